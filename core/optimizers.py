@@ -106,6 +106,6 @@ OPTIMIZERS = {
         cpu_update=6.0,
         remark="a row and a column for each matrix's moments: another rule of update",
     ),
-    "sgd": OptimizerTraits(make=_sgd, state_bytes=0.0, elementwise=True),
+    "sgd": OptimizerTraits(make=_sgd, state_bytes=4.0, elementwise=True),  # its momentum
 }
 """Name -> traits."""

@@ -2,7 +2,9 @@
 
 A forked command is a process of its own, with its own folder, environment, output and exit code; what differs
 from a fresh one is only that libraries, and our modules, were imported before it began. The launcher that it
-starts for several processes, and these, are forked as well: `CLIENT` stands in for the interpreter.
+starts for several processes, and these, are forked as well: `CLIENT` stands in for the interpreter. All forks
+of one process iterate over a set in the same order, as fresh ranks do not: those of odd numbers are forked
+from a process of another hash seed.
 Started as: zygote.py SOCKET
 """
 
@@ -35,6 +37,8 @@ READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "OMP_", "GOMP_", "THP_", "TORCH", "PYT
 """Variables that libraries read when they are imported: another value needs a fresh process."""
 SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 """Not so this one: torch sets it in a process whose tests compile, and reads it when it compiles."""
+HASH_SEEDS = {"": "2", ".odd": "4"}
+"""Suffix of a socket -> the hash seed behind it: in these two, small sets of our words have other orders."""
 START_SECONDS = 60.0
 MODULES = (
     "accelerate.commands.launch",
@@ -64,7 +68,8 @@ fresh = all(mark in " ".join(words) for mark in {fresh})
 if fresh or not (name in {modules} or name.endswith({scripts})):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 connection = socket.socket(socket.AF_UNIX)
-connection.connect({socket!r})
+odd = int(environment.get("RANK", 0)) % 2
+connection.connect({socket!r} + (".odd" if odd else ""))
 connection.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))])
 asked = {{"program": words, "cwd": os.getcwd(), "environment": environment}}
 connection.sendall(json.dumps(asked).encode() + b"\\n")
@@ -85,7 +90,7 @@ It starts in 20 ms, without site-packages. Only the launcher and its script are 
 
 
 class Zygote:
-    """The process that forks, with its own environment where one is given, else with this process's."""
+    """The processes that fork, with their own environment where one is given, else with this process's."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zygote-")
@@ -99,16 +104,19 @@ class Zygote:
             )
         )
         client.chmod(0o755)
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, self._path],
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-P", __file__, self._path + suffix],
+                env={**variables, "PYTHONHASHSEED": seed},
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            for suffix, seed in HASH_SEEDS.items()
+        ]
         end = time.monotonic() + START_SECONDS
-        while not Path(self._path).exists():
-            if self._process.poll() is not None or time.monotonic() > end:
-                raise RuntimeError("the process that tests fork from did not start")
+        while not all(Path(self._path + suffix).exists() for suffix in HASH_SEEDS):
+            if any(p.poll() is not None for p in self._processes) or time.monotonic() > end:
+                raise RuntimeError("the processes that tests fork from did not start")
             time.sleep(0.02)
 
     @property
@@ -157,8 +165,9 @@ class Zygote:
             return subprocess.CompletedProcess(list(words), code, *texts)
 
     def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        for process in self._processes:
+            process.kill()
+            process.wait()
         self._folder.cleanup()
 
 
@@ -167,14 +176,22 @@ def _read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def serve(path: str) -> NoReturn:
-    """Fork for every connection; only a fork whose command raised an exception leaves this function."""
+    """Fork for every connection; only a fork whose command raised an exception leaves this function.
+
+    Libraries are imported when the first comes: many tests need no process of an odd rank.
+    """
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{path}.new")
     listener.listen()
     Path(f"{path}.new").replace(path)
     client = str(Path(path).with_name("python"))
+    has_imported = False
     while True:
         connection, _ = listener.accept()
+        if not has_imported:
+            _import_all()
+            gc.freeze()  # what is here stays: a fork need not look through it
+            has_imported = True
         _, files, _, _ = socket.recv_fds(connection, 1, 3)
         asked = json.loads(connection.makefile().readline())
         pid = os.fork()
@@ -273,6 +290,4 @@ if __name__ == "__main__":
 
     for name, value in {**BEFORE_TORCH, "TRANSFORMERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
-    _import_all()
-    gc.freeze()  # what is here stays: a fork need not look through it
     serve(sys.argv[1])

@@ -10,14 +10,20 @@ import io
 import json
 import os
 import subprocess
+import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from isobatch.core.package import own_command
 from isobatch.engine.runs.ledger import read_ledger
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.predicting.command import predict
 from isobatch.tests.zygote import Zygote
+
+if TYPE_CHECKING:
+    import random
 
 ROOT = Path(__file__).resolve().parents[2]
 RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
@@ -87,6 +93,49 @@ def losses(run: Path) -> list[float]:
     found = [r for r in rows(run) if "lr" in r]
     assert [r["step"] for r in found] == list(range(1, len(found) + 1))
     return [r["loss"] for r in found]
+
+
+def killed_at_random(words: list[str], run: Path, generator: random.Random, steps: int = 1) -> int:
+    """Start, wait for so many new steps and a random moment more, kill; returns how many were logged."""
+    process = subprocess.Popen(
+        warm_command(*words),
+        cwd=run.parent.parent,
+        stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+    )
+    before, deadline = logged(run), time.monotonic() + 60
+    while logged(run) < before + steps and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(generator.uniform(0, 0.25))
+    kill_all(at_work_in(run.parent.parent))
+    process.wait()
+    return logged(run)
+
+
+def at_work_in(folder: Path) -> list[psutil.Process]:
+    """A command's own processes, its launcher and its ranks: those whose working folder this is."""
+    return [p for p in psutil.process_iter() if _working_folder(p) == str(folder)]
+
+
+def _working_folder(process: psutil.Process) -> str | None:
+    try:
+        return process.cwd()
+    except psutil.Error:
+        return None
+
+
+def kill_all(processes: list[psutil.Process]) -> None:
+    """As if the machine lost power: none of them has the time to see another one end."""
+    own = {child.pid for child in psutil.Process().children()}  # whoever started them waits for them
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs([p for p in processes if p.pid not in own], timeout=10)  # they hold the run's lock
+
+
+def logged(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return path.read_text().count('"lr"') if path.exists() else 0
 
 
 def summary(run: Path) -> dict[str, Any]:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from isobatch.tests.integration.helpers import furthest, launch, rows, run_card, summary
+from isobatch.tests.integration.helpers import furthest, killed_at_random, launch, rows, run_card, summary
 from isobatch.tests.integration.test_bad_input import complaint
-from isobatch.tests.integration.test_resume import killed_at_random
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from isobatch.core.package import own_command
-from isobatch.tests.integration.helpers import ROOT, furthest, launch, losses, rows, summary, warm_command
+from isobatch.tests.integration.helpers import ROOT, launch, losses, rows, summary, warm_command
 
 TASKS = f"{ROOT}/tests/tasks/failing.py"
 
@@ -73,22 +73,6 @@ def test_a_refused_command_leaves_the_plan_alone(tmp_path: Path) -> None:
     assert (run / "plan.json").read_text() == plan
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 75
-
-
-@pytest.mark.slow
-def test_eight_bit_states_are_saved_and_resumed(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    common = ["--optimizer", "adamw8bit", "--save-every", "10", "--keep", "9", "--processes", "1"]
-    assert launch(*words("Wide", *common), cwd=tmp_path).returncode == 0
-    run = tmp_path / "runs" / "run"
-    before = losses(run)
-    for newer in ("train-20", "train-30", "train-37", "train-40"):
-        shutil.rmtree(run / "checkpoints" / newer)
-    (run / "summary.json").unlink()
-    again = launch("resume", str(run), cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
-    assert summary(run)["resumed_from"] == "train-10"
-    assert furthest(losses(run), before) < 1e-6
 
 
 def test_an_edited_task_is_another_recipe(tmp_path: Path) -> None:

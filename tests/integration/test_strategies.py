@@ -15,7 +15,6 @@ from isobatch.tests.integration.helpers import (
     ROOT,
     furthest,
     launch,
-    ledger,
     losses,
     rows,
     summary,
@@ -51,25 +50,6 @@ def test_a_strategy_goes_on_from_its_own_checkpoint_and_from_anothers(found: Any
     assert all(
         row["largest_loss_difference"] == 0 for row in resumes.values() if row["same_world_and_strategy"]
     )
-
-
-@pytest.mark.slow
-def test_from_a_laptop_to_zero_and_back(tmp_path: Path) -> None:
-    """One process, then two under ZeRO-2, then one again: one run, one curve."""
-    whole = [*["auto", "--task", RAGGED, "--quiet", "--steps", "30"], "--save-every", "10", "--keep", "9"]
-    assert launch(*whole, "--name", "whole", cwd=tmp_path).returncode == 0
-    run = tmp_path / "runs" / "run"
-    assert launch(*whole, "--name", "run", "--again", "--ledger", cwd=tmp_path).returncode == 0
-    _cut_back(run, 10)
-    two = ("resume", str(run), "--processes", "2", "--strategy", "zero2", "--quiet")
-    assert launch(*two, cwd=tmp_path).returncode == 0
-    assert (summary(run)["strategy"], summary(run)["resumed_from"]) == ("zero2", "train-10")
-    _cut_back(run, 20)
-    assert launch("resume", str(run), "--processes", "1", "--quiet", cwd=tmp_path).returncode == 0
-    assert (summary(run)["world_size"], summary(run)["resumed_from"]) == (1, "train-20")
-    assert furthest(losses(run), losses(tmp_path / "runs" / "whole")) < 1e-4
-    assert [r["step"] for r in ledger(run)] == list(range(1, 31))
-    assert launch("verify", str(run), cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.slow
@@ -121,16 +101,6 @@ def test_only_rank_0_builds_a_model_that_is_sharded(strategy: str, tmp_path: Pat
     line = ["auto", "--task", task.replace("BuildsOnce", "Line"), "--quiet", "--name", "one", "--steps", "4"]
     assert launch(*line, cwd=tmp_path).returncode == 0
     assert furthest(losses(tmp_path / "runs" / "run"), losses(tmp_path / "runs" / "one")) < 1e-5
-
-
-def _cut_back(run: Path, step: int) -> None:
-    """As if it had been killed soon after this step."""
-    import shutil
-
-    for folder in (run / "checkpoints").iterdir():
-        if int(folder.name.rpartition("-")[2]) > step:
-            shutil.rmtree(folder)
-    (run / "summary.json").unlink()
 
 
 def test_accelerates_config_decides_the_stage(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.tests.integration.helpers import launch, ledger, losses, summary
-from isobatch.tests.integration.test_resume import killed_at_random
+from isobatch.tests.integration.helpers import killed_at_random, launch, ledger, losses, summary
 from isobatch.tests.object_store import CREDENTIALS, ObjectStore, object_store
 
 if TYPE_CHECKING:
@@ -25,7 +24,7 @@ WORDS = ["the", "river", "house", "stone", "sees", "old", "new", "under", "light
 SETTINGS = [
     *("auto", "--task", "causal-lm", "--data", f"s3://{BUCKET}/text/*.parquet", "--vocab-size", "300"),
     *("--epochs", "2", "--batch-size", "16", "--max-length", "32", "--shuffle-window", "3", "--ledger"),
-    *("--save-every", "5", "--quiet", "--lr", "1e-3"),
+    *("--save-every", "5", "--quiet", "--lr", "1e-3", "--precision", "fp32"),
 ]
 
 
@@ -69,7 +68,7 @@ def test_a_killed_run_goes_on_in_another_world_and_takes_every_sample_once(
     steps = summary(undisturbed)["steps"]
     assert 0 < reached < steps
     shutil.rmtree(tmp_path / "groups", ignore_errors=True)  # another node has nothing yet
-    done = launch("resume", str(run), "--processes", "2", cwd=tmp_path)
+    done = launch("resume", str(run), "--processes", "2", "--precision", "fp32", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert summary(run)["resumed_from"].startswith("train-")
     count = RunFolder(run).facts.samples["train"]

@@ -182,15 +182,6 @@ class DiesOnce(Line):
         return super().loss(model, batch, step)
 
 
-class Wide(Line):
-    """Matrices large enough for 8-bit optimizer states, which begin at 4,096 elements."""
-
-    def build_model(self, facts: Any) -> Any:
-        from torch import nn
-
-        return nn.Sequential(nn.Linear(4, 1100), nn.Linear(1100, 8), nn.Linear(8, 1))
-
-
 class BuildsOnce(Line):
     """Leaves a file for every rank that built the model with its values."""
 

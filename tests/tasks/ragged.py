@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,3 +55,11 @@ class RaggedLM(Task):
         targets[places >= batch["length"][:, None] - 1] = -100
         total = functional.cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1), reduction="sum")
         return {"loss": Loss(total, "token")}
+
+
+class PacedLM(RaggedLM):
+    """A step takes at least a twentieth of a second, so that a test can stop it at a certain one."""
+
+    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
+        time.sleep(0.05)
+        return super().loss(model, batch, step)
