@@ -31,7 +31,7 @@ DATA = {
     "collapse": ("text", ""),
 }
 """Benchmark -> its data and its model, by the names of `made`."""
-USERS, ITEMS, EACH = 200, 150, 30
+USERS, ITEMS, EACH = 900, 150, 45
 
 
 def made(folder: Path) -> None:
