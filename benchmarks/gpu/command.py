@@ -121,8 +121,11 @@ def _calibration(results: Results) -> dict[str, float]:
     from isobatch.engine.machine.detect import detect
 
     rows = [row for part in ("2", "5") for row in results.parts.get(part, [])]
-    known = [gpu for gpu in detect().gpus[:1] if gpu.peak_flops["bf16"]]
-    return calibration(rows, known[0].peak_flops["bf16"], known[0].memory_bandwidth) if known else {}
+    found: dict[str, float] = {}
+    for gpu in detect().gpus[:1]:
+        if peak := gpu.peak_flops["bf16"]:
+            found = calibration(rows, peak, gpu.memory_bandwidth)
+    return found
 
 
 def missing_wheels(parts: Mapping[str, Part], quick: bool) -> list[str]:

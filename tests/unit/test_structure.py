@@ -168,7 +168,7 @@ ROOMS: dict[str, set[str]] = {
         *("engine.planning", "engine.runs", "launch.local"),
     },
     "launch.doctor": {
-        *("core", "engine.checkpointing", "engine.distributed", "engine.machine"),
+        *("core", "engine.checkpointing", "engine.distributed", "engine.machine", "engine.model_setup"),
         *("engine.runs", "launch.local", "launch.slurm", "launch.control"),
     },
     "launch.commands": {
