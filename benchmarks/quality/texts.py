@@ -102,10 +102,10 @@ def helped(quick: bool, data: Path, model: str) -> Iterator[Row]:
         for way, text in WAYS.items():
             values: dict[str, Any] = {
                 "data": str(folder),
-                "model": model,
                 "text": text,
-                "lora_blocks": 1,
                 "batch_size": 4096,
+                **({} if text == "off" else {"model": model}),
+                **({} if text else {"lora_blocks": 1}),
             }
             length = [2, 2] if quick else [2400, 60]
             values["steps"] = length if text is None else length[:1]
@@ -155,6 +155,8 @@ def hit_rates(session: Session, hidden: np.ndarray) -> dict[str, float]:
     }
     found = {}
     for name, rows in groups.items():
+        if not rows.any():
+            continue
         (scores,) = net(user[rows], [torch.cat([item[rows, None], rivals[rows]], 1)])
         found[name] = _hits(scores[:, 0], scores[:, 1:], torch.ones_like(scores[:, 1:], dtype=torch.bool))
     return {**found, "items never seen": _among_hidden(net, _numbers(session.facts, hidden))}
