@@ -102,7 +102,9 @@ def as_begun(run: RunFolder | None, asked: PlanOptions) -> PlanOptions:
 
     Another precision is another loss curve. A device that lacks half precision computes in fp32.
     """
-    if run is None or asked.precision != "auto" or not run.has_plan or not run.metrics.exists():
+    if run is None or asked.precision != "auto" or not run.has_plan:
+        return asked
+    if not (run.metrics.exists() or any(run.checkpoints.glob("*-*"))):
         return asked
     wishes: dict[str, Any] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
     begun = run.plan.precision

@@ -126,7 +126,8 @@ def test_a_begun_run_keeps_its_precision(tmp_path: Path) -> None:
     done = launch("auto", *words, "--precision", "bf16", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "half"
-    (run / "summary.json").unlink()
+    for lost in ("summary.json", "metrics.jsonl"):
+        (run / lost).unlink()
     launch("resume", str(run), cwd=tmp_path)
     kept = json.loads((run / "plan.json").read_text())
     # Where the processor has no arithmetic for bf16, the wish becomes fp32, and the plan says so.
