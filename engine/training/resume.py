@@ -67,8 +67,11 @@ def newest_checkpoint(run: RunFolder, session: Session, say: Callable[[str], Non
 
 
 def _saved_before(run: RunFolder) -> str:
-    """The checkpoint that the log names last, where there is none on disk; empty where none was saved."""
+    """What log or summary say of the last checkpoint, where none is on disk; empty where none was saved."""
     saved = [row["checkpoint"] for row in rows_in(run.metrics) if "checkpoint" in row]
+    summary = run.summary() or {}
+    if summary.get("status") == "stopped" and summary.get("steps"):
+        saved.append(f"the one after {summary['steps']} steps")
     return f"{saved[-1]} is gone" if saved else ""
 
 

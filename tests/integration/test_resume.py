@@ -69,16 +69,19 @@ def stopped_copy(undisturbed: Path, run: Path) -> Path:
     return run
 
 
-@pytest.mark.parametrize("harm", ["damaged", "gone"])
+@pytest.mark.parametrize("harm", ["damaged", "gone", "gone with the log"])
 def test_no_checkpoint_that_can_be_read_is_an_error_and_deletes_nothing(
     harm: str, undisturbed: Path, tmp_path: Path
 ) -> None:
     run = stopped_copy(undisturbed, tmp_path / "runs" / "ref")
     for folder in list((run / "checkpoints").iterdir()):
-        if harm == "gone":
-            shutil.rmtree(folder)
-        else:
+        if harm == "damaged":
             (folder / "index.json").write_text("{}")
+        else:
+            shutil.rmtree(folder)
+    if harm == "gone with the log":
+        (run / "metrics.jsonl").write_bytes(b"")
+        (run / "summary.json").write_text('{"status": "stopped", "steps": 20}')
     before = sorted(p.name for p in (run / "checkpoints").iterdir())
     log = (run / "metrics.jsonl").read_bytes()
     done = launch("resume", str(run), cwd=tmp_path)
