@@ -181,7 +181,12 @@ class Conversations:
                     counts.leading_answers += had_leading_answer
                     main = chat_formats.main_columns(row, self.chat_format)
                     counts.fields.update(chat_formats.notes_of_unread(row, main))
-                    yield where, cleaned
+                    answers = [n for n, m in enumerate(cleaned) if m["role"] == "assistant"]
+                    behind = {m["role"] for m in cleaned[answers[-1] + 1 :]}
+                    counts.fields.update(
+                        f"a message by the {role} after the last answer is not learnt" for role in behind
+                    )
+                    yield where, cleaned[: answers[-1] + 1]
 
     def _parse(self, row: Mapping[str, Any], where: str) -> tuple[list[Message], bool]:
         """The messages of a row without answers before its first question, and whether there were any."""

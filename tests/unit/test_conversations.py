@@ -701,6 +701,17 @@ def test_a_template_that_cannot_tell_answers_is_refused(
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("role", ["user", "system"])
+def test_what_follows_the_last_answer_is_named(tmp_path: Path, role: str) -> None:
+    turns = [("user", "Why?"), ("assistant", "So."), (role, "And then?")]
+    messages = [{"role": who, "content": content} for who, content in turns]
+    facts, columns, tokenizer = prepared(tmp_path / "data", [{"messages": messages}] * 3, template="chatml")
+    notes = [note for note in facts["notes"] if "after the last answer" in note]
+    assert notes == [f"6 rows: a message by the {role} after the last answer is not learnt"]
+    assert not [note for note in facts["notes"] if "no place for the system text" in note]
+    assert "And then?" not in marked(columns, tokenizer)
+
+
 def test_a_template_that_closes_nothing_gets_an_end(tmp_path: Path) -> None:
     open_end = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     open_end += "{% if add_generation_prompt %}assistant: {% endif %}"
