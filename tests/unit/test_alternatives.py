@@ -55,8 +55,8 @@ def test_all_of_a_model(peaks) -> None:  # type: ignore[no-untyped-def]
     assert whole - found["--optimizer adamw8bit"] == pytest.approx(6 * PARAMETERS, rel=1e-3)
     assert found["--optimizer adafactor"] < found["--optimizer adamw8bit"]
     assert found["--activation-checkpointing on"] < whole
-    # Frozen weights have neither gradients nor moments; matrices keep autocast's copies, adapters their inputs:
-    # 768 numbers of 2 bytes and a dropout's mark for each token and layer.
+    # Frozen weights have neither gradients nor moments; matrices keep autocast's copies, adapters their
+    # inputs: 768 numbers of 2 bytes and a mark of dropout for each token and layer.
     tables = 2 * 4 * 50257 * 768
     inputs = 8 * 256 * 12 * 768 * 3
     assert whole - found["--adapter lora"] == pytest.approx(
