@@ -138,5 +138,5 @@ def explain_write_errors(path: Path) -> Iterator[None]:
             raise
         full = isinstance(error, RuntimeError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = "No space left on device" if isinstance(error, RuntimeError) else error.strerror
-        remedy = "make some, then go on with `resume`" if full else "choose another place with --out"
+        remedy = "make some, then go on with `resume`" if full else "choose another place"
         raise UserError(f"cannot write {path}: {reason}; {remedy}") from None

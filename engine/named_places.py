@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PLACES = ("data", "tokenizer", "valid", "model", "teacher", "pruned", "start")
 """Fields of recipes that name places without a slash too."""
 NAMED_ONLY = ("model", "teacher", "pruned", "start")
-"""Of those, the ones in which a word may be a preset: it is a place where there is such a folder."""
+"""Of those, the ones in which a word may be a preset: it is a place where it is none, or a folder."""
 NO_PLACES = ("task", "generate_prompt")
 """Fields with slashes in them that are no places: code is asked for by itself."""
 
@@ -29,8 +29,16 @@ def places(recipe: Recipe) -> list[tuple[str, str]]:
     return [
         (name, value)
         for name, value in _texts(recipe)
-        if "/" in value or name not in NAMED_ONLY or Path(value).expanduser().exists()
+        if "/" in value or name not in NAMED_ONLY or value not in _presets() or Path(value).exists()
     ]
+
+
+def _presets() -> set[str]:
+    """Names of models that are built here, from nothing."""
+    from isobatch.models.causal_lm import model_sizes
+    from isobatch.models.classification import task as classifiers
+
+    return {*model_sizes.PRESETS, *classifiers.PRESETS}
 
 
 def named_texts(recipe: Recipe) -> set[str]:

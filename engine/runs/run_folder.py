@@ -21,7 +21,7 @@ from isobatch.core import atomic_files
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
-from isobatch.core.flags import build_options, flags_of, options_to_dict
+from isobatch.core.flags import NOT_RECORDED, build_options, options_to_dict
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.log_reader import newest_rows
@@ -133,8 +133,13 @@ class RunFolder:
         from filelock import FileLock, Timeout
 
         try:
-            with FileLock(self.folder / f".{role}.lock", timeout=0):
+            lock = FileLock(self.folder / f".{role}.lock", timeout=0)
+            with atomic_files.explain_write_errors(Path(lock.lock_file)):
+                lock.acquire()
+            try:
                 yield
+            finally:
+                lock.release()
         except Timeout:
             if role in ("export", "submit"):
                 doing = {"export": "exported", "submit": "submitted"}[role]
@@ -206,8 +211,11 @@ class RunFolder:
         self._plan = None
 
     def options(self) -> RunOptions:
-        """The options of the newest launch; fields that this version does not know are ignored."""
-        recorded, known = atomic_files.read_json(self.folder / "run.json"), flags_of(RunOptions, "run")
+        """The options of the newest launch; fields that this version does not know are ignored, and those
+        that a launch never writes here: the file may be from somebody else.
+        """
+        recorded = atomic_files.read_json(self.folder / "run.json")
+        known = {f.name for f in dataclasses.fields(RunOptions) if f.metadata != NOT_RECORDED}
         return build_options(RunOptions, {k: v for k, v in recorded.items() if k in known}, "run")
 
     def write_options(self, options: RunOptions) -> None:

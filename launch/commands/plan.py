@@ -21,6 +21,7 @@ from isobatch.engine.planning.planner import batch_size_frontier
 from isobatch.engine.planning.reading import reading_alternatives
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.local.arguments import Request, parse_request, task_name
+from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.planning.batch_scaling import with_automatic_scale
 from isobatch.launch.planning.compare import compare_targets
 from isobatch.launch.planning.comparison import short_duration
@@ -52,7 +53,7 @@ TRAINING = "train"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PrepareOptions:
+class PrepareOptions(TrustOptions):
     """Flags of `prepare` beside the recipe's."""
 
     json: bool = False

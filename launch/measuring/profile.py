@@ -17,6 +17,7 @@ from isobatch.engine.profiling.step_profiler import LEAST_STEPS, StepProfiler
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.training.step_metrics import gpu_uuid
+from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.measuring.compare import LEAST_GAIN, compare
 from isobatch.launch.measuring.measures import Setting, measure_named, usable_cores
 from isobatch.launch.measuring.setup import Setup, measure_in_world, read_setup
@@ -33,7 +34,7 @@ FOLDER, FILE = "profiles", "profile.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProfileOptions:
+class ProfileOptions(TrustOptions):
     """Flags of `profile` beside the recipe's, the plan's and the run's."""
 
     json: bool = False

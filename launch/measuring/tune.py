@@ -17,6 +17,7 @@ from isobatch.core.number_ranges import AboveZero
 from isobatch.core.plan import INVARIANCES
 from isobatch.engine.planning.kept_choices import MARK, keep
 from isobatch.engine.runs.run_folder import run_name
+from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.measuring.compare import LEAST_ROUNDS, PairedRounds, compare
 from isobatch.launch.measuring.measures import MEASURES, Measure, Setting
 from isobatch.launch.measuring.setup import Setup, measure_in_world, read_setup
@@ -38,7 +39,7 @@ TOGETHER_SHARES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TuneOptions:
+class TuneOptions(TrustOptions):
     """Flags of `tune` beside the recipe's, the plan's and the run's."""
 
     minutes: AboveZero = 5.0

@@ -11,7 +11,7 @@ from isobatch.core.measures import parse_duration
 from isobatch.core.number_ranges import Positive
 from isobatch.engine.loading.prepare import assumed_facts
 from isobatch.engine.loading.prepare import prepare as prepare_data
-from isobatch.launch.local.run_setup import print_unless_quiet
+from isobatch.launch.local.run_setup import TrustOptions, print_unless_quiet
 from isobatch.launch.planning.estimate import Target
 from isobatch.launch.planning.machines import HERE
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanCommandOptions:
+class PlanCommandOptions(TrustOptions):
     """Flags of `plan` beside the recipe's and the plan's."""
 
     hardware: str | None = None

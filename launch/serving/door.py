@@ -71,10 +71,10 @@ def read_key(file: str | None) -> str | None:
 
     Raises UserError, which never repeats what was typed: it may be the key.
     """
-    if file is None:
-        return os.environ.get(KEY_VARIABLE, "").strip() or None
+    if file is None and KEY_VARIABLE not in os.environ:
+        return None
     with contextlib.suppress(OSError, ValueError):
-        key = Path(file).expanduser().read_text(encoding="utf-8").strip()
-        if key and key.isprintable():
+        text = Path(file).expanduser().read_text(encoding="utf-8") if file else os.environ[KEY_VARIABLE]
+        if (key := text.strip()) and key.isprintable():
             return key
-    raise UserError(f"--api-key: give a file that holds the key in one line, or set {KEY_VARIABLE}")
+    raise UserError(f"--api-key: give a file that holds the key in one line, or set {KEY_VARIABLE} to it")

@@ -20,6 +20,7 @@ from isobatch.engine.registry import TASKS, complete, workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.tests.integration.test_received_runs import (
     LOOKS,
+    TAKES,
     USES,
     another_process,
     home,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 JUDGES = [
     *LOOKS,
     *USES,
+    *TAKES,
     ["receipt", "RUN", "--out", "receipt.json"],
     ["replay", "RUN", "--step", "1"],
     ["seen", "RUN", "--text", "a"],
@@ -78,6 +80,7 @@ def of_place(home: Path, asked: list[str], field: str) -> Path:
         "a file": {"data": str(home / "mine.jsonl")},
         "a relative file": {"data": "../home/mine.jsonl"},
         "model": {"model": "owner/evil"},
+        "a model in a word": {"model": "evil"},
         "tokenizer": {"tokenizer": "word"},
         "a folder": {"model": str(home / ".ssh")},
         "a run": {"starts_from": {"run": str(home / ".ssh"), "checkpoint": "train-2", "digest": "0"}},
@@ -90,7 +93,17 @@ def of_place(home: Path, asked: list[str], field: str) -> Path:
     return run
 
 
-FIELDS = ["data", "s3", "a file", "a relative file", "model", "tokenizer", "a folder", "a run"]
+FIELDS = [
+    "data",
+    "s3",
+    "a file",
+    "a relative file",
+    "model",
+    "a model in a word",
+    "tokenizer",
+    "a folder",
+    "a run",
+]
 
 
 @pytest.mark.parametrize("field", [*FIELDS, "an adapter's base"])
@@ -107,11 +120,12 @@ def test_no_place_is_read_without_consent(
     for words in JUDGES:
         if words in USES:
             stop(run)
-        code = in_place([str(run) if word == "RUN" else word for word in words])
+        code = in_place([word.replace("RUN", str(run)) for word in words])
         said = capfd.readouterr().err
         assert "Traceback" not in said, (words, said)
         assert len(asked) == 1, words
-        if words[0] in ("verify", "evaluate", "receipt", "resume", "export"):
+        takes_recipe = words in TAKES and field in FIELDS and ("--from" not in words or field != "a run")
+        if takes_recipe or words[0] in ("verify", "evaluate", "receipt", "resume", "export"):
             assert code == 2, words
             assert "that this user has not named here: " in said, words
             assert said.rstrip().endswith("then add --trust (`inspect RUN` does none of it)"), said

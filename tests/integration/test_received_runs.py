@@ -49,6 +49,12 @@ USES = [
     ["serve", "RUN", "--port", "0"],
 ]
 """Commands that need the run's task."""
+TAKES = [
+    *[[command, "--like", "RUN"] for command in ("auto", "plan", "prepare", "profile", "tune")],
+    ["auto", "--from", "RUN", "--steps", "2"],
+    ["auto", "--config", "RUN/recipe.json"],
+]
+"""Commands that take the run's recipe."""
 LOOKS = [["runs", "runs"], ["inspect", "RUN"], ["report", "RUN"], ["plots", "RUN"]]
 """Commands that only read its records."""
 CANARY = "it-ran"
@@ -243,10 +249,11 @@ def test_nothing_of_it_is_executed_and_nothing_outside_touched(
     run = HOSTILE[hostile](home)
     assert not list(home.parent.rglob(CANARY))
     before = listing(home, run)
-    for words in [*LOOKS, *USES]:
+    brings_code = hostile in list(HOSTILE)[:6]
+    for words in [*LOOKS, *USES, *(TAKES if brings_code else ())]:
         if words in USES:
             stop(run)
-        code = in_place([str(run) if word == "RUN" else word for word in words])
+        code = in_place([word.replace("RUN", str(run)) for word in words])
         said = capfd.readouterr()
         assert code in ((0, 2, 3) if words in LOOKS else (2, 3)), (words, said.err)
         assert "Traceback" not in said.err, (words, said.err)
@@ -258,6 +265,19 @@ def test_nothing_of_it_is_executed_and_nothing_outside_touched(
     after = listing(home, run)
     assert after == before
     assert not (home.parent / "state").exists()  # nothing was agreed to
+
+
+@pytest.mark.parametrize("witness", ["|touch it-ran", "mine.jsonl"])
+def test_a_run_names_no_witness(witness: str, home: Path) -> None:
+    """It is a command, or a file to append to: of the user alone, who types it."""
+    run = received(home)
+    options = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**options, "witness": witness}))
+    before = (home / "mine.jsonl").read_bytes()
+    assert RunFolder(run).options().witness is None
+    in_place(["resume", str(run), "--trust"])
+    assert not list(home.parent.rglob(CANARY))
+    assert (home / "mine.jsonl").read_bytes() == before
 
 
 def test_data_that_a_run_names_is_not_written_beside(home: Path) -> None:

@@ -14,6 +14,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.flags import BareValue, Flag, nearest_hint, to_json_value
 from isobatch.core.recipe import TASK_CODE, Recipe
+from isobatch.engine import consent
 from isobatch.launch.local.words.foreign_words import translate, words_for
 
 if TYPE_CHECKING:
@@ -46,14 +47,17 @@ def flags_of_files(flags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
         path /= RECIPE_FILE
         if not path.is_file():
             raise UserError(f"--{name} {value}: is no folder of a run")
-    return str(path), read_flags(path)
-
-
-def read_flags(path: Path) -> dict[str, str]:
-    """The flags of a YAML or JSON file, by name with `_`, every value as text. Raises UserError."""
     values = _read_mapping(path)
-    if "task" in values and isinstance(values.get("options"), dict):  # recipe.json of a run
-        return flags_of_recipe(Recipe.from_dict(atomic_files.read_json(path)))
+    if "task" not in values or not isinstance(values.get("options"), dict):
+        return str(path), read_flags(path, values)
+    recipe = Recipe.from_dict(atomic_files.read_json(path))  # of a run, whoever made it
+    consent.require(recipe, path.parent, "trust" in flags)
+    consent.require_reading(recipe, path.parent, flags.keys())  # what is typed instead is not read
+    return str(path), flags_of_recipe(recipe)
+
+
+def read_flags(path: Path, values: Mapping[Any, Any]) -> dict[str, str]:
+    """The flags of a YAML or JSON file, by name with `_`, every value as text. Raises UserError."""
     found = {}
     for name, value in values.items():
         text = _as_text(f"--config {path}: {name}", value)
