@@ -8,14 +8,14 @@ import re
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
 
 REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-SECRET = re.compile(r"sig|token|secret|credential|password|key", re.IGNORECASE)
+SECRET = re.compile(r"sig|token|secret|credential|password|key|session", re.IGNORECASE)
 """Names of parts of an address that let its reader in: addresses are written into recipes and logs."""
 CHAINED = re.compile(r"::(?=\w[\w+.-]*(?:://|::))")
 NAMES_BEFORE_AT = ("hf", "abfs", "abfss")
@@ -87,7 +87,7 @@ def refuse_secrets(address: str, flag: str = "--data", written: str = "the recip
 
     `written`: where it would be kept. Addresses of fsspec may hold others, behind `::`.
     """
-    for one in CHAINED.split(address):
+    for one in CHAINED.split(unquote(address)):
         scheme, _, rest = one.partition("://")
         place, *given = re.split(r"[?&#;]", rest)
         host = place.partition("/")[0]

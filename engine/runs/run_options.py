@@ -69,9 +69,8 @@ class RunOptions:
         if self.checkpoint_copy is not None:
             refuse_secrets(self.checkpoint_copy, "--checkpoint-copy", "run.json")
             if "://" not in self.checkpoint_copy:
-                raise UserError(
-                    f"--checkpoint-copy {self.checkpoint_copy}: is no URL such as s3://bucket/prefix"
-                )
+                shown = self.checkpoint_copy.rpartition("@")[2]  # what stands before may be a password
+                raise UserError(f"--checkpoint-copy {shown}: is no URL such as s3://bucket/prefix")
         every = self.noise_scale_every
         if every is not None and (every.value == 0 or every.unit == "minutes"):
             raise UserError(

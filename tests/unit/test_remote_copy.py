@@ -370,11 +370,20 @@ SECRET = "s3cr3t"
         f"https://host/copies#token={SECRET}",
         f"simplecache::s3://key:{SECRET}@bucket/prefix",
         f"abfs://container:{SECRET}@account/x",
+        f"s3://key:{SECRET}%40bucket/prefix",
+        f"https://user%3A{SECRET}%40host/copies",
+        f"https://host/copies;jsessionid={SECRET}",
     ],
 )
 def test_a_password_or_key_in_a_url_is_refused_and_not_repeated(url: str) -> None:
     with pytest.raises(UserError, match=r"^--checkpoint-copy .*: leave .* out") as said:
         RunOptions(checkpoint_copy=url)
+    assert SECRET not in str(said.value)
+
+
+def test_what_is_no_url_is_not_repeated_with_its_password() -> None:
+    with pytest.raises(UserError, match=r"^--checkpoint-copy host/x: is no URL") as said:
+        RunOptions(checkpoint_copy=f"https:/user:{SECRET}@host/x")
     assert SECRET not in str(said.value)
 
 

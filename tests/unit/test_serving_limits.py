@@ -96,6 +96,15 @@ def test_a_key_is_read_from_a_file_or_the_environment(
     for name in ("empty", "two", "bytes", "sk-typed-by-mistake"):
         with pytest.raises(UserError, match="--api-key: give a file") as caught:
             read_key(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("key", ["", " ", "two\nlines"])
+def test_a_key_of_the_environment_that_nobody_can_send_is_refused(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ISOBATCH_API_KEY", key)
+    with pytest.raises(UserError, match="^--api-key: "):
+        read_key(None)
         assert name not in str(caught.value)
 
 
