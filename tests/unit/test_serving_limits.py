@@ -96,6 +96,7 @@ def test_a_key_is_read_from_a_file_or_the_environment(
     for name in ("empty", "two", "bytes", "sk-typed-by-mistake"):
         with pytest.raises(UserError, match="--api-key: give a file") as caught:
             read_key(str(tmp_path / name))
+        assert name not in str(caught.value)
 
 
 @pytest.mark.parametrize("key", ["", " ", "two\nlines"])
@@ -103,9 +104,8 @@ def test_a_key_of_the_environment_that_nobody_can_send_is_refused(
     key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ISOBATCH_API_KEY", key)
-    with pytest.raises(UserError, match="^--api-key: "):
+    with pytest.raises(UserError, match=r"^--api-key: give a file"):
         read_key(None)
-        assert name not in str(caught.value)
 
 
 def test_health_answers_while_the_model_loads_and_ready_only_after_it() -> None:
