@@ -270,7 +270,7 @@ FAULTS: dict[str, Fault] = {
         *("torch.compile", "broken", "--compile off"),
     ),
     "a clone with a library's name": (
-        lambda _: software.check_compile(answer("compiled", passed_by="/work/tree has a library's name")),
+        lambda _: software.check_compile(answer("compiled", passed_by="/home/me/tree has a library's name")),
         *("torch.compile", "warning", "rename that folder"),
     ),
     "bitsandbytes fails": (
