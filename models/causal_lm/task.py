@@ -336,11 +336,11 @@ class CausalLM(Task):
 
     def first_step_remark(self, losses: Mapping[str, float], facts: Facts) -> str:
         """Of an adapter whose base does worse than guessing: it lacks what frozen weights cannot learn."""
-        chance = math.log(facts.extra["vocabulary"])
-        if self.options.adapter == "none" or losses["loss"] <= chance:
+        chance, loss = math.log(facts.extra["vocabulary"]), losses.get("loss", 0.0)  # ORPO's has parts
+        if self.options.adapter == "none" or loss <= chance:
             return ""
         return (
-            f"the base model does worse than guessing here (loss {losses['loss']:.1f}, guessing"
+            f"the base model does worse than guessing here (loss {loss:.1f}, guessing"
             f" {chance:.1f}): its tokens or its template are not those of these texts; an adapter may not"
             " mend that, all weights can (--adapter none)"
         )

@@ -427,6 +427,7 @@ def test_an_adapter_on_a_base_that_knows_nothing_is_remarked(saved: Path) -> Non
     assert task.first_step_remark({"loss": 9.0}, facts()) == "", "all weights train"
     adapted = CausalLM(task.recipe, CausalLMOptions(adapter="lora"))
     assert adapted.first_step_remark({"loss": 5.0}, facts()) == ""
+    assert adapted.first_step_remark({"nll": 9.0, "odds": 1.0}, facts()) == ""
     assert "worse than guessing here (loss 9.0, guessing 5." in adapted.first_step_remark(
         {"loss": 9.0}, facts()
     )
