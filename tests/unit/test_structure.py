@@ -41,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     "models.compression": {"core", "models", "models.encoder", "models.classification"},
     "models.recommendation": {"core", "core.terminal", "models", "models.causal_lm"},
     "models.sequence_vae": {"core", "models", "models.causal_lm"},
-    "engine": {"core", "data", "data.streaming", "models"},
+    "engine": {"core", "data", "data.streaming", "models", "models.causal_lm", "models.classification"},
     "engine.machine": {"core", "core.terminal"},
     "engine.profiling": {"core", "engine.machine"},
     "engine.distributed": {"core", "engine.profiling"},
@@ -83,7 +83,7 @@ ROOMS: dict[str, set[str]] = {
         *("core", "data", "models", "engine", "engine.checkpointing", "engine.loading"),
         *("engine.optimization", "engine.runs", "engine.training", "engine.verification"),
     },
-    "launch.local.words": {"core"},
+    "launch.local.words": {"core", "engine"},
     "launch.local.observers": {"core", "engine", "engine.distributed", "engine.runs", "engine.training"},
     "launch.local": {
         *(
