@@ -32,7 +32,7 @@ def test_no_other_interval_loses_less() -> None:
 
 
 def test_a_rank_works_little_for_a_batch_of_thousands() -> None:
-    *rows, largest = measure(quick=True)
+    *rows, _, largest = measure(quick=True)  # the world of 16,384 is timed by nobody here
     assert [row["world"] for row in rows] == [8, 64, 512]
     assert all(row["padded cut ms"] < 50 for row in rows), "it was 207 ms and more at world 512"
     assert all(row["packed load max/mean"] < 1.03 for row in rows)
