@@ -418,10 +418,9 @@ def test_the_package_holds_every_room() -> None:
     assert set(settings["packages"]) == {"isobatch", *rooms, *configs}
 
 
-@pytest.mark.parametrize("file", PACKAGE, ids=name)
-def test_optional_libraries_are_imported_in_the_branch_that_needs_them(file: Path) -> None:
-    roots = {module.split(".")[0] for module in imported(at_import(tree(file)))}
-    assert not roots & ONLY_WHERE_NEEDED
+def test_optional_libraries_are_imported_in_the_branch_that_needs_them() -> None:
+    found = [(name(f), module) for f in PACKAGE for module in imported(at_import(tree(f)))]
+    assert [(file, m) for file, m in found if m.split(".")[0] in ONLY_WHERE_NEEDED] == []
 
 
 def test_one_class_name_has_one_meaning() -> None:
@@ -468,35 +467,37 @@ def test_each_file_of_a_run_is_read_in_one_place(record: str) -> None:
     assert places[0].startswith("engine/runs/run_folder.py")
 
 
-@pytest.mark.parametrize("file", PACKAGE, ids=name)
-def test_nothing_unpickles(file: Path) -> None:
+def calls(file: Path) -> list[ast.Call]:
+    return [n for n in nodes(file) if isinstance(n, ast.Call)]
+
+
+def keywords(file: Path) -> set[str | None]:
+    return {keyword.arg for call in calls(file) for keyword in call.keywords}
+
+
+def test_nothing_unpickles() -> None:
     """A run folder or a checkpoint may come from anywhere: reading it must run no code of its own."""
-    calls = [ast.unparse(n.func) for n in nodes(file) if isinstance(n, ast.Call)]
-    assert not {"torch.load", "pickle.load", "pickle.loads", "joblib.load", "yaml.load", "eval", "exec"} & {
-        *calls
-    }
-    keywords = {k.arg for n in nodes(file) if isinstance(n, ast.Call) for k in n.keywords}
-    assert "allow_pickle" not in keywords
+    forbidden = {"torch.load", "pickle.load", "pickle.loads", "joblib.load", "yaml.load", "eval", "exec"}
+    found = [
+        (name(f), call.lineno) for f in PACKAGE for call in calls(f) if ast.unparse(call.func) in forbidden
+    ]
+    assert found == []
+    assert [name(f) for f in PACKAGE if "allow_pickle" in keywords(f)] == []
 
 
-@pytest.mark.parametrize("file", PACKAGE, ids=name)
-def test_models_code_runs_where_one_function_says_so(file: Path) -> None:
-    words = [n.value for n in nodes(file) if isinstance(n, ast.Constant)]
-    keywords = [k.arg for n in nodes(file) if isinstance(n, ast.Call) for k in n.keywords]
-    assert "trust_remote_code" not in keywords
+def test_models_code_runs_where_one_function_says_so() -> None:
+    word = "trust_remote_code"
+    assert [name(f) for f in PACKAGE if word in keywords(f)] == []
     # other_tools.py has it as a word that people bring from other tools.
-    assert "trust_remote_code" not in words or name(file) in (
-        "models/hub.py",
-        "launch/local/words/other_tools.py",
-    )
+    said = [name(f) for f in PACKAGE for n in nodes(f) if isinstance(n, ast.Constant) and n.value == word]
+    assert set(said) <= {"models/hub.py", "launch/local/words/other_tools.py"}
 
 
-@pytest.mark.parametrize("file", PACKAGE, ids=name)
-def test_a_recipes_task_is_loaded_where_its_code_may_run(file: Path) -> None:
+def test_a_recipes_task_is_loaded_where_its_code_may_run() -> None:
     """`workload` is for a name that the user typed; `workload_of` asks, as a recipe may be anybody's."""
-    calls = [n for n in nodes(file) if isinstance(n, ast.Call) and n.args]
-    taken = [f"{n.lineno}: {ast.unparse(n)}" for n in calls if ast.unparse(n.func) == "workload"]
-    assert [c for c in taken if ".task)" in c and name(file) != "engine/registry.py"] == []
+    files = [f for f in PACKAGE if name(f) != "engine/registry.py"]
+    taken = [(name(f), ast.unparse(c)) for f in files for c in calls(f) if ast.unparse(c.func) == "workload"]
+    assert [c for c in taken if ".task)" in c[1]] == []
 
 
 RAW = ("torch.rand", "torch.normal", "torch.bernoulli", "torch.multinomial", "torch.poisson", "np.random.")
@@ -531,10 +532,10 @@ def raw_draws(module: ast.AST) -> Iterator[str]:
             yield f"{node.lineno}: {function}"
 
 
-@pytest.mark.parametrize("file", [f for f in FILES if room_of(f).startswith(("models", "data"))], ids=name)
-def test_tasks_and_data_draw_no_noise_of_their_own(file: Path) -> None:
+def test_tasks_and_data_draw_no_noise_of_their_own() -> None:
     """Their draws come from the step's noise, or from a generator that they seed."""
-    assert list(raw_draws(tree(file))) == []
+    files = [f for f in FILES if room_of(f).startswith(("models", "data"))]
+    assert [(name(f), draw) for f in files for draw in raw_draws(tree(f))] == []
 
 
 @pytest.mark.parametrize(
