@@ -182,7 +182,6 @@ def test_full_ranking_leaves_out_what_the_user_had() -> None:
         "user": user,
         "item": torch.tensor([2, 7]),
         "rivals": torch.tensor([[1, 4, -1], [2, 3, 9]]),
-        "hidden": torch.tensor([[-1], [11]]),
     }
     found = ranking.metric_parts(model, batch, 10)
     every = scores(model)[user]
@@ -199,8 +198,7 @@ def test_full_ranking_leaves_out_what_the_user_had() -> None:
 
 def held_out(users: list[int], items: list[int]) -> dict[str, torch.Tensor]:
     rivals = torch.tensor([[i for i in range(ITEMS) if i != item][:5] for item in items])
-    hidden = torch.full((len(users), 1), -1)
-    return {"user": torch.tensor(users), "item": torch.tensor(items), "rivals": rivals, "hidden": hidden}
+    return {"user": torch.tensor(users), "item": torch.tensor(items), "rivals": rivals}
 
 
 def test_popularity_stands_beside_the_full_ranking() -> None:
