@@ -285,15 +285,13 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def _texts_by_id(
-    file: Path, ids: Sequence[str], asked: str | None, notes: list[str]
-) -> dict[str, ItemText]:
+def _texts_by_id(file: Path, ids: Sequence[str], asked: str | None, notes: list[str]) -> dict[str, ItemText]:
     """Id -> title and text of a table of users or items; a note where several rows have one id."""
     rows = list(_read_id_texts(file, ids, asked))
     keys = whole_ids(key for key, _ in rows)
     if twice := [key for key, count in Counter(keys).items() if count > 1]:
         notes.append(
-            f"{file.name}: {len(twice):,} of its ids have several rows ({some_ids(twice)}): the last one is read"
+            f"{file.name}: {len(twice):,} of its ids have several rows ({some_ids(twice)}): the last is read"
         )
     return dict(zip(keys, (text for _, text in rows), strict=True))
 
@@ -301,7 +299,7 @@ def _texts_by_id(
 def _read_id_texts(file: Path, ids: Sequence[str], asked: str | None) -> Iterator[tuple[str, ItemText]]:
     """(id, title and text) of each row of a table of users or items. `asked`: its text columns."""
     available: list[str] = []
-    for _, row in read_rows(file):
+    for where, row in read_rows(file):
         if not available:
             available = list(row)
             key = next((name for name in (*ids, "id") if name in available), available[0])
@@ -309,5 +307,7 @@ def _read_id_texts(file: Path, ids: Sequence[str], asked: str | None) -> Iterato
             if missing := [n for n in named if n not in available]:
                 raise UserError(f"{file}: has no column {missing[0]}{did_you_mean(missing[0], available)}")
             title = next((n for n in TITLE_COLUMNS if n in available), named[0] if named else key)
+        if row[key] in (None, "") or row[key] != row[key]:
+            raise UserError(f"{where}: has no {key}: fill it in, or leave the row out")
         text = ". ".join(str(row[n]).replace("|", ", ") for n in named if row[n] not in (None, ""))
         yield str(row[key]), ItemText(str(row[title] or row[key]), text)

@@ -130,15 +130,15 @@ class LogSplits:
             kept = ~has_all[self.logs[split].user]
             if out := int((~kept).sum()):
                 self.notes.append(
-                    f"{split}: {out:,} of {len(kept):,} held-out interactions are of users who took all items:"
-                    " left out, as none is left to rank against"
+                    f"{split}: {out:,} of {len(kept):,} held-out interactions are of users who took all"
+                    " items: left out, as none is left to rank against"
                 )
             self.logs[split] = self.logs[split].where(kept)
             left += int(kept.sum())
         if held_out and not left and has_all.any():
             raise UserError(
-                f"--data {self.recipe.data}: each held-out user took all {items:,} items, so that none is left"
-                " to rank against: add those that nobody took (a table items), or give --split none"
+                f"--data {self.recipe.data}: each held-out user took all {items:,} items, so that none is"
+                " left to rank against: add those that nobody took (a table items), or give --split none"
             )
 
     def _split_notes(self) -> Iterator[str]:
@@ -203,28 +203,28 @@ class LogSplits:
         keys = pair_keys(np.repeat(log.user, given.shape[1]), found.reshape(-1), len(self.items))
         if had := count_in([keys], self.had):
             self.notes.append(
-                f"test: {had:,} of the {found.size:,} negatives that the data names are items that their users"
-                " had: they are rivals all the same"
+                f"test: {had:,} of the {found.size:,} negatives that the data names are items that their"
+                " users had: they are rivals all the same"
             )
         return found
 
 
 def _join_notes(what: str, own: list[str], described: Collection[str]) -> Iterator[str]:
-    """What the ids of interactions and those of the table of texts look like, where few of them are equal."""
+    """What the ids of interactions and those of the table of texts look like, where few are equal."""
     alone = [name for name in own if name not in described]
     if described and 2 * len(alone) > len(own):
         others = set(described).difference(own)
+        there = some_ids(name for name in described if name in others)
         yield (
-            f"{len(own) - len(alone):,} of {len(own):,} {what} with interactions are in the table of {what}: ids"
-            f" such as {some_ids(alone)} are not, and the table has {some_ids(n for n in described if n in others)}"
+            f"{len(own) - len(alone):,} of {len(own):,} {what} with interactions are in the table of {what}:"
+            f" ids such as {some_ids(alone)} are not, and the table has {there}"
         )
 
 
 def _rating_notes(logs: Collection[InteractionLog], kept: int, least: float) -> Iterator[str]:
     """How many interactions are rated below --min-rating; where none is, that low ratings count too."""
     rated = [log.columns["rating"] for log in logs if "rating" in log.columns and len(log)]
-    extremes = [(some.min(), some.max()) for ratings in rated for (some,) in chunks_of(ratings)]
-    low, high = min((e[0] for e in extremes), default=0), max((e[1] for e in extremes), default=0)
+    low, high = min(map(np.min, rated), default=0), max(map(np.max, rated), default=0)
     whole = sum(map(len, logs))
     if kept < whole:
         yield f"{whole - kept:,} of {whole:,} interactions are rated below --min-rating {least:g}: left out"

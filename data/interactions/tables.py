@@ -214,5 +214,7 @@ def read_parquet(file: Path) -> pa.Table:
 
 def delimited_table(file: Path, delimiter: str, *options: Any, skip: int = 0) -> InteractionTable:
     """The interactions in a delimited file without header; the arguments are those of `read_delimited`."""
-    read, stream = (partial(f, file, delimiter, *options, skip=skip) for f in (read_delimited, stream_delimited))
+    read, stream = (
+        partial(f, file, delimiter, *options, skip=skip) for f in (read_delimited, stream_delimited)
+    )
     return InteractionTable(read, stream, partial(place_of_row, file, skip))

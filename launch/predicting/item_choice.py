@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest_path_hint
 from isobatch.data.interactions.formats import ITEM_COLUMNS
 from isobatch.launch.predicting import tables
 
@@ -28,7 +27,9 @@ def restrict(
     `column`: of the items in a file; by default a usual name, or the only one there is.
     """
     given = {"--only": only, "--without": without}
-    named = {flag: _named_items(lists, flag, text, column) for flag, text in given.items() if text}
+    named = {
+        flag: _named_items(lists, flag, text, column) for flag, text in given.items() if text is not None
+    }
     unknown = set(lists.restrict(named.get("--only"), named.get("--without", []), with_seen))
     remarks = []
     for flag, names in named.items():
@@ -39,6 +40,9 @@ def restrict(
             remarks.append(
                 f"{flag}: {len(missing):,} of {len(names):,} items are not in the training data: {few}"
             )
+    if not lists.offered:
+        flags = " and ".join(f"{flag} {text}" for flag, text in given.items() if text is not None)
+        raise UserError(f"{flags}: no item is left to offer: give others")
     return remarks
 
 
@@ -49,10 +53,7 @@ def _is_table(text: str) -> bool:
 def _named_items(lists: ItemLists, flag: str, text: str, column: str | None) -> list[str]:
     if not _is_table(text):
         return lists.split_items(text)
-    path = Path(text).expanduser()
-    if not path.is_file():
-        raise UserError(f"{flag} {text}: there is no such file{nearest_path_hint(path)}")
-    return [_item_in(row, flag, where, column) for where, row in tables.read_table(text)]
+    return [_item_in(row, flag, where, column) for where, row in tables.read_table(text, flag)]
 
 
 def _item_in(row: Mapping[str, Any], flag: str, where: str, column: str | None) -> str:

@@ -212,7 +212,18 @@ def test_given_splits_and_time(tmp_path: Path) -> None:
     }
 
 
-TIED = ("ann,x,1", "ann,y,9", "ann,w,9", "ann,z,9", "bob,x,1", "bob,y,1", "bob,z,2", "cid,y,1", "cid,x,2", "dan,v,1")
+TIED = (
+    "ann,x,1",
+    "ann,y,9",
+    "ann,w,9",
+    "ann,z,9",
+    "bob,x,1",
+    "bob,y,1",
+    "bob,z,2",
+    "cid,y,1",
+    "cid,x,2",
+    "dan,v,1",
+)
 
 
 @pytest.mark.parametrize("rows", [TIED, TIED[::-1]], ids=["written", "reversed"])
@@ -415,6 +426,12 @@ def nan_id(folder: Path) -> Path:
 @refused(r"u.data line 2: has no item")
 def empty_id_without_header(folder: Path) -> Path:
     (ml_100k(folder) / "u.data").write_text("196\t242\t3\t881250949\n196\t\t3\t891717742\n")
+    return folder
+
+
+@refused(r"items.csv line 3: has no item: fill it in")
+def empty_id_of_a_title(folder: Path) -> Path:
+    (tables(folder) / "items.csv").write_text("item,title\nx,X ray\n,Yacht\n")
     return folder
 
 

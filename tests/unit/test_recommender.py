@@ -157,6 +157,23 @@ def test_the_penalty_counts_each_vector_as_often_as_it_is_scored() -> None:
     assert float(found.detach()) == pytest.approx(float(wanted), rel=1e-5)  # type: ignore[arg-type]
 
 
+def test_l2_counts_what_the_loss_leaves_out_as_taken_too() -> None:
+    from types import SimpleNamespace
+
+    model = net(text=False)
+    key = int(model.seen[0])
+    user, taken = key // ITEMS, key % ITEMS
+    draws = torch.full((1, 1, 2), taken)  # drawn against itself: a negative that the user had
+    noise = SimpleNamespace(integers=lambda *_: draws)
+    batch = {"user": torch.tensor([user]), "item": torch.tensor([taken])}
+    step: Any = SimpleNamespace(noise=noise)
+    found = recommender(text="off", loss="bce", negatives=1, l2=0.5).loss(model, batch, step)
+    u, v = (t.weight.detach().numpy()[n] for t, n in ((model.user_ids, user), (model.item_ids, taken)))
+    assert float(found["l2"].sum.detach()) == pytest.approx(0.5 * 2 * float(u @ u + v @ v), rel=1e-5)
+    score = float(u @ v)
+    assert float(found["ranking"].sum.detach()) == pytest.approx(np.log1p(np.exp(-score)), rel=1e-5)
+
+
 def test_ranks_hit_rate_and_ndcg() -> None:
     others = torch.tensor([[3.0, 1.0, 2.0], [5.0, 5.0, 9.0]])
     there = torch.tensor([[True, True, True], [True, True, False]])
