@@ -36,8 +36,8 @@ def drop_repeats(log: InteractionLog, users: int, items: int, split: str, notes:
         kept[pairs.row[order[last]]] = True
     if repeats := len(log) - int(kept.sum()):
         where = "" if split == "all" else f"{split}: "
-        last = "each at its last time" if "time" in log.columns else "each where it is last in the file"
-        notes.append(f"{where}{repeats:,} repeated interactions count once, {last}")
+        latest = "at its last time" if "time" in log.columns else "where it is last in the file"
+        notes.append(f"{where}{repeats:,} repeated interactions count once, each {latest}")
     return log.where(kept)
 
 

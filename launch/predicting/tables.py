@@ -29,7 +29,7 @@ ROW_ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", LINES)
 
 
 def check_file(name: str, flag: str = "--file") -> Path:
-    """The file of rows that a flag names. Raises UserError where there is none, or by its ending it has none."""
+    """The file of rows that a flag names. Raises UserError where none is, or its ending holds none."""
     path = Path(name).expanduser()
     if path.is_dir():
         raise UserError(f"{flag} {name}: is a folder")
