@@ -160,17 +160,15 @@ class LogSplits:
                 for what, column, most in counts:
                     there = log.counts(column, most) > 0
                     if new := int((there & ~known[column]).sum()):
-                        few = self.method == "given" and 2 * new > there.sum()
-                        examples = self._examples(what, there & ~known[column], known[column]) if few else ""
-                        yield f"{split}: {new:,} of its {what} are in no training interaction{examples}"
+                        yield f"{split}: {new:,} of its {what} are in no training interaction"
+                    if self.method == "given" and new > max(2, there.sum() / 2):
+                        names = self.users if column == "user" else self.items
+                        masks = there & ~known[column], known[column]
+                        ids = [some_ids(names[n] for n in np.flatnonzero(mask)) for mask in masks]
+                        yield f"{split}: its {what} have ids such as {ids[0]}, and those of train {ids[1]}"
                 keys = (pair_keys(u, i, len(self.items)) for u, i in chunks_of(log.user, log.item))
                 if same := count_in(keys, self.seen):
                     yield f"{split}: {same:,} of {len(log):,} interactions are in train too"
-
-    def _examples(self, what: str, new: np.ndarray, known: np.ndarray) -> str:
-        names: list[str] = getattr(self, what)
-        new_ids, known_ids = (some_ids(names[n] for n in np.flatnonzero(mask)) for mask in (new, known))
-        return f": ids such as {new_ids}, where train has {known_ids}"
 
     def columns(self, split: str) -> Columns:
         """`user`, `item`, and of a held-out split `rivals`."""
@@ -225,8 +223,7 @@ def _rating_notes(logs: Collection[InteractionLog], kept: int, least: float) -> 
     """How many interactions are rated below --min-rating; where none is, that low ratings count too."""
     rated = [log.columns["rating"] for log in logs if "rating" in log.columns and len(log)]
     low, high = min(map(np.min, rated), default=0), max(map(np.max, rated), default=0)
-    whole = sum(map(len, logs))
-    if kept < whole:
-        yield f"{whole - kept:,} of {whole:,} interactions are rated below --min-rating {least:g}: left out"
+    if below := sum(map(len, logs)) - kept:
+        yield f"{below:,} of {below + kept:,} interactions are rated below --min-rating {least:g}: left out"
     elif low < high and least <= 0:
         yield f"ratings from {low:g} to {high:g} all count as taken: --min-rating leaves out the lower ones"

@@ -102,8 +102,8 @@ def _numbered(
         for name, numbering in (("user", users), ("item", items)):
             empty = batch[name].is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
             if empty.any():
-                place = where(done + int(empty.argmax()) + 1)
-                raise UserError(f"{place}: has no {name}: fill it in, or leave the row out")
+                row = done + int(empty.argmax()) + 1
+                raise UserError(f"{where(row)}: has no {name}: fill it in, or leave the row out")
             columns[name] = numbering.codes(batch[name])
         for name in ("time", "rating"):
             if name in batch.schema.names:

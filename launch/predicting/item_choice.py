@@ -26,23 +26,23 @@ def restrict(
 
     `column`: of the items in a file; by default a usual name, or the only one there is.
     """
-    given = {"--only": only, "--without": without}
-    named = {
-        flag: _named_items(lists, flag, text, column) for flag, text in given.items() if text is not None
-    }
+    flags = {"--only": only, "--without": without}
+    given = {flag: text for flag, text in flags.items() if text is not None}
+    named = {flag: _named_items(lists, flag, text, column) for flag, text in given.items()}
     unknown = set(lists.restrict(named.get("--only"), named.get("--without", []), with_seen))
     remarks = []
     for flag, names in named.items():
         if missing := [name for name in names if name in unknown]:
-            if len(missing) == len(names) or not _is_table(str(given[flag])):
+            if len(missing) == len(names) or not _is_table(given[flag]):
                 raise UserError(f"{flag} {given[flag]}: {missing[0]} is not in the training data")
             few = ", ".join(missing[:MOST_NAMED]) + (", ..." if len(missing) > MOST_NAMED else "")
             remarks.append(
                 f"{flag}: {len(missing):,} of {len(names):,} items are not in the training data: {few}"
             )
     if not lists.offered:
-        flags = " and ".join(f"{flag} {text}" for flag, text in given.items() if text is not None)
-        raise UserError(f"{flags}: no item is left to offer: give others")
+        raise UserError(
+            f"{' and '.join(map(' '.join, given.items()))}: no item is left to offer: give others"
+        )
     return remarks
 
 
