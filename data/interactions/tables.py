@@ -212,7 +212,7 @@ def read_parquet(file: Path) -> pa.Table:
         raise UserError(f"{file}: is no whole parquet file: {error}") from None
 
 
-def delimited_table(file: Path, *options: Any, skip: int = 0) -> InteractionTable:
-    """The interactions in a file without header: delimiter, names and columns as `read_delimited`'s."""
-    read, stream = (partial(f, file, *options, skip) for f in (read_delimited, stream_delimited))
-    return InteractionTable(read, stream, partial(place_of_row, file, skip))
+def delimited_table(file: Path, *options: Any, **named: Any) -> InteractionTable:
+    """The interactions in a file without header; the arguments are those of `read_delimited`."""
+    read, stream = (partial(f, file, *options, **named) for f in (read_delimited, stream_delimited))
+    return InteractionTable(read, stream, partial(place_of_row, file, named.get("skip", 0)))
