@@ -82,8 +82,12 @@ class ItemLists(Protocol):
     def restrict(self, only: Sequence[str] | None, without: Sequence[str], with_seen: bool) -> list[str]:
         """From now on lists hold items of `only`, none of `without`, and `with_seen` also what users had.
 
-        Returns the names that no item has.
+        A title stands for all items that have it. Returns the names that no item has.
         """
+
+    @property
+    def offered(self) -> int:
+        """How many items lists may hold, apart from what a user had."""
 
     def knows_item(self, item: str) -> bool:
         """Whether it is the id or title of an item of which something is known."""

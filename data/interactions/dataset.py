@@ -73,12 +73,11 @@ class Interactions(TokenizedData):
     """Interactions from MovieLens' files, files of the NCF paper's protocol, tables, or the demo.
 
     Columns: `user`, `item` (n,) int32. Held-out splits also have `rivals` (n, eval_negatives) int32, the
-    negatives that each item is ranked against, and `hidden` (n, 1) int32, an item that full ranking leaves
-    out: in test, the user's validation item. -1 stands for none.
+    negatives that each item is ranked against; -1 stands for none.
     """
 
     Options: ClassVar[type] = InteractionOptions
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     cache_name: ClassVar[str] = "data.interactions.Interactions"
     demo_vocabulary_size: ClassVar[int] = 512
 

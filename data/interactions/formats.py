@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest
-from isobatch.data.interactions.reading import InteractionTable, NotInBlocksError
+from isobatch.data.interactions.reading import InteractionTable, NotInBlocksError, some_ids, whole_ids
 from isobatch.data.interactions.tables import (
     parquet_columns,
+    place_of_row,
     read_delimited,
     read_parquet,
     read_rows,
@@ -166,17 +168,18 @@ def read_tables(path: Path, file_format: str | None, asked: TableColumns) -> Raw
     found = RawInteractions(tables, notes=notes)
     for file in files:
         if file.stem in USER_STEMS:
-            found.users = {
-                key: item.text for key, item in _read_id_texts(file, USER_COLUMNS, asked.user_text)
-            }
+            texts = _texts_by_id(file, USER_COLUMNS, asked.user_text, notes)
+            found.users = {key: item.text for key, item in texts.items()}
         elif file.stem in ITEM_STEMS:
-            found.items = dict(_read_id_texts(file, ITEM_COLUMNS, asked.item_text))
+            found.items = _texts_by_id(file, ITEM_COLUMNS, asked.item_text, notes)
     return found
 
 
 def _open_interactions(file: Path, asked: TableColumns, notes: list[str]) -> InteractionTable:
     return InteractionTable(
-        partial(_read_interactions, file, asked, notes), partial(_stream_interactions, file, asked, notes)
+        partial(_read_interactions, file, asked, notes),
+        partial(_stream_interactions, file, asked, notes),
+        partial(place_of_row, file, 1),
     )
 
 
@@ -271,7 +274,7 @@ def _require_numbers(file: Path, name: str, column: str, values: pa.ChunkedArray
         )
     if values.null_count:
         row = values.is_null().to_pylist().index(True) + 1
-        raise UserError(f"{file}: row {row} has no {name}: fill it in, or leave the row out")
+        raise UserError(f"{place_of_row(file, 1, row)}: has no {name}: fill it in, or leave the row out")
 
 
 def _is_number(value: Any) -> bool:
@@ -282,10 +285,21 @@ def _is_number(value: Any) -> bool:
     return True
 
 
+def _texts_by_id(file: Path, ids: Sequence[str], asked: str | None, notes: list[str]) -> dict[str, ItemText]:
+    """Id -> title and text of a table of users or items; a note where several rows have one id."""
+    rows = list(_read_id_texts(file, ids, asked))
+    keys = whole_ids(key for key, _ in rows)
+    if twice := [key for key, count in Counter(keys).items() if count > 1]:
+        notes.append(
+            f"{file.name}: {len(twice):,} of its ids have several rows ({some_ids(twice)}): the last is read"
+        )
+    return dict(zip(keys, (text for _, text in rows), strict=True))
+
+
 def _read_id_texts(file: Path, ids: Sequence[str], asked: str | None) -> Iterator[tuple[str, ItemText]]:
     """(id, title and text) of each row of a table of users or items. `asked`: its text columns."""
     available: list[str] = []
-    for _, row in read_rows(file):
+    for where, row in read_rows(file):
         if not available:
             available = list(row)
             key = next((name for name in (*ids, "id") if name in available), available[0])
@@ -293,5 +307,7 @@ def _read_id_texts(file: Path, ids: Sequence[str], asked: str | None) -> Iterato
             if missing := [n for n in named if n not in available]:
                 raise UserError(f"{file}: has no column {missing[0]}{did_you_mean(missing[0], available)}")
             title = next((n for n in TITLE_COLUMNS if n in available), named[0] if named else key)
+        if row[key] in (None, "") or row[key] != row[key]:
+            raise UserError(f"{where}: has no {key}: fill it in, or leave the row out")
         text = ". ".join(str(row[n]).replace("|", ", ") for n in named if row[n] not in (None, ""))
         yield str(row[key]), ItemText(str(row[title] or row[key]), text)

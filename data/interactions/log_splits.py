@@ -8,7 +8,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data.interactions.log import InteractionLog
-from isobatch.data.interactions.reading import Numbering, read_log, renumbered
+from isobatch.data.interactions.reading import Numbering, read_log, renumbered, some_ids
 from isobatch.data.interactions.splits import (
     MISSING,
     count_in,
@@ -25,7 +25,7 @@ from isobatch.data.interactions.splits import (
 from isobatch.data.preparation.spooled_array import chunks_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
     from pathlib import Path
 
     from isobatch.core.recipe import Recipe
@@ -56,6 +56,7 @@ class LogSplits:
         taken = np.sum([log.counts("item", len(self.items)) for log in self.logs.values()], axis=0)
         self.untaken = int((taken == 0).sum()) if self.negatives is None else 0
         """Items without any interaction that held-out ones are ranked against all the same."""
+        self._leave_out_users_with_all_items()
         self.notes += self._split_notes()
 
     @property
@@ -73,14 +74,16 @@ class LogSplits:
         self.users, of_users = users.finish()
         described = raw.items if self.options.catalogue == "all" else ()
         self.items, of_items = items.finish([*described, *given])
+        self.notes += _join_notes("users", [self.users[n] for n in of_users], raw.users)
+        self.notes += _join_notes("items", [self.items[n] for n in of_items], raw.items)
         least = self.options.min_rating
         if least > 0 and any("rating" not in log.columns for log in logs.values()):
             raise UserError(f"--min-rating {least}: {self.recipe.data} has no ratings")
         has_times = "time" in next(iter(logs.values())).columns
-        for split in logs:
-            numbered = renumbered(logs[split], of_users, of_items, least)
-            logs[split] = drop_repeats(numbered, len(self.users), len(self.items), split, self.notes)
-        return logs, has_times
+        numbered = {s: renumbered(log, of_users, of_items, least) for s, log in logs.items()}
+        self.notes += _rating_notes(logs.values(), sum(map(len, numbered.values())), least)
+        sizes = len(self.users), len(self.items)
+        return {s: drop_repeats(log, *sizes, s, self.notes) for s, log in numbered.items()}, has_times
 
     def _split(self, parts: dict[str, InteractionLog]) -> dict[str, InteractionLog]:
         data, method, users = self.recipe.data, self.method, len(self.users)
@@ -117,6 +120,27 @@ class LogSplits:
         joined = InteractionLog.collect(pairs, self.folder)
         return drop_repeats(joined, len(self.users), len(self.items), "all", self.notes)
 
+    def _leave_out_users_with_all_items(self) -> None:
+        """Nothing is left that their held-out items could be ranked against, unless the data names it."""
+        users, items = len(self.users), len(self.items)
+        has_all = np.diff(np.searchsorted(self.had, np.arange(users + 1) * items)) == items
+        held_out = [s for s in self.logs if s == "valid" or (s == "test" and self.negatives is None)]
+        left = len(self.logs) - len(held_out) - 1  # a test split of the data's own negatives
+        for split in held_out:
+            kept = ~has_all[self.logs[split].user]
+            if out := int((~kept).sum()):
+                self.notes.append(
+                    f"{split}: {out:,} of {len(kept):,} held-out interactions are of users who took all"
+                    " items: left out, as none is left to rank against"
+                )
+            self.logs[split] = self.logs[split].where(kept)
+            left += int(kept.sum())
+        if held_out and not left and has_all.any():
+            raise UserError(
+                f"--data {self.recipe.data}: each held-out user took all {items:,} items, so that none is"
+                " left to rank against: add those that nobody took (a table items), or give --split none"
+            )
+
     def _split_notes(self) -> Iterator[str]:
         """Notes on held-out users and items that training lacks, and on pairs that are in training too."""
         if self.method == "none":
@@ -134,27 +158,28 @@ class LogSplits:
                     held_out = int((log.counts("user", len(self.users)) > 0).sum())
                     yield f"{split}: {held_out:,} of {len(self.users):,} users have held-out interactions"
                 for what, column, most in counts:
-                    if new := int(((log.counts(column, most) > 0) & ~known[column]).sum()):
+                    there = log.counts(column, most) > 0
+                    if new := int((there & ~known[column]).sum()):
                         yield f"{split}: {new:,} of its {what} are in no training interaction"
+                    if self.method == "given" and new > max(2, there.sum() / 2):
+                        names = self.users if column == "user" else self.items
+                        masks = there & ~known[column], known[column]
+                        ids = [some_ids(names[n] for n in np.flatnonzero(mask)) for mask in masks]
+                        yield f"{split}: its {what} have ids such as {ids[0]}, and those of train {ids[1]}"
                 keys = (pair_keys(u, i, len(self.items)) for u, i in chunks_of(log.user, log.item))
                 if same := count_in(keys, self.seen):
                     yield f"{split}: {same:,} of {len(log):,} interactions are in train too"
 
     def columns(self, split: str) -> Columns:
-        """`user`, `item`, and of a held-out split `rivals` and `hidden`."""
+        """`user`, `item`, and of a held-out split `rivals`."""
         log = self.logs[split]
         pairs: Columns = {"user": log.user, "item": log.item}
-        return pairs if split == "train" else {**pairs, **self._held_out_columns(split, log)}
+        return pairs if split == "train" else {**pairs, "rivals": self._rivals(split, log)}
 
-    def _held_out_columns(self, split: str, log: InteractionLog) -> Columns:
-        hidden = np.full((len(log), 1), MISSING, np.int32)
-        valid = self.logs["valid"]
-        if split == "test" and valid.counts("user", len(self.users)).max(initial=0) <= 1:
-            of_user = np.full(len(self.users), MISSING, np.int32)
-            of_user[valid.user] = valid.item
-            hidden[:, 0] = of_user[log.user]
+    def _rivals(self, split: str, log: InteractionLog) -> np.ndarray:
+        """(n, negatives) int32: what each held-out item is ranked against; -1 for none."""
         if split == "test" and self.negatives is not None:
-            return {"rivals": self._given_rivals(self.negatives, log), "hidden": hidden}
+            return self._given_rivals(self.negatives, log)
         drawn = draw_eval_negatives(
             log.user, self.had, len(self.items), self.options.eval_negatives, EVAL_NEGATIVES_SEED, self.folder
         )
@@ -163,7 +188,7 @@ class LogSplits:
                 f"{split}: {short} users have fewer than {self.options.eval_negatives} unseen items: theirs"
                 " are ranked against those there are"
             )
-        return {"rivals": drawn, "hidden": hidden}
+        return drawn
 
     def _given_rivals(self, given: np.ndarray, log: InteractionLog) -> np.ndarray:
         """(test rows, n) int32: the items that the data names for each test row."""
@@ -173,4 +198,32 @@ class LogSplits:
         named, where = np.unique(given, return_inverse=True)
         number = np.array([index[str(n)] for n in named], np.int32)
         found: np.ndarray = number[where].reshape(given.shape)
+        keys = pair_keys(np.repeat(log.user, given.shape[1]), found.reshape(-1), len(self.items))
+        if had := count_in([keys], self.had):
+            self.notes.append(
+                f"test: {had:,} of the {found.size:,} negatives that the data names are items that their"
+                " users had: they are rivals all the same"
+            )
         return found
+
+
+def _join_notes(what: str, own: list[str], described: Collection[str]) -> Iterator[str]:
+    """What the ids of interactions and those of the table of texts look like, where few are equal."""
+    alone = [name for name in own if name not in described]
+    if described and 2 * len(alone) > len(own):
+        others = set(described).difference(own)
+        there = some_ids(name for name in described if name in others)
+        yield (
+            f"{len(own) - len(alone):,} of {len(own):,} {what} with interactions are in the table of {what}:"
+            f" ids such as {some_ids(alone)} are not, and the table has {there}"
+        )
+
+
+def _rating_notes(logs: Collection[InteractionLog], kept: int, least: float) -> Iterator[str]:
+    """How many interactions are rated below --min-rating; where none is, that low ratings count too."""
+    rated = [log.columns["rating"] for log in logs if "rating" in log.columns and len(log)]
+    low, high = min(map(np.min, rated), default=0), max(map(np.max, rated), default=0)
+    if below := sum(map(len, logs)) - kept:
+        yield f"{below:,} of {below + kept:,} interactions are rated below --min-rating {least:g}: left out"
+    elif low < high and least <= 0:
+        yield f"ratings from {low:g} to {high:g} all count as taken: --min-rating leaves out the lower ones"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     import pyarrow as pa  # noqa: TC004  heavy, and no class here has flags
 
 BATCH_ROWS = 1 << 18
+WHOLE_DECIMAL = re.compile(r"(-?\d+)\.0*")
 
 
 class NotInBlocksError(Exception):
@@ -33,6 +36,25 @@ class InteractionTable:
     """Reads all of it. Raises UserError that names the fault."""
     blocks: Callable[[], Iterator[pa.RecordBatch]] | None = None
     """Reads it a block at a time. Raises NotInBlocksError where only `whole` can tell what is in it."""
+    where: Callable[[int], str] = "interaction {}".format
+    """The place of a row, counted from 1, for error messages."""
+
+
+def whole_ids(names: Iterable[str]) -> list[str]:
+    """The ids of a table with 3.0 as 3, which is what a column of numbers with a gap becomes on its way.
+
+    They stay where another has digits behind its point: 1.0 beside 1.5 is a version, not a number.
+    """
+    known = list(names)
+    whole = {name: found[1] for name in known if (found := WHOLE_DECIMAL.fullmatch(name))}
+    if any("." in name and name not in whole for name in known):
+        return known
+    return [whole.get(name, name) for name in known]
+
+
+def some_ids(names: Iterable[str]) -> str:
+    """The first three, for a sentence."""
+    return ", ".join(itertools.islice(names, 3))
 
 
 class Numbering:
@@ -41,14 +63,8 @@ class Numbering:
     def __init__(self) -> None:
         self._place: dict[str, int] = {}
 
-    def codes(self, column: Any, before: int) -> np.ndarray:
-        """(n,) int32 provisional numbers of a pyarrow array, of which `before` rows come first.
-
-        Raises UserError for an empty value.
-        """
-        if column.null_count:
-            empty = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
-            raise UserError(f"interaction {before + empty + 1} has no user or no item")
+    def codes(self, column: Any) -> np.ndarray:
+        """(n,) int32 provisional numbers of a pyarrow array without empty values."""
         coded, place = column.dictionary_encode(), self._place
         of = [place.setdefault(str(value), len(place)) for value in coded.dictionary.to_pylist()]
         found: np.ndarray = np.array(of, np.int32)[coded.indices.to_numpy()]
@@ -56,10 +72,11 @@ class Numbering:
 
     def finish(self, named: Iterable[str] = ()) -> tuple[list[str], np.ndarray]:
         """(all ids in order, also those `named`; (provisional numbers,) int32 the place of each)."""
-        names = list(dict.fromkeys((*self._place, *named)))
+        own = whole_ids(self._place)
+        names = list(dict.fromkeys((*own, *named)))
         names.sort(key=(lambda n: (int(n), n)) if all(n.isdecimal() for n in names) else str)
         place = {name: number for number, name in enumerate(names)}
-        return names, np.array([place[name] for name in self._place], np.int32)
+        return names, np.array([place[name] for name in own], np.int32)
 
 
 def read_log(
@@ -68,19 +85,26 @@ def read_log(
     """The interactions with provisional numbers of users and items. Raises UserError."""
     if table.blocks is not None:
         try:
-            return InteractionLog.collect(_numbered(table.blocks(), users, items), folder)
+            return InteractionLog.collect(_numbered(table.blocks(), users, items, table.where), folder)
         except NotInBlocksError:
             pass
-    return InteractionLog.collect(_numbered(table.whole().to_batches(), users, items), folder)
+    batches = table.whole().to_batches()
+    return InteractionLog.collect(_numbered(batches, users, items, table.where), folder)
 
 
 def _numbered(
-    batches: Iterable[pa.RecordBatch], users: Numbering, items: Numbering
+    batches: Iterable[pa.RecordBatch], users: Numbering, items: Numbering, where: Callable[[int], str]
 ) -> Iterator[dict[str, np.ndarray]]:
     done = 0
     for batch in batches:
         position.show("reading interactions")
-        columns = {"user": users.codes(batch["user"], done), "item": items.codes(batch["item"], done)}
+        columns = {}
+        for name, numbering in (("user", users), ("item", items)):
+            empty = batch[name].is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
+            if empty.any():
+                row = done + int(empty.argmax()) + 1
+                raise UserError(f"{where(row)}: has no {name}: fill it in, or leave the row out")
+            columns[name] = numbering.codes(batch[name])
         for name in ("time", "rating"):
             if name in batch.schema.names:
                 values = batch[name].to_numpy(zero_copy_only=False)
@@ -99,7 +123,7 @@ def renumbered(
             found = {"user": users[chunk["user"]], "item": items[chunk["item"]]}
             if "time" in chunk:
                 found["time"] = chunk["time"]
-            if min_rating > 0:
+            if "rating" in chunk:
                 kept = chunk["rating"] >= min_rating
                 found = {name: values[kept] for name, values in found.items()}
             yield found

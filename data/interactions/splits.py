@@ -36,7 +36,8 @@ def drop_repeats(log: InteractionLog, users: int, items: int, split: str, notes:
         kept[pairs.row[order[last]]] = True
     if repeats := len(log) - int(kept.sum()):
         where = "" if split == "all" else f"{split}: "
-        notes.append(f"{where}{repeats:,} repeated interactions count once")
+        latest = "at its last time" if "time" in log.columns else "where it is last in the file"
+        notes.append(f"{where}{repeats:,} repeated interactions count once, each {latest}")
     return log.where(kept)
 
 

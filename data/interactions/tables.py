@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import re
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,15 @@ def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if None in row or None in row.values():
             raise UserError(f"{where}: has another number of fields than the header")
         yield where, row
+
+
+def place_of_row(file: Path, header: int, row: int) -> str:
+    """Where the row with this number, from 1, stands in a file whose first `header` lines are none."""
+    if file.suffix == ".parquet":
+        return f"{file} row {row}"
+    with open_utf8(file) as stream:  # pyarrow passes over empty lines
+        lines = (number for number, line in enumerate(stream, 1) if line.strip(b"\r\n"))
+        return f"{file} line {next(itertools.islice(lines, header + row - 1, None), header + row)}"
 
 
 def _csv_options(
@@ -203,7 +213,6 @@ def read_parquet(file: Path) -> pa.Table:
 
 
 def delimited_table(file: Path, *options: Any, **named: Any) -> InteractionTable:
-    """The interactions in a delimited file; the arguments are those of `read_delimited`."""
-    return InteractionTable(
-        partial(read_delimited, file, *options, **named), partial(stream_delimited, file, *options, **named)
-    )
+    """The interactions in a file without header; the arguments are those of `read_delimited`."""
+    read, stream = (partial(f, file, *options, **named) for f in (read_delimited, stream_delimited))
+    return InteractionTable(read, stream, partial(place_of_row, file, named.get("skip", 0)))

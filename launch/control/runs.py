@@ -76,8 +76,6 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["made"])) if row["made"] else ""
     name, value = row["metric"], row["metrics"].get(row["metric"])
     result = f"{name} {value:.4g}" if isinstance(value, float | int) else ""
-    whole = row["metrics"].get(f"full_{name}")
-    result += f" ({whole:.4g} among all items)" if isinstance(whole, float | int) else ""
     return row["folder"], made, row["task"] or "", row["state"], steps, result
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest_path_hint
 from isobatch.data.interactions.formats import ITEM_COLUMNS
 from isobatch.launch.predicting import tables
 
@@ -27,18 +26,23 @@ def restrict(
 
     `column`: of the items in a file; by default a usual name, or the only one there is.
     """
-    given = {"--only": only, "--without": without}
-    named = {flag: _named_items(lists, flag, text, column) for flag, text in given.items() if text}
+    flags = {"--only": only, "--without": without}
+    given = {flag: text for flag, text in flags.items() if text is not None}
+    named = {flag: _named_items(lists, flag, text, column) for flag, text in given.items()}
     unknown = set(lists.restrict(named.get("--only"), named.get("--without", []), with_seen))
     remarks = []
     for flag, names in named.items():
         if missing := [name for name in names if name in unknown]:
-            if len(missing) == len(names) or not _is_table(str(given[flag])):
+            if len(missing) == len(names) or not _is_table(given[flag]):
                 raise UserError(f"{flag} {given[flag]}: {missing[0]} is not in the training data")
             few = ", ".join(missing[:MOST_NAMED]) + (", ..." if len(missing) > MOST_NAMED else "")
             remarks.append(
                 f"{flag}: {len(missing):,} of {len(names):,} items are not in the training data: {few}"
             )
+    if not lists.offered:
+        raise UserError(
+            f"{' and '.join(map(' '.join, given.items()))}: no item is left to offer: give others"
+        )
     return remarks
 
 
@@ -49,10 +53,7 @@ def _is_table(text: str) -> bool:
 def _named_items(lists: ItemLists, flag: str, text: str, column: str | None) -> list[str]:
     if not _is_table(text):
         return lists.split_items(text)
-    path = Path(text).expanduser()
-    if not path.is_file():
-        raise UserError(f"{flag} {text}: there is no such file{nearest_path_hint(path)}")
-    return [_item_in(row, flag, where, column) for where, row in tables.read_table(text)]
+    return [_item_in(row, flag, where, column) for where, row in tables.read_table(text, flag)]
 
 
 def _item_in(row: Mapping[str, Any], flag: str, where: str, column: str | None) -> str:

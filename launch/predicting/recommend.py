@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
-from isobatch.core.measures import printable
+from isobatch.core.measures import counted, printable
 from isobatch.core.terminal.status import doing
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
 from isobatch.launch.local.run_setup import TrustOptions
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 REFUSAL = "recommends nothing"
 USERS_AT_A_TIME = 1000
+NOTHING_LEFT = "what users had is left out unless --with-seen, and --only and --without restrict the rest"
+EMPTY_LIST = f"recommend: nothing is left to offer: {NOTHING_LEFT}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +112,8 @@ def _answer(lists: ItemLists, options: RecommendOptions, out: Path | None, remar
         assert out is not None, "else refused"
         _say(remarks)
         return _write_all("user", lists.recommend_to_all(options.top), out, options)
+    if not found:
+        raise UserError(EMPTY_LIST)
     _say(remarks)
     if out is not None:
         return _write_one(found, out, options)
@@ -136,6 +140,8 @@ def _answer_users(
 ) -> int:
     if out is not None:
         return _write_all("user", found, out, options)
+    if not any(items for _, items in found):
+        raise UserError(EMPTY_LIST)
     if options.json:
         users = [{"user": user, "items": items} for user, items in found]
         print(atomic_files.json_text({"by": by, "users": users}, ensure_ascii=False))
@@ -168,12 +174,16 @@ def _write_all(
     column: str, found: Iterable[tuple[str, list[dict[str, Any]]]], out: Path, options: RecommendOptions
 ) -> int:
     """Write the lists of users, or of items that others are similar to, whose names stand in `column`."""
-    what, done = "users" if column == "user" else "items", 0
+    what, done, empty = "users" if column == "user" else "items", 0, 0
     with tables.open_table(out) as writer:
         for block in _blocks(found):
             writer.write([row for name, entries in block for row in ranked(column, name, entries)])
-            done += len(block)
+            done, empty = done + len(block), empty + sum(not entries for _, entries in block)
             doing(f"recommending: {done:,} {what} done")
+        if empty == done:
+            raise UserError(EMPTY_LIST)
+    if empty:
+        _say([f"{empty:,} of {done:,} {what} have no list: {NOTHING_LEFT}"])
     said = {what: done, "top": options.top, "out": str(out)}
     print(
         atomic_files.json_text(said) if options.json else f"{done:,} {what}, the best {options.top} -> {out}"
@@ -193,7 +203,7 @@ def listed(
     """The rows that `recommend --out` writes, from answered rows of `predict`. `user_in`: the user of a row,
     which is called by its number where it names none.
     """
-    done = 0
+    done = empty = 0
     for rows in answered:
         found: list[dict[str, Any]] = []
         for row in rows:
@@ -201,8 +211,11 @@ def listed(
             columns = zip(row["items"] or (), row["titles"] or (), row["scores"] or (), strict=True)
             entries = [{"item": item, "title": title, "score": score} for item, title, score in columns]
             found += ranked("user", user_in(row) or str(done), entries)
+        empty += sum(row["items"] == [] for row in rows)
         if found:
             yield found
+    if empty:
+        _say([f"{counted(empty, 'row')} without a list: {NOTHING_LEFT}"])
 
 
 def _blocks(

@@ -167,7 +167,7 @@ class UserReader:
         return None if column is None else str(row[column])
 
     def from_text(self, value: Any, where: str) -> str:
-        return str(value) if isinstance(value, int) else require_text(value, where)
+        return str(value) if isinstance(value, int | float) else require_text(value, where)
 
 
 @dataclass(frozen=True, slots=True)

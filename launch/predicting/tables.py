@@ -28,28 +28,28 @@ CHUNK_ROWS = 4096
 ROW_ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", LINES)
 
 
-def check_file(name: str) -> Path:
-    """The file of rows. Raises UserError where there is none, or its ending says that it holds none."""
+def check_file(name: str, flag: str = "--file") -> Path:
+    """The file of rows that a flag names. Raises UserError where none is, or its ending holds none."""
     path = Path(name).expanduser()
     if path.is_dir():
-        raise UserError(f"--file {name}: is a folder")
+        raise UserError(f"{flag} {name}: is a folder")
     if not path.exists():
-        raise UserError(f"--file {name}: there is no such file{nearest_path_hint(path)}")
+        raise UserError(f"{flag} {name}: there is no such file{nearest_path_hint(path)}")
     if path.suffix.lower() not in ROW_ENDINGS:
-        raise UserError(f"--file {name}: give a file of rows that ends in {', '.join(ROW_ENDINGS)}")
+        raise UserError(f"{flag} {name}: give a file of rows that ends in {', '.join(ROW_ENDINGS)}")
     return path
 
 
-def read_table(name: str) -> LocatedRows:
+def read_table(name: str, flag: str = "--file") -> LocatedRows:
     """(where, row) of each row of a file. Raises UserError where it is none, or holds no rows."""
-    path = check_file(name)
+    path = check_file(name, flag)
     try:
         rows = _lines(path) if path.suffix.lower() == LINES else _rows(path)
         first = next(rows, None)
     except PermissionError:
-        raise UserError(f"--file {name}: cannot be read: no permission") from None
+        raise UserError(f"{flag} {name}: cannot be read: no permission") from None
     if first is None:
-        raise UserError(f"--file {name}: holds no rows")
+        raise UserError(f"{flag} {name}: holds no rows")
     return itertools.chain([first], rows)
 
 

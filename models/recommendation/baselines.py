@@ -324,7 +324,7 @@ def chance_metrics(net: Any, batches: Iterable[Batch], k: int) -> dict[str, floa
 
 def training_matrix(net: Any, user: Tensor) -> Tensor:
     """(B, items), sparse: 1 where a user had the item in training."""
-    places = torch.stack(net.training_interactions(user.to(net.seen.device))).cpu()
+    places = torch.stack(net.interactions(user.to(net.seen.device), net.seen)).cpu()
     size, ones = (len(user), len(net.item_text)), torch.ones(places.shape[1])
     return torch.sparse_coo_tensor(places, ones, size, check_invariants=False)
 

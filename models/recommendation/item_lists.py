@@ -37,6 +37,10 @@ class RecommendationLists:
     def restrict(self, only: Sequence[str] | None, without: Sequence[str], with_seen: bool) -> list[str]:
         return self._found.restrict(only, without, with_seen)
 
+    @property
+    def offered(self) -> int:
+        return self._found.offered
+
     def knows_item(self, item: str) -> bool:
         return self._found.knows_item(item)
 

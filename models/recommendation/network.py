@@ -53,12 +53,15 @@ class RecommenderNet(nn.Module):
             nn.init.zeros_(self.user_bias.weight)
         for name, texts in (("user_text", catalogue.user_text), ("item_text", catalogue.item_text)):
             self.register_buffer(name, torch.from_numpy(texts.astype("int64")), persistent=False)
-        for name, array in (("seen", catalogue.seen), ("counts", catalogue.counts)):
+        held_out = np.setdiff1d(catalogue.had, catalogue.seen, assume_unique=True)
+        for name, array in (("seen", catalogue.seen), ("counts", catalogue.counts), ("held_out", held_out)):
             self.register_buffer(name, torch.from_numpy(array.copy()), persistent=False)
         self.user_text: Tensor
         self.item_text: Tensor
         self.seen: Tensor
         """(n,) int64, sorted: user * items + item of every training interaction."""
+        self.held_out: Tensor
+        """(n,) int64, sorted: those of every other interaction."""
         self.counts: Tensor
         """(items,) number of training interactions."""
         self.encoder = encoder
@@ -188,14 +191,14 @@ class RecommenderNet(nn.Module):
         position = torch.searchsorted(self.seen, key).clamp_max(len(self.seen) - 1)
         return self.seen[position] == key
 
-    def training_interactions(self, user: Tensor) -> tuple[Tensor, Tensor]:
-        """(rows, items) of all training interactions of (B,) users; rows are 0..B-1."""
+    def interactions(self, user: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, items) of all of `keys` (`seen` or `held_out`) of (B,) users; rows are 0..B-1."""
         items = len(self.item_text)
-        first, last = (torch.searchsorted(self.seen, (user + n) * items) for n in (0, 1))
+        first, last = (torch.searchsorted(keys, (user + n) * items) for n in (0, 1))
         rows = torch.repeat_interleave(torch.arange(len(user), device=user.device), last - first)
         start = torch.cumsum(last - first, 0) - (last - first)
         position = torch.arange(len(rows), device=user.device) - start[rows] + first[rows]
-        return rows, self.seen[position] % items
+        return rows, keys[position] % items
 
     @torch.no_grad()
     def all_vectors(self) -> tuple[Tensor, Tensor]:

@@ -42,10 +42,9 @@ def rank_metrics(name: str, rank: Tensor, k: int) -> dict[str, Sum]:
 
 
 def metric_parts(net: Any, batch: Batch, k: int) -> dict[str, Sum]:
-    """Metrics of the model and of popularity, against the sampled negatives and against all items.
+    """Metrics of the model and of popularity, against the sampled negatives and against all new items.
 
-    batch: user (B,), item (B,) held out, rivals (B, n) sampled negatives or -1, hidden (B, 1) another held-
-    out item of the user or -1.
+    batch: user (B,), item (B,) held out, rivals (B, n) sampled negatives or -1.
     """
     found: dict[str, Sum] = {}
     for chunk in chunks(net, batch):
@@ -65,7 +64,7 @@ def chunks(net: Any, batch: Batch) -> Iterator[dict[str, Tensor]]:
     """The batch in parts whose scores of all items fit MAX_SCORES_AT_ONCE."""
     rows = max(1, MAX_SCORES_AT_ONCE // (len(net.item_text) * net.floats_per_score))
     for start in range(0, len(batch["user"]), rows):
-        yield {name: batch[name][start : start + rows] for name in ("user", "item", "rivals", "hidden")}
+        yield {name: batch[name][start : start + rows] for name in ("user", "item", "rivals")}
 
 
 def score_all_items(net: Any, user: Tensor) -> Tensor:
@@ -89,13 +88,11 @@ def ranks_of_held_out(batch: Batch, scores: Tensor, others: Tensor) -> tuple[Ten
 
 
 def new_items(net: Any, batch: Batch) -> Tensor:
-    """(B, items) bool: what the user had not in training, without what the batch holds out of him."""
-    user, item, hidden = (batch[column].long() for column in ("user", "item", "hidden"))
+    """(B, items) bool: what the user had in no interaction of any split: what negatives are drawn from."""
+    user = batch["user"].long()
     found = torch.ones(len(user), len(net.item_text), dtype=torch.bool, device=user.device)
-    had = net.training_interactions(user.to(net.seen.device))
-    found[tuple(places.to(user.device) for places in had)] = False
-    rows = torch.arange(len(user), device=user.device)
-    has_hidden = hidden[:, 0] >= 0
-    found[rows[has_hidden], hidden[has_hidden, 0]] = False
-    found[rows, item] = False
+    found.scatter_(1, batch["item"].long()[:, None], False)
+    for keys in (net.seen, net.held_out):
+        had = net.interactions(user.to(keys.device), keys)
+        found[tuple(places.to(user.device) for places in had)] = False
     return found

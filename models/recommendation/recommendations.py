@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,10 @@ class UnknownUserError(RecommendationError):
 
 class UnknownItemError(RecommendationError):
     """Neither the id nor the title of an item in the training data."""
+
+
+class SharedTitleError(RecommendationError):
+    """A title that several items have, where one is asked for."""
 
 
 class UntrainedItemError(RecommendationError):
@@ -110,8 +115,11 @@ class Recommendations:
         self.items: list[str] = names["items"]
         self.titles: list[str] = names["titles"]
         self._user_numbers = {user: number for number, user in enumerate(self.users)}
-        titles = {title: number for number, title in enumerate(self.titles)}
-        self._item_numbers = titles | {item: number for number, item in enumerate(self.items)}
+        self._item_numbers: dict[str, list[int]] = {}
+        """Id or title -> the items that have it; an id is no title."""
+        for number, title in enumerate(self.titles):
+            self._item_numbers.setdefault(title, []).append(number)
+        self._item_numbers |= {item: [number] for number, item in enumerate(self.items)}
         config = json.loads((folder / CONFIG_FILE).read_text())
         self.head: str = config["head"]
         # Older files lack the next two: held-out interactions count then, and a read text is every item's.
@@ -129,16 +137,21 @@ class Recommendations:
         self, only: Sequence[str] | None = None, without: Sequence[str] = (), with_seen: bool = False
     ) -> list[str]:
         """From now on, lists hold items of `only` (ids or titles) alone, none of `without`, and with
-        `with_seen` also those that the user had. Returns the names that no item has.
+        `with_seen` also those that the user had; a title stands for all that have it. Returns the names that
+        no item has.
         """
-        known = [[n for name in names if (n := self._item_numbers.get(name)) is not None]
-                 for names in (only or (), without)]  # fmt: skip
+        known = [[n for name in names for n in self._numbers_of(name)] for names in (only or (), without)]
         if only is not None:
             self._offered[:] = False
             self._offered[known[0]] = True
         self._offered[known[1]] = False
         self._with_seen = with_seen
-        return [name for name in (*(only or ()), *without) if name not in self._item_numbers]
+        return [name for name in (*(only or ()), *without) if not self._numbers_of(name)]
+
+    @property
+    def offered(self) -> int:
+        """How many items lists may hold."""
+        return int(self._offered.sum())
 
     def scores(self, user: int) -> np.ndarray:
         """(items,) scores of a user by number."""
@@ -183,7 +196,7 @@ class Recommendations:
 
     def recommend(self, user: str, top: int) -> list[dict[str, Any]]:
         """`item`, `title` and `score` of the same items. Raises UnknownUserError."""
-        number = self._user_numbers.get(user)
+        number = self._user_numbers.get(_as_known(user, self._user_numbers))
         if number is None:
             shown = ", ".join(self.users[:5])
             raise UnknownUserError(f"user {user}: is not in the training data (ids such as {shown})")
@@ -200,8 +213,9 @@ class Recommendations:
     def for_items(self, items: Sequence[str], top: int) -> list[dict[str, Any]]:
         """What `recommend` gives, for a user who was not in training and took these items (ids or titles).
 
-        Raises UnknownItemError; UntrainedItemError where none of them tells anything; HeadError where a score
-        is more than a product of two vectors.
+        An item counts once however often it is given. Raises UnknownItemError; SharedTitleError;
+        UntrainedItemError where none of them tells anything; HeadError where a score is more than a product
+        of two vectors.
         """
         taken, telling = self._taken_numbers(items)
         scores = self.arrays["items"] @ self.new_user(telling) + self.arrays["bias"]
@@ -209,7 +223,7 @@ class Recommendations:
 
     def _taken_numbers(self, items: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
         """(the numbers of these items, those of them that tell something of a user who took them)."""
-        taken = np.array([self._item_number(item) for item in items])
+        taken = np.array([*dict.fromkeys(self._item_number(item) for item in items)])
         telling = taken[self._known[taken]]
         if not len(telling):
             names = f"item {items[0]}" if len(items) == 1 else f"items {', '.join(items[:3])}"
@@ -252,23 +266,30 @@ class Recommendations:
         return _likeliest(v, b, taken, mean, precision)
 
     def _item_number(self, item: str) -> int:
-        number = self._item_numbers.get(item)
-        if number is None:
+        numbers = self._numbers_of(item)
+        if len(numbers) > 1:
+            ids = ", ".join(self.items[n] for n in numbers[:5])
+            raise SharedTitleError(
+                f"item {item}: {len(numbers)} items have this title: give one by its id ({ids})"
+            )
+        if not numbers:
             # An id that is much like another one is still another item: titles alone are guessed.
             titles = [] if self.titles == self.items else self.titles
             close = difflib.get_close_matches(item, titles, n=1)
             hint = f"did you mean {close[0]}?" if close else f"ids such as {', '.join(self.items[:5])}"
             raise UnknownItemError(f"item {item}: is not in the training data ({hint})")
-        return number
+        return numbers[0]
+
+    def _numbers_of(self, item: str) -> list[int]:
+        return self._item_numbers.get(_as_known(item, self._item_numbers), [])
 
     def knows_user(self, user: str) -> bool:
         """Whether it is the id of a user."""
-        return user in self._user_numbers
+        return _as_known(user, self._user_numbers) in self._user_numbers
 
     def knows_item(self, item: str) -> bool:
         """Whether it is the id or title of an item of which something is known."""
-        number = self._item_numbers.get(item)
-        return number is not None and bool(self._known[number])
+        return bool(self._known[self._numbers_of(item)].any())
 
     def split_items(self, text: str) -> list[str]:
         """Ids and titles in a text that commas part; a title may hold commas itself."""
@@ -391,6 +412,12 @@ class BaselineRecommendations(Recommendations):
             raise BaselineError("popularity knows no items like another: ask by the model, knn or ease")
         scores = self._scores_for(np.array([number]))
         return np.where(scores > 0, scores, -np.inf)
+
+
+def _as_known(name: str, known: Container[str]) -> str:
+    """The name, or `3` for `3.0` where only that is known: a column of numbers with a gap writes it so."""
+    whole = re.sub(r"\.0*$", "", name)
+    return whole if name not in known and whole in known else name
 
 
 def _split(text: str, known: Container[str]) -> list[str]:

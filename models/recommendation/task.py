@@ -94,8 +94,8 @@ class RecommenderOptions:
     """Ids' tables are trained by SparseAdam (Adam that moves only the rows a step reads, without decay): for
     tables so large that reading all of them in each step would cost the most."""
     l2: float = 0.0
-    """Penalty on the squared id vectors of each pair, of a user with an item taken or one of its own that was
-    not (half the regularization of Rendle et al. 2020)."""
+    """Penalty on the squared id vectors of each pair, of a user with an item taken or one drawn against it,
+    also where the loss leaves that out as taken too (half the regularization of Rendle et al. 2020)."""
     pooling: Literal["mean", "last"] = "mean"
     """A text's vector: the mean of its tokens' states, or the last one's."""
     top_k: int = 10
@@ -113,7 +113,7 @@ class Recommender(Task):
     """Learns from pairs of users and items that they took, against items that they did not take.
 
     Metrics: hit rate, NDCG and reciprocal rank at k of held-out items among the sampled negatives `rivals`
-    (hr@10, ndcg@10, mrr@10), and among all items that the user had not in training (full_...); beside them
+    (hr@10, ndcg@10, mrr@10), and among all items that the user had not, in any split (full_...); beside them
     those of baselines, by the same protocol.
     """
 

@@ -15,7 +15,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.control.compare import compare
 from isobatch.launch.control.remove import remove
-from isobatch.launch.control.runs import _cells, differences, runs
+from isobatch.launch.control.runs import differences, runs
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
@@ -63,13 +63,6 @@ def test_a_preset_stands_before_what_follows_from_it() -> None:
     assert with_preset.startswith("preset ids, epochs 9.0")
     assert plain.startswith("dim 64"), "what the preset would have set comes last"
     assert wide.startswith("dim 9")
-
-
-def test_a_ranking_metric_is_told_among_all_items_too() -> None:
-    row = {"folder": "a", "task": "recommender", "state": "done", "step": 1, "steps_total": 1, "made": 0}
-    metrics = {"ndcg@10": 0.5, "full_ndcg@10": 0.1}
-    *_, result = _cells({**row, "metric": "ndcg@10", "metrics": metrics})
-    assert result == "ndcg@10 0.5 (0.1 among all items)"
 
 
 def test_runs_stand_side_by_side_with_what_differs_first(tmp_path: Path, capsys: Say) -> None:

@@ -73,7 +73,7 @@ def ml_1m(folder: Path) -> Path:
     )
     (folder / "users.dat").write_text("1::F::1::10::48067\n2::M::56::16::70072\n")
     titles = "10::Toy Story (1995)::Animation|Comedy\n20::Matrix, The (1999)::Action\n"
-    titles += "30::Am\xe9lie (2001)::Comedy\n"
+    titles += "30::Am\xe9lie (2001)::Comedy\n40::Heat (1995)::Action\n"
     (folder / "movies.dat").write_bytes(titles.encode("latin-1"))
     return folder
 
@@ -85,6 +85,7 @@ def ml_100k(folder: Path) -> Path:
     (folder / "u.genre").write_text("unknown|0\nAction|1\nComedy|2\n\n")
     rows = (
         "242|Kolya (1996)|24-Jan-1997||http://x|0|0|1\n302|Rosi\xe8re, La (1997)|1-Jan-1997||http://x|0|1|1\n"
+        "303|Heat (1995)|1-Jan-1995||http://x|0|1|0\n"
     )
     (folder / "u.item").write_bytes(rows.encode("latin-1"))
     return folder
@@ -105,7 +106,11 @@ def tables(folder: Path, kind: str = "csv") -> Path:
         "item": ["x", "y", "z", "y", "z"],
         "time": [3, 1, 2, 1, 2],
     }
-    items = {"item": ["x", "y", "z"], "title": ["X ray", "Yacht", "Zoo"], "genre": ["war|sea", "sea", ""]}
+    items = {
+        "item": ["x", "y", "z", "never"],
+        "title": ["X ray", "Yacht", "Zoo", "Never"],
+        "genre": ["war|sea", "sea", "", "sea"],
+    }
     users = {"user": ["ann", "bob"], "town": ["Ayr", "Bath"], "age": ["30", "40"]}
     for name, columns in (("interactions", log), ("items", items), ("users", users)):
         if kind == "parquet":
@@ -130,8 +135,11 @@ def test_movielens_1m(tmp_path: Path) -> None:
         "Toy Story (1995). Animation, Comedy",
         "The Matrix (1999). Action",
         "Am\xe9lie (2001). Comedy",
+        "Heat (1995). Action",
     ]
-    assert "1 repeated interactions count once" in facts.extra["notes"]
+    assert "1 repeated interactions count once, each at its last time" in facts.extra["notes"]
+    said = "ratings from 1 to 5 all count as taken: --min-rating leaves out the lower ones"
+    assert said in facts.extra["notes"]
     assert facts.extra["protocol"] == "leave-one-out, 2 negatives"
 
 
@@ -139,7 +147,7 @@ def test_movielens_100k(tmp_path: Path) -> None:
     facts, splits = made(ml_100k(tmp_path / "m"))
     assert ids(facts, splits["test"]) == [("196", "302")]
     assert words(facts, "users") == ["female, 25 years old, technician", "male, 49 years old, writer"]
-    assert words(facts, "items") == ["Kolya (1996). Comedy", "La Rosi\xe8re (1997). Action, Comedy"]
+    assert words(facts, "items")[:2] == ["Kolya (1996). Comedy", "La Rosi\xe8re (1997). Action, Comedy"]
     assert any("one interaction" in note for note in facts.extra["notes"])
 
 
@@ -158,11 +166,11 @@ def test_tables(kind: str, tmp_path: Path) -> None:
     assert ids(facts, splits["test"]) == [("ann", "x"), ("bob", "z")]
     assert ids(facts, splits["valid"]) == [("ann", "z")]
     assert words(facts, "users") == ["Ayr. 30", "Bath. 40"]
-    assert words(facts, "items") == ["X ray. war, sea", "Yacht. sea", "Zoo"]
-    assert catalogue.read_names(facts.folder)["titles"] == ["X ray", "Yacht", "Zoo"]
+    assert words(facts, "items") == ["Never. sea", "X ray. war, sea", "Yacht. sea", "Zoo"]
+    assert catalogue.read_names(facts.folder)["titles"] == ["Never", "X ray", "Yacht", "Zoo"]
     chosen, _ = made(tmp_path / "t", user_text="town", item_text="genre")
     assert words(chosen, "users") == ["Ayr", "Bath"]
-    assert words(chosen, "items") == ["war, sea", "sea", ""]
+    assert words(chosen, "items") == ["sea", "war, sea", "sea", ""]
 
 
 def test_tables_of_a_shop_are_recognised(tmp_path: Path) -> None:
@@ -187,11 +195,11 @@ def test_columns_of_other_names_and_a_single_file(tmp_path: Path) -> None:
 
 def test_given_splits_and_time(tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
-    for split, rows in (("train", "1,a\n1,b\n2,a\n"), ("valid", "2,b\n"), ("test", "1,c\n")):
+    for split, rows in (("train", "1,a\n1,b\n2,a\n2,d\n"), ("valid", "2,b\n"), ("test", "1,c\n")):
         (tmp_path / "given" / f"{split}.csv").write_text("user,item\n" + rows)
     facts, splits = made(tmp_path / "given")
     assert {s: ids(facts, r) for s, r in splits.items()} == {
-        "train": [("1", "a"), ("1", "b"), ("2", "a")],
+        "train": [("1", "a"), ("1", "b"), ("2", "a"), ("2", "d")],
         "valid": [("2", "b")],
         "test": [("1", "c")],
     }
@@ -204,7 +212,18 @@ def test_given_splits_and_time(tmp_path: Path) -> None:
     }
 
 
-TIED = ("ann,x,1", "ann,y,9", "ann,w,9", "ann,z,9", "bob,x,1", "bob,y,1", "bob,z,2", "cid,y,1", "cid,x,2")
+TIED = (
+    "ann,x,1",
+    "ann,y,9",
+    "ann,w,9",
+    "ann,z,9",
+    "bob,x,1",
+    "bob,y,1",
+    "bob,z,2",
+    "cid,y,1",
+    "cid,x,2",
+    "dan,v,1",
+)
 
 
 @pytest.mark.parametrize("rows", [TIED, TIED[::-1]], ids=["written", "reversed"])
@@ -222,7 +241,7 @@ def test_ties_of_time_are_broken_by_item_and_said(rows: tuple[str, ...], rules: 
         last = "z" if rows is TIED else "y"  # by rules 1 the order of the file decides
         assert test["ann"] == last
         said = "the later in the file"
-    said = f"2 of 3 users have last interactions at one time: {said} is the last"
+    said = f"2 of 4 users have last interactions at one time: {said} is the last"
     assert said in facts.extra["notes"]
 
 
@@ -238,19 +257,20 @@ def test_a_split_by_time_does_not_follow_the_file_in_ties(rules: int, tmp_path: 
 
 
 def test_without_times_the_last_in_the_file_is_the_last(tmp_path: Path) -> None:
-    (tmp_path / "log.csv").write_text("user,item\nann,z\nann,y\nann,x\n")
+    (tmp_path / "log.csv").write_text("user,item\nann,z\nann,y\nann,x\nbob,w\n")
     facts, splits = made(tmp_path / "log.csv")
     assert ids(facts, splits["test"]) == [("ann", "x")]
     assert not any("at one time" in note for note in facts.extra["notes"])
 
 
 def test_a_random_split_holds_out_two_of_each_user_whatever_the_times(tmp_path: Path) -> None:
-    rows = [f"u{u},i{i},{i}" for u in range(30) for i in range(10)]  # all took the items in one order
+    rows = [f"u{u},i{i},{i}" for u in range(30) for i in range(10)]  # all took these in one order
+    rows.append("zoe,other,1")
     file = tmp_path / "orders.csv"
     file.write_text("\n".join(["customer_id,product_id,time", *rows]))
     facts, found = made(file, split="random")
     assert {split: len(rows["user"]) for split, rows in found.items()} == {
-        "train": 240,
+        "train": 241,
         "valid": 30,
         "test": 30,
     }
@@ -261,23 +281,17 @@ def test_a_random_split_holds_out_two_of_each_user_whatever_the_times(tmp_path: 
     assert "orders.csv: read customer_id as user, product_id as item" in facts.extra["notes"]
 
 
-def with_untaken_items(folder: Path) -> Path:
-    """`tables` with an item 9 that nobody took."""
-    made_folder = tables(folder)
-    with (made_folder / "items.csv").open("a") as stream:
-        stream.write("9,Never,sea\n")
-    return made_folder
-
-
 def test_items_that_nobody_took_are_counted_in_the_protocol_and_can_be_left_out(tmp_path: Path) -> None:
-    facts, _ = made(with_untaken_items(tmp_path / "t"))
+    facts, _ = made(tables(tmp_path / "t"))
     assert facts.extra["items"] == 4
     assert facts.extra["untaken"] == 1
     assert any(n.startswith("1 of 4 items have no interaction") for n in facts.extra["notes"])
+    with (tmp_path / "t" / "interactions.csv").open("a") as stream:
+        stream.write("cid,w,1\n")
     facts, splits = made(tmp_path / "t", catalogue="taken")
-    assert facts.extra["items"] == 3
+    assert facts.extra["items"] == 4
     assert facts.extra["untaken"] == 0
-    assert splits["test"]["rivals"].max() < 3
+    assert splits["test"]["rivals"].max() < 4
 
 
 def test_split_none_trains_on_all_interactions_of_a_table_or_of_splits(tmp_path: Path) -> None:
@@ -392,10 +406,40 @@ def misspelt_column(folder: Path) -> Path:
     return tables(folder)
 
 
-@refused(r"interaction 2 has no user or no item")
+@refused(r"interactions.csv line 4: has no user: fill it in")
 def empty_id(folder: Path) -> Path:
-    (tables(folder) / "interactions.csv").write_text("user,item\n1,2\n,3\n")
+    (tables(folder) / "interactions.csv").write_text("user,item\n1,2\n\n,3\n")
     return folder
+
+
+@refused(r"interactions.parquet row 2: has no item: fill it in")
+def nan_id(folder: Path) -> Path:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    columns = {"user": [1.0, 2.0], "item": pa.array([1.0, float("nan")])}
+    (tables(folder) / "interactions.csv").unlink()
+    parquet.write_table(pa.table(columns), folder / "interactions.parquet")
+    return folder
+
+
+@refused(r"u.data line 2: has no item")
+def empty_id_without_header(folder: Path) -> Path:
+    (ml_100k(folder) / "u.data").write_text("196\t242\t3\t881250949\n196\t\t3\t891717742\n")
+    return folder
+
+
+@refused(r"items.csv line 3: has no item: fill it in")
+def empty_id_of_a_title(folder: Path) -> Path:
+    (tables(folder) / "items.csv").write_text("item,title\nx,X ray\n,Yacht\n")
+    return folder
+
+
+@refused(r"each held-out user took all 3 items, so that none is left to rank against: add .*--split none")
+def nothing_unseen(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "log.csv").write_text("user,item\n" + "".join(f"{u},{i}\n" for u in "ab" for i in "xyz"))
+    return folder / "log.csv"
 
 
 @refused(r"its rows are not those of the test file")
@@ -452,7 +496,7 @@ def test_what_cannot_be_read_is_said_in_a_line(name: str, tmp_path: Path) -> Non
 
 def test_too_few_unseen_items_are_all_ranked_against(tmp_path: Path) -> None:
     facts, splits = made(tables(tmp_path / "t"), eval_negatives=50)
-    assert (splits["test"]["rivals"] >= 0).sum(1).tolist() == [0, 1]
+    assert (splits["test"]["rivals"] >= 0).sum(1).tolist() == [1, 2]
     assert any("fewer than 50 unseen items" in note for note in facts.extra["notes"])
 
 
@@ -486,10 +530,10 @@ def test_interactions_in_buckets_are_split_as_at_once(
 
 def test_times_that_are_whole_at_first_only_are_read_at_once(tmp_path: Path) -> None:
     """The first megabyte decides the types of a file that is read in blocks."""
-    lines = [f"{n % 300},{n % 7},{n}" for n in range(120_000)]
+    lines = ["300,7,0", *(f"{n % 300},{n % 7},{n}" for n in range(1, 120_000))]
     (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp", *lines, "1,6,0.5"]))
     facts, _ = made(tmp_path / "log.csv")
-    assert sum(facts.samples.values()) == 2100
+    assert sum(facts.samples.values()) == 2101
     (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp", *lines, "1,,7"]))
-    with pytest.raises(UserError, match=r"interaction 120001 has no user or no item"):
+    with pytest.raises(UserError, match=r"log.csv line 120002: has no item"):
         made(tmp_path / "log.csv")

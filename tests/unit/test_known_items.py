@@ -12,7 +12,7 @@ from isobatch.core.errors import UserError
 from isobatch.launch.predicting.answerer import Answerer
 from isobatch.launch.predicting.command import answer_file
 from isobatch.launch.predicting.item_choice import restrict
-from isobatch.launch.predicting.recommend import listed
+from isobatch.launch.predicting.recommend import RecommendOptions, _answer, listed
 from isobatch.launch.predicting.rows import UserReader
 from isobatch.models.recommendation.item_lists import RecommendationLists
 from isobatch.models.recommendation.recommendations import SHRINKAGE, Recommendations, UntrainedItemError
@@ -111,3 +111,66 @@ def test_unknown_rows_are_counted_and_the_others_are_written_as_lists(
     assert unknown.startswith("2 rows are of users of whom training knew nothing")
     assert "guests.jsonl line 2: item i3" in unknown
     assert left_out.endswith("guests.jsonl line 1: item new")
+
+
+def test_a_shared_title_stands_for_all_that_have_it_and_is_asked_about_where_one_is_meant(
+    tmp_path: Path,
+) -> None:
+    write_model(tmp_path)
+    known = json.loads((tmp_path / "names.json").read_text())
+    known["titles"][6] = known["titles"][20] = "Chasing Amy"
+    (tmp_path / "names.json").write_text(json.dumps(known))
+    lists = RecommendationLists(tmp_path)
+    restrict(lists, None, "Chasing Amy", False, None)
+    assert not {"i6", "i20"} & {*names(lists.recommend("u3", 99))}
+    restrict(lists, "Chasing Amy", None, False, None)
+    for ask in (lambda: lists.similar("Chasing Amy", 5), lambda: lists.for_items(["i1", "Chasing Amy"], 5)):
+        with pytest.raises(UserError, match=r"item Chasing Amy: 2 items have this title: give .*\(i6, i20\)"):
+            ask()
+
+
+def test_an_item_counts_once_and_decimal_ids_are_those_of_training(tmp_path: Path) -> None:
+    model = write_model(tmp_path)
+    assert model.for_items(["i1", "i1", "Book 1"], 5) == model.for_items(["i1"], 5)
+    known = json.loads((tmp_path / "names.json").read_text())
+    known |= {"users": [str(n) for n in range(40)], "items": [str(n) for n in range(ITEMS)]}
+    (tmp_path / "names.json").write_text(json.dumps(known))
+    lists = RecommendationLists(tmp_path)
+    assert lists.recommend("7.0", 5) == lists.recommend("7", 5)
+    assert lists.for_items(["3.0"], 5) == lists.for_items(["3"], 5)
+    (tmp_path / "sold.csv").write_text("item_id\n4.0\n5.00\n")
+    restrict(lists, None, str(tmp_path / "sold.csv"), False, None)
+    assert not {"4", "5"} & {*names(lists.recommend("7", 99))}
+    reader = UserReader(None, lists)
+    assert lists.recommend(str(reader.from_row({"user": 7.0}, "row 1")), 5) == lists.recommend("7", 5)
+
+
+@pytest.mark.parametrize(
+    ("only", "without"), [("i4", "i4"), ("", None), ("none.csv", None)], ids=["both", "empty", "no rows"]
+)
+def test_no_item_left_to_offer_is_refused(only: str, without: str | None, tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "none.csv").write_text("item_id\n")
+    path = str(tmp_path / only) if only.endswith(".csv") else only
+    with pytest.raises(
+        UserError,
+        match=r"no item is left to offer|--only : .*not in the training|--only .*none.csv: holds no rows",
+    ):
+        restrict(RecommendationLists(tmp_path), path, without, False, None)
+
+
+def test_empty_lists_are_refused_or_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_model(tmp_path)  # u0 had i0, i1 and i2; the others nothing
+    lists = RecommendationLists(tmp_path)
+    restrict(lists, "i0,i1", None, False, None)
+    out = tmp_path / "lists.csv"
+    for asked, file in (({"user": "u0"}, None), ({"user": "u0"}, out), ({"user": "u0,u0"}, out)):
+        with pytest.raises(UserError, match=r"nothing is left to offer: .*--with-seen"):
+            _answer(lists, RecommendOptions(**asked), file, [])
+    assert [f.name for f in tmp_path.iterdir() if "lists" in f.name] == []
+    assert _answer(lists, RecommendOptions(), out, []) == 0
+    assert len(out.read_text().splitlines()) == 1 + 2 * 39
+    assert "1 of 40 users have no list: what users had is left out" in capsys.readouterr().err
+    rows = [{"user": u, "items": [], "titles": [], "scores": []} for u in ("u0", "u1")]
+    assert list(listed([rows], lambda row: row["user"])) == []
+    assert "2 rows without a list" in capsys.readouterr().err

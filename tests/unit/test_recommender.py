@@ -157,6 +157,23 @@ def test_the_penalty_counts_each_vector_as_often_as_it_is_scored() -> None:
     assert float(found.detach()) == pytest.approx(float(wanted), rel=1e-5)  # type: ignore[arg-type]
 
 
+def test_l2_counts_what_the_loss_leaves_out_as_taken_too() -> None:
+    from types import SimpleNamespace
+
+    model = net(text=False)
+    key = int(model.seen[0])
+    user, taken = key // ITEMS, key % ITEMS
+    draws = torch.full((1, 1, 2), taken)  # drawn against itself: a negative that the user had
+    noise = SimpleNamespace(integers=lambda *_: draws)
+    batch = {"user": torch.tensor([user]), "item": torch.tensor([taken])}
+    step: Any = SimpleNamespace(noise=noise)
+    found = recommender(text="off", loss="bce", negatives=1, l2=0.5).loss(model, batch, step)
+    u, v = (t.weight.detach().numpy()[n] for t, n in ((model.user_ids, user), (model.item_ids, taken)))
+    assert float(found["l2"].sum.detach()) == pytest.approx(0.5 * 2 * float(u @ u + v @ v), rel=1e-5)
+    score = float(u @ v)
+    assert float(found["ranking"].sum.detach()) == pytest.approx(np.log1p(np.exp(-score)), rel=1e-5)
+
+
 def test_ranks_hit_rate_and_ndcg() -> None:
     others = torch.tensor([[3.0, 1.0, 2.0], [5.0, 5.0, 9.0]])
     there = torch.tensor([[True, True, True], [True, True, False]])
@@ -182,7 +199,6 @@ def test_full_ranking_leaves_out_what_the_user_had() -> None:
         "user": user,
         "item": torch.tensor([2, 7]),
         "rivals": torch.tensor([[1, 4, -1], [2, 3, 9]]),
-        "hidden": torch.tensor([[-1], [11]]),
     }
     found = ranking.metric_parts(model, batch, 10)
     every = scores(model)[user]
@@ -199,8 +215,7 @@ def test_full_ranking_leaves_out_what_the_user_had() -> None:
 
 def held_out(users: list[int], items: list[int]) -> dict[str, torch.Tensor]:
     rivals = torch.tensor([[i for i in range(ITEMS) if i != item][:5] for item in items])
-    hidden = torch.full((len(users), 1), -1)
-    return {"user": torch.tensor(users), "item": torch.tensor(items), "rivals": rivals, "hidden": hidden}
+    return {"user": torch.tensor(users), "item": torch.tensor(items), "rivals": rivals}
 
 
 def test_popularity_stands_beside_the_full_ranking() -> None:
