@@ -279,6 +279,10 @@ def payload_in_unused_positions(run: Path, home: Path) -> None:
     log = rows(run)
     (end,) = [row for row in log if "final" in row]
     end["summary"]["resumed_from"] = None
+    for row in log:  # a resumed run says again what it logs
+        if row["step"] > 1:
+            for name in ("log_every", "ledger"):
+                row.pop(name, None)
     mend(run, log)
 
 
@@ -383,8 +387,9 @@ def all_a_hair_better(run: Path, _: Path) -> None:
         if "lr" in row:
             row["loss"] *= 1 - 1.8e-5
         for figures in (row, row.get("summary", {}).get("metrics"), *by_split(row)):
-            if figures and "perplexity" in figures:
+            if figures and "loss" in figures and "lr" not in figures:
                 figures["loss"] *= 1 - 9e-5
+            if figures and "perplexity" in figures:
                 figures["perplexity"] = math.exp(figures["loss"])
                 figures["bits_per_byte"] *= 1 - 9e-5
                 figures["word_perplexity"] **= 1 - 9e-5
@@ -393,6 +398,17 @@ def all_a_hair_better(run: Path, _: Path) -> None:
 
 def by_split(row: dict[str, Any]) -> Iterator[dict[str, float]]:
     yield from row.get("summary", {}).get("metrics_by_split", {}).values()
+
+
+def more_samples_measured(run: Path, _: Path) -> None:
+    """The figures are said to be of ten times as many held-out samples, in the facts and on the card."""
+    facts = read(run / "facts.json")
+    edit(run / "facts.json", samples=facts["samples"] | {"valid": 2560})
+    card = run / "final" / "README.md"
+    card.write_text(
+        card.read_text().replace("256 in valid", "2,560 in valid").replace("all 256", "all 2,560")
+    )
+    mend(run)
 
 
 def losses_no_number(run: Path, _: Path) -> None:
@@ -440,6 +456,8 @@ FORGERIES = [
         HAIR,
         "bit for bit.*metrics|equal within [0-9.]+e-0[6-9]",
     ),
+    Expected(all_a_hair_better, "sine", r"loss", HAIR, r"equal within [0-9.]+e-0[6-9]"),
+    Expected(more_samples_measured, "sine", r"facts|samples|README"),
     Expected(losses_no_number, "sine", r"loss|finite|nan", ON_TRUST),
 ]
 
@@ -464,7 +482,7 @@ def judge(done: subprocess.CompletedProcess[str], expected: Expected) -> None:
         assert not (expected.never and re.search(expected.never, verdict(text))), text
 
 
-@pytest.mark.parametrize("expected", FORGERIES, ids=lambda e: e.forge.__name__)
+@pytest.mark.parametrize("expected", FORGERIES, ids=lambda e: f"{e.forge.__name__}-{e.run}")
 def test_a_forged_run_is_caught_or_said(expected: Expected, home: Path, tmp_path: Path) -> None:
     run = tmp_path / "handed-over"
     shutil.copytree(home / "runs" / expected.run, run)
