@@ -120,7 +120,7 @@ def mend(run: Path, log: list[dict[str, Any]] | None = None) -> None:
         card.write_text(card.read_text(encoding="utf-8").replace(old, sums), encoding="utf-8")
     seal = f"{sums} {read(run / 'facts.json')['fingerprint']}"
     lines, since, sealed = b"", b"", set()
-    for row in log:
+    for at, row in enumerate(log):
         name = f"{row['phase']}-{row['step']}"
         if "checkpoint" in row and (run / "checkpoints" / row["checkpoint"]).is_dir():
             row["digest"] = checkpoint_digest(run / "checkpoints" / row["checkpoint"])
@@ -137,13 +137,22 @@ def mend(run: Path, log: list[dict[str, Any]] | None = None) -> None:
         lines, since = lines + line, b"" if "seal" in row else since + line
         if "seal" in row and name not in sealed and (run / "checkpoints" / name).is_dir():
             sealed.add(name)
-            mend_checkpoint(run / "checkpoints" / name, sums, seal, len(lines), log)
+            mend_checkpoint(run / "checkpoints" / name, sums, seal, len(lines), log[:at])
     (run / "metrics.jsonl").write_bytes(lines)
 
 
 def mend_checkpoint(folder: Path, recipe: str, seal: str, size: int, log: list[dict[str, Any]]) -> None:
     state = read(folder / "state.json")
-    steps = [r for r in log if "lr" in r and r["step"] <= state["progress"]["step"] and r["loss"] is not None]
+    steps = [row for row in log if "lr" in row and row["loss"] is not None]
+    judge = state["judge"] | {"best": None, "best_step": 0, "waited": 0}
+    for row in log:
+        if "split" in row and row["loss"] is not None:
+            better = judge["best"] is None or row["loss"] < judge["best"]
+            judge |= {"best": row["loss"], "best_step": row["step"]} if better else {}
+            judge["waited"] = 0 if better else judge["waited"] + 1
+    if judge["best"] is not None:
+        judge["best"] = round(judge["best"], 6)
+    state["judge"] = judge
     state["logs"] |= {"seal": seal, "metrics": size}
     state["recipe_hash"] = recipe
     for name, key in (("losses", "loss"), ("norms", "grad_norm")):
@@ -537,7 +546,8 @@ def as_it_is(run: Path, _: Path) -> Path:
         ("sine", moved, [], {}),
         ("warm", as_it_is, [], {}),
         ("text", sealed_again, [], {}),
-        ("adapter", sealed_again, [], {}),
+        ("sine", sealed_again, [], {}),
+        ("adapter", as_it_is, [], {}),
         ("sine", read_only, [], {}),
         ("sine", verified_by_somebody, [], {}),
         ("sine", resumed, [], {}),
