@@ -405,6 +405,18 @@ def all_a_hair_better(run: Path, _: Path) -> None:
     mend(run, log)
 
 
+def small_figures_lower(run: Path, _: Path) -> None:
+    """Where losses are small, every figure is better by a constant."""
+    log = rows(run)
+    for row in log:
+        if "lr" in row:
+            row["loss"] -= 1.8e-5
+        for figures in (row, row.get("summary", {}).get("metrics"), *by_split(row)):
+            if figures and "loss" in figures and "lr" not in figures:
+                figures["loss"] -= 9e-5
+    mend(run, log)
+
+
 def by_split(row: dict[str, Any]) -> Iterator[dict[str, float]]:
     yield from row.get("summary", {}).get("metrics_by_split", {}).values()
 
@@ -466,6 +478,7 @@ FORGERIES = [
         "bit for bit.*metrics|equal within [0-9.]+e-0[6-9]",
     ),
     Expected(all_a_hair_better, "sine", r"loss", HAIR, r"equal within [0-9.]+e-0[6-9]"),
+    Expected(small_figures_lower, "warm", r"loss", HAIR, r"equal within [0-9.]+e-0[6-9]"),
     Expected(more_samples_measured, "sine", r"facts|samples|README"),
     Expected(losses_no_number, "sine", r"loss|finite|nan", ON_TRUST),
 ]
@@ -483,6 +496,9 @@ def verdict(text: str) -> str:
 def judge(done: subprocess.CompletedProcess[str], expected: Expected) -> None:
     text = done.stdout + done.stderr
     assert "Traceback" not in text, text
+    if "is no receipt that" in text:  # refused before it is judged
+        assert done.returncode == 2, text
+        return
     assert done.returncode == 3 or (done.returncode == 0 and expected.admits), text
     if done.returncode == 3:
         assert re.search(expected.names, text), text
