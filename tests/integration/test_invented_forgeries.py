@@ -405,16 +405,23 @@ def all_a_hair_better(run: Path, _: Path) -> None:
     mend(run, log)
 
 
-def small_figures_lower(run: Path, _: Path) -> None:
-    """Where losses are small, every figure is better by a constant."""
+def held_out_figures_lower(run: Path, _: Path) -> None:
+    """Held-out losses are small, and lower by a constant."""
     log = rows(run)
     for row in log:
-        if "lr" in row:
-            row["loss"] -= 1.8e-5
         for figures in (row, row.get("summary", {}).get("metrics"), *by_split(row)):
             if figures and "loss" in figures and "lr" not in figures:
                 figures["loss"] -= 9e-5
     mend(run, log)
+
+
+def small_figures_lower(run: Path, home: Path) -> None:
+    """So are the losses of training."""
+    log = rows(run)
+    for row in log:
+        row |= {"loss": row["loss"] - 1.8e-5} if "lr" in row else {}
+    mend(run, log)
+    held_out_figures_lower(run, home)
 
 
 def by_split(row: dict[str, Any]) -> Iterator[dict[str, float]]:
@@ -478,6 +485,7 @@ FORGERIES = [
         "bit for bit.*metrics|equal within [0-9.]+e-0[6-9]",
     ),
     Expected(all_a_hair_better, "sine", r"loss", HAIR, r"equal within [0-9.]+e-0[6-9]"),
+    Expected(held_out_figures_lower, "warm", r"loss", HAIR, r"equal within [0-9.]+e-0[6-9]"),
     Expected(small_figures_lower, "warm", r"loss", HAIR, r"equal within [0-9.]+e-0[6-9]"),
     Expected(more_samples_measured, "sine", r"facts|samples|README"),
     Expected(losses_no_number, "sine", r"loss|finite|nan", ON_TRUST),
