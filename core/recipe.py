@@ -90,7 +90,8 @@ class Recipe:
     lr: Rate = 1e-3
     """Peak learning rate."""
     weight_decay: Rate = 0.01
-    """Decoupled decay of weight matrices; biases and norms have none."""
+    """Decay of weight matrices; biases and norms have none. Decoupled from the gradients, but for sgd, which
+    adds it to them before the momentum, as L2 does."""
     warmup: Interval = Interval(0, "steps")
     """Linear rise of the learning rate: steps, or a share of the phase (5%) or of an epoch (0.1ep). Of W
     steps the first is at 1/W of --lr, not at 0, and the last at --lr."""
