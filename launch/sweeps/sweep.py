@@ -1,7 +1,7 @@
 """`auto --lr 1e-3,3e-3 --seed 0-2`: a run for each combination, then a table, a plot and sweep.json.
 
-Called again, it goes on where it was stopped. Seeds of one setting are one row: mean and deviation. The best is
-chosen by the validation split; of the test split only its figures are shown, which nothing was chosen by.
+Called again, it goes on where it was stopped. Seeds of one setting are one row: mean and deviation. The best
+is chosen by the validation split; of the test split its figures alone are shown, by which nothing was chosen.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Trained:
     """Swept flag -> its value."""
     folder: Path
     code: int
-    metrics: Mapping[str, Mapping[str, Any]]
+    metrics: dict[str, dict[str, Any]]
     """Split -> its metrics."""
 
 
