@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.flags import nearest_hint
 from isobatch.core.terminal.status import doing
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
@@ -87,6 +88,16 @@ def refuse_nonfinite_metrics(metrics: Mapping[str, Any], split: str) -> None:
                 f"{name} of the {split} split is {value}: training has diverged; lower --lr or lengthen"
                 " --warmup"
             )
+
+
+def monitored(metrics: Mapping[str, float], name: str) -> float:
+    """The metric that a task monitors. Raises UserError where it measured no such one."""
+    if name not in metrics:
+        raise UserError(
+            f"the task's monitor {name}: is no metric of it{nearest_hint(name, metrics)}; it has"
+            f" {', '.join(metrics)}"
+        )
+    return metrics[name]
 
 
 def held_out_samples(source: Source, fraction: float, cohort: int, seed: int, rules: int) -> np.ndarray:
