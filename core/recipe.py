@@ -192,9 +192,13 @@ class Recipe:
         return cls(**{k: v for k, v in values.items() if k in flags or k in DERIVED})
 
     def hash(self) -> str:
-        """Twelve hex digits of SHA-256 over every field."""
+        """The first twelve hex digits of `digest`: what a run is called after. Not for what must be safe."""
+        return self.digest()[:12]
+
+    def digest(self) -> str:
+        """SHA-256 over every field, in hex."""
         text = json.dumps(self.to_dict(), sort_keys=True, ensure_ascii=False)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def scaled(self, factor: float, rule: Literal["sqrt", "linear", "none"]) -> Recipe:
         """A NEW recipe with `factor` times the batch size and the learning rate that `rule` gives.

@@ -326,8 +326,11 @@ def test_what_is_trusted_runs_and_is_remembered(
     assert "is not the code that was trained" in capfd.readouterr().err
 
 
-def test_trust_is_of_one_recipe(home: Path) -> None:
-    """A file that is trusted in one run may do something else with other options."""
+def test_trust_is_of_one_recipe(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is trusted in one run may do something else with other options. The 48 bits of a hash can
+    be made equal on purpose.
+    """
+    monkeypatch.setattr(Recipe, "hash", lambda _: "0123456789ab")
     run = RunFolder(of_task_file(home, home / "mine.py"))
     consent.require(run.recipe, run.folder, trust=True)
     consent.require(run.recipe, run.folder)
