@@ -74,9 +74,9 @@ def compare(
         sizes[key] = found[-1].model_size
     if not any(e.fits for e in found):
         raise UserError(_fits_nowhere(flag, found))
-    kinds = {machine_key(e.target.hardware)[2] for e in found}
-    one_price = prices is not None and prices.per_gpu is not None and len(kinds) > 1
-    return Comparison(estimates=found, deadline=deadline, priced=prices is not None, one_price=one_price)
+    of_gpu = prices is not None and prices.per_gpu is not None
+    one_price = of_gpu and len({machine_key(e.target.hardware)[2] for e in found}) > 1
+    return Comparison(estimates=found, deadline=deadline, priced=bool(prices), one_price=one_price)
 
 
 def _fits_nowhere(flag: str, estimates: list[Estimate]) -> str:

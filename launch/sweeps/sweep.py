@@ -145,32 +145,31 @@ def summary(trained: Sequence[Trained], metric: str, direction: str) -> dict[str
     known = [row for row in rows if math.isfinite(row["metrics"].get(metric, math.nan))]
     choose = max if direction == "max" else min
     best = choose(known, key=lambda row: row["metrics"][metric], default=None)
-    if best:
-        metrics, deviations = _figures(settings[tuple(best["values"].values())], TEST)
-        best = {**best, TEST: {"metrics": metrics, "deviations": deviations}} if metrics else best
+    if best and (test := _figures(settings[tuple(best["values"].values())], TEST))["metrics"]:
+        best = {**best, TEST: test}
     return {"metric": metric, "direction": direction, "split": VALID, "rows": rows, "best": best}
 
 
 def _row(group: Sequence[Trained], values: Mapping[str, Any]) -> dict[str, Any]:
-    metrics, deviations = _figures(group, VALID)
     return {
         "values": dict(values),
         "runs": [str(one.folder) for one in group],
         "failed": sum(one.code != DONE for one in group),
-        "metrics": metrics,
-        "deviations": deviations,
+        **_figures(group, VALID),
     }
 
 
-def _figures(group: Sequence[Trained], split: str) -> tuple[dict[str, float], dict[str, float]]:
-    """(means, standard deviations) of the runs' numbers on a split."""
+def _figures(group: Sequence[Trained], split: str) -> dict[str, dict[str, float]]:
+    """Means and standard deviations of the runs' numbers on a split."""
     columns: dict[str, list[float]] = {}
     for one in group:
         for name, value in one.metrics.get(split, {}).items():
             if isinstance(value, float | int):
                 columns.setdefault(name, []).append(value)
-    deviations = {name: statistics.stdev(found) for name, found in columns.items() if len(found) > 1}
-    return {name: statistics.fmean(found) for name, found in columns.items()}, deviations
+    return {
+        "metrics": {name: statistics.fmean(found) for name, found in columns.items()},
+        "deviations": {name: statistics.stdev(found) for name, found in columns.items() if len(found) > 1},
+    }
 
 
 def format_sweep(found: Mapping[str, Any]) -> str:
