@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import TrainingError, UserError
-from isobatch.core.flags import nearest_hint
 from isobatch.core.terminal.status import doing
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
@@ -93,10 +92,7 @@ def refuse_nonfinite_metrics(metrics: Mapping[str, Any], split: str) -> None:
 def monitored(metrics: Mapping[str, float], name: str) -> float:
     """The metric that a task monitors. Raises UserError where it measured no such one."""
     if name not in metrics:
-        raise UserError(
-            f"the task's monitor {name}: is no metric of it{nearest_hint(name, metrics)}; it has"
-            f" {', '.join(metrics)}"
-        )
+        raise UserError(f"monitor {name}: is no metric of the task, which has {', '.join(metrics)}")
     return metrics[name]
 
 

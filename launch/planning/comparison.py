@@ -38,10 +38,8 @@ class Comparison:
     @property
     def cheapest(self) -> Estimate | None:
         """The cheapest of those that end in time; None without a price of each, or where none does."""
-        if self.one_price:
-            return None
         known = [e for e in self.estimates if e.meets(self.deadline) and e.cost is not None]
-        return min(known, key=lambda e: (e.cost, e.seconds), default=None)
+        return None if self.one_price else min(known, key=lambda e: (e.cost, e.seconds), default=None)
 
     def ranked(self) -> Comparison:
         """The same, the fastest first; of equal times the one in the least memory."""

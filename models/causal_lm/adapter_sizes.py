@@ -76,9 +76,8 @@ def memory_remark(full_model: ModelSize, optimizer: str) -> str:
     """Bytes of weights, gradients and optimizer state of full fine-tuning, and of the cheaper ways; or ""."""
     if optimizer != "adamw":
         return ""
-    adam, eight_bit, lora, qlora = (
-        format_bytes(size * full_model.parameters) for size in (16, 10, 4, BYTES_PER_WEIGHT[4])
-    )
+    ways = (16, 10, 4, BYTES_PER_WEIGHT[4])
+    adam, eight_bit, lora, qlora = (format_bytes(size * full_model.parameters) for size in ways)
     return (
         f"weights, gradients and moments take {adam}; with --optimizer adamw8bit {eight_bit}, --adapter lora"
         f" {lora}, on a GPU --adapter qlora {qlora}"

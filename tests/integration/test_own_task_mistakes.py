@@ -69,7 +69,7 @@ MISTAKES = [
     (
         "data = Houses",
         'data, monitor = Houses, ("ma", "min")',
-        "monitor ma: is no metric of it (did you mean mae?)",
+        "monitor ma: is no metric of the task, which has loss, mae",
     ),
     ('Sum(error, len(batch["x"]))', "error", "evaluate() returned a Tensor as mae: return {name: Sum(total"),
 ]
