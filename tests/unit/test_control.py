@@ -68,8 +68,8 @@ def test_a_preset_stands_before_what_follows_from_it() -> None:
 def test_a_ranking_metric_is_told_among_all_items_too() -> None:
     row = {"folder": "a", "task": "recommender", "state": "done", "step": 1, "steps_total": 1, "made": 0}
     metrics = {"ndcg@10": 0.5, "full_ndcg@10": 0.1}
-    *_, result = _cells({**row, "metric": "ndcg@10", "metrics": metrics})
-    assert result == "ndcg@10 0.5 (0.1 among all items)"
+    *_, result = _cells({**row, "metric": "ndcg@10", "split": "test", "metrics": metrics})
+    assert result == "test ndcg@10 0.5 (0.1 among all items)"
 
 
 def test_runs_stand_side_by_side_with_what_differs_first(tmp_path: Path, capsys: Say) -> None:
