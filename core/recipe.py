@@ -90,7 +90,8 @@ class Recipe:
     lr: Rate = 1e-3
     """Peak learning rate."""
     weight_decay: Rate = 0.01
-    """Decoupled decay of weight matrices; biases and norms have none."""
+    """Decay of weight matrices; biases and norms have none. Decoupled from the gradients, but for sgd, which
+    adds it to them before the momentum, as L2 does."""
     warmup: Interval = Interval(0, "steps")
     """Linear rise of the learning rate: steps, or a share of the phase (5%) or of an epoch (0.1ep). Of W
     steps the first is at 1/W of --lr, not at 0, and the last at --lr."""
@@ -191,9 +192,13 @@ class Recipe:
         return cls(**{k: v for k, v in values.items() if k in flags or k in DERIVED})
 
     def hash(self) -> str:
-        """Twelve hex digits of SHA-256 over every field."""
+        """The first twelve hex digits of `digest`: what a run is called after. Not for what must be safe."""
+        return self.digest()[:12]
+
+    def digest(self) -> str:
+        """SHA-256 over every field, in hex."""
         text = json.dumps(self.to_dict(), sort_keys=True, ensure_ascii=False)
-        return hashlib.sha256(text.encode()).hexdigest()[:12]
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def scaled(self, factor: float, rule: Literal["sqrt", "linear", "none"]) -> Recipe:
         """A NEW recipe with `factor` times the batch size and the learning rate that `rule` gives.

@@ -263,7 +263,7 @@ def _is_known(recipe: Recipe, content: str) -> bool:
 
 
 def _digest(recipe: Recipe, content: str) -> str:
-    return _hash(f"{recipe.hash()} {content}".encode())[:32]
+    return _hash(f"{recipe.digest()} {content}".encode())
 
 
 def _hash(content: bytes) -> str:

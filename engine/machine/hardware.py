@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
+from isobatch.core.measures import format_bytes
 from isobatch.engine.machine.gpu_table import (
     MACHINES,
     PCIE,
@@ -94,10 +95,10 @@ class Hardware:
     def describe(self) -> str:
         """The machine in one phrase, for messages."""
         if not self.gpus:
-            return f"{self.cpus} CPU cores, {self.ram_bytes / GIB:.0f} GiB RAM"
+            return f"{self.cpus} CPU cores, {format_bytes(self.ram_bytes)} RAM"
         per_node = f"{len(self.gpus)} x {self.gpu.name}" if len(self.gpus) > 1 else self.gpu.name
         where = f"{self.nodes} nodes of {per_node}" if self.nodes > 1 else per_node
-        return f"{where} ({self.gpu.memory_bytes / GIB:.0f} GiB each)"
+        return f"{where} ({format_bytes(self.gpu.memory_bytes)} each)"
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

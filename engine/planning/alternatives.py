@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.measures import format_bytes
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.engine.planning.memory_model import ExecutionChoices, memory_footprint
 
@@ -42,7 +43,7 @@ def memory_alternatives(
     rows = [row("", "as planned", recipe, model_size, choices)]
     unchunked = row("", "", recipe, dataclasses.replace(model_size, head_bytes=0), choices)
     if (saved := unchunked["peak_memory_bytes"] - rows[0]["peak_memory_bytes"]) > 0:
-        rows[0]["remark"] += f"; {saved / 1e9:.2f} GB less for logits made in chunks"
+        rows[0]["remark"] += f"; {format_bytes(saved)} less for logits made in chunks"
     if not plan.activation_checkpointing and model_size.layers:
         recomputed = dataclasses.replace(choices, activation_checkpointing=True)
         remark = "the same recipe, a third more arithmetic"

@@ -6,8 +6,8 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from isobatch.core.flags import flags_of
+from isobatch.core.measures import format_bytes
 from isobatch.core.plan import PRECISION_WORDS, Plan, PlanOptions
-from isobatch.engine.machine.hardware import GIB
 from isobatch.engine.planning.parallel_layout import (
     ParallelLayout,
     device_memory,
@@ -31,16 +31,16 @@ def does_not_fit(case: PlanningCase, asked: PlanOptions, processes: int) -> str:
     """The error message where the longest sample does not fit on this many processes."""
     need, limit = least_memory(case, asked, processes), memory_limit(case, asked, processes)
     if need <= limit:
-        offloaded = offloaded_bytes(case, processes) / GIB
         return (
-            f"--strategy zero3-offload: it takes {offloaded:.0f} GiB of RAM a node,"
-            f" and there are {case.hardware.ram_bytes / GIB:.0f} GiB; take a smaller model or more memory"
+            f"--strategy zero3-offload: it takes {format_bytes(offloaded_bytes(case, processes))} of RAM a"
+            f" node, and there are {format_bytes(case.hardware.ram_bytes)}; take a smaller model or more"
+            " memory"
         )
     flag = length_flag(case.facts)
     value = "" if case.facts.extra.get("assumed") else f" {case.recipe.max_length}"
     return (
         f"{flag}{value}: one sample of {case.longest} tokens needs "
-        f"{need / GIB:.1f} GiB on {case.device} with every measure allowed, and {limit / GIB:.1f} GiB may be "
+        f"{format_bytes(need)} on {case.device} with every measure allowed, and {format_bytes(limit)} may be "
         f"used; lower {flag}, take a smaller model or more memory"
     )
 
@@ -104,9 +104,9 @@ def why_strategy(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout)
     )
     if plain is not None:
         return f"faster: {_milliseconds(chosen.seconds)} a step, {_milliseconds(plain.seconds)} undivided"
-    memory = device_memory(case, processes) / GIB
+    memory = format_bytes(device_memory(case, processes))
     then = "they stay in host memory" if chosen.choices.traits.offloads else "they are partitioned"
-    return f"weights, gradients and moments do not fit whole into {memory:.0f} GiB, so {then}"
+    return f"weights, gradients and moments do not fit whole into {memory}, so {then}"
 
 
 def why_checkpointing(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> str:
@@ -132,11 +132,11 @@ def why_samples(case: PlanningCase, asked: PlanOptions) -> str:
 
 
 def why_tokens(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> str:
-    limit = memory_limit(case, asked, chosen.choices.processes) / GIB
-    memory = device_memory(case, chosen.choices.processes) / GIB
+    limit = format_bytes(memory_limit(case, asked, chosen.choices.processes))
+    memory = format_bytes(device_memory(case, chosen.choices.processes))
     return {
-        "memory": f"fills the {limit:.1f} GiB that may be used of {memory:.1f} GiB",
-        "batch": f"holds a process's share of the global batch, which fits into {limit:.1f} GiB",
+        "memory": f"fills the {limit} that may be used of {memory}",
+        "batch": f"holds a process's share of the global batch, which fits into {limit}",
         "asked": f"--micro-batch times the longest sample of {case.longest} tokens",
         "cache": "larger micro-batches are slower on a CPU: their tensors are mapped anew each time",
         "index": "larger tensors would pass 2^31 elements, which some kernels cannot index",

@@ -89,6 +89,13 @@ def refuse_nonfinite_metrics(metrics: Mapping[str, Any], split: str) -> None:
             )
 
 
+def monitored(metrics: Mapping[str, float], name: str) -> float:
+    """The metric that a task monitors. Raises UserError where it measured no such one."""
+    if name not in metrics:
+        raise UserError(f"monitor {name}: is no metric of the task, which has {', '.join(metrics)}")
+    return metrics[name]
+
+
 def held_out_samples(source: Source, fraction: float, cohort: int, seed: int, rules: int) -> np.ndarray:
     """Numbers of a `fraction` of the samples of each set, ascending, in whole cohorts.
 

@@ -22,6 +22,7 @@ from isobatch.engine.optimization.spikes import MOST_LEFT_OUT, WINDOW, SpikeWatc
 from isobatch.engine.profiling.profile_of_run import ProfileOfRun
 from isobatch.engine.runs.peak_memory import trim_heap
 from isobatch.engine.runs.summary import Progress
+from isobatch.engine.training.evaluate import monitored
 from isobatch.engine.training.resume import mend_ledger
 from isobatch.engine.training.step_metrics import step_row, tracked_values
 from isobatch.models import fused_kernels
@@ -340,7 +341,7 @@ class PhaseLoop:
         name, _ = self.context.task.best_metric
         stopping, step = self.early_stopping, self.progress.step
         metrics = self.context.measure("valid", self.context.recipe.eval_fraction, step)
-        self.held_out.append(metrics[name])
+        self.held_out.append(monitored(metrics, name))
         if stopping.update(metrics[name], step) and stopping.patience:
             self._log_decision("best checkpoint", metric=name, value=stopping.best)
             self._save()

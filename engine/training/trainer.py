@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import TrainingError
+from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.measures import format_duration
 from isobatch.core.plan import REHEARSED_STEPS
 from isobatch.core.recipe import DEMO
@@ -22,9 +22,11 @@ from isobatch.engine.distributed.watchdog import Watchdog
 from isobatch.engine.model_setup.compile_model import passed_by, uncompiled
 from isobatch.engine.optimization.loss_trend import ending_remark
 from isobatch.engine.optimization.schedule import remarks, why_lengthened
+from isobatch.engine.registry import TASKS
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS, metrics_fields
 from isobatch.engine.training import memory_probe
-from isobatch.engine.training.evaluate import host_batches, refuse_nonfinite_metrics
+from isobatch.engine.training.evaluate import host_batches, monitored, refuse_nonfinite_metrics
+from isobatch.engine.training.loss_checks import preserve_state
 from isobatch.engine.training.phase_loop import PhaseLoop
 from isobatch.engine.training.resume import newest_checkpoint
 from isobatch.engine.training.step_metrics import largest_differences
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from isobatch.models.base import Task
 
 
+TRIED_SAMPLES = 64
+"""Held-out samples with which a user's own task is tried before its first step."""
 MUCH_WORSE = 0.01
 """Share by which the last evaluation must be worse than the best one to be told."""
 
@@ -96,9 +100,28 @@ def _train_phase(context: RunContext, schedule: PhaseSchedule, saved: SavedCheck
         loop = PhaseLoop(context, active)
         if saved is not None:
             loop.continue_from(saved)
+        elif context.recipe.task not in TASKS and context.world.size == 1 and "valid" in session.splits:
+            _try_monitor(context)
         loop.run()
         if schedule is session.schedules[-1]:
             _finish(context, loop)
+
+
+def _try_monitor(context: RunContext) -> None:
+    """Measure a few held-out samples with a user's own task: raise UserError where it monitors no metric.
+
+    What else fails with so few, such as a figure that needs two classes, may be right with all of them.
+    """
+    session = context.session
+    fraction = min(context.recipe.eval_fraction, TRIED_SAMPLES / len(session.splits["valid"]))
+    try:
+        with preserve_state(session.model, context.world.device):
+            metrics = session.evaluate("valid", fraction)
+    except UserError:
+        raise
+    except Exception:
+        return
+    monitored(metrics, context.task.best_metric[0])
 
 
 def _measure_rounding(context: RunContext, schedule: PhaseSchedule, previous: Path) -> None:

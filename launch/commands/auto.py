@@ -192,7 +192,7 @@ def print_outcome(run: RunFolder) -> None:
     summary = run.summary() or {}
     metrics = summary.get("metrics", {})
     shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
-    beside, rest = table_beside(shown)
+    beside, rest = table_beside(shown, str(summary.get("task")))
     figures = format_metrics(rest, ".4g")
     status, steps, split = (summary.get(k) for k in ("status", "steps", "split"))
     measured = f", {split}: {figures}" if split else ", nothing was measured" if status == "done" else ""

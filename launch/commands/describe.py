@@ -61,6 +61,7 @@ COMMAND_OPTIONS = {
     "export": "commands.export:ExportOptions",
     "inspect": "commands.describe:ListingOptions",
     "report": "report.command:ReportOptions",
+    "plots": "report.plots:PlotsOptions",
     "generate": "commands.generate:GenerateOptions",
     "chat": "commands.chat:ChatOptions",
     "predict": "predicting.command:PredictOptions",

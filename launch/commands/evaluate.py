@@ -93,7 +93,8 @@ def _evaluate(run: RunFolder, options: EvaluateOptions) -> tuple[str, dict[str, 
         for name, found in metrics.items():
             batches = host_batches(replay.session.splits[name])
             doing(f"the likelihood of {name}")
-            found |= task.likelihood(replay.session.model.eval(), batches, options.iw_samples)
+            model = replay.session.model.eval()
+            found |= task.likelihood(model, batches, options.iw_samples, run.facts, name)
     return found_in.name, metrics
 
 

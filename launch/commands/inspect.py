@@ -56,6 +56,7 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
         "status": run.status(),
         "reason": str(summary.get("reason") or ""),
         "steps": summary.get("steps"),
+        "split": str(summary.get("split") or "no split"),
         "metrics": metrics if isinstance(metrics, dict) else {},
         "curves": _curves(thinned_rows(run.metrics, POINTS, ("split",))),
         "code": [{"file": f, "sha256": code[f], "agreed": f not in unknown} for f in code],
@@ -104,7 +105,8 @@ def _format(found: dict[str, Any]) -> str:
     for name, values in found["curves"].items():
         lines.append(f"loss, {name}: {values[0]:.4g} {curve(values)} {values[-1]:.4g}")
     if found["metrics"]:
-        lines.append("metrics, as its file says: " + format_metrics(found["metrics"], ".4g"))
+        shown = format_metrics(found["metrics"], ".4g")
+        lines.append(f"metrics of {found['split']}, as its file says: {shown}")
     lines += [f"reads {name}: {_short(value)}" for name, value in found["reads"].items()]
     lines += [f"sends {target}" for target in found["sends"]]
     lines += [f"only with --trust: {_short(one)}" for one in found["asks"]]

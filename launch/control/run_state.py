@@ -27,10 +27,11 @@ stopped: it saved and ended. unfinished: nobody trains it, and how it ended nobo
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunProgress:
-    """How far a run is, by its newest logged step."""
+    """How far a run is, by its newest step that is logged or saved."""
 
     step: int | None
-    """Optimizer steps of all phases so far; None before the first logged one."""
+    """Optimizer steps of all phases so far, of which not every one is logged; None before the first logged
+    or saved one."""
     total: int | None
     """Optimizer steps of all phases; None where only code that came with the run could say."""
     seconds_left: float | None
@@ -101,13 +102,17 @@ def run_state(run: RunFolder, progress: RunProgress, job: JobStatus | None) -> R
 
 
 def run_progress(run: RunFolder) -> RunProgress:
-    """Read the end of metrics.jsonl. Raises UserError where the run's records are damaged."""
+    """Read the end of metrics.jsonl, and the names of checkpoints, which may be later than it:
+    not every step is logged. Raises UserError where the run's records are damaged.
+    """
     rows = [row for row in newest_rows(run.metrics) if isinstance(row.get("step"), int)]
     lengths = _phase_lengths(run)
+    saved = (file.parent.name.rpartition("-") for file in run.checkpoints.glob("[!.]*-*/index.json"))
+    placed = [{"phase": p, "step": int(step)} for p, _, step in saved if step.isdecimal()] + rows[-1:]
     total = sum(lengths.values()) or _length_by_recipe(run)
     summary = run.summary() or {}
-    step = summary.get("steps") if summary.get("status") == "done" or not rows else None
-    step = _steps_until(rows[-1], lengths) if rows and step is None else step
+    step = summary.get("steps") if summary.get("status") == "done" or not placed else None
+    step = max(_steps_until(row, lengths) for row in placed) if placed and step is None else step
     paces = [row["step_seconds"] for row in rows if isinstance(row.get("step_seconds"), float | int)]
     if step is None or total is None or not paces:
         return RunProgress(step=step, total=total, seconds_left=None)

@@ -75,7 +75,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     steps = f"{row['step'] or 0}/{row['steps_total'] or '?'}"
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["made"])) if row["made"] else ""
     name, value = row["metric"], row["metrics"].get(row["metric"])
-    result = f"{name} {value:.4g}" if isinstance(value, float | int) else ""
+    result = f"{row['split'] or ''} {name} {value:.4g}".lstrip() if isinstance(value, float | int) else ""
     return row["folder"], made, row["task"] or "", row["state"], steps, result
 
 
@@ -177,7 +177,7 @@ def _row_or_unreadable(run: RunFolder, job: str, statuses: dict[str, JobStatus] 
         nothing = dict.fromkeys(("task", "steps", "step", "steps_total", "seconds_left"))
         unreadable = {"status": "unreadable", "state": "unreadable", "reason": str(error)}
         job_fields = {"job": "", "job_state": "", "job_reason": "", "leg": None}
-        unknown: dict[str, Any] = {"made": None, "recipe": {}, "metric": "loss", "metrics": {}}
+        unknown: dict[str, Any] = {"made": None, "recipe": {}, "metric": "loss", "split": None, "metrics": {}}
         return {"folder": str(run.folder), **nothing, **unreadable, **unknown, **job_fields}
 
 
@@ -201,6 +201,7 @@ def _row(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dic
         "made": (run.folder / "recipe.json").stat().st_mtime,
         "recipe": run.recipe.to_compare(),
         "metric": main_metric(run.recipe, summary),
+        "split": summary.get("split"),
         "metrics": metrics if isinstance(metrics, dict) else {},
         "job": job,
         "job_state": None if silent else status.state if status else "",

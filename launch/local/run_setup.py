@@ -268,9 +268,11 @@ def locate_data(run: RunFolder, recipe: Recipe, data: str | None, mend: bool = F
     if changed := task_file_problem(recipe):
         raise UserError(changed)
     here = None if data else _prepared_facts(run)
+    if here and mend and changed_file(Path(here.folder), CHECK_SECONDS):
+        here = None  # it is read anew, so asked for
     consent.require_reading(recipe, run.folder, READ_ONCE if here else ("data",) if data else ())
     keep = run.write_facts if mend else run.use_facts
-    if here and not (mend and changed_file(Path(here.folder), CHECK_SECONDS)):
+    if here:
         keep(here)
         return
     located_recipe = dataclasses.replace(recipe, data=data) if data else recipe

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.measures import format_duration
+from isobatch.core.measures import format_bytes, format_duration
 from isobatch.launch.planning.estimate import Estimate, estimate, with_what_would_fit
-from isobatch.launch.planning.prices import MEANING
+from isobatch.launch.planning.prices import MEANING, machine_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from isobatch.launch.planning.estimate import Target
     from isobatch.launch.planning.prices import Prices
     from isobatch.models.base import ModelSize
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +28,8 @@ class Comparison:
     deadline: float | None
     """Seconds in which the run should end."""
     priced: bool
+    one_price: bool = False
+    """Whether one price stands for several kinds of card, so that costs say nothing of which is cheaper."""
 
     @property
     def fastest(self) -> Estimate:
@@ -37,9 +37,9 @@ class Comparison:
 
     @property
     def cheapest(self) -> Estimate | None:
-        """The cheapest of those that end in time; None without prices, or where none does."""
+        """The cheapest of those that end in time; None without a price of each, or where none does."""
         known = [e for e in self.estimates if e.meets(self.deadline) and e.cost is not None]
-        return min(known, key=lambda e: (e.cost, e.seconds), default=None)
+        return None if self.one_price else min(known, key=lambda e: (e.cost, e.seconds), default=None)
 
     def ranked(self) -> Comparison:
         """The same, the fastest first; of equal times the one in the least memory."""
@@ -72,7 +72,9 @@ def compare(
         sizes[key] = found[-1].model_size
     if not any(e.fits for e in found):
         raise UserError(_fits_nowhere(flag, found))
-    return Comparison(estimates=found, deadline=deadline, priced=prices is not None)
+    of_gpu = prices is not None and prices.per_gpu is not None
+    one_price = of_gpu and len({machine_key(e.target.hardware)[2] for e in found}) > 1
+    return Comparison(estimates=found, deadline=deadline, priced=bool(prices), one_price=one_price)
 
 
 def _fits_nowhere(flag: str, estimates: list[Estimate]) -> str:
@@ -106,7 +108,7 @@ def _cells(e: Estimate) -> list[str]:
         f"{e.plan.processes} of {device}" if device else "none",
         f"{e.plan.predicted_step_seconds:.3g} s",
         short_duration(e.seconds) + ("" if e.plan.calibrated else " ~"),
-        f"{e.plan.predicted_peak_memory_bytes / GIB:.1f} of {e.memory / GIB:.0f} GiB",
+        f"{format_bytes(e.plan.predicted_peak_memory_bytes)} of {format_bytes(e.memory)}",
     ]
 
 
@@ -141,6 +143,11 @@ def _conclusions(found: Comparison) -> list[str]:
         lines.append(f"cheapest{within}: {cheapest.target.name}, {cost} for {_time(cheapest)}")
     else:
         lines.append(f"fastest{within}: {found.fastest.target.name}, {_time(found.fastest)}")
+    if found.one_price:
+        lines.append(
+            "which is cheapest, one price for several kinds of card does not say: give a file, --price"
+            f" prices.yaml, with a line for each, such as {found.estimates[0].target.name}: 2.10"
+        )
     if found.priced:
         lines.append(f"prices: {MEANING}")
     if any(e.plan and not e.plan.calibrated for e in found.estimates):

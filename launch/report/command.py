@@ -121,9 +121,10 @@ def text_of(contents: Contents, folder: Path) -> str:
         parts.append(text_table([list(group.report.columns), *group.table()], width))
     for run in contents.unmeasured():
         remark = [run["remark"]] if run.get("remark") else []
-        beside, rest = table_beside(metrics_of(run))
+        beside, rest = table_beside(metrics_of(run), run["task"])
         tables = ["", text_table(beside, width), ""] if beside else []
-        lines = [f"{run['run']} ({run['task']}): {run['state']}", *remark, *tables, *_metric_lines(rest)]
+        head = f"{run['run']} ({run['task']}): {run['state']}" + (f", {run['split']}" if run["split"] else "")
+        lines = [head, *remark, *tables, *_metric_lines(rest)]
         parts.append("\n".join(lines))
     return printable("\n\n".join([*parts, f"all figures: {folder}/report.html, as text {folder}/report.md"]))
 
@@ -132,8 +133,8 @@ def markdown(contents: Contents) -> str:
     """The text of report.md."""
     lines = ["# Report"]
     lines += [line for run in contents.runs if run.get("remark") for line in ("", _escaped(run["remark"]))]
-    for name, table in baselines_tables(contents.unmeasured()):
-        lines += ["", f"## {_escaped(name)} beside its baselines", "", *_markdown_table(table)]
+    for title, table in baselines_tables(contents.unmeasured()):
+        lines += ["", f"## {_escaped(title)}", "", *_markdown_table(table)]
     for group in contents.groups:
         lines += [line for verdict in group.verdicts() for line in ("", _escaped(verdict))]
         table = [list(group.report.columns), *group.table()]
@@ -150,6 +151,7 @@ def markdown(contents: Contents) -> str:
         lines += ["", *_markdown_table(rest)]
     for run in contents.runs:
         lines += ["", f"## {_escaped(run['run'])} ({_escaped(run['task'])})", ""]
+        lines += [f"- split: {_escaped(str(run['split']))}"] if run["split"] else []
         lines += [_escaped(f"- {line}") for line in _metric_lines(metrics_of(run))]
         if run["use"]:
             lines += ["", *_markdown_table([["machine", "measured", "target", "is"], *run["use"]])]

@@ -91,7 +91,7 @@ def _draw_run(ax: Any, run: dict[str, Any], name: str, colour: str, prefix: str)
         ax.plot(steps, smoothed(values), lw=1.4, color=colour, label=f"{prefix}training")
     if name in held_out:
         look = {"marker": "o", "ms": 3, "lw": 1.2, "ls": "--" if name in training else "-"}
-        ax.plot(held_out["step"], held_out[name], **look, color=colour, label=f"{prefix}held out")
+        ax.plot(held_out["step"], held_out[name], **look, color=colour, label=f"{prefix}valid")
     if name in final:
         look = {"marker": "*", "ms": 10, "ls": "none", "mfc": "none"}
-        ax.plot(final["step"], final[name], **look, color=colour, label=f"{prefix}kept checkpoint")
+        ax.plot(final["step"], final[name], **look, color=colour, label=f"{prefix}valid, kept checkpoint")

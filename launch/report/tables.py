@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import format_bytes
+from isobatch.engine.registry import TASKS, workload
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,7 +24,7 @@ def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
     """The table of runs whose models were not measured: a head, then a row for each run; where the figures
     are more than a page is wide, a row for each figure.
     """
-    metrics = [table_beside(metrics_of(run))[1] for run in runs]
+    metrics = [table_beside(metrics_of(run), run["task"])[1] for run in runs]
     names = list(dict.fromkeys(n for of_run in metrics for n, v in of_run.items() if _is_scalar(v)))
     head = ["run", "split", "parameters", "trained", *map(in_words, names), "memory", "training"]
     table = [head, *(_row(run, names) for run in runs)] if runs else []
@@ -31,9 +32,9 @@ def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def baselines_tables(runs: list[dict[str, Any]]) -> list[tuple[str, list[list[str]]]]:
-    """(run, its metrics beside those of baselines), of each run that has such."""
-    found = [(run["run"], table_beside(metrics_of(run))[0]) for run in runs]
-    return [(name, table) for name, table in found if table]
+    """(title, metrics of a run beside those of its baselines), for each run that has such."""
+    found = [(run, table_beside(metrics_of(run), run["task"])[0]) for run in runs]
+    return [(f"{run['run']} beside its baselines: {run['split']}", table) for run, table in found if table]
 
 
 def differences_table(runs: list[dict[str, Any]]) -> list[list[str]]:
@@ -130,13 +131,15 @@ def text_table(rows: list[list[str]], width: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def table_beside(metrics: Mapping[str, Any]) -> tuple[list[list[str]], dict[str, Any]]:
-    """Metrics that come in several versions, `hr@10` and `popularity_hr@10`, as a table with a row for each
-    version; and the other metrics. No table where fewer than two versions have a row.
+def table_beside(metrics: Mapping[str, Any], task: str) -> tuple[list[list[str]], dict[str, Any]]:
+    """Metrics that the task has of baselines too, `hr@10` and `popularity_hr@10`, as a table with a row for
+    each; and the other metrics. No table where fewer than two have a row.
     """
+    beside = workload(task).task.set_beside if task in TASKS else ()
     versions: dict[str, dict[str, Any]] = {}
     for name in metrics:
-        prefix, own = next(((name[: -len(n) - 1], n) for n in metrics if name.endswith(f"_{n}")), ("", name))
+        others = ((p, name.removeprefix(f"{p}_")) for p in beside if name.startswith(f"{p}_"))
+        prefix, own = next((found for found in others if found[1] in metrics), ("", name))
         versions.setdefault(prefix, {})[own] = metrics[name]
     common = [
         name

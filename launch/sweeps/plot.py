@@ -30,7 +30,7 @@ def write_plot(found: Mapping[str, Any], folder: Path) -> None:
             y = [row["metrics"][found["metric"]] for row in line]
             spread = [row["deviations"].get(found["metric"], 0.0) for row in line]
             ax.errorbar(x if numbers else list(map(str, x)), y, yerr=spread, marker="o", ms=4, label=name)
-        ax.set(xlabel=axis.replace("_", " "), ylabel=found["metric"].replace("_", " "))
+        ax.set(xlabel=axis.replace("_", " "), ylabel=f"{found['split']} {found['metric']}".replace("_", " "))
         if numbers and _spans(row["values"][axis] for row in rows):
             ax.set_xscale("log")
         if len(ax.containers) > 1:

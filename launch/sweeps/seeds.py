@@ -27,8 +27,10 @@ def train_seeds(request: Request, count: int, as_json: bool) -> int:
         if verdict.code != DONE:
             return verdict.code
         runs.append(run)
-    metrics = aggregate([(run.summary() or {}).get("metrics", {}) for run in runs])
-    result = {"runs": [str(run.folder) for run in runs], "metrics": metrics}
+    summaries = [run.summary() or {} for run in runs]
+    metrics = aggregate([summary.get("metrics", {}) for summary in summaries])
+    split = summaries[0].get("split")
+    result = {"runs": [str(run.folder) for run in runs], "split": split, "metrics": metrics}
     atomic_files.write_json(runs[0].folder / FILE_NAME, result)
     print(atomic_files.json_text(result) if as_json else _format_result(result))
     return DONE
@@ -50,7 +52,8 @@ def aggregate(metrics: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _format_result(result: dict[str, Any]) -> str:
-    lines = [f"{len(result['runs'])} seeds: {', '.join(result['runs'])}"]
+    on = f", {result['split']}" if result["split"] else ""
+    lines = [f"{len(result['runs'])} seeds{on}: {', '.join(result['runs'])}"]
     for name, values in result["metrics"].items():
         spread = f"{values['deviation']:.2g} ({values['least']:.6g} to {values['largest']:.6g})"
         lines.append(f"  {name} {values['mean']:.6g} +- {spread}")

@@ -1,6 +1,7 @@
 """`auto --lr 1e-3,3e-3 --seed 0-2`: a run for each combination, then a table, a plot and sweep.json.
 
-Called again, it goes on where it was stopped. Seeds of one setting are one row: mean and deviation.
+Called again, it goes on where it was stopped. Seeds of one setting are one row: mean and deviation. The best
+is chosen by the validation split; of the test split its figures alone are shown, by which nothing was chosen.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from isobatch.core.measures import printable
 from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
+from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.local.launch_run import find_or_train
 from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
 from isobatch.launch.sweeps.parallel import OUTPUT, shares_of_machine, train_in_parallel
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
 FILE_NAME = "sweep.json"
 SEED = "seed"
+TEST, VALID = HELD_OUT_SPLITS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +49,8 @@ class Trained:
     """Swept flag -> its value."""
     folder: Path
     code: int
-    metrics: dict[str, Any]
+    metrics: dict[str, dict[str, Any]]
+    """Split -> its metrics."""
 
 
 def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
@@ -61,7 +65,7 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
     for swept, (run, code) in zip(_values(points), _train_all(points, options), strict=True):
         if code == STOPPED:
             return STOPPED
-        metrics = (run.summary() or {}).get("metrics", {}) if code == DONE else {}
+        metrics = (run.summary() or {}).get("metrics_by_split", {}) if code == DONE else {}
         trained.append(Trained(values=swept, folder=run.folder, code=code, metrics=metrics))
     folder = _folder(points)
     found = summary(trained, *compared_by)
@@ -130,7 +134,9 @@ def _folder(points: Sequence[Point]) -> Path:
 
 
 def summary(trained: Sequence[Trained], metric: str, direction: str) -> dict[str, Any]:
-    """The answer of --json: a row for each setting, and the best of them by the task's own metric."""
+    """The answer of --json: a row for each setting with its figures on the validation split, and the best of
+    them by the task's own metric, with those on the test split.
+    """
     names = [name for name in trained[0].values if name != SEED] or [SEED]
     settings: dict[tuple[Any, ...], list[Trained]] = {}
     for one in trained:
@@ -139,17 +145,28 @@ def summary(trained: Sequence[Trained], metric: str, direction: str) -> dict[str
     known = [row for row in rows if math.isfinite(row["metrics"].get(metric, math.nan))]
     choose = max if direction == "max" else min
     best = choose(known, key=lambda row: row["metrics"][metric], default=None)
-    return {"metric": metric, "direction": direction, "rows": rows, "best": best}
+    if best and (test := _figures(settings[tuple(best["values"].values())], TEST))["metrics"]:
+        best = {**best, TEST: test}
+    return {"metric": metric, "direction": direction, "split": VALID, "rows": rows, "best": best}
 
 
 def _row(group: Sequence[Trained], values: Mapping[str, Any]) -> dict[str, Any]:
-    done = [one for one in group if one.code == DONE]
-    names = [n for n, v in (done[0].metrics if done else {}).items() if isinstance(v, float | int)]
-    columns = {name: [one.metrics[name] for one in done if name in one.metrics] for name in names}
     return {
         "values": dict(values),
         "runs": [str(one.folder) for one in group],
-        "failed": len(group) - len(done),
+        "failed": sum(one.code != DONE for one in group),
+        **_figures(group, VALID),
+    }
+
+
+def _figures(group: Sequence[Trained], split: str) -> dict[str, dict[str, float]]:
+    """Means and standard deviations of the runs' numbers on a split."""
+    columns: dict[str, list[float]] = {}
+    for one in group:
+        for name, value in one.metrics.get(split, {}).items():
+            if isinstance(value, float | int):
+                columns.setdefault(name, []).append(value)
+    return {
         "metrics": {name: statistics.fmean(found) for name, found in columns.items()},
         "deviations": {name: statistics.stdev(found) for name, found in columns.items() if len(found) > 1},
     }
@@ -161,14 +178,15 @@ def format_sweep(found: Mapping[str, Any]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     names.sort(key=lambda name: name != metric)
     swept = list(rows[0]["values"])
-    cells = [["", *swept, *names[:MOST_COLUMNS], "run"]]
+    cells = [["", *swept, *(f"{VALID} {name}" for name in names[:MOST_COLUMNS]), "run"]]
+    best = found["best"] and found["best"]["values"]
     for row in rows:
-        mark = "best" if row == found["best"] and len(rows) > 1 else ""
+        mark = "best" if row["values"] == best and len(rows) > 1 else ""
         figures = [_figure(row, name) for name in names[:MOST_COLUMNS]]
         cells.append([mark, *(str(row["values"][n]) for n in swept), *figures, _run_names(row)])
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-    lines += ["", *_legend(found)]
+    lines += ["", *_legend(found, names[:MOST_COLUMNS])]
     return "\n".join(map(printable, lines))
 
 
@@ -179,11 +197,16 @@ def _run_names(row: Mapping[str, Any]) -> str:
     return Path(row["runs"][0]).name + others + failed
 
 
-def _legend(found: Mapping[str, Any]) -> Iterator[str]:
-    """What the table's figures are."""
-    better = "lower" if found["direction"] == "min" else "higher"
-    if len(found["rows"]) > 1:
-        yield f"best: by {found['metric']} ({better} is better)"
+def _legend(found: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
+    """What the table's figures are, and those of the best on the test split."""
+    better, best = "lower" if found["direction"] == "min" else "higher", found["best"]
+    if best is None:
+        yield f"best: none, as no run has a {found['metric']} of the {VALID} split to choose by"
+    elif len(found["rows"]) > 1:
+        yield f"best: by {VALID} {found['metric']} ({better} is better)"
+    if best and TEST in best:
+        figures = (f"{name} {_figure(best[TEST], name)}" for name in names if name in best[TEST]["metrics"])
+        yield f"{TEST}, of the best alone: " + "  ".join(figures)
     if any(row["deviations"] for row in found["rows"]):
         seeds = max(len(row["runs"]) - row["failed"] for row in found["rows"])
         yield f"+-: standard deviation of {seeds} seeds around their mean"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.measures import format_bytes
+
 if TYPE_CHECKING:
     from isobatch.models.base import ModelSize
     from isobatch.models.causal_lm.adapter_counts import AdapterCounts
@@ -71,12 +73,12 @@ def _remarks(
 
 
 def memory_remark(full_model: ModelSize, optimizer: str) -> str:
-    """GB of weights, gradients and optimizer state of full fine-tuning, and of the cheaper ways; or ""."""
+    """Bytes of weights, gradients and optimizer state of full fine-tuning, and of the cheaper ways; or ""."""
     if optimizer != "adamw":
         return ""
-    billions = full_model.parameters / 1e9
+    ways = (16, 10, 4, BYTES_PER_WEIGHT[4])
+    adam, eight_bit, lora, qlora = (format_bytes(size * full_model.parameters) for size in ways)
     return (
-        f"weights, gradients and moments take {16 * billions:.2f} GB; with --optimizer adamw8bit"
-        f" {10 * billions:.2f}, --adapter lora {4 * billions:.2f}, on a GPU --adapter qlora"
-        f" {BYTES_PER_WEIGHT[4] * billions:.2f}"
+        f"weights, gradients and moments take {adam}; with --optimizer adamw8bit {eight_bit}, --adapter lora"
+        f" {lora}, on a GPU --adapter qlora {qlora}"
     )

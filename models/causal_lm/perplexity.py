@@ -1,9 +1,10 @@
 """Metrics of a language model: perplexity by token and by word, bits per byte, accuracy of labels.
 
 `loss` is the mean in nats per predicted token, `perplexity` its exponential. `word_perplexity` and
-`bits_per_byte` multiply that mean by all tokens of a text and divide by its words or its UTF-8 bytes. The end
-of a line is a word, as in the literature on PTB and WikiText (Mikolov et al. 2010); runs of rules 1 did not
-count it.
+`bits_per_byte` are the nats of all predicted tokens of a text by its words and by its UTF-8 bytes. The first
+token of a block is predicted by nobody and costs nothing, so that short blocks look a little better; --stride
+leaves one such token in all. The end of a line is a word, as in the literature on PTB and WikiText (Mikolov
+et al. 2010); runs of rules 1 did not count it, and counted the tokens that nobody predicts.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def _dataset_metrics(
     elif facts_extra["response_only"]:
         found["unit"] = "response token"
     if text_counts := dataset.get("splits", {}).get(split):
-        nats = loss * text_counts["tokens"]
+        nats = loss * text_counts["predicted" if "lines" in text_counts else "tokens"]
         found["bits_per_byte"] = nats / (math.log(2) * text_counts["bytes"])
         if text_counts["bytes"] <= MAX_BYTES_PER_WORD * text_counts["words"]:
             words = text_counts["words"] + text_counts.get("lines", 0)

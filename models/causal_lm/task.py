@@ -92,11 +92,11 @@ class CausalLM(Task):
 
     Metrics. Blocks are independent and the first token of each is not predicted, as in Hugging Face's
     run_clm; with --stride they overlap, and all tokens but the very first are predicted. `loss` is the mean
-    in nats per predicted token. `word_perplexity` and `bits_per_byte` multiply it by the number of ALL tokens
-    of the split's text (with the first of each block, so that short blocks do not score better) and divide by
-    its words (split at white space; line ends are no words; left out for scripts without spaces) or its UTF-8
-    bytes. `stride` is the stride of the measurement. If a fraction of the blocks is evaluated, the mean is of
-    this fraction, the tokens per word and per byte are of the whole split.
+    in nats per predicted token. `word_perplexity` and `bits_per_byte` divide the nats of all predicted tokens
+    of the split by its words (split at white space, and a line's end is one; left out for scripts without
+    spaces) and by its UTF-8 bytes: the first token of a block costs nothing, so compare at equal --max-length
+    or with --stride. `stride` is that of the measurement. If a fraction of the blocks is evaluated, the mean
+    is of this fraction, the tokens per word and per byte are of the whole split.
     """
 
     Options: ClassVar[type] = CausalLMOptions

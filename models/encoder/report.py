@@ -166,7 +166,7 @@ class ClassifierReport(ModelComparison):
                 ax.errorbar(x, y, yerr=span, fmt="o", capsize=3, label=f"{row['run']}, {row['form']}")
             ax.set(
                 xlabel="ms for one text, one thread (p50)",
-                ylabel="accuracy, % (95 % interval)",
+                ylabel=f"{rows[0]['split']} accuracy, % (95 % interval)",
                 xlim=(0, None),
             )
             ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
@@ -200,8 +200,8 @@ def _worth_alone(row: ReportRow) -> str:
     samples = np.array(row["confusion"]).sum(1)
     return (
         f"{row['run']}: {'no better than chance: ' if _is_chance(row) else ''}accuracy"
-        f" {100 * row['accuracy']:.1f} % ({low:.1f} to {high:.1f}) on {row['samples']:,} texts; always"
-        f" answering `{row['class_names'][samples.argmax()]}` would be right in"
+        f" {100 * row['accuracy']:.1f} % ({low:.1f} to {high:.1f}) on {row['samples']:,} {row['split']}"
+        f" texts; always answering `{row['class_names'][samples.argmax()]}` would be right in"
         f" {100 * samples.max() / samples.sum():.1f} %."
     )
 
@@ -218,7 +218,7 @@ def _worth_against(row: ReportRow, first: ReportRow, alike: ReportRow) -> str:
     size = f"{smaller:.1f} times smaller" if smaller >= 1 else f"{1 / smaller:.1f} times larger"
     accuracy = f"{100 * row['accuracy']:.1f} % against {100 * first['accuracy']:.1f} %"
     return (
-        f"{row['run']}, {row['form']}, against {first['run']}: accuracy {accuracy}"
+        f"{row['run']}, {row['form']}, against {first['run']}: {row['split']} accuracy {accuracy}"
         f" ({row['accuracy_verdict']}{_worst_case(row)});"
         f" a file of {format_bytes(row['file_bytes'])}, {size}; {_speed_against(row, first, alike)}."
     )

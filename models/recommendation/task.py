@@ -109,6 +109,10 @@ class RecommenderOptions:
     """With --split none: what `--by best` means, by the validation data of another run."""
 
 
+OTHERS = (*BASELINES, "chance")
+"""What the model's own figures are set beside."""
+
+
 class Recommender(Task):
     """Learns from pairs of users and items that they took, against items that they did not take.
 
@@ -121,6 +125,7 @@ class Recommender(Task):
     measured_files: ClassVar[tuple[str, ...]] = (BASELINES_FILE,)
     monitor: ClassVar[tuple[str, str]] = ("ndcg@10", "max")
     told_once: ClassVar[tuple[str, ...]] = ("popularity_", "full_popularity_", "protocol")
+    set_beside: ClassVar[tuple[str, ...]] = (*(f"full_{one}" for one in OTHERS), "full", *OTHERS)
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "small",
         "batch_size": 2048,

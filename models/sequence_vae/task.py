@@ -317,13 +317,16 @@ class SequenceVAE(Task):
             "posterior": Rows(torch.cat(list(output.posterior), dim=1)),
         }
 
-    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, float]:
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         from isobatch.models.causal_lm.perplexity import finite_exp
         from isobatch.models.sequence_vae.verdict import has_collapsed
 
         nll, kl, tokens = (float(parts[name].value / parts[name].weight) for name in ("nll", "kl", "tokens"))
-        found = {"loss": nll + kl, "nll": nll + kl, "reconstruction": nll, "kl": kl}
-        found |= {"perplexity": finite_exp((nll + kl) / tokens), **posterior_metrics(parts["posterior"])}
+        found: dict[str, Any] = {"loss": nll + kl, "nll": nll + kl, "reconstruction": nll, "kl": kl}
+        found |= {"perplexity": finite_exp((nll + kl) / tokens), "unit": "token, the end too"}
+        if words := words_per_sequence(facts, split):
+            found["word_perplexity"] = finite_exp((nll + kl) / words)
+        found |= posterior_metrics(parts["posterior"])
         active, information = int(found["active_units"]), found["mutual_information"]
         return found | {"collapsed": has_collapsed(active, kl, information)}
 
@@ -336,10 +339,15 @@ class SequenceVAE(Task):
         """Samples are texts, or lists of ids."""
         return self.open_codec(final)
 
-    def likelihood(self, model: Any, batches: Iterable[Batch], draws: int) -> Mapping[str, float]:
+    def likelihood(
+        self, model: Any, batches: Iterable[Batch], draws: int, facts: Facts, split: str
+    ) -> Mapping[str, float]:
+        from isobatch.models.causal_lm.perplexity import finite_exp
         from isobatch.models.sequence_vae.likelihood import importance_weighted_nll
 
-        return importance_weighted_nll(model, batches, draws, self.recipe.seed)
+        found = importance_weighted_nll(model, batches, draws, self.recipe.seed)
+        words = words_per_sequence(facts, split)
+        return {**found, "iw_word_perplexity": finite_exp(found["iw_nll"] / words)} if words else found
 
     def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
         """Three sequences from the prior."""
@@ -374,6 +382,14 @@ class SequenceVAE(Task):
 def _token_count(step: StepContext) -> int | None:
     """Tokens of the micro-batch, where the host knows them."""
     return None if step.host is None else int(step.host["length"].numpy().sum())
+
+
+def words_per_sequence(facts: Facts, split: str) -> float | None:
+    """Mean words of a split's sequences, of which the end is one as in the literature (Bowman et al. 2016);
+    None for ids.
+    """
+    sizes = facts.extra.get("splits", {}).get(split, {})
+    return sizes["words"] / sizes["sequences"] + 1 if sizes.get("words") else None
 
 
 def posterior_metrics(rows: np.ndarray) -> dict[str, float]:

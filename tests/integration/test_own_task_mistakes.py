@@ -66,6 +66,11 @@ MISTAKES = [
     ("class Price(", "class Prices(", "no Task called Price there (did you mean Prices?)"),
     ("return nn.Seq", "nn.Seq", "build_model() returned a NoneType: return a torch.nn.Module"),
     ("width = 8", "width = self.options.width", "in build_model: AttributeError: 'NoOptions' object has no"),
+    (
+        "data = Houses",
+        'data, monitor = Houses, ("ma", "min")',
+        "monitor ma: is no metric of the task, which has loss, mae",
+    ),
     ('Sum(error, len(batch["x"]))', "error", "evaluate() returned a Tensor as mae: return {name: Sum(total"),
 ]
 
@@ -81,6 +86,7 @@ def test_a_mistake_is_answered_in_a_few_lines(tmp_path: Path, right: str, wrong:
     begin = next((n for n, line in enumerate(said) if line.startswith(("  ", "isobatch: "))), 0)
     assert answer in done.stderr
     assert done.returncode in (2, 3)
+    assert "train 1/" not in done.stderr, "it is refused before the first step"
     assert not any(place in done.stderr for place in ("/engine/", "/launch/", "site-packages"))
     assert 1 <= len(said[begin:]) <= 6
 

@@ -157,7 +157,9 @@ GPT2 = ("plan", "--task", "causal-lm", "--model", "gpt2-124m", "--assume-length"
 def test_machines_side_by_side(tmp_path: Path) -> None:
     names = "rtx4080-laptop,8xa100-80gb,4x8xh100,t4,cpu:2x24gb"
     began = time.monotonic()
-    done = launch(*GPT2, "--compare", names, "--price", "1/h", "--deadline", "2h", "--json", cwd=tmp_path)
+    (tmp_path / "prices.yaml").write_text("".join(f"{name}: 1\n" for name in names.split(",")))
+    words = ["--compare", names, "--price", "prices.yaml", "--deadline", "2h", "--json"]
+    done = launch(*GPT2, *words, cwd=tmp_path)
     assert time.monotonic() - began < 10
     found = json.loads(done.stdout)["machines"]
     assert ",".join(row["name"] for row in found["rows"]) == names

@@ -326,8 +326,11 @@ def test_what_is_trusted_runs_and_is_remembered(
     assert "is not the code that was trained" in capfd.readouterr().err
 
 
-def test_trust_is_of_one_recipe(home: Path) -> None:
-    """A file that is trusted in one run may do something else with other options."""
+def test_trust_is_of_one_recipe(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is trusted in one run may do something else with other options. The 48 bits of a hash can
+    be made equal on purpose.
+    """
+    monkeypatch.setattr(Recipe, "hash", lambda _: "0123456789ab")
     run = RunFolder(of_task_file(home, home / "mine.py"))
     consent.require(run.recipe, run.folder, trust=True)
     consent.require(run.recipe, run.folder)
@@ -406,7 +409,7 @@ def test_inspect_says_what_a_run_is(home: Path, capfd: pytest.CaptureFixture[str
     said = capfd.readouterr().out.splitlines()
     assert said[0] == f"{run}: {home}/sent/mine.py:Mine, done, 2 steps"
     assert "loss, training: 2 █▁ 1" in said
-    assert "metrics, as its file says: loss 1" in said
+    assert "metrics of valid, as its file says: loss 1" in said
     assert f"reads prepared data: {home}/nowhere" in said
     assert said[-1].startswith(f"executes {home}/sent/mine.py (SHA-256 ")
     assert said[-1].endswith("): only with --trust")

@@ -195,15 +195,15 @@ def test_attention_runs_on_the_causal_kernel_without_a_mask(
 
 
 def test_perplexity_by_word_and_bits_per_byte() -> None:
-    text = {"tokens": 30, "predicted": 28, "words": 10, "bytes": 60}
+    text = {"tokens": 30, "predicted": 28, "words": 10, "bytes": 60, "lines": 0}
     parts = {"nll": SimpleNamespace(value=14 * math.log(2), weight=14)}  # half of the tokens were evaluated
     found = make().metrics(parts, "valid", facts(splits={"valid": text}))
     assert found["loss"] == pytest.approx(math.log(2))
     assert found["perplexity"] == pytest.approx(2)
-    assert found["word_perplexity"] == pytest.approx(2**3)  # 30 tokens of one bit over 10 words
-    assert found["bits_per_byte"] == pytest.approx(0.5)  # 30 bits over 60 bytes
+    assert found["word_perplexity"] == pytest.approx(2**2.8)  # 28 tokens of one bit over 10 words
+    assert found["bits_per_byte"] == pytest.approx(28 / 60)
     lines = make().metrics(parts, "valid", facts(splits={"valid": {**text, "lines": 5}}))
-    assert lines["word_perplexity"] == pytest.approx(2**2)  # the end of a line is a word: 15 of them
+    assert lines["word_perplexity"] == pytest.approx(2 ** (28 / 15))  # the end of a line is a word
     diverged = make().metrics({"nll": SimpleNamespace(value=1e9, weight=1)}, "valid", facts())
     assert math.isfinite(diverged["perplexity"])
 

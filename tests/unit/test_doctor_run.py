@@ -71,6 +71,16 @@ def test_a_run_that_was_killed(tmp_path: Path) -> None:
     assert "isobatch resume" in found["state"].remedy
 
 
+def test_a_killed_run_is_as_far_as_its_last_checkpoint(tmp_path: Path) -> None:
+    """Of many steps one in some is logged, and what is saved between two of those is not lost."""
+    run = run_of(tmp_path)
+    for name in ("train-4", "train-9", ".train-30"):
+        (run.checkpoints / name).mkdir(parents=True)
+        atomic_files.write_json(run.checkpoints / name / "index.json", {})
+    (run.checkpoints / "train-20").mkdir()
+    assert "step 9 of 300" in found_in(run)["state"].text, "the others are not whole"
+
+
 LOG = """\
 Traceback (most recent call last):
   File "mine.py", line 7, in read

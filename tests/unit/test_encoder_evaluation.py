@@ -88,6 +88,7 @@ def worth(run: str, right: int, ms: float, runtime: str = "torch", file_bytes: i
         "form": f"{runtime} fp32",
         "file_bytes": file_bytes,
         "samples": 100,
+        "split": "test",
         "accuracy_ci95": [0.82, 0.94],
     }
     shown |= {"class_names": ["bad", "good"], "confusion": [[36, 4], [6, 54]]}
@@ -96,7 +97,8 @@ def worth(run: str, right: int, ms: float, runtime: str = "torch", file_bytes: i
 
 def test_a_model_alone_is_held_against_its_commonest_class() -> None:
     assert REPORT.verdicts(compared([worth("a", 90, 5)])) == [
-        "a: accuracy 90.0 % (82.0 to 94.0) on 100 texts; always answering `good` would be right in 60.0 %."
+        "a: accuracy 90.0 % (82.0 to 94.0) on 100 test texts; always answering `good` would be right in"
+        " 60.0 %."
     ]
 
 
@@ -104,7 +106,7 @@ def test_a_sentence_says_what_the_small_model_costs_and_gains() -> None:
     small = worth("small", 89, 1, "onnx", 10_000_000)
     alone = REPORT.verdicts(compared([worth("big", 90, 8), small]))
     assert alone == [
-        "small, onnx fp32, against big: accuracy 89.0 % against 90.0 % (within the noise: at most 3.7"
+        "small, onnx fp32, against big: test accuracy 89.0 % against 90.0 % (within the noise: at most 3.7"
         " points worse, with 97.5 % confidence); a file of 10 MB, 9.0 times smaller; 1.00 ms a text in"
         " onnxruntime, 8.00 in torch."
     ]

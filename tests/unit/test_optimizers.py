@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from isobatch.core.flags import flags_of
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.recipe import Recipe
 from isobatch.engine.optimization.parameter_groups import make_optimizer
@@ -40,6 +41,23 @@ def test_adam_follows_the_recipes_betas_and_eps(sparse: bool) -> None:
     assert float(stepped(Recipe(task="t", lr=0.1, weight_decay=0.0), sparse)) != pytest.approx(
         weight, rel=1e-3
     )
+
+
+def test_decay_is_decoupled_in_adamw_and_l2_inside_the_momentum_of_sgd() -> None:
+    lr, decay = 0.1, 0.5
+    weight, momentum, m, v = 1.0, 0.0, 0.0, 0.0
+    for gradient in (1.0, 0.5):  # torch.optim.SGD's own rule, by hand
+        momentum = 0.9 * momentum + gradient + decay * weight
+        weight -= lr * momentum
+    sgd = Recipe(task="t", lr=lr, weight_decay=decay, optimizer="sgd")
+    assert float(stepped(sgd)) == pytest.approx(weight, rel=1e-6)
+    weight = 1.0
+    for step, gradient in enumerate((1.0, 0.5), 1):  # Loshchilov and Hutter 2019, algorithm 2
+        m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
+        weight -= lr * (m / (1 - 0.9**step) / (v / (1 - 0.999**step)) ** 0.5 + decay * weight)
+    assert float(stepped(Recipe(task="t", lr=lr, weight_decay=decay))) == pytest.approx(weight, rel=1e-5)
+    help_text = flags_of(Recipe, "recipe")["weight_decay"].help
+    assert "Decoupled from the gradients, but for sgd" in help_text
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

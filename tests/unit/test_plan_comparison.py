@@ -26,7 +26,7 @@ from isobatch.launch.planning.comparison import Comparison, compare, format_comp
 from isobatch.launch.planning.critical_batch import critical_batch, format_critical_batch
 from isobatch.launch.planning.estimate import Estimate, Target, estimate, what_would_fit
 from isobatch.launch.planning.idle_gpus import IdleGpus, find_idle_gpus
-from isobatch.launch.planning.prices import Prices, parse_prices
+from isobatch.launch.planning.prices import Prices, machine_key, parse_prices
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -138,7 +138,7 @@ def test_wrong_prices_are_one_line(text: str, content: str | None, hint: str, tm
 
 def test_the_cheapest_in_time_is_named() -> None:
     """The t4 costs least by the hour and by the run, and is too slow for the deadline."""
-    prices = Prices(per_gpu=1.0)
+    prices = Prices(per_machine={machine_key(parse_hardware(name)): 1.0 for name in ("t4", "h100")})
     free = compared("t4", "h100", price=prices)
     t4, h100 = free.estimates
     assert t4.seconds
@@ -154,6 +154,15 @@ def test_the_cheapest_in_time_is_named() -> None:
     late = compared("t4", "h100", price=prices, deadline=h100.seconds / 2)
     assert late.cheapest is None
     assert "none ends within" in format_comparison(late, "machine")
+
+
+def test_one_price_for_several_kinds_of_card_names_no_cheapest() -> None:
+    found = compared("t4", "8xh100", price=Prices(per_gpu=1.0))
+    assert found.cheapest is None
+    said = format_comparison(found, "machine")
+    assert "fastest: 8xh100" in said
+    assert "one price for several kinds of card does not say: give a file" in said
+    assert compared("h100", "8xh100", price=Prices(per_gpu=1.0)).cheapest is not None
 
 
 def test_one_that_does_not_fit_says_why_beside_those_that_do() -> None:

@@ -276,7 +276,7 @@ def test_the_prediction_stays_under_four_fifths_of_the_memory(machine: str) -> N
     plan = planned(machine, facts=BLOCKS, recipe={"batch_size": 512})
     assert plan.predicted_peak_memory_bytes <= 0.8 * parse_hardware(machine).gpu.memory_bytes
     assert 1024 <= plan.micro_batch_tokens < 512 * 1024
-    assert "GiB" in plan.reasons["micro_batch_tokens"]
+    assert " GB " in plan.reasons["micro_batch_tokens"]
 
 
 def test_a_memory_limit_shrinks_the_micro_batch_only() -> None:

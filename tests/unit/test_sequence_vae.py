@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -163,6 +164,26 @@ def test_the_likelihood_agrees_with_an_integral() -> None:
     single = [{name: values[i : i + 1] for name, values in batch.items()} for i in (1, 0)]
     again = likelihood.importance_weighted_nll(model, single, draws=4000, seed=0)
     assert again["iw_nll"] == pytest.approx(found["iw_nll"], rel=1e-6)
+
+
+def test_perplexity_is_by_tokens_and_by_words_with_the_end() -> None:
+    """Three texts of 2, 4 and 5 words and 30 tokens with the ends, by a model of 20 nats a text."""
+    recipe, _ = complete("sequence-vae", {"hidden": 16, "latent": 1})
+    task: Any = workload("sequence-vae").make(recipe)[0]
+    sums = {"nll": (45.0, 3.0), "kl": (15.0, 3.0), "tokens": (30.0, 3.0)}
+    parts: dict[str, Any] = {name: SimpleNamespace(value=v, weight=w) for name, (v, w) in sums.items()}
+    parts["posterior"] = np.zeros((3, 2))
+
+    def metrics(words: int | None) -> dict[str, Any]:
+        extra = {"splits": {"valid": {"words": words, "sequences": 3}}}
+        facts = Facts(fingerprint="", folder="", samples={"train": 1}, lengths=(3, 3), extra=extra)
+        return task.metrics(parts, "valid", facts)
+
+    found = metrics(2 + 4 + 5)
+    assert found["perplexity"] == pytest.approx(math.exp(60 / 30))
+    assert found["word_perplexity"] == pytest.approx(math.exp(60 / (3 + 5 + 6)))
+    assert found["unit"] == "token, the end too"
+    assert "word_perplexity" not in metrics(None), "lists of ids have no words"
 
 
 def test_decoding_takes_the_likeliest_and_ends() -> None:

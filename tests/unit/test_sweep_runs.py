@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +23,10 @@ LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
 
 
 def trained(code: int = 0, loss: float = 1.0, **values: Any) -> Trained:
+    """A run whose loss on the test split is the better, the worse it is on the validation split."""
     name = "-".join(map(str, values.values()))
-    metrics = {"accuracy": 1 - loss, "loss": loss, "note": "text"} if code == 0 else {}
+    splits = {"valid": {"accuracy": 1 - loss, "loss": loss, "note": "text"}, "test": {"loss": 1 - loss}}
+    metrics = splits if code == 0 else {}
     return Trained(values=values, folder=Path(name), code=code, metrics=metrics)
 
 
@@ -31,11 +35,25 @@ def test_the_best_is_by_the_tasks_own_metric_and_direction() -> None:
     assert summary(runs, "loss", "min")["best"]["values"] == {"lr": 2}
     assert summary(runs, "loss", "max")["best"]["values"] == {"lr": 1}
     assert summary(runs, "none", "max")["best"] is None
-    text = format_sweep(summary(runs, "accuracy", "max"))
-    assert text.splitlines()[0].split() == ["lr", "accuracy", "loss", "run"]
-    assert text.splitlines()[2].startswith("best")
-    assert "(1 failed)" in text.splitlines()[3]
-    assert text.splitlines()[-1] == "best: by accuracy (higher is better)"
+    lines = format_sweep(summary(runs, "accuracy", "max")).splitlines()
+    assert re.split(r"\s{2,}", lines[0].strip()) == ["lr", "valid accuracy", "valid loss", "run"]
+    assert lines[2].startswith("best")
+    assert "(1 failed)" in lines[3]
+    assert lines[-2:] == ["best: by valid accuracy (higher is better)", "test, of the best alone: loss 0.8"]
+
+
+def test_what_the_test_split_says_of_settings_that_were_not_chosen_is_nowhere() -> None:
+    runs = [trained(loss=loss, lr=lr, seed=seed) for lr, loss in ((1, 0.5), (2, 0.25)) for seed in (0, 1)]
+    found = summary(runs, "loss", "min")
+    assert found["split"] == "valid"
+    assert [row["metrics"]["loss"] for row in found["rows"]] == [0.5, 0.25]
+    assert found["best"]["test"] == {"metrics": {"loss": 0.75}, "deviations": {"loss": 0.0}}
+    assert not any("test" in row for row in found["rows"])
+    unseen = [dataclasses.replace(run, metrics={"test": {"loss": 0.1}}) for run in runs]
+    found = summary(unseen, "loss", "min")
+    assert found["best"] is None, "there is no validation split to choose by"
+    assert "best: none, as no run has a loss of the valid split" in format_sweep(found)
+    assert "0.1" not in format_sweep(found)
 
 
 def test_recommenders_are_compared_by_the_figure_that_ranks_all_items() -> None:
