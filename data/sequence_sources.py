@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_hint
 from isobatch.data import corpora, readers
 from isobatch.data.corpora import Corpus
 
@@ -77,7 +78,7 @@ class SequenceColumn(NamedTuple):
         if self.name not in kinds:
             raise UserError(
                 f"{FLAGS[self.kind]} {self.name}: {data} has no such column"
-                f"{readers.did_you_mean(self.name, list(kinds))}; it has: {', '.join(kinds)}"
+                f"{nearest_hint(self.name, list(kinds))}; it has: {', '.join(kinds)}"
             )
         if same_kind and kinds[self.name] != self.kind:
             raise UserError(f"{data}: {self.name} holds {kinds[self.name]}, not {self.kind}")
@@ -102,7 +103,7 @@ def find_column(
     names = usual[:1] or found[kind]
     if len(names) != 1:
         problem = f"which column? {FLAGS[kind]} says" if names else f"no column holds {TEXT} or {INTEGERS}"
-        has = ", ".join(f"{name} ({held})" for name, held in kinds.items()) or "no rows"
+        has = readers.name_columns([f"{name} ({held})" for name, held in kinds.items()])
         raise UserError(f"--data {data}: {problem}; it has: {has}")
     others = [f"{FLAGS[k]} {name}" for k in FLAGS for name in found[k] if name != names[0]]
     note = f"the column {names[0]} holds the sequences ({others[0]} takes another)" if others else ""

@@ -50,7 +50,7 @@ class Numbering:
             empty = int(np.argmax(column.is_null().to_numpy(zero_copy_only=False)))
             raise UserError(f"interaction {before + empty + 1} has no user or no item")
         coded, place = column.dictionary_encode(), self._place
-        of = [place.setdefault(str(value), len(place)) for value in coded.dictionary.to_pylist()]
+        of = [place.setdefault(str(value).strip(), len(place)) for value in coded.dictionary.to_pylist()]
         found: np.ndarray = np.array(of, np.int32)[coded.indices.to_numpy()]
         return found
 

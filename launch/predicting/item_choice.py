@@ -52,7 +52,10 @@ def _named_items(lists: ItemLists, flag: str, text: str, column: str | None) -> 
     path = Path(text).expanduser()
     if not path.is_file():
         raise UserError(f"{flag} {text}: there is no such file{nearest_path_hint(path)}")
-    return [_item_in(row, flag, where, column) for where, row in tables.read_table(text)]
+    rows = list(tables.read_table(text, [column]))
+    names = list(rows[0][1])
+    first = [n for n in names if len(names) == 1 and n not in ITEM_COLUMNS and lists.knows_item(n)]
+    return [*first, *(_item_in(row, flag, where, column) for where, row in rows)]
 
 
 def _item_in(row: Mapping[str, Any], flag: str, where: str, column: str | None) -> str:
