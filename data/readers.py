@@ -217,8 +217,8 @@ def require_column(part: SplitFiles, column: str, otherwise: str = "", flag: str
 
 def name_columns(names: Sequence[str]) -> str:
     """The names of columns for a message; where they look like a row, how to take columns by number."""
-    listed = ", ".join(name[:40] for name in names[:20]) or "no columns"
-    like_row = any(delimited.NUMBER.fullmatch(name) or name.count(" ") > 3 for name in names)
+    listed = ", ".join(name[:80] for name in names[:20]) or "no columns"
+    like_row = any(delimited.is_number(name) or name.count(" ") > 3 for name in names)
     return listed + " (where these are no names, a number takes a column: 1 the first)" * like_row
 
 

@@ -22,7 +22,7 @@ from isobatch.data.interactions.tables import (
     usual_delimiter,
 )
 from isobatch.data.readers import name_columns, shape_of
-from isobatch.data.tables.delimited import ATOMIC
+from isobatch.data.tables.delimited import ATOMIC, is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
     import numpy as np  # noqa: TC004  heavy, and no class here has flags
     import pyarrow as pa
-
-    from isobatch.data.tables.delimited import Shape
 
 TABLE_FORMATS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", **dict.fromkeys(ATOMIC, "tsv")}
 
@@ -180,10 +178,10 @@ def read_tables(path: Path, file_format: str | None, asked: TableColumns) -> Raw
     found = RawInteractions(tables, notes=notes)
     for file in files:
         if _side_of(file) == "users":
-            texts = _read_id_texts(file, USER_COLUMNS, asked.user_text, "--user-text")
+            texts = _read_id_texts(file, USER_COLUMNS, asked.user_text)
             found.users = {key: item.text for key, item in texts}
         elif _side_of(file) == "items":
-            found.items = dict(_read_id_texts(file, ITEM_COLUMNS, asked.item_text, "--item-text"))
+            found.items = dict(_read_id_texts(file, ITEM_COLUMNS, asked.item_text))
     return found
 
 
@@ -200,9 +198,7 @@ def _read_interactions(file: Path, asked: TableColumns, notes: list[str]) -> pa.
     if file.suffix == ".parquet":
         table = read_parquet(file)
     else:
-        shape = _shape(file, asked, notes)
-        options = (shape.dialect["delimiter"], shape.names, None, shape.header_lines, _id_columns(asked))
-        table = read_delimited(file, *options)
+        table = read_delimited(file, **_options(file, asked, notes), ids=_id_columns(asked))
     columns = _choose_columns(file, table.column_names, asked, notes)
     chosen = {name: table[column] for name, column in columns.items()}
     for name in ("rating", "time"):
@@ -211,10 +207,13 @@ def _read_interactions(file: Path, asked: TableColumns, notes: list[str]) -> pa.
     return pa.table(chosen)
 
 
-def _shape(file: Path, asked: TableColumns, notes: list[str]) -> Shape:
-    shape = shape_of(require_file(file), usual_delimiter(file), [n for n in asked[:4] if n and n.isdecimal()])
+def _options(file: Path, asked: TableColumns, notes: list[str]) -> dict[str, Any]:
+    """What `read_delimited` should know. Raises UserError for a quote that is not closed."""
+    numbers = [name for name in asked[:4] if name and name.isdecimal()]
+    shape = shape_of(require_file(file), usual_delimiter(file), numbers)
+    refuse_open_quotes(file, shape)
     notes += [note for note in shape.notes if note not in notes]
-    return shape
+    return {"delimiter": shape.dialect["delimiter"], "names": shape.names, "skip": shape.header_lines}
 
 
 def _id_columns(asked: TableColumns) -> list[str]:
@@ -229,12 +228,10 @@ def _stream_interactions(file: Path, asked: TableColumns, notes: list[str]) -> I
         chosen = _choose_columns(file, parquet_columns(file), asked, notes)
         batches = stream_parquet(file, list(chosen.values()))
     else:
-        shape = _shape(file, asked, notes)
-        refuse_open_quotes(file, shape)
-        chosen = _choose_columns(file, shape.names, asked, notes)
+        options = _options(file, asked, notes)
+        chosen = _choose_columns(file, options["names"], asked, notes)
         ids = [name for name in _id_columns(asked) if name in chosen.values()]
-        separator, above = shape.dialect["delimiter"], shape.header_lines
-        batches = stream_delimited(file, separator, shape.names, list(chosen.values()), above, ids)
+        batches = stream_delimited(file, **options, wanted=list(chosen.values()), ids=ids)
     for batch in batches:
         found = {name: batch[column] for name, column in chosen.items()}
         for name in ("rating", "time"):
@@ -285,7 +282,7 @@ def _holds_numbers(kind: Any) -> bool:
 def _require_numbers(file: Path, name: str, column: str, values: pa.ChunkedArray) -> None:
     """Raise UserError unless all values are numbers or dates: text would be sorted alphabetically."""
     if not _holds_numbers(values.type):
-        odd = next((v for v in values.to_pylist() if not _is_number(v)), None)
+        odd = next((v for v in values.to_pylist() if not is_number(v)), None)
         raise UserError(
             f"{file}: its {name}s hold {odd!r}: give numbers"
             + (", or dates such as 2019-12-31 23:59:59" if name == "time" else "")
@@ -296,18 +293,8 @@ def _require_numbers(file: Path, name: str, column: str, values: pa.ChunkedArray
         raise UserError(f"{file}: row {row} has no {name}: fill it in, or leave the row out")
 
 
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _read_id_texts(
-    file: Path, ids: Sequence[str], asked: str | None, flag: str
-) -> Iterator[tuple[str, ItemText]]:
-    """(id, title and text) of each row of a table of users or items. `asked`: its text columns, by `flag`."""
+def _read_id_texts(file: Path, ids: Sequence[str], asked: str | None) -> Iterator[tuple[str, ItemText]]:
+    """(id, title and text) of each row of a table of users or items. `asked`: its text columns."""
     available: list[str] = []
     wanted = asked.split(",") if asked else []
     for _, row in read_rows(file, filter(str.isdecimal, wanted)):
@@ -318,7 +305,7 @@ def _read_id_texts(
             if key.isdecimal() and key not in ("0", "1"):
                 raise UserError(
                     f"{file}: its first row names no columns ({', '.join(available[:4])}): give it a header,"
-                    f" or {flag} 2 takes columns by number (the id is the first)"
+                    " or take columns by number, as in --item-text 2 (the id is the first)"
                 )
             if missing := [n for n in named if n not in available]:
                 raise UserError(f"{file}: has no column {missing[0]}{nearest_hint(missing[0], available)}")

@@ -108,14 +108,14 @@ def _parse_label(value: Any, where: str, column: str) -> str | None:
     text = str(value).strip()
     if value is None or text.lower() in ("", "nan", "null"):
         return None
-    if whole := re.fullmatch(r"([-+]?\d+)\.0*", text):
+    if whole := re.fullmatch(r"([-+]?\d+)\.0+", text):
         return str(int(whole[1]))
     listed = re.fullmatch(r"\[.*\]|\{.*\}|\d+(,\s*\d+)+", text, re.DOTALL)
     if listed or re.fullmatch(r"(?i)[-+]?\d*\.\d+(e[-+]?\d+)?", text):
         kind = "several values" if listed else "a decimal number"
         raise UserError(
-            f"{where}: column {column} holds {text[:40]}, {kind}: a text has one class of a set, a word or a whole"
-            " number; several labels a text, and scores, are not offered; --label-column takes another"
+            f"{where}: column {column} holds {text[:40]}, {kind}: a text has one class of a set, a word or a"
+            " whole number; several labels a text, and scores, are not offered; --label-column takes another"
         )
     return text
 

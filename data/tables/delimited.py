@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+csv.field_size_limit(1 << 30)
 SAMPLED_LINES = 100
 DELIMITERS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
 USUAL = re.compile(r"(?i)(.*_)?(id|text|label|user|item|rating|title|name|tokens|sentence\d?|question\d?)")
 """A word that only a row of names holds."""
-NUMBER = re.compile(r"\s*[-+]?\d*\.?\d+([eE][-+]?\d+)?\s*")
 ATOMIC = (".inter", ".item", ".user")
 """Endings of RecBole's tables: tabs, and a type behind each name, as in `user_id:token`."""
 
@@ -42,63 +42,64 @@ def find_shape(lines: Iterable[str], file: Path, usual: str, numbers: Iterable[s
     that flags take by number. Raises UserError for two columns of one name.
     """
     head = list(itertools.islice(lines, SAMPLED_LINES))
-    dialects = [_dialect(mark, usual) for mark in (usual, *DELIMITERS)]
-    dialect = next((d for d in dialects if _parts_alike(_records(head, d))), dialects[0])
-    records = _records(head, dialect) or [(0, [])]
+    dialect, records = _parted(head, usual)
     header_lines, first = records[0]
     dialect["skipinitialspace"] = any(name[:1] == " " for name in first[1:])
-    names = [name.strip("\ufeff \t\r\n") for name in first]
-    if file.suffix in ATOMIC:
-        names = [re.sub(":(token|float)(_seq)?$", "", name) for name in names]
+    typed = ":(token|float)(_seq)?$" if file.suffix in ATOMIC else "$"
+    names = [re.sub(typed, "", name.strip("\ufeff \t\r\n")) for name in first]
     mark, notes = dialect["delimiter"], []
     if mark != usual:
         notes.append(f"{file.name}: a {DELIMITERS[mark]} is between its fields")
     if taken := [n for n in numbers if n not in names and 0 < int(n) <= len(names)]:
-        what = (
-            "names the columns" if (headed := _has_header([row for _, row in records])) else "is a row, too"
-        )
+        what = "names the columns"
+        if not _has_header([row for _, row in records]):
+            names, header_lines, what = [str(n) for n in range(1, len(names) + 1)], 0, "is a row, too"
         notes.append(f"{file.name}: columns are taken by number; the first row {what}")
-        if not headed:
-            names, header_lines = [str(n) for n in range(1, len(names) + 1)], 0
         for number in taken:
             names[int(number) - 1] = number
-    _refuse_twins(names, file)
+    if twin := next((n for number, n in enumerate(names) if n and n in names[:number]), None):
+        raise UserError(
+            f"{file} line 1: two columns are called {twin}: rename one, or take it by its number, as in"
+            f" --text-column {names.index(twin) + 1}"
+        )
     return Shape(names, header_lines, dialect, notes)
 
 
-def _dialect(mark: str, usual: str) -> dict[str, Any]:
-    """Of a table that is called tsv and is one, quotes are letters."""
-    return {"delimiter": mark, "quoting": csv.QUOTE_NONE if mark == usual == "\t" else csv.QUOTE_MINIMAL}
+def _parted(head: Sequence[str], usual: str) -> tuple[dict[str, Any], list[tuple[int, list[str]]]]:
+    """(dialect, (number of its last line, fields) of each row that is whole) of what parts all rows alike.
 
-
-def _records(head: Sequence[str], dialect: Mapping[str, Any]) -> list[tuple[int, list[str]]]:
-    """(number of its last line, fields) of the first rows that are whole."""
-    reader = csv.reader(head, **dialect)
-    found = [(reader.line_num, row) for row in reader if row]
-    return found[:-1] if len(head) == SAMPLED_LINES and len(found) > 1 else found
-
-
-def _parts_alike(records: Sequence[tuple[int, list[str]]]) -> bool:
-    return len({len(row) for _, row in records}) == 1 and len(records[0][1]) > 1
+    Of a table that is called tsv and is one, quotes are letters.
+    """
+    tried: list[tuple[dict[str, Any], list[tuple[int, list[str]]]]] = []
+    for mark in (usual, *DELIMITERS):
+        dialect: dict[str, Any] = {"delimiter": mark}
+        dialect["quoting"] = csv.QUOTE_NONE if mark == usual == "\t" else csv.QUOTE_MINIMAL
+        reader = csv.reader(head, **dialect)
+        rows = [(reader.line_num, row) for row in reader if row]
+        rows = rows[: -1 if len(head) == SAMPLED_LINES and len(rows) > 1 else None] or [(0, [])]
+        tried.append((dialect, rows))
+        if len({len(row) for _, row in rows}) == 1 and len(rows[0][1]) > 1:
+            return tried[-1]
+    return tried[0]
 
 
 def _has_header(records: Sequence[Sequence[str]]) -> bool:
     """Whether the first row has a usual name, or no number where all others have one."""
     first, *others = records
     numeric = (
-        all(n < len(row) and NUMBER.fullmatch(row[n]) for row in others) and not NUMBER.fullmatch(cell)
+        all(n < len(row) and is_number(row[n]) for row in others) and not is_number(cell)
         for n, cell in enumerate(first)
     )
     return any(USUAL.fullmatch(cell.strip()) for cell in first) or (bool(others) and any(numeric))
 
 
-def _refuse_twins(names: Sequence[str], file: Path) -> None:
-    twin = next((n for number, n in enumerate(names) if n and n in names[:number]), None)
-    if twin is not None:
-        raise UserError(
-            f"{file} line 1: two columns are called {twin}: rename one, or take it by its number, as in"
-            f" --text-column {names.index(twin) + 1}"
-        )
+def is_number(cell: Any) -> bool:
+    """Whether a cell holds a number, or its text."""
+    try:
+        float(cell)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def read(lines: Iterable[str], file: Path, shape: Shape) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -106,25 +107,21 @@ def read(lines: Iterable[str], file: Path, shape: Shape) -> Iterator[tuple[str, 
 
     Raises UserError with the line for a row of too many fields, and for a quote that is not closed.
     """
-    csv.field_size_limit(1 << 30)
     read_lines: list[str] = []
     above, width, mark = shape.header_lines, len(shape.names), DELIMITERS[shape.dialect["delimiter"]]
     reader = csv.reader((read_lines.append(line) or line for line in lines), **shape.dialect)  # type: ignore[func-returns-value]
     try:
         for row in reader:
             begin = reader.line_num - len(read_lines) + 1
-            if '"' in read_lines[0] and (len(read_lines) > 1 or read_lines[0].count('"') % 2):
+            if len(read_lines) > 1 or read_lines[0].count('"') % 2:
                 _require_closed(read_lines, f"{file} line {begin}", shape)
             read_lines.clear()
             if len(row) > width:
-                above_all = "header" if above else "first row"
+                way_out = f": quote a field that holds a {mark}" * (
+                    shape.dialect["quoting"] != csv.QUOTE_NONE
+                )
                 raise UserError(
-                    f"{file} line {reader.line_num}: has {len(row)} fields and the {above_all} {width}"
-                    + (
-                        f": quote a field that holds a {mark}"
-                        if shape.dialect["quoting"] != csv.QUOTE_NONE
-                        else ""
-                    )
+                    f"{file} line {reader.line_num}: has {len(row)} fields and the header {width}{way_out}"
                 )
             if row and reader.line_num > above:
                 yield f"{file} line {reader.line_num}", dict(itertools.zip_longest(shape.names, row))
@@ -135,8 +132,9 @@ def read(lines: Iterable[str], file: Path, shape: Shape) -> Iterator[tuple[str, 
 def _require_closed(lines: Sequence[str], where: str, shape: Shape) -> None:
     try:
         next(csv.reader(lines, strict=True, **shape.dialect))
-    except csv.Error:
-        raise UserError(
-            f"{where}: a quote opens here and is not closed where its field ends, in the {len(lines)} lines from"
-            " here: close it, or double the quotes inside a text"
-        ) from None
+    except csv.Error as error:
+        if len(lines) > 1 or "unexpected end" in str(error):
+            raise UserError(
+                f"{where}: a quote opens here and is not closed where its field ends (of {len(lines)} lines):"
+                " close it, or double the quotes inside a text"
+            ) from None
