@@ -64,8 +64,10 @@ def usual_delimiter(file: Path) -> str:
 def refuse_open_quotes(file: Path, shape: Shape) -> None:
     """Raise UserError with the line of a quote that is not closed: pyarrow would read on to the next."""
     with open_utf8(file) as stream:
-        odd = any(line.count(b'"') % 2 for line in stream)
-    if odd and shape.dialect["quoting"] != csv.QUOTE_NONE:
+        quoted = any(b'"' in block for block in iter(partial(stream.read, 1 << 20), b""))
+        stream.seek(0)
+        quoted = quoted and any(line.count(b'"') % 2 for line in stream)
+    if quoted and shape.dialect["quoting"] != csv.QUOTE_NONE:
         for _ in delimited.read(read_lines(file), file, shape):
             pass
 

@@ -110,6 +110,7 @@ def read(lines: Iterable[str], file: Path, shape: Shape) -> Iterator[tuple[str, 
     read_lines: list[str] = []
     above, width, mark = shape.header_lines, len(shape.names), DELIMITERS[shape.dialect["delimiter"]]
     reader = csv.reader((read_lines.append(line) or line for line in lines), **shape.dialect)  # type: ignore[func-returns-value]
+    name, pair = str(file), itertools.zip_longest
     try:
         for row in reader:
             begin = reader.line_num - len(read_lines) + 1
@@ -124,7 +125,7 @@ def read(lines: Iterable[str], file: Path, shape: Shape) -> Iterator[tuple[str, 
                     f"{file} line {reader.line_num}: has {len(row)} fields and the header {width}{way_out}"
                 )
             if row and reader.line_num > above:
-                yield f"{file} line {reader.line_num}", dict(itertools.zip_longest(shape.names, row))
+                yield f"{name} line {reader.line_num}", dict(pair(shape.names, row))
     except csv.Error as error:
         raise UserError(f"{file} line {reader.line_num}: cannot be read as a table: {error}") from None
 

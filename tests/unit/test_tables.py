@@ -132,7 +132,7 @@ def test_a_class_has_one_name_in_every_format(tmp_path: Path, form: str) -> None
 @pytest.mark.parametrize("value", [4.56, "0.5", ".5", [1], ["a", "b"], {"a": 1}, "[1, 2]", "8,20", "3,8"])
 def test_what_is_no_class_is_refused_with_what_is_offered(tmp_path: Path, value: Any) -> None:
     file = written(tmp_path, "a.jsonl", json.dumps({"text": "a", "label": value}) + "\n")
-    with pytest.raises(UserError, match="line 1: column label holds .*: a text has one class of a set"):
+    with pytest.raises(UserError, match=r"line 1: column label holds .*: a text has one class of a set"):
         labels_in(file)
 
 
@@ -198,7 +198,7 @@ def test_predict_reads_files_without_header(tmp_path: Path, capsys: pytest.Captu
     assert "a semicolon is between its fields" in capsys.readouterr().err
     lists = SimpleNamespace(knows_item=lambda item: item in ("7", "8"))
     sold = str(written(tmp_path, "sold.csv", "7\n8\n"))
-    assert item_choice._named_items(lists, "--without", sold, None) == ["7", "8"]  # type: ignore[arg-type]
+    assert item_choice._named_items(lists, "--without", sold, None) == ["7", "8"]  # type: ignore[arg-type]  # noqa: SLF001
 
 
 def test_a_column_of_no_usual_name_is_said() -> None:
