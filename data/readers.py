@@ -217,7 +217,7 @@ def require_column(part: SplitFiles, column: str, otherwise: str = "", flag: str
 
 def name_columns(names: Sequence[str]) -> str:
     """The names of columns for a message; where they look like a row, how to take columns by number."""
-    listed = ", ".join(name[:80] for name in names[:20]) or "no columns"
+    listed = ", ".join(name[:80] for name in names[:20]) or "no rows"
     like_row = any(delimited.is_number(name) or name.count(" ") > 3 for name in names)
     return listed + " (where these are no names, a number takes a column: 1 the first)" * like_row
 
@@ -327,9 +327,17 @@ def _parse_json_file(file: Path) -> Any:
         return _parse_json(decode(stream.read(), file), str(file))
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twin = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"an object has {twin} twice: keep one")
+    return found
+
+
 def _parse_json(text: str, where: str) -> Any:
     try:
-        value = json.loads(text)
+        value = json.loads(text, object_pairs_hook=_object)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
         return value
@@ -351,7 +359,9 @@ def open_parquet(file: Path) -> ParquetFile:
     with _explain_parquet_errors(file, NO_PARQUET):
         from pyarrow import parquet
 
-        return parquet.ParquetFile(os.fspath(file), page_checksum_verification=True)
+        table = parquet.ParquetFile(os.fspath(file), page_checksum_verification=True)
+    delimited.refuse_twins(table.schema_arrow.names, file)
+    return table
 
 
 @contextlib.contextmanager

@@ -107,7 +107,8 @@ def find_column(
         has = readers.name_columns([f"{name} ({held})" for name, held in kinds.items()] or ["no rows"])
         raise UserError(f"--data {data}: {problem}; it has: {has}")
     others = [f"{FLAGS[k]} {name}" for k in FLAGS for name in found[k] if name != names[0]]
-    note = f"the column {names[0]} holds the sequences" if others or " " in names[0] else ""
+    like_row = " (is that a row? --text-column 1 reads it, too)" * (" " in names[0])
+    note = f"the column {names[0]} holds the sequences{like_row}" if others or like_row else ""
     note += f" ({others[0]} takes another)" if others else ""
     return SequenceColumn(names[0], kind, note)
 

@@ -208,6 +208,7 @@ def parquet_columns(file: Path) -> list[str]:
         names: list[str] = reader.read_schema(file).names
     except (pa.ArrowException, OSError):
         raise NotInBlocksError from None
+    delimited.refuse_twins(names, file)
     return names
 
 

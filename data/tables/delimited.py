@@ -57,11 +57,7 @@ def find_shape(lines: Iterable[str], file: Path, usual: str, numbers: Iterable[s
         notes.append(f"{file.name}: columns are taken by number; the first row {what}")
         for number in taken:
             names[int(number) - 1] = number
-    if twin := next((n for number, n in enumerate(names) if n and n in names[:number]), None):
-        raise UserError(
-            f"{file} line 1: two columns are called {twin}: rename one, or take it by its number, as in"
-            f" --text-column {names.index(twin) + 1}"
-        )
+    refuse_twins(names, file, ", or take it by its number, as in --text-column 1")
     return Shape(names, header_lines, dialect, notes)
 
 
@@ -91,6 +87,12 @@ def _has_header(records: Sequence[Sequence[str]]) -> bool:
         for n, cell in enumerate(first)
     )
     return any(USUAL.fullmatch(cell.strip()) for cell in first) or (bool(others) and any(numeric))
+
+
+def refuse_twins(names: Sequence[str], file: Path, or_else: str = "") -> None:
+    """Raise UserError where two columns have one name."""
+    if twin := next((n for number, n in enumerate(names) if n and n in names[:number]), None):
+        raise UserError(f"{file}: two columns are called {twin}: rename one{or_else}")
 
 
 def is_number(cell: Any) -> bool:

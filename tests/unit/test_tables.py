@@ -65,7 +65,8 @@ REFUSED = {
     "open quote": ("a.csv", 'n,text\n1,a\n2,"b\n3,c\n4,d\n', "a.csv line 3: a quote opens here"),
     "a later quote": ("a.csv", 'n,text\n1,"a\n2,b\n3,"c"\n', "a.csv line 2: a quote opens here"),
     "last row": ("a.csv", 'n,text\n1,a\n2,"b', "a.csv line 3: a quote opens here"),
-    "twins": ("a.csv", "text,text,n\na,b,1\n", "line 1: two columns are called text: .* --text-column 1"),
+    "a key twice": ("a.jsonl", '{"text": "a", "text": "b"}\n', "a.jsonl line 1: .* an object has text twice"),
+    "twins": ("a.csv", "text,text,n\na,b,1\n", "a.csv: two columns are called text: .* --text-column 1"),
     "twins by blanks": ("a.csv", "text, text\na,b\n", "two columns are called text"),
     "fields": ("a.csv", "a;b\n1;2\n" * 60 + "1;2;3\n", "line 121: has 3 fields .* holds a semicolon"),
     "conll": ("a.conll", "word\tO\n", "a.conll: holds words with tags, which no task here learns"),
@@ -129,6 +130,18 @@ def test_a_class_has_one_name_in_every_format(tmp_path: Path, form: str) -> None
     assert labels_in(file) == ["1", "1", "-2", None, None, None]
 
 
+def test_parquet_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(UserError, match=r"train.parquet: two columns are called text: rename one$"):
+        rows_of(tmp_path / "train.parquet")
+    with pytest.raises(UserError, match=r"train.parquet: two columns are called text"):
+        interactions(tmp_path)
+
+
 @pytest.mark.parametrize("value", [4.56, "0.5", ".5", [1], ["a", "b"], {"a": 1}, "[1, 2]", "8,20", "3,8"])
 def test_what_is_no_class_is_refused_with_what_is_offered(tmp_path: Path, value: Any) -> None:
     file = written(tmp_path, "a.jsonl", json.dumps({"text": "a", "label": value}) + "\n")
@@ -180,7 +193,7 @@ def test_a_table_of_interactions_loses_nothing(tmp_path: Path, case: str) -> Non
         (
             "user_id,user_id,item_id\n1,2,3\n",
             "item_id,t\n2,x\n",
-            "log.csv line 1: two columns are called user_id",
+            "log.csv: two columns are called user_id",
         ),
         ("7,2\n1,2\n", "item_id,t\n2,x\n", "has no column user .*a number takes a column"),
     ],
@@ -203,7 +216,7 @@ def test_predict_reads_files_without_header(tmp_path: Path, capsys: pytest.Captu
 
 def test_a_column_of_no_usual_name_is_said() -> None:
     assert find_column("d", {"so it goes": "text"}, {}, prefers_text=True).note == (
-        "the column so it goes holds the sequences"
+        "the column so it goes holds the sequences (is that a row? --text-column 1 reads it, too)"
     )
 
 
