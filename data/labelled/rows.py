@@ -100,16 +100,21 @@ def _text_field(row: Mapping[str, Any], column: str, where: str, flag: str) -> s
     return text
 
 
-def _parse_label(value: Any, where: str, column: str) -> str | None:
-    """The label as text, whole numbers without their point; None where there is none.
-
-    Raises UserError for what is no class: a list, an object, a decimal number, numbers with commas between.
-    """
+def class_name(value: Any) -> str | None:
+    """A label as text, whole numbers without their point; None where there is none."""
     text = str(value).strip()
     if value is None or text.lower() in ("", "nan", "null"):
         return None
-    if whole := re.fullmatch(r"([-+]?\d+)\.0+", text):
-        return str(int(whole[1]))
+    whole = re.fullmatch(r"([-+]?\d+)\.0+", text)
+    return str(int(whole[1])) if whole else text
+
+
+def _parse_label(value: Any, where: str, column: str) -> str | None:
+    """As `class_name`.
+
+    Raises UserError for what is no class: a list, an object, a decimal number, numbers with commas between.
+    """
+    text = class_name(value) or ""
     listed = re.fullmatch(r"\[.*\]|\{.*\}|\d+(,\s*\d+)+", text, re.DOTALL)
     if listed or re.fullmatch(r"(?i)[-+]?\d*\.\d+(e[-+]?\d+)?", text):
         kind = "several values" if listed else "a decimal number"
@@ -117,7 +122,7 @@ def _parse_label(value: Any, where: str, column: str) -> str | None:
             f"{where}: column {column} holds {text[:40]}, {kind}: a text has one class of a set, a word or a"
             " whole number; several labels a text, and scores, are not offered; --label-column takes another"
         )
-    return text
+    return text or None
 
 
 def _hub_rows(name: str, config: str | None) -> dict[str, Callable[[], LocatedRows]]:

@@ -50,11 +50,12 @@ def find_shape(lines: Iterable[str], file: Path, usual: str, numbers: Iterable[s
     mark, notes = dialect["delimiter"], []
     if mark != usual:
         notes.append(f"{file.name}: a {DELIMITERS[mark]} is between its fields")
-    if taken := [n for n in numbers if n not in names and 0 < int(n) <= len(names)]:
-        what = "names the columns"
-        if not _has_header([row for _, row in records]):
-            names, header_lines, what = [str(n) for n in range(1, len(names) + 1)], 0, "is a row, too"
+    headed = names == [str(n) for n in range(len(names))] or _has_header([row for _, row in records])
+    if taken := [n for n in numbers if 0 < int(n) <= len(names) and not (headed and n in names)]:
+        what = "names the columns" if headed else "is a row, too"
         notes.append(f"{file.name}: columns are taken by number; the first row {what}")
+        if not headed:
+            names, header_lines = [str(n) for n in range(1, len(names) + 1)], 0
         for number in taken:
             names[int(number) - 1] = number
     refuse_twins(names, file, ", or take it by its number, as in --text-column 1")

@@ -94,7 +94,10 @@ def test_columns_by_number_eat_no_row(tmp_path: Path, header: str, first: dict[s
     assert rows_of(file, text_column="1", label_column="2") == [first, {"1": '"goes', "2": "2"}]
     (note,) = readers.table_notes(readers.find_splits(file, None, LabelledOptions(text_column="1")))
     assert said in note
-    assert rows_of(written(tmp_path, "b.csv", "0,1\na,x\n"), text_column="0") == [{"0": "a", "1": "x"}]
+    named = written(tmp_path, "b.csv", "0,1\na,5\n")
+    assert rows_of(named, text_column="0", label_column="1") == [{"0": "a", "1": "5"}]
+    ambiguous = written(tmp_path, "c.csv", "so it,1\ngoes,2\n")
+    assert [row["1"] for row in rows_of(ambiguous, text_column="1")] == ["so it", "goes"]
 
 
 def test_an_object_of_splits_is_read_by_their_names(tmp_path: Path) -> None:
