@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import io
 import itertools
-import json
 import os
 import re
 import sys
@@ -48,7 +47,6 @@ _WIDE = (
     *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")),
 )
 """Byte order marks and what they say; the shorter ones are beginnings of the longer."""
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 SPLITS = {"train": "train", "training": "train", "valid": "valid", "validation": "valid", "val": "valid"}
 SPLITS |= {"dev": "valid", "test": "test"}
 LocatedRows = Iterable[tuple[str, Mapping[str, Any]]]
@@ -314,7 +312,7 @@ def _read_delimited(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping
 def _read_jsonl(file: Path, _: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for number, line in enumerate(read_lines(file), 1):
         if line.strip():
-            yield json_rows.as_row(_parse_json(line, where := f"{file} line {number}"), where)
+            yield json_rows.as_row(json_rows.parse(line, where := f"{file} line {number}"), where)
 
 
 def _read_json(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -324,34 +322,7 @@ def _read_json(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[str,
 
 def _parse_json_file(file: Path) -> Any:
     with open_utf8(file) as stream:
-        return _parse_json(decode(stream.read(), file), str(file))
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twin = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
-        raise ValueError(f"an object has {twin} twice: keep one")
-    return found
-
-
-def _parse_json(text: str, where: str) -> Any:
-    try:
-        value = json.loads(text, object_pairs_hook=_object)
-        if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: is not JSON: {error.msg} at character {error.pos + 1}") from None
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise UserError(
-            f"{where}: holds {half}, half of a character: remove it or complete the pair"
-        ) from None
-    except RecursionError:
-        raise UserError(f"{where}: its lists or objects nest too deeply") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise UserError(f"{where}: cannot be read: {str(error).partition(';')[0]}") from None
+        return json_rows.parse(decode(stream.read(), file), str(file))
 
 
 def open_parquet(file: Path) -> ParquetFile:

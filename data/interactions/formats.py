@@ -11,17 +11,15 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest, nearest_hint
 from isobatch.data.interactions.reading import InteractionTable, NotInBlocksError
 from isobatch.data.interactions.tables import (
+    csv_options,
     parquet_columns,
     read_delimited,
     read_parquet,
     read_rows,
-    refuse_open_quotes,
-    require_file,
     stream_delimited,
     stream_parquet,
-    usual_delimiter,
 )
-from isobatch.data.readers import name_columns, shape_of
+from isobatch.data.readers import name_columns
 from isobatch.data.tables.delimited import ATOMIC, is_number
 
 if TYPE_CHECKING:
@@ -198,22 +196,13 @@ def _read_interactions(file: Path, asked: TableColumns, notes: list[str]) -> pa.
     if file.suffix == ".parquet":
         table = read_parquet(file)
     else:
-        table = read_delimited(file, **_options(file, asked, notes), ids=_id_columns(asked))
+        table = read_delimited(file, **csv_options(file, asked[:4], notes), ids=_id_columns(asked))
     columns = _choose_columns(file, table.column_names, asked, notes)
     chosen = {name: table[column] for name, column in columns.items()}
     for name in ("rating", "time"):
         if name in chosen:
             _require_numbers(file, name, getattr(asked, name) or name, chosen[name])
     return pa.table(chosen)
-
-
-def _options(file: Path, asked: TableColumns, notes: list[str]) -> dict[str, Any]:
-    """What `read_delimited` should know. Raises UserError for a quote that is not closed."""
-    numbers = [name for name in asked[:4] if name and name.isdecimal()]
-    shape = shape_of(require_file(file), usual_delimiter(file), numbers)
-    refuse_open_quotes(file, shape)
-    notes += [note for note in shape.notes if note not in notes]
-    return {"delimiter": shape.dialect["delimiter"], "names": shape.names, "skip": shape.header_lines}
 
 
 def _id_columns(asked: TableColumns) -> list[str]:
@@ -228,7 +217,7 @@ def _stream_interactions(file: Path, asked: TableColumns, notes: list[str]) -> I
         chosen = _choose_columns(file, parquet_columns(file), asked, notes)
         batches = stream_parquet(file, list(chosen.values()))
     else:
-        options = _options(file, asked, notes)
+        options = csv_options(file, asked[:4], notes)
         chosen = _choose_columns(file, options["names"], asked, notes)
         ids = [name for name in _id_columns(asked) if name in chosen.values()]
         batches = stream_delimited(file, **options, wanted=list(chosen.values()), ids=ids)

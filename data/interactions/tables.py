@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.data.interactions.reading import BATCH_ROWS, InteractionTable, NotInBlocksError
 from isobatch.data.preparation.progress import position
-from isobatch.data.readers import open_utf8, read_lines, wide_encoding
+from isobatch.data.readers import numbers_in, open_utf8, read_lines, shape_of, wide_encoding
 from isobatch.data.tables import delimited
 from isobatch.data.tables.delimited import find_shape
 
@@ -56,12 +56,23 @@ def read_fields(file: Path, delimiter: str, count: int) -> Iterator[tuple[str, l
             yield f"{file} line {number}", row
 
 
-def usual_delimiter(file: Path) -> str:
+def _usual_delimiter(file: Path) -> str:
     """What is between the fields of a file of this name."""
     return "," if file.suffix == ".csv" else "\t"
 
 
-def refuse_open_quotes(file: Path, shape: Shape) -> None:
+def csv_options(file: Path, columns: Iterable[str | None], notes: list[str]) -> dict[str, Any]:
+    """What `read_delimited` should know of a table, of which flags name these columns; `notes` grow.
+
+    Raises UserError for a quote that is not closed.
+    """
+    shape = shape_of(require_file(file), _usual_delimiter(file), numbers_in(columns))
+    _refuse_open_quotes(file, shape)
+    notes += [note for note in shape.notes if note not in notes]
+    return {"delimiter": shape.dialect["delimiter"], "names": shape.names, "skip": shape.header_lines}
+
+
+def _refuse_open_quotes(file: Path, shape: Shape) -> None:
     """Raise UserError with the line of a quote that is not closed: pyarrow would read on to the next."""
     with open_utf8(file) as stream:
         quoted = any(b'"' in block for block in iter(partial(stream.read, 1 << 20), b""))
@@ -81,7 +92,7 @@ def read_rows(file: Path, numbers: Iterable[str] = ()) -> Iterator[tuple[str, Ma
         yield from ((str(file), row) for row in read_parquet(file).to_pylist())
         return
     text = io.StringIO(read_text(file), newline="")
-    shape = find_shape(text, file, usual_delimiter(file), numbers)
+    shape = find_shape(text, file, _usual_delimiter(file), numbers)
     text.seek(0)
     for where, row in delimited.read(text, file, shape):
         if None in row.values():

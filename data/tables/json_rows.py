@@ -1,7 +1,9 @@
-"""Where the rows are in a JSON file: a list, a list in an object, or columns that are lists."""
+"""JSON, and where the rows are in it: a list, a list in an object, or columns that are lists."""
 
 from __future__ import annotations
 
+import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
@@ -9,6 +11,8 @@ from isobatch.core.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def lists_of_rows(value: Mapping[str, Any], kind: Any = (dict, list)) -> list[str]:
@@ -49,3 +53,31 @@ def as_row(record: Any, where: str) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(record, dict):
         raise UserError(f'{where}: is {type(record).__name__}, not an object such as {{"text": "..."}}')
     return where, record
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twin = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        raise ValueError(f"an object has {twin} twice: keep one")
+    return found
+
+
+def parse(text: str, where: str) -> Any:
+    """The value that a text in JSON stands for. Raises UserError."""
+    try:
+        value = json.loads(text, object_pairs_hook=_object)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except json.JSONDecodeError as error:
+        raise UserError(f"{where}: is not JSON: {error.msg} at character {error.pos + 1}") from None
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise UserError(
+            f"{where}: holds {half}, half of a character: remove it or complete the pair"
+        ) from None
+    except RecursionError:
+        raise UserError(f"{where}: its lists or objects nest too deeply") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise UserError(f"{where}: cannot be read: {str(error).partition(';')[0]}") from None
