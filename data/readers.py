@@ -159,6 +159,8 @@ def _find_in_folder(folder: Path, file_format: str | None) -> dict[str, SplitFil
         split: tuple(f for f in known if _split_from_name(f) == split) for split in ("train", "valid", "test")
     }
     if not found["train"]:
+        for tagged in (f for f in names if f.suffix.lower() in TAGGED):
+            _format_of(tagged)
         there = ", ".join(f.name for f in names[:5]) or "nothing"
         raise UserError(
             f"--data {folder}: there is no train.txt (or .csv, .tsv, .jsonl, .json, .parquet); found: {there}"

@@ -170,7 +170,7 @@ class _Builder:
         """What is known of a group; its samples are kept on this machine while there is room."""
         columns, sizes = self.encoder.encode_and_count(rows, self.objects[place.shard].address)
         if not columns:
-            return IndexedGroup(place, len(rows), b"", {}, {})
+            return IndexedGroup(place, len(rows), b"", sizes, {})
         if self._kept < self.cache.limit // 2:
             self.cache.keep(group_table.cache_name(self.objects, place, self.encoding), columns)
             self._kept += sum(_bytes(column) for column in columns.values())
