@@ -125,7 +125,7 @@ def table_notes(parts: Mapping[str, SplitFiles]) -> list[str]:
             ]
     if (train := parts["train"]).key:
         keys = json_rows.lists_of_rows(_parse_json_file(train.files[0]))
-        if unread := [key for key in keys if key.lower() not in SPLITS]:
+        if unread := [key for key in keys if key not in {part.key for part in parts.values()}]:
             found.append(f"of the splits in the file, {', '.join(unread)} are not read")
     return list(dict.fromkeys(found))
 

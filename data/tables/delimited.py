@@ -72,7 +72,11 @@ def _parted(head: Sequence[str], usual: str) -> tuple[dict[str, Any], list[tuple
         dialect: dict[str, Any] = {"delimiter": mark}
         dialect["quoting"] = csv.QUOTE_NONE if mark == usual == "\t" else csv.QUOTE_MINIMAL
         reader = csv.reader(head, **dialect)
-        rows = [(reader.line_num, row) for row in reader if row]
+        try:
+            rows = [(reader.line_num, row) for row in reader if row]
+        except csv.Error:  # such as a carriage return in what is a quoted field by another mark
+            rows = []
+        rows = rows[bool(rows) and rows[0][1][0][:4] == "sep=" :]  # as Excel writes
         rows = rows[: -1 if len(head) == SAMPLED_LINES and len(rows) > 1 else None] or [(0, [])]
         tried.append((dialect, rows))
         if len({len(row) for _, row in rows}) == 1 and len(rows[0][1]) > 1:

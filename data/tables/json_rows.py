@@ -58,7 +58,7 @@ def as_row(record: Any, where: str) -> tuple[str, Mapping[str, Any]]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        twin = next(key for number, (key, _) in enumerate(pairs) if key in dict(pairs[:number]))
+        twin = max(found, key=[key for key, _ in pairs].count)
         raise ValueError(f"an object has {twin} twice: keep one")
     return found
 

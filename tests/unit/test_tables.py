@@ -43,6 +43,7 @@ READ: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
     "commas in tsv": ("a.tsv", 'text,label\n"a, b; c",x\nd,y\n', PAIR),
     "types of atomic files": ("a.inter", "text:token_seq\tlabel:float\na, b; c\tx\nd\ty\n", PAIR),
     "one column with semicolons": ("a.csv", "text\na; b\nc\n", [{"text": "a; b"}, {"text": "c"}]),
+    "a line of Excel's": ("a.csv", 'sep=;\ntext;label\n"a, b; c";x\nd;y\n', PAIR),
     "short rows": (
         "a.csv",
         "text,n;o\na;b,1\nc\n",
@@ -69,6 +70,7 @@ REFUSED = {
     "twins": ("a.csv", "text,text,n\na,b,1\n", "a.csv: two columns are called text: .* --text-column 1"),
     "twins by blanks": ("a.csv", "text, text\na,b\n", "two columns are called text"),
     "fields": ("a.csv", "a;b\n1;2\n" * 60 + "1;2;3\n", "line 121: has 3 fields .* holds a semicolon"),
+    "carriage returns": ("a.csv", "text,n\ra,1\rb,2\r", "a.csv line 1: cannot be read as a table"),
     "conll": ("a.conll", "word\tO\n", "a.conll: holds words with tags, which no task here learns"),
     "two lists": ("a.json", json.dumps({"a": PAIR, "b": PAIR}), r"several lists of rows \(a, b\)"),
     "no list": ("a.json", json.dumps({"text": "a"}), "an object without a list of rows"),
@@ -101,11 +103,16 @@ def test_columns_by_number_eat_no_row(tmp_path: Path, header: str, first: dict[s
 
 
 def test_an_object_of_splits_is_read_by_their_names(tmp_path: Path) -> None:
-    splits = {"oos_val": [["o", "z"]], "val": [["v", "y"]], "train": [["t", "x"], ["u", "y"]]}
+    splits = {
+        "oos_val": [["o", "z"]],
+        "dev": [["o", "z"]],
+        "val": [["v", "y"]],
+        "train": [["t", "x"], ["u", "y"]],
+    }
     parts = readers.find_splits(written(tmp_path, "a.json", json.dumps(splits)), None)
     found = {split: [list(row.values()) for _, row in readers.read_rows(p)] for split, p in parts.items()}
     assert found == {"valid": splits["val"], "train": splits["train"]}
-    assert readers.table_notes(parts) == ["of the splits in the file, oos_val are not read"]
+    assert readers.table_notes(parts) == ["of the splits in the file, oos_val, dev are not read"]
     with pytest.raises(UserError, match="several splits"):
         tables.read_table(str(tmp_path / "a.json"))
 
