@@ -348,13 +348,19 @@ def nearest_path_hint(path: Path) -> str:
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """The closest valid word; empty where none is like it."""
+    """The closest valid word; empty where none is like it.
+
+    Another first letter makes a short word another word: grpo is no orpo.
+    """
     known = list(valid)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=LIKE)
+    alike = [name for name in known if len(word) > SHORT or name[:1] == word[:1]]
+    close = difflib.get_close_matches(word, alike, n=1, cutoff=LIKE)
     close = close or [name for name in known if _is_meant(word.lower(), name.lower())]
     return close[0] if close else ""
 
 
+SHORT = 4
+"""Most letters of a word that may be another one altogether with its first letter changed."""
 LIKE = 0.75
 """Share of letters in common, in order, from which on one word is taken for another misspelt."""
 

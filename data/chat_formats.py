@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isobatch.core.errors import UserError
-from isobatch.data.readers import did_you_mean
+from isobatch.core.flags import nearest_hint
 
 Message = dict[str, str]
 """`role` and `content`, as chat templates read them. A user's message may have `input`, what it is about: the
@@ -203,7 +203,7 @@ def _text_field(row: Mapping[str, Any], name: str, where: str) -> str:
 def require_field(row: Mapping[str, Any], name: str, where: str) -> Any:
     """A field of a row. Raises UserError where it has none of this name."""
     if name not in row:
-        raise UserError(f"{where}: has no {name}{did_you_mean(name, list(row))}; it has: {key_names(row)}")
+        raise UserError(f"{where}: has no {name}{nearest_hint(name, list(row))}; it has: {key_names(row)}")
     return row[name]
 
 
@@ -230,7 +230,7 @@ def _parse_message(turn: Any, where: str) -> Message:
     if (known := ROLE_ALIASES.get(role.lower(), role.lower())) not in ROLES:
         names = [*ROLES, *ROLE_ALIASES]
         raise UserError(
-            f"{where} is by {role!r}{did_you_mean(role, names)}: a role is one of {', '.join(ROLES)}"
+            f"{where} is by {role!r}{nearest_hint(role, names)}: a role is one of {', '.join(ROLES)}"
         )
     return {"role": known, "content": content}
 

@@ -33,6 +33,8 @@ class Corpus:
     """Whether the texts are chunks of one text; otherwise each is a document."""
     notes: tuple[str, ...] = ()
     """What the user should know, one line each."""
+    column: str = "text"
+    """The column of the texts, for notes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +88,7 @@ def corpus_from_files(
     """
     files, notes = with_validation(files, share)
     splits = {split: partial(readers.read_texts, part, column) for split, part in files.items()}
-    return Corpus(splits, files["train"].is_stream, notes)
+    return Corpus(splits, files["train"].is_stream, notes, column)
 
 
 def rows_from_files(files: dict[str, readers.SplitFiles], share: float | None = None) -> RowCorpus:
@@ -102,10 +104,11 @@ def with_validation(
     files: dict[str, readers.SplitFiles], share: float | None = None
 ) -> tuple[dict[str, readers.SplitFiles], tuple[str, ...]]:
     """The files with a validation split, and a note for the user where it is taken from training."""
+    notes = tuple(readers.table_notes(files))
     if "valid" in files:
-        return files, ()
+        return files, notes
     train, valid = held_out.hold_out(files["train"], share)
-    return {**files, "train": train, "valid": valid}, (held_out.note(share, train.is_stream),)
+    return {**files, "train": train, "valid": valid}, (held_out.note(share, train.is_stream), *notes)
 
 
 def corpus_from_hub(name: str, config: str | None, column: str, share: float | None = None) -> Corpus:
@@ -116,9 +119,8 @@ def corpus_from_hub(name: str, config: str | None, column: str, share: float | N
     splits, notes = load_hub_splits(name, config, share)
     if column not in (names := splits["train"].column_names):
         raise UserError(f"--text-column {column}: {name} has no such column; it has: {', '.join(names)}")
-    return Corpus(
-        {split: partial(_column_texts, rows, column) for split, rows in splits.items()}, notes=notes
-    )
+    texts = {split: partial(_column_texts, rows, column) for split, rows in splits.items()}
+    return Corpus(texts, notes=notes, column=column)
 
 
 def rows_from_hub(name: str, config: str | None, share: float | None = None) -> RowCorpus:
@@ -173,4 +175,4 @@ def read_hub_column(name: str, rows: Any, column: str) -> Iterator[tuple[str, in
 
 def _column_texts(rows: Any, column: str) -> Iterator[str]:
     for batch in rows.select_columns([column]).iter(batch_size=1000):
-        yield from (text for text in batch[column] if text and text.strip())
+        yield from (text or "" for text in batch[column])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -103,16 +103,18 @@ def identity(valid: float | str | None) -> dict[str, object]:
     return {"valid": [valid, SEED]} if isinstance(valid, float) else {}
 
 
-def find_splits(path: Path, file_format: str | None, valid: float | str | None) -> dict[str, SplitFiles]:
+def find_splits(
+    path: Path, file_format: str | None, valid: float | str | None, options: Any = None
+) -> dict[str, SplitFiles]:
     """As `readers.find_splits`, with the file of --valid. Raises UserError where --valid cannot be had."""
-    splits = readers.find_splits(path, file_format)
+    splits = readers.find_splits(path, file_format, options)
     check(valid, splits, str(path))
     if not isinstance(valid, str):
         return splits
     file = Path(valid).expanduser()
     if not os.path.isfile(file):  # noqa: PTH113 - Path.is_file raises PermissionError
         raise UserError(f"--valid {valid}: is neither a file nor a share above 0 and at most 0.9")
-    found = readers.find_splits(file, file_format)["train"]
+    found = readers.find_splits(file, file_format, options)["train"]
     if found.is_stream != splits["train"].is_stream:
         raise UserError(f"--valid {valid}: has other rows than --data {path}: give both in one format")
     return {**splits, "valid": found}

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import csv
 import dataclasses
-import difflib
+import functools
 import io
 import itertools
-import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_hint
 from isobatch.data.preparation.file_digests import file_hash
 from isobatch.data.preparation.progress import position
+from isobatch.data.tables import delimited, json_rows
 
 if TYPE_CHECKING:
     import pyarrow
@@ -39,12 +38,15 @@ VALIDATION_ONE_IN = 20
 
 FORMATS = {".txt": "txt", ".text": "txt", ".raw": "txt", ".tokens": "txt", ".csv": "csv", ".tsv": "tsv"}
 FORMATS |= {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
+FORMATS |= dict.fromkeys(delimited.ATOMIC, "tsv")
+TAGGED = (".conll", ".conllu", ".iob", ".bio")
+"""Endings of words with tags, a word a line."""
+DELIMITERS = {"csv": ",", "tsv": "\t"}
 _WIDE = (
     *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")),
     *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")),
 )
 """Byte order marks and what they say; the shorter ones are beginnings of the longer."""
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 SPLITS = {"train": "train", "training": "train", "valid": "valid", "validation": "valid", "val": "valid"}
 SPLITS |= {"dev": "valid", "test": "test"}
 LocatedRows = Iterable[tuple[str, Mapping[str, Any]]]
@@ -64,26 +66,68 @@ class SplitFiles:
     stop: int | None = None
     kept: np.ndarray | None = field(default=None, compare=False, repr=False)
     """(rows,) bool: which rows of a table belong to it; None for all."""
+    numbers: tuple[str, ...] = ()
+    """The columns that flags take by number, from 1 on."""
+    key: str | None = None
+    """Of a JSON object that holds several splits: the name of this one's rows."""
 
     @property
     def is_stream(self) -> bool:
         return self.format == "txt"
 
 
-def find_splits(path: Path, file_format: str | None) -> dict[str, SplitFiles]:
-    """The splits in a folder, by the words in its files' names; a single file is `train`.
+def find_splits(path: Path, file_format: str | None, options: Any = None) -> dict[str, SplitFiles]:
+    """The splits in a folder, by the words in its files' names; or in a JSON object; else a file is `train`.
 
-    Raises UserError for an unknown format, several formats, no training file, or no permission.
+    `options`: the fields that end in _column may name columns by number. Raises UserError for an unknown
+    format, several formats, no training file, or no permission.
     """
     if file_format is not None and file_format not in FORMATS.values():
         raise UserError(f"--format {file_format}: is not one of {', '.join(dict.fromkeys(FORMATS.values()))}")
     try:
+        fields = getattr(options, "__dataclass_fields__", ())
+        numbers = numbers_in(getattr(options, name) for name in fields if name.endswith("_column"))
         if path.is_dir():
-            return _find_in_folder(path, file_format)
-        with path.open("rb"):
-            return {"train": SplitFiles((path,), file_format or _format_of(path))}
+            found = _find_in_folder(path, file_format)
+        else:
+            with path.open("rb"):
+                found = {"train": SplitFiles((path,), file_format or _format_of(path))}
+            if found["train"].format == "json" and (keys := _split_keys(path, path.stat().st_mtime_ns)):
+                found = {split: dataclasses.replace(found["train"], key=key) for split, key in keys.items()}
+        return {split: dataclasses.replace(part, numbers=numbers) for split, part in found.items()}
     except PermissionError as error:
         raise UserError(f"--data {path}: {error.filename} cannot be read: no permission") from None
+
+
+def numbers_in(columns: Iterable[str | None]) -> tuple[str, ...]:
+    """The names of columns that are numbers."""
+    return tuple(name for name in columns if name and name.isdecimal())
+
+
+@functools.lru_cache
+def _split_keys(file: Path, changed: int) -> dict[str, str]:  # noqa: ARG001  part of the cache's key
+    """Split -> its key in a JSON object that holds rows of training by that name; else nothing."""
+    value = _parse_json_file(file)
+    keys = json_rows.lists_of_rows(value) if isinstance(value, dict) else []
+    found = {SPLITS[key.lower()]: key for key in keys if key.lower() in SPLITS}
+    return found if "train" in found else {}
+
+
+def table_notes(parts: Mapping[str, SplitFiles]) -> list[str]:
+    """What the user should know of how the tables are read, one line each."""
+    found = []
+    for part in parts.values():
+        if part.format in DELIMITERS:
+            found += [
+                note
+                for file in part.files
+                for note in shape_of(file, DELIMITERS[part.format], part.numbers).notes
+            ]
+    if (train := parts["train"]).key:
+        keys = json_rows.lists_of_rows(_parse_json_file(train.files[0]))
+        if unread := [key for key in keys if key not in {part.key for part in parts.values()}]:
+            found.append(f"of the splits in the file, {', '.join(unread)} are not read")
+    return list(dict.fromkeys(found))
 
 
 def content_hashes(splits: Mapping[str, SplitFiles]) -> dict[str, list[str]]:
@@ -92,6 +136,11 @@ def content_hashes(splits: Mapping[str, SplitFiles]) -> dict[str, list[str]]:
 
 
 def _format_of(path: Path) -> str:
+    if path.suffix.lower() in TAGGED:
+        raise UserError(
+            f"--data {path}: holds words with tags, which no task here learns: the classifier takes a table"
+            " of texts, each with one class"
+        )
     if path.suffix.lower() not in FORMATS:
         raise UserError(
             f"--data {path}: has no known ending ({' '.join(FORMATS)}): say what it is with --format"
@@ -110,6 +159,8 @@ def _find_in_folder(folder: Path, file_format: str | None) -> dict[str, SplitFil
         split: tuple(f for f in known if _split_from_name(f) == split) for split in ("train", "valid", "test")
     }
     if not found["train"]:
+        for tagged in (f for f in names if f.suffix.lower() in TAGGED):
+            _format_of(tagged)
         there = ", ".join(f.name for f in names[:5]) or "nothing"
         raise UserError(
             f"--data {folder}: there is no train.txt (or .csv, .tsv, .jsonl, .json, .parquet); found: {there}"
@@ -138,15 +189,14 @@ def _parquet_rows(file: Path) -> int:
 
 
 def read_texts(part: SplitFiles, column: str) -> Iterator[str]:
-    """The texts of a split: of a stream in chunks of whole lines, otherwise one per row that is not empty."""
+    """The texts of a split: of a stream in chunks of whole lines, otherwise of every row ("" without)."""
     if part.is_stream:
         position.begin(part.files, part.stop and part.stop - part.start)
         for file in part.files:
             yield from _read_stream(file, part.start, part.stop)
     else:
         for where, row in read_rows(part):
-            if (text := text_cell(row, column, where)).strip():
-                yield text
+            yield text_cell(row, column, where)
 
 
 def column_names(part: SplitFiles) -> list[str]:
@@ -160,15 +210,16 @@ def require_column(part: SplitFiles, column: str, otherwise: str = "", flag: str
         names = column_names(dataclasses.replace(part, files=(file,)))
         if names and column not in names:
             raise UserError(
-                f"{flag} {column}: {file} has no such column{did_you_mean(column, names)}; "
-                f"it has: {', '.join(names[:20])}" + (f"; {otherwise}" if otherwise else "")
+                f"{flag} {column}: {file} has no such column{nearest_hint(column, names)}; "
+                f"it has: {name_columns(names)}" + (f"; {otherwise}" if otherwise else "")
             )
 
 
-def did_you_mean(name: str, names: Sequence[str]) -> str:
-    """The hint `(did you mean X?)` with the closest of `names`; empty where none is close."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-    return f" (did you mean {close[0]}?)" if close else ""
+def name_columns(names: Sequence[str]) -> str:
+    """The names of columns for a message; where they look like a row, how to take columns by number."""
+    listed = ", ".join(name[:80] for name in names[:20]) or "no rows"
+    like_row = any(delimited.is_number(name) or name.count(" ") > 3 for name in names)
+    return listed + " (where these are no names, a number takes a column: 1 the first)" * like_row
 
 
 def text_cell(row: Mapping[str, Any], column: str, where: str) -> str:
@@ -243,69 +294,37 @@ def read_rows(part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
     Raises UserError with the line for a row that cannot be read.
     """
     position.begin(part.files)
-    found = itertools.chain.from_iterable(map(_READERS[part.format], part.files))
+    found = itertools.chain.from_iterable(_READERS[part.format](file, part) for file in part.files)
     if part.kept is not None:
         return itertools.compress(found, part.kept.tobytes())
     return itertools.islice(found, part.start, part.stop)
 
 
-def _read_csv(file: Path, file_format: str = "csv") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    csv.field_size_limit(1 << 30)
-    plain: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file_format == "tsv" else {}
-    reader = csv.DictReader(read_lines(file), **plain)
-    try:
-        for row in reader:
-            where = f"{file} line {reader.line_num}"
-            if None in row:  # csv collects fields without a header under None
-                names = len(row) - 1
-                raise UserError(
-                    f"{where}: has {names + len(row[None])} fields and the header {names}"
-                    + (": quote a field that holds a comma" if file_format == "csv" else "")
-                )
-            yield where, row
-    except csv.Error as error:
-        raise UserError(f"{file} line {reader.line_num}: is not {file_format}: {error}") from None
+def shape_of(file: Path, usual: str, numbers: Iterable[str] = ()) -> delimited.Shape:
+    """As `delimited.find_shape`; text that is not UTF-8 is passed over until it is read."""
+    with open_utf8(file) as stream:
+        head = (line.decode("utf-8-sig", "replace") for line in stream)
+        return delimited.find_shape(head, file, usual, numbers)
 
 
-def _read_jsonl(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_delimited(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    return delimited.read(read_lines(file), file, shape_of(file, DELIMITERS[part.format], part.numbers))
+
+
+def _read_jsonl(file: Path, _: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for number, line in enumerate(read_lines(file), 1):
         if line.strip():
-            yield _require_object(_parse_json(line, f"{file} line {number}"), f"{file} line {number}")
+            yield json_rows.as_row(json_rows.parse(line, where := f"{file} line {number}"), where)
 
 
-def _read_json(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_json(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    rows = json_rows.rows_in(_parse_json_file(file), part.key, file)
+    return (json_rows.as_row(row, f"{file} record {number}") for number, row in enumerate(rows, 1))
+
+
+def _parse_json_file(file: Path) -> Any:
     with open_utf8(file) as stream:
-        records = _parse_json(decode(stream.read(), file), str(file))
-    if isinstance(records, dict):
-        records = next((v for v in records.values() if isinstance(v, list)), [])
-    if not isinstance(records, list):
-        raise UserError(f"{file}: holds {type(records).__name__}, not a list of objects")
-    return (_require_object(record, f"{file} record {number}") for number, record in enumerate(records, 1))
-
-
-def _parse_json(text: str, where: str) -> Any:
-    try:
-        value = json.loads(text)
-        if _SURROGATE.search(text):
-            json.dumps(value, ensure_ascii=False).encode()
-        return value
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: is not JSON: {error.msg} at character {error.pos + 1}") from None
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise UserError(
-            f"{where}: holds {half}, half of a character: remove it or complete the pair"
-        ) from None
-    except RecursionError:
-        raise UserError(f"{where}: its lists or objects nest too deeply") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise UserError(f"{where}: cannot be read: {str(error).partition(';')[0]}") from None
-
-
-def _require_object(record: Any, where: str) -> tuple[str, Mapping[str, Any]]:
-    if not isinstance(record, dict):
-        raise UserError(f'{where}: is {type(record).__name__}, not an object such as {{"text": "..."}}')
-    return where, record
+        return json_rows.parse(decode(stream.read(), file), str(file))
 
 
 def open_parquet(file: Path) -> ParquetFile:
@@ -313,7 +332,9 @@ def open_parquet(file: Path) -> ParquetFile:
     with _explain_parquet_errors(file, NO_PARQUET):
         from pyarrow import parquet
 
-        return parquet.ParquetFile(os.fspath(file), page_checksum_verification=True)
+        table = parquet.ParquetFile(os.fspath(file), page_checksum_verification=True)
+    delimited.refuse_twins(table.schema_arrow.names, file)
+    return table
 
 
 @contextlib.contextmanager
@@ -329,7 +350,7 @@ def _explain_parquet_errors(file: Path, what: str) -> Iterator[None]:
         raise UserError(f"{file}: {what}: {str(error).partition(chr(10))[0]}") from None
 
 
-def _read_parquet(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _read_parquet(file: Path, _: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with open_parquet(file) as table, _explain_parquet_errors(file, NO_PARQUET):
         batches = table.iter_batches(batch_size=1000)
         records = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
@@ -371,9 +392,9 @@ def _read_row_group(file: Path, table: ParquetFile, group: int, column: str) -> 
             yield batch.column(0)
 
 
-_READERS: dict[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
-    "csv": _read_csv,
-    "tsv": partial(_read_csv, file_format="tsv"),
+_READERS: dict[str, Callable[[Path, SplitFiles], Iterator[tuple[str, Mapping[str, Any]]]]] = {
+    "csv": _read_delimited,
+    "tsv": _read_delimited,
     "jsonl": _read_jsonl,
     "json": _read_json,
     "parquet": _read_parquet,

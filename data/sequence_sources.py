@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_hint
 from isobatch.data import corpora, readers
 from isobatch.data.corpora import Corpus
+from isobatch.data.tables.delimited import is_number
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -77,7 +79,7 @@ class SequenceColumn(NamedTuple):
         if self.name not in kinds:
             raise UserError(
                 f"{FLAGS[self.kind]} {self.name}: {data} has no such column"
-                f"{readers.did_you_mean(self.name, list(kinds))}; it has: {', '.join(kinds)}"
+                f"{nearest_hint(self.name, list(kinds))}; it has: {', '.join(kinds)}"
             )
         if same_kind and kinds[self.name] != self.kind:
             raise UserError(f"{data}: {self.name} holds {kinds[self.name]}, not {self.kind}")
@@ -102,10 +104,12 @@ def find_column(
     names = usual[:1] or found[kind]
     if len(names) != 1:
         problem = f"which column? {FLAGS[kind]} says" if names else f"no column holds {TEXT} or {INTEGERS}"
-        has = ", ".join(f"{name} ({held})" for name, held in kinds.items()) or "no rows"
+        has = readers.name_columns([f"{name} ({held})" for name, held in kinds.items()] or ["no rows"])
         raise UserError(f"--data {data}: {problem}; it has: {has}")
     others = [f"{FLAGS[k]} {name}" for k in FLAGS for name in found[k] if name != names[0]]
-    note = f"the column {names[0]} holds the sequences ({others[0]} takes another)" if others else ""
+    like_row = " (is that a row? --text-column 1 reads it, too)" * (" " in names[0])
+    note = f"the column {names[0]} holds the sequences{like_row}" if others or like_row else ""
+    note += f" ({others[0]} takes another)" if others else ""
     return SequenceColumn(names[0], kind, note)
 
 
@@ -125,7 +129,7 @@ def column_kinds(part: SplitFiles) -> dict[str, str]:
 
 def _cell_kind(cell: Any) -> str:
     if isinstance(cell, str):  # as is every cell of csv and tsv
-        return TEXT if cell.strip() and not _is_number(cell) else "numbers"
+        return TEXT if cell.strip() and not is_number(cell) else "numbers"
     if isinstance(cell, list) and cell:
         strange = next((v for v in cell if type(v) is not int), 0)
         return INTEGERS if type(strange) is int else f"lists of {_type_name(strange)}"
@@ -134,14 +138,6 @@ def _cell_kind(cell: Any) -> str:
 
 def _type_name(value: Any) -> str:
     return "null" if value is None else type(value).__name__
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def arrow_kinds(schema: pyarrow.Schema) -> dict[str, str]:

@@ -110,7 +110,7 @@ class Sequences(TokenizedData):
         self._check_vocabulary_size()
 
     def _find_files(self, path: Path) -> dict[str, SplitFiles]:
-        parts = readers.find_splits(path, self.recipe.format)
+        parts = readers.find_splits(path, self.recipe.format, self.options)
         if not any(file.stat().st_size for file in parts["train"].files):
             raise UserError(f"--data {path}: {parts['train'].files[0]} is empty")
         return parts

@@ -154,4 +154,4 @@ class EncodedSplits(TokenizedData):
 
     def _files(self, path: Path) -> dict[str, readers.SplitFiles]:
         """The files of each split, with that of --valid."""
-        return held_out.find_splits(path, self.recipe.format, self.options.valid)
+        return held_out.find_splits(path, self.recipe.format, self.options.valid, self.options)

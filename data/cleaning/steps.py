@@ -10,9 +10,9 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_hint
 from isobatch.data.cleaning import html
 from isobatch.data.cleaning.near_duplicates import NearDuplicates
-from isobatch.data.readers import did_you_mean
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -63,7 +63,7 @@ def parse_steps(words: Sequence[str]) -> tuple[CleaningStep, ...]:
 def _parse_step(word: str) -> CleaningStep:
     name, equals, number = word.partition("=")
     if name not in (*TRANSFORMS, *FILTERS):
-        hint = did_you_mean(name, [*TRANSFORMS, *FILTERS])
+        hint = nearest_hint(name, [*TRANSFORMS, *FILTERS])
         raise UserError(
             f"--clean {word}: there is no such step{hint}; steps: {', '.join((*TRANSFORMS, *FILTERS))}"
         )

@@ -111,7 +111,7 @@ class Interactions(TokenizedData):
     def _folder_format(self, path: Path) -> formats.FolderFormat | None:
         """MovieLens' or the NCF protocol's; None for tables. Raises UserError for an unknown --format."""
         asked = self.recipe.format
-        known = [*movielens.FORMATS, *formats.TABLE_FORMATS.values()]
+        known = [*movielens.FORMATS, *dict.fromkeys(formats.TABLE_FORMATS.values())]
         if asked is not None and asked not in known:
             raise UserError(f"--format {asked}: is not one of {', '.join(known)}")
         if asked is not None or path.is_file():

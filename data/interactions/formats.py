@@ -9,9 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest
+from isobatch.core.flags import nearest, nearest_hint
 from isobatch.data.interactions.reading import InteractionTable, NotInBlocksError, some_ids, whole_ids
 from isobatch.data.interactions.tables import (
+    csv_options,
     parquet_columns,
     place_of_row,
     read_delimited,
@@ -20,7 +21,8 @@ from isobatch.data.interactions.tables import (
     stream_delimited,
     stream_parquet,
 )
-from isobatch.data.readers import did_you_mean
+from isobatch.data.readers import name_columns
+from isobatch.data.tables.delimited import ATOMIC, is_number
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np  # noqa: TC004  heavy, and no class here has flags
     import pyarrow as pa
 
-TABLE_FORMATS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet"}
+TABLE_FORMATS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", **dict.fromkeys(ATOMIC, "tsv")}
 
 
 def _spelled(*names: str) -> tuple[str, ...]:
@@ -120,17 +122,16 @@ def find_tables(path: Path, file_format: str | None) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    stems = (*USER_STEMS, *ITEM_STEMS)
     known = [
         f
         for f in sorted(path.iterdir())
-        if f.suffix in TABLE_FORMATS and (_split_from_name(f) or f.stem in stems)
+        if f.suffix in TABLE_FORMATS and (_split_from_name(f) or _side_of(f))
     ]
     formats = sorted({TABLE_FORMATS[f.suffix] for f in known if _split_from_name(f)})
     if file_format is None and len(formats) > 1:
         raise UserError(f"--data {path}: holds {' and '.join(formats)} files: choose with --format")
     found = (
-        [f for f in known if f.stem in stems or TABLE_FORMATS[f.suffix] == (file_format or formats[0])]
+        [f for f in known if _side_of(f) or TABLE_FORMATS[f.suffix] == (file_format or formats[0])]
         if formats
         else []
     )
@@ -138,16 +139,25 @@ def find_tables(path: Path, file_format: str | None) -> list[Path]:
         there = ", ".join(sorted(f.name for f in path.iterdir())[:6]) or "nothing"
         raise UserError(
             f"--data {path}: there is no ratings.dat, u.data or *.test.negative, and no table called"
-            f" interactions, ratings or train (.csv, .tsv, .parquet); found: {there}"
+            f" interactions, ratings or train (.csv, .tsv, .inter, .parquet); found: {there}"
         )
     return found
 
 
 def _split_from_name(file: Path) -> str | None:
     words = re.split(r"[^a-z]+", file.stem.lower())
+    if _side_of(file):
+        return None
     if any(word in words for word in UNSPLIT_STEMS):
         return "all"
-    return next((split for split in SPLITS for word in words if word in (split, f"{split}ation")), None)
+    found = (split for split in SPLITS for word in words if word in (split, f"{split}ation"))
+    return next(found, "all" if file.suffix == ".inter" else None)
+
+
+def _side_of(file: Path) -> str | None:
+    """Whose texts a table holds: users', items', or nobody's."""
+    names = {"users": (*USER_STEMS, ".user"), "items": (*ITEM_STEMS, ".item")}
+    return next((side for side, own in names.items() if file.stem in own or file.suffix in own), None)
 
 
 def read_tables(path: Path, file_format: str | None, asked: TableColumns) -> RawInteractions:
@@ -167,10 +177,10 @@ def read_tables(path: Path, file_format: str | None, asked: TableColumns) -> Raw
     tables = {split: _open_interactions(fs[0], asked, notes) for split, fs in splits.items() if fs}
     found = RawInteractions(tables, notes=notes)
     for file in files:
-        if file.stem in USER_STEMS:
+        if _side_of(file) == "users":
             texts = _texts_by_id(file, USER_COLUMNS, asked.user_text, notes)
             found.users = {key: item.text for key, item in texts.items()}
-        elif file.stem in ITEM_STEMS:
+        elif _side_of(file) == "items":
             found.items = _texts_by_id(file, ITEM_COLUMNS, asked.item_text, notes)
     return found
 
@@ -179,8 +189,13 @@ def _open_interactions(file: Path, asked: TableColumns, notes: list[str]) -> Int
     return InteractionTable(
         partial(_read_interactions, file, asked, notes),
         partial(_stream_interactions, file, asked, notes),
-        partial(place_of_row, file, 1),
+        partial(_place, file, asked),
     )
+
+
+def _place(file: Path, asked: TableColumns, row: int) -> str:
+    skip = 0 if file.suffix == ".parquet" else csv_options(file, asked[:4], [])["skip"]
+    return place_of_row(file, skip, row)
 
 
 def _read_interactions(file: Path, asked: TableColumns, notes: list[str]) -> pa.Table:
@@ -190,12 +205,12 @@ def _read_interactions(file: Path, asked: TableColumns, notes: list[str]) -> pa.
     if file.suffix == ".parquet":
         table = read_parquet(file)
     else:
-        table = read_delimited(file, "," if file.suffix == ".csv" else "\t", ids=_id_columns(asked))
+        table = read_delimited(file, **csv_options(file, asked[:4], notes), ids=_id_columns(asked))
     columns = _choose_columns(file, table.column_names, asked, notes)
     chosen = {name: table[column] for name, column in columns.items()}
     for name in ("rating", "time"):
         if name in chosen:
-            _require_numbers(file, name, getattr(asked, name) or name, chosen[name])
+            _require_numbers(file, name, asked, chosen[name])
     return pa.table(chosen)
 
 
@@ -207,15 +222,14 @@ def _stream_interactions(file: Path, asked: TableColumns, notes: list[str]) -> I
     """What `_read_interactions` reads, a block at a time. Raises NotInBlocksError, and UserError."""
     import pyarrow as pa
 
-    separator = "," if file.suffix == ".csv" else "\t"
     if file.suffix == ".parquet":
         chosen = _choose_columns(file, parquet_columns(file), asked, notes)
         batches = stream_parquet(file, list(chosen.values()))
     else:
-        first = next(stream_delimited(file, separator), None)
-        chosen = _choose_columns(file, first.schema.names if first is not None else [], asked, notes)
+        options = csv_options(file, asked[:4], notes)
+        chosen = _choose_columns(file, options["names"], asked, notes)
         ids = [name for name in _id_columns(asked) if name in chosen.values()]
-        batches = stream_delimited(file, separator, wanted=list(chosen.values()), ids=ids)
+        batches = stream_delimited(file, **options, wanted=list(chosen.values()), ids=ids)
     for batch in batches:
         found = {name: batch[column] for name, column in chosen.items()}
         for name in ("rating", "time"):
@@ -241,9 +255,9 @@ def _choose_columns(
         if column not in available:
             flag = f"--{name}-column"
             looked = f"{flag} {given}: is no column" if given else f"has no column {' or '.join(usual[:3])}"
-            likely = [n for n in available if given and (n in usual or nearest(given, [n]))] or available
-            hint = did_you_mean(given, likely) if given else f": say which with {flag}"
-            raise UserError(f"{file}: {looked} (there are {', '.join(available[:8])}){hint}")
+            like = given and (nearest(given, available) or next((n for n in available if n in usual), ""))
+            hint = f" (did you mean {like}?)" * bool(like) if given else f": say which with {flag}"
+            raise UserError(f"{file}: {looked} (there are {name_columns(available[:8])}){hint}")
         chosen[name] = column
     if renamed := [f"{column} as {name}" for name, column in chosen.items() if column != name]:
         unread = [name for name in available if name not in chosen.values()]
@@ -263,26 +277,18 @@ def _holds_numbers(kind: Any) -> bool:
     return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_temporal(kind))
 
 
-def _require_numbers(file: Path, name: str, column: str, values: pa.ChunkedArray) -> None:
+def _require_numbers(file: Path, name: str, asked: TableColumns, values: pa.ChunkedArray) -> None:
     """Raise UserError unless all values are numbers or dates: text would be sorted alphabetically."""
     if not _holds_numbers(values.type):
-        odd = next((v for v in values.to_pylist() if not _is_number(v)), None)
+        odd = next((v for v in values.to_pylist() if not is_number(v)), None)
         raise UserError(
             f"{file}: its {name}s hold {odd!r}: give numbers"
             + (", or dates such as 2019-12-31 23:59:59" if name == "time" else "")
-            + f", or leave the column {column} out"
+            + f", or leave the column {getattr(asked, name) or name} out"
         )
     if values.null_count:
         row = values.is_null().to_pylist().index(True) + 1
-        raise UserError(f"{place_of_row(file, 1, row)}: has no {name}: fill it in, or leave the row out")
-
-
-def _is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return True
+        raise UserError(f"{_place(file, asked, row)}: has no {name}: fill it in, or leave the row out")
 
 
 def _texts_by_id(file: Path, ids: Sequence[str], asked: str | None, notes: list[str]) -> dict[str, ItemText]:
@@ -299,13 +305,19 @@ def _texts_by_id(file: Path, ids: Sequence[str], asked: str | None, notes: list[
 def _read_id_texts(file: Path, ids: Sequence[str], asked: str | None) -> Iterator[tuple[str, ItemText]]:
     """(id, title and text) of each row of a table of users or items. `asked`: its text columns."""
     available: list[str] = []
-    for where, row in read_rows(file):
+    wanted = asked.split(",") if asked else []
+    for where, row in read_rows(file, filter(str.isdecimal, wanted)):
         if not available:
             available = list(row)
             key = next((name for name in (*ids, "id") if name in available), available[0])
-            named = asked.split(",") if asked else [n for n in available if n != key]
+            named = wanted or [n for n in available if n != key]
+            if key.isdecimal() and key not in ("0", "1"):
+                raise UserError(
+                    f"{file}: its first row names no columns ({', '.join(available[:4])}): give it a header,"
+                    " or take columns by number, as in --item-text 2 (the id is the first)"
+                )
             if missing := [n for n in named if n not in available]:
-                raise UserError(f"{file}: has no column {missing[0]}{did_you_mean(missing[0], available)}")
+                raise UserError(f"{file}: has no column {missing[0]}{nearest_hint(missing[0], available)}")
             title = next((n for n in TITLE_COLUMNS if n in available), named[0] if named else key)
         if row[key] in (None, "") or row[key] != row[key]:
             raise UserError(f"{where}: has no {key}: fill it in, or leave the row out")

@@ -66,7 +66,7 @@ class Numbering:
     def codes(self, column: Any) -> np.ndarray:
         """(n,) int32 provisional numbers of a pyarrow array without empty values."""
         coded, place = column.dictionary_encode(), self._place
-        of = [place.setdefault(str(value), len(place)) for value in coded.dictionary.to_pylist()]
+        of = [place.setdefault(str(value).strip(), len(place)) for value in coded.dictionary.to_pylist()]
         found: np.ndarray = np.array(of, np.int32)[coded.indices.to_numpy()]
         return found
 

@@ -12,13 +12,17 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.data.interactions.reading import BATCH_ROWS, InteractionTable, NotInBlocksError
 from isobatch.data.preparation.progress import position
-from isobatch.data.readers import open_utf8, wide_encoding
+from isobatch.data.readers import numbers_in, open_utf8, read_lines, shape_of, wide_encoding
+from isobatch.data.tables import delimited
+from isobatch.data.tables.delimited import find_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import pyarrow as pa
+
+    from isobatch.data.tables.delimited import Shape
 
 
 def read_text(file: Path) -> str:
@@ -53,19 +57,46 @@ def read_fields(file: Path, delimiter: str, count: int) -> Iterator[tuple[str, l
             yield f"{file} line {number}", row
 
 
-def read_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _usual_delimiter(file: Path) -> str:
+    """What is between the fields of a file of this name."""
+    return "," if file.suffix == ".csv" else "\t"
+
+
+def csv_options(file: Path, columns: Iterable[str | None], notes: list[str]) -> dict[str, Any]:
+    """What `read_delimited` should know of a table, of which flags name these columns; `notes` grow.
+
+    Raises UserError for a quote that is not closed.
+    """
+    shape = shape_of(require_file(file), _usual_delimiter(file), numbers_in(columns))
+    _refuse_open_quotes(file, shape)
+    notes += [note for note in shape.notes if note not in notes]
+    return {"delimiter": shape.dialect["delimiter"], "names": shape.names, "skip": shape.header_lines}
+
+
+def _refuse_open_quotes(file: Path, shape: Shape) -> None:
+    """Raise UserError with the line of a quote that is not closed: pyarrow would read on to the next."""
+    with open_utf8(file) as stream:
+        quoted = any(b'"' in block for block in iter(partial(stream.read, 1 << 20), b""))
+        stream.seek(0)
+        quoted = quoted and any(line.count(b'"') % 2 for line in stream)
+    if quoted and shape.dialect["quoting"] != csv.QUOTE_NONE:
+        for _ in delimited.read(read_lines(file), file, shape):
+            pass
+
+
+def read_rows(file: Path, numbers: Iterable[str] = ()) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(where, column -> value) of each row of a small csv, tsv or parquet table.
 
-    Raises UserError for a row that does not fit the header.
+    `numbers`: columns that flags take by number. Raises UserError for a row that does not fit the header.
     """
     if file.suffix == ".parquet":
         yield from ((str(file), row) for row in read_parquet(file).to_pylist())
         return
-    quoting: dict[str, Any] = {"delimiter": "\t", "quoting": csv.QUOTE_NONE} if file.suffix == ".tsv" else {}
-    reader = csv.DictReader(io.StringIO(read_text(file), newline=""), **quoting)
-    for row in reader:
-        where = f"{file} line {reader.line_num}"
-        if None in row or None in row.values():
+    text = io.StringIO(read_text(file), newline="")
+    shape = find_shape(text, file, _usual_delimiter(file), numbers)
+    text.seek(0)
+    for where, row in delimited.read(text, file, shape):
+        if None in row.values():
             raise UserError(f"{where}: has another number of fields than the header")
         yield where, row
 
@@ -86,8 +117,8 @@ def _csv_options(
     import pyarrow as pa
     from pyarrow import csv as arrow
 
-    parse = arrow.ParseOptions(delimiter=delimiter, quote_char='"' if delimiter == "," else False)
-    numbers = {n: pa.int64() for n in ("user", "item", "time") if names and n in names}
+    parse = arrow.ParseOptions(delimiter=delimiter, quote_char='"' if delimiter in ",;|" else False)
+    numbers = {n: pa.int64() for n in ("user", "item", "time") if names and n in names and not ids}
     words = dict.fromkeys(ids, pa.dictionary(pa.int32(), pa.string()))
     convert = arrow.ConvertOptions(
         include_columns=wanted, column_types={**words, **numbers}, null_values=[""], strings_can_be_null=True
@@ -198,6 +229,7 @@ def parquet_columns(file: Path) -> list[str]:
         names: list[str] = reader.read_schema(file).names
     except (pa.ArrowException, OSError):
         raise NotInBlocksError from None
+    delimited.refuse_twins(names, file)
     return names
 
 

@@ -145,9 +145,10 @@ def class_names(splits: Mapping[str, SplitClasses], columns: ColumnNames, data: 
     another split has.
     """
     for split, classes in splits.items():
-        if None in classes.counts():
+        if missing := classes.counts().get(None):
             raise UserError(
-                f"{classes.where(None)}: {columns.label} is empty in the {split} split: leave the row out"
+                f"{classes.where(None)}: {columns.label} is empty in the {split} split, in {missing:,} of"
+                f" {len(classes):,} rows: leave such rows out"
             )
     counts = Counter({label: count for label, count in splits["train"].counts().items() if label is not None})
     if len(counts) < 2:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_hint
 from isobatch.data import readers
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _hint(flag: str, asked: str, available: Sequence[str]) -> str:
     usual = {"--text-column": TEXT_COLUMNS, "--label-column": LABEL_COLUMNS}
     others = {name for kind, names in usual.items() if kind != flag for name in names}
     like = [name for name in available if name not in others]
-    if hint := readers.did_you_mean(asked, like):
+    if hint := nearest_hint(asked, like):
         return hint
     known = next((name for name in usual.get(flag, ()) if name in available), None)
     return f" (did you mean {known}?)" if known else ""
@@ -76,4 +77,4 @@ def _missing_columns(missing: Mapping[str, str | None], available: Sequence[str]
     if open_flags := [flag for flag, asked in missing.items() if asked is None]:
         question = "which column? {} says" if len(open_flags) == 1 else "which columns? {} say"
         said.append(f"--data {data}: {question.format(' and '.join(open_flags))}")
-    return "; ".join([*said, f"it has: {', '.join(available[:20]) or 'no columns'}"])
+    return "; ".join([*said, f"it has: {readers.name_columns(available)}"])

@@ -89,7 +89,7 @@ class Labelled(EncodedSplits):
     """
 
     Options: ClassVar[type] = LabelledOptions
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     cache_name: ClassVar[str] = "data.labelled.Labelled"
     encodes_in_shards: ClassVar[bool] = True
     demo_vocabulary_size: ClassVar[int] = 2048
@@ -245,10 +245,13 @@ class Labelled(EncodedSplits):
     def _rows_per_split(self) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
         if self.recipe.data == DEMO:
             return demo_rows(), []
-        where = (self.recipe.data, self._data_path(), self.recipe.format, self.options.data_config)
+        where = (self.recipe.data, self._data_path(), self.recipe.format, self.options)
+        path = self._data_path()
+        notes = [] if path is None else readers.table_notes(self._files(path))
         if self._held_out_share() is None:
-            return rows_per_split(*where, self.options.valid)
-        return given_rows(*where, self.options.valid), []
+            rows, said = rows_per_split(*where, self.options.valid)
+            return rows, [*said, *notes]
+        return given_rows(*where, self.options.valid), notes
 
     def _open_tokenizer(self, examples: Iterable[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
         """The tokenizer, which may be trained on the examples, and the ids of its special tokens."""

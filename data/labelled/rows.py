@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import itertools
 import os
+import re
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -37,13 +38,13 @@ class Example(NamedTuple):
 
 
 def rows_per_split(
-    data: str, path: Path | None, file_format: str | None, config: str | None, valid: float | str | None
+    data: str, path: Path | None, file_format: str | None, options: Any, valid: float | str | None
 ) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
     """(split -> a function that reads its rows, notes) of a path or hub id.
 
     Where there is no validation split, every twentieth training row goes into one, or the share of --valid.
     """
-    found = given_rows(data, path, file_format, config, valid)
+    found = given_rows(data, path, file_format, options, valid)
     if "valid" in found:
         return found, []
     if share := held_out.share_of(valid):
@@ -68,12 +69,12 @@ def _chosen_rows(rows: Callable[[], LocatedRows], chosen: np.ndarray) -> Located
 
 
 def given_rows(
-    data: str, path: Path | None, file_format: str | None, config: str | None, valid: float | str | None
+    data: str, path: Path | None, file_format: str | None, options: Any, valid: float | str | None
 ) -> dict[str, Callable[[], LocatedRows]]:
     """Split -> a function that reads its rows, of the splits that a path or hub id has."""
     if path is None:
-        return _hub_rows(data, config)
-    parts = held_out.find_splits(path, file_format, valid)
+        return _hub_rows(data, options.data_config)
+    parts = held_out.find_splits(path, file_format, valid, options)
     return {split: partial(readers.read_rows, part) for split, part in parts.items()}
 
 
@@ -82,7 +83,7 @@ def read_examples(rows: LocatedRows, columns: ColumnNames) -> Iterator[Example]:
     for where, row in rows:
         text = _text_field(row, columns.text, where, "--text-column")
         pair = None if columns.pair is None else _text_field(row, columns.pair, where, "--pair-column")
-        yield Example(where, text, pair, _parse_label(row.get(columns.label)))
+        yield Example(where, text, pair, _parse_label(row.get(columns.label), where, columns.label))
 
 
 def _text_field(row: Mapping[str, Any], column: str, where: str, flag: str) -> str:
@@ -99,11 +100,29 @@ def _text_field(row: Mapping[str, Any], column: str, where: str, flag: str) -> s
     return text
 
 
-def _parse_label(value: Any) -> str | None:
-    """The label as text, whole floats without their point; None where there is none."""
-    if value is None or value == "":
+def class_name(value: Any) -> str | None:
+    """A label as text, whole numbers without their point; None where there is none."""
+    text = str(value).strip()
+    if value is None or text.lower() in ("", "nan", "null"):
         return None
-    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value).strip()
+    whole = re.fullmatch(r"([-+]?\d+)\.0+", text)
+    return str(int(whole[1])) if whole else text
+
+
+def _parse_label(value: Any, where: str, column: str) -> str | None:
+    """As `class_name`.
+
+    Raises UserError for what is no class: a list, an object, a decimal number, numbers with commas between.
+    """
+    text = class_name(value) or ""
+    listed = re.fullmatch(r"\[.*\]|\{.*\}|\d+(,\s*\d+)+", text, re.DOTALL)
+    if listed or re.fullmatch(r"(?i)[-+]?\d*\.\d+(e[-+]?\d+)?", text):
+        kind = "several values" if listed else "a decimal number"
+        raise UserError(
+            f"{where}: column {column} holds {text[:40]}, {kind}: a text has one class of a set, a word or a"
+            " whole number; several labels a text, and scores, are not offered; --label-column takes another"
+        )
+    return text or None
 
 
 def _hub_rows(name: str, config: str | None) -> dict[str, Callable[[], LocatedRows]]:

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_hint
 from isobatch.data import chat_formats
 from isobatch.data.chat_formats import Message, SkippedRowError, key_names, parse_message_list
-from isobatch.data.readers import did_you_mean
 
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
 PROMPT_COLUMNS = (PROMPT, "instruction", "question", "query", *chat_formats.CHAT_COLUMNS, "input")
@@ -53,7 +53,7 @@ def parse_pair(row: Mapping[str, Any], where: str) -> PreferencePair:
         if PROMPT in row:
             raise SkippedRowError("an empty prompt")
         raise UserError(
-            f"{where}: has no {PROMPT}{did_you_mean(PROMPT, list(row))}, and {CHOSEN} and {REJECTED} begin"
+            f"{where}: has no {PROMPT}{nearest_hint(PROMPT, list(row))}, and {CHOSEN} and {REJECTED} begin"
             f" with none; it has: {key_names(row)}"
         )
     return pair
@@ -94,7 +94,7 @@ def require_columns(names: Sequence[str], where: str) -> None:
     for column in (CHOSEN, REJECTED):
         if column not in names:
             raise UserError(
-                f"{where}: has no column {column}{did_you_mean(column, names)}; it has:"
+                f"{where}: has no column {column}{nearest_hint(column, names)}; it has:"
                 f" {', '.join(names[:20]) or 'nothing'}"
             )
 

@@ -170,7 +170,7 @@ class _Builder:
         """What is known of a group; its samples are kept on this machine while there is room."""
         columns, sizes = self.encoder.encode_and_count(rows, self.objects[place.shard].address)
         if not columns:
-            return IndexedGroup(place, len(rows), b"", {}, {})
+            return IndexedGroup(place, len(rows), b"", sizes, {})
         if self._kept < self.cache.limit // 2:
             self.cache.keep(group_table.cache_name(self.objects, place, self.encoding), columns)
             self._kept += sum(_bytes(column) for column in columns.values())
@@ -239,8 +239,10 @@ def _summed(groups: list[IndexedGroup]) -> dict[str, int]:
 
 def _left_out(split: str, rows: int, sizes: Mapping[str, int]) -> list[str]:
     """A note of rows from which nothing is learnt."""
-    left_out = rows - sizes.get("conversations", rows)
-    what = f"{split}: {left_out:,} of {rows:,} rows are left out: they have no answer to learn"
+    textless = sizes.get("textless", 0)
+    left_out = textless or rows - sizes.get("conversations", rows)
+    lacking = "text" if textless else "answer to learn"
+    what = f"{split}: {left_out:,} of {rows:,} rows are left out: they have no {lacking}"
     return [what] if left_out else []
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_hint
 from isobatch.data import readers, template_texts, tokenizers
 from isobatch.data.base import NoSamplesError
 from isobatch.data.cleaning import pipeline
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from isobatch.data.text.sources import TextSet
 
 ENCODER_FILE = "encoder.json"
-VERSION = 1
+VERSION = 2
 """Part of the cache key: raise it when the same rows become other tokens."""
 
 
@@ -97,14 +98,15 @@ class TextGroupEncoder:
         found = self.text_set({"train": rows}, where)
         found.bind_tokenizer(self.tokenization)
         try:
-            return found.encode("train", self.tokenization)
+            columns, sizes = found.encode("train", self.tokenization)
         except NoSamplesError:
-            return {}, {}
+            columns, sizes = {}, {}
+        textless = found.rows["train"][1] if isinstance(found, PlainText) else 0
+        return columns, sizes | ({"textless": textless} if textless else {})
 
     def _documents(self, rows: Rows, where: str) -> Iterator[str]:
         for row in rows:
-            if (text := readers.text_cell(row, self.column, where)).strip():
-                yield text
+            yield readers.text_cell(row, self.column, where)
 
     def identity(self) -> str:
         """A hash of all that decides which tokens rows become."""
@@ -178,7 +180,7 @@ class StreamedText(Text):
         if kind == TEXT and column not in columns:
             raise UserError(
                 f"--text-column {column}: {first.address} has no such column"
-                f"{readers.did_you_mean(column, columns)}; it has: {', '.join(columns[:20])}"
+                f"{nearest_hint(column, columns)}; it has: {', '.join(columns[:20])}"
             )
         return kind, column
 

@@ -98,6 +98,8 @@ class PlainText:
         self.name, self.corpus = name, corpus
         self.splits: Sequence[str] = sorted(corpus.splits, key=lambda split: split != "train")
         self.remarks: list[str] = []
+        self.rows: dict[str, tuple[int, int, int]] = {}
+        """Split -> its rows, those without a text, and the number of the first such, from 1 on."""
         self._known = np.empty(0, np.uint64)
         """Hashes of the training documents."""
         self.cleaning = CleaningPipeline(steps, "lines" if corpus.is_stream else "texts")
@@ -107,18 +109,36 @@ class PlainText:
         return self._read("train", self.cleaning.transforms_only())
 
     def _read(self, split: str, cleaning: CleaningPipeline) -> Iterator[str]:
-        texts = iter(self.corpus.splits[split]())
+        texts = self._documents(split)
         if not cleaning.steps:
             return texts
         if self.corpus.is_stream:
             return cleaning.clean_lines(texts)
-        others = [read for name, read in self.corpus.splits.items() if split == "train" != name]
-        return cleaning.clean_texts(texts, chain.from_iterable(read() for read in others))
+        others = [name for name in self.corpus.splits if split == "train" != name]
+        return cleaning.clean_texts(texts, chain.from_iterable(map(self._documents, others)))
+
+    def _documents(self, split: str) -> Iterator[str]:
+        """The texts of a split; of rows those that have one, and the others are counted."""
+        rows = textless = first = 0
+        for rows, text in enumerate(self.corpus.splits[split](), 1):
+            if self.corpus.is_stream or text.strip():
+                yield text
+            else:
+                textless, first = textless + 1, first or rows
+        self.rows[split] = (rows, textless, first)
+
+    def _textless_notes(self) -> list[str]:
+        return [
+            f"{split}: {textless:,} of {rows:,} rows have no text in {self.corpus.column} and are left out"
+            f" (the first is row {first:,})"
+            for split, (rows, textless, first) in self.rows.items()
+            if textless
+        ]
 
     @property
     def notes(self) -> list[str]:
         """What the user should know, one line each."""
-        return [*self.corpus.notes, *self.cleaning.notes(), *self.remarks]
+        return [*self.corpus.notes, *self._textless_notes(), *self.cleaning.notes(), *self.remarks]
 
     def bind_tokenizer(self, tokenization: TokenizationSettings) -> None:
         """Nothing to prepare: plain text has no template."""
@@ -145,6 +165,7 @@ class PlainText:
         if len(tokens) < 2:
             raise NoSamplesError(
                 f"--data {self.name}: the {split} text has {len(tokens)} tokens: at least 2 are needed"
+                + "".join(f"; {note}" for note in self._textless_notes())
             )
         overlap = tokenization.stride and split != "train"
         columns = (

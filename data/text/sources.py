@@ -100,10 +100,10 @@ class TextSetSpec:
         """The files of each split. A share of a mixture's sets is held out of those without such a split."""
         valid = self.options.valid
         if self.is_only_set:
-            return held_out.find_splits(path, self.file_format, valid)
+            return held_out.find_splits(path, self.file_format, valid, self.options)
         if isinstance(valid, str):
             raise UserError(f"--valid {valid}: --data names several sets: give a share such as 0.1")
-        return readers.find_splits(path, self.file_format)
+        return readers.find_splits(path, self.file_format, self.options)
 
     def _check_files(self, path: Path) -> None:
         parts = self._files(path)
@@ -131,7 +131,7 @@ class TextSetSpec:
             return TEXT
         if self.path is None:
             return None
-        part = readers.find_splits(self.path, self.file_format)["train"]
+        part = readers.find_splits(self.path, self.file_format, self.options)["train"]
         return TEXT if part.is_stream else self._detect_kind(readers.column_names(part))
 
     def _detect_kind(self, columns: Sequence[str]) -> str:
@@ -147,12 +147,12 @@ class TextSetSpec:
         """Whether it has columns: neither the demo nor a .txt file has."""
         if self.path is None:
             return not self.is_demo
-        return not readers.find_splits(self.path, self.file_format)["train"].is_stream
+        return not readers.find_splits(self.path, self.file_format, self.options)["train"].is_stream
 
     def has_column(self, column: str) -> bool:
         """Whether its rows have this column; True for a hub data set, which is not fetched to find out."""
         return self.path is None or column in readers.column_names(
-            readers.find_splits(self.path, self.file_format)["train"]
+            readers.find_splits(self.path, self.file_format, self.options)["train"]
         )
 
     def content_identity(self) -> Any:
@@ -218,8 +218,7 @@ class TextSetSpec:
     def _open_labelled(self, table: RowCorpus, steps: Sequence[CleaningStep]) -> Conversations:
         """Labelled texts as conversations: the text asks, and the label as written is the answer."""
         names = find_columns(self.location, table.columns)
-        options = self.options
-        where = (self.location, self.path, self.file_format, options.data_config)
+        where = (self.location, self.path, self.file_format, self.options)
         splits, remarks = rows_per_split(*where, self._share)
         classes = {split: SplitClasses.read(read_examples(rows(), names)) for split, rows in splits.items()}
         remarks += drop_unlabelled_test(classes)

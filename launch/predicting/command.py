@@ -143,8 +143,10 @@ def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]
     unanswered: list[UnansweredRowError] = []
     blank: dict[str, Any] | None = None
     labelled = LabelledRows(answerer.label_column, answerer.trained)
+    asked = [getattr(answerer.rows, name, None) for name in ("text", "pair", "column")]
+    asked.append(answerer.label_column)
     doing("predicting")
-    for chunk in tables.in_chunks(tables.read_table(file)):
+    for chunk in tables.in_chunks(tables.read_table(file, columns=asked)):
         samples: dict[int, Any] = {}
         for place, (where, row) in enumerate(chunk):
             try:

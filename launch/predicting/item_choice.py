@@ -53,7 +53,10 @@ def _is_table(text: str) -> bool:
 def _named_items(lists: ItemLists, flag: str, text: str, column: str | None) -> list[str]:
     if not _is_table(text):
         return lists.split_items(text)
-    return [_item_in(row, flag, where, column) for where, row in tables.read_table(text, flag)]
+    rows = list(tables.read_table(text, flag, [column]))
+    names = list(rows[0][1])
+    first = [n for n in names if len(names) == 1 and n not in ITEM_COLUMNS and lists.knows_item(n)]
+    return [*first, *(_item_in(row, flag, where, column) for where, row in rows)]
 
 
 def _item_in(row: Mapping[str, Any], flag: str, where: str, column: str | None) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from isobatch.core.measures import counted
 from isobatch.data.labelled.columns import LABEL_COLUMNS
+from isobatch.data.labelled.rows import class_name
 from isobatch.models.encoder.class_metrics import class_figures
 from isobatch.models.encoder.evaluation import wilson_interval
 
@@ -44,11 +45,11 @@ class LabelledRows:
         self._classes = self._classes or list(answers[0]["probabilities"])
         seen = self._trained.holds(samples).tolist() if self._trained else [False] * len(samples)
         for row, answer, was_seen in zip(rows, answers, seen, strict=True):
-            label = row.get(self._column)
-            if label in (None, ""):
+            label = class_name(row.get(self._column))
+            if label is None:
                 continue
-            if str(label) in answer["probabilities"]:
-                self._pairs[was_seen][str(label), answer["prediction"]] += 1
+            if label in answer["probabilities"]:
+                self._pairs[was_seen][label, answer["prediction"]] += 1
             else:
                 self._foreign += 1
 

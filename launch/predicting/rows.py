@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_hint
 from isobatch.data import chat_formats
 from isobatch.data.interactions.formats import USER_COLUMNS
 from isobatch.data.labelled.columns import PAIR_COLUMNS, TEXT_COLUMNS
 from isobatch.data.labelled.rows import MAX_TEXT_CHARACTERS
-from isobatch.data.readers import did_you_mean
 from isobatch.data.sequence_sources import INTEGERS, TEXT, USUAL_COLUMNS
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.models.protocols import ItemLists
@@ -206,7 +206,7 @@ def find_column(
     if found is not None:
         return found
     wanted = asked or " or ".join(usual)
-    hint = did_you_mean(asked, list(row)) if asked else ""
+    hint = nearest_hint(asked, list(row)) if asked else ""
     raise UserError(
         f"{where}: has no column {wanted}{hint}; it has: {chat_formats.key_names(row)}; {flag} names another"
     )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import json
 import os
+import sys
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from pathlib import Path
@@ -40,11 +42,14 @@ def check_file(name: str, flag: str = "--file") -> Path:
     return path
 
 
-def read_table(name: str, flag: str = "--file") -> LocatedRows:
-    """(where, row) of each row of a file. Raises UserError where it is none, or holds no rows."""
+def read_table(name: str, flag: str = "--file", columns: Sequence[str | None] = ()) -> LocatedRows:
+    """(where, row) of each row of a file. `columns`: what flags name, perhaps by number.
+
+    Raises UserError where it is none, or holds no rows.
+    """
     path = check_file(name, flag)
     try:
-        rows = _lines(path) if path.suffix.lower() == LINES else _rows(path)
+        rows = _lines(path) if path.suffix.lower() == LINES else _rows(path, columns)
         first = next(rows, None)
     except PermissionError:
         raise UserError(f"{flag} {name}: cannot be read: no permission") from None
@@ -53,8 +58,14 @@ def read_table(name: str, flag: str = "--file") -> LocatedRows:
     return itertools.chain([first], rows)
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    return iter(readers.read_rows(readers.find_splits(path, None)["train"]))
+def _rows(path: Path, columns: Sequence[str | None]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    part, *others = readers.find_splits(path, None).values()
+    if others:
+        raise UserError(f"--file {path}: holds several splits: give a file of one")
+    part = dataclasses.replace(part, numbers=readers.numbers_in(columns))
+    for note in readers.table_notes({"train": part}):
+        print(note, file=sys.stderr)
+    return iter(readers.read_rows(part))
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest_path_hint
+from isobatch.core.flags import nearest_hint, nearest_path_hint
 from isobatch.models import hub, lora, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.causal_lm import (
@@ -169,8 +168,7 @@ class CausalLM(Task):
             if hub.snapshot(name, self.recipe.revision):
                 self._check_config(hub.load_config(name, self.recipe.revision))
         else:
-            close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
-            hint = f" (did you mean {close[0]}?)" if close else nearest_path_hint(Path(name).expanduser())
+            hint = nearest_hint(name, PRESETS) or nearest_path_hint(Path(name).expanduser())
             raise UserError(
                 f"--model {name}: is no preset{hint}, folder or hub id (owner/name, such as "
                 f"openai-community/gpt2); presets: {', '.join(PRESETS)}"

@@ -5,14 +5,13 @@ python -m launch auto --task classifier --data FOLDER --model distilbert/distilb
 
 from __future__ import annotations
 
-import difflib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import ADDED_LATER, nearest_path_hint
+from isobatch.core.flags import ADDED_LATER, nearest_hint, nearest_path_hint
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.encoder import class_metrics, encoders, evaluation, prediction
@@ -123,8 +122,7 @@ class Classifier(Task):
             if hub.snapshot(name, self.recipe.revision) is None:
                 return
         else:
-            close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
-            hint = f" (did you mean {close[0]}?)" if close else nearest_path_hint(Path(name).expanduser())
+            hint = nearest_hint(name, PRESETS) or nearest_path_hint(Path(name).expanduser())
             raise UserError(
                 f"--model {name}: is no preset{hint}, folder or hub id (owner/name);"
                 f" presets: {', '.join(PRESETS)}"

@@ -368,6 +368,17 @@ def test_splits_follow_the_names_of_objects() -> None:
         indexes.divide(objects[1:3])
 
 
+def test_rows_without_a_text_are_counted(tmp_path: Path) -> None:
+    """20 of 40, half of them in groups that hold no text at all."""
+    rows = [{"text": text} if n < 20 else {"content": text} for n, text in enumerate(DOCUMENTS[:40])]
+    (tmp_path / "some").mkdir()
+    for split in ("train", "valid"):
+        (tmp_path / "some" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, facts = prepared(tmp_path / "some")
+    said = [note for note in facts.extra["notes"] if "rows are left out" in note]
+    assert said == [f"{s}: 20 of 40 rows are left out: they have no text" for s in ("train", "valid")]
+
+
 def test_a_shard_without_the_column_is_refused(stored: Path) -> None:
     (stored / "part-2.jsonl").write_bytes(b'{"content": "lost without a word"}\n' * 50)
     with pytest.raises(UserError, match=r"part-2.jsonl has no column text.* it has: content"):

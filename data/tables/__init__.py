@@ -1,0 +1,1 @@
+"""The shapes of tables: which rows and columns a file of text holds."""

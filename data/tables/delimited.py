@@ -1,0 +1,148 @@
+"""The shape of a delimited table: what parts its fields, and whether its first row names the columns."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from isobatch.core.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+csv.field_size_limit(1 << 30)
+SAMPLED_LINES = 100
+DELIMITERS = {",": "comma", "\t": "tab", ";": "semicolon", "|": "bar"}
+USUAL = re.compile(r"(?i)(.*_)?(id|text|label|user|item|rating|title|name|tokens|sentence\d?|question\d?)")
+"""A word that only a row of names holds."""
+ATOMIC = (".inter", ".item", ".user")
+"""Endings of RecBole's tables: tabs, and a type behind each name, as in `user_id:token`."""
+
+
+class Shape(NamedTuple):
+    """How the lines of a table become rows."""
+
+    names: list[str]
+    """The columns; a number, from 1 on, where there is no name, or a flag takes it by number."""
+    header_lines: int
+    """Lines above the rows; 0 where the columns have no names."""
+    dialect: dict[str, Any]
+    """What `csv.reader` should know."""
+    notes: list[str]
+    """What the user should know, one line each."""
+
+
+def find_shape(lines: Iterable[str], file: Path, usual: str, numbers: Iterable[str] = ()) -> Shape:
+    """The shape of a table that begins with these lines; those behind SAMPLED_LINES are not looked at.
+
+    `usual`: what is between the fields unless only something else parts all rows alike. `numbers`: columns
+    that flags take by number. Raises UserError for two columns of one name.
+    """
+    head = list(itertools.islice(lines, SAMPLED_LINES))
+    dialect, records = _parted(head, usual)
+    header_lines, first = records[0]
+    dialect["skipinitialspace"] = any(name[:1] == " " for name in first[1:])
+    typed = ":(token|float)(_seq)?$" if file.suffix in ATOMIC else "$"
+    names = [re.sub(typed, "", name.strip("\ufeff \t\r\n")) for name in first]
+    mark, notes = dialect["delimiter"], []
+    if mark != usual:
+        notes.append(f"{file.name}: a {DELIMITERS[mark]} is between its fields")
+    headed = names == [str(n) for n in range(len(names))] or _has_header([row for _, row in records])
+    if taken := [n for n in numbers if 0 < int(n) <= len(names) and not (headed and n in names)]:
+        what = "names the columns" if headed else "is a row, too"
+        notes.append(f"{file.name}: columns are taken by number; the first row {what}")
+        if not headed:
+            names, header_lines = [str(n) for n in range(1, len(names) + 1)], 0
+        for number in taken:
+            names[int(number) - 1] = number
+    refuse_twins(names, file, ", or take it by its number, as in --text-column 1")
+    return Shape(names, header_lines, dialect, notes)
+
+
+def _parted(head: Sequence[str], usual: str) -> tuple[dict[str, Any], list[tuple[int, list[str]]]]:
+    """(dialect, (number of its last line, fields) of each row that is whole) of what parts all rows alike.
+
+    Of a table that is called tsv and is one, quotes are letters.
+    """
+    tried: list[tuple[dict[str, Any], list[tuple[int, list[str]]]]] = []
+    for mark in (usual, *DELIMITERS):
+        dialect: dict[str, Any] = {"delimiter": mark}
+        dialect["quoting"] = csv.QUOTE_NONE if mark == usual == "\t" else csv.QUOTE_MINIMAL
+        reader = csv.reader(head, **dialect)
+        try:
+            rows = [(reader.line_num, row) for row in reader if row]
+        except csv.Error:  # such as a carriage return in what is a quoted field by another mark
+            rows = []
+        rows = rows[bool(rows) and rows[0][1][0][:4] == "sep=" :]  # as Excel writes
+        rows = rows[: -1 if len(head) == SAMPLED_LINES and len(rows) > 1 else None] or [(0, [])]
+        tried.append((dialect, rows))
+        if len({len(row) for _, row in rows}) == 1 and len(rows[0][1]) > 1:
+            return tried[-1]
+    return tried[0]
+
+
+def _has_header(records: Sequence[Sequence[str]]) -> bool:
+    """Whether the first row has a usual name, or no number where all others have one."""
+    first, *others = records
+    numeric = (
+        all(n < len(row) and is_number(row[n]) for row in others) and not is_number(cell)
+        for n, cell in enumerate(first)
+    )
+    return any(USUAL.fullmatch(cell.strip()) for cell in first) or (bool(others) and any(numeric))
+
+
+def refuse_twins(names: Sequence[str], file: Path, or_else: str = "") -> None:
+    """Raise UserError where two columns have one name."""
+    if twin := next((n for number, n in enumerate(names) if n and n in names[:number]), None):
+        raise UserError(f"{file}: two columns are called {twin}: rename one{or_else}")
+
+
+def is_number(cell: Any) -> bool:
+    """Whether a cell holds a number, or its text."""
+    try:
+        float(cell)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def read(lines: Iterable[str], file: Path, shape: Shape) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """(where, row) of each row that is not empty; None in the columns that a short one lacks.
+
+    Raises UserError with the line for a row of too many fields, and for a quote that is not closed.
+    """
+    read_lines: list[str] = []
+    above, width, mark = shape.header_lines, len(shape.names), DELIMITERS[shape.dialect["delimiter"]]
+    reader = csv.reader((read_lines.append(line) or line for line in lines), **shape.dialect)  # type: ignore[func-returns-value]
+    name, pair = str(file), itertools.zip_longest
+    try:
+        for row in reader:
+            begin = reader.line_num - len(read_lines) + 1
+            if len(read_lines) > 1 or read_lines[0].count('"') % 2:
+                _require_closed(read_lines, f"{file} line {begin}", shape)
+            read_lines.clear()
+            if len(row) > width:
+                way_out = f": quote a field that holds a {mark}" * (
+                    shape.dialect["quoting"] != csv.QUOTE_NONE
+                )
+                raise UserError(
+                    f"{file} line {reader.line_num}: has {len(row)} fields and the header {width}{way_out}"
+                )
+            if row and reader.line_num > above:
+                yield f"{name} line {reader.line_num}", dict(pair(shape.names, row))
+    except csv.Error as error:
+        raise UserError(f"{file} line {reader.line_num}: cannot be read as a table: {error}") from None
+
+
+def _require_closed(lines: Sequence[str], where: str, shape: Shape) -> None:
+    try:
+        next(csv.reader(lines, strict=True, **shape.dialect))
+    except csv.Error as error:
+        if len(lines) > 1 or "unexpected end" in str(error):
+            raise UserError(
+                f"{where}: a quote opens here and is not closed where its field ends (of {len(lines)} lines):"
+                " close it, or double the quotes inside a text"
+            ) from None

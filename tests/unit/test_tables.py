@@ -1,0 +1,263 @@
+"""Tests of tables as users hand them over: every row is read, or the table is refused by file and line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest
+from isobatch.core.recipe import Recipe
+from isobatch.data import readers
+from isobatch.data.interactions.dataset import InteractionOptions, Interactions
+from isobatch.data.labelled.columns import ColumnNames
+from isobatch.data.labelled.dataset import LabelledOptions
+from isobatch.data.labelled.rows import read_examples
+from isobatch.data.sequence_sources import find_column
+from isobatch.launch.predicting import item_choice, tables
+
+SHARED = Path(__file__).parents[3] / "shared" / "data"
+
+
+def rows_of(file: Path, **columns: str) -> list[dict[str, Any]]:
+    parts = readers.find_splits(file, None, LabelledOptions(**columns))
+    return [dict(row) for _, row in readers.read_rows(parts["train"])]
+
+
+def written(folder: Path, name: str, content: str) -> Path:
+    file = folder / name
+    file.write_text(content, encoding="utf-8")
+    return file
+
+
+PAIR = [{"text": "a, b; c", "label": "x"}, {"text": "d", "label": "y"}]
+READ: dict[str, tuple[str, str, list[dict[str, Any]]]] = {
+    "blank in the header": ("a.csv", 'text, label\n"a, b; c", x\nd, y\n', PAIR),
+    "two byte order marks": ("a.csv", '\ufeff\ufefftext,label\n"a, b; c",x\nd,y\n', PAIR),
+    "semicolons": ("a.csv", 'text;label\n"a, b; c";x\nd;y\n', PAIR),
+    "tabs in csv": ("a.csv", "text\tlabel\na, b; c\tx\nd\ty\n", PAIR),
+    "commas in tsv": ("a.tsv", 'text,label\n"a, b; c",x\nd,y\n', PAIR),
+    "types of atomic files": ("a.inter", "text:token_seq\tlabel:float\na, b; c\tx\nd\ty\n", PAIR),
+    "one column with semicolons": ("a.csv", "text\na; b\nc\n", [{"text": "a; b"}, {"text": "c"}]),
+    "a line of Excel's": ("a.csv", 'sep=;\ntext;label\n"a, b; c";x\nd;y\n', PAIR),
+    "short rows": (
+        "a.csv",
+        "text,n;o\na;b,1\nc\n",
+        [{"text": "a;b", "n;o": "1"}, {"text": "c", "n;o": None}],
+    ),
+    "a quote inside": ("a.csv", 'text,n\n"so" it goes,5"\n', [{"text": "so it goes", "n": '5"'}]),
+    "lines in a field": ("a.csv", 'text,n\n"a\nb ""c""",1\n', [{"text": 'a\nb "c"', "n": "1"}]),
+    "a list in an object": ("a.json", json.dumps({"tags": ["t"], "rows": PAIR}), PAIR),
+    "columns of one length": ("a.json", json.dumps({"text": ["a, b; c", "d"], "label": ["x", "y"]}), PAIR),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_a_table_is_read_whole(tmp_path: Path, case: str) -> None:
+    name, content, expected = READ[case]
+    assert rows_of(written(tmp_path, name, content)) == expected
+
+
+REFUSED = {
+    "open quote": ("a.csv", 'n,text\n1,a\n2,"b\n3,c\n4,d\n', "a.csv line 3: a quote opens here"),
+    "a later quote": ("a.csv", 'n,text\n1,"a\n2,b\n3,"c"\n', "a.csv line 2: a quote opens here"),
+    "last row": ("a.csv", 'n,text\n1,a\n2,"b', "a.csv line 3: a quote opens here"),
+    "a key twice": ("a.jsonl", '{"text": "a", "text": "b"}\n', "a.jsonl line 1: .* an object has text twice"),
+    "twins": ("a.csv", "text,text,n\na,b,1\n", "a.csv: two columns are called text: .* --text-column 1"),
+    "twins by blanks": ("a.csv", "text, text\na,b\n", "two columns are called text"),
+    "fields": ("a.csv", "a;b\n1;2\n" * 60 + "1;2;3\n", "line 121: has 3 fields .* holds a semicolon"),
+    "carriage returns": ("a.csv", "text,n\ra,1\rb,2\r", "a.csv line 1: cannot be read as a table"),
+    "conll": ("a.conll", "word\tO\n", "a.conll: holds words with tags, which no task here learns"),
+    "two lists": ("a.json", json.dumps({"a": PAIR, "b": PAIR}), r"several lists of rows \(a, b\)"),
+    "no list": ("a.json", json.dumps({"text": "a"}), "an object without a list of rows"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_table_that_would_lose_rows_is_refused(tmp_path: Path, case: str) -> None:
+    name, content, says = REFUSED[case]
+    with pytest.raises(UserError, match=says):
+        rows_of(written(tmp_path, name, content))
+
+
+@pytest.mark.parametrize(
+    ("header", "first", "said"),
+    [
+        ("", {"1": "so it", "2": "27"}, "is a row, too"),
+        ("utterance\tn\n", {"1": "so it", "2": "27"}, "names"),
+    ],
+)
+def test_columns_by_number_eat_no_row(tmp_path: Path, header: str, first: dict[str, str], said: str) -> None:
+    file = written(tmp_path, "a.tsv", f'{header}so it\t27\n"goes\t2\n')
+    assert rows_of(file, text_column="1", label_column="2") == [first, {"1": '"goes', "2": "2"}]
+    (note,) = readers.table_notes(readers.find_splits(file, None, LabelledOptions(text_column="1")))
+    assert said in note
+    named = written(tmp_path, "b.csv", "0,1\na,5\n")
+    assert rows_of(named, text_column="0", label_column="1") == [{"0": "a", "1": "5"}]
+    ambiguous = written(tmp_path, "c.csv", "so it,1\ngoes,2\n")
+    assert [row["1"] for row in rows_of(ambiguous, text_column="1")] == ["so it", "goes"]
+
+
+def test_an_object_of_splits_is_read_by_their_names(tmp_path: Path) -> None:
+    splits = {
+        "oos_val": [["o", "z"]],
+        "dev": [["o", "z"]],
+        "val": [["v", "y"]],
+        "train": [["t", "x"], ["u", "y"]],
+    }
+    parts = readers.find_splits(written(tmp_path, "a.json", json.dumps(splits)), None)
+    found = {split: [list(row.values()) for _, row in readers.read_rows(p)] for split, p in parts.items()}
+    assert found == {"valid": splits["val"], "train": splits["train"]}
+    assert readers.table_notes(parts) == ["of the splits in the file, oos_val, dev are not read"]
+    with pytest.raises(UserError, match="several splits"):
+        tables.read_table(str(tmp_path / "a.json"))
+
+
+def labels_in(file: Path) -> list[str | None]:
+    rows = readers.read_rows(readers.find_splits(file, None)["train"])
+    return [example.label for example in read_examples(rows, ColumnNames("text", None, "label"))]
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl", "parquet"])
+def test_a_class_has_one_name_in_every_format(tmp_path: Path, form: str) -> None:
+    """1, 1.0 and "1" are one; NaN and null are none."""
+    import pyarrow
+    from pyarrow import parquet
+
+    file = tmp_path / f"a.{form}"
+    if form == "csv":
+        file.write_text("text,label\na,1\na,1.0\na,-2.00\na,nan\na,\na,null\n")
+    elif form == "jsonl":
+        values = ["1", "1.0", "-2.0", "NaN", "null", '"NULL"']
+        file.write_text("".join(f'{{"text": "a", "label": {value}}}\n' for value in values))
+    else:
+        values = [1.0, 1.0, -2.0, float("nan"), None, float("nan")]
+        parquet.write_table(pyarrow.table({"text": ["a"] * 6, "label": values}), file)
+    assert labels_in(file) == ["1", "1", "-2", None, None, None]
+
+
+def test_parquet_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
+    parquet.write_table(table, tmp_path / "train.parquet")
+    with pytest.raises(UserError, match=r"train.parquet: two columns are called text: rename one$"):
+        rows_of(tmp_path / "train.parquet")
+    with pytest.raises(UserError, match=r"train.parquet: two columns are called text"):
+        interactions(tmp_path)
+
+
+@pytest.mark.parametrize("value", [4.56, "0.5", ".5", [1], ["a", "b"], {"a": 1}, "[1, 2]", "8,20", "3,8"])
+def test_what_is_no_class_is_refused_with_what_is_offered(tmp_path: Path, value: Any) -> None:
+    file = written(tmp_path, "a.jsonl", json.dumps({"text": "a", "label": value}) + "\n")
+    with pytest.raises(UserError, match=r"line 1: column label holds .*: a text has one class of a set"):
+        labels_in(file)
+
+
+def interactions(folder: Path, **options: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    recipe = Recipe(task="recommender", data=str(folder), rules=2)
+    asked = {"vocab_size": 300, "eval_negatives": 1, "split": "none", **options}
+    extra = Interactions(recipe, InteractionOptions(**asked)).prepare(folder / "out")
+    return extra, json.loads((folder / "out" / "catalogue" / "names.json").read_text())
+
+
+LOGS = {
+    "blanks": ("log.csv", "user_id, item_id, n\n1, 10, 5\n2, 11, 5\n", {}),
+    "semicolons": ("log.csv", 'user_id;item_id;n\n1;10;"5;"\n2;11;"5,"\n', {}),
+    "atomic": ("x.inter", "user_id:token\titem_id:token\n1\t10\n2\t11\n", {}),
+    "no header": ("log.tsv", "1\t10\t5\n2\t11\t5\n", {"user_column": "1", "item_column": "2"}),
+}
+
+
+@pytest.mark.parametrize("case", LOGS)
+def test_a_table_of_interactions_loses_nothing(tmp_path: Path, case: str) -> None:
+    name, content, options = LOGS[case]
+    written(tmp_path, name, content)
+    written(tmp_path, "items.csv", "10;Dune\n11;Solaris\n")
+    extra, names = interactions(tmp_path, item_text="2", **options)
+    assert (names["users"], names["items"], names["titles"]) == (
+        ["1", "2"],
+        ["10", "11"],
+        ["Dune", "Solaris"],
+    )
+    noted = {"blanks": False, "atomic": False}.get(case, True)
+    assert noted == any(name in note and "read " not in note for note in extra["notes"])
+
+
+@pytest.mark.parametrize(
+    ("log", "items", "says"),
+    [
+        (
+            'user_id,item_id,t\n1,2,"a\n2,3,b\n3,4,c\n',
+            "item_id,t\n2,x\n",
+            "log.csv line 2: a quote opens here",
+        ),
+        ('user_id,item_id,t\n1,2,"a\n2,3,"b"\n3,4,c\n', "item_id,t\n2,x\n", "log.csv line 2: a quote opens"),
+        ("user_id,item_id\n1,2\n", '2,"x\n3,y\n', "items.csv line 1: a quote opens here"),
+        ("user_id,item_id\n1,2\n", "2,x\n3,y\n", r"items.csv: its first row names no columns \(2, x\)"),
+        (
+            "user_id,user_id,item_id\n1,2,3\n",
+            "item_id,t\n2,x\n",
+            "log.csv: two columns are called user_id",
+        ),
+        ("7,2\n1,2\n", "item_id,t\n2,x\n", "has no column user .*a number takes a column"),
+    ],
+)
+def test_a_fault_of_interactions_is_named(tmp_path: Path, log: str, items: str, says: str) -> None:
+    written(tmp_path, "log.csv", log)
+    written(tmp_path, "items.csv", items)
+    with pytest.raises(UserError, match=says):
+        interactions(tmp_path)
+
+
+def test_predict_reads_files_without_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = written(tmp_path, "a.csv", "so it goes;5\nand on;6\n")
+    assert [row["1"] for _, row in tables.read_table(str(file), ["1", None])] == ["so it goes", "and on"]
+    assert "a semicolon is between its fields" in capsys.readouterr().err
+    lists = SimpleNamespace(knows_item=lambda item: item in ("7", "8"))
+    sold = str(written(tmp_path, "sold.csv", "7\n8\n"))
+    assert item_choice._named_items(lists, "--without", sold, None) == ["7", "8"]  # type: ignore[arg-type]  # noqa: SLF001
+
+
+def test_a_column_of_no_usual_name_is_said() -> None:
+    assert find_column("d", {"so it goes": "text"}, {}, prefers_text=True).note == (
+        "the column so it goes holds the sequences (is that a row? --text-column 1 reads it, too)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("word", "valid", "meant"),
+    [
+        ("grpo", ["dpo", "orpo"], ""),  # another task
+        ("tool", ["system", "user", "assistant", "model"], ""),  # another role
+        ("orop", ["dpo", "orpo"], "orpo"),
+        ("lable", ["text", "label"], "label"),
+        ("trian", ["train", "plan"], "train"),
+    ],
+)
+def test_only_a_misspelt_word_is_answered_with_another(word: str, valid: list[str], meant: str) -> None:
+    assert nearest(word, valid) == meant
+
+
+COUNTS = {
+    ("goemotions/train.tsv", "1", "2"): 43_410,
+    ("stsb/train.csv", "1", "3"): 5_749,
+    ("stsb/dev.csv", "1", "3"): 1_500,
+    ("clinc150/data_full.json", "1", "2"): 15_000,
+    ("ml-100k/ml-100k.inter", "user_id", "rating"): 100_000,
+    ("sst2/dev.tsv", "sentence", "label"): 872,
+}
+
+
+@pytest.mark.parametrize(("name", "text", "label"), COUNTS)
+def test_real_tables_have_as_many_rows_as_they_are_said_to(name: str, text: str, label: str) -> None:
+    if not (SHARED / name).exists():
+        pytest.skip(f"needs ../shared/data/{name}")
+    rows = rows_of(SHARED / name, text_column=text, label_column=label)
+    assert len(rows) == COUNTS[name, text, label]
+    assert all(row[text] and row[label] for row in rows)
