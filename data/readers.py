@@ -7,12 +7,14 @@ import contextlib
 import csv
 import dataclasses
 import difflib
+import gzip
 import io
 import itertools
 import json
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +41,7 @@ VALIDATION_ONE_IN = 20
 
 FORMATS = {".txt": "txt", ".text": "txt", ".raw": "txt", ".tokens": "txt", ".csv": "csv", ".tsv": "tsv"}
 FORMATS |= {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
+GZIP = ".gz"
 _WIDE = (
     *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")),
     *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")),
@@ -91,17 +94,25 @@ def content_hashes(splits: Mapping[str, SplitFiles]) -> dict[str, list[str]]:
     return {split: [part.format, *map(file_hash, part.files)] for split, part in splits.items()}
 
 
+def _ending(path: Path) -> str:
+    """What a file's name ends with, in small letters; of a compressed table what stands before .gz."""
+    endings = [suffix.lower() for suffix in path.suffixes[-2:]]
+    packed = endings[1:] == [GZIP] and FORMATS.get(endings[0]) in ("csv", "tsv", "json", "jsonl")
+    return endings[0] if packed else "".join(endings[-1:])
+
+
 def _format_of(path: Path) -> str:
-    if path.suffix.lower() not in FORMATS:
+    if (ending := _ending(path)) not in FORMATS:
         raise UserError(
-            f"--data {path}: has no known ending ({' '.join(FORMATS)}): say what it is with --format"
+            f"--data {path}: has no known ending ({' '.join(FORMATS)}; of tables with .gz behind it): "
+            + ("unpack it (gunzip)" if ending == GZIP else "say what it is with --format")
         )
-    return FORMATS[path.suffix.lower()]
+    return FORMATS[ending]
 
 
 def _find_in_folder(folder: Path, file_format: str | None) -> dict[str, SplitFiles]:
     names = sorted(f for f in folder.iterdir() if f.is_file())
-    known = [f for f in names if f.suffix.lower() in FORMATS and _split_from_name(f)]
+    known = [f for f in names if _ending(f) in FORMATS and _split_from_name(f)]
     formats = sorted({_format_of(f) for f in known})
     if file_format is None and len(formats) > 1:
         raise UserError(f"--data {folder}: holds {' and '.join(formats)} files: choose with --format")
@@ -137,16 +148,11 @@ def _parquet_rows(file: Path) -> int:
         return int(table.metadata.num_rows)
 
 
-def read_texts(part: SplitFiles, column: str) -> Iterator[str]:
-    """The texts of a split: of a stream in chunks of whole lines, otherwise one per row that is not empty."""
-    if part.is_stream:
-        position.begin(part.files, part.stop and part.stop - part.start)
-        for file in part.files:
-            yield from _read_stream(file, part.start, part.stop)
-    else:
-        for where, row in read_rows(part):
-            if (text := text_cell(row, column, where)).strip():
-                yield text
+def read_stream(part: SplitFiles) -> Iterator[str]:
+    """The text of a split of txt files, in chunks of whole lines."""
+    position.begin(part.files, part.stop and part.stop - part.start)
+    for file in part.files:
+        yield from _read_stream(file, part.start, part.stop)
 
 
 def column_names(part: SplitFiles) -> list[str]:
@@ -154,20 +160,24 @@ def column_names(part: SplitFiles) -> list[str]:
     return next(([str(k) for k in row] for _, row in read_rows(part)), [])
 
 
-def require_column(part: SplitFiles, column: str, otherwise: str = "", flag: str = "--text-column") -> None:
-    """Raise UserError unless each file's rows have this column. `otherwise`: what else would be read."""
+def require_column(part: SplitFiles, column: str, flag: str = "", otherwise: str = "") -> None:
+    """Raise UserError unless each file's rows have this column. `flag`: what was typed to name it, perhaps
+    nothing; `otherwise`: what else would be read.
+    """
     for file in part.files:
         names = column_names(dataclasses.replace(part, files=(file,)))
         if names and column not in names:
+            what = f"{flag} {column}: {file} has no such column"
             raise UserError(
-                f"{flag} {column}: {file} has no such column{did_you_mean(column, names)}; "
-                f"it has: {', '.join(names[:20])}" + (f"; {otherwise}" if otherwise else "")
+                (what if flag else f"{file}: has no column {column}")
+                + f"{did_you_mean(column, names)}; it has: {', '.join(names[:20])}"
+                + (f"; {otherwise}" if otherwise else "")
             )
 
 
-def did_you_mean(name: str, names: Sequence[str]) -> str:
+def did_you_mean(name: str, names: Sequence[str], cutoff: float = 0.4) -> str:
     """The hint `(did you mean X?)` with the closest of `names`; empty where none is close."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=cutoff)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
@@ -189,7 +199,15 @@ def wide_encoding(file: Path) -> str | None:
 
 
 def open_utf8(file: Path) -> io.BufferedReader:
-    """A file's bytes in UTF-8; one in UTF-16 or UTF-32 is converted in memory. Raises UserError."""
+    """A file's bytes in UTF-8; one in UTF-16 or UTF-32 is converted in memory, and so is a compressed one.
+
+    Raises UserError.
+    """
+    if file.suffix.lower() == GZIP:
+        try:
+            return io.BufferedReader(io.BytesIO(gzip.decompress(file.read_bytes())))
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UserError(f"{file}: is no whole gzip file: {error}: fetch it again") from None
     encoding = wide_encoding(file)
     if encoding is None:
         return file.open("rb")
@@ -277,7 +295,14 @@ def _read_json(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with open_utf8(file) as stream:
         records = _parse_json(decode(stream.read(), file), str(file))
     if isinstance(records, dict):
-        records = next((v for v in records.values() if isinstance(v, list)), [])
+        lists = [v for v in records.values() if isinstance(v, list) and isinstance((v or [0])[0], dict)]
+        if len(lists) != 1:
+            keys = ", ".join(map(str, list(records)[:20])) or "nothing"
+            raise UserError(
+                f"{file}: is an object with {keys}, of which {len(lists)} are lists of rows: give one list of"
+                " objects, or an object a line (.jsonl)"
+            )
+        records = lists[0]
     if not isinstance(records, list):
         raise UserError(f"{file}: holds {type(records).__name__}, not a list of objects")
     return (_require_object(record, f"{file} record {number}") for number, record in enumerate(records, 1))

@@ -29,6 +29,7 @@ from isobatch.data.streaming.shard_index import IndexedGroup, joined, load_part,
 from isobatch.data.streaming.shards import Room, shard_of
 from isobatch.data.streaming.source import LENGTH, GroupEncoder, rows_of_group
 from isobatch.data.streaming.store import Store, StoredObject, name_of
+from isobatch.data.text.row_fields import ConversationCounts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,13 +104,17 @@ def build(
         held_out = builder.hold_out(groups, data)
         found.notes.append(f"there is no validation split: the last {held_out:,} rows are it")
     group_table.write_shards(folder, objects, builder.encoding)
+    total = ConversationCounts()
     for split, members in groups.items():
         kept = [group for group in members if group.samples]
         if not kept:
             raise UserError(f"--data {data}: the {split} split has nothing to learn from")
         _write(folder / split, objects, builder.encoding, kept)
         found.sizes[split] = _summed(members)
-        found.notes += _left_out(split, sum(group.rows for group in members), found.sizes[split])
+        noted = ConversationCounts.from_noted(found.sizes[split])
+        found.notes += noted.notes(split, 0)
+        total.add(noted.to_dict())
+    found.notes += total.field_notes()
     return found
 
 
@@ -170,7 +175,7 @@ class _Builder:
         """What is known of a group; its samples are kept on this machine while there is room."""
         columns, sizes = self.encoder.encode_and_count(rows, self.objects[place.shard].address)
         if not columns:
-            return IndexedGroup(place, len(rows), b"", {}, {})
+            return IndexedGroup(place, len(rows), b"", sizes, {})
         if self._kept < self.cache.limit // 2:
             self.cache.keep(group_table.cache_name(self.objects, place, self.encoding), columns)
             self._kept += sum(_bytes(column) for column in columns.values())
@@ -235,13 +240,6 @@ def _summed(groups: list[IndexedGroup]) -> dict[str, int]:
     for group in groups:
         total.update(group.sizes)
     return dict(total)
-
-
-def _left_out(split: str, rows: int, sizes: Mapping[str, int]) -> list[str]:
-    """A note of rows from which nothing is learnt."""
-    left_out = rows - sizes.get("conversations", rows)
-    what = f"{split}: {left_out:,} of {rows:,} rows are left out: they have no answer to learn"
-    return [what] if left_out else []
 
 
 def first_rows(folder: Path, encoder: GroupEncoder) -> Rows:

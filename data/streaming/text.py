@@ -6,6 +6,7 @@ of --max-length, of which the last of a group may be shorter; a conversation is 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from isobatch.data.text.sources import TextSet
 
 ENCODER_FILE = "encoder.json"
-VERSION = 1
+VERSION = 2
 """Part of the cache key: raise it when the same rows become other tokens."""
 
 
@@ -74,12 +75,12 @@ class TextGroupEncoder:
 
     def text_set(self, rows: Mapping[str, Rows], where: str) -> TextSet:
         """The rows of each split as local preparation sees a set."""
+        located = {split: partial(_located, found, where) for split, found in rows.items()}
         if self.kind == TEXT:
-            texts = {split: partial(self._documents, found, where) for split, found in rows.items()}
-            return PlainText(self.name, Corpus(texts), self.cleaning)
+            return PlainText(self.name, Corpus(located, column=self.column), self.cleaning)
         return Conversations(
             name=self.name,
-            rows={split: partial(_located, found, where) for split, found in rows.items()},
+            rows=located,
             chat_format=self.kind,
             template_name=self.template,
             default_template="alpaca" if self.kind == "instruction" else "chatml",
@@ -92,19 +93,15 @@ class TextGroupEncoder:
         return self.encode_and_count(rows, where)[0]
 
     def encode_and_count(self, rows: Rows, where: str) -> tuple[dict[str, Column], dict[str, int]]:
-        """(columns, the sizes that Facts sums up) of a group; nothing where no row has a text."""
+        """(columns, the sizes that Facts sums up, and what is noted of rows); no columns without a text."""
         assert self.tokenization is not None
         found = self.text_set({"train": rows}, where)
         found.bind_tokenizer(self.tokenization)
-        try:
-            return found.encode("train", self.tokenization)
-        except NoSamplesError:
-            return {}, {}
-
-    def _documents(self, rows: Rows, where: str) -> Iterator[str]:
-        for row in rows:
-            if (text := readers.text_cell(row, self.column, where)).strip():
-                yield text
+        columns: dict[str, Column] = {}
+        sizes: dict[str, int] = {}
+        with contextlib.suppress(NoSamplesError):
+            columns, sizes = found.encode("train", self.tokenization)
+        return columns, sizes | found.total.noted()
 
     def identity(self) -> str:
         """A hash of all that decides which tokens rows become."""
@@ -173,12 +170,13 @@ class StreamedText(Text):
         """(kind of rows, the column of plain text), from the first object. Raises UserError."""
         first, wanted = self.objects[0], self.options.text_column
         columns = shard_of(Store(), first).columns()
-        kind = detect_row_kind(columns, self.options, is_only_set=True)
+        kind = detect_row_kind(columns, self.options, is_only_set=True, data=first.address)
         column = wanted or TEXT
         if kind == TEXT and column not in columns:
+            what = f"--text-column {wanted}: {first.address} has no such column"
             raise UserError(
-                f"--text-column {column}: {first.address} has no such column"
-                f"{readers.did_you_mean(column, columns)}; it has: {', '.join(columns[:20])}"
+                (what if wanted else f"{first.address} has no column {TEXT}")
+                + f"{readers.did_you_mean(column, columns)}; it has: {', '.join(columns[:20])}"
             )
         return kind, column
 
@@ -203,6 +201,9 @@ class StreamedText(Text):
         if (share := self.workshop.share) is not None:
             index.index_share(self.objects, encoder, self._cache(), share)
             return {}
+        first = self.objects[0]
+        is_read = kind != TEXT or not first.address.endswith(".parquet")  # of which one column is read
+        unread = [] if is_read else [n for n in shard_of(Store(), first).columns() if n != column]
         found = index.build(folder, self.recipe.data, self.objects, splits, encoder, self._cache())
         return {
             "tokenizer": "tokenizer.json",
@@ -210,8 +211,8 @@ class StreamedText(Text):
             **special,
             "splits": found.sizes,
             "stored_bytes": found.stored_bytes,
-            **(shown := self._shown(encoder, folder)),
-            "notes": found.notes + [f"of the first rows {note}" for note in shown["notes"]],
+            **self._shown(encoder, folder),
+            "notes": [*found.notes, *(f"the field `{name}` is not read" for name in unread)],
         }
 
     def _texts(self, encoder: TextGroupEncoder, splits: Mapping[str, list[int]]) -> Iterator[str]:
@@ -234,8 +235,7 @@ class StreamedText(Text):
         found.bind_tokenizer(encoder.tokenization)
         for split in found.splits:
             found.encode(split, encoder.tokenization)
-        notes = [*found.total.field_notes()] if isinstance(found, Conversations) else []
-        return {"prompt": found.prompt(), **found.facts(), "notes": notes}
+        return {"prompt": found.prompt(), **found.facts()}
 
     def _cache(self) -> GroupCache:
         return GroupCache(groups_folder())

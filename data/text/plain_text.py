@@ -19,6 +19,8 @@ from isobatch.data.preparation.encoding import EncodingJob, Workshop, encode_in_
 from isobatch.data.preparation.shards import EncodedShard, text_hash
 from isobatch.data.preparation.spooled_array import SpooledArray
 from isobatch.data.preparation.token_stream import StreamEncoder
+from isobatch.data.text import row_fields
+from isobatch.data.text.row_fields import ConversationCounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -98,6 +100,8 @@ class PlainText:
         self.name, self.corpus = name, corpus
         self.splits: Sequence[str] = sorted(corpus.splits, key=lambda split: split != "train")
         self.remarks: list[str] = []
+        self.total = ConversationCounts()
+        """Of the rows of all splits."""
         self._known = np.empty(0, np.uint64)
         """Hashes of the training documents."""
         self.cleaning = CleaningPipeline(steps, "lines" if corpus.is_stream else "texts")
@@ -106,19 +110,28 @@ class PlainText:
         """The texts that a tokenizer is trained on."""
         return self._read("train", self.cleaning.transforms_only())
 
-    def _read(self, split: str, cleaning: CleaningPipeline) -> Iterator[str]:
-        texts = iter(self.corpus.splits[split]())
+    def _read(
+        self, split: str, cleaning: CleaningPipeline, counts: ConversationCounts | None = None
+    ) -> Iterator[str]:
+        texts = self._texts(split, counts or ConversationCounts())
         if not cleaning.steps:
             return texts
         if self.corpus.is_stream:
             return cleaning.clean_lines(texts)
-        others = [read for name, read in self.corpus.splits.items() if split == "train" != name]
-        return cleaning.clean_texts(texts, chain.from_iterable(read() for read in others))
+        others = [name for name in self.corpus.splits if split == "train" != name]
+        return cleaning.clean_texts(
+            texts, chain.from_iterable(self._texts(name, ConversationCounts()) for name in others)
+        )
+
+    def _texts(self, split: str, counts: ConversationCounts) -> Iterator[str]:
+        """The texts of a split as they are given; what rows hold beside them is counted."""
+        found, column = self.corpus.splits[split](), self.corpus.column
+        return iter(found) if column is None else row_fields.texts_in(found, column, counts)
 
     @property
     def notes(self) -> list[str]:
         """What the user should know, one line each."""
-        return [*self.corpus.notes, *self.cleaning.notes(), *self.remarks]
+        return [*self.corpus.notes, *self.cleaning.notes(), *self.remarks, *self.total.field_notes()]
 
     def bind_tokenizer(self, tokenization: TokenizationSettings) -> None:
         """Nothing to prepare: plain text has no template."""
@@ -130,10 +143,10 @@ class PlainText:
 
         Raises UserError for a text of fewer than two tokens.
         """
-        counts: Counter[str] = Counter()
+        counts, rows = Counter[str](), ConversationCounts()
         collected = SpooledArray(tokenization.dtype, tokenization.spool_folder)
         hashes, shard = [], None
-        texts = self._read(split, self.cleaning)
+        texts = self._read(split, self.cleaning, rows)
         name = f"{self.name}, {split}"
         for shard in encode_in_shards(self._job(tokenization), name, texts, tokenization.workshop):
             collected.add(shard.arrays["tokens"])
@@ -141,10 +154,13 @@ class PlainText:
             hashes.append(shard.arrays.get("hashes", np.empty(0, np.uint64)))
         if self.corpus.is_stream:
             counts["lines"] += shard is None or shard.facts["open"]
+        self.total.add(rows.to_dict())
+        self.remarks += (left_out := [*rows.notes(split, tokenization.max_length)])
         tokens = collected.array()
         if len(tokens) < 2:
             raise NoSamplesError(
                 f"--data {self.name}: the {split} text has {len(tokens)} tokens: at least 2 are needed"
+                + "".join(f"; {note}" for note in left_out)
             )
         overlap = tokenization.stride and split != "train"
         columns = (

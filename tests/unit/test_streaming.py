@@ -128,7 +128,7 @@ def test_conversations_are_rows_with_a_mask_and_what_has_no_answer_is_noted(tmp_
     (tmp_path / "chats" / "valid-0.jsonl").write_text(text)
     data, facts = prepared(tmp_path / "chats", max_length=64)
     assert facts.samples == {"train": 54, "valid": 54}
-    assert "train: 6 of 60 rows are left out: they have no answer to learn" in facts.extra["notes"]
+    assert "train: rows left out: 6 with an empty answer" in facts.extra["notes"]
     batch = data.open(_folder(facts), "train").fetch(np.array([0, 53]))
     assert batch["learn"].sum(axis=1).tolist() == batch["token.weight"].tolist()
     assert facts.extra["template"]
