@@ -20,16 +20,17 @@ MESSAGE_KEYS = ("role", "content", "from", "value")
 """The fields of a message: as OpenAI calls them, and as ShareGPT does."""
 WEIGHT_KEYS = ("weight", "loss_weight", "loss_mask", "train", "training", "loss")
 """Fields of a message that say whether it is learnt."""
-TOOL_ROLES = ("tool", "tool_call", "tool_response", "function", "function_call", "observation", "ipython")
+_TOOLS = ("tools", "tool", "tool_calls", "tool_call", "tool_use", "tool_result", "tool_response", "functions")
+_TOOLS += ("function", "function_call", "observation", "ipython")
 NO_TOOLS = "tools and their calls cannot be learnt yet: leave such rows out"
-NO_THOUGHTS = (
-    "reasoning in a place of its own cannot be learnt yet: write it into the answer as <think>...</think>, or"
-    " leave it out"
-)
 NO_MEDIA = "only text is learnt: leave such rows out"
-_PARTS = dict.fromkeys(("reasoning", "thinking"), NO_THOUGHTS)
-_PARTS |= dict.fromkeys(("tool_call", "tool_use", "tool_result", "function_call"), NO_TOOLS)
-"""Types of parts of a content that are no text -> what is said of them."""
+NOT_READ = dict.fromkeys(_TOOLS, NO_TOOLS)
+NOT_READ |= dict.fromkeys(
+    ("reasoning_content", "reasoning", "thinking"),
+    "reasoning in a place of its own cannot be learnt yet: write it into the answer as <think>...</think>",
+)
+NOT_READ |= dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), NO_MEDIA)
+"""Roles, fields of a message, or types of a part of its content -> what is said of them."""
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 ROLE_ALIASES |= {"model": "assistant", "developer": "system"}
 ALPACA_COLUMNS = ("instruction", "output")
@@ -247,10 +248,10 @@ def _parse_message(turn: Any, where: str) -> Message:
     role = _found(turn, "role", "from", where)
     if not isinstance(role, str):
         raise UserError(f"{where}: role holds {type(role).__name__}, not text")
-    if role.lower() in TOOL_ROLES:
-        raise UserError(f"{where} is by {role!r}: {NO_TOOLS}")
+    if role.lower() in NOT_READ:
+        raise UserError(f"{where} is by {role!r}: {NOT_READ[role.lower()]}")
     if (known := ROLE_ALIASES.get(role.lower(), role.lower())) not in ROLES:
-        hint = did_you_mean(role, [*ROLES, *ROLE_ALIASES], cutoff=0.7)
+        hint = did_you_mean(role, [*ROLES, *ROLE_ALIASES])
         raise UserError(f"{where} is by {role!r}{hint}: a role is one of {', '.join(ROLES)}")
     content = _content(_found(turn, "content", "value", where), where)
     is_learnt = _is_learnt(turn, where) or known != "assistant"
@@ -277,7 +278,9 @@ def _content(value: Any, where: str) -> str:
         kind = fields.get("type", "text")
         text = next((fields[k] for k in ("text", "value", "content") if fields.get(k) is not None), None)
         if kind != "text" or not isinstance(text, str):
-            raise UserError(f"{where}: a part of its content is {kind!r}: {_PARTS.get(str(kind), NO_MEDIA)}")
+            raise UserError(
+                f"{where}: a part of its content is {kind!r}: {NOT_READ.get(str(kind), NO_MEDIA)}"
+            )
         texts.append(text)
     return "".join(texts)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.core.measures import counted
 from isobatch.data import chat_formats, readers
-from isobatch.data.chat_formats import HISTORY, MESSAGE_KEYS, NO_MEDIA, NO_THOUGHTS, NO_TOOLS, WEIGHT_KEYS
+from isobatch.data.chat_formats import HISTORY, MESSAGE_KEYS, NO_MEDIA, NOT_READ, WEIGHT_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from isobatch.data.readers import LocatedRows
 
 _BLANK: tuple[Any, ...] = (None, "", [], {}, "[]", "{}", "null")
-_REFUSED = dict.fromkeys(("tools", "tool_calls", "functions", "function_call"), NO_TOOLS)
-_REFUSED |= dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), NO_MEDIA)
-_REFUSED["reasoning_content"] = NO_THOUGHTS
-"""Field of a row or a message, without which the rest means something else -> what is said of it."""
-_REFUSED_IN_MESSAGES = _REFUSED | dict.fromkeys(("reasoning", "thinking"), NO_THOUGHTS)
+_REFUSED = {"tools", "tool_calls", "functions", "function_call", "reasoning_content"}
+_REFUSED |= {"images", "image", "videos", "video", "audios", "audio"}
+"""Columns of NOT_READ without which the rest means something else; others of its words may mean anything."""
 _MARK = re.compile(r"<(\|?)(image|video|audio)(_pad)?\1>(?!.*</\2>)", re.DOTALL)
 """Where a picture would be; HTML closes its elements."""
 _JUDGEMENTS = ("true", "false", "good", "bad", "desirable", "undesirable")
@@ -154,11 +152,11 @@ def check_fields(row: Mapping[str, Any], where: str) -> None:
     """Raise UserError where a row or a message has tools, reasoning or media, or judges its answer."""
     for key, value in row.items():
         if key in _REFUSED and _says(value):
-            raise UserError(f"{where}: has `{key}`: {_REFUSED[key]}")
-        for number, turn in enumerate(_messages_in(value), 1):
-            for name in _REFUSED_IN_MESSAGES.keys() & turn.keys() if {"role", "from"} & turn.keys() else ():
-                if _says(turn[name]):
-                    raise UserError(f"{where}: message {number} has `{name}`: {_REFUSED_IN_MESSAGES[name]}")
+            raise UserError(f"{where}: has `{key}`: {NOT_READ[key]}")
+        turns = [t for t in _messages_in(value) if {"role", "from"} & t.keys()]
+        for number, turn in enumerate(turns, 1):
+            for name in sorted(name for name in NOT_READ.keys() & turn.keys() if _says(turn[name])):
+                raise UserError(f"{where}: message {number} has `{name}`: {NOT_READ[name]}")
     judged = [n for n in ("label", "kto_tag") if str(row.get(n)).strip().lower() in _JUDGEMENTS]
     if judged and "chosen" not in row:
         raise UserError(

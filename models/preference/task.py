@@ -24,7 +24,6 @@ from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    import torch
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts
@@ -185,15 +184,10 @@ def _before_answers(batch: Batch) -> Tensor:
 
 def _added_up(token_log_probs_B2T: Tensor, batch: Batch) -> Tensor:
     """(B, 2) sums over the tokens of each answer, in float64: a loss is of small differences between them."""
-    return token_log_probs_B2T.masked_fill(~_before_answers(batch), 0.0).sum(
-        -1, dtype=_sum_dtype(token_log_probs_B2T)
-    )
-
-
-def _sum_dtype(values: Tensor) -> torch.dtype:
     import torch
 
-    return torch.float32 if values.device.type == "mps" else torch.float64
+    own = token_log_probs_B2T.masked_fill(~_before_answers(batch), 0.0)
+    return own.sum(-1, dtype=torch.float32 if own.device.type == "mps" else torch.float64)
 
 
 def _figures(rewards_B2: Tensor, log_probs_B2: Tensor) -> dict[str, Tensor]:

@@ -118,6 +118,26 @@ def test_compressed_lines_and_parquet_hold_the_same_texts(stored: Path, tmp_path
     assert [one["words"] for one in counts] == [counts[0]["words"]] * 2
 
 
+def test_rows_without_a_text_and_what_is_not_read_are_counted(tmp_path: Path) -> None:
+    """Over all groups, kept from one index to the next; of Parquet the columns alone are known."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"text": f"word {n}", "role": "user"} if n % 2 else {"content": "x"} for n in range(40)]
+    (tmp_path / "train-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "valid-0.jsonl").write_bytes(lines(DOCUMENTS[:4]))
+    for _ in range(2):
+        _, facts = prepared(tmp_path, "*.jsonl")
+        assert facts.extra["notes"] == [
+            "train: rows left out: 20 with no column `text`",
+            "20 rows: the field `role` is not read",
+            "4 rows: the field `n` is not read",
+        ]
+        assert "left out" not in str(facts.extra["splits"])
+    parquet.write_table(pyarrow.table({"n": range(40), "text": DOCUMENTS[:40]}), tmp_path / "p.parquet")
+    assert "the field `n` is not read" in prepared(tmp_path, "p.parquet")[1].extra["notes"]
+
+
 def test_conversations_are_rows_with_a_mask_and_what_has_no_answer_is_noted(tmp_path: Path) -> None:
     rows = [
         {"instruction": f"what is {n}?", "output": "" if n % 10 == 3 else f"it is {n}"} for n in range(60)
@@ -129,6 +149,7 @@ def test_conversations_are_rows_with_a_mask_and_what_has_no_answer_is_noted(tmp_
     data, facts = prepared(tmp_path / "chats", max_length=64)
     assert facts.samples == {"train": 54, "valid": 54}
     assert "train: rows left out: 6 with an empty answer" in facts.extra["notes"]
+    assert len(facts.extra["notes"]) == 2
     batch = data.open(_folder(facts), "train").fetch(np.array([0, 53]))
     assert batch["learn"].sum(axis=1).tolist() == batch["token.weight"].tolist()
     assert facts.extra["template"]
