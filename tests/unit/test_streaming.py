@@ -123,7 +123,7 @@ def test_rows_without_a_text_and_what_is_not_read_are_counted(tmp_path: Path) ->
     import pyarrow
     from pyarrow import parquet
 
-    rows = [{"text": f"word {n}", "role": "user"} if n % 2 else {"content": "x"} for n in range(40)]
+    rows = [{"text": f"word {n}", "role": "user"} if n % 2 == 0 else {"content": "x"} for n in range(40)]
     (tmp_path / "train-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "valid-0.jsonl").write_bytes(lines(DOCUMENTS[:4]))
     for _ in range(2):
