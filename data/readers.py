@@ -177,7 +177,7 @@ def require_column(part: SplitFiles, column: str, flag: str = "", otherwise: str
 
 def did_you_mean(name: str, names: Sequence[str]) -> str:
     """The hint `(did you mean X?)` with the closest of `names`; empty where none is close."""
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.55)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f" (did you mean {close[0]}?)" if close else ""
 
 

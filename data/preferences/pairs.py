@@ -109,12 +109,13 @@ def _answers_behind(row: Mapping[str, Any], prompt: list[Message]) -> list[Messa
 
 def require_columns(names: Sequence[str], where: str) -> None:
     """Raise UserError unless both answers are among the columns. `where` names their file."""
-    other = "; --task causal-lm is for single answers" if chat_formats.detect_chat_format(names) else ""
+    single = chat_formats.detect_chat_format(names) is not None
     for column in (CHOSEN, REJECTED):
         if column not in names:
+            hint = "" if single else did_you_mean(column, names)
             raise UserError(
-                f"{where}: has no column {column}{did_you_mean(column, names)}; it has:"
-                f" {', '.join(names[:20]) or 'nothing'}{other}"
+                f"{where}: has no column {column}{hint}; it has: {', '.join(names[:20]) or 'nothing'}"
+                + "; --task causal-lm is for single answers" * single
             )
 
 

@@ -131,7 +131,6 @@ def test_rows_without_a_text_and_what_is_not_read_are_counted(tmp_path: Path) ->
         assert facts.extra["notes"] == [
             "train: rows left out: 20 with no column `text`",
             "20 rows: the field `role` is not read",
-            "4 rows: the field `n` is not read",
         ]
         assert "left out" not in str(facts.extra["splits"])
     parquet.write_table(pyarrow.table({"n": range(40), "text": DOCUMENTS[:40]}), tmp_path / "p.parquet")
