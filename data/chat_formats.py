@@ -20,8 +20,8 @@ MESSAGE_KEYS = ("role", "content", "from", "value")
 """The fields of a message: as OpenAI calls them, and as ShareGPT does."""
 WEIGHT_KEYS = ("weight", "loss_weight", "loss_mask", "train", "training", "loss")
 """Fields of a message that say whether it is learnt."""
-_TOOLS = ("tools", "tool", "tool_calls", "tool_call", "tool_use", "tool_result", "tool_response", "functions")
-_TOOLS += ("function", "function_call", "observation", "ipython")
+_TOOLS = """tools tool tool_calls tool_call tool_use tool_result tool_response functions function
+function_call observation ipython""".split()  # noqa: SIM905
 NO_TOOLS = "tools and their calls cannot be learnt yet: leave such rows out"
 NO_MEDIA = "only text is learnt: leave such rows out"
 NOT_READ = dict.fromkeys(_TOOLS, NO_TOOLS)
@@ -157,7 +157,8 @@ def texts_beside(row: Mapping[str, Any], main: Sequence[str]) -> dict[str, str]:
 
 def history_beside(row: Mapping[str, Any], main: Sequence[str]) -> list[Message]:
     """The earlier messages of a row; none where its history has another shape."""
-    turns = (row.get(HISTORY) or []) if HISTORY not in main else []
+    if not (turns := row.get(HISTORY)) or HISTORY in main:
+        return []
     if isinstance(turns, list) and all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
         said = ((role, text or "") for pair in turns for role, text in zip(ROLES[1:], pair, strict=True))
         turns = [{"role": role, "content": text} for role, text in said]

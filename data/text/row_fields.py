@@ -134,9 +134,10 @@ def notes_of_unread(row: Mapping[str, Any], main: Sequence[str], has_fields: boo
 
 def _is_read(key: str, turn: Mapping[str, Any]) -> bool:
     """Whether a field of a message is read: a weight is only of an answer, or where it is none."""
+    if key not in WEIGHT_KEYS:
+        return key in MESSAGE_KEYS
     role = str(turn.get("role") or turn.get("from")).lower()
-    is_answer = chat_formats.ROLE_ALIASES.get(role, role) == "assistant"
-    return key in MESSAGE_KEYS or (key in WEIGHT_KEYS and (is_answer or not turn[key]))
+    return not turn[key] or chat_formats.ROLE_ALIASES.get(role, role) == "assistant"
 
 
 def _says(value: Any) -> bool:
@@ -144,7 +145,7 @@ def _says(value: Any) -> bool:
 
 
 def _messages_in(value: Any) -> list[Mapping[str, Any]]:
-    turns = chat_formats.turns_in(value)
+    turns = chat_formats.turns_in(value) if isinstance(value, list | dict) else ()
     return [turn for turn in turns if isinstance(turn, Mapping)] if isinstance(turns, list) else []
 
 
