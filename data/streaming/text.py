@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.data import readers, template_texts, tokenizers
+from isobatch.data import chat_formats, template_texts, tokenizers
 from isobatch.data.base import NoSamplesError
 from isobatch.data.cleaning import pipeline
 from isobatch.data.cleaning.pipeline import CleaningPipeline
@@ -168,16 +168,12 @@ class StreamedText(Text):
 
     def _detect_kind(self) -> tuple[str, str]:
         """(kind of rows, the column of plain text), from the first object. Raises UserError."""
-        first, wanted = self.objects[0], self.options.text_column
+        first, column = self.objects[0], self.options.text_column or TEXT
         columns = shard_of(Store(), first).columns()
         kind = detect_row_kind(columns, self.options, is_only_set=True, data=first.address)
-        column = wanted or TEXT
-        if kind == TEXT and column not in columns:
-            what = f"--text-column {wanted}: {first.address} has no such column"
-            raise UserError(
-                (what if wanted else f"{first.address} has no column {TEXT}")
-                + f"{readers.did_you_mean(column, columns)}; it has: {', '.join(columns[:20])}"
-            )
+        if kind == TEXT:
+            typed = f"--text-column {column}: " * (self.options.text_column is not None)
+            chat_formats.require_field(dict.fromkeys(columns), column, typed + first.address)
         return kind, column
 
     def _encoder(self, kind: str, column: str) -> TextGroupEncoder:

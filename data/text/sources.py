@@ -181,11 +181,9 @@ class TextSetSpec:
         kind = self._detect_kind(table.columns)
         if kind == TEXT:
             column = self._text_column(table.columns)
-            if column not in table.columns:
-                raise UserError(
-                    f"--text-column {column}: {self.location} has no such column; it has:"
-                    f" {', '.join(table.columns)}"
-                )
+            chat_formats.require_field(
+                dict.fromkeys(table.columns), column, f"--text-column: {self.location}"
+            )
             return PlainText(self.name, Corpus(table.splits, notes=table.notes, column=column), steps)
         return (
             self._open_labelled(table, steps)

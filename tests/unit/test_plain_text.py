@@ -405,7 +405,7 @@ def test_a_hub_data_set_is_split_and_its_column_checked(monkeypatch: pytest.Monk
     corpus = corpora.rows_from_hub("a-team/a-corpus", None)
     assert len(list(corpus.splits["train"]())) == 38
     assert [row for _, row in corpus.splits["valid"]()] == [{"text": "he 38"}, {"text": "he 39"}]
-    with pytest.raises(UserError, match="--text-column body: a-team/a-corpus has no such column"):
+    with pytest.raises(UserError, match="--text-column: a-team/a-corpus: has no body; it has: text"):
         make("a-team/a-corpus", text_column="body").open_sets()
 
 

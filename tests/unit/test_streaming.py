@@ -370,7 +370,7 @@ def test_a_missing_library_is_answered_with_its_pip_line(monkeypatch: pytest.Mon
         ({"mix": "1,2"}, "--mix: needs"),
         (
             {"text_column": "txt"},
-            r"--text-column txt: .*part-0.jsonl has no such column \(did you mean text\?\)",
+            r"--text-column txt: .*part-0.jsonl: has no txt \(did you mean text\?\)",
         ),
         ({"format": "csv"}, "--format csv: an object in a store says by its ending what it is"),
     ],
