@@ -111,8 +111,7 @@ def parse_messages(row: Mapping[str, Any], where: str, chat_format: str) -> list
     """
     main = main_columns(row, chat_format)
     messages = with_fields(row, _parse_columns(row, main, where), main)
-    if any(not m["content"].strip() for m in history_beside(row, main) if m["role"] == "assistant"):
-        raise SkippedRowError(f"an empty answer in `{HISTORY}`")
+    require_history(row, main)
     require_answers(messages)
     if chat_format == "instruction" and not any(map(asks_something, messages[-2:-1])):
         raise SkippedRowError("an empty instruction")
@@ -131,6 +130,12 @@ def parse_question(row: Mapping[str, Any], where: str, chat_format: str) -> list
     if not any(map(asks_something, messages[-1:])):
         raise UserError(f"{where}: asks nothing: its last message must be a question")
     return messages
+
+
+def require_history(row: Mapping[str, Any], main: Sequence[str]) -> None:
+    """Raise SkippedRowError where an answer in the history of a row is empty."""
+    if any(not m["content"].strip() for m in history_beside(row, main) if m["role"] == "assistant"):
+        raise SkippedRowError(f"an empty answer in `{HISTORY}`")
 
 
 def require_answers(messages: Sequence[Message]) -> None:

@@ -49,6 +49,7 @@ def parse_pair(row: Mapping[str, Any], where: str) -> PreferencePair:
     else:
         raise UserError(f"{where}: {CHOSEN} and {REJECTED} must both be text, or both lists of messages")
     _require_preference(pair)
+    chat_formats.require_history(row, main_columns(row))
     row_fields.require_text_only(pair.prompt, where)
     if not holds_whole_texts(row):
         pair = pair._replace(prompt=chat_formats.with_fields(row, pair.prompt, main_columns(row)))
@@ -165,7 +166,6 @@ def _require_preference(pair: PreferencePair) -> None:
     if pair.chosen == pair.rejected:
         raise SkippedRowError("the same answer twice")
     for answer in (pair.chosen, pair.rejected):
-        if not all(m["content"].strip() for m in answer if m["role"] == "assistant"):
-            raise SkippedRowError("an empty answer")
         if not answer or answer[0]["role"] != "assistant":
             raise SkippedRowError("answers to different prompts")
+        chat_formats.require_answers(answer)

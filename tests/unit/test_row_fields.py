@@ -495,6 +495,16 @@ NOTED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"prompt": "Zask", "completion": "Zsay", "history": [["Zq", None]]},
         "rows left out: 1 with an empty answer in `history`",
     ),
+    "an unanswered history of a pair": (
+        "dpo",
+        {"prompt": "Zask", **PAIR, "history": [["Zq", None]]},
+        "rows left out: 1 with an empty answer in `history`",
+    ),
+    "a weight of 0 of a pair": (
+        "dpo",
+        {"prompt": "Zask", "chosen": SAY | {"weight": 0}, "rejected": EARLIER},
+        "rows left out: 1 with no answer to learn, as their weights are 0",
+    ),
     "weights of 0 alone": (
         "causal-lm",
         {"messages": [ASK, SAY | {"weight": 0}]},
@@ -571,7 +581,7 @@ def test_a_row_is_read_rightly(tmp_path: Path, name: str) -> None:
 def test_what_is_not_learnt_of_a_row_is_said(tmp_path: Path, name: str) -> None:
     task, row, wanted = NOTED[name]
     kept = PAIR | {"prompt": "Zask"} if task == "dpo" else {"messages": [ASK, SAY]}
-    kept = {"prompt": "Zask", "completion": "Zsay"} if "prompt" in row else kept
+    kept = {"prompt": "Zask", "completion": "Zsay"} if "completion" in row else kept
     notes = learn(task, tmp_path, {"text": "Zsay"} if "text" in row else kept, row)[2]["notes"]
     assert [note for note in notes if note.endswith(wanted)], notes
     assert f"1 row: {wanted}" in notes or f"train: {wanted}" in notes
