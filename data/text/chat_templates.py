@@ -78,10 +78,10 @@ class ChatTemplate:
         """
         kept = list(messages)
         if not (self.name == "alpaca" and self.jinja in OWN_TEXTS):
-            joined = (_message(m["role"], "\n", m["content"], m.get("input", "")) for m in messages)
             kept = [
-                {k: v for k, v in (m | one).items() if k != "input"}
-                for m, one in zip(messages, joined, strict=True)
+                _message(m["role"], "\n", m["content"], m.get("input", ""))
+                | {k: "" for k in m if k == UNLEARNT}
+                for m in messages
             ]
         systems = [number for number, message in enumerate(kept) if message["role"] == "system"]
         for number in [n for n in reversed(systems) if n >= _system_places(self)]:

@@ -119,9 +119,8 @@ class PlainText:
         if self.corpus.is_stream:
             return cleaning.clean_lines(texts)
         others = [name for name in self.corpus.splits if split == "train" != name]
-        return cleaning.clean_texts(
-            texts, chain.from_iterable(self._texts(name, ConversationCounts()) for name in others)
-        )
+        held_out = (self._texts(name, ConversationCounts()) for name in others)
+        return cleaning.clean_texts(texts, chain.from_iterable(held_out))
 
     def _texts(self, split: str, counts: ConversationCounts) -> Iterator[str]:
         """The texts of a split as they are given; what rows hold beside them is counted."""

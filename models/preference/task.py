@@ -91,10 +91,8 @@ class PreferenceTask(CausalLM):
         return False
 
     @abstractmethod
-    def pair_losses(
-        self, log_probs_B2: Tensor, token_log_probs_B2T: Tensor, batch: Batch, trains: bool
-    ) -> dict[str, Loss]:
-        """The losses, from the answers' log-probabilities and from those of single tokens."""
+    def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
+        """The losses, from the log-probabilities of answers and of single tokens; `trains`: in training."""
 
     @abstractmethod
     def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
@@ -234,13 +232,11 @@ class DPO(PreferenceTask):
     def averages(self) -> bool:
         return bool(self.options.dpo_loss == "ipo")
 
-    def pair_losses(
-        self, log_probs_B2: Tensor, token_log_probs_B2T: Tensor, batch: Batch, trains: bool
-    ) -> dict[str, Loss]:
+    def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
         from isobatch.models.preference.losses import dpo_loss
 
         options, smoothing = self.options, self.recipe.label_smoothing if trains else 0.0
-        losses_B = dpo_loss(log_probs_B2, self._reference(batch), options.beta, options.dpo_loss, smoothing)
+        losses_B = dpo_loss(logp_B2, self._reference(batch), options.beta, options.dpo_loss, smoothing)
         return {"loss": Loss(losses_B.sum(), "sample")}
 
     def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
@@ -316,15 +312,13 @@ class ORPO(PreferenceTask):
     def learns_prompts(self) -> bool:
         return not self.options.response_only
 
-    def pair_losses(
-        self, log_probs_B2: Tensor, token_log_probs_B2T: Tensor, batch: Batch, trains: bool
-    ) -> dict[str, Loss]:
+    def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
         from isobatch.models.preference.losses import odds_ratio_loss
 
         unit = "text" if self.learns_prompts else "token"
-        odds_B = odds_ratio_loss(log_probs_B2) * self.options.beta
+        odds_B = odds_ratio_loss(logp_B2) * self.options.beta
         return {
-            "nll": Loss(-token_log_probs_B2T[:, 0].sum(dtype=log_probs_B2.dtype), unit),
+            "nll": Loss(-tokens_B2T[:, 0].sum(dtype=logp_B2.dtype), unit),
             "odds_ratio": Loss(odds_B.sum(), "sample"),
         }
 
