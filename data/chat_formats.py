@@ -22,9 +22,8 @@ WEIGHT_KEYS = ("weight", "loss_weight", "loss_mask", "train", "training", "loss"
 """Fields of a message that say whether it is learnt."""
 _TOOLS = """tools tool tool_calls tool_call tool_use tool_result tool_response functions function
 function_call observation ipython""".split()  # noqa: SIM905
-NO_TOOLS = "tools and their calls cannot be learnt yet: leave such rows out"
 NO_MEDIA = "only text is learnt: leave such rows out"
-NOT_READ = dict.fromkeys(_TOOLS, NO_TOOLS)
+NOT_READ = dict.fromkeys(_TOOLS, "tools and their calls cannot be learnt yet: leave such rows out")
 NOT_READ |= dict.fromkeys(
     ("reasoning_content", "reasoning", "thinking"),
     "reasoning in a place of its own cannot be learnt yet: write it into the answer as <think>...</think>",
@@ -56,9 +55,9 @@ _NAMED_BY_QUESTION = {"prompt": "completion", "question": "answer"}
 """Pairs of columns whose format is called by the question alone."""
 _BETWEEN = " -> "
 ACCEPTED = (
-    "conversations are read from the columns `messages` or `conversations`, `instruction` and `output`,"
-    " `prompt` and `completion`, `question` and `answer` and others; --question-column and --answer-column"
-    " name them"
+    "--text-column names that of plain text; conversations are read from `messages` or `conversations`,"
+    " `instruction` and `output`, `prompt` and `completion`, `question` and `answer` and others;"
+    " --question-column and --answer-column name them"
 )
 
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 TEXT = "text"
 """Plain text, and the column of it where none is named."""
 LABELS = "labels"
-PLAIN_COLUMN = "--text-column names the column of plain text"
 TextSet = PlainText | Conversations
 
 
@@ -122,8 +121,7 @@ class TextSetSpec:
                 if not part.is_stream:
                     column = self._text_column(readers.column_names(parts["train"]))
                     flag = "--text-column" if self.options.text_column == column else ""
-                    otherwise = chat_formats.ACCEPTED if flag else f"{PLAIN_COLUMN}; {chat_formats.ACCEPTED}"
-                    readers.require_column(part, column, flag, otherwise)
+                    readers.require_column(part, column, flag, chat_formats.ACCEPTED)
 
     def _require_pair(self, parts: Mapping[str, SplitFiles]) -> None:
         """Raise UserError unless all files have the columns of questions and answers."""

@@ -473,7 +473,7 @@ def test_a_split_with_nothing_to_learn_is_refused(tmp_path: Path) -> None:
 
 def test_the_missing_columns_are_named_before_anything_heavy(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"train\.jsonl: has no column text; it has: body; --text-column names"
+        UserError, match=r"train\.jsonl: has no column text; it has: body; --text-column names that"
     ):
         make(tmp_path, [{"body": "x"}]).check()
 
