@@ -11,11 +11,25 @@ from isobatch.core.flags import nearest_hint
 
 Message = dict[str, str]
 """`role` and `content`, as chat templates read them. A user's message may have `input`, what it is about: the
-template `alpaca` parts the two, and every other one gets them as one text (`ChatTemplate.placed`)."""
+template `alpaca` parts the two, and every other one gets them as one text (`ChatTemplate.placed`). An answer
+may have UNLEARNT, an empty text: it is read, and not learnt."""
+UNLEARNT = "unlearnt"
 
 ROLES = ("system", "user", "assistant")
 MESSAGE_KEYS = ("role", "content", "from", "value")
 """The fields of a message: as OpenAI calls them, and as ShareGPT does."""
+WEIGHT_KEYS = ("weight", "loss_weight", "loss_mask", "train", "training", "loss")
+"""Fields of a message that say whether it is learnt."""
+_TOOLS = """tools tool tool_calls tool_call tool_use tool_result tool_response functions function
+function_call observation ipython""".split()  # noqa: SIM905
+NO_MEDIA = "only text is learnt: leave such rows out"
+NOT_READ = dict.fromkeys(_TOOLS, "tools and their calls cannot be learnt yet: leave such rows out")
+NOT_READ |= dict.fromkeys(
+    ("reasoning_content", "reasoning", "thinking"),
+    "reasoning in a place of its own cannot be learnt yet: write it into the answer as <think>...</think>",
+)
+NOT_READ |= dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), NO_MEDIA)
+"""Roles, fields of a message, or types of a part of its content -> what is said of them."""
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
 ROLE_ALIASES |= {"model": "assistant", "developer": "system"}
 ALPACA_COLUMNS = ("instruction", "output")
@@ -41,9 +55,9 @@ _NAMED_BY_QUESTION = {"prompt": "completion", "question": "answer"}
 """Pairs of columns whose format is called by the question alone."""
 _BETWEEN = " -> "
 ACCEPTED = (
-    "conversations are read from the columns `messages` or `conversations`, `instruction` and `output`,"
-    " `prompt` and `completion`, `question` and `answer` and others; --question-column and --answer-column"
-    " name them"
+    "--text-column names that of plain text; conversations are read from `messages` or `conversations`,"
+    " `instruction` and `output`, `prompt` and `completion`, `question` and `answer` and others;"
+    " --question-column and --answer-column name them"
 )
 
 
@@ -96,6 +110,7 @@ def parse_messages(row: Mapping[str, Any], where: str, chat_format: str) -> list
     """
     main = main_columns(row, chat_format)
     messages = with_fields(row, _parse_columns(row, main, where), main)
+    require_history(row, main)
     require_answers(messages)
     if chat_format == "instruction" and not any(map(asks_something, messages[-2:-1])):
         raise SkippedRowError("an empty instruction")
@@ -116,13 +131,21 @@ def parse_question(row: Mapping[str, Any], where: str, chat_format: str) -> list
     return messages
 
 
+def require_history(row: Mapping[str, Any], main: Sequence[str]) -> None:
+    """Raise SkippedRowError where an answer in the history of a row is empty."""
+    if any(not m["content"].strip() for m in history_beside(row, main) if m["role"] == "assistant"):
+        raise SkippedRowError(f"an empty answer in `{HISTORY}`")
+
+
 def require_answers(messages: Sequence[Message]) -> None:
-    """Raise SkippedRowError where no message is the assistant's, or one of those is empty."""
-    answers = [m["content"] for m in messages if m["role"] == "assistant"]
+    """Raise SkippedRowError where no message is the assistant's, one of those is empty, or none is learnt."""
+    answers = [m for m in messages if m["role"] == "assistant"]
     if not answers:
         raise SkippedRowError("no answer")
-    if not all(answer.strip() for answer in answers):
+    if not all(answer["content"].strip() for answer in answers):
         raise SkippedRowError("an empty answer")
+    if all(UNLEARNT in answer for answer in answers):
+        raise SkippedRowError("no answer to learn, as their weights are 0")
 
 
 def asks_something(message: Message) -> bool:
@@ -130,15 +153,16 @@ def asks_something(message: Message) -> bool:
     return bool((message["content"] + message.get("input", "")).strip())
 
 
-def _texts_beside(row: Mapping[str, Any], main: Sequence[str]) -> dict[str, str]:
+def texts_beside(row: Mapping[str, Any], main: Sequence[str]) -> dict[str, str]:
     """Column -> its text, of those known columns beside the main ones that have one."""
     columns = [name for name in (*SYSTEM_COLUMNS, *INPUT_COLUMNS) if name not in main]
     return {name: row[name] for name in columns if isinstance(row.get(name), str) and row[name].strip()}
 
 
-def _history_beside(row: Mapping[str, Any], main: Sequence[str]) -> list[Message]:
+def history_beside(row: Mapping[str, Any], main: Sequence[str]) -> list[Message]:
     """The earlier messages of a row; none where its history has another shape."""
-    turns = (row.get(HISTORY) or []) if HISTORY not in main else []
+    if not (turns := row.get(HISTORY)) or HISTORY in main:
+        return []
     if isinstance(turns, list) and all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
         said = ((role, text or "") for pair in turns for role, text in zip(ROLES[1:], pair, strict=True))
         turns = [{"role": role, "content": text} for role, text in said]
@@ -153,7 +177,7 @@ def with_fields(row: Mapping[str, Any], messages: Sequence[Message], main: Seque
     A system text comes first, before one that the messages have; the history follows; the first question that
     is the row's own gets the rest as its `input`. `main`: the columns that the messages are from.
     """
-    beside, found = _texts_beside(row, main), list(messages)
+    beside, found = texts_beside(row, main), list(messages)
     told = [beside.pop(name) for name in SYSTEM_COLUMNS if name in beside]
     asked = next((number for number, m in enumerate(found) if m["role"] == "user"), None)
     if beside and asked is not None:
@@ -161,23 +185,7 @@ def with_fields(row: Mapping[str, Any], messages: Sequence[Message], main: Seque
     own = [m["content"] for m in found[:1] if m["role"] == "system"]
     system = "\n\n".join(dict.fromkeys([*told, *own]))
     first = [{"role": "system", "content": system}] if told or own else []
-    return [*first, *_history_beside(row, main), *found[len(own) :]]
-
-
-def notes_of_unread(row: Mapping[str, Any], main: Sequence[str], has_fields: bool = True) -> list[str]:
-    """A note of each field of a row or its messages that says something and that none of the messages holds.
-
-    `has_fields`: whether the messages have passed `with_fields`.
-    """
-    known = [*_texts_beside(row, main), *[HISTORY][: len(_history_beside(row, main))]]
-    read = [*main, *known] if has_fields else main
-    lists = [(name, row[name]) for name in read if isinstance(row.get(name), list)]
-    turns = [(name, turn) for name, found in lists for turn in found if isinstance(turn, Mapping)]
-    fields = [(f"{name}.{key}", v) for name, t in turns for key, v in t.items() if key not in MESSAGE_KEYS]
-    fields += [(str(name), value) for name, value in row.items() if name not in read]
-    blank: tuple[Any, ...] = (None, "", [], {})
-    names = dict.fromkeys(n for n, v in fields if (v.strip() if isinstance(v, str) else v) not in blank)
-    return [f"the field `{name}` is not read" for name in names]
+    return [*first, *history_beside(row, main), *found[len(own) :]]
 
 
 def _parse_columns(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[Message]:
@@ -188,7 +196,7 @@ def _parse_columns(row: Mapping[str, Any], columns: Sequence[str], where: str) -
 
 def _parse_part(row: Mapping[str, Any], name: str, role: str, where: str) -> list[Message]:
     """The messages in a column of questions or answers; a text is one message of this role."""
-    if isinstance(row.get(name), list) or name in CHAT_COLUMNS:
+    if isinstance(row.get(name), list | Mapping) or name in CHAT_COLUMNS:
         return parse_message_list(row, name, where)
     return [{"role": role, "content": _text_field(row, name, where)}]
 
@@ -212,34 +220,80 @@ def key_names(row: Mapping[str, Any]) -> str:
     return ", ".join(map(str, list(row)[:20])) or "nothing"
 
 
+def turns_in(value: Any) -> Any:
+    """The messages of a column as a list: an object is one, or has a list for each field. Else the value."""
+    if isinstance(value, Mapping):
+        columns = list(value.values())
+        if isinstance(value.get("role") or value.get("from"), str):
+            return [value]
+        if columns and all(isinstance(v, list) for v in columns) and len(set(map(len, columns))) == 1:
+            return [dict(zip(value, fields, strict=True)) for fields in zip(*columns, strict=True)]
+    return value
+
+
 def parse_message_list(row: Mapping[str, Any], column: str, where: str) -> list[Message]:
     """The messages in a column of a row. `where` names the row. Raises UserError where they are none."""
-    turns = require_field(row, column, where)
-    if isinstance(turns, Mapping):  # `datasets` gives a list of objects as an object of lists
-        lists = [v if isinstance(v, list) else [v] for v in turns.values()]  # or it is a message by itself
-        turns = [dict(zip(turns, values, strict=True)) for values in zip(*lists, strict=True)]
+    turns = turns_in(require_field(row, column, where))
+    if isinstance(turns, Mapping):
+        raise UserError(
+            f"{where}: {column} is an object with {key_names(turns)}: neither a message, which has role and"
+            " content, nor lists of one length"
+        )
     if not isinstance(turns, list | None):
         raise UserError(f"{where}: {column} holds {type(turns).__name__}, not a list of messages")
-    return [_parse_message(turn, f"{where}: message {number}") for number, turn in enumerate(turns or [], 1)]
+    if turns and column not in CHAT_COLUMNS and all(isinstance(turn, str) for turn in turns):
+        raise UserError(f"{where}: {column} holds a list of {len(turns)} texts, not one: make a row of each")
+    place = where if column in CHAT_COLUMNS else f"{where}: {column}"
+    return [_parse_message(turn, f"{place}: message {number}") for number, turn in enumerate(turns or [], 1)]
 
 
 def _parse_message(turn: Any, where: str) -> Message:
     if not isinstance(turn, Mapping):
         raise UserError(f'{where} is {type(turn).__name__}, not an object with "role" and "content"')
-    role, content = _string_field(turn, "role", "from", where), _string_field(turn, "content", "value", where)
+    role = _found(turn, "role", "from", where)
+    if not isinstance(role, str):
+        raise UserError(f"{where}: role holds {type(role).__name__}, not text")
+    if role.lower() in NOT_READ:
+        raise UserError(f"{where} is by {role!r}: {NOT_READ[role.lower()]}")
     if (known := ROLE_ALIASES.get(role.lower(), role.lower())) not in ROLES:
-        names = [*ROLES, *ROLE_ALIASES]
-        raise UserError(
-            f"{where} is by {role!r}{nearest_hint(role, names)}: a role is one of {', '.join(ROLES)}"
-        )
-    return {"role": known, "content": content}
+        hint = nearest_hint(role, [*ROLES, *ROLE_ALIASES])
+        raise UserError(f"{where} is by {role!r}{hint}: a role is one of {', '.join(ROLES)}")
+    content = _content(_found(turn, "content", "value", where), where)
+    is_learnt = _is_learnt(turn, where) or known != "assistant"
+    return {"role": known, "content": content} | ({} if is_learnt else {UNLEARNT: ""})
 
 
-def _string_field(turn: Mapping[str, Any], name: str, other: str, where: str) -> str:
-    """The text under `name`, or under `other` as ShareGPT calls it."""
+def _found(turn: Mapping[str, Any], name: str, other: str, where: str) -> Any:
+    """What is under `name`, or under `other` as ShareGPT calls it."""
     found = turn.get(name) if turn.get(name) is not None else turn.get(other)
     if found is None:
         raise UserError(f"{where} has no {name} (or {other}); it has: {key_names(turn)}")
-    if not isinstance(found, str):
-        raise UserError(f"{where}: {name} holds {type(found).__name__}, not text")
     return found
+
+
+def _content(value: Any, where: str) -> str:
+    """The text of a content, which may be in parts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise UserError(f"{where}: content holds {type(value).__name__}, not text")
+    texts = []
+    for part in value:
+        fields = part if isinstance(part, Mapping) else {"text": part}
+        kind = fields.get("type", "text")
+        text = next((fields[k] for k in ("text", "value", "content") if fields.get(k) is not None), None)
+        if kind != "text" or not isinstance(text, str):
+            raise UserError(
+                f"{where}: a part of its content is {kind!r}: {NOT_READ.get(str(kind), NO_MEDIA)}"
+            )
+        texts.append(text)
+    return "".join(texts)
+
+
+def _is_learnt(turn: Mapping[str, Any], where: str) -> bool:
+    """Whether a message's weight lets it be learnt."""
+    given = {key: turn[key] for key in WEIGHT_KEYS if turn.get(key) is not None}
+    for key, value in given.items():
+        if value not in (0, 1):
+            raise UserError(f"{where}: {key} is {value!r}: an answer is learnt or not, so give 1 or 0")
+    return all(given.values())

@@ -27,14 +27,14 @@ DEMO_LARGEST_FILE = 32_000
 class Corpus:
     """The texts of each split."""
 
-    splits: Mapping[str, Callable[[], Iterable[str]]]
+    splits: Mapping[str, Callable[[], Iterable[Any]]]
     """Split -> a function that reads its texts from the beginning, at every call."""
     is_stream: bool = False
     """Whether the texts are chunks of one text; otherwise each is a document."""
     notes: tuple[str, ...] = ()
     """What the user should know, one line each."""
-    column: str = "text"
-    """The column of the texts, for notes."""
+    column: str | None = None
+    """The column of the texts, where `splits` read rows as those of a RowCorpus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +79,13 @@ def _read_files(files: list[Path]) -> Iterator[str]:
     return (f.read_text(encoding="utf-8") for f in files)
 
 
-def corpus_from_files(
-    files: dict[str, readers.SplitFiles], column: str, share: float | None = None
-) -> Corpus:
-    """The texts in `column` of files that `readers.find_splits` found; of a txt file, all its text.
+def corpus_from_files(files: dict[str, readers.SplitFiles], share: float | None = None) -> Corpus:
+    """All the text of the txt files that `readers.find_splits` found.
 
     `share`: the part of the training data that is validation, where nothing else is.
     """
     files, notes = with_validation(files, share)
-    splits = {split: partial(readers.read_texts, part, column) for split, part in files.items()}
-    return Corpus(splits, files["train"].is_stream, notes, column)
+    return Corpus({split: partial(readers.read_stream, part) for split, part in files.items()}, True, notes)
 
 
 def rows_from_files(files: dict[str, readers.SplitFiles], share: float | None = None) -> RowCorpus:
@@ -109,18 +106,6 @@ def with_validation(
         return files, notes
     train, valid = held_out.hold_out(files["train"], share)
     return {**files, "train": train, "valid": valid}, (held_out.note(share, train.is_stream), *notes)
-
-
-def corpus_from_hub(name: str, config: str | None, column: str, share: float | None = None) -> Corpus:
-    """The texts in `column` of a hub data set; `share` as of `corpus_from_files`.
-
-    Raises UserError where it has no such column or no train split.
-    """
-    splits, notes = load_hub_splits(name, config, share)
-    if column not in (names := splits["train"].column_names):
-        raise UserError(f"--text-column {column}: {name} has no such column; it has: {', '.join(names)}")
-    texts = {split: partial(_column_texts, rows, column) for split, rows in splits.items()}
-    return Corpus(texts, notes=notes, column=column)
 
 
 def rows_from_hub(name: str, config: str | None, share: float | None = None) -> RowCorpus:
@@ -158,7 +143,9 @@ def load_hub_splits(
 def read_hub_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(where, row) of a split's rows; class labels are given by name, as far as the data set has names."""
     classes = {k: f.names for k, f in rows.features.items() if hasattr(f, "names")}
-    for number, row in enumerate(rows):
+    batches = (dict(batch) for batch in rows.iter(batch_size=1000))
+    cells = (cell for batch in batches for cell in zip(*batch.values(), strict=True))
+    for number, row in enumerate(dict(zip(rows.column_names, cell, strict=True)) for cell in cells):
         named = {
             k: names[row[k]] if row[k] is not None and row[k] >= 0 else None for k, names in classes.items()
         }
@@ -171,8 +158,3 @@ def read_hub_column(name: str, rows: Any, column: str) -> Iterator[tuple[str, in
     for table in rows.select_columns([column]).with_format("arrow").iter(readers.ARROW_BATCH_ROWS):
         yield name, before, table.column(0).combine_chunks()
         before += len(table)
-
-
-def _column_texts(rows: Any, column: str) -> Iterator[str]:
-    for batch in rows.select_columns([column]).iter(batch_size=1000):
-        yield from (text or "" for text in batch[column])

@@ -6,11 +6,13 @@ import codecs
 import contextlib
 import dataclasses
 import functools
+import gzip
 import io
 import itertools
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +44,7 @@ FORMATS |= dict.fromkeys(delimited.ATOMIC, "tsv")
 TAGGED = (".conll", ".conllu", ".iob", ".bio")
 """Endings of words with tags, a word a line."""
 DELIMITERS = {"csv": ",", "tsv": "\t"}
+GZIP = ".gz"
 _WIDE = (
     *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")),
     *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")),
@@ -135,22 +138,30 @@ def content_hashes(splits: Mapping[str, SplitFiles]) -> dict[str, list[str]]:
     return {split: [part.format, *map(file_hash, part.files)] for split, part in splits.items()}
 
 
+def _ending(path: Path) -> str:
+    """What a file's name ends with, in small letters; of a compressed table what stands before .gz."""
+    endings = [suffix.lower() for suffix in path.suffixes[-2:]]
+    packed = endings[1:] == [GZIP] and FORMATS.get(endings[0]) in ("csv", "tsv", "json", "jsonl")
+    return endings[0] if packed else "".join(endings[-1:])
+
+
 def _format_of(path: Path) -> str:
     if path.suffix.lower() in TAGGED:
         raise UserError(
             f"--data {path}: holds words with tags, which no task here learns: the classifier takes a table"
             " of texts, each with one class"
         )
-    if path.suffix.lower() not in FORMATS:
+    if (ending := _ending(path)) not in FORMATS:
         raise UserError(
-            f"--data {path}: has no known ending ({' '.join(FORMATS)}): say what it is with --format"
+            f"--data {path}: has no known ending ({' '.join(FORMATS)}; of tables with .gz behind it): "
+            + ("unpack it (gunzip)" if ending == GZIP else "say what it is with --format")
         )
-    return FORMATS[path.suffix.lower()]
+    return FORMATS[ending]
 
 
 def _find_in_folder(folder: Path, file_format: str | None) -> dict[str, SplitFiles]:
     names = sorted(f for f in folder.iterdir() if f.is_file())
-    known = [f for f in names if f.suffix.lower() in FORMATS and _split_from_name(f)]
+    known = [f for f in names if _ending(f) in FORMATS and _split_from_name(f)]
     formats = sorted({_format_of(f) for f in known})
     if file_format is None and len(formats) > 1:
         raise UserError(f"--data {folder}: holds {' and '.join(formats)} files: choose with --format")
@@ -188,15 +199,11 @@ def _parquet_rows(file: Path) -> int:
         return int(table.metadata.num_rows)
 
 
-def read_texts(part: SplitFiles, column: str) -> Iterator[str]:
-    """The texts of a split: of a stream in chunks of whole lines, otherwise of every row ("" without)."""
-    if part.is_stream:
-        position.begin(part.files, part.stop and part.stop - part.start)
-        for file in part.files:
-            yield from _read_stream(file, part.start, part.stop)
-    else:
-        for where, row in read_rows(part):
-            yield text_cell(row, column, where)
+def read_stream(part: SplitFiles) -> Iterator[str]:
+    """The text of a split of txt files, in chunks of whole lines."""
+    position.begin(part.files, part.stop and part.stop - part.start)
+    for file in part.files:
+        yield from _read_stream(file, part.start, part.stop)
 
 
 def column_names(part: SplitFiles) -> list[str]:
@@ -204,14 +211,18 @@ def column_names(part: SplitFiles) -> list[str]:
     return next(([str(k) for k in row] for _, row in read_rows(part)), [])
 
 
-def require_column(part: SplitFiles, column: str, otherwise: str = "", flag: str = "--text-column") -> None:
-    """Raise UserError unless each file's rows have this column. `otherwise`: what else would be read."""
+def require_column(part: SplitFiles, column: str, flag: str = "", otherwise: str = "") -> None:
+    """Raise UserError unless each file's rows have this column. `flag`: what was typed to name it, perhaps
+    nothing; `otherwise`: what else would be read.
+    """
     for file in part.files:
         names = column_names(dataclasses.replace(part, files=(file,)))
         if names and column not in names:
+            what = f"{flag} {column}: {file} has no such column"
             raise UserError(
-                f"{flag} {column}: {file} has no such column{nearest_hint(column, names)}; "
-                f"it has: {name_columns(names)}" + (f"; {otherwise}" if otherwise else "")
+                (what if flag else f"{file}: has no column {column}")
+                + f"{nearest_hint(column, names)}; it has: {name_columns(names)}"
+                + (f"; {otherwise}" if otherwise else "")
             )
 
 
@@ -240,7 +251,15 @@ def wide_encoding(file: Path) -> str | None:
 
 
 def open_utf8(file: Path) -> io.BufferedReader:
-    """A file's bytes in UTF-8; one in UTF-16 or UTF-32 is converted in memory. Raises UserError."""
+    """A file's bytes in UTF-8; one in UTF-16 or UTF-32 is converted in memory, and so is a compressed one.
+
+    Raises UserError.
+    """
+    if file.suffix.lower() == GZIP:
+        try:
+            return io.BufferedReader(io.BytesIO(gzip.decompress(file.read_bytes())))
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise UserError(f"{file}: is no whole gzip file: {error}: fetch it again") from None
     encoding = wide_encoding(file)
     if encoding is None:
         return file.open("rb")

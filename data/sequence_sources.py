@@ -206,7 +206,7 @@ def _lines(part: SplitFiles) -> Iterator[str]:
     """The lines of .txt files; a very long one comes in several chunks."""
     for file in part.files:
         rest = ""
-        for chunk in readers.read_texts(dataclasses.replace(part, files=(file,)), ""):
+        for chunk in readers.read_stream(dataclasses.replace(part, files=(file,))):
             *lines, rest = (rest + chunk).split("\n")
             yield from lines
         if rest:

@@ -199,7 +199,8 @@ class Workload:
         if asked.get("data", task.defaults.get("data", DEMO)) == DEMO:
             layers.append(task.demo)
             if not is_task_file(self.name):  # whose data may have no other source
-                notes.append(f"no --data given: {self.name} runs its embedded demo")
+                given = "--data demo" if "data" in asked else "no --data given"
+                notes.append(f"{given}: {self.name} runs its embedded demo")
         if asked.get("preset"):
             layers.append(self._preset(str(asked["preset"])))
         if asked.get("mode") == "fast":

@@ -17,9 +17,9 @@ from isobatch.data.corpora import DEMO, RowCorpus, overlap_notes
 from isobatch.data.preferences import demo, encoding, pairs
 from isobatch.data.template_texts import VERBATIM
 from isobatch.data.text import chat_templates
-from isobatch.data.text.conversation_counts import ConversationCounts
 from isobatch.data.text.conversation_encoder import SHOWN_PROMPTS
 from isobatch.data.text.plain_text import TokenizationSettings
+from isobatch.data.text.row_fields import ConversationCounts
 from isobatch.data.text.truncation import learn_mask
 from isobatch.data.tokenized import EncodedSplits, within_text
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from isobatch.data.preferences.encoding import EncodedPair, RenderedPair
     from isobatch.data.text.chat_templates import ChatTemplate
 
-TOKENIZATION_VERSION = 2
+TOKENIZATION_VERSION = 3
 """Part of the cache key: raise it when the same rows become other tokens."""
 ANSWERS = (pairs.CHOSEN, pairs.REJECTED)
 

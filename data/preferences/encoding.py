@@ -82,7 +82,7 @@ def _joined(part: Sequence[ChatSegment], ids: Iterator[list[int]], end_id: int, 
     for segment in part:
         found = next(ids) + [end_id] * segment.is_answer
         tokens += found
-        answer_mask += [int(segment.is_answer)] * len(found)
+        answer_mask += [int(segment.is_learnt)] * len(found)
     return TokenRow(np.array(tokens, dtype), np.array(answer_mask, np.uint8))
 
 
@@ -102,20 +102,23 @@ def fit_pair(
     """Both rows with at most `max_length` tokens and the same prompt.
 
     The prompt loses its beginning until the longer answer fits, its messages before its template; an answer
-    that alone fills the row loses its end, and the prompt keeps at most half of the row.
+    that alone fills the row loses its end, and the prompt keeps at most half of the row. The other one is
+    whole where it fits.
     """
-    longer = max(chosen, rejected, key=lambda answer: len(answer.tokens))
-    whole = np.concatenate([prompt, longer.tokens])
+    half = max_length - min(len(prompt), max_length // 2)
+    lengths = [len(answer.tokens) for answer in (chosen, rejected)]
+    wanted = max(half if length >= max_length else length for length in lengths)
+    whole = np.concatenate([prompt, np.zeros(wanted, prompt.dtype)])
     is_answer = np.arange(len(whole)) >= len(prompt)
 
     def droppable() -> np.ndarray:
-        return np.append(find_questions(), np.zeros(len(longer.tokens), bool))
+        return np.append(find_questions(), np.zeros(wanted, bool))
 
     row = TokenRow(whole, is_answer.astype(np.uint8))
     kept = fit_turns(row, droppable, max_length, response_only=True)
     prompt = kept.row.tokens[kept.row.answer_mask == 0]
     rows = [_behind(prompt, answer, max_length - len(prompt)) for answer in (chosen, rejected)]
-    return EncodedPair((rows[0], rows[1]), kept.prompt_cut, kept.answer_cut)
+    return EncodedPair((rows[0], rows[1]), kept.prompt_cut, max(lengths) > max_length - len(prompt))
 
 
 def _behind(prompt: np.ndarray, answer: TokenRow, room: int) -> TokenRow:

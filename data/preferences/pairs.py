@@ -14,6 +14,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.data import chat_formats
 from isobatch.data.chat_formats import Message, SkippedRowError, key_names, parse_message_list
+from isobatch.data.text import row_fields
 
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
 PROMPT_COLUMNS = (PROMPT, "instruction", "question", "query", *chat_formats.CHAT_COLUMNS, "input")
@@ -35,11 +36,12 @@ def parse_pair(row: Mapping[str, Any], where: str) -> PreferencePair:
 
     Raises UserError for a row of another shape, SkippedRowError for one with nothing to prefer.
     """
+    row_fields.check_fields(row, where)
     chosen, rejected = _turns(row, CHOSEN, where), _turns(row, REJECTED, where)
     column = _prompt_column(row)
     prompt = _turns(row, column, where) if column else None
-    if column in chat_formats.CHAT_COLUMNS and isinstance(prompt, list):  # it may hold the chosen answer too
-        prompt = [*itertools.dropwhile(lambda m: m["role"] == "assistant", prompt[::-1])][::-1]
+    if isinstance(prompt, list):
+        prompt = prompt[: len(prompt) - len(_answers_behind(row, prompt))]
     if isinstance(chosen, str) and isinstance(rejected, str):
         pair = _pair_of_texts(prompt, chosen, rejected)
     elif isinstance(chosen, list) and isinstance(rejected, list):
@@ -47,6 +49,8 @@ def parse_pair(row: Mapping[str, Any], where: str) -> PreferencePair:
     else:
         raise UserError(f"{where}: {CHOSEN} and {REJECTED} must both be text, or both lists of messages")
     _require_preference(pair)
+    chat_formats.require_history(row, main_columns(row))
+    row_fields.require_text_only(pair.prompt, where)
     if not holds_whole_texts(row):
         pair = pair._replace(prompt=chat_formats.with_fields(row, pair.prompt, main_columns(row)))
     if not any(map(chat_formats.asks_something, pair.prompt)):
@@ -85,17 +89,34 @@ def main_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def unread(row: Mapping[str, Any]) -> list[str]:
-    """The names of a row's fields that its pair does not hold. Whole texts get nothing from beside them."""
-    return chat_formats.notes_of_unread(row, main_columns(row), not holds_whole_texts(row))
+    """A note of each field that a row's pair does not hold. Whole texts get nothing from beside them."""
+    columns = main_columns(row)
+    notes = row_fields.notes_of_unread(row, columns, not holds_whole_texts(row))
+    if columns[0] in chat_formats.CHAT_COLUMNS:
+        prompt, *answers = (_turns(row, name, "") for name in columns)
+        texts = [turns if isinstance(turns, str) else turns[-1]["content"] for turns in answers]
+        last = _answers_behind(row, prompt) if isinstance(prompt, list) else []
+        if any(message["content"] not in texts for message in last):
+            notes.append(f"the answer that ends `{columns[0]}` is no answer of the pair: it is not read")
+    return notes
+
+
+def _answers_behind(row: Mapping[str, Any], prompt: list[Message]) -> list[Message]:
+    """The answers with which a column of messages ends: it may hold the chosen one too."""
+    if _prompt_column(row) not in chat_formats.CHAT_COLUMNS:
+        return []
+    return [*itertools.takewhile(lambda m: m["role"] == "assistant", prompt[::-1])]
 
 
 def require_columns(names: Sequence[str], where: str) -> None:
     """Raise UserError unless both answers are among the columns. `where` names their file."""
+    single = chat_formats.detect_chat_format(names) is not None
     for column in (CHOSEN, REJECTED):
         if column not in names:
+            hint = "" if single else nearest_hint(column, names)
             raise UserError(
-                f"{where}: has no column {column}{nearest_hint(column, names)}; it has:"
-                f" {', '.join(names[:20]) or 'nothing'}"
+                f"{where}: has no column {column}{hint}; it has: {', '.join(names[:20]) or 'nothing'}"
+                + "; --task causal-lm is for single answers" * single
             )
 
 
@@ -105,7 +126,7 @@ def _turns(row: Mapping[str, Any], column: str, where: str) -> Turns:
         return value or ""
     if not isinstance(value, list | Mapping):
         raise UserError(f"{where}: {column} holds {type(value).__name__}, not text or a list of messages")
-    return parse_message_list(row, column, f"{where}: {column}")
+    return parse_message_list(row, column, where)
 
 
 def _pair_of_texts(prompt: Turns | None, chosen: str, rejected: str) -> PreferencePair:
@@ -145,7 +166,6 @@ def _require_preference(pair: PreferencePair) -> None:
     if pair.chosen == pair.rejected:
         raise SkippedRowError("the same answer twice")
     for answer in (pair.chosen, pair.rejected):
-        if not all(m["content"].strip() for m in answer if m["role"] == "assistant"):
-            raise SkippedRowError("an empty answer")
         if not answer or answer[0]["role"] != "assistant":
             raise SkippedRowError("answers to different prompts")
+        chat_formats.require_answers(answer)

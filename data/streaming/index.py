@@ -29,6 +29,7 @@ from isobatch.data.streaming.shard_index import IndexedGroup, joined, load_part,
 from isobatch.data.streaming.shards import Room, shard_of
 from isobatch.data.streaming.source import LENGTH, GroupEncoder, rows_of_group
 from isobatch.data.streaming.store import Store, StoredObject, name_of
+from isobatch.data.text.row_fields import ConversationCounts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -103,13 +104,17 @@ def build(
         held_out = builder.hold_out(groups, data)
         found.notes.append(f"there is no validation split: the last {held_out:,} rows are it")
     group_table.write_shards(folder, objects, builder.encoding)
+    total = ConversationCounts()
     for split, members in groups.items():
         kept = [group for group in members if group.samples]
         if not kept:
             raise UserError(f"--data {data}: the {split} split has nothing to learn from")
         _write(folder / split, objects, builder.encoding, kept)
         found.sizes[split] = _summed(members)
-        found.notes += _left_out(split, sum(group.rows for group in members), found.sizes[split])
+        noted = ConversationCounts.from_noted(found.sizes[split])
+        found.notes += noted.notes(split, 0)
+        total.add(noted.to_dict())
+    found.notes += total.field_notes()
     return found
 
 
@@ -235,15 +240,6 @@ def _summed(groups: list[IndexedGroup]) -> dict[str, int]:
     for group in groups:
         total.update(group.sizes)
     return dict(total)
-
-
-def _left_out(split: str, rows: int, sizes: Mapping[str, int]) -> list[str]:
-    """A note of rows from which nothing is learnt."""
-    textless = sizes.get("textless", 0)
-    left_out = textless or rows - sizes.get("conversations", rows)
-    lacking = "text" if textless else "answer to learn"
-    what = f"{split}: {left_out:,} of {rows:,} rows are left out: they have no {lacking}"
-    return [what] if left_out else []
 
 
 def first_rows(folder: Path, encoder: GroupEncoder) -> Rows:

@@ -103,21 +103,21 @@ class Room:
 
 
 class Lines(Shard):
-    """A file of JSON objects, one a line."""
+    """A file of JSON objects, one a line. All columns are given: what is not read is counted."""
 
     def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:
         start = 0
         while start < self.stored.size:
             block = self._lines_from(start)
             extent = Extent(start, start + len(block))
-            rows = self._parse(block, None, start)
+            rows = self._parse(block, start)
             if start == 0:
                 self._require(columns, {name for row in rows for name in row})
-            yield extent, _only(columns, rows)
+            yield extent, rows
             start = extent.stop
 
-    def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:
-        return self._parse(self._read(*extent), columns, extent.start)
+    def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:  # noqa: ARG002
+        return self._parse(self._read(*extent), extent.start)
 
     def columns(self) -> list[str]:
         _, rows = next(self.groups(None), (None, []))
@@ -135,18 +135,14 @@ class Lines(Shard):
             block, stop = block + self._read(stop, more), more
         return block if stop == self.stored.size else block[: block.rfind(b"\n") + 1]
 
-    def _parse(self, block: bytes, columns: Sequence[str] | None, start: int) -> Rows:
+    def _parse(self, block: bytes, start: int) -> Rows:
         rows: Rows = []
         offset = start
         for line in block.split(b"\n"):
             if line.strip():
                 rows.append(_record(line, f"{self.stored.address} byte {offset:,}"))
             offset += len(line) + 1
-        return _only(columns, rows)
-
-
-def _only(columns: Sequence[str] | None, rows: Rows) -> Rows:
-    return rows if columns is None else [{name: row.get(name) for name in columns} for row in rows]
+        return rows
 
 
 class GzippedLines(Lines):
@@ -156,14 +152,14 @@ class GzippedLines(Lines):
         extent = Extent(0, self.stored.size)
         rows = self.rows(extent, None)
         self._require(columns, {name for row in rows for name in row})
-        yield extent, _only(columns, rows)
+        yield extent, rows
 
     def largest_group(self, columns: Sequence[str] | None) -> int:  # noqa: ARG002
         return USUAL_COMPRESSION * self.stored.size
 
-    def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:
+    def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:  # noqa: ARG002
         try:
-            return self._parse(gzip.decompress(self._read(*extent)), columns, 0)
+            return self._parse(gzip.decompress(self._read(*extent)), 0)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise TrainingError(f"{self.stored.address}: is no whole gzip file: {error}") from None
 

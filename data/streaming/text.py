@@ -6,6 +6,7 @@ of --max-length, of which the last of a group may be shorter; a conversation is 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from dataclasses import dataclass
@@ -15,8 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest_hint
-from isobatch.data import readers, template_texts, tokenizers
+from isobatch.data import chat_formats, template_texts, tokenizers
 from isobatch.data.base import NoSamplesError
 from isobatch.data.cleaning import pipeline
 from isobatch.data.cleaning.pipeline import CleaningPipeline
@@ -75,12 +75,12 @@ class TextGroupEncoder:
 
     def text_set(self, rows: Mapping[str, Rows], where: str) -> TextSet:
         """The rows of each split as local preparation sees a set."""
+        located = {split: partial(_located, found, where) for split, found in rows.items()}
         if self.kind == TEXT:
-            texts = {split: partial(self._documents, found, where) for split, found in rows.items()}
-            return PlainText(self.name, Corpus(texts), self.cleaning)
+            return PlainText(self.name, Corpus(located, column=self.column), self.cleaning)
         return Conversations(
             name=self.name,
-            rows={split: partial(_located, found, where) for split, found in rows.items()},
+            rows=located,
             chat_format=self.kind,
             template_name=self.template,
             default_template="alpaca" if self.kind == "instruction" else "chatml",
@@ -93,20 +93,15 @@ class TextGroupEncoder:
         return self.encode_and_count(rows, where)[0]
 
     def encode_and_count(self, rows: Rows, where: str) -> tuple[dict[str, Column], dict[str, int]]:
-        """(columns, the sizes that Facts sums up) of a group; nothing where no row has a text."""
+        """(columns, the sizes that Facts sums up, and what is noted of rows); no columns without a text."""
         assert self.tokenization is not None
         found = self.text_set({"train": rows}, where)
         found.bind_tokenizer(self.tokenization)
-        try:
+        columns: dict[str, Column] = {}
+        sizes: dict[str, int] = {}
+        with contextlib.suppress(NoSamplesError):
             columns, sizes = found.encode("train", self.tokenization)
-        except NoSamplesError:
-            columns, sizes = {}, {}
-        textless = found.rows["train"][1] if isinstance(found, PlainText) else 0
-        return columns, sizes | ({"textless": textless} if textless else {})
-
-    def _documents(self, rows: Rows, where: str) -> Iterator[str]:
-        for row in rows:
-            yield readers.text_cell(row, self.column, where)
+        return columns, sizes | found.total.noted()
 
     def identity(self) -> str:
         """A hash of all that decides which tokens rows become."""
@@ -173,15 +168,12 @@ class StreamedText(Text):
 
     def _detect_kind(self) -> tuple[str, str]:
         """(kind of rows, the column of plain text), from the first object. Raises UserError."""
-        first, wanted = self.objects[0], self.options.text_column
+        first, column = self.objects[0], self.options.text_column or TEXT
         columns = shard_of(Store(), first).columns()
-        kind = detect_row_kind(columns, self.options, is_only_set=True)
-        column = wanted or TEXT
-        if kind == TEXT and column not in columns:
-            raise UserError(
-                f"--text-column {column}: {first.address} has no such column"
-                f"{nearest_hint(column, columns)}; it has: {', '.join(columns[:20])}"
-            )
+        kind = detect_row_kind(columns, self.options, is_only_set=True, data=first.address)
+        if kind == TEXT:
+            typed = f"--text-column {column}: " * (self.options.text_column is not None)
+            chat_formats.require_field(dict.fromkeys(columns), column, typed + first.address)
         return kind, column
 
     def _encoder(self, kind: str, column: str) -> TextGroupEncoder:
@@ -205,6 +197,9 @@ class StreamedText(Text):
         if (share := self.workshop.share) is not None:
             index.index_share(self.objects, encoder, self._cache(), share)
             return {}
+        first = self.objects[0]
+        is_read = kind != TEXT or not first.address.endswith(".parquet")  # of which one column is read
+        unread = [] if is_read else [n for n in shard_of(Store(), first).columns() if n != column]
         found = index.build(folder, self.recipe.data, self.objects, splits, encoder, self._cache())
         return {
             "tokenizer": "tokenizer.json",
@@ -212,8 +207,8 @@ class StreamedText(Text):
             **special,
             "splits": found.sizes,
             "stored_bytes": found.stored_bytes,
-            **(shown := self._shown(encoder, folder)),
-            "notes": found.notes + [f"of the first rows {note}" for note in shown["notes"]],
+            **self._shown(encoder, folder),
+            "notes": [*found.notes, *(f"the field `{name}` is not read" for name in unread)],
         }
 
     def _texts(self, encoder: TextGroupEncoder, splits: Mapping[str, list[int]]) -> Iterator[str]:
@@ -236,8 +231,7 @@ class StreamedText(Text):
         found.bind_tokenizer(encoder.tokenization)
         for split in found.splits:
             found.encode(split, encoder.tokenization)
-        notes = [*found.total.field_notes()] if isinstance(found, Conversations) else []
-        return {"prompt": found.prompt(), **found.facts(), "notes": notes}
+        return {"prompt": found.prompt(), **found.facts()}
 
     def _cache(self) -> GroupCache:
         return GroupCache(groups_folder())

@@ -42,7 +42,7 @@ def rows_in(value: Any, key: str | None, file: Path) -> list[Any]:
             " or keep one"
         )
     raise UserError(
-        f'{file}: is an object without a list of rows: give [{{"text": "..."}}, ...] or, one a line'
+        f'{file}: is an object without a list of rows: give [{{"text": "..."}}, ...], or an object a line'
     )
 
 

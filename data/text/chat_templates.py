@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.data import template_texts, tokenizers
+from isobatch.data.chat_formats import UNLEARNT
 from isobatch.data.template_texts import BUILT_IN, CHOICES, OWN_TEXTS, TURN_END_TOKENS
 from isobatch.data.text import jinja_sandbox
 
@@ -44,6 +45,12 @@ class ChatSegment(NamedTuple):
     is_answer: bool
     messages: tuple[tuple[int, int], ...] = ()
     """Where the messages' own texts begin and end in a prompt; what lies between is the template's."""
+    is_context: bool = False
+    """Whether it is an answer that is read, and not learnt."""
+
+    @property
+    def is_learnt(self) -> bool:
+        return self.is_answer and not self.is_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +78,11 @@ class ChatTemplate:
         """
         kept = list(messages)
         if not (self.name == "alpaca" and self.jinja in OWN_TEXTS):
-            kept = [_message(m["role"], "\n", m["content"], m.get("input", "")) for m in messages]
+            kept = [
+                _message(m["role"], "\n", m["content"], m.get("input", ""))
+                | {k: "" for k in m if k == UNLEARNT}
+                for m in messages
+            ]
         systems = [number for number, message in enumerate(kept) if message["role"] == "system"]
         for number in [n for n in reversed(systems) if n >= _system_places(self)]:
             told = kept.pop(number)["content"]
@@ -114,10 +125,10 @@ class ChatTemplate:
                 if not whole.startswith(prompt) or len(prompt) < position:
                     raise _cannot_split_error(where)
                 stop = self._answer_end(whole, len(prompt), message["content"], where)
-                segments += [
-                    _prompt_segment(whole[position : len(prompt)], messages[asked:number]),
-                    ChatSegment(whole[len(prompt) : stop], True),
-                ]
+                answer = ChatSegment(whole[len(prompt) : stop], True)
+                if UNLEARNT in message:  # it may be cut as a question may
+                    answer = answer._replace(messages=((0, len(answer.text)),), is_context=True)
+                segments += [_prompt_segment(whole[position : len(prompt)], messages[asked:number]), answer]
                 position, asked = stop + len(self.closing), number + 1
         return [*segments, _prompt_segment(whole[position:], messages[asked:])]
 

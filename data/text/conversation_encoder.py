@@ -10,8 +10,8 @@ import numpy as np
 
 from isobatch.data.preparation.shards import EncodedShard, text_hash
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
-from isobatch.data.text.conversation_counts import ConversationCounts
 from isobatch.data.text.plain_text import count_lines
+from isobatch.data.text.row_fields import ConversationCounts
 from isobatch.data.text.truncation import TokenRow, TruncatedRow, fit_turns, learn_mask, truncate
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class ConversationEncoder:
                 for segment in conversation:
                     found = next(encodings).ids + ([self.template.end_id] if segment.is_answer else [])
                     ids += found
-                    answer_mask += [int(segment.is_answer)] * len(found)
+                    answer_mask += [int(segment.is_learnt)] * len(found)
                 counts.fields.update(self.template.notes_of_fields(messages, conversation))
                 yield conversation, TokenRow(np.array(ids, self.dtype), np.array(answer_mask, np.uint8))
 
@@ -113,7 +113,7 @@ class ConversationEncoder:
         if cut.is_cut:
             texts = [self.tokenizer.decode(cut.row.tokens[kept].tolist())]
         elif self.response_only:
-            texts = [p.text for p in conversation if p.is_answer]
+            texts = [p.text for p in conversation if p.is_learnt]
         else:
             texts = ["".join(p.text for p in conversation)]
         counts.words += sum(len(text.split()) for text in texts)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from isobatch.core.errors import UserError
 from isobatch.data import chat_formats
 from isobatch.data.base import Column, NoSamplesError, Ragged
 from isobatch.data.chat_formats import Message, SkippedRowError
@@ -20,15 +21,15 @@ from isobatch.data.corpora import overlap_notes
 from isobatch.data.preparation.encoding import EncodingJob, encode_in_shards
 from isobatch.data.preparation.spooled_array import SpooledArray
 from isobatch.data.readers import LocatedRows
-from isobatch.data.text import chat_templates
+from isobatch.data.text import chat_templates, row_fields
 from isobatch.data.text.chat_templates import ChatTemplate
-from isobatch.data.text.conversation_counts import ConversationCounts
 from isobatch.data.text.conversation_encoder import SHOWN_PROMPTS
+from isobatch.data.text.row_fields import ConversationCounts
 
 if TYPE_CHECKING:
     from isobatch.data.text.plain_text import TokenizationSettings
 
-TOKENIZATION_VERSION = 3
+TOKENIZATION_VERSION = 4
 """Part of the cache key: raise it when the same rows become other tokens."""
 
 
@@ -180,7 +181,7 @@ class Conversations:
                 if cleaned is not None:
                     counts.leading_answers += had_leading_answer
                     main = chat_formats.main_columns(row, self.chat_format)
-                    counts.fields.update(chat_formats.notes_of_unread(row, main))
+                    counts.fields.update(row_fields.notes_of_unread(row, main))
                     answers = [n for n, m in enumerate(cleaned) if m["role"] == "assistant"]
                     behind = {m["role"] for m in cleaned[answers[-1] + 1 :]}
                     counts.fields.update(
@@ -190,7 +191,11 @@ class Conversations:
 
     def _parse(self, row: Mapping[str, Any], where: str) -> tuple[list[Message], bool]:
         """The messages of a row without answers before its first question, and whether there were any."""
+        row_fields.check_fields(row, where)
+        if not self.response_only and row_fields.has_weights(row):
+            raise UserError(f"--response-only off: {where} says by weights what is learnt: leave one out")
         messages = chat_formats.parse_messages(row, where, self.chat_format)
+        row_fields.require_text_only(messages, where)
         asked = next((n for n, m in enumerate(messages) if m["role"] == "user"), len(messages))
         kept = [m for m in messages[:asked] if m["role"] != "assistant"] + messages[asked:]
         if not any(m["role"] == "assistant" for m in kept):

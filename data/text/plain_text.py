@@ -19,6 +19,8 @@ from isobatch.data.preparation.encoding import EncodingJob, Workshop, encode_in_
 from isobatch.data.preparation.shards import EncodedShard, text_hash
 from isobatch.data.preparation.spooled_array import SpooledArray
 from isobatch.data.preparation.token_stream import StreamEncoder
+from isobatch.data.text import row_fields
+from isobatch.data.text.row_fields import ConversationCounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -98,8 +100,8 @@ class PlainText:
         self.name, self.corpus = name, corpus
         self.splits: Sequence[str] = sorted(corpus.splits, key=lambda split: split != "train")
         self.remarks: list[str] = []
-        self.rows: dict[str, tuple[int, int, int]] = {}
-        """Split -> its rows, those without a text, and the number of the first such, from 1 on."""
+        self.total = ConversationCounts()
+        """Of the rows of all splits."""
         self._known = np.empty(0, np.uint64)
         """Hashes of the training documents."""
         self.cleaning = CleaningPipeline(steps, "lines" if corpus.is_stream else "texts")
@@ -108,37 +110,27 @@ class PlainText:
         """The texts that a tokenizer is trained on."""
         return self._read("train", self.cleaning.transforms_only())
 
-    def _read(self, split: str, cleaning: CleaningPipeline) -> Iterator[str]:
-        texts = self._documents(split)
+    def _read(
+        self, split: str, cleaning: CleaningPipeline, counts: ConversationCounts | None = None
+    ) -> Iterator[str]:
+        texts = self._texts(split, counts or ConversationCounts())
         if not cleaning.steps:
             return texts
         if self.corpus.is_stream:
             return cleaning.clean_lines(texts)
         others = [name for name in self.corpus.splits if split == "train" != name]
-        return cleaning.clean_texts(texts, chain.from_iterable(map(self._documents, others)))
+        held_out = (self._texts(name, ConversationCounts()) for name in others)
+        return cleaning.clean_texts(texts, chain.from_iterable(held_out))
 
-    def _documents(self, split: str) -> Iterator[str]:
-        """The texts of a split; of rows those that have one, and the others are counted."""
-        rows = textless = first = 0
-        for rows, text in enumerate(self.corpus.splits[split](), 1):
-            if self.corpus.is_stream or text.strip():
-                yield text
-            else:
-                textless, first = textless + 1, first or rows
-        self.rows[split] = (rows, textless, first)
-
-    def _textless_notes(self) -> list[str]:
-        return [
-            f"{split}: {textless:,} of {rows:,} rows have no text in {self.corpus.column} and are left out"
-            f" (the first is row {first:,})"
-            for split, (rows, textless, first) in self.rows.items()
-            if textless
-        ]
+    def _texts(self, split: str, counts: ConversationCounts) -> Iterator[str]:
+        """The texts of a split as they are given; what rows hold beside them is counted."""
+        found, column = self.corpus.splits[split](), self.corpus.column
+        return iter(found) if column is None else row_fields.texts_in(found, column, counts)
 
     @property
     def notes(self) -> list[str]:
         """What the user should know, one line each."""
-        return [*self.corpus.notes, *self._textless_notes(), *self.cleaning.notes(), *self.remarks]
+        return [*self.corpus.notes, *self.cleaning.notes(), *self.remarks, *self.total.field_notes()]
 
     def bind_tokenizer(self, tokenization: TokenizationSettings) -> None:
         """Nothing to prepare: plain text has no template."""
@@ -150,10 +142,10 @@ class PlainText:
 
         Raises UserError for a text of fewer than two tokens.
         """
-        counts: Counter[str] = Counter()
+        counts, rows = Counter[str](), ConversationCounts()
         collected = SpooledArray(tokenization.dtype, tokenization.spool_folder)
         hashes, shard = [], None
-        texts = self._read(split, self.cleaning)
+        texts = self._read(split, self.cleaning, rows)
         name = f"{self.name}, {split}"
         for shard in encode_in_shards(self._job(tokenization), name, texts, tokenization.workshop):
             collected.add(shard.arrays["tokens"])
@@ -161,11 +153,13 @@ class PlainText:
             hashes.append(shard.arrays.get("hashes", np.empty(0, np.uint64)))
         if self.corpus.is_stream:
             counts["lines"] += shard is None or shard.facts["open"]
+        self.total.add(rows.to_dict())
+        self.remarks += (left_out := [*rows.notes(split, tokenization.max_length)])
         tokens = collected.array()
         if len(tokens) < 2:
             raise NoSamplesError(
                 f"--data {self.name}: the {split} text has {len(tokens)} tokens: at least 2 are needed"
-                + "".join(f"; {note}" for note in self._textless_notes())
+                + "".join(f"; {note}" for note in left_out)
             )
         overlap = tokenization.stride and split != "train"
         columns = (

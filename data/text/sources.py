@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, corpora, held_out, hub, readers
 from isobatch.data.cleaning.pipeline import CleaningPipeline
-from isobatch.data.corpora import DEMO, RowCorpus
+from isobatch.data.corpora import DEMO, Corpus, RowCorpus
 from isobatch.data.labelled.classes import SplitClasses, class_names, drop_unlabelled_test
 from isobatch.data.labelled.columns import LABEL_COLUMNS, TEXT_COLUMNS, ColumnNames, find_columns
 from isobatch.data.labelled.rows import read_examples, rows_per_split
@@ -46,17 +46,22 @@ def split_set_names(data: str) -> list[str]:
     return names
 
 
-def detect_row_kind(columns: Sequence[str], options: Any, is_only_set: bool) -> str:
-    """The kind of rows: TEXT, LABELS, or the format of conversations.
+def detect_row_kind(columns: Sequence[str], options: Any, is_only_set: bool, data: str = "") -> str:
+    """The kind of rows: TEXT, LABELS, or the format of conversations. `data`: the set's name in errors.
 
     Columns that the user names (`options`: TextOptions) decide first. The only set of --data is never taken
-    for labelled texts, because its column `label` may be anything.
+    for labelled texts, because its column `label` may be anything. Raises UserError for pairs of answers.
     """
     text_column, pair = options.text_column, (options.question_column, options.answer_column)
     if text_column is not None and (is_only_set or text_column in columns):
         return TEXT
     if pair[0] is not None and (is_only_set or {*pair} <= {*columns}):
         return chat_formats.pair_format(*pair)
+    if {"chosen", "rejected"} <= {*columns}:
+        raise UserError(
+            f"--data {data}: its rows are pairs of answers (chosen, rejected): --task dpo or orpo learns from"
+            " them; --question-column and --answer-column read two columns"
+        )
     if chat_format := chat_formats.detect_chat_format(columns):
         return chat_format
     usual = [any(name in columns for name in names) for names in (TEXT_COLUMNS, LABEL_COLUMNS)]
@@ -115,15 +120,16 @@ class TextSetSpec:
             for part in parts.values():
                 if not part.is_stream:
                     column = self._text_column(readers.column_names(parts["train"]))
-                    readers.require_column(part, column, chat_formats.ACCEPTED)
+                    flag = "--text-column" if self.options.text_column == column else ""
+                    readers.require_column(part, column, flag, chat_formats.ACCEPTED)
 
     def _require_pair(self, parts: Mapping[str, SplitFiles]) -> None:
         """Raise UserError unless all files have the columns of questions and answers."""
         for part in parts.values():
             if part.is_stream:
                 raise UserError(f"--question-column: {part.files[0]} is running text, without columns")
-            readers.require_column(part, self.options.question_column, flag="--question-column")
-            readers.require_column(part, self.options.answer_column, flag="--answer-column")
+            readers.require_column(part, self.options.question_column, "--question-column")
+            readers.require_column(part, self.options.answer_column, "--answer-column")
 
     def kind(self) -> str | None:
         """The kind of its rows; None for a hub data set, which must be fetched first."""
@@ -135,7 +141,7 @@ class TextSetSpec:
         return TEXT if part.is_stream else self._detect_kind(readers.column_names(part))
 
     def _detect_kind(self, columns: Sequence[str]) -> str:
-        return detect_row_kind(columns, self.options, self.is_only_set)
+        return detect_row_kind(columns, self.options, self.is_only_set, self.location)
 
     def _text_column(self, columns: Sequence[str]) -> str:
         """The name of the column of plain text."""
@@ -167,19 +173,16 @@ class TextSetSpec:
         """Its texts, with a validation split; `folder` is the tokenizer's, None where it is trained."""
         if self.is_demo:
             return PlainText(self.name, demo_stories.demo_stories(), steps)
-        kind = self.kind()
-        if self.path is not None and kind == TEXT:
-            parts = self._files(self.path)
-            column = self._text_column(
-                [] if parts["train"].is_stream else readers.column_names(parts["train"])
-            )
-            return PlainText(self.name, corpora.corpus_from_files(parts, column, self._share), steps)
+        if self.path is not None and not self.has_rows:
+            return PlainText(self.name, corpora.corpus_from_files(self._files(self.path), self._share), steps)
         table = self._open_rows()
-        kind = kind or self._detect_kind(table.columns)
+        kind = self._detect_kind(table.columns)
         if kind == TEXT:
-            config, column = self.options.data_config, self._text_column(table.columns)
-            corpus = corpora.corpus_from_hub(self.location, config, column, self._share)
-            return PlainText(self.name, corpus, steps)
+            column = self._text_column(table.columns)
+            chat_formats.require_field(
+                dict.fromkeys(table.columns), column, f"--text-column: {self.location}"
+            )
+            return PlainText(self.name, Corpus(table.splits, notes=table.notes, column=column), steps)
         return (
             self._open_labelled(table, steps)
             if kind == LABELS

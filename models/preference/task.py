@@ -91,8 +91,8 @@ class PreferenceTask(CausalLM):
         return False
 
     @abstractmethod
-    def pair_losses(self, log_probs_B2: Tensor, token_log_probs_B2T: Tensor, batch: Batch) -> dict[str, Loss]:
-        """The losses, from the answers' log-probabilities and from those of single tokens."""
+    def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
+        """The losses, from the log-probabilities of answers and of single tokens; `trains`: in training."""
 
     @abstractmethod
     def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
@@ -104,20 +104,21 @@ class PreferenceTask(CausalLM):
         """
         import torch
 
-        losses, figures = self._losses_and_figures(model, batch, step)
+        losses, figures = self._losses_and_figures(model, batch, step, trains=True)
         pairs = torch.full((), len(batch["tokens"]), device=batch["tokens"].device)
-        step.record("pairs", torch.stack([pairs, *(figures[name] for name in FIGURES)]))
+        step.record("pairs", torch.stack([pairs, *(figures[name].float() for name in FIGURES)]))
         return losses
 
     def _losses_and_figures(
-        self, model: nn.Module, batch: Batch, step: StepContext
+        self, model: nn.Module, batch: Batch, step: StepContext, trains: bool
     ) -> tuple[dict[str, Loss], dict[str, Tensor]]:
         """The losses, and the sum over pairs of each of FIGURES."""
         tokens_B2T = self._token_log_probs(model, batch, step.host)
         log_probs_B2 = self.of_answers(_added_up(tokens_B2T, batch), batch)
         with_rewards = self.rewards(log_probs_B2.detach(), batch)
         figures = _figures(with_rewards, log_probs_B2.detach())
-        return self.pair_losses(log_probs_B2, tokens_B2T, batch), figures
+        losses = self.pair_losses(log_probs_B2, tokens_B2T, batch, trains)
+        return {name: Loss(loss.sum.float(), loss.unit) for name, loss in losses.items()}, figures
 
     def of_answers(self, sums_B2: Tensor, batch: Batch) -> Tensor:
         """(B, 2) log-probabilities of answers as the loss reads them, from their sums over tokens."""
@@ -146,7 +147,7 @@ class PreferenceTask(CausalLM):
         return found
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
-        losses, figures = self._losses_and_figures(model, batch, step)
+        losses, figures = self._losses_and_figures(model, batch, step, trains=False)
         pairs = len(batch["tokens"])
         weights = {k.removesuffix(".weight"): v.sum() for k, v in batch.items() if k.endswith(".weight")}
         parts: dict[str, Sum | Rows] = {
@@ -180,8 +181,11 @@ def _before_answers(batch: Batch) -> Tensor:
 
 
 def _added_up(token_log_probs_B2T: Tensor, batch: Batch) -> Tensor:
-    """(B, 2) sums over the tokens of each answer."""
-    return token_log_probs_B2T.masked_fill(~_before_answers(batch), 0.0).sum(-1)
+    """(B, 2) sums over the tokens of each answer, in float64: a loss is of small differences between them."""
+    import torch
+
+    own = token_log_probs_B2T.masked_fill(~_before_answers(batch), 0.0)
+    return own.sum(-1, dtype=torch.float32 if own.device.type == "mps" else torch.float64)
 
 
 def _figures(rewards_B2: Tensor, log_probs_B2: Tensor) -> dict[str, Tensor]:
@@ -228,11 +232,11 @@ class DPO(PreferenceTask):
     def averages(self) -> bool:
         return bool(self.options.dpo_loss == "ipo")
 
-    def pair_losses(self, log_probs_B2: Tensor, token_log_probs_B2T: Tensor, batch: Batch) -> dict[str, Loss]:
+    def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
         from isobatch.models.preference.losses import dpo_loss
 
-        options, smoothing = self.options, self.recipe.label_smoothing
-        losses_B = dpo_loss(log_probs_B2, self._reference(batch), options.beta, options.dpo_loss, smoothing)
+        options, smoothing = self.options, self.recipe.label_smoothing if trains else 0.0
+        losses_B = dpo_loss(logp_B2, self._reference(batch), options.beta, options.dpo_loss, smoothing)
         return {"loss": Loss(losses_B.sum(), "sample")}
 
     def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
@@ -256,7 +260,7 @@ class DPO(PreferenceTask):
             weights = [hub.weights_hash(str(Path(name).expanduser()), recipe.revision), recipe.tokenizer]
         whole = [options.also_train] if options.also_train else []  # which are not rounded
         return json.dumps(
-            [*weights, options.load_bits, options.frozen_dtype, options.resize_embeddings, *whole]
+            ["float64", *weights, options.load_bits, options.frozen_dtype, options.resize_embeddings, *whole]
         )
 
     def _build_reference(self, facts: Facts) -> nn.Module:
@@ -308,13 +312,13 @@ class ORPO(PreferenceTask):
     def learns_prompts(self) -> bool:
         return not self.options.response_only
 
-    def pair_losses(self, log_probs_B2: Tensor, token_log_probs_B2T: Tensor, batch: Batch) -> dict[str, Loss]:
+    def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
         from isobatch.models.preference.losses import odds_ratio_loss
 
         unit = "text" if self.learns_prompts else "token"
-        odds_B = odds_ratio_loss(log_probs_B2) * self.options.beta
+        odds_B = odds_ratio_loss(logp_B2) * self.options.beta
         return {
-            "nll": Loss(-token_log_probs_B2T[:, 0].sum(), unit),
+            "nll": Loss(-tokens_B2T[:, 0].sum(dtype=logp_B2.dtype), unit),
             "odds_ratio": Loss(odds_B.sum(), "sample"),
         }
 

@@ -252,6 +252,7 @@ def test_fast_mode_evaluates_less_and_stops_at_small_gains(task: str) -> None:
 
 def test_the_demo_is_announced(tmp_path: Path) -> None:
     assert "no --data given: causal-lm runs its embedded demo" in ask().notes
+    assert "--data demo: causal-lm runs its embedded demo" in ask("--data", "demo").notes
     text = tmp_path / "it's a text 日本.txt"
     text.write_text("words")
     own = ask("--data", str(text), "--model", "tiny")

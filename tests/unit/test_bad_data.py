@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.core.errors import UserError
+from isobatch.data import readers
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
 from isobatch.data.labelled.dataset import Labelled, LabelledOptions
 from isobatch.data.sequences import SequenceOptions, Sequences
@@ -68,6 +71,37 @@ def test_what_cannot_be_read_is_a_line(kind: str, name: str, tmp_path: Path) -> 
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"version": "1", "tags": ["x"], "data": [{"text": "a b"}, {"text": "c d"}]}, None),
+        ({"version": "1", "tags": ["x"]}, "is an object without a list of rows"),
+        ({"a": [{"text": "a"}], "b": [{"text": "b"}]}, r"holds several lists of rows \(a, b\)"),
+    ],
+)
+def test_rows_under_a_key_are_found(given: Any, says: str | None, tmp_path: Path) -> None:
+    (file := tmp_path / "x.json").write_text(json.dumps(given))
+    if says is None:
+        assert [row for _, row in readers.read_rows(readers.SplitFiles((file,), "json"))] == given["data"]
+    else:
+        with pytest.raises(UserError, match=rf"x\.json: {says}"):
+            prepare("text", file, tmp_path / "out")
+
+
+def test_compressed_tables_are_read_and_broken_ones_named(tmp_path: Path) -> None:
+    rows = b'{"text": "a b"}\n{"text": "c d"}\n'
+    (file := tmp_path / "train.jsonl.gz").write_bytes(gzip.compress(rows))
+    for place in (file, tmp_path):
+        found = readers.read_rows(readers.find_splits(place, None)["train"])
+        assert [row["text"] for _, row in found] == ["a b", "c d"]
+    file.write_bytes(gzip.compress(rows)[:-9])
+    with pytest.raises(UserError, match=r"train\.jsonl\.gz: is no whole gzip file"):
+        prepare("text", file, tmp_path / "out")
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(rows))
+    with pytest.raises(UserError, match=r"b\.txt\.gz: has no known ending .* unpack it"):
+        prepare("text", tmp_path / "b.txt.gz", tmp_path / "out")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_pipe_is_refused_and_not_waited_for(kind: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.jsonl")
@@ -80,7 +114,7 @@ WIDE = {
     "text": ("x.txt", "h\u00e9llo world\n" * 300),
     "labelled": ("x.tsv", REVIEWS),
     "sequences": ("x.tsv", REVIEWS),
-    "interactions": ("x.csv", "user,item,time\n" + "".join(f"{n % 5},{n // 5},{n}\n" for n in range(60))),
+    "interactions": ("x.csv", "user,item,time\n" + "".join(f"{n % 5},{n // 4},{n}\n" for n in range(60))),
 }
 
 

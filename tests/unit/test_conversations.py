@@ -12,7 +12,7 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, hub, template_texts, tokenizers
-from isobatch.data.text import chat_templates, jinja_sandbox, truncation
+from isobatch.data.text import chat_templates, jinja_sandbox, row_fields, truncation
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.data.text.truncation import TokenRow
@@ -452,7 +452,7 @@ BROKEN_CHATS: dict[str, tuple[Any, str]] = {
     "no content": ({"messages": [{"role": "user"}]}, r"line 2: message 1 has no content \(or value\)"),
     "pictures": (
         {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        r"line 2: message 1: content holds list, not text",
+        r"line 2: message 1: a part of its content is 'image': only text is learnt",
     ),
 }
 
@@ -472,7 +472,9 @@ def test_a_split_with_nothing_to_learn_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_missing_columns_are_named_before_anything_heavy(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"--text-column text: .* it has: body"):
+    with pytest.raises(
+        UserError, match=r"train\.jsonl: has no column text; it has: body; --text-column names that"
+    ):
         make(tmp_path, [{"body": "x"}]).check()
 
 
@@ -644,9 +646,9 @@ def test_what_no_message_holds_is_named() -> None:
         "system": "Be kind.",
         "tools": [],
     }
-    names = ("messages.weight", "history", "context")
+    names = ("history", "context")
     notes = [f"the field `{name}` is not read" for name in names]
-    assert chat_formats.notes_of_unread(row, ("messages",)) == notes
+    assert row_fields.notes_of_unread(row, ("messages",)) == notes
 
 
 DEAF = "{% for m in messages if m.role != 'system' %}" + TAGGED.split("%}", 1)[1]

@@ -158,7 +158,7 @@ def test_lines_of_wikitext_are_counted_as_published(tmp_path: Path) -> None:
     folder = shared("wikitext2")
     settings = {"dtype": "<u2", "end": "", "suffix": [], "is_stream": True}
     encoder = plain_text.PlainTextEncoder(tokenizers.open_tokenizer(byte_tokenizer(tmp_path)), settings)
-    facts = encoder(list(readers.read_texts(readers.SplitFiles((folder / "valid.txt",), "txt"), ""))).facts
+    facts = encoder(list(readers.read_stream(readers.SplitFiles((folder / "valid.txt",), "txt")))).facts
     assert facts["words"] + facts["lines"] + facts["open"] == 217_646
 
 
@@ -173,8 +173,11 @@ def test_rows_are_documents_with_an_end_token_behind_each(tmp_path: Path, form: 
     assert len(values) == 5
     assert extra["splits"]["train"]["bytes"] == 4
     assert extra["splits"]["train"]["lines"] == 2
-    textless = "train: 1 of 3 rows have no text in words and are left out (the first is row 2)"
-    assert extra["notes"] == [textless, "valid: 1 of 1 rows are in train too"]
+    assert extra["notes"] == [
+        "train: rows left out: 1 with an empty text",
+        "valid: 1 of 1 rows are in train too",
+        "3 rows: the field `id` is not read",
+    ]
 
 
 def write_rows(file: Path, texts: list[str]) -> None:
@@ -207,7 +210,7 @@ def test_rows_end_with_a_newline_where_the_tokenizer_has_no_end_token(tmp_path: 
 def test_the_last_twentieth_is_held_out_at_a_line_border(tmp_path: Path) -> None:
     file = write(tmp_path, book__txt=LINES) / "book.txt"
     train, valid = held_out.hold_out(readers.find_splits(file, None)["train"])
-    head, tail = ("".join(readers.read_texts(part, "text")) for part in (train, valid))
+    head, tail = ("".join(readers.read_stream(part)) for part in (train, valid))
     assert head + tail == LINES
     assert head.endswith("\n")
     assert 0 < len(tail) <= 0.05 * len(LINES)
@@ -217,7 +220,7 @@ def test_the_last_twentieth_is_held_out_at_a_line_border(tmp_path: Path) -> None
 def test_something_is_held_out_of_tiny_files(tmp_path: Path, text: str) -> None:
     file = write(tmp_path, tiny__txt=text) / "tiny.txt"
     parts = held_out.hold_out(readers.find_splits(file, None)["train"])
-    head, tail = ("".join(readers.read_texts(part, "text")) for part in parts)
+    head, tail = ("".join(readers.read_stream(part)) for part in parts)
     assert head + tail == text
     assert head
     assert tail
@@ -230,7 +233,7 @@ def test_a_long_file_is_read_in_pieces_without_losing_a_character(
     monkeypatch.setattr(readers, "MAX_LINE_BYTES", 7)
     text = "\ufeffé" * 30 + "\nshort\n\n" + "字" * 50
     file = write(tmp_path, long__txt=text) / "long.txt"
-    pieces = list(readers.read_texts(readers.find_splits(file, None)["train"], "text"))
+    pieces = list(readers.read_stream(readers.find_splits(file, None)["train"]))
     assert len(pieces) > 10
     assert "".join(pieces) == text.removeprefix("\ufeff")
 
@@ -300,7 +303,8 @@ def test_a_row_longer_than_the_header_is_named_by_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.csv line 42: has 3 fields and the header 2: quote a field"):
         make(data).read()
     (tmp_path / "train.csv").write_text('text,label\n"two, words",1\n')
-    assert list(readers.read_texts(readers.find_splits(data, None)["train"], "text")) == ["two, words"]
+    (row,) = readers.read_rows(readers.find_splits(data, None)["train"])
+    assert row[1] == {"text": "two, words", "label": "1"}
 
 
 def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
@@ -398,11 +402,11 @@ def test_a_hub_data_set_is_split_and_its_column_checked(monkeypatch: pytest.Monk
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"text": f"he {i}"} for i in range(40)])
     monkeypatch.setattr(hub, "load_dataset", lambda *_: {"train": rows})
-    corpus = corpora.corpus_from_hub("a-team/a-corpus", None, "text")
+    corpus = corpora.rows_from_hub("a-team/a-corpus", None)
     assert len(list(corpus.splits["train"]())) == 38
-    assert list(corpus.splits["valid"]()) == ["he 38", "he 39"]
-    with pytest.raises(UserError, match="--text-column body"):
-        corpora.corpus_from_hub("a-team/a-corpus", None, "body")
+    assert [row for _, row in corpus.splits["valid"]()] == [{"text": "he 38"}, {"text": "he 39"}]
+    with pytest.raises(UserError, match="--text-column: a-team/a-corpus: has no body; it has: text"):
+        make("a-team/a-corpus", text_column="body").open_sets()
 
 
 def test_nothing_heavy_is_imported() -> None:

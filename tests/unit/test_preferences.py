@@ -178,6 +178,18 @@ def test_the_prompt_loses_its_beginning_and_both_rows_keep_the_same(
     assert (fitted.prompt_cut, fitted.answer_cut) == cut
 
 
+@pytest.mark.parametrize(("short", "prompt", "kept"), [(3, [1, 3, 4, 5], 4), (6, [4, 5], 6), (7, [5], 7)])
+def test_an_answer_longer_than_the_row_leaves_the_other_whole(
+    short: int, prompt: list[int], kept: int
+) -> None:
+    """Rows of 8 tokens: the long answer is cut to what the other and half of the row leave."""
+    rejected = [6] * (short - 1) + [9]
+    question = np.array([0, 1, 1, 1, 0], bool)
+    fitted = fit_pair(np.arange(1, 6), row_of(*[7] * 20), row_of(*rejected), lambda: question, 8)
+    assert [row.tokens.tolist() for row in fitted.rows] == [prompt + [7] * kept, prompt + rejected]
+    assert (fitted.prompt_cut, fitted.answer_cut) == (True, True)
+
+
 def make(data: Path | str, **options: Any) -> Preferences:
     recipe: Any = SimpleNamespace(
         data=str(data), format=None, model="tiny", tokenizer=None, revision=None, max_length=64, options={}

@@ -229,11 +229,13 @@ def described(found: Facts, folder: Path) -> list[str]:
     facts = found.to_dict()
     place = Path(facts.pop("folder"))
     facts["extra"].pop("untaken", None)  # neither counted then, nor noted
-    if notes := facts["extra"].get("notes"):  # columns of interactions were not named then
+    if notes := facts["extra"].get("notes"):  # columns that are not read were not named then
         newer = (
             ": read ",
             "have no interaction and are ranked",
             "is not read: ",
+            "` is not read",
+            " with an empty text",
             "users have held-out interactions",
         )
         facts["extra"]["notes"] = [note for note in notes if not any(words in note for words in newer)]

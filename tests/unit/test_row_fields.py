@@ -230,7 +230,7 @@ def samples(task: str, folder: Path, rows: list[Row], flags: tuple[str, ...]) ->
     tokenizer = Tokenizer.from_file(str(Path(facts["folder"]) / "tokenizer.json"))
     parts: dict[bool, list[str]] = {True: [], False: []}
     for tokens, learn in (("tokens", "learn"), ("chosen", "chosen.learn"), ("rejected", "rejected.learn")):
-        if tokens in found:
+        if learn in found:
             ids, mask = found[tokens].values, np.asarray(found[learn].values).astype(bool)
             for piece in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1):
                 parts[bool(mask[piece[0]])].append(tokenizer.decode(ids[piece].tolist()))
@@ -412,3 +412,192 @@ def test_predict_asks_as_was_learnt(tmp_path: Path, template: str, shape: str) -
             if (word in asked) != (word in learnt + other and not is_answer):
                 wrong[f"{field}: {'not ' if word not in asked else ''}in the question"] += 1
     check([f"{what} ({count} rows)" for what, count in wrong.items()])
+
+
+ASK, SAY = {"role": "user", "content": "Zask"}, {"role": "assistant", "content": "Zsay"}
+EARLIER = {"role": "assistant", "content": "Zold"}
+PAIR = {"chosen": "Zgood", "rejected": "Zbad"}
+MESSAGES = [ASK, EARLIER, {"role": "user", "content": "Zmore"}, SAY]
+OBJECT = {"from": "human", "value": "Zask"}
+READ: dict[str, tuple[str, dict[str, Any], str, str]] = {
+    **{
+        f"{key}: {value}": (
+            "causal-lm",
+            {"messages": [ASK, EARLIER | {key: value}, MESSAGES[2], SAY | {key: 1}]},
+            "Zsay",
+            "Zask Zold Zmore",
+        )
+        for key, value in (("weight", 0), ("loss_weight", 0.0), ("train", False), ("loss_mask", 0))
+    },
+    "parts of a content": (
+        "causal-lm",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Zask"}, "Zmore"]},
+                {"role": "assistant", "content": [{"type": "text", "value": "Zsay"}]},
+            ]
+        },
+        "Zsay",
+        "ZaskZmore",
+    ),
+    "an object of lists": (
+        "causal-lm",
+        {"messages": {"role": ["user", "assistant"], "content": ["Zask", "Zsay"]}},
+        "Zsay",
+        "Zask",
+    ),
+    "messages by themselves": ("causal-lm", {"prompt": ASK, "completion": SAY}, "Zsay", "Zask"),
+    "a pair of messages": (
+        "dpo",
+        {
+            "conversations": [OBJECT],
+            "chosen": {"from": "gpt", "value": "Zgood"},
+            "rejected": {"from": "gpt", "value": [{"type": "text", "text": "Zbad"}]},
+        },
+        "Zgood Zbad",
+        "Zask",
+    ),
+    "a system text beside a prompt": (
+        "dpo",
+        {"system": "Zsystem", "prompt": "Zask", **PAIR},
+        "Zgood Zbad",
+        "Zsystem Zask",
+    ),
+    "an HTML element": (
+        "causal-lm",
+        {"prompt": "Zask <video>x</video>", "completion": "Zsay <image>"},
+        "Zsay",
+        "Zask",
+    ),
+}
+NOTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "weights of a question": (
+        "causal-lm",
+        {"messages": [ASK | {"weight": 1}, SAY]},
+        "the field `messages.weight` is not read",
+    ),
+    "fields of an object of lists": (
+        "causal-lm",
+        {"messages": {"role": ["user", "assistant"], "content": ["Zask", "Zsay"], "mood": ["a", "b"]}},
+        "the field `messages.mood` is not read",
+    ),
+    "columns beside a text": ("causal-lm", {"text": "Zsay", "role": "user"}, "the field `role` is not read"),
+    "another answer of the prompt": (
+        "dpo",
+        {
+            "conversations": [ASK, EARLIER],
+            **{n: {"role": "assistant", "content": t} for n, t in PAIR.items()},
+        },
+        "the answer that ends `conversations` is no answer of the pair: it is not read",
+    ),
+    "an unanswered history": (
+        "causal-lm",
+        {"prompt": "Zask", "completion": "Zsay", "history": [["Zq", None]]},
+        "rows left out: 1 with an empty answer in `history`",
+    ),
+    "an unanswered history of a pair": (
+        "dpo",
+        {"prompt": "Zask", **PAIR, "history": [["Zq", None]]},
+        "rows left out: 1 with an empty answer in `history`",
+    ),
+    "a weight of 0 of a pair": (
+        "dpo",
+        {"prompt": "Zask", "chosen": SAY | {"weight": 0}, "rejected": EARLIER},
+        "rows left out: 1 with no answer to learn, as their weights are 0",
+    ),
+    "weights of 0 alone": (
+        "causal-lm",
+        {"messages": [ASK, SAY | {"weight": 0}]},
+        "rows left out: 1 with no answer to learn, as their weights are 0",
+    ),
+}
+NO_TOOLS = "tools and their calls cannot be learnt yet"
+UNREADABLE: dict[str, tuple[str, dict[str, Any], str]] = {
+    "tools": ("causal-lm", {"messages": MESSAGES, "tools": "[{}]"}, f"has `tools`: {NO_TOOLS}"),
+    "tool_calls": (
+        "causal-lm",
+        {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [{"a": 1}]}]},
+        f"message 2 has `tool_calls`: {NO_TOOLS}",
+    ),
+    "a tool": ("causal-lm", {"messages": [ASK, SAY | {"role": "tool"}]}, f"2 is by 'tool': {NO_TOOLS}"),
+    "a tool of a pair": ("dpo", {"messages": [ASK], "tools": [1], **PAIR}, f"has `tools`: {NO_TOOLS}"),
+    "reasoning": (
+        "causal-lm",
+        {"messages": [ASK, SAY | {"reasoning_content": "hm"}]},
+        "message 2 has `reasoning_content`: reasoning in a place of its own cannot be learnt yet",
+    ),
+    "images": ("causal-lm", {"messages": MESSAGES, "images": ["a.png"]}, "has `images`: only text is learnt"),
+    "a mark": ("causal-lm", {"prompt": "<image>Zask", "completion": "Zsay"}, "a question has <image>: only"),
+    "a mark of a pair": ("dpo", {"prompt": "Zask <audio>", **PAIR}, "a question has <audio>: only text"),
+    "a picture": (
+        "causal-lm",
+        {"messages": [ASK | {"content": [{"type": "image_url"}]}, SAY]},
+        "message 1: a part of its content is 'image_url': only text is learnt",
+    ),
+    "a judgement": ("causal-lm", {"messages": MESSAGES, "label": False}, "has `label`, which says whether"),
+    "half a weight": ("causal-lm", {"messages": [ASK, SAY | {"weight": 0.5}]}, "weight is 0.5: an answer is"),
+    "pairs": ("causal-lm", {"prompt": "Zask", **PAIR}, "--task dpo or orpo learns from them"),
+    "no pairs": ("dpo", {"prompt": "Zask", "completion": "Zsay"}, "has no column chosen.*--task causal-lm"),
+    "a list of texts": ("causal-lm", {"question": "Zask", "answer": ["Za", "Zb"]}, "a list of 2 texts, not"),
+    "rejected texts": (
+        "dpo",
+        {"prompt": "Zask", **PAIR, "rejected": ["Za", "Zb"]},
+        "rejected holds a list of 2",
+    ),
+    "lists of unequal length": (
+        "causal-lm",
+        {"messages": {"role": ["user"], "content": ["a", "b"]}},
+        "messages is an object with role, content: neither a message",
+    ),
+    "a word of another kind": (
+        "causal-lm",
+        {"messages": [ASK | {"role": "critic"}]},
+        "is by 'critic': a role is",
+    ),
+}
+
+
+def learn(
+    task: str, folder: Path, *rows: dict[str, Any], flags: tuple[str, ...] = ()
+) -> tuple[str, str, Any]:
+    tokenizer = make_tokenizer(folder / "tokenizer", SMALL["chatml"], in_file=True)
+    (folder / "data").mkdir()
+    given = [Row(row, {}, frozenset()) for row in rows]
+    return samples(task, folder / "data", given, ("--tokenizer", str(tokenizer), *flags))
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_row_is_read_rightly(tmp_path: Path, name: str) -> None:
+    task, row, wanted, context = READ[name]
+    learnt, other, facts = learn(task, tmp_path, row)
+    assert (re.findall(r"Z\w+", learnt), [*dict.fromkeys(re.findall(r"Z\w+", other))]) == (
+        wanted.split(),
+        context.split(),
+    )
+    assert not [note for note in facts["notes"] if "not read" in note]
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_what_is_not_learnt_of_a_row_is_said(tmp_path: Path, name: str) -> None:
+    task, row, wanted = NOTED[name]
+    kept = PAIR | {"prompt": "Zask"} if task == "dpo" else {"messages": [ASK, SAY]}
+    kept = {"prompt": "Zask", "completion": "Zsay"} if "completion" in row else kept
+    notes = learn(task, tmp_path, {"text": "Zsay"} if "text" in row else kept, row)[2]["notes"]
+    assert [note for note in notes if note.endswith(wanted)], notes
+    assert f"1 row: {wanted}" in notes or f"train: {wanted}" in notes
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_what_cannot_be_learnt_is_one_line(tmp_path: Path, name: str) -> None:
+    task, row, says = UNREADABLE[name]
+    with pytest.raises(UserError, match=says) as refused:
+        learn(task, tmp_path, row)
+    assert "\n" not in str(refused.value)
+    assert str(tmp_path / "data") in str(refused.value)
+    assert "did you mean" not in str(refused.value)
+
+
+def test_weights_decide_alone_what_is_learnt(tmp_path: Path) -> None:
+    row = {"messages": [ASK, SAY | {"weight": 1}]}
+    with pytest.raises(UserError, match=r"--response-only off: .*train\.jsonl line 1 says by weights"):
+        learn("causal-lm", tmp_path, row, flags=("--response-only", "off"))

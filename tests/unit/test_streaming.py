@@ -118,6 +118,25 @@ def test_compressed_lines_and_parquet_hold_the_same_texts(stored: Path, tmp_path
     assert [one["words"] for one in counts] == [counts[0]["words"]] * 2
 
 
+def test_rows_without_a_text_and_what_is_not_read_are_counted(tmp_path: Path) -> None:
+    """Over all groups, kept from one index to the next; of Parquet the columns alone are known."""
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"text": f"word {n}", "role": "user"} if n % 2 == 0 else {"content": "x"} for n in range(40)]
+    (tmp_path / "train-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "valid-0.jsonl").write_bytes(lines(DOCUMENTS[:4]))
+    for _ in range(2):
+        _, facts = prepared(tmp_path, "*.jsonl")
+        assert facts.extra["notes"] == [
+            "train: rows left out: 20 with no column `text`",
+            "20 rows: the field `role` is not read",
+        ]
+        assert "left out" not in str(facts.extra["splits"])
+    parquet.write_table(pyarrow.table({"n": range(40), "text": DOCUMENTS[:40]}), tmp_path / "p.parquet")
+    assert "the field `n` is not read" in prepared(tmp_path, "p.parquet")[1].extra["notes"]
+
+
 def test_conversations_are_rows_with_a_mask_and_what_has_no_answer_is_noted(tmp_path: Path) -> None:
     rows = [
         {"instruction": f"what is {n}?", "output": "" if n % 10 == 3 else f"it is {n}"} for n in range(60)
@@ -128,7 +147,8 @@ def test_conversations_are_rows_with_a_mask_and_what_has_no_answer_is_noted(tmp_
     (tmp_path / "chats" / "valid-0.jsonl").write_text(text)
     data, facts = prepared(tmp_path / "chats", max_length=64)
     assert facts.samples == {"train": 54, "valid": 54}
-    assert "train: 6 of 60 rows are left out: they have no answer to learn" in facts.extra["notes"]
+    assert "train: rows left out: 6 with an empty answer" in facts.extra["notes"]
+    assert len(facts.extra["notes"]) == 2
     batch = data.open(_folder(facts), "train").fetch(np.array([0, 53]))
     assert batch["learn"].sum(axis=1).tolist() == batch["token.weight"].tolist()
     assert facts.extra["template"]
@@ -350,7 +370,7 @@ def test_a_missing_library_is_answered_with_its_pip_line(monkeypatch: pytest.Mon
         ({"mix": "1,2"}, "--mix: needs"),
         (
             {"text_column": "txt"},
-            r"--text-column txt: .*part-0.jsonl has no such column \(did you mean text\?\)",
+            r"--text-column txt: .*part-0.jsonl: has no txt \(did you mean text\?\)",
         ),
         ({"format": "csv"}, "--format csv: an object in a store says by its ending what it is"),
     ],
@@ -375,8 +395,8 @@ def test_rows_without_a_text_are_counted(tmp_path: Path) -> None:
     for split in ("train", "valid"):
         (tmp_path / "some" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     _, facts = prepared(tmp_path / "some")
-    said = [note for note in facts.extra["notes"] if "rows are left out" in note]
-    assert said == [f"{s}: 20 of 40 rows are left out: they have no text" for s in ("train", "valid")]
+    said = [note for note in facts.extra["notes"] if "left out" in note]
+    assert said == [f"{s}: rows left out: 20 with no column `text`" for s in ("train", "valid")]
 
 
 def test_a_shard_without_the_column_is_refused(stored: Path) -> None:

@@ -217,7 +217,10 @@ def test_a_fault_of_interactions_is_named(tmp_path: Path, log: str, items: str, 
 
 def test_predict_reads_files_without_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = written(tmp_path, "a.csv", "so it goes;5\nand on;6\n")
-    assert [row["1"] for _, row in tables.read_table(str(file), ["1", None])] == ["so it goes", "and on"]
+    assert [row["1"] for _, row in tables.read_table(str(file), columns=["1", None])] == [
+        "so it goes",
+        "and on",
+    ]
     assert "a semicolon is between its fields" in capsys.readouterr().err
     lists = SimpleNamespace(knows_item=lambda item: item in ("7", "8"))
     sold = str(written(tmp_path, "sold.csv", "7\n8\n"))
