@@ -27,7 +27,7 @@ def check_ranks(
     ranks = [dict(rank) for rank in record["ranks"]]
     where = describe_ranks(ranks)
     if not training:
-        return warning("ranks", f"when it ended: {where}", f"isobatch resume {folder}")
+        return warning("ranks", f"in the ten seconds before it ended: {where}", f"isobatch resume {folder}")
     mend = f"isobatch cancel {folder} --now, then isobatch resume {folder}"
     if age > OLD_SECONDS:
         process = str(ranks[0].get("process", "PID"))

@@ -173,6 +173,7 @@ def test_seeds_are_runs_of_their_own_and_one_answer(home: Path) -> None:
     values = [summary(home / run)["metrics"]["loss"] for run in found["runs"]]
     assert values[0] != values[1]
     assert found["metrics"]["loss"]["mean"] == pytest.approx(sum(values) / 2)
+    assert found["split"] == summary(home / found["runs"][0])["split"] == "valid"
 
 
 @pytest.mark.slow

@@ -275,7 +275,7 @@ def test_a_run_that_moves_is_well() -> None:
     assert check_ranks(record, 300.0, True, "r").text.startswith(
         "rank 0 (4242 on n1) wrote nothing for 300 s"
     )
-    assert check_ranks(record, 300.0, False, "r").text.startswith("when it ended: ")
+    assert check_ranks(record, 300.0, False, "r").text.startswith("in the ten seconds before it ended: ")
 
 
 @pytest.mark.parametrize("content", ["{}", '{"ranks": 3}', '{"ranks": []}', '{"ranks": [{}]}', "x"])
