@@ -103,17 +103,18 @@ def block_matrices(model: Any, head: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _is_matrix(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return weight is not None and weight.ndim == 2 and "Embedding" not in type(module).__name__
+    """Whether an adapter fits: a router and the experts of a mixture are no linear layers to peft."""
+    from torch.nn import Linear
+
+    return isinstance(module, Linear) or type(module).__name__ == "Conv1D"
 
 
 def target_modules(model: Any, wanted: str, head: Sequence[str] = ()) -> Any:
-    """Names of the modules that get an adapter; None lets peft choose for the model types that it knows."""
+    """Names of the modules that get an adapter; `auto` takes those that peft knows for the model type."""
     if wanted not in ("auto", "all-linear"):
         return [name.strip() for name in wanted.split(",")]
-    if wanted == "auto" and usual_targets(model.config.model_type):
-        return None
-    return sorted(block_matrices(model, head))
+    known = usual_targets(model.config.model_type) if wanted == "auto" else None
+    return known or sorted(block_matrices(model, head))
 
 
 def usual_targets(model_type: str) -> list[str] | None:

@@ -89,7 +89,7 @@ class Labelled(EncodedSplits):
     """
 
     Options: ClassVar[type] = LabelledOptions
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     cache_name: ClassVar[str] = "data.labelled.Labelled"
     encodes_in_shards: ClassVar[bool] = True
     demo_vocabulary_size: ClassVar[int] = 2048
@@ -184,7 +184,7 @@ class Labelled(EncodedSplits):
         found: dict[str, dict[str, Column]] = {}
         for split, (known, examples) in splits.items():
             rows = self._encode_split(split, examples(), columns, tokenizer)
-            found[split] = {**rows.columns(special["pad"] or 0), "label": known.numbers(labels)}
+            found[split] = {**rows.columns(special["pad"]), "label": known.numbers(labels)}
             if cut := rows.cut:
                 notes.append(
                     f"{split}: {cut} of {len(known)} texts are cut to {self.recipe.max_length} tokens"
@@ -257,7 +257,8 @@ class Labelled(EncodedSplits):
             lambda size: tokenizers.train_lowercase_bpe(texts, size)
         )
         tokenizers.ensure_special_tokens(tokenizer)
-        return tokenizer, special
+        padding = next((i for i in (special[role] for role in ("pad", "eos", "unk")) if i is not None), 0)
+        return tokenizer, {**special, "pad": padding}
 
     def _encode_split(
         self, split: str, examples: Iterable[Example], columns: ColumnNames, tokenizer: Tokenizer

@@ -72,6 +72,18 @@ def sizes_from_config(config: Mapping[str, Any], name: str) -> EncoderSizes:
     return EncoderSizes(*map(int, found))
 
 
+def check_type(name: str, config: Mapping[str, Any]) -> None:
+    """Raise UserError unless transformers has a classifier of texts of this model type."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as known
+
+    model_type = str(config.get("model_type"))
+    if model_type not in known:
+        raise UserError(
+            f"--model {name}: transformers has no classifier of texts of type {model_type}: take an encoder"
+            " such as BERT, RoBERTa, ELECTRA or ModernBERT, or a decoder such as GPT-2"
+        )
+
+
 def is_pruned(config: Mapping[str, Any]) -> bool:
     """Whether this config.json is of a model from which heads or neurons were removed."""
     return bool(config.get("per_layer_config") or config.get("pruned_heads"))
@@ -132,13 +144,16 @@ def heads_and_neurons(model: Any) -> list[tuple[int, int]]:
 
 
 def count_macs(model: Any, tokens: int) -> int:
-    """Multiply-adds of one text's forward: linear layers and attention per token, the head once."""
-    size, hidden = attention_head_size(model.config), model.config.hidden_size
-    total = hidden * hidden + hidden * model.config.num_labels
-    for heads, neurons in heads_and_neurons(model):
-        width = heads * size
-        total += tokens * (4 * hidden * width + 2 * hidden * neurons) + 2 * tokens * tokens * width
-    return int(total)
+    """Multiply-adds of one text's forward: of linear layers, attention and the head."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter = FlopCounterMode(display=False)
+    # The other kernels of attention are not counted on a CPU.
+    with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), counter:
+        model(input_ids=torch.ones(1, tokens, dtype=torch.int64))
+    return int(counter.get_total_flops()) // 2
 
 
 def write_layer_sizes(model: Any, folder: Path) -> None:
