@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+TAKEN_FOR_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Matrices that peft takes for parts of the experts in a mixture, be they of a shared expert or a layer's own."""
 PEFT_PREFIX = "base_model.model."
 """What peft's wrapper model puts before the names of a model's parameters."""
 
@@ -99,7 +101,14 @@ def block_matrices(model: Any, head: Sequence[str] = ()) -> dict[str, Any]:
     """
     outputs = model.get_output_embeddings()
     matrices = {n: m for n, m in model.named_modules() if _is_matrix(m) and m is not outputs}
+    if expert_weights(model):
+        matrices = {n: m for n, m in matrices.items() if n.rpartition(".")[2] not in TAKEN_FOR_EXPERTS}
     return {n: m for n, m in matrices.items() if not any(f"{n}.".startswith(f"{h}.") for h in head)}
+
+
+def expert_weights(model: nn.Module) -> int:
+    """Weights of a mixture's experts, of which a layer has one tensor; a depthwise convolution is none."""
+    return sum(p.numel() for p in model.parameters() if p.ndim == 3 and p.shape[1] > 1)
 
 
 def _is_matrix(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.models.causal_lm.model_sizes import LLAMA_LIKE, model_without_storage, size_from_config
-from isobatch.models.lora import block_matrices, check_targets, usual_targets
+from isobatch.models.lora import block_matrices, check_targets, expert_weights, usual_targets
 
 if TYPE_CHECKING:
     from torch import nn
@@ -187,7 +187,7 @@ def shapes_by_building(config: Any, remote_code: bool = False) -> WeightShapes:
         sum(p.numel() for name, p in model.named_parameters() if "bias" in name),
         embeddings.weight.numel(),
         0 if head.weight is embeddings.weight else sum(p.numel() for p in head.parameters()),
-        sum(p.numel() for p in model.parameters() if p.ndim == 3),
+        expert_weights(model),
     )
 
 
