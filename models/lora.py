@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
 TAKEN_FOR_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""Matrices that peft takes for parts of the experts in a mixture, be they of a shared expert or a layer's own."""
+"""Matrices that peft takes for parts of the experts in a mixture, be they of a shared expert."""
 PEFT_PREFIX = "base_model.model."
 """What peft's wrapper model puts before the names of a model's parameters."""
 

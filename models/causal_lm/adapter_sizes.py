@@ -60,7 +60,7 @@ def _remarks(
     ]
     if found.experts:
         remarks.append(
-            f"an adapter does not reach the mixture's experts: their {found.experts:,} weights stay as they are"
+            f"an adapter does not reach the mixture's experts: their {found.experts:,} weights stay frozen"
         )
     if options.load_bits != 16:
         remarks.append(

@@ -139,7 +139,8 @@ def load_base_model(
 ) -> nn.Module:
     """The pretrained model in fp32 on the CPU, its matrices in `bits` bits or, of 16, in `frozen_dtype`.
 
-    With `as_stored` all is in the number format of its files. The tables of `also_train` (--also-train) are held in fp32.
+    With `as_stored` all is in the number format of its files. The tables of `also_train` (--also-train) are
+    held in fp32.
 
     Matrices in 8 or 4 bits, and all else of that model, are on `device`: bitsandbytes cannot move the
     statistics of 8-bit matrices afterwards.

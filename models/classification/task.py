@@ -167,6 +167,13 @@ class Classifier(Task):
             hub.check_vocabulary(self._model_name, config.vocab_size, facts.extra["vocabulary"])
             if config.model_type not in saving.POSITIONS_AFTER_PADDING:
                 config.pad_token_id = facts.extra["pad"]  # a decoder's head reads the token before padding
+            if config.is_encoder_decoder and "tokenizer" in facts.extra:  # its head reads the end of the text
+                ids = saving.load_tokenizer(facts).encode("a").ids
+                if config.eos_token_id not in ids:
+                    raise UserError(
+                        f"--model {self._model_name}: its classifier reads the token that ends a text; its"
+                        " tokenizer writes none: take an encoder such as BERT, or mend the tokenizer.json"
+                    )
         if self.recipe.dropout is not None:
             for name, value in config.to_dict().items():
                 if isinstance(value, float | int) and "dropout" in name:

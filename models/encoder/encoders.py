@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 FAMILIES = ("bert", "roberta", "distilbert")
 """Model types whose heads and neurons can be pruned (see models/encoder/modeling_pruned.py)."""
+UNTRACEABLE = (
+    *("canine", "doge", "funnel", "gpt_oss", "hunyuan_v1_moe", "longformer", "mbart", "minimax", "mixtral"),
+    *("mt5", "plbart", "t5", "umt5", "xlnet"),
+)
+"""Model types of which torch.onnx makes no file, or none that runs (torch 2.13, onnxscript 0.7)."""
 LABELS_FILE = "labels.json"
 """Beside an adapter: class -> its number. A config.json there would hide the adapter from transformers."""
 SIZE_KEYS = {
@@ -73,16 +78,19 @@ def sizes_from_config(config: Mapping[str, Any], name: str) -> EncoderSizes:
 
 
 def check_type(name: str, config: Mapping[str, Any]) -> None:
-    """Raise UserError unless transformers has a classifier of texts of this model type."""
+    """Raise UserError unless transformers has a classifier of this model type, and ONNX can hold it."""
     model_type = str(config.get("model_type"))
     if model_type in FAMILIES:  # known without an import of a second
         return
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as known
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as known,
+    )
 
-    if model_type not in known:
+    if model_type not in known or model_type in UNTRACEABLE:
+        why = "no ONNX file can be made" if model_type in known else "transformers has no classifier"
         raise UserError(
-            f"--model {name}: transformers has no classifier of texts of type {model_type}: take an encoder"
-            " such as BERT, RoBERTa, ELECTRA or ModernBERT, or a decoder such as GPT-2"
+            f"--model {name}: {why} of type {model_type}: take an encoder such as BERT, RoBERTa, ELECTRA or"
+            " ModernBERT, or a decoder such as GPT-2"
         )
 
 

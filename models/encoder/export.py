@@ -26,6 +26,8 @@ LOGIT_TOLERANCE = 1e-3
 TIE_TOLERANCE = 1e-2
 """How far from the middle between two levels a value may be, in levels, and still round either way."""
 ONNX_FILE, ONNX_INT4_FILE = "model.onnx", "model-int4.onnx"
+MOST_WEIGHTS_OF_A_FILE = 500_000_000
+"""An ONNX file holds 2 GB; what is traced has its weights beside it where they are more."""
 SIDE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 """Files that an ONNX file needs beside it: the classes' names and the tokenizer."""
 Batches = Callable[[], Iterable[Batch]]
@@ -182,8 +184,9 @@ def export_dense(model: Any, final: Path, folder: Path) -> None:
 def export_onnx(model: Any, final: Path, folder: Path) -> Path:
     """The fp32 graph, and beside it the tokenizer and the classes' names. Returns the ONNX file."""
     config = model.config.to_dict()
-    written = config["model_type"] in encoders.FAMILIES
-    if written and onnx_graph.activation_of(config) in onnx_graph.ACTIVATIONS:
+    small = sum(p.numel() for p in model.parameters()) < MOST_WEIGHTS_OF_A_FILE
+    known = config["model_type"] in encoders.FAMILIES
+    if known and small and onnx_graph.activation_of(config) in onnx_graph.ACTIVATIONS:
         onnx_graph.write_onnx(model, folder / ONNX_FILE)
     else:
         trace_onnx(model, folder / ONNX_FILE)
