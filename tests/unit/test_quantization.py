@@ -136,25 +136,35 @@ def test_onnxruntime_computes_what_was_trained(
     assert found["rounding_doubt"] < 1e-3
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "modernbert", "bert of another activation"])
+@pytest.mark.parametrize("family", [*FAMILIES, "modernbert"])
 def test_an_onnx_file_takes_what_its_tokenizer_makes(
     family: str, tmp_path: Path, tiny_facts: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Single texts and pairs, the latter with the types that this family has."""
     caplog.set_level("WARNING", "torch")  # its compiler's log is long
-    name, *other = family.split()
-    model = classifier(name, **({"hidden_act": "gelu_new"} if other else {}))
+    model = classifier(family, **({"type_vocab_size": 1} if family == "roberta" else {}))
     (final := tmp_path / "final").mkdir()
     tokenizer = saved(model, tiny_facts, final)
     file = export.export_onnx(model, final, tmp_path)
     session = evaluation.onnx_session(file, threads=1)
     for texts in (["good", "bad good"],), (["good", "bad"], ["bad", "bad good"]):
         made = dict(tokenizer(*texts, padding=True, return_tensors="np"))
-        assert ("token_type_ids" in made) == (name == "bert")
+        assert ("token_type_ids" in made) == (family == "bert")
         (found,) = session.run(None, made)
         assert np.abs(found - logits(model, made).detach().numpy()).max() < 1e-5
     whole = export.tokenizer_runner(file)(given())
     assert np.abs(whole - logits(model).detach().numpy()).max() < 1e-5
+
+
+@pytest.mark.parametrize(("family", "more"), [("electra", {}), ("bert", {"hidden_act": "gelu_new"})])
+def test_what_no_hand_has_written_is_traced(
+    family: str, more: dict[str, Any], tmp_path: Path, tiny_facts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[Path] = []
+    monkeypatch.setattr(export, "trace_onnx", lambda _, file: traced.append(file))
+    (final := tmp_path / "final").mkdir()
+    saved(model := classifier(family, **more), tiny_facts, final)
+    assert traced == [export.export_onnx(model, final, tmp_path)]
 
 
 def test_a_file_with_other_inputs_than_its_tokenizer_is_refused(tmp_path: Path, tiny_facts: Any) -> None:
