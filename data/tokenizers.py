@@ -50,10 +50,12 @@ class TokenizerSource:
         """What the tokens depend on, as JSON: file name -> hash, [hub id, revision], or "trained"."""
         if self.path is not None:
             files = _format_and_files(self.path)[1] + _settings_files(self.path)
-            return {f.name: file_hash(f) for f in files} | (
-                {"model_type": _config_of(self.model).get("model_type")} if self.model else {}
-            )
+            return {f.name: file_hash(f) for f in files} | self._model_type()
         return [self.hub_id, self.revision] if self.hub_id else "trained"
+
+    def _model_type(self) -> dict[str, Any]:
+        config = (self.model / "config.json").read_text(encoding="utf-8") if self.model else "{}"
+        return {name: value for name, value in json.loads(config).items() if name == "model_type"}
 
 
 def locate(tokenizer: str | None, model: str | None, revision: str | None) -> TokenizerSource:
@@ -72,10 +74,6 @@ def _config_folder(path: Path | None, model: str | None, revision: str | None) -
     cached = hub_cache.snapshot("models", model, revision) if model and hub_cache.is_id(model) else None
     folders = (Path(model).expanduser() if model else None, cached, path)
     return next((f for f in folders if f is not None and (f / "config.json").is_file()), None)
-
-
-def _config_of(model: Path) -> Any:
-    return json.loads((model / "config.json").read_text(encoding="utf-8"))
 
 
 def _locate(tokenizer: str | None, model: str | None, revision: str | None) -> TokenizerSource:
@@ -173,20 +171,14 @@ def open_as_transformers(path: Path, model: Path | None) -> Tokenizer:
 
     try:
         opened = AutoTokenizer.from_pretrained(path, config=AutoConfig.from_pretrained(model))
-    except Exception:  # it needs code that came along, or a library that is not here
-        return tokenizer
-    theirs = getattr(opened, "backend_tokenizer", None)
-    if theirs is None or _encoding_parts(theirs) == _encoding_parts(tokenizer):
+        theirs: Tokenizer = opened.backend_tokenizer
+    except Exception:  # it needs code that came along or a library that is not here, or is none of this kind
         return tokenizer
     theirs.no_truncation()
     theirs.no_padding()
-    return theirs
-
-
-def _encoding_parts(tokenizer: Tokenizer) -> list[Any]:
-    """What decides how a text is encoded."""
-    parts = json.loads(tokenizer.to_str())
-    return [parts[name] for name in ("normalizer", "pre_tokenizer", "model", "post_processor")]
+    ours, other = (json.loads(one.to_str()) for one in (tokenizer, theirs))
+    decisive = ("normalizer", "pre_tokenizer", "model", "post_processor")
+    return tokenizer if all(ours[part] == other[part] for part in decisive) else theirs
 
 
 def _byte_level_bpe(vocabulary: Path | None, merges: Path | None) -> Tokenizer:

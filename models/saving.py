@@ -64,7 +64,7 @@ def save_tokenizer(config: Mapping[str, Any], facts: Facts, folder: Path) -> Non
     jinja, eos = template.get("jinja"), names.get("eos_token")
     if (end := template.get("end")) and end != eos:  # programs stop at eos_token: it is what ends an answer
         names["eos_token"] = end
-        jinja = f"{{% set eos_token = {json.dumps(eos)} %}}{jinja}" if "eos_token" in jinja else jinja
+        jinja = f"{{% set eos_token = {json.dumps(eos)} %}}{jinja}" if "eos_token" in str(jinja) else jinja
     limit = {} if max_input_tokens(config) is None else {"model_max_length": max_input_tokens(config)}
     saved = PreTrainedTokenizerFast(
         tokenizer_object=prepared, model_input_names=model_input_names(config), **limit, **names

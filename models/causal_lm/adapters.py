@@ -215,14 +215,8 @@ def add_adapter(model: nn.Module, options: Any, base: str, revision: str | None)
     hold_in_fp32(p for p in model.parameters() if p.requires_grad)
 
 
-def open_adapted_model(
-    folder: Path,
-    bits: int = 16,
-    remote_code: bool = False,
-    device: Any = "cpu",
-    as_stored: bool = False,
-) -> Any:
-    """The base model, in fp32 or `as_stored`, with the adapter in `folder`; of 8 or 4 bits on `device`.
+def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False, **more: Any) -> Any:
+    """The base model with the adapter in `folder`; `more` as of `load_base_model`.
 
     Raises UserError if they do not fit together.
     """
@@ -230,9 +224,7 @@ def open_adapted_model(
 
     base, revision = lora.base_model_of(folder)
     config = AutoConfig.from_pretrained(base, revision=revision, **hub.remote_code_kwargs(remote_code))
-    model: Any = load_base_model(
-        base, config, revision, bits, remote_code, device=device, as_stored=as_stored
-    )
+    model: Any = load_base_model(base, config, revision, bits, remote_code, **more)
     lora.fit_embeddings(model, folder)
     return lora.put_adapter(model, folder, base)
 

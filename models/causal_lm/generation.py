@@ -60,7 +60,7 @@ def open_for_generation(folder: Path, bits: int = 16, remote_code: bool = False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with hub.reading(folder):
         if (folder / lora.CONFIG_FILE).is_file():
-            model = adapters.open_adapted_model(folder, bits, remote_code, device)
+            model = adapters.open_adapted_model(folder, bits, remote_code, device=device)
         elif (folder / "config.json").is_file():
             model = AutoModelForCausalLM.from_pretrained(
                 folder,

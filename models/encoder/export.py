@@ -211,24 +211,17 @@ def trace_onnx(model: Any, file: Path) -> None:
     example = torch.ones(2, 8, dtype=torch.int64)
     example[1, 5:] = 0  # a mask without padding would be left out
 
-    class Logits(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, *inputs: torch.Tensor) -> Any:
-            return self.model(**dict(zip(names, inputs, strict=True))).logits
-
     sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    model.config.use_cache = False  # logits alone
     try:
         program = torch.onnx.export(
-            Logits().eval(),
-            tuple(example.clone() for _ in names),  # one tensor twice would be one input
+            model.eval(),
+            kwargs={name: example.clone() for name in names},  # one tensor twice would be one input
             dynamo=True,
             verbose=False,
             input_names=names,
             output_names=["logits"],
-            dynamic_shapes=(tuple(sizes for _ in names),),
+            dynamic_shapes=dict.fromkeys(names, sizes),
         )
     except Exception as error:  # of PyTorch's compiler and of the model's own code
         kind, reason = model.config.model_type, str(error).strip().partition("\n")[0]
