@@ -115,7 +115,7 @@ def _is_matrix(module: nn.Module) -> bool:
     """Whether an adapter fits: a router and the experts of a mixture are no linear layers to peft."""
     from torch.nn import Linear
 
-    return isinstance(module, Linear) or type(module).__name__ == "Conv1D"
+    return isinstance(module, Linear) or type(module).__name__.endswith("Conv1D")
 
 
 def target_modules(model: Any, wanted: str, head: Sequence[str] = ()) -> Any:
