@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isobatch.core.errors import ExportError, UserError
-from isobatch.models import lora
+from isobatch.models import lora, saving
 from isobatch.models.causal_lm import (
     adapter_counts,
     adapter_sizes,
@@ -277,3 +277,29 @@ def test_an_evaluation_changes_nothing_of_rounded_weights(
     after = gradients()
     assert any(g.any() for g in before)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_merged_model_has_its_bases_format_in_files_of_limited_size(
+    stored: torch.dtype, tmp_path: Path, tiny_facts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "SHARD_SIZE", "50KB")
+    (base := tmp_path / "base").mkdir()
+    (final := tmp_path / "final").mkdir()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of("llama")).to(stored)
+    model.save_pretrained(base)
+    adapters.add_adapter(model, CausalLMOptions(adapter="lora"), str(base), None)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    lora.save_adapter(model, final)
+    opened = adapters.open_adapted_model(final, as_stored=True).eval()
+    trained = adapters.first_logits(opened, [{"tokens": tokens()}])
+    saving.save(opened.merge_and_unload(), tiny_facts, tmp_path, whole=False)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {p.dtype for p in merged.parameters()} == {stored}
+    assert adapters.check_same_logits(trained, merged)["samples"] == 3
+    with pytest.raises(ExportError, match="merged logits differ"):
+        adapters.check_same_logits(trained, AutoModelForCausalLM.from_pretrained(base))
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
