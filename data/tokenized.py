@@ -87,7 +87,10 @@ class TokenizedData(Data):
     ) -> tuple[Tokenizer, dict[str, int | None]]:
         """The tokenizer, opened or made by `train(vocabulary size)`, and its special tokens' ids."""
         path = self._tokenizer_folder()
-        tokenizer = tokenizers.open_tokenizer(path) if path is not None else train(self._vocabulary_size())
+        if path is None:
+            tokenizer = train(self._vocabulary_size())
+        else:
+            tokenizer = tokenizers.open_as_transformers(path, self._tokenizer_source().model)
         self._require_same_vocabulary(tokenizer)
         return tokenizer, tokenizers.special_token_ids(tokenizer, path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +43,19 @@ class TokenizerSource:
     path: Path | None = None
     hub_id: str | None = None
     revision: str | None = None
+    model: Path | None = None
+    """The folder with the config.json beside which transformers opens it."""
 
     def identity(self) -> Any:
         """What the tokens depend on, as JSON: file name -> hash, [hub id, revision], or "trained"."""
         if self.path is not None:
-            return {
-                f.name: file_hash(f) for f in (_format_and_files(self.path)[1] + _settings_files(self.path))
-            }
+            files = _format_and_files(self.path)[1] + _settings_files(self.path)
+            return {f.name: file_hash(f) for f in files} | self._model_type()
         return [self.hub_id, self.revision] if self.hub_id else "trained"
+
+    def _model_type(self) -> dict[str, Any]:
+        config = (self.model / "config.json").read_text(encoding="utf-8") if self.model else "{}"
+        return {name: value for name, value in json.loads(config).items() if name == "model_type"}
 
 
 def locate(tokenizer: str | None, model: str | None, revision: str | None) -> TokenizerSource:
@@ -57,6 +63,20 @@ def locate(tokenizer: str | None, model: str | None, revision: str | None) -> To
 
     Raises UserError where the named one is neither a file, a folder nor a hub id that can be had.
     """
+    found = _locate(tokenizer, model, revision)
+    return dataclasses.replace(found, model=_config_folder(found.path, model, revision))
+
+
+def _config_folder(path: Path | None, model: str | None, revision: str | None) -> Path | None:
+    """The model's folder, else the tokenizer's, if it holds a config.json."""
+    if path is None or not path.is_dir():
+        return None
+    cached = hub_cache.snapshot("models", model, revision) if model and hub_cache.is_id(model) else None
+    folders = (Path(model).expanduser() if model else None, cached, path)
+    return next((f for f in folders if f is not None and (f / "config.json").is_file()), None)
+
+
+def _locate(tokenizer: str | None, model: str | None, revision: str | None) -> TokenizerSource:
     if tokenizer is not None:
         path = Path(tokenizer).expanduser()
         if path.exists():
@@ -139,6 +159,28 @@ def open_tokenizer(path: Path) -> Tokenizer:
     return tokenizer
 
 
+def open_as_transformers(path: Path, model: Path | None) -> Tokenizer:
+    """The tokenizer in a folder as AutoTokenizer opens it beside a model's config.json.
+
+    For some model types that is another than its tokenizer.json says, and other programs encode by it.
+    """
+    tokenizer = open_tokenizer(path)
+    if model is None:
+        return tokenizer
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        opened = AutoTokenizer.from_pretrained(path, config=AutoConfig.from_pretrained(model))
+        theirs: Tokenizer = opened.backend_tokenizer
+    except Exception:  # it needs code that came along or a library that is not here, or is none of this kind
+        return tokenizer
+    theirs.no_truncation()
+    theirs.no_padding()
+    ours, other = (json.loads(one.to_str()) for one in (tokenizer, theirs))
+    decisive = ("normalizer", "pre_tokenizer", "model", "post_processor")
+    return tokenizer if all(ours[part] == other[part] for part in decisive) else theirs
+
+
 def _byte_level_bpe(vocabulary: Path | None, merges: Path | None) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -174,7 +216,7 @@ def download(name: str, revision: str | None) -> Path:
             snapshot_download(
                 name,
                 revision=revision,
-                allow_patterns=[*TOKENIZER_FILES, *SETTINGS_FILES, CHAT_TEMPLATE_FILE],
+                allow_patterns=[*TOKENIZER_FILES, *SETTINGS_FILES, CHAT_TEMPLATE_FILE, "config.json"],
             )
         )
     except Exception as error:  # network, missing repository, gated: each becomes one line for the user

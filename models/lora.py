@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
+TAKEN_FOR_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""Matrices that peft takes for parts of the experts in a mixture, be they of a shared expert."""
 PEFT_PREFIX = "base_model.model."
 """What peft's wrapper model puts before the names of a model's parameters."""
 
@@ -99,21 +101,29 @@ def block_matrices(model: Any, head: Sequence[str] = ()) -> dict[str, Any]:
     """
     outputs = model.get_output_embeddings()
     matrices = {n: m for n, m in model.named_modules() if _is_matrix(m) and m is not outputs}
+    if expert_weights(model):
+        matrices = {n: m for n, m in matrices.items() if n.rpartition(".")[2] not in TAKEN_FOR_EXPERTS}
     return {n: m for n, m in matrices.items() if not any(f"{n}.".startswith(f"{h}.") for h in head)}
 
 
+def expert_weights(model: nn.Module) -> int:
+    """Weights of a mixture's experts, of which a layer has one tensor; a depthwise convolution is none."""
+    return sum(p.numel() for p in model.parameters() if p.ndim == 3 and p.shape[1] > 1)
+
+
 def _is_matrix(module: nn.Module) -> bool:
-    weight = getattr(module, "weight", None)
-    return weight is not None and weight.ndim == 2 and "Embedding" not in type(module).__name__
+    """Whether an adapter fits: a router and the experts of a mixture are no linear layers to peft."""
+    from torch.nn import Linear
+
+    return isinstance(module, Linear) or type(module).__name__.endswith("Conv1D")
 
 
 def target_modules(model: Any, wanted: str, head: Sequence[str] = ()) -> Any:
-    """Names of the modules that get an adapter; None lets peft choose for the model types that it knows."""
+    """Names of the modules that get an adapter; `auto` takes those that peft knows for the model type."""
     if wanted not in ("auto", "all-linear"):
         return [name.strip() for name in wanted.split(",")]
-    if wanted == "auto" and usual_targets(model.config.model_type):
-        return None
-    return sorted(block_matrices(model, head))
+    known = usual_targets(model.config.model_type) if wanted == "auto" else None
+    return known or sorted(block_matrices(model, head))
 
 
 def usual_targets(model_type: str) -> list[str] | None:

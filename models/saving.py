@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +15,30 @@ if TYPE_CHECKING:
 
 POSITIONS_AFTER_PADDING = ("roberta", "xlm-roberta", "camembert")
 """Model types whose position ids start after the padding id."""
+SHARD_SIZE = "5GB"
 SPECIAL_TOKEN_ROLES = ("eos", "bos", "pad", "unk")
 
 
-def save(model: nn.Module, facts: Facts, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
-    """Write model.safetensors (of `weights` if given), config.json and the prepared data's tokenizer."""
+def save(
+    model: nn.Module,
+    facts: Facts,
+    folder: Path,
+    weights: Mapping[str, Tensor] | None = None,
+    whole: bool = True,
+) -> None:
+    """Write model.safetensors (of `weights` if given), config.json and the prepared data's tokenizer.
+
+    Weights that are not to be `whole` are in files of 5 GB.
+    """
     from safetensors.torch import save_file, save_model
 
     # save_pretrained imports deepspeed (2 s and a warning) only to see that nothing is sharded.
     file, metadata = str(folder / "model.safetensors"), {"format": "pt"}
-    if weights is None:
+    if not whole:
+        from huggingface_hub import save_torch_model
+
+        save_torch_model(model, folder, max_shard_size=SHARD_SIZE)
+    elif weights is None:
         save_model(model, file, metadata=metadata)
     else:
         save_file(dict(weights), file, metadata=metadata)
@@ -46,11 +61,15 @@ def save_tokenizer(config: Mapping[str, Any], facts: Facts, folder: Path) -> Non
     template = facts.extra.get("template") or {}
     names = {**template.get("tokens", {})}
     names |= {k: prepared.id_to_token(v) for k, v in special.items() if v is not None}
+    jinja, eos = template.get("jinja"), names.get("eos_token")
+    if (end := template.get("end")) and end != eos:  # programs stop at eos_token: it is what ends an answer
+        names["eos_token"] = end
+        jinja = f"{{% set eos_token = {json.dumps(eos)} %}}{jinja}" if "eos_token" in str(jinja) else jinja
     limit = {} if max_input_tokens(config) is None else {"model_max_length": max_input_tokens(config)}
     saved = PreTrainedTokenizerFast(
         tokenizer_object=prepared, model_input_names=model_input_names(config), **limit, **names
     )
-    saved.chat_template = template.get("jinja")
+    saved.chat_template = jinja
     saved.save_pretrained(folder)
 
 

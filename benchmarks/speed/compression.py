@@ -68,7 +68,7 @@ def _cut(model: Any, heads: int, neurons: int, head: int) -> None:
 
 def files_and_latency(quick: bool) -> list[Row]:
     rows: list[Row] = []
-    given = evaluation.example_inputs(1, VOCABULARY, pairs=False)
+    given = evaluation.example_inputs(1, VOCABULARY)
     with tempfile.TemporaryDirectory() as place, evaluation.one_thread():
         runners: dict[tuple[int, str], evaluation.Runner] = {}
         sizes: dict[tuple[int, str], float] = {}
@@ -99,15 +99,15 @@ def _forms(place: Path, percent: int, heads: int, neurons: int) -> list[tuple[st
     bytes_ = 4 * sum(p.numel() for p in model.parameters())
     found = [("torch fp32", evaluation.torch_runner(model), float(bytes_))]
     plain = place / f"{percent}.onnx"
-    onnx_graph.write_onnx(model, plain, pairs=False)
+    onnx_graph.write_onnx(model, plain)
     found.append(("onnxruntime fp32", evaluation.onnx_runner(plain, 1), float(plain.stat().st_size)))
     for bits in (8, 4):
         small, file = distilbert(heads, neurons), place / f"{percent}-{bits}.onnx"
         quantization.quantize_model(small, 4, bits)
         quantization.start_calibration(small)
-        evaluation.torch_runner(small)(evaluation.example_inputs(4, VOCABULARY, pairs=False))
+        evaluation.torch_runner(small)(evaluation.example_inputs(4, VOCABULARY))
         quantization.finish_calibration(small)
-        onnx_graph.write_onnx(small, file, pairs=False)
+        onnx_graph.write_onnx(small, file)
         name = f"onnxruntime 4-bit, {bits}-bit embeddings"
         found.append((name, evaluation.onnx_runner(file, 1), float(file.stat().st_size)))
     return found

@@ -184,7 +184,7 @@ class Labelled(EncodedSplits):
         found: dict[str, dict[str, Column]] = {}
         for split, (known, examples) in splits.items():
             rows = self._encode_split(split, examples(), columns, tokenizer)
-            found[split] = {**rows.columns(special["pad"] or 0), "label": known.numbers(labels)}
+            found[split] = {**rows.columns(int(special["pad"] or 0)), "label": known.numbers(labels)}
             if cut := rows.cut:
                 notes.append(
                     f"{split}: {cut} of {len(known)} texts are cut to {self.recipe.max_length} tokens"
@@ -260,7 +260,8 @@ class Labelled(EncodedSplits):
             lambda size: tokenizers.train_lowercase_bpe(texts, size)
         )
         tokenizers.ensure_special_tokens(tokenizer)
-        return tokenizer, special
+        found = [i for role in ("pad", "eos", "unk") if (i := special[role]) is not None]
+        return tokenizer, {**special, "pad": [*found, 0][0]}
 
     def _encode_split(
         self, split: str, examples: Iterable[Example], columns: ColumnNames, tokenizer: Tokenizer

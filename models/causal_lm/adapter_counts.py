@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.models.causal_lm.model_sizes import LLAMA_LIKE, model_without_storage, size_from_config
-from isobatch.models.lora import block_matrices, check_targets, usual_targets
+from isobatch.models.lora import block_matrices, check_targets, expert_weights, usual_targets
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,6 +43,8 @@ class AdapterCounts:
     """Widths of what the adapted matrices read, added up over the model."""
     trained_tables: int = 0
     """Weights in the embeddings and the head that train whole; `trainable` holds them too."""
+    experts: int = 0
+    """Weights of a mixture's experts, which no adapter reaches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,8 @@ class WeightShapes:
     """Weights of the input embeddings."""
     head: int
     """Weights of the head that are not those of the embeddings."""
+    experts: int = 0
+    """Weights of a mixture's experts: all experts of a layer are one tensor, and no matrix."""
 
     def trained_tables(self, also_train: Collection[str]) -> int:
         """Weights of the tables that train whole."""
@@ -97,6 +101,7 @@ def adapter_counts(shapes: WeightShapes, options: Any) -> AdapterCounts:
         added=added,
         inputs=sum(m.inputs for m in adapted),
         trained_tables=tables,
+        experts=shapes.experts,
     )
 
 
@@ -182,6 +187,7 @@ def shapes_by_building(config: Any, remote_code: bool = False) -> WeightShapes:
         sum(p.numel() for name, p in model.named_parameters() if "bias" in name),
         embeddings.weight.numel(),
         0 if head.weight is embeddings.weight else sum(p.numel() for p in head.parameters()),
+        expert_weights(model),
     )
 
 

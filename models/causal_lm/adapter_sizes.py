@@ -60,6 +60,10 @@ def _remarks(
         f"{options.adapter} of rank {options.lora_r} on {where} trains {found.trainable:,} of"
         f" {total:,} parameters ({found.trainable / total:.2%})"
     ]
+    if found.experts:
+        remarks.append(
+            f"an adapter does not reach the mixture's experts: their {found.experts:,} weights stay frozen"
+        )
     if options.load_bits != 16:
         remarks.append(
             f"weights in {options.load_bits} bits take {weights / 1e6:,.0f} MB in place of"

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
+    from isobatch.core.facts import Facts
+
 GREEDY_BELOW = 1e-5
 """A lower temperature takes the likeliest token: divided by it, logits would overflow."""
 CHARACTERS_PER_TOKEN = 64
@@ -58,7 +60,7 @@ def open_for_generation(folder: Path, bits: int = 16, remote_code: bool = False)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with hub.reading(folder):
         if (folder / lora.CONFIG_FILE).is_file():
-            model = adapters.open_adapted_model(folder, bits, remote_code, device)
+            model = adapters.open_adapted_model(folder, bits, remote_code, device=device)
         elif (folder / "config.json").is_file():
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
@@ -141,6 +143,18 @@ def encode_prompt(tokenizer: Any, prompt: Prompt, stop_id: int | None, most: int
         end = [stop_id] if is_answer and stop_id is not None else []
         ids, most = encoding.ids + end + ids, most - len(text)
     return ids
+
+
+def save_config(model: Any, facts: Facts, folder: Path) -> None:
+    """Write generation_config.json; there and in config.json the token that was learnt to end an answer is
+    the first of those that stop: any program that generates then stops where `chat` does.
+    """
+    template = facts.extra.get("template") or {}
+    for config in (model.config, model.generation_config):
+        known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        ids = [i for i in dict.fromkeys([template.get("end_id"), *known]) if i is not None]
+        config.eos_token_id = ids[0] if len(ids) == 1 else ids or None
+        config.save_pretrained(folder)
 
 
 def _first_id(ids: int | Sequence[int] | None) -> int:

@@ -23,6 +23,7 @@ from isobatch.models.causal_lm import (
     adapter_counts,
     adapter_sizes,
     adapters,
+    generation,
     known_models,
     model_sizes,
     perplexity,
@@ -65,7 +66,8 @@ chat = [{{"role": "user", "content": "A question"}}]
 inputs = tokenizer.apply_chat_template(
     chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
 )
-answer = model.generate(**inputs, max_new_tokens=100)[0, inputs["input_ids"].shape[1] :]
+stop = tokenizer.eos_token_id
+answer = model.generate(**inputs, max_new_tokens=100, eos_token_id=stop)[0, inputs["input_ids"].shape[1] :]
 print(tokenizer.decode(answer, skip_special_tokens=True))
 """
 
@@ -375,7 +377,7 @@ class CausalLM(Task):
         configured: Any = model
         if self.options.adapter == "none":
             saving.save(model, facts, folder)
-            configured.generation_config.save_pretrained(folder)
+            generation.save_config(model, facts, folder)
         else:
             lora.save_adapter(model, folder, lora.modules_named(model, self.options.also_train or ()))
             saving.save_tokenizer(configured.config.to_dict(), facts, folder)
@@ -403,14 +405,16 @@ class CausalLM(Task):
         if self.options.adapter == "none":
             raise UserError(f"export to {kind}: the run trained no adapter: final/ is the whole model")
         reopened = partial(adapters.open_adapted_model, remote_code=self.options.remote_code)
-        adapted = reopened(final).eval()
         if kind == "adapter":
             adapters.copy_adapter_files(final, folder)
-            return adapters.check_same_logits(adapted, reopened(folder).eval(), batches())
-        merged = reopened(final).eval().merge_and_unload()
-        saving.save(merged, facts, folder)
-        merged.generation_config.save_pretrained(folder)
-        figures = adapters.check_same_logits(adapted, merged, batches())
+            trained = adapters.first_logits(reopened(final).eval(), batches())
+            return adapters.check_same_logits(trained, reopened(folder).eval())
+        model = reopened(final, as_stored=True).eval()
+        trained = adapters.first_logits(model, batches())
+        merged = model.merge_and_unload().to(model.config.dtype)
+        saving.save(merged, facts, folder, whole=False)
+        generation.save_config(merged, facts, folder)
+        figures = adapters.check_same_logits(trained, merged)
         base = hub.load_config(self._model_name, self.recipe.revision)
         if rounded := adapters.rounding_of(self.options, base):
             figures["remark"] = (
@@ -424,8 +428,6 @@ class CausalLM(Task):
 
         `bits` of its matrices; by default those of training.
         """
-        from isobatch.models.causal_lm import generation
-
         return partial(
             generation.TextStream,
             *generation.open_for_generation(final, bits or self.options.load_bits, self.options.remote_code),

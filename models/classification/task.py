@@ -127,7 +127,9 @@ class Classifier(Task):
                 f"--model {name}: is no preset{hint}, folder or hub id (owner/name);"
                 f" presets: {', '.join(PRESETS)}"
             )
-        max_tokens = saving.max_input_tokens(hub.load_config(name, self.recipe.revision))
+        config = hub.load_config(name, self.recipe.revision)
+        encoders.check_type(name, config)
+        max_tokens = saving.max_input_tokens(config)
         if max_tokens is not None and length > max_tokens:
             raise UserError(f"--max-length {length}: {name} reads at most {max_tokens} tokens")
 
@@ -161,6 +163,15 @@ class Classifier(Task):
             named |= {"revision": self.recipe.revision or "main", **hub.remote_code_kwargs(False)}
             config = AutoConfig.from_pretrained(folder, **named)
             hub.check_vocabulary(self._model_name, config.vocab_size, facts.extra["vocabulary"])
+            if config.model_type not in saving.POSITIONS_AFTER_PADDING:
+                config.pad_token_id = facts.extra["pad"]  # a decoder's head reads the token before padding
+            if config.is_encoder_decoder and "tokenizer" in facts.extra:  # its head reads the end of the text
+                ids = saving.load_tokenizer(facts).encode("a").ids
+                if config.eos_token_id not in ids:
+                    raise UserError(
+                        f"--model {self._model_name}: its classifier reads the token that ends a text; its"
+                        " tokenizer writes none: take an encoder such as BERT, or mend the tokenizer.json"
+                    )
         if self.recipe.dropout is not None:
             for name, value in config.to_dict().items():
                 if isinstance(value, float | int) and "dropout" in name:
@@ -347,8 +358,7 @@ class Classifier(Task):
         """hf: as final/. dense: unpruned sizes, for any transformers. onnx: fp32, for onnxruntime."""
         model = encoders.open_classifier(str(final))
         if kind == "onnx":
-            file = exporting.export_onnx(model, final, folder, evaluation.has_text_pairs(facts))
-            run = evaluation.onnx_runner(file, threads=1)
+            run = exporting.tokenizer_runner(exporting.export_onnx(model, final, folder))
         else:
             if kind == "dense":
                 exporting.export_dense(model, final, folder)

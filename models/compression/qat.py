@@ -122,9 +122,7 @@ class QAT(DistilledClassifier):
         metadata = {"bits": str(self.options.bits), "embedding_bits": str(self.options.embedding_bits)}
         quantizer_state = {k: v.contiguous() for k, v in quantization.quantizer_state(model).items()}
         save_file(quantizer_state, folder / QUANTIZERS_FILE, metadata=metadata)
-        onnx_graph.write_onnx(
-            open_quantized(folder), folder / exporting.ONNX_INT4_FILE, evaluation.has_text_pairs(facts)
-        )
+        onnx_graph.write_onnx(open_quantized(folder), folder / exporting.ONNX_INT4_FILE)
 
     def _open_trained(self, final: Path) -> nn.Module:
         """With its activations rounded as in training."""
@@ -153,12 +151,11 @@ class QAT(DistilledClassifier):
         """onnx-int4: the file in final/. The others have the rounded weights, and fp32 activations."""
         if kind != "onnx-int4":
             return super().export_as(kind, final, folder, facts, batches)
-        file, pairs = folder / exporting.ONNX_INT4_FILE, evaluation.has_text_pairs(facts)
-        model = open_quantized(final)
-        onnx_graph.write_onnx(model, file, pairs)
+        file, model = folder / exporting.ONNX_INT4_FILE, open_quantized(final)
+        onnx_graph.write_onnx(model, file)
         for name in exporting.SIDE_FILES:
             shutil.copy(final / name, folder)
-        return exporting.check_int4(model, file, pairs, batches)
+        return exporting.check_int4(model, file, batches)
 
     def final_metrics(
         self,
@@ -172,7 +169,7 @@ class QAT(DistilledClassifier):
         run = evaluation.onnx_runner(file, threads=1)
         found: dict[str, Any] = {
             "bits": self.options.bits,
-            **exporting.check_int4(open_quantized(final), file, evaluation.has_text_pairs(facts), batches),
+            **exporting.check_int4(open_quantized(final), file, batches),
             "file_bytes": file.stat().st_size,
             **evaluation.latency_metrics(run, facts),
         }

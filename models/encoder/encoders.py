@@ -18,6 +18,11 @@ if TYPE_CHECKING:
 
 FAMILIES = ("bert", "roberta", "distilbert")
 """Model types whose heads and neurons can be pruned (see models/encoder/modeling_pruned.py)."""
+UNTRACEABLE = (
+    *("canine", "doge", "funnel", "gpt_oss", "hunyuan_v1_moe", "longformer", "mbart", "minimax", "mixtral"),
+    *("mt5", "plbart", "t5", "umt5", "xlnet"),
+)
+"""Model types of which torch.onnx makes no file, or none that runs (torch 2.13, onnxscript 0.7)."""
 LABELS_FILE = "labels.json"
 """Beside an adapter: class -> its number. A config.json there would hide the adapter from transformers."""
 SIZE_KEYS = {
@@ -70,6 +75,23 @@ def sizes_from_config(config: Mapping[str, Any], name: str) -> EncoderSizes:
         for k, default in zip(SIZE_KEYS[model_type], DEFAULT_SIZES[model_type], strict=True)
     )
     return EncoderSizes(*map(int, found))
+
+
+def check_type(name: str, config: Mapping[str, Any]) -> None:
+    """Raise UserError unless transformers has a classifier of this model type, and ONNX can hold it."""
+    model_type = str(config.get("model_type"))
+    if model_type in FAMILIES:  # known without an import of a second
+        return
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as known,
+    )
+
+    if model_type not in known or model_type in UNTRACEABLE:
+        why = "no ONNX file can be made" if model_type in known else "transformers has no classifier"
+        raise UserError(
+            f"--model {name}: {why} of type {model_type}: take an encoder such as BERT, RoBERTa, ELECTRA or"
+            " ModernBERT, or a decoder such as GPT-2"
+        )
 
 
 def is_pruned(config: Mapping[str, Any]) -> bool:
@@ -132,13 +154,16 @@ def heads_and_neurons(model: Any) -> list[tuple[int, int]]:
 
 
 def count_macs(model: Any, tokens: int) -> int:
-    """Multiply-adds of one text's forward: linear layers and attention per token, the head once."""
-    size, hidden = attention_head_size(model.config), model.config.hidden_size
-    total = hidden * hidden + hidden * model.config.num_labels
-    for heads, neurons in heads_and_neurons(model):
-        width = heads * size
-        total += tokens * (4 * hidden * width + 2 * hidden * neurons) + 2 * tokens * tokens * width
-    return int(total)
+    """Multiply-adds of one text's forward: of linear layers, attention and the head."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    counter = FlopCounterMode(display=False)
+    # The other kernels of attention are not counted on a CPU.
+    with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), counter:
+        model(input_ids=torch.ones(1, tokens, dtype=torch.int64))
+    return int(counter.get_total_flops()) // 2
 
 
 def write_layer_sizes(model: Any, folder: Path) -> None:

@@ -164,14 +164,18 @@ def torch_runner(model: nn.Module) -> Runner:
 def onnx_runner(file: Path, threads: int = 0) -> Runner:
     """Run an ONNX file with onnxruntime on the CPU; 0 `threads` lets onnxruntime choose."""
     session = onnx_session(file, threads)
-    input_names = {i.name for i in session.get_inputs()}
+    names = [i.name for i in session.get_inputs()]
 
     def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
-        (logits,) = session.run(None, {k: v for k, v in inputs.items() if k in input_names})
-        found: np.ndarray = logits
+        found: np.ndarray = session.run(None, named_inputs(names, inputs))[0]
         return found
 
     return run
+
+
+def named_inputs(names: Iterable[str], inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Exactly these inputs; those that a batch lacks, the types of a single text, are 0."""
+    return {name: inputs.get(name, np.zeros_like(inputs["input_ids"])) for name in names}
 
 
 def onnx_session(file: Path, threads: int = 0, optimized: Path | None = None) -> Any:
@@ -199,13 +203,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def example_inputs(
-    rows: int, vocabulary: int, pairs: bool, tokens: int = LATENCY_TOKENS
-) -> dict[str, np.ndarray]:
+def example_inputs(rows: int, vocabulary: int, tokens: int = LATENCY_TOKENS) -> dict[str, np.ndarray]:
     """Inputs of `rows` texts of equal length; a forward's time does not depend on the token ids."""
     ids = np.arange(rows * tokens, dtype=np.int64).reshape(rows, tokens) * 7919 % vocabulary
-    inputs = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-    return inputs | ({"token_type_ids": np.zeros_like(ids)} if pairs else {})
+    return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
 
 
 def time_runs_ms(
@@ -234,7 +235,7 @@ def time_runs_ms(
 def latency_metrics(run: Runner, facts: Facts) -> dict[str, float]:
     """latency_ms_p50 and latency_ms_p95 of one text of LATENCY_TOKENS tokens on one thread."""
     with one_thread():
-        times = time_runs_ms(run, example_inputs(1, facts.extra["vocabulary"], has_text_pairs(facts)))
+        times = time_runs_ms(run, example_inputs(1, facts.extra["vocabulary"]))
     return {f"latency_ms_p{p}": round(float(np.percentile(times, p)), 4) for p in (50, 95)}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
@@ -11,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.core.errors import ExportError
+from isobatch.core.errors import ExportError, UserError
+from isobatch.models import saving
 from isobatch.models.base import Batch
 from isobatch.models.encoder import encoders, evaluation, onnx_graph
-from isobatch.models.encoder.evaluation import Predictions
+from isobatch.models.encoder.evaluation import Predictions, Runner
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,6 +26,8 @@ LOGIT_TOLERANCE = 1e-3
 TIE_TOLERANCE = 1e-2
 """How far from the middle between two levels a value may be, in levels, and still round either way."""
 ONNX_FILE, ONNX_INT4_FILE = "model.onnx", "model-int4.onnx"
+MOST_WEIGHTS_OF_A_FILE = 500_000_000
+"""An ONNX file holds 2 GB; what is traced has its weights beside it where they are more."""
 SIDE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 """Files that an ONNX file needs beside it: the classes' names and the tokenizer."""
 Batches = Callable[[], Iterable[Batch]]
@@ -79,13 +83,13 @@ def predict_with_onnx_levels(
     import torch
 
     session = evaluation.onnx_session(levels_file, threads=1)
-    input_names = {i.name for i in session.get_inputs()}
+    names = [i.name for i in session.get_inputs()]
     quantizers = quantizers_in_order(model)
     logits, labels = [], []
     run = evaluation.torch_runner(model)
     for batch in batches:
         inputs = evaluation.model_inputs(batch)
-        _, *levels = session.run(None, {k: v for k, v in inputs.items() if k in input_names})
+        _, *levels = session.run(None, evaluation.named_inputs(names, inputs))
         for quantizer, onnx_levels in zip(quantizers, levels, strict=True):
             quantizer.given_levels = torch.from_numpy(onnx_levels).float()
         logits.append(run(inputs))
@@ -107,16 +111,38 @@ def quantizers_in_order(model: Any) -> list[Any]:
     return [*found, model.get_submodule(dense_layer).input_quantizer]
 
 
-def check_int4(model: nn.Module, file: Path, pairs: bool, batches: Batches) -> dict[str, Any]:
+def tokenizer_runner(file: Path) -> Runner:
+    """Run an ONNX file on exactly the inputs that the tokenizer beside it makes.
+
+    Raises ExportError where it takes others.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(file.parent)
+    session = evaluation.onnx_session(file, threads=1)
+    try:
+        session.run(None, dict(tokenizer(["a text", "another"], padding=True, return_tensors="np")))
+    except Exception as error:  # the library's exceptions have no base of their own
+        raise ExportError(f"{file.name} does not take what its tokenizer makes: {error}") from None
+    names = tokenizer.model_input_names
+
+    def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
+        found: np.ndarray = session.run(None, evaluation.named_inputs(names, inputs))[0]
+        return found
+
+    return run
+
+
+def check_int4(model: nn.Module, file: Path, batches: Batches) -> dict[str, Any]:
     """Raise ExportError unless the file computes what the trained model does, ties rounded alike.
 
     Returns the figures of the comparison.
     """
     unforced = evaluation.predict(evaluation.torch_runner(model), batches())
-    exported = evaluation.predict(evaluation.onnx_runner(file, threads=1), batches())
+    exported = evaluation.predict(tokenizer_runner(file), batches())
     with tempfile.TemporaryDirectory() as folder:  # not beside the file: a killed export leaves nothing there
         levels_file = Path(folder) / "levels.onnx"
-        onnx_graph.write_onnx(model, levels_file, pairs, expose_levels=True)
+        onnx_graph.write_onnx(model, levels_file, expose_levels=True)
         trained, rounding_excess = predict_with_onnx_levels(model, levels_file, batches())
     if not rounding_excess <= TIE_TOLERANCE:
         raise ExportError(
@@ -155,10 +181,50 @@ def export_dense(model: Any, final: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def export_onnx(model: Any, final: Path, folder: Path, pairs: bool) -> Path:
+def export_onnx(model: Any, final: Path, folder: Path) -> Path:
     """The fp32 graph, and beside it the tokenizer and the classes' names. Returns the ONNX file."""
-    onnx_graph.check_activation(model.config.to_dict())
-    onnx_graph.write_onnx(model, folder / ONNX_FILE, pairs)
+    config = model.config.to_dict()
+    small = sum(p.numel() for p in model.parameters()) < MOST_WEIGHTS_OF_A_FILE
+    known = config["model_type"] in encoders.FAMILIES
+    if known and small and onnx_graph.activation_of(config) in onnx_graph.ACTIVATIONS:
+        onnx_graph.write_onnx(model, folder / ONNX_FILE)
+    else:
+        trace_onnx(model, folder / ONNX_FILE)
     for name in SIDE_FILES:
         shutil.copy(final / name, folder)
     return folder / ONNX_FILE
+
+
+def trace_onnx(model: Any, file: Path) -> None:
+    """Write a classifier of any family in fp32, as PyTorch traces its forward.
+
+    Raises UserError without onnxscript, and ExportError for a model that cannot be traced.
+    """
+    import torch
+
+    try:
+        import onnxscript  # noqa: F401  asked for by name before it is used
+    except ImportError:
+        raise UserError("--to onnx of this model needs: pip install onnxscript") from None
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision
+    names = saving.model_input_names(model.config.to_dict())
+    example = torch.ones(2, 8, dtype=torch.int64)
+    example[1, 5:] = 0  # a mask without padding would be left out
+
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    model.config.use_cache = False  # logits alone
+    try:
+        program = torch.onnx.export(
+            model.eval(),
+            kwargs={name: example.clone() for name in names},  # one tensor twice would be one input
+            dynamo=True,
+            verbose=False,
+            input_names=names,
+            output_names=["logits"],
+            dynamic_shapes=dict.fromkeys(names, sizes),
+        )
+    except Exception as error:  # of PyTorch's compiler and of the model's own code
+        kind, reason = model.config.model_type, str(error).strip().partition("\n")[0]
+        raise ExportError(f"--to onnx: PyTorch cannot trace a {kind} ({reason}): use --to hf") from None
+    assert program is not None, "dynamo gives a program"
+    program.save(file)

@@ -21,7 +21,7 @@ ROUND_SECONDS = 0.12
 MIN_RUNS, WARM_UP = 3, 2
 """Runs of a round: those that are timed, and those before them."""
 Model = dict[str, Any]
-"""runtime (torch or onnx), model_path, vocabulary, pairs."""
+"""runtime (torch or onnx), model_path, vocabulary."""
 
 
 def measure(models: list[Model]) -> list[dict[str, Any]]:
@@ -66,7 +66,7 @@ def _in_turn(runners: list[Runner], inputs: list[dict[str, np.ndarray]]) -> list
 
 
 def _inputs(model: Model, rows: int) -> dict[str, np.ndarray]:
-    return evaluation.example_inputs(rows, model["vocabulary"], model["pairs"])
+    return evaluation.example_inputs(rows, model["vocabulary"])
 
 
 def _open(model: Model) -> Runner:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.models import saving
 from isobatch.models.encoder import encoders
 
 if TYPE_CHECKING:
@@ -75,26 +76,25 @@ class OnnxGraphBuilder:
         return names
 
 
-def write_onnx(model: Any, file: Path, pairs: bool, expose_levels: bool = False) -> None:
+def write_onnx(model: Any, file: Path, expose_levels: bool = False) -> None:
     """Write a classifier, quantized or not, as an ONNX file.
 
-    Inputs: input_ids, attention_mask and, if `pairs`, token_type_ids, all (batch, tokens) int64. Output:
-    logits (batch, classes). With `expose_levels` all rounded activations are outputs too, in the order of the
-    quantizers.
+    Inputs: those that this model's tokenizer makes, all (batch, tokens) int64. Output: logits (batch,
+    classes). With `expose_levels` all rounded activations are outputs too, in the order of the quantizers.
     """
     import onnx
     from onnx import TensorProto, helper
 
     model = model.eval()
     graph = OnnxGraphBuilder()
-    x = _embeddings(graph, model, pairs)
+    names = saving.model_input_names(model.config.to_dict())
+    x = _embeddings(graph, model, "token_type_ids" in names)
     mask = _attention_mask(graph)
     for layer in encoders.layers(model):
         x = _encoder_layer(graph, model, layer, x, mask)
     logits = _classification_head(graph, model, x)
     graph.nodes.append(helper.make_node("Identity", [logits], ["logits"]))
     rounded = graph.quantized_activations if expose_levels else []
-    names = ["input_ids", "attention_mask"] + (["token_type_ids"] if pairs else [])
     inputs = [helper.make_tensor_value_info(n, TensorProto.INT64, ["batch", "tokens"]) for n in names]
     outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", model.config.num_labels])]
     outputs += [helper.make_tensor_value_info(n, TensorProto.UINT8, [None] * rank) for n, rank in rounded]
@@ -108,10 +108,14 @@ def write_onnx(model: Any, file: Path, pairs: bool, expose_levels: bool = False)
     onnx.save(onnx_model, str(file))
 
 
+def activation_of(config: Mapping[str, Any]) -> str:
+    """The name of a model's activation function."""
+    return str(config.get("hidden_act") or config.get("activation") or "gelu")
+
+
 def check_activation(config: Mapping[str, Any]) -> None:
     """Raise UserError if the graph has no operator for this model's activation function."""
-    activation = config.get("hidden_act") or config.get("activation") or "gelu"
-    if activation not in ACTIVATIONS:
+    if (activation := activation_of(config)) not in ACTIVATIONS:
         raise UserError(f"the onnx exports know {', '.join(ACTIVATIONS)}, and this model has {activation}")
 
 
@@ -125,7 +129,7 @@ def _layer_norm(graph: OnnxGraphBuilder, x: str, norm: Any) -> str:
     return graph.node("LayerNormalization", x, weight, bias, axis=-1, epsilon=norm.eps)
 
 
-def _embeddings(graph: OnnxGraphBuilder, model: Any, pairs: bool) -> str:
+def _embeddings(graph: OnnxGraphBuilder, model: Any, has_types: bool) -> str:
     embeddings = getattr(model, model.base_model_prefix).embeddings
     x = graph.node(
         "Add",
@@ -134,7 +138,6 @@ def _embeddings(graph: OnnxGraphBuilder, model: Any, pairs: bool) -> str:
     )
     types = getattr(embeddings, "token_type_embeddings", None)
     if types is not None:
-        has_types = pairs and types.num_embeddings > 1
         type_ids = "token_type_ids" if has_types else graph.constant(np.zeros((1, 1), np.int64))
         x = graph.node("Add", x, _embedding_lookup(graph, types, type_ids))
     return _layer_norm(graph, x, embeddings.LayerNorm)
@@ -190,8 +193,7 @@ def _encoder_layer(
 
 
 def _activation_operator(config: Any) -> str:
-    values = config.to_dict()
-    return ACTIVATIONS[values.get("hidden_act") or values["activation"]]
+    return ACTIVATIONS[activation_of(config.to_dict())]
 
 
 def _layer_norms(model: Any, layer: encoders.EncoderLayer) -> tuple[Any, Any]:

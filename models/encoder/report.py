@@ -62,7 +62,6 @@ class ClassifierReport(ModelComparison):
                 "runtime": variant.runtime,
                 "model_path": str(variant.model_path.resolve()),
                 "vocabulary": facts.extra["vocabulary"],
-                "pairs": evaluation.has_text_pairs(facts),
             }
             rows.append(
                 {

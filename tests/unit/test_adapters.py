@@ -11,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isobatch.core.errors import ExportError, UserError
-from isobatch.models import lora
+from isobatch.models import lora, saving
 from isobatch.models.causal_lm import (
     adapter_counts,
     adapter_sizes,
@@ -34,6 +34,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "opt": ({**SMALL, "ffn_dim": 96, "word_embed_proj_dim": 64}, {"q_proj": 2, "v_proj": 2}),
     "bloom": ({"hidden_size": 64, "n_layer": 2, "n_head": 4}, {"query_key_value": 2}),
     "gpt_neox": (SMALL, {"query_key_value": 2}),
+    "mixtral": ({**SMALL, "num_key_value_heads": 2, "num_local_experts": 2}, {"q_proj": 2, "v_proj": 2}),
+    "qwen2_moe": (
+        {**SMALL, "num_key_value_heads": 4, "num_experts": 4, "moe_intermediate_size": 16},
+        {"q_proj": 2, "k_proj": 2, "v_proj": 2, "o_proj": 2, "shared_expert_gate": 2},
+    ),
 }
 """model_type -> (sizes, default targets with their counts). Pythia is a GPT-NeoX, DistilGPT-2 a GPT-2."""
 
@@ -151,12 +156,12 @@ def test_what_auto_adapts_is_what_peft_adapts() -> None:
 
 def test_a_merge_that_changes_the_model_is_refused() -> None:
     one, other = adapted("gpt2").eval(), adapted("gpt2").eval()
-    batch = [{"tokens": tokens()}]
-    assert adapters.check_same_logits(one, other, batch)["max_logit_difference"] == 0
+    trained = adapters.first_logits(one, [{"tokens": tokens()}])
+    assert adapters.check_same_logits(trained, other)["max_logit_difference"] == 0
     with torch.no_grad():
         other.transformer.h[0].mlp.c_fc.weight.mul_(1.01)
     with pytest.raises(ExportError, match="merged logits differ"):
-        adapters.check_same_logits(one, other, batch)
+        adapters.check_same_logits(trained, other)
 
 
 @pytest.mark.parametrize(
@@ -272,3 +277,29 @@ def test_an_evaluation_changes_nothing_of_rounded_weights(
     after = gradients()
     assert any(g.any() for g in before)
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_merged_model_has_its_bases_format_in_files_of_limited_size(
+    stored: torch.dtype, tmp_path: Path, tiny_facts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "SHARD_SIZE", "50KB")
+    (base := tmp_path / "base").mkdir()
+    (final := tmp_path / "final").mkdir()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of("llama")).to(stored)
+    model.save_pretrained(base)
+    adapters.add_adapter(model, CausalLMOptions(adapter="lora"), str(base), None)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    lora.save_adapter(model, final)
+    opened = adapters.open_adapted_model(final, as_stored=True).eval()
+    trained = adapters.first_logits(opened, [{"tokens": tokens()}])
+    saving.save(opened.merge_and_unload(), tiny_facts, tmp_path, whole=False)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {p.dtype for p in merged.parameters()} == {stored}
+    assert adapters.check_same_logits(trained, merged)["samples"] == 3
+    with pytest.raises(ExportError, match="merged logits differ"):
+        adapters.check_same_logits(trained, AutoModelForCausalLM.from_pretrained(base))
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1

@@ -61,7 +61,7 @@ def test_models_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = lambda model: lambda inputs: calls.append(model["model_path"])  # noqa: E731
     monkeypatch.setattr(latency, "_open", opened)
     monkeypatch.setattr(latency, "ROUND_SECONDS", 0.0)
-    models = [{"model_path": name, "vocabulary": 9, "pairs": False} for name in "ab"]
+    models = [{"model_path": name, "vocabulary": 9} for name in "ab"]
     found = latency.measure(models)
     turn = [name for name in "ab" for _ in range(latency.WARM_UP + latency.MIN_RUNS)]
     assert calls == turn * latency.ROUNDS * len(latency.BATCHES)

@@ -113,40 +113,74 @@ def test_scales_minimize_the_squared_error() -> None:
     assert (error(best) <= error(best / 1.2)).all()
 
 
+def saved(model: Any, facts: Any, folder: Path) -> Any:
+    """The tokenizer of this model, as it lies beside an exported file."""
+    from transformers import AutoTokenizer
+
+    saving.save(model, facts, folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("embedding_bits", [4, 8, 32])
-def test_onnxruntime_computes_what_was_trained(family: str, embedding_bits: int, tmp_path: Path) -> None:
+def test_onnxruntime_computes_what_was_trained(
+    family: str, embedding_bits: int, tmp_path: Path, tiny_facts: Any
+) -> None:
     model = quantized(family, embedding_bits=embedding_bits, cut=True)
+    saving.save_tokenizer(model.config.to_dict(), tiny_facts, tmp_path)
     file = tmp_path / "m.onnx"
-    onnx_graph.write_onnx(model, file, pairs=False)
+    onnx_graph.write_onnx(model, file)
     batch = batch_of(given())
-    found = export.check_int4(model, file, False, lambda: [batch])
+    found = export.check_int4(model, file, lambda: [batch])
     assert found["max_logit_difference"] < 1e-5
     assert found["rounding_doubt"] < 1e-3
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_fp32_graph_computes_the_model(family: str, tmp_path: Path) -> None:
-    model = classifier(family)
-    onnx_graph.write_onnx(model, tmp_path / "m.onnx", pairs=False)
-    found = evaluation.onnx_runner(tmp_path / "m.onnx")(given())
-    assert np.abs(found - logits(model).detach().numpy()).max() < 1e-5
+@pytest.mark.parametrize("family", [*FAMILIES, "modernbert"])
+def test_an_onnx_file_takes_what_its_tokenizer_makes(
+    family: str, tmp_path: Path, tiny_facts: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Single texts and pairs, the latter with the types that this family has."""
+    caplog.set_level("WARNING", "torch")  # its compiler's log is long
+    model = classifier(family, **({"type_vocab_size": 1} if family == "roberta" else {}))
+    (final := tmp_path / "final").mkdir()
+    tokenizer = saved(model, tiny_facts, final)
+    file = export.export_onnx(model, final, tmp_path)
+    session = evaluation.onnx_session(file, threads=1)
+    for texts in (["good", "bad good"],), (["good", "bad"], ["bad", "bad good"]):
+        made = dict(tokenizer(*texts, padding=True, return_tensors="np"))
+        assert ("token_type_ids" in made) == (family == "bert")
+        (found,) = session.run(None, made)
+        assert np.abs(found - logits(model, made).detach().numpy()).max() < 1e-5
+    whole = export.tokenizer_runner(file)(given())
+    assert np.abs(whole - logits(model).detach().numpy()).max() < 1e-5
 
 
-def test_pairs_have_token_types_in_the_graph(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "more"), [("electra", {}), ("bert", {"hidden_act": "gelu_new"})])
+def test_what_no_hand_has_written_is_traced(
+    family: str, more: dict[str, Any], tmp_path: Path, tiny_facts: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traced: list[Path] = []
+    monkeypatch.setattr(export, "trace_onnx", lambda _, file: traced.append(file))
+    (final := tmp_path / "final").mkdir()
+    saved(model := classifier(family, **more), tiny_facts, final)
+    assert traced == [export.export_onnx(model, final, tmp_path)]
+
+
+def test_a_file_with_other_inputs_than_its_tokenizer_is_refused(tmp_path: Path, tiny_facts: Any) -> None:
     model = classifier("bert")
-    inputs = given() | {"token_type_ids": (np.arange(19) > 9).astype(np.int64)[None].repeat(6, 0)}
-    onnx_graph.write_onnx(model, tmp_path / "m.onnx", pairs=True)
-    found = evaluation.onnx_runner(tmp_path / "m.onnx")(inputs)
-    assert np.abs(found - logits(model, inputs).detach().numpy()).max() < 1e-5
-    assert np.abs(found - logits(model).detach().numpy()).max() > 1e-3
+    saved(model, tiny_facts, tmp_path)
+    model.config.type_vocab_size = 1
+    onnx_graph.write_onnx(model, tmp_path / "m.onnx")
+    with pytest.raises(ExportError, match="does not take what its tokenizer makes"):
+        export.tokenizer_runner(tmp_path / "m.onnx")
 
 
 def test_the_graph_that_runs_has_integer_kernels(tmp_path: Path) -> None:
     """onnxruntime folds the Casts from 4 bits and fuses the rest, which no contract promises."""
     import onnx
 
-    onnx_graph.write_onnx(quantized(embedding_bits=4), tmp_path / "m.onnx", pairs=False)
+    onnx_graph.write_onnx(quantized(embedding_bits=4), tmp_path / "m.onnx")
     evaluation.onnx_session(tmp_path / "m.onnx", 1, tmp_path / "optimized.onnx")
     stored = Counter(t.data_type for t in onnx.load(tmp_path / "m.onnx").graph.initializer)
     running = Counter(n.op_type for n in onnx.load(tmp_path / "optimized.onnx").graph.node)
@@ -160,7 +194,7 @@ def test_the_graph_that_runs_has_integer_kernels(tmp_path: Path) -> None:
 
 
 def test_logits_do_not_depend_on_the_batch(tmp_path: Path) -> None:
-    onnx_graph.write_onnx(quantized(), tmp_path / "m.onnx", pairs=False)
+    onnx_graph.write_onnx(quantized(), tmp_path / "m.onnx")
     run = evaluation.onnx_runner(tmp_path / "m.onnx", threads=1)
     together = run(given())
     alone = np.concatenate([run({k: v[i : i + 1] for k, v in given().items()}) for i in range(6)])
@@ -177,13 +211,14 @@ def batch_of(inputs: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_file_that_computes_something_else_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_computes_something_else_is_refused(tmp_path: Path, tiny_facts: Any) -> None:
     model, other = quantized(), quantized()
+    saving.save_tokenizer(model.config.to_dict(), tiny_facts, tmp_path)
     with torch.no_grad():
         encoders.layers(other)[1].up.weight_scale.mul_(1.05)
-    onnx_graph.write_onnx(other, tmp_path / "m.onnx", pairs=False)
+    onnx_graph.write_onnx(other, tmp_path / "m.onnx")
     with pytest.raises(ExportError, match=r"differ|level"):
-        export.check_int4(model, tmp_path / "m.onnx", False, lambda: [batch_of(given())])
+        export.check_int4(model, tmp_path / "m.onnx", lambda: [batch_of(given())])
 
 
 def test_nan_is_no_agreement() -> None:
@@ -229,8 +264,8 @@ assert "torch" not in sys.modules
 
 def test_the_onnx_file_runs_without_torch(tmp_path: Path) -> None:
     model = quantized()
-    onnx_graph.write_onnx(model, tmp_path / "m.onnx", pairs=False)
-    np.savez(tmp_path / "given.npz", **given())  # type: ignore[arg-type]
+    onnx_graph.write_onnx(model, tmp_path / "m.onnx")
+    np.savez(tmp_path / "given.npz", token_type_ids=np.zeros_like(given()["input_ids"]), **given())  # type: ignore[arg-type]
     names = ("m.onnx", "given.npz", "logits.npy")
     words = [sys.executable, "-c", RUN, *(str(tmp_path / n) for n in names)]
     subprocess.run(words, check=True, cwd=tmp_path)

@@ -320,7 +320,8 @@ MOST_FILES = 12
 FILES = sorted(f for room in ROOMS for f in (ROOT / room.replace(".", "/")).glob("*.py"))
 PACKAGE = [f for f in FILES if f.relative_to(ROOT).parts[0] != "benchmarks"]
 HEAVY = ["torch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "bitsandbytes"]
-ONLY_WHERE_NEEDED = {"deepspeed", "bitsandbytes", "peft", "torchao", "onnx", "onnxruntime", "datasets"}
+ONNX = {"onnx", "onnxruntime", "onnxscript"}
+ONLY_WHERE_NEEDED = {"deepspeed", "bitsandbytes", "peft", "torchao", "datasets", *ONNX}
 HELP_SECONDS = 0.3
 
 
