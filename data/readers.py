@@ -251,7 +251,7 @@ def wide_encoding(file: Path) -> str | None:
 
 
 def open_utf8(file: Path) -> io.BufferedReader:
-    """A file's bytes in UTF-8; one in UTF-16 or UTF-32 is converted in memory, and so is a compressed one.
+    """A file's bytes in UTF-8; converted in memory from UTF-16, UTF-32, gzip, or where lines end with CR.
 
     Raises UserError.
     """
@@ -262,7 +262,12 @@ def open_utf8(file: Path) -> io.BufferedReader:
             raise UserError(f"{file}: is no whole gzip file: {error}: fetch it again") from None
     encoding = wide_encoding(file)
     if encoding is None:
-        return file.open("rb")
+        stream = file.open("rb")
+        head = stream.peek(1)
+        if b"\r" in head and b"\n" not in head and FORMATS.get(_ending(file)) in DELIMITERS:
+            with stream:  # lines that end as those of the first Macintoshes, which Excel still offers
+                return io.BufferedReader(io.BytesIO(stream.read().replace(b"\r", b"\n")))
+        return stream
     try:
         return io.BufferedReader(io.BytesIO(file.read_bytes().decode(encoding).encode()))
     except UnicodeError as error:
@@ -333,6 +338,10 @@ def _read_delimited(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping
 def _read_jsonl(file: Path, _: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
     for number, line in enumerate(read_lines(file), 1):
         if line.strip():
+            if number == 1 and line.strip() in ("[", "{"):
+                raise UserError(
+                    f"{file}: is one list or object in JSON, not one a line: --format json reads it"
+                )
             yield json_rows.as_row(json_rows.parse(line, where := f"{file} line {number}"), where)
 
 

@@ -121,7 +121,10 @@ class Sequences(TokenizedData):
     def _find_column(self, kinds: Mapping[str, str]) -> SequenceColumn:
         # Whoever gives a tokenizer means text.
         prefers_text = self.recipe.tokenizer is not None
-        return sequence_sources.find_column(self.recipe.data, kinds, self._asked_columns(), prefers_text)
+        found = sequence_sources.find_column(self.recipe.data, kinds, self._asked_columns(), prefers_text)
+        unread = ", ".join(name for name in kinds if name != found.name)
+        said = [found.note] * bool(found.note) + [f"not read: {unread}"] * bool(unread)
+        return found._replace(note="; ".join(said))
 
     def _find_column_in(self, part: SplitFiles) -> SequenceColumn | None:
         """The column of the sequences; None for lines of text."""

@@ -259,11 +259,15 @@ def _choose_columns(
             hint = f" (did you mean {like}?)" * bool(like) if given else f": say which with {flag}"
             raise UserError(f"{file}: {looked} (there are {name_columns(available[:8])}){hint}")
         chosen[name] = column
-    if renamed := [f"{column} as {name}" for name, column in chosen.items() if column != name]:
-        unread = [name for name in available if name not in chosen.values()]
-        note = f"{file.name}: read {', '.join(renamed)}"
-        note += f"; not read: {', '.join(unread[:8])}" if unread else ""
-        notes += [note] if note not in notes else []
+    renamed = [f"{column} as {name}" for name, column in chosen.items() if column != name]
+    unread = [name for name in available if name not in chosen.values()]
+    said = [
+        f"{verb}: {', '.join(names[:8])}"
+        for verb, names in (("read", renamed), ("not read", unread))
+        if names
+    ]
+    if said and (note := f"{file.name}: {'; '.join(said)}".replace("read:", "read", 1)) not in notes:
+        notes.append(note)
     if counted := [n for n in available if n.lower() in QUANTITY_COLUMNS and n not in chosen.values()]:
         note = f"{file.name}: {counted[0]} is not read: an interaction counts once, whatever its quantity"
         notes += [note] if note not in notes else []

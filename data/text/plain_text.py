@@ -159,7 +159,7 @@ class PlainText:
         if len(tokens) < 2:
             raise NoSamplesError(
                 f"--data {self.name}: the {split} text has {len(tokens)} tokens: at least 2 are needed"
-                + "".join(f"; {note}" for note in left_out)
+                + "".join(f"; {note} (the first: {self.total.first_left_out})" for note in left_out)
             )
         overlap = tokenization.stride and split != "train"
         columns = (

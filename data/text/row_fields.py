@@ -40,6 +40,8 @@ class ConversationCounts:
     """Conversations that are learnt from."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Reason -> rows that are not."""
+    first_left_out: str = ""
+    """Where the first of these stands, of texts."""
     fields: Counter[str] = field(default_factory=Counter)
     """What became of a field -> rows of which this is so."""
     leading_answers: int = 0
@@ -63,6 +65,8 @@ class ConversationCounts:
         for name, count in counts.items():
             if isinstance(count, Mapping):
                 getattr(self, name).update(count)
+            elif name == "first_left_out":
+                self.first_left_out = self.first_left_out or count
             else:
                 setattr(self, name, getattr(self, name) + count)
 
@@ -187,4 +191,5 @@ def texts_in(rows: LocatedRows, column: str, counts: ConversationCounts) -> Iter
             counts.fields.update(notes_of_unread(row, (column,), has_fields=False))
             yield text
         else:
+            counts.first_left_out = counts.first_left_out or where
             counts.left_out["an empty text" if column in row else f"no column `{column}`"] += 1

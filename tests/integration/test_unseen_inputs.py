@@ -247,8 +247,8 @@ CASES = {
             "items.csv": titles([f"B00{n:04d}X" for n in range(15)]),
         },
         SHOP,
-        Taken(said=(r"(B00\d{4}X\D.*){3}",)),
-        refused=(r"items\.csv", r"(B00\d{4}X\D.*){3}"),
+        Taken(said=(r"(B00\d{4}X\b.*){3}",)),
+        refused=(r"items\.csv", r"(B00\d{4}X\b.*){3}"),
     ),
     # A log of clicks, not of purchases. The same pair twice is one interaction here: how many went is said.
     "clicks that come again": Case(

@@ -135,7 +135,8 @@ def test_each_text_of_a_table_is_a_sequence(tmp_path: Path, form: str) -> None:
     assert [len(row) for row in rows["train"]] == [6, 7]
     assert extra["data_vocabulary"] == 257
     assert extra["splits"]["train"] == {"sequences": 2, "tokens": 13, "words": 4, "cut": 0, "empty": 2}
-    assert extra["notes"] == [f"{split}: empty sequences left out: 2" for split in ("train", "valid")]
+    left_out = [f"{split}: empty sequences left out: 2" for split in ("train", "valid")]
+    assert extra["notes"] == ["not read: label", *left_out]
 
 
 def write_table(file: Path, columns: dict[str, list[Any]]) -> None:
@@ -350,11 +351,14 @@ def test_a_tokenizer_is_for_text(tmp_path: Path) -> None:
     ids = write_parquet(tmp_path / "ids.parquet", input_ids=[[1], [0]])
     rows, extra = prepared(make(both), tmp_path / "ids")
     assert rows["train"] == [[1, 4], [2, 4]]
-    chosen = "the column input_ids holds the sequences (--text-column text takes another)"
+    chosen = "the column input_ids holds the sequences (--text-column text takes another); not read: text"
     assert extra["notes"] == [held_out.note(None), chosen]
     rows, extra = prepared(make(both, tokenizer=tokenizer), tmp_path / "text")
     assert texts_of(rows["train"], tmp_path / "text") == ["he", "a"]
-    assert "the column text holds the sequences (--sequence-column input_ids takes another)" in extra["notes"]
+    chosen = (
+        "the column text holds the sequences (--sequence-column input_ids takes another); not read: input_ids"
+    )
+    assert chosen in extra["notes"]
     _, extra = prepared(make(ids, tokenizer=tokenizer), tmp_path / "unused")
     assert extra["notes"] == [
         held_out.note(None),
@@ -639,7 +643,7 @@ def test_sst2_has_its_known_size(tmp_path: Path) -> None:
     _, extra = prepared(data, tmp_path)
     assert sum(sizes["sequences"] for sizes in extra["splits"].values()) == 872
     assert extra["data_vocabulary"] == 50257
-    assert extra["notes"] == [held_out.note(None)]
+    assert extra["notes"] == [held_out.note(None), "not read: label"]
 
 
 def test_wikitext_has_its_known_lines(tmp_path: Path) -> None:
