@@ -89,7 +89,7 @@ class Labelled(EncodedSplits):
     """
 
     Options: ClassVar[type] = LabelledOptions
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 2
     cache_name: ClassVar[str] = "data.labelled.Labelled"
     encodes_in_shards: ClassVar[bool] = True
     demo_vocabulary_size: ClassVar[int] = 2048

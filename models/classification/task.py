@@ -163,8 +163,8 @@ class Classifier(Task):
             named |= {"revision": self.recipe.revision or "main", **hub.remote_code_kwargs(False)}
             config = AutoConfig.from_pretrained(folder, **named)
             hub.check_vocabulary(self._model_name, config.vocab_size, facts.extra["vocabulary"])
-            if config.model_type not in saving.POSITIONS_AFTER_PADDING:
-                config.pad_token_id = facts.extra["pad"]  # a decoder's head reads the token before padding
+            if config.model_type not in saving.POSITIONS_AFTER_PADDING:  # a decoder reads the token before it
+                config.pad_token_id = facts.extra["pad"] or 0
             if config.is_encoder_decoder and "tokenizer" in facts.extra:  # its head reads the end of the text
                 ids = saving.load_tokenizer(facts).encode("a").ids
                 if config.eos_token_id not in ids:

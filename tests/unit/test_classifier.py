@@ -13,6 +13,7 @@ from isobatch.core.errors import UserError
 from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.models.base import Rows, StepContext, Sum
 from isobatch.models.classification.task import Classifier, ClassifierOptions
+from isobatch.models.encoder import encoders
 from isobatch.models.encoder.evaluation import wilson_interval
 
 if TYPE_CHECKING:
@@ -183,3 +184,14 @@ def test_a_model_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UserError, match=r"holds no tokenizer .* add --tokenizer"):
         make(str(tmp_path)).check()
+
+
+@pytest.mark.parametrize("kind", ["bert", "electra", "modernbert", "gpt2", "qwen2"])
+def test_a_family_that_can_be_exported_is_taken(kind: str) -> None:
+    encoders.check_type("m", {"model_type": kind})
+
+
+@pytest.mark.parametrize(("kind", "why"), [("canine", "no ONNX file"), ("whisper", "has no classifier")])
+def test_a_family_that_cannot_be_exported_is_refused_before_it_trains(kind: str, why: str) -> None:
+    with pytest.raises(UserError, match=f"{why}.* of type {kind}: take"):
+        encoders.check_type("m", {"model_type": kind})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -299,3 +300,18 @@ def test_a_column_that_is_not_there_is_answered_with_one_of_its_kind() -> None:
         find_columns("d", ["label", "text", "stars"], text="label_text", label="label")
     with pytest.raises(UserError, match=r"--text-column sentimnt: .*did you mean text\?"):
         find_columns("d", ["sentiment", "text"], text="sentimnt")
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path: Path) -> None:
+    """A decoder's head reads the last token that is no padding, so the model must be told which one it is."""
+    vocabulary = {"a": 0, "b": 1, "<|endoftext|>": 2}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "rows.csv").write_text("text,label\n" + "ab,x\nb,y\n" * 20)
+    data = make(tmp_path / "rows.csv")
+    data.recipe.tokenizer = str(tmp_path)
+    columns, _, extra = data.encode_splits()
+    assert extra["pad"] == 2
+    tokens = columns["train"]["tokens"]
+    assert isinstance(tokens, Ragged)
+    assert sorted(map(tuple, tokens.rows(np.array([0, 1])).tolist())) == [(0, 1), (1, 2)]
