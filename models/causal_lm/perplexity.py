@@ -2,8 +2,7 @@
 
 `loss` is the mean in nats per predicted token, `perplexity` its exponential. `word_perplexity` and
 `bits_per_byte` multiply that mean by all tokens of a text and divide by its words or its UTF-8 bytes. The end
-of a line is a word, as in the literature on PTB and WikiText (Mikolov et al. 2010); runs of rules 1 did not
-count it.
+of a line is a word, as in the literature on PTB and WikiText (Mikolov et al. 2010).
 """
 
 from __future__ import annotations
