@@ -112,12 +112,6 @@ def crc32(path: Path) -> int:
     return value
 
 
-def folder_checksums(folder: Path) -> dict[str, int]:
-    """Relative path -> crc32 of every file under a folder."""
-    paths = sorted(p for p in folder.rglob("*") if p.is_file())
-    return {str(p.relative_to(folder)): crc32(p) for p in paths}
-
-
 def share_as_umask_allows(folder: Path) -> None:
     """Give the files under a folder the permissions of new ones: safetensors lets their owner alone read."""
     umask = os.umask(0o077)

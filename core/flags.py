@@ -27,8 +27,6 @@ if typing.TYPE_CHECKING:
     from pathlib import Path
 
 T = typing.TypeVar("T")
-ADDED_LATER = {"omitted_at_default": True}
-"""Metadata of a field that older runs lack. Its default is what they did; JSON and hash omit it."""
 NOT_RECORDED = {"not_recorded": True}
 """Metadata of a field that is left out of JSON: a file from someone else must not decide it here."""
 
@@ -113,8 +111,6 @@ class Flag:
     default: Any
     help: str
     group: str
-    omitted_at_default: bool = False
-    """Left out of JSON and of the recipe's hash at its default, because older runs do not have the field."""
 
     @property
     def spelling(self) -> str:
@@ -136,16 +132,10 @@ def flags_of(options: type, group: str) -> dict[str, Flag]:
             _default(field),
             helps.get(field.name, ""),
             group,
-            is_omitted_at_default(field),
         )
         for field in dataclasses.fields(options)
         if not field.metadata.get("derived")
     }
-
-
-def is_omitted_at_default(field: dataclasses.Field[Any]) -> bool:
-    """Whether the field was declared with `ADDED_LATER`."""
-    return bool(field.metadata.get("omitted_at_default"))
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
@@ -381,12 +371,11 @@ def to_json_value(value: Any) -> Any:
 
 
 def options_to_dict(options: Any) -> dict[str, Any]:
-    """Field -> its value as JSON; fields added later are left out at their default."""
+    """Field -> its value as JSON."""
     return {
         f.name: to_json_value(getattr(options, f.name))
         for f in dataclasses.fields(options)
-        if not (is_omitted_at_default(f) and getattr(options, f.name) == _default(f))
-        and not f.metadata.get("not_recorded")
+        if not f.metadata.get("not_recorded")
     }
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import ADDED_LATER, OneOf, check_fields, choices_of
+from isobatch.core.flags import OneOf, check_fields, choices_of
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.strategies import STRATEGIES
 
@@ -65,14 +65,10 @@ class PlanOptions:
     """Device memory to stay under: 10GB or 80%."""
     stream_cache: str | None = None
     """Most of the data from a store that a node keeps on its disk, such as 100GB; by default 20GB."""
-    preset_options: dict[str, str] = field(
-        default_factory=dict, compare=False, metadata={"derived": True, **ADDED_LATER}
-    )
+    preset_options: dict[str, str] = field(default_factory=dict, compare=False, metadata={"derived": True})
     """Options that the recipe's preset asks for, and not the user -> the preset's name."""
 
-    measured_options: dict[str, str] = field(
-        default_factory=dict, compare=False, metadata={"derived": True, **ADDED_LATER}
-    )
+    measured_options: dict[str, str] = field(default_factory=dict, compare=False, metadata={"derived": True})
     """Options that `tune` measured to be faster here, or that a begun run has -> the reason."""
 
     def why(self, option: str) -> str:
@@ -133,7 +129,7 @@ class Plan:
     memory_bound_bytes: int = 0
     """Most bytes per process: micro-batches as large as the budget allows, and the largest excess seen."""
     device_memory_bytes: int = 0
-    """Memory of the training device for each process; 0 in older runs."""
+    """Memory of the training device for each process."""
     predicted_memory_by_stage: dict[str, int] = field(default_factory=dict)
     """Stage (load, train, save, evaluate, export) -> predicted peak bytes per process."""
     correction: dict[str, Any] = field(default_factory=dict)
@@ -141,7 +137,7 @@ class Plan:
     `kind` and `size` of this run in the machine's history."""
     rounding: tuple[float, float] | None = None
     """Under invariance rounding: how far another cut moved the first steps (loss, relative gradient norm), as
-    measured when training began; None before, and in older runs."""
+    measured when training began; None before."""
     reasons: dict[str, str] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

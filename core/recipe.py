@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import ADDED_LATER, Interval, OneOf, check_fields, flags_of, options_to_dict
+from isobatch.core.flags import Interval, OneOf, check_fields, flags_of, options_to_dict
 from isobatch.core.number_ranges import (
     AboveZero,
     Count,
@@ -33,14 +33,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 DEMO = "demo"
-RULES = 2
-"""The rules version of new recipes. Older runs resume and verify by the rules they were made with.
-
-docs/decisions/0017-rules-2.md says what each version changed.
-"""
 FEW_ROWS = 5
 """So many forgotten rows are named one by one."""
-DERIVED = {"options", "scaled_from", "starts_from", "forgets", "rules"}
+DERIVED = {"options", "scaled_from", "starts_from", "forgets"}
 """Fields of a recipe that are no flags."""
 TASK_CODE = "code"
 """Among the options of a user's own task: the hash of its files. It is no flag."""
@@ -81,7 +76,7 @@ class Recipe:
     """Optimizer steps in place of epochs; one number, or one per phase."""
     phase: str | None = None
     """Train only this phase."""
-    least_steps: Count = field(default=0, metadata=ADDED_LATER)
+    least_steps: Count = 0
     """Fewest optimizer steps of the run: --epochs that give fewer, on small data, are lengthened to them."""
     batch_size: Positive = 32
     """The GLOBAL batch in samples: the same on any number of processes."""
@@ -118,34 +113,32 @@ class Recipe:
     """Batches of like lengths: faster, but another order of samples."""
     noise: Literal["keyed", "native"] = "keyed"
     """keyed: the same dropout noise on any machine. native: torch's own, which depends on the cut."""
-    adam_beta1: Momentum = field(default=0.9, metadata=ADDED_LATER)
+    adam_beta1: Momentum = 0.9
     """Decay of Adam's mean of gradients."""
-    adam_beta2: Momentum = field(default=0.999, metadata=ADDED_LATER)
+    adam_beta2: Momentum = 0.999
     """Decay of Adam's mean of squared gradients."""
-    adam_eps: AboveZero = field(default=1e-8, metadata=ADDED_LATER)
+    adam_eps: AboveZero = 1e-8
     """Added to the root of that mean."""
-    label_smoothing: Probability = field(default=0.0, metadata=ADDED_LATER)
+    label_smoothing: Probability = 0.0
     """Share of a target's probability that is spread evenly over all classes, or tokens, while training."""
-    lr_floor: Share = field(default=0.0, metadata=ADDED_LATER)
+    lr_floor: Share = 0.0
     """Where --schedule cosine ends, as a share of --lr."""
-    order: Literal["rows", "shards"] = field(default="rows", metadata=ADDED_LATER)
+    order: Literal["rows", "shards"] = "rows"
     """rows: every epoch permutes all samples. shards: it permutes groups of neighbours, and the samples of
     --shuffle-window groups among themselves, so that each group is read once; data in a store has this."""
-    shuffle_window: Positive = field(default=32, metadata=ADDED_LATER)
+    shuffle_window: Positive = 32
     """Groups whose samples are mixed by --order shards: more mix better and take longer to begin."""
-    on_spike: Literal["warn", "skip", "rollback"] = field(default="warn", metadata=ADDED_LATER)
+    on_spike: Literal["warn", "skip", "rollback"] = "warn"
     """What to do where the loss or gradient norm of a step jumps: say so; go back and leave the step out; or
     leave out the 20 steps before it as well."""
     options: dict[str, Any] = field(default_factory=dict, metadata={"derived": True})
     """The task's own fields."""
     scaled_from: dict[str, Any] | None = field(default=None, metadata={"derived": True})
     """Set by --scale-batch: the batch size and learning rate before scaling, and the rule."""
-    starts_from: dict[str, Any] | None = field(default=None, metadata={"derived": True, **ADDED_LATER})
+    starts_from: dict[str, Any] | None = field(default=None, metadata={"derived": True})
     """Set by --from: the run, the checkpoint and its digest whose weights this run begins with."""
-    forgets: list[int] | None = field(default=None, metadata={"derived": True, **ADDED_LATER})
+    forgets: list[int] | None = field(default=None, metadata={"derived": True})
     """Set by `forget`: training rows, ascending, that are left out of every batch, which is smaller then."""
-    rules: int = field(default=1, metadata={"derived": True, **ADDED_LATER})
-    """Version of the meaning of the fields: increased when the meaning of a field changes."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -181,14 +174,13 @@ class Recipe:
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
         """A recipe from recipe.json. Raises UserError where a field is unknown or has the wrong type."""
         flags = flags_of(cls, "recipe")
-        if unknown := set(values) - set(flags) - DERIVED - {"hash", "run"}:
-            raise UserError(f"recipe.json has unknown fields: {', '.join(sorted(unknown))}")
         if "task" not in values:
             raise UserError("recipe.json names no task")
-        if (rules := values.get("rules", 1)) not in range(1, RULES + 1):
-            raise UserError(
-                f"recipe.json follows rules {rules}, and this version knows 1 to {RULES}: update it"
-            )
+        if "rules" in values or (lacking := sorted({*flags, *DERIVED} - set(values))):
+            how = "follows rules" if "rules" in values else f"lacks {lacking[0]}"
+            raise UserError(f"recipe.json {how}: a version before the first release made it; train it again")
+        if unknown := set(values) - set(flags) - DERIVED - {"hash", "run"}:
+            raise UserError(f"recipe.json has unknown fields: {', '.join(sorted(unknown))}")
         return cls(**{k: v for k, v in values.items() if k in flags or k in DERIVED})
 
     def hash(self) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, build_options, convert, flags_of, nearest_hint, to_json_value
 from isobatch.core.plan import PlanOptions
-from isobatch.core.recipe import DEMO, RULES, SHORT_MODEL_NAMES, TASK_CODE, Recipe
+from isobatch.core.recipe import DEMO, SHORT_MODEL_NAMES, TASK_CODE, Recipe
 from isobatch.data.base import Data
 from isobatch.data.streaming.locations import is_remote
 from isobatch.engine import consent, unread_fields
@@ -136,14 +136,10 @@ class Workload:
         for name in ("model", "tokenizer"):
             common[name] = SHORT_MODEL_NAMES.get(str(common.get(name)), common.get(name))
         options = {name: _value(flag, merged) for name, flag in own_flags.items()}
-        written = {
-            name: to_json_value(value)
-            for name, value in options.items()
-            if not (own_flags[name].omitted_at_default and value == own_flags[name].default)
-        }
+        written = {name: to_json_value(value) for name, value in options.items()}
         code = task_file_hash(self.name)
         written |= {TASK_CODE: code} if code else {}
-        recipe = Recipe(**{**common, "task": self.name, "options": written, "rules": RULES})
+        recipe = Recipe(**{**common, "task": self.name, "options": written})
         consent.allow_typed(recipe)
         recipe, left_out = self._without_unread(recipe, asked)
         return recipe, [*notes, *self._fast_notes(asked, left_out), *filter(None, left_out.values())]

@@ -25,19 +25,6 @@ if TYPE_CHECKING:
 
     from isobatch.core.recipe import Recipe
 
-FORMER_ROOTS = ("core", "data", "engine", "hub", "launch", "models")
-"""Top-level modules of the first release, now inside isobatch."""
-RENAMED_METHODS = {
-    "begin": ("begin_phase", ("model", "phase", "first")),
-    "cheaper": ("memory_saving_flags", ()),
-    "lazy": ("sparse_parameters", ("model",)),
-    "fit": ("match_shapes", ("model", "shapes")),
-    "appraise": ("final_metrics", ("model", "final", "facts", "batches")),
-    "shape": ("model_size", ("facts",)),
-}
-"""Methods of the first release's Task -> their names now, and what they took. Under the old name one would
-never be called. A user's own method of such a name takes something else."""
-
 
 def is_task_file(name: str) -> bool:
     """Whether a task's name is the path of a user's own file."""
@@ -49,15 +36,15 @@ def task_file(name: str) -> Path:
     return Path(name.rpartition(":")[0] if ".py:" in name else name).expanduser()
 
 
-def task_file_hash(name: str, with_neighbours: bool = True) -> str | None:
+def task_file_hash(name: str) -> str | None:
     """Hash of a user's task file and of the files beside it that it imports; None for built-in tasks.
 
-    It is part of the recipe and of the data's cache key. Rules 1 knew the task file alone.
+    It is part of the recipe and of the data's cache key.
     """
     if not is_task_file(name) or not task_file(name).is_file():
         return None
     file = task_file(name).resolve()
-    first, *others = imported_files(file) if with_neighbours else [file]
+    first, *others = imported_files(file)
     content = first.read_bytes()
     for other in others:
         content += f"\0{other.relative_to(file.parent)}\0".encode() + other.read_bytes()
@@ -107,7 +94,7 @@ def _imported_names(code: bytes) -> tuple[tuple[int, str], ...]:
 
 def task_file_problem(recipe: Recipe) -> str | None:
     """The problem if the recipe's task file has changed since the run was created; else None."""
-    found, trained = task_file_hash(recipe.task, recipe.rules >= 2), recipe.options.get(TASK_CODE)
+    found, trained = task_file_hash(recipe.task), recipe.options.get(TASK_CODE)
     if found == trained:
         return None
     changed = f"it or a file that it imports has changed, from {trained} to {found}"
@@ -133,7 +120,6 @@ def load_task_class(location: str) -> type[Task]:
         there = f"no Task called {name} there{nearest_hint(name, own)}"
         problem = there if name else f"which class? Write {path}:Class"
         raise UserError(f"--task {location}: {problem}; found: {', '.join(own) or 'none'}")
-    _refuse_former_contract(location, found)
     _refuse_other_parameters(location, found, Task)
     if isinstance(found.data, type):
         _refuse_other_parameters(location, found.data, Data)
@@ -183,12 +169,6 @@ def _forget_neighbours_elsewhere(folder: Path) -> None:
 
 def _import_error(location: str, file: Path, error: Exception) -> UserError:
     frames = _user_frames(error.__traceback__, file)
-    former = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
-    if former and former.partition(".")[0] in FORMER_ROOTS:
-        return UserError(
-            f"--task {location}: what it imports from {former} is in isobatch now: write `from isobatch"
-            " import Task, Loss, Data, Ragged` (or whatever it takes from there)"
-        )
     shown = "".join(traceback.format_exception(type(error), error, frames))
     return UserCodeError(f"--task {location}: cannot be imported: {type(error).__name__}: {error}", shown)
 
@@ -198,19 +178,6 @@ def _user_frames(frames: TracebackType | None, file: Path) -> TracebackType | No
     while frames is not None and frames.tb_frame.f_code.co_filename != str(file):
         frames = frames.tb_next
     return frames
-
-
-def _refuse_former_contract(location: str, task: type[Task]) -> None:
-    """Raise UserError for methods of the first release that were renamed or take another argument now."""
-    for former, (name, took) in RENAMED_METHODS.items():
-        method = getattr(task, former, None)
-        if inspect.isfunction(method) and tuple(inspect.signature(method).parameters)[1:] == took:
-            raise UserError(f"--task {location}: {task.__name__}.{former} is called {name} now: rename it")
-    parameters = inspect.signature(task.evaluate).parameters.values()
-    if len(parameters) < 4 and all(p.kind is p.POSITIONAL_OR_KEYWORD for p in parameters):
-        raise UserError(
-            f"--task {location}: {task.__name__}.evaluate takes (self, model, batch, step) now: add step"
-        )
 
 
 def _refuse_other_parameters(location: str, found: type, contract: type) -> None:

@@ -28,7 +28,7 @@ def reseal(run: RunFolder) -> None:
     rows = list(rows_in(run.metrics))
     run.metrics.unlink()
     journal = MetricsLog(run, writes=True, witness=Witness.from_environment(print))
-    journal.resume(None, [row["phase"] for row in rows], rows[-1]["phase"], rows[-1]["step"])
+    journal._continue(journal._first_seal(), 0)  # noqa: SLF001
     for row in rows:
         if SEAL in row:
             journal.seal(row["phase"], row["step"])

@@ -48,8 +48,8 @@ def measure(quick: bool) -> list[dict[str, Any]]:
 def _host_work(world: int, repeats: int) -> dict[str, Any]:
     batch = SAMPLES_A_RANK * world
     lengths_of = _Lengths(1_000_000_000).lengths
-    sampler = Sampler(1_000_000_000, batch, seed=1, rules=2)
-    grouped = Sampler(1_000_000_000, batch, seed=1, rules=2, lengths=lengths_of)
+    sampler = Sampler(1_000_000_000, batch, seed=1)
+    grouped = Sampler(1_000_000_000, batch, seed=1, lengths=lengths_of)
     lengths = lengths_of(sampler.batch(0))
     padded, packed = (MicroBatchBudget(samples=64, tokens=TOKENS, packed=p) for p in (False, True))
     steps = iter(range(1000))
@@ -130,7 +130,7 @@ def first_step() -> list[float]:
     """[seconds from the sampler to the batches of the last rank, peak memory of the process in MB]"""
     began, world = time.perf_counter(), 4096
     source = _Lengths(10**10)
-    sampler = Sampler(len(source), SAMPLES_A_RANK * world, seed=1, rules=2)
+    sampler = Sampler(len(source), SAMPLES_A_RANK * world, seed=1)
     samples = sampler.batch(0)
     cut = cut_batch(source.lengths(samples), world, MicroBatchBudget(samples=64, tokens=TOKENS))
     for micro in cut.of_rank(4095):

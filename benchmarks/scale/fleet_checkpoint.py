@@ -1,8 +1,7 @@
 """The files of a checkpoint in a fleet, with the code that saves and resumes: for `benchmarks fleet`.
 
 The pieces of every rank are laid out, and files of that layout, without content, stand for what was written.
-Some ranks open the checkpoint and read of each of their pieces, as they do when a run is resumed. The layout
-of version 0.1, a file per rank, is read with the code that still reads it; there every rank opened all files.
+Some ranks open the checkpoint and read of each of their pieces, as they do when a run is resumed.
 """
 
 from __future__ import annotations
@@ -11,18 +10,15 @@ import json
 import math
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from isobatch.core import atomic_files
 from isobatch.engine.checkpointing.checkpoint import CHECKSUMS, TEXTS, CheckpointTexts, SavedCheckpoint
-from isobatch.engine.checkpointing.layout import DTYPES, Layout, make_layout
+from isobatch.engine.checkpointing.layout import Layout, make_layout
 from isobatch.engine.checkpointing.portable_state import TensorEntry, element_ranges
 from isobatch.tests.opens import OPENS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 RANKS_A_NODE = 8
 SHAPES = {"embedding": (8192, 1024), **{f"layer.{n}": (1024, 4096) for n in range(24)}}
@@ -35,16 +31,13 @@ ENTRIES = {
 
 
 def checkpoint_figures(world: int) -> dict[str, Any]:
-    """Files and bytes of a checkpoint, and the most opens of a rank that resumes, now and in version 0.1."""
-    now, before = _layout(world, RANKS_A_NODE), _layout(world, 1)
-    files, opens = _resumed(now, _write)
-    old_files, old_opens = _resumed(before, _write_old)
+    """Files and bytes of a checkpoint, and the most opens of a rank that resumes."""
+    layout = _layout(world, RANKS_A_NODE)
+    files, opens = _resumed(layout)
     return {
         "checkpoint files": files,
-        "a node's file MB": round(max(now.sizes) / 1e6, 1),
+        "a node's file MB": round(max(layout.sizes) / 1e6, 1),
         "opens of a rank": opens,
-        "files in 0.1": old_files,
-        "opens in 0.1": old_opens,
     }
 
 
@@ -61,16 +54,16 @@ def _layout(world: int, ranks_a_node: int) -> Layout:
     )
 
 
-def _resumed(layout: Layout, write: Callable[[Path, Layout], None]) -> tuple[int, int]:
+def _resumed(layout: Layout) -> tuple[int, int]:
     """(files of the checkpoint, most opens of the ranks 0, 1, the middle and the last)"""
     with tempfile.TemporaryDirectory() as name:
         folder, world = Path(name), len(layout.parts)
-        write(folder, layout)
+        _write(folder, layout)
         with OPENS.within(folder) as count:
             saved = SavedCheckpoint(folder)
         texts, most = CheckpointTexts(saved.layout, saved.state, []), 0
         for rank in sorted({0, 1, world // 2, world - 1}):
-            begin = count.total() if rank == 0 or write is _write_old else 0
+            begin = count.total() if rank == 0 else 0
             with OPENS.within(folder) as own:
                 _read(SavedCheckpoint(folder, texts), rank, world)
             most = max(most, begin + own.total())
@@ -91,23 +84,6 @@ def _write(folder: Path, layout: Layout) -> None:
         _write_hollow(folder / file, size)
     (folder / "index.json").write_text(layout.text)
     _write_rest(folder, parts=[{"bytes": part.stop - part.start} for part in layout.parts])
-
-
-def _write_old(folder: Path, layout: Layout) -> None:
-    names, tensors = list(layout.entries), json.loads(layout.text)["tensors"]
-    for rank, part in enumerate(layout.parts):
-        header, place = {}, 0
-        for number, first, last, *_ in layout.pieces[layout.pieces[:, 3] == part.file].tolist():
-            offsets = [place, place := place + 4 * (last - first)]
-            shape = {"shape": [last - first], "data_offsets": offsets}
-            header[f"{names[number]}@{first}"] = {"dtype": DTYPES["float32"], **shape}
-        text = json.dumps(header).encode()
-        path = folder / f"rank-{rank:05d}.safetensors"
-        path.write_bytes(len(text).to_bytes(8, "little") + text)
-        _write_hollow(path, 8 + len(text) + place)
-        path.with_suffix(".json").write_text(json.dumps({"bytes": 8 + len(text) + place}))
-    (folder / "index.json").write_text(json.dumps({"world_size": len(layout.parts), "tensors": tensors}))
-    _write_rest(folder)
 
 
 def _write_rest(folder: Path, **sums: Any) -> None:

@@ -7,14 +7,14 @@ of each user lie in the folder `catalogue` beside the splits.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import ADDED_LATER, options_to_dict
+from isobatch.core.flags import options_to_dict
 from isobatch.data import hub, tokenizers
 from isobatch.data.base import Columns, Ragged, TextQuery, save, save_array
 from isobatch.data.corpora import DEMO
@@ -45,7 +45,7 @@ class InteractionOptions:
     where the files are split, else leave-one-out."""
     eval_negatives: int = 99
     """Unseen items that each held-out one is ranked against; where files name them, theirs are taken."""
-    catalogue: Literal["all", "taken"] = field(default="all", metadata=ADDED_LATER)
+    catalogue: Literal["all", "taken"] = "all"
     """all: every item of the items' table is ranked and recommended. taken: those with an interaction."""
     min_rating: float = 0.0
     """Ratings below do not count as interactions."""
@@ -63,10 +63,6 @@ class InteractionOptions:
     """The columns of the items' table that make the text; by default all but the id."""
     vocab_size: int | None = None
     """Size of a tokenizer trained on the texts, where no model brings one; by default 8192."""
-
-
-OLDEST_OPTIONS = tuple(name for name in InteractionOptions.__slots__ if name != "catalogue")
-"""The fields that every older key of the cache holds, in order."""
 
 
 class Interactions(TokenizedData):
@@ -103,9 +99,7 @@ class Interactions(TokenizedData):
             "tokenizer": self._tokenizer_source().identity(),
             "max_length": self.recipe.max_length,
             "vocab_size": self._vocabulary_size(),
-            "options": [getattr(self.options, name) for name in OLDEST_OPTIONS],
-            **{k: v for k, v in options_to_dict(self.options).items() if k not in OLDEST_OPTIONS},
-            **({"rules": self.recipe.rules} if self.recipe.rules > 1 else {}),
+            "options": options_to_dict(self.options),
         }
 
     def _folder_format(self, path: Path) -> formats.FolderFormat | None:

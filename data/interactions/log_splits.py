@@ -87,7 +87,7 @@ class LogSplits:
 
     def _split(self, parts: dict[str, InteractionLog]) -> dict[str, InteractionLog]:
         data, method, users = self.recipe.data, self.method, len(self.users)
-        given, by_id = "train" in parts, self.has_times and self.recipe.rules >= 2
+        given = "train" in parts
         if method == "none":
             return {"train": self._join(parts)}
         if method == "given":
@@ -101,16 +101,16 @@ class LogSplits:
         if method == "time":
             if not self.has_times:
                 raise UserError(f"--split time: {data} has no times (see --time-column)")
-            return split_by_time(parts["all"], by_id)
+            return split_by_time(parts["all"])
         if not self.has_times:
             self.notes.append("there are no times: a user's last interaction is the last in the file")
         elif (found := count_tied_users(parts["all"], users))[0]:
             tied, known = found
-            first = "the larger item id" if by_id else "the later in the file"
             self.notes.append(
-                f"{tied:,} of {known:,} users have last interactions at one time: {first} is the last"
+                f"{tied:,} of {known:,} users have last interactions at one time: the larger item id is"
+                " the last"
             )
-        return split_leave_one_out(parts["all"], users, self.notes, by_id)
+        return split_leave_one_out(parts["all"], users, self.notes, self.has_times)
 
     def _join(self, parts: dict[str, InteractionLog]) -> InteractionLog:
         """All interactions: those of the splits one after the other, where the data is split."""

@@ -89,16 +89,16 @@ def count_tied_users(log: InteractionLog, users: int) -> tuple[int, int]:
     return tied, known
 
 
-def split_by_time(log: InteractionLog, by_id: bool = False) -> dict[str, InteractionLog]:
+def split_by_time(log: InteractionLog) -> dict[str, InteractionLog]:
     """The earliest 80 % of all interactions are train, the next 10 % valid, the last 10 % test.
 
-    Those at one time are in the order of the file, or by user and item with `by_id`.
+    Those at one time are in the order of users and items.
     """
     ends = [*(round(share * len(log)) for share in TIME_SPLIT_ENDS), len(log)]
 
     def sorted_parts() -> Iterator[dict[str, np.ndarray]]:
         for pairs in log.by_time():
-            order = np.lexsort((pairs.item, pairs.user, pairs.time) if by_id else (pairs.time,))
+            order = np.lexsort((pairs.item, pairs.user, pairs.time))
             yield {"user": pairs.user[order], "item": pairs.item[order]}
 
     whole = InteractionLog.collect(sorted_parts(), log.folder)

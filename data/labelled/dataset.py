@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import ADDED_LATER
 from isobatch.core.number_ranges import AboveZero, HeldOutShare
 from isobatch.data import held_out, hub, readers, tokenizers
 from isobatch.data.base import WEIGHT, Column, TextQuery, load
@@ -33,7 +32,6 @@ from isobatch.data.labelled.rows import (
     demo_rows,
     given_rows,
     read_examples,
-    rows_per_split,
 )
 from isobatch.data.preparation.encoding import EncodingJob, encode_in_shards
 from isobatch.data.tokenized import EncodedSplits, within_text
@@ -68,13 +66,11 @@ class LabelledOptions:
     """Size of a tokenizer trained on the data, where no model brings one; by default 8192."""
     data_config: str | None = None
     """The configuration of a hub data set that has several, such as sst2 of glue."""
-    class_weights: Literal["balanced"] | tuple[AboveZero, ...] | None = field(
-        default=None, metadata=ADDED_LATER
-    )
+    class_weights: Literal["balanced"] | tuple[AboveZero, ...] | None = None
     """What a sample of each class counts in the training loss: balanced (samples / (classes x samples of the
     class), of the whole training split), or a number for each class, in the order of their names."""
 
-    valid: HeldOutShare | str | None = field(default=None, metadata=ADDED_LATER)
+    valid: HeldOutShare | str | None = None
     """Where the data has no validation split: a file that is it, or the share of the rows of each class to
     draw for it at random, the same for every seed; by default 0.1."""
 
@@ -120,10 +116,9 @@ class Labelled(EncodedSplits):
             self.recipe.data, available, options.text_column, options.pair_column, options.label_column
         )
 
-    def _held_out_share(self) -> float | None:
-        """The part of each class that is validation where there is no such split; None by rules 1."""
-        share = held_out.share_of(self.options.valid)
-        return share or (HELD_OUT_SHARE if self.recipe.rules >= 2 else None)
+    def _held_out_share(self) -> float:
+        """The part of each class that is validation where there is no such split."""
+        return held_out.share_of(self.options.valid) or HELD_OUT_SHARE
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -140,7 +135,7 @@ class Labelled(EncodedSplits):
     def _split_identity(self) -> dict[str, Any]:
         """The share that is held out, unless it is known that the data has a validation split."""
         path, share = self._data_path(), self._held_out_share()
-        if self.recipe.data == DEMO or share is None:
+        if self.recipe.data == DEMO:
             return {}
         if path is not None and "valid" in self._files(path):
             return {}
@@ -224,7 +219,7 @@ class Labelled(EncodedSplits):
         if self._data_path() is None:  # of a hub data set the splits are known now
             held_out.check(self.options.valid, classes, self.recipe.data)
         notes, share = [], self._held_out_share()
-        if "valid" not in classes and share:
+        if "valid" not in classes:
             drawn = held_out_rows(classes["train"], share)
             for split, rows in (("valid", drawn), ("train", ~drawn)):
                 classes[split] = classes["train"].take(rows)
@@ -250,9 +245,6 @@ class Labelled(EncodedSplits):
         where = (self.recipe.data, self._data_path(), self.recipe.format, self.options)
         path = self._data_path()
         notes = [] if path is None else readers.table_notes(self._files(path))
-        if self._held_out_share() is None:
-            rows, said = rows_per_split(*where, self.options.valid)
-            return rows, [*said, *notes]
         return given_rows(*where, self.options.valid), notes
 
     def _open_tokenizer(self, examples: Iterable[Example]) -> tuple[Tokenizer, dict[str, int | None]]:

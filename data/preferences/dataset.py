@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import ADDED_LATER
 from isobatch.core.number_ranges import HeldOutShare
 from isobatch.data import corpora, held_out, hub, readers, template_texts, tokenizers
 from isobatch.data.base import ArraySource, Column, Columns, Ragged, TextQuery
@@ -48,7 +47,7 @@ class PreferencesOptions:
     """Size of a tokenizer trained on the data; by default 8192, and 1024 for the demo."""
     data_config: str | None = None
     """The configuration of a hub data set that has several."""
-    valid: HeldOutShare | str | None = field(default=None, metadata=ADDED_LATER)
+    valid: HeldOutShare | str | None = None
     """Where the data has no validation split: a file that is it, or the share of the rows to draw for it at
     random, the same for every seed; by default the last 5 %."""
 

@@ -109,7 +109,7 @@ class TextGroupEncoder:
         one = self.tokenization
         parts = [VERSION, self.kind, self.column, [pipeline.CLEANING_VERSION, *map(str, self.cleaning)]]
         parts += [TOKENIZATION_VERSION, self.template, self.response_only, dict(one.special_ids)]
-        parts += [template_texts.identity(self.tokenizer_folder), one.max_length, one.rules]
+        parts += [template_texts.identity(self.tokenizer_folder), one.max_length]
         text = json.dumps(parts, sort_keys=True, default=str) + one.tokenizer.to_str()
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -159,7 +159,6 @@ class StreamedText(Text):
             "max_length": self.recipe.max_length,
             "text_column": options.text_column,
             "vocab_size": self._vocabulary_size(),
-            "rules": self.recipe.rules,
             "conversations": [TOKENIZATION_VERSION, options.template, options.response_only],
             "chat_template": template_texts.identity(self._tokenizer_source().path),
             **self._pair_identity(),
@@ -219,9 +218,7 @@ class StreamedText(Text):
                 yield from encoder.texts(rows, shard.stored.address)
 
     def _bind(self, encoder: TextGroupEncoder, tokenizer: Tokenizer, special: dict[str, int | None]) -> None:
-        encoder.tokenization = TokenizationSettings(
-            tokenizer, special, self.recipe.max_length, rules=self.recipe.rules
-        )
+        encoder.tokenization = TokenizationSettings(tokenizer, special, self.recipe.max_length)
 
     def _shown(self, encoder: TextGroupEncoder, folder: Path) -> dict[str, Any]:
         """What Facts should know of the first groups: a prompt; of conversations their template and turns."""

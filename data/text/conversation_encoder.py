@@ -12,7 +12,7 @@ from isobatch.data.preparation.shards import EncodedShard, text_hash
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
 from isobatch.data.text.plain_text import count_lines
 from isobatch.data.text.row_fields import ConversationCounts
-from isobatch.data.text.truncation import TokenRow, TruncatedRow, fit_turns, learn_mask, truncate
+from isobatch.data.text.truncation import TokenRow, TruncatedRow, fit_turns, learn_mask
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ class ConversationEncoder:
     def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
         self.tokenizer, self.dtype = tokenizer, np.dtype(settings["dtype"])
         self.template = ChatTemplate.from_dict(settings["template"])
-        self.max_length, self.rules = settings["max_length"], settings["rules"]
+        self.max_length = settings["max_length"]
         self.response_only, self.ends_with_answer = settings["response_only"], settings["ends_with_answer"]
 
     def __call__(self, texts: list[str]) -> EncodedShard:
@@ -88,8 +88,6 @@ class ConversationEncoder:
                 yield conversation, TokenRow(np.array(ids, self.dtype), np.array(answer_mask, np.uint8))
 
     def _truncate(self, conversation: list[ChatSegment], row: TokenRow) -> TruncatedRow:
-        if self.rules < 2:
-            return truncate(row, self.max_length, self.ends_with_answer)
         find_questions = partial(question_mask, conversation, self.tokenizer)
         return fit_turns(row, find_questions, self.max_length, self.ends_with_answer)
 

@@ -138,15 +138,13 @@ class Conversations:
             "learn": Ragged(learn_masks.array(), offsets),
             "token.weight": np.concatenate(weights),
         }
-        lines = {"lines": counts.lines} if tokenization.rules >= 2 else {}
-        return columns, counts.sizes() | lines
+        return columns, counts.sizes()
 
     def _job(self, tokenization: TokenizationSettings) -> EncodingJob:
         assert self.template is not None, "bind_tokenizer comes first"
         settings = {
             "dtype": np.dtype(tokenization.dtype).str,
             "max_length": tokenization.max_length,
-            "rules": tokenization.rules,
             "template": self.template.to_dict(),
             "response_only": self.response_only,
             # A row ends with its label: the accuracy is measured at the end of the row.

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import ADDED_LATER
 from isobatch.core.number_ranges import HeldOutShare
 from isobatch.data import held_out, template_texts, tokenizers
 from isobatch.data.base import ArraySource, Columns, TextQuery, load, save
@@ -39,10 +38,10 @@ class TextOptions:
     text_column: str | None = None
     """The column of csv, jsonl, json, parquet and hub data that holds plain text; by default text, unless
     the rows are conversations: instruction and output, messages, or conversations."""
-    question_column: str | None = field(default=None, metadata=ADDED_LATER)
+    question_column: str | None = None
     """The column of questions, where a row is a question and its answer; by default found by usual names
     (instruction, prompt, question, query, input)."""
-    answer_column: str | None = field(default=None, metadata=ADDED_LATER)
+    answer_column: str | None = None
     """The column of their answers; by default output, completion, response, answer or target."""
     template: Literal["auto", "alpaca", "chatml", "plain"] = "auto"
     """How a conversation is written as text; auto is the tokenizer's own chat template, else alpaca for
@@ -60,7 +59,7 @@ class TextOptions:
     """Size of a tokenizer trained on the data; by default 8192, and 1024 for the demo."""
     data_config: str | None = None
     """The configuration of a hub data set that has several, such as wikitext-2-raw-v1."""
-    valid: HeldOutShare | str | None = field(default=None, metadata=ADDED_LATER)
+    valid: HeldOutShare | str | None = None
     """Where the data has no validation split: a file that is it, or the share of the rows to draw for it at
     random, the same for every seed (of a .txt file its end); by default the last 5 %."""
 
@@ -157,7 +156,6 @@ class Text(TokenizedData):
             "text_column": self.options.text_column or TEXT,
             "vocab_size": self._vocabulary_size(),
             **({"stride": self.options.stride} if self.options.stride else {}),
-            **({"rules": self.recipe.rules} if self.recipe.rules > 1 else {}),
             **self._pair_identity(),
             **held_out.identity(self.options.valid),
             **self._conversations_identity(set_specs),
@@ -227,7 +225,6 @@ class Text(TokenizedData):
             self.recipe.max_length,
             self.options.stride,
             folder,
-            self.recipe.rules,
             self.workshop,
         )
         found.bind_tokenizer(tokenization)

@@ -43,8 +43,6 @@ class TokenizationSettings:
     """Tokens between the beginnings of held-out windows; 0: held-out text is in blocks too."""
     spool_folder: Path | None = None
     """The folder of temporary files in which tokens are collected, so that memory use stays small."""
-    rules: int = 1
-    """The recipe's: from 2 on a conversation that is too long loses of its questions first."""
     workshop: Workshop = field(default_factory=Workshop)
     """The processes that may tokenize, and where what they have done is kept."""
 
@@ -173,9 +171,10 @@ class PlainText:
             "predicted": predicted,
             "words": counts["words"],
             "bytes": counts["bytes"],
+            "lines": counts["lines"],
         }
         self._compare_with_train(split, hashes)
-        return columns, sizes | ({"lines": counts["lines"]} if tokenization.rules >= 2 else {})
+        return columns, sizes
 
     def _job(self, tokenization: TokenizationSettings) -> EncodingJob:
         eos, is_stream = tokenization.special_ids["eos"], self.corpus.is_stream

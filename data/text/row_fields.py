@@ -81,6 +81,7 @@ class ConversationCounts:
             "predicted": self.predicted,
             "words": self.words,
             "bytes": self.bytes,
+            "lines": self.lines,
             "conversations": self.rows,
             "prompt_tokens": self.tokens - self.response_tokens,
             "response_tokens": self.response_tokens,

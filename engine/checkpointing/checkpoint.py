@@ -23,7 +23,6 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.checkpointing.layout import FilePart, Layout, layout_in
-from isobatch.engine.checkpointing.old_layout import old_layout
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -47,18 +46,9 @@ def temporary_of(folder: Path) -> Path:
 
 
 def recorded_digest(folder: Path) -> str:
-    """The digest of a checkpoint: of its texts, and of the digests recorded when its tensors were written.
-
-    Empty for a checkpoint of an older version, which recorded none.
-    """
+    """The digest of a checkpoint: of its texts, and of the digests recorded when its tensors were written."""
     texts = {name: bytes_digest(folder / name) for name in TEXTS}
-    parts: Any = atomic_files.read_json(folder / CHECKSUMS).get("parts")
-    if parts is not None:
-        parts = [part["sha256"] for part in parts]
-    else:  # version 0.1 recorded them beside every rank's file
-        parts = {path.stem: atomic_files.read_json(path).get("sha256") for path in folder.glob("rank-*.json")}
-        if not parts or None in parts.values():
-            return ""
+    parts = [part["sha256"] for part in atomic_files.read_json(folder / CHECKSUMS)["parts"]]
     return hashlib.sha256(json.dumps([texts, parts], sort_keys=True).encode()).hexdigest()[:32]
 
 
@@ -68,7 +58,7 @@ class CheckpointTexts(NamedTuple):
     layout: Layout
     state: dict[str, Any]
     sums: list[dict[str, Any]]
-    """By part: `bytes`, `crc32` and, but in the oldest versions, `sha256`."""
+    """By part: `bytes`, `crc32` and `sha256`."""
 
 
 def read_contents(folder: Path) -> CheckpointTexts:
@@ -80,10 +70,7 @@ def read_contents(folder: Path) -> CheckpointTexts:
             if isal_zlib.crc32(text) != recorded[name]:
                 raise ValueError(f"{name} is not what was written")
         index, state = (json.loads(texts[name]) for name in TEXTS)
-        if "pieces" in index:
-            layout, sums = layout_in(index), recorded["parts"]
-        else:
-            layout, sums = old_layout(folder, index)
+        layout, sums = layout_in(index), recorded["parts"]
         if [sum_["bytes"] for sum_ in sums] != [part.stop - part.start for part in layout.parts]:
             raise ValueError(f"{CHECKSUMS} is not what was written")
         for name, size in zip(layout.files, layout.sizes, strict=True):
@@ -132,10 +119,9 @@ class SavedCheckpoint:
         """Compare the checksums of this rank's share of the files. Raises TrainingError."""
         with _naming_damage(self.folder):
             for number in self.own_parts(rank, world):
-                part, recorded = self.layout.parts[number], self._sums[number]
-                found = self._sums_of(part)
-                # A CRC finds accidents, a digest what was done on purpose. The oldest versions recorded none.
-                if recorded not in (found, {k: found[k] for k in ("bytes", "crc32")}):
+                part = self.layout.parts[number]
+                # A CRC finds accidents, a digest what was done on purpose.
+                if self._sums[number] != self._sums_of(part):
                     raise ValueError(f"{self.layout.files[part.file]} is not what was written")
 
     def _sums_of(self, part: FilePart) -> dict[str, int | str]:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.atomic_files import rows_in
-from isobatch.core.errors import UserError
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
@@ -91,11 +90,7 @@ def begin_forgotten_run(run: RunFolder, fresh: RunFolder, plan: Forgetting) -> N
     if plan.saved is None:
         copy_asked(run, fresh)
         return
-    logs = SavedCheckpoint(plan.saved).state.get("logs")
-    if logs is None:
-        raise UserError(
-            f"{plan.saved} is of an older version, which noted no sizes of logs: train anew without it"
-        )
+    logs = SavedCheckpoint(plan.saved).state["logs"]
     log = MetricsLog(fresh, writes=True)
     log.begin([plan.first.phase])
     for folder in plan.kept:

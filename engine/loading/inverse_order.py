@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from isobatch.engine.loading.permutation import unpermute, unshuffle
+from isobatch.engine.loading.permutation import unshuffle
 from isobatch.engine.loading.sampler import LENGTH_WINDOW
 
 if TYPE_CHECKING:
@@ -49,17 +49,16 @@ def _step(sampler: Sampler, epoch: int, batch: int) -> int:
     return epoch * sampler.steps_per_epoch + batch
 
 
-def _inverse(sampler: Sampler, entry: int, count: int, seed: int, epoch: int) -> int:
+def _inverse(entry: int, count: int, seed: int, epoch: int) -> int:
     """Where the permutation of range(count) named by (seed, epoch) gives this entry."""
-    inverse = unpermute if sampler.rules < 2 else unshuffle
-    return int(inverse(np.array([entry]), count, seed, epoch)[0])
+    return int(unshuffle(np.array([entry]), count, seed, epoch)[0])
 
 
 def _rank(sampler: Sampler, sample: int, count: int, seed: int) -> int | None:
     """A sample's number among those of `count` that are used; None where it is not."""
     if sampler.fraction == 1:
         return sample
-    rank = _inverse(sampler, sample, count, seed, 0)
+    rank = _inverse(sample, count, seed, 0)
     return rank if rank < _used(sampler, count) else None
 
 
@@ -75,7 +74,7 @@ def _places(sampler: Sampler, sample: int, epochs: int) -> Iterator[tuple[int, i
         return
     if (rank := _rank(sampler, sample, sampler.count, sampler.seed)) is not None:
         for epoch in range(epochs):
-            yield epoch, _inverse(sampler, rank, sampler.used, sampler.seed, epoch + 1)
+            yield epoch, _inverse(rank, sampler.used, sampler.seed, epoch + 1)
 
 
 def _places_in_sets(sampler: Sampler, sample: int, epochs: int) -> Iterator[tuple[int, int]]:
@@ -85,7 +84,7 @@ def _places_in_sets(sampler: Sampler, sample: int, epochs: int) -> Iterator[tupl
     if (rank := _rank(sampler, local, size, seed)) is None:
         return
     for one in range(-(-epochs * quota // used)):
-        draw = one * used + _inverse(sampler, rank, used, seed, one + 1)
+        draw = one * used + _inverse(rank, used, seed, one + 1)
         epoch, within = divmod(draw, quota)
         if epoch < epochs:
             yield epoch, _position_of_draw(sampler, number, within)
@@ -125,5 +124,5 @@ def _steps_of_window(sampler: Sampler, sample: int, epoch: int, window: int) -> 
     for place in np.flatnonzero(samples == sample).tolist():
         batch = place // sampler.batch_size
         if batch < whole:
-            batch = _inverse(sampler, batch, whole, *sampler.window_key(epoch, window))
+            batch = _inverse(batch, whole, *sampler.window_key(epoch, window))
         yield _step(sampler, epoch, window * LENGTH_WINDOW + batch)

@@ -7,8 +7,8 @@ orders of 5 some are more frequent (chi-square, p < 1e-100 from 120,000 seeds), 
 orders are even permutations, because each round is one. That matters where few orders exist, so `shuffle`
 sorts up to SORTED entries by random keys, which makes every order equally likely, and is `permute` above.
 
-Recipes of rules 2 use `shuffle`, those of rules 1 `permute`. `unpermute` and `unshuffle` are their inverses:
-the rounds run backwards, until the number is in range, so that one entry needs no other.
+`unpermute` and `unshuffle` are the inverses: the rounds run backwards, until the number is in range, so that
+one entry needs no other.
 """
 
 from __future__ import annotations

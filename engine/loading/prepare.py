@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -103,15 +102,8 @@ def _shards_of(folder: Path) -> Path:
 
 
 def _changed_file(folder: Path) -> Path | None:
-    """A file of the cache that was changed; digests are added to a cache of an earlier version."""
-    if (folder / DIGESTS_FILE).exists():
-        return changed_file(folder, CHECK_SECONDS)
-    facts = Facts.from_dict(atomic_files.read_json(folder / FACTS_FILE))
-    if fingerprint(folder) != facts.fingerprint:
-        return folder
-    digest = write_digests(folder)
-    atomic_files.write_json(folder / FACTS_FILE, dataclasses.replace(facts, digest=digest).to_dict())
-    return None
+    """A file of the cache that was changed."""
+    return changed_file(folder, CHECK_SECONDS) if (folder / DIGESTS_FILE).exists() else folder
 
 
 def _make(data: Data, folder: Path) -> None:

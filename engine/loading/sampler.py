@@ -15,7 +15,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.engine.loading.group_order import GroupOrder
-from isobatch.engine.loading.permutation import permute, shuffle
+from isobatch.engine.loading.permutation import shuffle
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
@@ -51,8 +51,6 @@ class Sampler:
     """Sample numbers -> their lengths, where batches are to hold samples of like length."""
     parts: tuple[tuple[int, float], ...] = ()
     """(samples, share) of each set where the split is several sets in a row; shares of any sum."""
-    rules: int = 1
-    """The recipe's: from 2 on every order of a small set is equally likely."""
     forgets: np.ndarray | None = None
     """Samples that are left out of the batches that hold them; those are smaller then."""
     groups: GroupOrder | None = None
@@ -76,10 +74,6 @@ class Sampler:
     def steps_per_epoch(self) -> int:
         """Optimizer steps per epoch; the last may be of a short batch."""
         return math.ceil(self.used / self.batch_size)
-
-    def _permute(self, positions: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-        """Entries `positions` of the permutation of range(count) named by (seed, epoch)."""
-        return (permute if self.rules < 2 else shuffle)(positions, count, seed, epoch)
 
     def batch(self, step: int) -> np.ndarray:
         """The samples of global batch `step`, (<= batch_size,) int64, in the recipe's order."""
@@ -118,8 +112,8 @@ class Sampler:
             return self._samples_of_sets(positions, epoch)
         if self.groups is not None:
             return self.groups.samples(positions, epoch)
-        samples = self._permute(positions, self.used, self.seed, epoch + 1)
-        return samples if self.fraction == 1 else self._permute(samples, self.count, self.seed, 0)
+        samples = shuffle(positions, self.used, self.seed, epoch + 1)
+        return samples if self.fraction == 1 else shuffle(samples, self.count, self.seed, 0)
 
     def _samples_of_sets(self, positions: np.ndarray, epoch: int) -> np.ndarray:
         """The samples at these positions of an epoch, over which the samples of each set are spread evenly.
@@ -147,8 +141,8 @@ class Sampler:
         samples = np.empty_like(positions)
         for number in np.unique(passes).tolist():
             inside = passes == number
-            samples[inside] = self._permute(positions[inside], used, seed, number + 1)
-        return samples if self.fraction == 1 else self._permute(samples, size, seed, 0)
+            samples[inside] = shuffle(positions[inside], used, seed, number + 1)
+        return samples if self.fraction == 1 else shuffle(samples, size, seed, 0)
 
     def seed_of_set(self, number: int) -> int:
         """The seed of the permutations of a set."""
@@ -165,7 +159,7 @@ class Sampler:
         samples = self.sorted_window(epoch, window)
         full = len(samples) // self.batch_size
         if within < full:  # a short last batch stays last
-            within = int(self._permute(np.array([within]), full, *self.window_key(epoch, window))[0])
+            within = int(shuffle(np.array([within]), full, *self.window_key(epoch, window))[0])
         return samples[within * self.batch_size : (within + 1) * self.batch_size]
 
     def sorted_window(self, epoch: int, window: int) -> np.ndarray:
@@ -204,7 +198,6 @@ def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
         cohort,
         lengths,
         parts,
-        recipe.rules,
         _forgotten(recipe, len(source), cohort),
         _group_order(recipe, source),
     )

@@ -1,7 +1,7 @@
 """The ledger: the sample numbers of every step, in samples.bin.
 
 A record is a header (bytes per number, length of the phase's name, step from 1, count of samples; little
-endian), the phase's name in UTF-8, and the numbers. Older runs have samples.jsonl, a row per step.
+endian), the phase's name in UTF-8, and the numbers.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from isobatch.core import atomic_files
-from isobatch.core.atomic_files import rows_in
-from isobatch.engine.runs.run_folder import is_before
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -54,8 +52,6 @@ class Ledger:
 
 def read_ledger(run: RunFolder) -> Iterator[LedgerStep]:
     """The steps in a run's ledger, in order; nothing where it has none. A record cut short is left out."""
-    for row in rows_in(run.old_samples):
-        yield LedgerStep(row["phase"], row["step"], np.array(row["samples"], np.int64))
     if not run.samples.exists():
         return
     with run.samples.open("rb") as stream:
@@ -66,15 +62,3 @@ def read_ledger(run: RunFolder) -> Iterator[LedgerStep]:
                 return
             samples = np.frombuffer(body, _NUMBERS[width], offset=length).astype(np.int64)
             yield LedgerStep(body[:length].decode(errors="replace"), step, samples)
-
-
-def convert_old_ledger(run: RunFolder, phases: list[str], phase: str, step: int) -> None:
-    """Write what samples.jsonl of an older version holds up to `step` of `phase` to samples.bin instead."""
-    if not run.old_samples.exists():
-        return
-    ledger = Ledger(run.samples)
-    run.samples.unlink(missing_ok=True)
-    for row in rows_in(run.old_samples):
-        if is_before(row, phases, phase, step):
-            ledger.append(row["phase"], row["step"], np.array(row["samples"], np.int64))
-    run.old_samples.unlink()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.atomic_files import rows_in
-from isobatch.engine.runs.ledger import Ledger, convert_old_ledger
+from isobatch.engine.runs.ledger import Ledger
 from isobatch.engine.runs.log_reader import last_row_before
 
 if TYPE_CHECKING:
@@ -69,29 +69,24 @@ class MetricsLog:
             self.run.truncate_decisions(phases, phases[0], 0)
             self._continue(self._first_seal(), 0)
 
-    def resume(self, saved: Mapping[str, Any] | None, phases: list[str], phase: str, step: int) -> str:
+    def resume(self, saved: Mapping[str, Any], phases: list[str], phase: str, step: int) -> str:
         """Cut the logs where a checkpoint was saved: a resumed run trains and logs the later steps again.
 
-        `saved`: what `seal` returned then. Where it is None, as in checkpoints of older versions, the rows
-        after `step` of `phase` are looked for. Returns what metrics.jsonl has lost since then; a row says so
-        in its place.
+        `saved`: what `seal` returned then. Returns what metrics.jsonl has lost since then; a row says so in
+        its place.
         """
         if not self.writes:
             return ""
         self.run.truncate_decisions(phases, phase, step)
-        convert_old_ledger(self.run, phases, phase, step)
-        if saved is not None:
-            _cut(self.run.samples, saved["ledger"])
-            if self._is_sealed_at(saved):
-                _cut(self.run.metrics, saved["metrics"])
-                self._continue(saved[SEAL], saved["metrics"])
-                return ""
+        _cut(self.run.samples, saved["ledger"])
+        if self._is_sealed_at(saved):
+            _cut(self.run.metrics, saved["metrics"])
+            self._continue(saved[SEAL], saved["metrics"])
+            return ""
         size = _size(self.run.metrics)
         self.run.truncate_rows(phases, phase, step)
         seal = next((row[SEAL] for row in reversed(list(rows_in(self.run.metrics))) if SEAL in row), "")
         self._continue(seal or self._first_seal(), _size(self.run.metrics))
-        if saved is None:
-            return ""
         then = f"{size} bytes, {saved['metrics']} when the checkpoint was saved"
         lost = f"rows up to step {step} of {phase} were lost or changed ({then})"
         self.log_metrics({"phase": phase, "step": step, LOST: lost})

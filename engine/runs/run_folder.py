@@ -77,11 +77,6 @@ class RunFolder:
         return self.folder / "samples.bin"
 
     @property
-    def old_samples(self) -> Path:
-        """The ledger of older versions."""
-        return self.folder / "samples.jsonl"
-
-    @property
     def decisions(self) -> Path:
         return self.folder / "decisions.jsonl"
 
@@ -173,7 +168,7 @@ class RunFolder:
 
     @property
     def identity(self) -> str:
-        """The run's own name among those of its recipe, for a witness; older runs have the recipe's hash."""
+        """The run's own name among those of its recipe, for a witness."""
         return str(self._recipe_record.get("run", self.recorded_hash))
 
     @property

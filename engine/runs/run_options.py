@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import ADDED_LATER, NOT_RECORDED, Interval, check_fields
+from isobatch.core.flags import NOT_RECORDED, Interval, check_fields
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.data.streaming.locations import refuse_secrets
 from isobatch.engine.profiling.step_profiler import step_window
@@ -32,12 +32,12 @@ class RunOptions:
     """How often to save a checkpoint: steps, a share of the phase (10%) or of an epoch, or minutes (10m)."""
     keep: Positive = 2
     """Checkpoints kept."""
-    checkpoint_copy: str | None = field(default=None, metadata=ADDED_LATER)
+    checkpoint_copy: str | None = None
     """Also keep the checkpoints there, sent in the background: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, or any
     URL that fsspec knows. `resume s3://BUCKET/PREFIX/RUN` goes on from them on another machine."""
     log_every: Positive = 1
     """Steps between rows of metrics.jsonl."""
-    noise_scale_every: Interval | None = field(default=None, metadata=ADDED_LATER)
+    noise_scale_every: Interval | None = None
     """How often to measure the gradient noise scale, for `plan --critical-batch RUN` (steps, 5% or 0.1ep):
     half a step's arithmetic each time, which changes nothing that is learnt."""
     tracker: Literal["none", "tensorboard", "wandb", "mlflow", "trackio"] = "none"

@@ -48,14 +48,13 @@ def evaluate(
     fraction: float = 1.0,
     equal_counts: bool = False,
     seed: int = 0,
-    rules: int = 1,
 ) -> dict[str, float]:
     """Metrics over a `fraction` of a split (of each set, if it has several); the same on every rank.
 
     With `equal_counts` ranks without samples compute dummies, because a forward pass runs collectives. The
     task's own noise is keyed by `seed` and sample, not by the training step.
     """
-    chosen = held_out_samples(source, fraction, task.cohort, seed, rules)
+    chosen = held_out_samples(source, fraction, task.cohort, seed)
     sums: dict[str, list[float]] = {}
     rows: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
     noise = KeyedNoise(seed)
@@ -96,21 +95,18 @@ def monitored(metrics: Mapping[str, float], name: str) -> float:
     return metrics[name]
 
 
-def held_out_samples(source: Source, fraction: float, cohort: int, seed: int, rules: int) -> np.ndarray:
+def held_out_samples(source: Source, fraction: float, cohort: int, seed: int) -> np.ndarray:
     """Numbers of a `fraction` of the samples of each set, ascending, in whole cohorts.
 
-    A prefix of a permutation that the seed names, so that a file in any order gives a fair share; the first
-    samples by rules 1.
+    A prefix of a permutation that the seed names, so that a file in any order gives a fair share.
     """
     sizes = [size for size, _ in source.parts] or [len(source)]
     counts = [min(size, _round_up(max(1, math.ceil(size * fraction)), cohort)) for size in sizes]
     starts = np.cumsum([0, *sizes[:-1]])
-    chosen = [np.arange(count) for count in counts]
-    if rules >= 2:
-        chosen = [
-            np.sort(shuffle(first, size, seed + _EVALUATION_SEED, number))
-            for number, (first, size) in enumerate(zip(chosen, sizes, strict=True))
-        ]
+    chosen = [
+        np.sort(shuffle(np.arange(count), size, seed + _EVALUATION_SEED, number))
+        for number, (count, size) in enumerate(zip(counts, sizes, strict=True))
+    ]
     return np.concatenate([start + numbers for start, numbers in zip(starts, chosen, strict=True)])
 
 

@@ -84,7 +84,7 @@ class PhaseLoop:
         self.saved_step = self.progress.step
         context.resumed_from = saved.folder.name
         where = self.progress.phase, self.progress.step
-        if lost := context.log.resume(saved.state.get("logs"), self.session.phases, *where):
+        if lost := context.log.resume(saved.state["logs"], self.session.phases, *where):
             context.console.say(f"metrics.jsonl: {lost}; training goes on, and `verify` will name it")
         if self.world.is_main and (said := mend_ledger(context.run, self.session, saved.state)):
             context.console.say(said)

@@ -81,7 +81,7 @@ def mend_ledger(run: RunFolder, session: Session, state: Mapping[str, Any]) -> s
     Batches follow from the recipe. The checkpoint's chain says whether they are those that were trained on.
     """
     size = run.samples.stat().st_size if run.samples.exists() else 0
-    if size >= (state.get("logs") or {}).get("ledger", 0):
+    if size >= state["logs"]["ledger"]:
         return ""
     progress = Progress(**state["progress"])
     fresh = Ledger(run.samples.with_name(f".{run.samples.name}.tmp"))

@@ -285,7 +285,6 @@ class Session:
             fraction,
             equal_counts=self._active is not None and self._active.strategy.equal_counts,
             seed=self.recipe.seed,
-            rules=self.recipe.rules,
         )
 
     def _first_samples(

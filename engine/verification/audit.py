@@ -87,7 +87,7 @@ def _audit(run: RunFolder, witness: Path | None) -> Audit:
     recipe = run.recipe
     task, data = workload_of(recipe).make(recipe)
     sampler = make_sampler(recipe, data.open(Path(run.facts.folder), "train"), task.cohort)
-    if recipe.rules > 1 and (unread := unread_values(recipe, task, data)):
+    if unread := unread_values(recipe, task, data):
         return Audit([f"recipe.json sets {', '.join(unread)}, which changes nothing: no launch writes that"])
     schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
     lines, restarts = read_witness(witness, run.identity) if witness else ([], [])
@@ -178,8 +178,6 @@ def _checkpoint_problem(run: RunFolder, log: LogRecord, saved: SavedCheckpoint) 
     phase, step = log.phase(progress["phase"]), progress["step"]
     if phase is None or step > phase.step:
         return f"was saved at step {step}, where metrics.jsonl has none"
-    if "logs" not in state and run.recipe.rules == 1:  # of an older version: a row at each checkpoint
-        return "" if _has_row(run, progress) else f"was saved at step {step}, which metrics.jsonl lacks"
     if name != f"{progress['phase']}-{step}":
         return f"holds step {step} of {progress['phase']}"
     if "logs" not in state or log.chains.get((progress["phase"], step)) is None:
@@ -193,13 +191,6 @@ def _checkpoint_problem(run: RunFolder, log: LogRecord, saved: SavedCheckpoint) 
     if judged and state["judge"] != phase.judged_at[judged[-1]]:
         return "judged other evaluations than metrics.jsonl has"
     return ""
-
-
-def _has_row(run: RunFolder, progress: Mapping[str, Any]) -> bool:
-    where = progress["phase"], progress["step"]
-    return not where[1] or any(
-        ("chain" in r and (r["phase"], r["step"]) == where) for r in rows_in(run.metrics)
-    )
 
 
 def _ending_problems(run: RunFolder, log: LogRecord) -> list[str]:
@@ -223,7 +214,7 @@ def _ending_problems(run: RunFolder, log: LogRecord) -> list[str]:
 def _summary_problems(
     run: RunFolder, log: LogRecord, summary: Mapping[str, Any], last: Mapping[str, Any]
 ) -> list[str]:
-    logged = last.get("summary", summary)  # older versions did not log it
+    logged = last["summary"]
     if differing := sorted(k for k in {*logged, *summary} if logged.get(k) != summary.get(k)):
         return [f"summary.json: {', '.join(differing)} differs from what was logged"]
     for split, metrics in summary["metrics_by_split"].items():
@@ -248,8 +239,7 @@ def _summary_problems(
 
 def _final_problems(run: RunFolder, last: Mapping[str, Any]) -> list[str]:
     recorded = last["final"]
-    old = any(isinstance(value, int) for value in recorded.values())
-    found = atomic_files.folder_checksums(run.final) if old else folder_digests(run.final)
+    found = folder_digests(run.final)
     changed = sorted(name for name in recorded if found.get(name) != recorded[name])
     added = sorted(found.keys() - recorded.keys())
     if changed:
@@ -283,13 +273,6 @@ def _ledger_problems(run: RunFolder, log: LogRecord, sampler: Sampler) -> list[s
             ]
     return [
         f"the ledger lacks steps of phase {phase} between {first} and {last}"
-        for phase, first, last in log.ledger or _promised_by_old_runs(run, log)
+        for phase, first, last in log.ledger
         if not any(low <= first and high >= last for low, high in seen.get(phase, []))
     ]
-
-
-def _promised_by_old_runs(run: RunFolder, log: LogRecord) -> list[tuple[str, int, int]]:
-    """Runs of older versions say only in run.json whether they keep a ledger."""
-    if not run.options().ledger or log.chains:
-        return []
-    return [(phase.schedule.name, 1, phase.step) for phase in log.phases if phase.step]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -70,7 +69,7 @@ class LogRecord:
     chains: dict[tuple[str, int], tuple[str, int]] = field(default_factory=dict)
     """(phase, step) of a seal -> (chain, samples seen) there."""
     sealed: bool = True
-    """Whether the last row has a seal after it or in it."""
+    """Whether the last row has a seal after it."""
     left_out: dict[str, set[int]] = field(default_factory=dict)
     """Phase -> the steps that were left out."""
     ledger: list[tuple[str, int, int]] = field(default_factory=list)
@@ -106,7 +105,7 @@ def audit_log(
         for s in schedules
     ]
     record = LogRecord(phases)
-    seals = _Seals(first_seal(recipe.hash(), run.facts.fingerprint), witness, recipe.rules == 1)
+    seals = _Seals(first_seal(recipe.hash(), run.facts.fingerprint), witness)
     rows = _Rows(record, recipe, sampler, monitor[0], evaluates)
     for line in lines_in(run.metrics):
         row = parse_row(line)
@@ -128,12 +127,8 @@ def _is_finite(value: Any) -> bool:
 class _Seals:
     """Computes the seals of the rows and compares them with the logged ones, and with a witness's lines."""
 
-    def __init__(self, first: str, witness: Sequence[Mapping[str, Any]], takes_old: bool) -> None:
-        """`takes_old`: whether rows may carry seals of their own, as versions before rules 2 wrote them."""
-        self.takes_old = takes_old
+    def __init__(self, first: str, witness: Sequence[Mapping[str, Any]]) -> None:
         self.hash, self.size, self.sealed = hashlib.sha256(first.encode()), 0, True
-        self.old_seal = ""
-        """The seal of the last row of an older version, which sealed each row."""
         self.witness = list(witness)[::-1]
         self.agrees = self._meet_witness()
         """Whether the witness saw the same so far."""
@@ -142,10 +137,7 @@ class _Seals:
         """The problem with a row's seal; empty without."""
         if row.keys() == _SEAL_ROW:
             computed = self.hash.hexdigest()[:32]
-            self._restart(row[SEAL])
-        elif SEAL in row and self.takes_old:
-            computed = self.old_seal = seal_of_old_row(self.old_seal, row)
-            self._restart(row[SEAL])
+            self.hash = hashlib.sha256(str(row[SEAL]).encode())
         else:
             computed = None
             self.hash.update(line)
@@ -157,9 +149,6 @@ class _Seals:
         self.agrees = self.agrees and self._meet_witness()
         return "" if self.agrees else f"metrics.jsonl is not what the witness saw {where}"
 
-    def _restart(self, seal: str) -> None:
-        self.hash = hashlib.sha256(str(seal).encode())
-
     def _meet_witness(self) -> bool:
         """Whether the witness saw the same up to here, or saw nothing of this place."""
         if not self.witness or self.witness[-1]["bytes"] > self.size:
@@ -169,12 +158,6 @@ class _Seals:
 
     def unmet(self) -> list[str]:
         return ["metrics.jsonl ends before what the witness saw"] if self.witness else []
-
-
-def seal_of_old_row(previous: str, row: Mapping[str, Any]) -> str:
-    """Sixteen hex digits over a row and, through the `previous` row's seal, all rows before it."""
-    content = json.dumps({k: v for k, v in row.items() if k != SEAL}, sort_keys=True)
-    return hashlib.sha256((previous + content).encode()).hexdigest()[:16]
 
 
 class _Rows:
@@ -190,7 +173,7 @@ class _Rows:
         self.batches: Iterator[Any] = iter(())
         self.chain, self.step, self.samples = "", 0, 0
         self.every: int | None = None
-        """Steps between rows, where the log says so: those of older versions do not."""
+        """Steps between rows, as the first row of an attempt says it."""
         self.ledger = False
 
     @property
@@ -216,7 +199,7 @@ class _Rows:
         elif "split" in row:
             self.record.splits[row["split"]] = row
             return self._check_evaluation(row)
-        elif self.recipe.rules > 1:
+        else:
             return f"metrics.jsonl: phase {row['phase']}, step {row.get('step')}: no run writes such a row"
         return ""
 
@@ -279,7 +262,7 @@ class _Rows:
         if row["chain"] != self.chain:
             return f"{where}: the samples seen are not the recipe's ({row['chain']}, {self.chain})"
         schedule, needed = self.phase.schedule, ("loss", "lr", "grad_norm", "samples", "tokens")
-        if self.recipe.rules > 1 and (lacking := [name for name in needed if name not in row]):
+        if lacking := [name for name in needed if name not in row]:
             return f"{where}: the row lacks {', '.join(lacking)}"
         rate = learning_rate(
             self.recipe, schedule.lr, row["step"] - 1, schedule.steps, schedule.steps_per_epoch

@@ -151,8 +151,6 @@ def wrong_metrics(
         flipped = 0 < _rows_moved(before.get("confusion"), metrics.get("confusion")) <= FLIPPED_ROWS
         for name, value in metrics.items():
             wanted = before.get(name)
-            if wanted is None and run.recipe.rules == 1:  # older versions measured less
-                continue
             if flipped and name == "confusion":
                 continue
             rows: float = run.facts.samples[split]

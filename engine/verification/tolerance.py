@@ -13,8 +13,7 @@ if TYPE_CHECKING:
 TOLERANCE = {"exact": (1e-4, 1e-2), "rounding": (2e-3, 5e-2), "precision": (2e-2, 2e-1), "noise": (1e-1, 1.0)}
 """Invariance -> largest differences (loss, gradient norm) that it explains.
 
-README.md has them beside what was measured. For `rounding` this is the most that a run may claim; older runs,
-which measured nothing, have it.
+README.md has them beside what was measured. For `rounding` this is the most that a run may claim.
 """
 HELD_OUT = {"exact": 1e-4, "rounding": 2e-3, "precision": 1e-2, "noise": 1e-4}
 """Invariance -> largest difference of a held-out metric: the same weights measured again, without noise."""

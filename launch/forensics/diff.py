@@ -163,7 +163,7 @@ def _weights_of(place: Path) -> Path:
 
 
 def _recipe(run: RunFolder) -> dict[str, Any]:
-    return {**run.recipe.to_compare(), "rules": run.recipe.rules}
+    return run.recipe.to_compare()
 
 
 def _plan(run: RunFolder) -> dict[str, Any]:

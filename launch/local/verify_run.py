@@ -174,8 +174,6 @@ def _judge_ending(run: RunFolder, proof: Proof, found: list[Redone], ending: tup
     if not job.held_out:
         proof.notes += [] if run.status() == "done" else [f"the run is {run.status()}, not finished"]
         return
-    if not log.chains:
-        proof.notes.append("of an older version, which kept no checkpoint to redo its last steps from")
     wrong, written = redone.export["differing"], redone.export["same_versions"] and log.chains
     if not written:  # code and configurations are of the version that wrote them, the weights are not
         other = [name for name in wrong if not name.endswith(".safetensors")]
@@ -193,7 +191,7 @@ def _judge_metrics(run: RunFolder, proof: Proof, redone: Redone, allowed: float)
     task, _ = workload_of(run.recipe).make(run.recipe)
     for split, metrics in redone.metrics.items():
         if more := sorted(log.splits.get(split, {}).keys() - metrics.keys() - {"phase", "step", "split"}):
-            if type(task).final_metrics is Task.final_metrics and run.recipe.rules > 1:
+            if type(task).final_metrics is Task.final_metrics:
                 proof.problems.append(f"{', '.join(more)} of {split} is nothing that this task measures")
             else:
                 proof.notes.append(f"not recomputed: {', '.join(more)}")

@@ -10,11 +10,10 @@ import contextlib
 import dataclasses
 import importlib
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.errors import ExportError, UserError
-from isobatch.core.flags import ADDED_LATER
 from isobatch.core.number_ranges import Positive, Probability
 from isobatch.models import hub, lora
 
@@ -58,10 +57,10 @@ class AdapterOptions:
     """Which biases train too."""
     load_bits: Literal[16, 8, 4] = 16
     """Bits of frozen matrices. 8 and 4 are for adapters, and save the memory of weights."""
-    frozen_dtype: Literal["bf16", "fp32"] = field(default="fp32", metadata=ADDED_LATER)
+    frozen_dtype: Literal["bf16", "fp32"] = "fp32"
     """What frozen matrices and tables are rounded to. With --adapter bf16, half the memory, unless fp32 is
     asked for; without one nothing is frozen."""
-    also_train: tuple[Literal["embeddings", "head"], ...] | None = field(default=None, metadata=ADDED_LATER)
+    also_train: tuple[Literal["embeddings", "head"], ...] | None = None
     """Tables that train whole beside the adapter, in fp32: embeddings, head. New tokens need both; where they
     are one tied table, either means both."""
 

@@ -4,7 +4,7 @@
 `bits_per_byte` are the nats of all predicted tokens of a text by its words and by its UTF-8 bytes. The first
 token of a block is predicted by nobody and costs nothing, so that short blocks look a little better; --stride
 leaves one such token in all. The end of a line is a word, as in the literature on PTB and WikiText (Mikolov
-et al. 2010); runs of rules 1 did not count it, and counted the tokens that nobody predicts.
+et al. 2010).
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ def _dataset_metrics(
     elif facts_extra["response_only"]:
         found["unit"] = "response token"
     if text_counts := dataset.get("splits", {}).get(split):
-        nats = loss * text_counts["predicted" if "lines" in text_counts else "tokens"]
+        nats = loss * text_counts["predicted"]
         found["bits_per_byte"] = nats / (math.log(2) * text_counts["bytes"])
         if text_counts["bytes"] <= MAX_BYTES_PER_WORD * text_counts["words"]:
-            words = text_counts["words"] + text_counts.get("lines", 0)
+            words = text_counts["words"] + text_counts["lines"]
             found["word_perplexity"] = finite_exp(nats / max(1, words))
     return found
 

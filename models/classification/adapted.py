@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.core.flags import ADDED_LATER
 from isobatch.core.number_ranges import Positive, Probability
 from isobatch.models import lora, saving
 from isobatch.models.classification.task import (
@@ -52,17 +51,17 @@ print(names[int(model(**inputs).logits.argmax())])
 class AdaptedClassifierOptions(ClassifierOptions):
     """The flags of the classifier, among them those of its adapter."""
 
-    adapter: Literal["none", "lora", "dora"] = field(default="none", metadata=ADDED_LATER)
+    adapter: Literal["none", "lora", "dora"] = "none"
     """Train few weights beside the model's own, which stay as they are, and the classification head."""
-    lora_r: Positive = field(default=8, metadata=ADDED_LATER)
+    lora_r: Positive = 8
     """Rank of the adapter's matrices."""
-    lora_alpha: Positive = field(default=16, metadata=ADDED_LATER)
+    lora_alpha: Positive = 16
     """The adapter's part is scaled by alpha / r."""
-    lora_dropout: Probability = field(default=0.05, metadata=ADDED_LATER)
+    lora_dropout: Probability = 0.05
     """Dropout of what the adapter reads."""
-    lora_targets: str = field(default="auto", metadata=ADDED_LATER)
+    lora_targets: str = "auto"
     """Which matrices get one: names such as query,value; all-linear; auto: those usual for the model."""
-    lora_bias: Literal["none", "all", "lora_only"] = field(default="none", metadata=ADDED_LATER)
+    lora_bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases train too."""
 
 

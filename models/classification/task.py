@@ -6,12 +6,12 @@ python -m launch auto --task classifier --data FOLDER --model distilbert/distilb
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import ADDED_LATER, nearest_hint, nearest_path_hint
+from isobatch.core.flags import nearest_hint, nearest_path_hint
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.encoder import class_metrics, encoders, evaluation, prediction
@@ -54,9 +54,7 @@ FAST_LEAST_STEPS = 100
 class ClassifierOptions:
     """The flags of every workload that trains a classifier."""
 
-    best_metric: Literal["accuracy", "f1", "f1_macro", "mcc", "loss"] = field(
-        default="accuracy", metadata=ADDED_LATER
-    )
+    best_metric: Literal["accuracy", "f1", "f1_macro", "mcc", "loss"] = "accuracy"
     """What --patience and the best checkpoint follow. f1 is that of the second of two
     classes, f1_macro the mean over classes, mcc Matthews' correlation."""
 

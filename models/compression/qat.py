@@ -103,7 +103,7 @@ class QAT(DistilledClassifier):
         if phase != "qat" or quantization.is_quantized(model):
             return
         bits, embedding_bits = self.options.bits, self.options.embedding_bits
-        quantization.quantize_model(model, bits, embedding_bits, scale_by_batch=self.recipe.rules < 2)
+        quantization.quantize_model(model, bits, embedding_bits)
         model.to(next(model.parameters()).device)  # the quantizers are new, on the CPU
         quantization.start_calibration(model)
         for batch in first(CALIBRATION_SAMPLES):

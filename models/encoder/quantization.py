@@ -12,7 +12,6 @@ numbers stay below 2^24 and are exact in fp32.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.nn import functional as F
 from isobatch.models.base import CachedWeightTransform
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
 MAX_ACTIVATION_LEVEL = 255
 CLIP_CANDIDATES = 24
@@ -43,10 +42,8 @@ class ActivationQuantizer(nn.Module):
     The scale's gradient is multiplied by 1/sqrt(features * largest level), as in the paper.
     """
 
-    def __init__(self, scale_by_batch: bool = False) -> None:
-        """`scale_by_batch`: count all values of the micro-batch as features, as recipes of rules 1 do."""
+    def __init__(self) -> None:
         super().__init__()
-        self.scale_by_batch = scale_by_batch
         self.scale = nn.Parameter(torch.ones(1))
         self.register_buffer("zero_point", torch.zeros(1))
         self.zero_point: Tensor
@@ -63,8 +60,7 @@ class ActivationQuantizer(nn.Module):
             self.collected.append(_subsample(x.detach()))
             return x
         if self.training:
-            features = x.numel() if self.scale_by_batch else x.shape[-1]
-            gradient_scale = 1.0 / (features * MAX_ACTIVATION_LEVEL) ** 0.5
+            gradient_scale = 1.0 / (x.shape[-1] * MAX_ACTIVATION_LEVEL) ** 0.5
             return torch._fake_quantize_learnable_per_tensor_affine(  # noqa: SLF001  torch has no public name
                 x.float(), self.scale, self.zero_point, 0, MAX_ACTIVATION_LEVEL, gradient_scale
             )
@@ -225,23 +221,21 @@ def named_quantizers(model: nn.Module) -> Iterable[tuple[str, ActivationQuantize
     return ((name, m) for name, m in model.named_modules() if isinstance(m, ActivationQuantizer))
 
 
-def quantize_model(model: Any, bits: int, embedding_bits: int, scale_by_batch: bool = False) -> None:
+def quantize_model(model: Any, bits: int, embedding_bits: int) -> None:
     """Replace a classifier's linear layers and embeddings by quantized ones, in place.
 
     The layer that makes the logits stays in fp32: it is tiny, and its output is the answer. Embeddings other
-    than words' have 8 bits; 32 `embedding_bits` leave all of them in fp32. `scale_by_batch`: see
-    ActivationQuantizer.
+    than words' have 8 bits; 32 `embedding_bits` leave all of them in fp32.
     """
     from isobatch.models.encoder import encoders
 
-    quantizer = functools.partial(ActivationQuantizer, scale_by_batch)
     for layer in encoders.layers(model):
         if layer.query.out_features:  # without heads only the output's bias is left
-            _quantize_attention(layer, bits, quantizer)
+            _quantize_attention(layer, bits)
         for part in ("up", "down"):
-            layer.replace(part, QuantLinear(getattr(layer, part), bits, quantizer(), own=True))
+            layer.replace(part, QuantLinear(getattr(layer, part), bits, ActivationQuantizer(), own=True))
     dense = encoders.classifier_dense(model)
-    model.set_submodule(dense, QuantLinear(model.get_submodule(dense), 8, quantizer(), own=True))
+    model.set_submodule(dense, QuantLinear(model.get_submodule(dense), 8, ActivationQuantizer(), own=True))
     if embedding_bits < 32:
         for name, module in list(model.named_modules()):
             if type(module) is nn.Embedding:
@@ -249,13 +243,13 @@ def quantize_model(model: Any, bits: int, embedding_bits: int, scale_by_batch: b
                 model.set_submodule(name, QuantEmbedding(module, bits_here))
 
 
-def _quantize_attention(layer: Any, bits: int, quantizer: Callable[[], ActivationQuantizer]) -> None:
-    shared = quantizer()
+def _quantize_attention(layer: Any, bits: int) -> None:
+    shared = ActivationQuantizer()
     layer.attention.register_module("reads", shared)
     layer.attention.register_forward_pre_hook(_quantize_input_once, with_kwargs=True)
     for part in ("query", "key", "value"):
         layer.replace(part, QuantLinear(getattr(layer, part), bits, shared, own=False))
-    layer.replace("output", QuantLinear(layer.output, bits, quantizer(), own=True))
+    layer.replace("output", QuantLinear(layer.output, bits, ActivationQuantizer(), own=True))
 
 
 def _quantize_input_once(

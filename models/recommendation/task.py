@@ -7,13 +7,12 @@ python -m launch auto --task recommender --data FOLDER --text lora --text-model 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import ADDED_LATER
 from isobatch.core.number_ranges import AboveZero
 from isobatch.core.recipe import DEMO
 from isobatch.models import hub
@@ -100,12 +99,12 @@ class RecommenderOptions:
     """A text's vector: the mean of its tokens' states, or the last one's."""
     top_k: int = 10
     """Length of the list in which a hit counts."""
-    ease_lambda: AboveZero | None = field(default=None, metadata=ADDED_LATER)
+    ease_lambda: AboveZero | None = None
     """EASE's regularization; by default that with the best full_ndcg on the validation data. --like takes
     this and the next two from the run's, where it is given --split none."""
-    knn_shrinkage: AboveZero | None = field(default=None, metadata=ADDED_LATER)
+    knn_shrinkage: AboveZero | None = None
     """item-kNN's shrinkage, chosen likewise."""
-    best_by: Literal["model", "popularity", "knn", "ease"] | None = field(default=None, metadata=ADDED_LATER)
+    best_by: Literal["model", "popularity", "knn", "ease"] | None = None
     """With --split none: what `--by best` means, by the validation data of another run."""
 
 
@@ -560,8 +559,7 @@ def _verdict(metrics: Mapping[str, Any], k: int) -> tuple[str, str, bool]:
     """(the best baseline, what the held-out users say of it and the model, whether it ranks better).
 
     The best is the one on the validation data, where that was no model: to choose it by the figures in which
-    it is then held against the model would flatter it. Empty where a received or older run has no such
-    metrics.
+    it is then held against the model would flatter it. Empty where a received run has no such metrics.
     """
     metric, figures = f"full_ndcg@{k}", {}
     own, users = metrics.get(metric), metrics.get("held_out_users")

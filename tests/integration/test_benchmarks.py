@@ -19,7 +19,7 @@ from isobatch.tests.integration.helpers import ROOT
 if TYPE_CHECKING:
     from pathlib import Path
 
-HUB = ROOT / "tests" / "fixtures" / "version_0_1" / "hub"
+HUB = ROOT / "tests" / "fixtures" / "hub"
 DATA = {
     "classifier": ("reviews", "encoder"),
     "compression": ("reviews", "encoder"),

@@ -122,7 +122,7 @@ def of_task_file(home: Path, file: Path, code: str | None = None) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(TASK)
     name = f"{file}:Mine"
-    return received(home, Recipe(task=name, options={"code": code or task_file_hash(name)}, rules=2))
+    return received(home, Recipe(task=name, options={"code": code or task_file_hash(name)}))
 
 
 def of_remote_code(home: Path, model: str, **config: Any) -> Path:
@@ -374,19 +374,13 @@ def test_neighbours_belong_to_the_code(home: Path) -> None:
     assert list(map(str, found)) == ["mine.py", "parts/__init__.py", "parts/deep.py"]
     name = f"{home}/mine.py:Mine"
     before = task_file_hash(name)
-    assert before not in (alone, task_file_hash(name, with_neighbours=False))
+    assert before != alone
     recipe = dataclasses.replace(RunFolder(run).recipe, options={"code": before})
     consent.require(recipe, run, trust=True)
     (home / "parts" / "deep.py").write_text("DEEP = 2\n")
     assert task_file_hash(name) != before
     with pytest.raises(UserError, match="is not the code that was trained"):
         consent.require(recipe, run)
-    # Recipes of rules 1 have the hash of the task file alone: trust covers its neighbours all the same.
-    old = dataclasses.replace(recipe, rules=1, options={"code": task_file_hash(name, with_neighbours=False)})
-    consent.require(old, run, trust=True)
-    (home / "parts" / "deep.py").write_text("DEEP = 3\n")
-    with pytest.raises(UserError, match=r"parts/deep.py: read it, then add --trust"):
-        consent.require(old, run)
 
 
 def test_a_models_code_is_known_by_its_content(home: Path) -> None:

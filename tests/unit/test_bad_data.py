@@ -49,7 +49,7 @@ BAD = {
 
 def make(kind: str, data: Path) -> Data:
     cls, options = KINDS[kind]
-    recipe = {"model": "tiny", "tokenizer": None, "revision": None, "format": None, "rules": 2, "options": {}}
+    recipe = {"model": "tiny", "tokenizer": None, "revision": None, "format": None, "options": {}}
     return cls(SimpleNamespace(data=str(data), seed=0, max_length=16, **recipe), options(vocab_size=300))  # type: ignore[arg-type]
 
 

@@ -41,7 +41,6 @@ ALLOWED = {
     "causal_lm/task.py:_accuracy_part": PARTS,
     "classification/task.py:evaluate": PARTS,
     "encoder/quantization.py:_subsample": "the calibration's batches have a size of their own",
-    "encoder/quantization.py:forward": "recipes of rules 1 scale by the micro-batch, and stay as they were",
     "encoder/weight_surgery.py:keep_outputs": TABLE,
     "encoder/weight_surgery.py:keep_inputs": TABLE,
     "preference/log_probs.py:token_log_probs": PLACES,

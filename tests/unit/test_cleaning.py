@@ -27,7 +27,6 @@ TOKENIZER = {
     "model": "tiny",
     "tokenizer": None,
     "revision": None,
-    "rules": 2,
     "format": None,
     "max_length": 64,
 }

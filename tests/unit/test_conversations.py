@@ -61,7 +61,6 @@ def make(folder: Path, rows: list[Any], tokenizer: Path | None = None, **changes
     values = {
         "model": "tiny",
         "revision": None,
-        "rules": 2,
         "format": None,
         "max_length": 400,
         "seed": 0,
@@ -179,7 +178,7 @@ def test_conversations_are_read_from_every_form(tmp_path: Path, form: str) -> No
     recipe = SimpleNamespace(
         data=str(tmp_path),
         tokenizer=str(byte_tokenizer(tmp_path / "t", END)),
-        **{"model": "tiny", "revision": None, "rules": 2, "format": None, "max_length": 400},
+        **{"model": "tiny", "revision": None, "format": None, "max_length": 400},
     )
     text = Text(recipe, TextOptions(template="plain"))
     text.prepare(tmp_path / "out")
@@ -193,7 +192,7 @@ def test_a_hub_data_set_may_hold_conversations(tmp_path: Path, monkeypatch: pyte
     turns = [{"role": "user", "content": "he?"}, {"role": "assistant", "content": "Hi!"}]
     rows = datasets.Dataset.from_list([{"messages": turns}] * 40)
     monkeypatch.setattr(hub, "load_dataset", lambda *_: {"train": rows})
-    recipe = {"model": "tiny", "revision": None, "rules": 2, "format": None, "max_length": 400}
+    recipe = {"model": "tiny", "revision": None, "format": None, "max_length": 400}
     tokenizer = str(byte_tokenizer(tmp_path / "t", END))
     text = Text(SimpleNamespace(data="a-team/chats", tokenizer=tokenizer, **recipe), TextOptions())
     assert "conversations" in text.identity()  # it may hold some: nothing is known before it is fetched
@@ -276,7 +275,6 @@ def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
         "tokenizer": None,
         "model": "tiny",
         "revision": None,
-        "rules": 2,
         "format": None,
         "max_length": 400,
     }
@@ -306,35 +304,6 @@ def row(text: str) -> TokenRow:
 
 def text_of(found: TokenRow) -> str:
     return "".join(map(chr, found.tokens.tolist()))
-
-
-@pytest.mark.parametrize(
-    ("given", "width", "kept", "head", "answers"),
-    [
-        ("abcdEFG", 8, "abcdEFG", False, False),
-        ("abcdEFGhi", 7, "abcdEFG", False, False),  # what follows the last answer is nothing to learn
-        ("abcdefghIJ", 6, "efghIJ", True, False),  # a long prompt loses its left
-        ("abcdefghIJKLMN", 6, "fghIJK", True, True),  # the answer is sure of half
-        ("abIJKLMNO", 6, "abIJKL", False, True),  # a long answer loses its right
-        ("abcdIJKL", 2, "dI", True, True),
-        ("abIJcdKL", 7, "abIJcdK", False, True),  # a later answer is cut
-        ("abIJcdKL", 6, "abIJ", False, True),  # and nothing is kept behind the last
-        ("ABCD", 3, "ABC", False, True),
-    ],
-)
-def test_rows_are_made_to_fit(given: str, width: int, kept: str, head: bool, answers: bool) -> None:
-    cut = truncation.truncate(row(given), width, response_only=True)
-    assert (text_of(cut.row), cut.prompt_cut, cut.answer_cut) == (kept, head, answers)
-    assert truncation.learn_mask(cut.row, True).sum() >= 1
-
-
-def test_every_width_keeps_something_to_learn() -> None:
-    for width in range(2, 30):
-        for prompt in range(12):
-            for answer in range(2, 12):
-                cut = truncation.truncate(row("a" * prompt + "Z" * answer), width, response_only=True)
-                assert len(cut.row.tokens) <= width
-                assert truncation.learn_mask(cut.row, True).any()
 
 
 @pytest.mark.parametrize(
@@ -390,12 +359,6 @@ def test_the_template_and_the_questions_end_are_kept(tmp_path: Path) -> None:
     assert columns["tokens"].lengths.tolist() == [260]
     assert "1 2 1 2" in found
     assert "train: in 1 of 1 rows the prompt loses its beginning to fit --max-length 260" in extra["notes"]
-
-
-def test_the_rules_belong_to_the_cache_key_of_conversations(tmp_path: Path) -> None:
-    first, second = (make(tmp_path, [HELLO], rules=rules).identity() for rules in (1, 2))
-    assert first != second
-    assert "rules" not in first  # as it was: old caches are found
 
 
 def test_cuts_are_counted_and_never_lose_all_of_an_answer(tmp_path: Path) -> None:
@@ -797,7 +760,7 @@ def test_held_out_conversations_of_training_are_counted(tmp_path: Path) -> None:
 
 def test_plain_text_has_the_identity_it_had(tmp_path: Path) -> None:
     keys = ["data", "format", "tokenizer", "max_length", "text_column", "vocab_size"]
-    plain = make(tmp_path / "a", [{"text": "he"}], rules=1)
+    plain = make(tmp_path / "a", [{"text": "he"}])
     assert list(plain.identity()) == keys
     assert plain.identity()["text_column"] == "text"
     rows = [{"messages": CHAT}]

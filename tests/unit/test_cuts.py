@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from isobatch.core.recipe import RULES
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.registry import workload
 from isobatch.engine.training import step_metrics
@@ -79,7 +78,7 @@ def whole_plan(**changes: Any) -> Any:
     return plan(**{**values, **changes})
 
 
-def open_session(task: str, flags: Mapping[str, Any], precision: str = "fp32", rules: int = RULES) -> Session:
+def open_session(task: str, flags: Mapping[str, Any], precision: str = "fp32") -> Session:
     """A session of one process, which holds a whole global batch at a time."""
     import torch
 
@@ -87,7 +86,7 @@ def open_session(task: str, flags: Mapping[str, Any], precision: str = "fp32", r
     from isobatch.engine.training.session import Session
 
     chosen = workload(task)
-    recipe = dataclasses.replace(chosen.complete({**COMMON, **flags})[0], rules=rules)
+    recipe = chosen.complete({**COMMON, **flags})[0]
     world = Communicator(whole_plan())
     if precision == "bf16":  # accelerate keeps one precision for the life of a process
         world.accelerator = SimpleNamespace(autocast=partial(torch.autocast, "cpu", torch.bfloat16))  # type: ignore[assignment]
@@ -136,12 +135,12 @@ def differences(active: ActivePhase, step: int) -> dict[str, float]:
 
 
 def largest_differences(
-    name: str, finished: Mapping[str, str], precision: str = "fp32", rules: int = RULES
+    name: str, finished: Mapping[str, str], precision: str = "fp32"
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Of a case: `differences` in the first step, and after LATER steps of one whole batch each."""
     task, phase, flags = CASES[name]
     starts = {k: finished[v] for k, v in flags.items() if k in ("model", "pruned", "teacher")}
-    session = open_session(task, {**flags, **starts}, precision, rules)
+    session = open_session(task, {**flags, **starts}, precision)
     with session, session.phase(session.schedules[phase]) as active:
         first = differences(active, 0)
         session.replan(whole_plan())
@@ -168,9 +167,18 @@ def test_in_16_bits_only_rounding_depends_on_the_cut(name: str, finished: dict[s
         assert_equal(found, TOLERANCE["bf16"])
 
 
-def test_a_factor_of_the_cut_would_be_seen(finished: dict[str, str]) -> None:
-    """The control: recipes of rules 1 scale the gradient of an activation's step by the micro-batch."""
-    first, _ = largest_differences("qat", finished, rules=1)
+def test_a_factor_of_the_cut_would_be_seen(finished: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: the gradient of an activation's step, scaled by the values of the micro-batch."""
+    import torch
+
+    name = "_fake_quantize_learnable_per_tensor_affine"
+    round_ = getattr(torch, name)
+
+    def by_batch(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return round_(x, *rest[:-1], rest[-1] * (x.shape[-1] / x.numel()) ** 0.5)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(torch, name, by_batch)
+    first, _ = largest_differences("qat", finished)
     wrong = {name for name, value in first.items() if value > TOLERANCE["fp32"]}
     assert wrong
     assert all(name.endswith((".own.scale", ".reads.scale")) for name in wrong)

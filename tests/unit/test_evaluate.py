@@ -48,10 +48,10 @@ class Counting(Task):
         return {"mean": mean.value / mean.weight, "weight": mean.weight, "each": parts["each"].tolist()}
 
 
-def measured(world: Any, task: Task, fraction: float = 1.0, rules: int = 1) -> dict[str, Any]:
+def measured(world: Any, task: Task, fraction: float = 1.0) -> dict[str, Any]:
     model = task.build_model(None).train()
     chosen = plan(processes=world.size, micro_batch_samples=3, micro_batch_tokens=40, pad_multiple=4)
-    found = evaluate(task, model, source(), "valid", None, chosen, world, fraction, rules=rules)
+    found = evaluate(task, model, source(), "valid", None, chosen, world, fraction)
     assert model.training  # as it was before
     return found
 
@@ -72,14 +72,12 @@ def test_the_noise_of_an_evaluation_is_its_samples(size: int, run_ranks: Any) ->
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 40])
-@pytest.mark.parametrize(("fraction", "rules"), [(1.0, 1), (0.5, 1), (0.5, 2), (0.001, 2)])
-def test_every_sample_once_and_in_order_on_any_world(
-    size: int, fraction: float, rules: int, run_ranks: Any
-) -> None:
-    chosen = held_out_samples(source(), fraction, 1, 0, rules)
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.001])
+def test_every_sample_once_and_in_order_on_any_world(size: int, fraction: float, run_ranks: Any) -> None:
+    chosen = held_out_samples(source(), fraction, 1, 0)
     rows = [int(source().fetch(np.array([i]))["tokens"].sum()) for i in chosen]
     assert len(rows) == {1.0: 37, 0.5: 19, 0.001: 1}[fraction]  # ceil(37 / 2) = 19; at least one
-    outcome = run_ranks(size, lambda world: measured(world, Counting(None, None), fraction, rules))
+    outcome = run_ranks(size, lambda world: measured(world, Counting(None, None), fraction))
     for found in outcome.values:
         assert found["each"] == rows
         assert found["weight"] == source().lengths(chosen).sum()
@@ -88,22 +86,21 @@ def test_every_sample_once_and_in_order_on_any_world(
 
 
 def test_a_fraction_is_a_fair_share_of_a_sorted_split() -> None:
-    """The first half of rows sorted by label holds one label; by rules 1 that is what was measured."""
+    """The first half of rows sorted by label holds one label."""
     labels = ArraySource({"label": np.repeat([0, 1], 500)})
 
-    def share(rules: int, seed: int = 0) -> float:
-        chosen = held_out_samples(labels, 0.5, 1, seed, rules)
+    def share(seed: int = 0) -> float:
+        chosen = held_out_samples(labels, 0.5, 1, seed)
         assert len(set(chosen.tolist())) == 500
         return float(labels.columns["label"][chosen].mean())
 
-    assert share(rules=1) == 0
-    assert abs(share(rules=2) - 0.5) < 5 * np.sqrt(0.25 / 500 / 2)  # without replacement: half the variance
-    assert share(rules=2) == share(rules=2)
-    assert len({tuple(held_out_samples(labels, 0.5, 1, seed, 2)) for seed in range(3)}) == 3
+    assert abs(share() - 0.5) < 5 * np.sqrt(0.25 / 500 / 2)  # without replacement: half the variance
+    assert share() == share()
+    assert len({tuple(held_out_samples(labels, 0.5, 1, seed)) for seed in range(3)}) == 3
 
 
 def test_a_larger_fraction_holds_the_smaller() -> None:
-    few, more = (set(held_out_samples(source(), share, 1, 7, 2).tolist()) for share in (0.3, 0.6))
+    few, more = (set(held_out_samples(source(), share, 1, 7).tolist()) for share in (0.3, 0.6))
     assert few < more
 
 
@@ -135,11 +132,10 @@ class Paired(Plain):
         return {"loss": Loss(index.sum().float(), "cohort")}
 
 
-@pytest.mark.parametrize(("fraction", "count"), [(1.0, COUNT), (0.3, 12)])  # 11.1 samples are 4 cohorts
 @pytest.mark.parametrize("size", [1, 3])
-def test_cohorts_are_evaluated_whole(size: int, fraction: float, count: int, run_ranks: Any) -> None:
-    found = run_ranks(size, lambda world: measured(world, Paired(None, None), fraction)).values[0]
-    assert found["loss"] == pytest.approx(sum(range(count)) / -(-count // 3))
+def test_cohorts_are_evaluated_whole(size: int, run_ranks: Any) -> None:
+    found = run_ranks(size, lambda world: measured(world, Paired(None, None))).values[0]
+    assert found["loss"] == pytest.approx(sum(range(COUNT)) / -(-COUNT // 3))
 
 
 class Noisy(Task):

@@ -38,8 +38,6 @@ def test_a_rank_works_little_for_a_batch_of_thousands() -> None:
     assert all(row["packed load max/mean"] < 1.03 for row in rows)
     assert [row["checkpoint files"] for row in rows] == [1 + 3, 8 + 3, 64 + 3]  # a node's; the texts
     assert all(row["opens of a rank"] <= 10 for row in rows)
-    assert [row["files in 0.1"] for row in rows] == [2 * 8 + 3, 2 * 64 + 3, 2 * 512 + 3]
-    assert rows[-1]["opens in 0.1"] > 1024, "a file and its sums by every rank"
     assert largest["first batch, s"] < 10
     assert largest["peak memory, MB"] < 1000
 

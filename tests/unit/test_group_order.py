@@ -21,7 +21,7 @@ SIZES = st.lists(st.integers(0, 40), min_size=1, max_size=12).filter(any)
 
 def sampler(sizes: list[int], window: int, batch: int, seed: int, fraction: float = 1.0) -> Sampler:
     groups = GroupOrder(np.array(sizes), window, seed, fraction)
-    return Sampler(sum(sizes), batch, seed, fraction, rules=2, groups=groups)
+    return Sampler(sum(sizes), batch, seed, fraction, groups=groups)
 
 
 @given(SIZES, st.integers(1, 14), st.integers(1, 50), st.integers(0, 2**63 - 1), st.sampled_from([1.0, 0.5]))

@@ -30,9 +30,9 @@ NCF = Path(__file__).parents[3] / "shared" / "data" / "ml-1m-ncf"
 
 
 def asked(
-    path: Path | str, tokenizer: str | None = None, form: str | None = None, rules: int = 2, **options: Any
+    path: Path | str, tokenizer: str | None = None, form: str | None = None, **options: Any
 ) -> Interactions:
-    recipe = Recipe(task="recommender", data=str(path), tokenizer=tokenizer, format=form, rules=rules)
+    recipe = Recipe(task="recommender", data=str(path), tokenizer=tokenizer, format=form)
     return Interactions(recipe, InteractionOptions(**{"vocab_size": 300, "eval_negatives": 2, **options}))
 
 
@@ -227,33 +227,25 @@ TIED = (
 
 
 @pytest.mark.parametrize("rows", [TIED, TIED[::-1]], ids=["written", "reversed"])
-@pytest.mark.parametrize("rules", [1, 2])
-def test_ties_of_time_are_broken_by_item_and_said(rows: tuple[str, ...], rules: int, tmp_path: Path) -> None:
+def test_ties_of_time_are_broken_by_item_and_said(rows: tuple[str, ...], tmp_path: Path) -> None:
     file = tmp_path / "log.csv"
     file.write_text("\n".join(["user,item,time", *rows]) + "\n")
-    facts, splits = made(file, rules=rules)
+    facts, splits = made(file)
     test, valid = (dict(ids(facts, splits[split])) for split in ("test", "valid"))
     assert (test["bob"], test["cid"]) == ("z", "x")  # told by their times
-    if rules == 2:
-        assert (test["ann"], valid["ann"], valid["bob"]) == ("z", "y", "y")
-        said = "the larger item id"
-    else:
-        last = "z" if rows is TIED else "y"  # by rules 1 the order of the file decides
-        assert test["ann"] == last
-        said = "the later in the file"
-    said = f"2 of 4 users have last interactions at one time: {said} is the last"
+    assert (test["ann"], valid["ann"], valid["bob"]) == ("z", "y", "y")
+    said = "2 of 4 users have last interactions at one time: the larger item id is the last"
     assert said in facts.extra["notes"]
 
 
-@pytest.mark.parametrize("rules", [1, 2])
-def test_a_split_by_time_does_not_follow_the_file_in_ties(rules: int, tmp_path: Path) -> None:
+def test_a_split_by_time_does_not_follow_the_file_in_ties(tmp_path: Path) -> None:
     rows = [f"{n % 3},{n},{n // 10}\n" for n in range(20)]
     tests = []
     for order in (rows, rows[::-1]):
         (tmp_path / "all.csv").write_text("user,item,time\n" + "".join(order))
-        facts, splits = made(tmp_path / "all.csv", split="time", rules=rules)
+        facts, splits = made(tmp_path / "all.csv", split="time")
         tests.append(ids(facts, splits["test"]))
-    assert (tests[0] == tests[1]) == (rules == 2)
+    assert tests[0] == tests[1]
 
 
 def test_without_times_the_last_in_the_file_is_the_last(tmp_path: Path) -> None:
@@ -277,7 +269,7 @@ def test_a_random_split_holds_out_two_of_each_user_whatever_the_times(tmp_path: 
     assert sorted(found["test"]["user"].tolist()) == list(range(30))
     assert len(np.unique(found["test"]["item"])) > 5, "by time it would be the last item alone"
     assert facts.extra["protocol"] == "random, 2 negatives"
-    assert made(file, split="random", rules=2)[0].fingerprint == facts.fingerprint
+    assert made(file, split="random")[0].fingerprint == facts.fingerprint
     assert "orders.csv: read customer_id as user, product_id as item" in facts.extra["notes"]
 
 

@@ -53,7 +53,6 @@ SETS = st.lists(st.tuples(st.integers(1, 60), st.floats(0.05, 20)), max_size=4)
     st.integers(0, 2**63 - 1),
     st.sampled_from([1.0, 0.6, 0.1]),
     st.booleans(),
-    st.sampled_from([1, 2]),
     st.integers(1, 40),
 )
 def test_the_steps_are_those_whose_batches_hold_the_sample(
@@ -63,13 +62,12 @@ def test_the_steps_are_those_whose_batches_hold_the_sample(
     seed: int,
     fraction: float,
     like: bool,
-    rules: int,
     steps: int,
 ) -> None:
     count = sum(n for n, _ in sets) or count
     lengths = np.random.default_rng(0).integers(1, 50, count)
     by_number = (lambda numbers: lengths[numbers]) if like else None
-    sampler = Sampler(count, size, seed, fraction, lengths=by_number, parts=tuple(sets), rules=rules)
+    sampler = Sampler(count, size, seed, fraction, lengths=by_number, parts=tuple(sets))
     if sets and 0 in sampler.quotas:  # refused by make_sampler
         return
     expected = walked(sampler, steps)
@@ -82,7 +80,7 @@ def test_the_steps_are_those_whose_batches_hold_the_sample(
 def test_a_thousand_samples_of_many_windows_and_epochs(like: bool) -> None:
     count, size = LENGTH_WINDOW * 16 * 3 + 5, 16
     lengths = np.random.default_rng(0).integers(1, 500, count)
-    sampler = Sampler(count, size, 3, 0.9, lengths=(lambda n: lengths[n]) if like else None, rules=2)
+    sampler = Sampler(count, size, 3, 0.9, lengths=(lambda n: lengths[n]) if like else None)
     steps = round(2.5 * sampler.steps_per_epoch)
     expected = walked(sampler, steps)
     for sample in np.random.default_rng(1).choice(count, 1000, replace=False).tolist():
@@ -98,7 +96,7 @@ def test_a_sample_outside_the_fraction_is_never_seen() -> None:
 
 def test_a_huge_mixture_is_mixed_exactly() -> None:
     """Position times quota is beyond int64 here."""
-    sampler = Sampler(HUGE, 64, 7, parts=((4 * 10**9, 0.5), (6 * 10**9, 0.5)), rules=2)
+    sampler = Sampler(HUGE, 64, 7, parts=((4 * 10**9, 0.5), (6 * 10**9, 0.5)))
     for step in (0, sampler.steps_per_epoch - 1):
         batch = sampler.batch(step)
         assert 31 <= (batch < 4 * 10**9).sum() <= 33
@@ -108,7 +106,7 @@ def test_a_huge_mixture_is_mixed_exactly() -> None:
 @pytest.mark.parametrize("fraction", [1.0, 0.5])
 def test_ten_thousand_million_samples_are_answered_at_once(fraction: float) -> None:
     """In closed form: nothing of the order's length is made."""
-    sampler = Sampler(HUGE, 4096, 7, fraction, rules=2)
+    sampler = Sampler(HUGE, 4096, 7, fraction)
     steps = 3 * sampler.steps_per_epoch
     chosen = [int(sampler.batch(step)[17]) for step in (0, 1_000_000, steps - 2)]
     began = time.perf_counter()

@@ -28,13 +28,12 @@ FROZEN = [5, 13, 14, 17, 52, 56, 66, 68, 70, 71]
 ROWS = [("a good film", "pos"), ("a bad film", "neg"), ("good , good", "pos"), ("bad , bad film", "neg")]
 
 
-def make(data: Path | str, max_length: int = 16, rules: int = 2, seed: int = 0, **options: Any) -> Labelled:
+def make(data: Path | str, max_length: int = 16, seed: int = 0, **options: Any) -> Labelled:
     values = {
         "format": None,
         "tokenizer": None,
         "model": "tiny",
         "revision": None,
-        "rules": rules,
         "seed": seed,
     }
     recipe = SimpleNamespace(data=str(data), max_length=max_length, **values)
@@ -140,15 +139,6 @@ def test_a_class_of_one_row_stays_in_training(tmp_path: Path) -> None:
     write(tmp_path, "train", [("first", "a"), ("second", "b")])
     with pytest.raises(UserError, match="the valid split holds no rows"):
         make(tmp_path).encode_splits()
-
-
-def test_by_rules_1_every_twentieth_row_is_held_out(tmp_path: Path) -> None:
-    write(tmp_path, "train", [(f"text {n}", "ab"[n < 50]) for n in range(100)])
-    found, _, extra = make(tmp_path, rules=1).encode_splits()
-    assert [len(found[s]["label"]) for s in ("train", "valid")] == [95, 5]
-    assert set(np.asarray(found["valid"]["label"]).tolist()) == {0, 1}, "also of data sorted by class"
-    assert "every twentieth row" in extra["notes"][0]
-    assert "valid" not in make(tmp_path, rules=1).identity()
 
 
 def test_a_share_is_refused_where_there_is_a_validation_split(folder: Path) -> None:

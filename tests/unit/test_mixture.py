@@ -50,7 +50,7 @@ Make = Callable[..., Text]
 @pytest.fixture
 def make() -> Make:
     def text(data: str, max_length: int = 64, **options: Any) -> Text:
-        recipe = {"tokenizer": None, "model": "tiny", "revision": None, "rules": 2, "format": None}
+        recipe = {"tokenizer": None, "model": "tiny", "revision": None, "format": None}
         kept = {"vocab_size": 300, **options}
         return Text(SimpleNamespace(data=data, max_length=max_length, **recipe), TextOptions(**kept))
 
@@ -118,7 +118,7 @@ def test_shares_decide_what_a_batch_holds(tmp_path: Path, sets: str, make: Make)
     _, sources, _ = prepared(make(sets, mix=(0.25, 0.5, 0.25)), tmp_path / "out")
     train = sources["train"]
     assert [share for _, share in train.parts] == [0.25, 0.5, 0.25]
-    recipe = Recipe(task="causal-lm", data=sets, batch_size=8, seed=1, group_by_length=False, rules=2)
+    recipe = Recipe(task="causal-lm", data=sets, batch_size=8, seed=1, group_by_length=False)
     sampler = make_sampler(recipe, train, 1)
     column = np.asarray(train.columns["set"])
     for step in range(sampler.steps_per_epoch - 1):
@@ -132,7 +132,7 @@ def test_shares_decide_what_a_batch_holds(tmp_path: Path, sets: str, make: Make)
 
 def test_without_shares_every_sample_comes_once(tmp_path: Path, sets: str, make: Make) -> None:
     _, sources, _ = prepared(make(sets), tmp_path / "out")
-    recipe = Recipe(task="causal-lm", data=sets, batch_size=8, seed=1, group_by_length=True, rules=2)
+    recipe = Recipe(task="causal-lm", data=sets, batch_size=8, seed=1, group_by_length=True)
     sampler = make_sampler(recipe, sources["train"], 1)
     seen = np.concatenate([sampler.batch(step) for step in range(sampler.steps_per_epoch)])
     assert sorted(seen) == list(range(len(sources["train"])))
@@ -141,7 +141,7 @@ def test_without_shares_every_sample_comes_once(tmp_path: Path, sets: str, make:
 def test_what_a_run_sees_of_a_mixture_grows_with_its_epochs() -> None:
     source = ArraySource({"x": np.zeros(100)})
     source.parts = ((90, 0.1), (10, 0.9))
-    recipe = Recipe(task="causal-lm", data="a,b", batch_size=10, seed=0, group_by_length=False, rules=2)
+    recipe = Recipe(task="causal-lm", data="a,b", batch_size=10, seed=0, group_by_length=False)
     sampler = make_sampler(recipe, source, 1)
     used = [len(samples_used(sampler, [SimpleNamespace(steps=10 * n)])) for n in (1, 2)]  # type: ignore[list-item]
     assert used == [20, 30]  # ten of the first set an epoch, and all ten of the second
@@ -149,12 +149,9 @@ def test_what_a_run_sees_of_a_mixture_grows_with_its_epochs() -> None:
 
 def test_a_fraction_of_a_split_has_all_sets() -> None:
     source = ArraySource({"x": np.zeros(30)})
-    assert held_out_samples(source, 0.25, 1, seed=0, rules=1).tolist() == list(range(8))
     source.parts = ((10, 1.0), (0, 1.0), (19, 1.0), (1, 1.0))
-    assert held_out_samples(source, 0.2, 1, seed=0, rules=1).tolist() == [0, 1, 10, 11, 12, 13, 29]
-    for rules in (1, 2):
-        assert held_out_samples(source, 1.0, 1, 0, rules).tolist() == list(range(30))
-    drawn = held_out_samples(source, 0.2, 1, seed=0, rules=2)
+    assert held_out_samples(source, 1.0, 1, 0).tolist() == list(range(30))
+    drawn = held_out_samples(source, 0.2, 1, seed=0)
     assert np.digitize(drawn, [10, 29]).tolist() == [0, 0, 1, 1, 1, 1, 2]  # as many of each set, ascending
     assert len(set(drawn.tolist())) == 7
 

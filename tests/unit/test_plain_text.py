@@ -41,7 +41,6 @@ def make(data: Path | str, tokenizer: Path | str | None = None, **changes: Any) 
     values = {
         "model": "tiny",
         "revision": None,
-        "rules": 2,
         "format": None,
         "max_length": 16,
         "seed": 0,
@@ -148,9 +147,6 @@ def test_a_txt_file_is_one_stream_counted_in_words_and_bytes(tmp_path: Path) -> 
     assert extra["splits"]["train"] == {**sizes, "lines": 2}
     # The last line has no line break, and ends all the same.
     assert extra["splits"]["valid"] == {"tokens": 2, "predicted": 1, "words": 1, "bytes": 2, "lines": 1}
-    older = make(data, tokenizer, max_length=4, rules=1)
-    assert tokens_of(older, "train", tmp_path / "older")[1]["splits"]["train"] == sizes
-    assert older.identity() != make(data, tokenizer, max_length=4).identity()
 
 
 def test_lines_of_wikitext_are_counted_as_published(tmp_path: Path) -> None:

@@ -222,7 +222,7 @@ os.environ["ISOBATCH_CACHE"] = str(folder / "cache")
 def labelled(rows):
     lines = [f"{n} a film of some length, and of some wit, by {n}\\t{n % 3}" for n in range(rows)]
     (folder / "train.tsv").write_text("\\n".join(["text\\tlabel", *lines]))
-    recipe = Recipe(task="classifier", data=str(folder), tokenizer=sys.argv[3], rules=2)
+    recipe = Recipe(task="classifier", data=str(folder), tokenizer=sys.argv[3])
     return Labelled(recipe, LabelledOptions())
 
 
@@ -231,7 +231,7 @@ def interactions(rows):
     with (folder / "log.csv").open("w") as stream:
         stream.write("user,item,timestamp\\n")
         stream.writelines(lines)
-    recipe = Recipe(task="recommender", data=str(folder), rules=2)
+    recipe = Recipe(task="recommender", data=str(folder))
     return dataset.Interactions(recipe, dataset.InteractionOptions(vocab_size=300, eval_negatives=5))
 
 

@@ -1,4 +1,4 @@
-"""Prepared data has the bytes, the key and the facts that version 0.1.0 gave it: old caches stay valid."""
+"""Prepared data has the bytes and the facts that are recorded."""
 
 from __future__ import annotations
 
@@ -53,18 +53,18 @@ def vocabulary(folder: Path, *words: str) -> str:
     return str(folder / "vocab.txt")
 
 
-def text(folder: Path, rules: int = 2, max_length: int = 24, **options: Any) -> Data:
-    recipe = Recipe(task="causal-lm", data=str(folder), rules=rules, max_length=max_length)
+def text(folder: Path, max_length: int = 24, **options: Any) -> Data:
+    recipe = Recipe(task="causal-lm", data=str(folder), max_length=max_length)
     return Text(recipe, TextOptions(**{"vocab_size": 400, **options}))
 
 
-def labelled(folder: Path, rules: int = 2, tokenizer: str | None = None, **options: Any) -> Data:
-    recipe = Recipe(task="classifier", data=str(folder), rules=rules, max_length=12, tokenizer=tokenizer)
+def labelled(folder: Path, tokenizer: str | None = None, **options: Any) -> Data:
+    recipe = Recipe(task="classifier", data=str(folder), max_length=12, tokenizer=tokenizer)
     return Labelled(recipe, LabelledOptions(**{"vocab_size": 300, **options}))
 
 
-def interactions(folder: Path, rules: int = 2, **options: Any) -> Data:
-    recipe = Recipe(task="recommender", data=str(folder), rules=rules, max_length=12)
+def interactions(folder: Path, **options: Any) -> Data:
+    recipe = Recipe(task="recommender", data=str(folder), max_length=12)
     return Interactions(recipe, InteractionOptions(**{"vocab_size": 300, "eval_negatives": 5, **options}))
 
 
@@ -189,30 +189,25 @@ def split_shop(folder: Path, valid: bool = False) -> Path:
 
 CASES: dict[str, Any] = {
     "text": lambda f: text(running_text(f)),
-    "text, one file, rules 1": lambda f: text(running_text(f) / "train.txt", rules=1),
     "text in windows": lambda f: text(running_text(f), stride=10),
     "text, cleaned": lambda f: text(running_text(f), clean=("unicode", "control", "short=3", "duplicates")),
     "documents": lambda f: text(documents(f)),
     "documents, cleaned": lambda f: text(documents(f), clean=("short=2", "duplicates")),
     "instructions": lambda f: text(instructions(f)),
-    "instructions, rules 1": lambda f: text(instructions(f), rules=1, response_only=False),
     "chats": lambda f: text(chats(f), max_length=64),
     "chats, cleaned": lambda f: text(chats(f), clean=("duplicates",), template="plain"),
     "mixture": lambda f: text(Path(f"{documents(f / 'a')},{chats(f / 'b')}"), mix=(0.5, 0.5)),
     "labels as chats": lambda f: text(Path(f"{documents(f / 'a')},{review_csv(f / 'b')}")),
     "labels in csv": lambda f: labelled(review_csv(f), class_weights="balanced"),
-    "labels in csv, rules 1": lambda f: labelled(review_csv(f), rules=1),
     "labels, vocabulary": lambda f: labelled(review_csv(f), tokenizer=vocabulary(f / "v", "film", "##ong")),
     "labels in jsonl": lambda f: labelled(review_jsonl(f)),
     "labels in parquet": lambda f: labelled(review_parquet(f), valid=0.2),
     "pairs": lambda f: labelled(pairs(f)),
     "pairs held out": lambda f: labelled(pairs(f) / "train.tsv"),
     "leave one out": lambda f: interactions(shop(f)),
-    "leave one out, rules 1": lambda f: interactions(shop(f), rules=1),
     "leave one out, no times": lambda f: interactions(shop(f, text_ids=True, times=False)),
     "leave one out, ratings": lambda f: interactions(shop(f, text_ids=True), min_rating=3.0),
     "by time": lambda f: interactions(shop_parquet(f), split="time", min_rating=1.0),
-    "by time, rules 1": lambda f: interactions(shop(f), split="time", rules=1),
     "by date": lambda f: interactions(shop_parquet(f, dates=True)),
     "given": lambda f: interactions(split_shop(f)),
     "given, three": lambda f: interactions(split_shop(f, valid=True), split="given"),
@@ -225,22 +220,22 @@ def prepared(case: str, folder: Path) -> list[str]:
 
 
 def described(found: Facts, folder: Path) -> list[str]:
-    """[key in the cache, fingerprint, hash of the facts] of data that was prepared from `folder`."""
+    """[fingerprint, hash of the facts] of data that was prepared from `folder`."""
     facts = found.to_dict()
-    place = Path(facts.pop("folder"))
-    facts["extra"].pop("untaken", None)  # neither counted then, nor noted
+    facts.pop("folder")
+    facts["extra"].pop("untaken", None)  # neither counted when this was recorded, nor noted
     if notes := facts["extra"].get("notes"):  # columns that are not read were not named then
         newer = (
             ": read ",
             "have no interaction and are ranked",
-            "is not read: ",
+            "not read: ",
             "` is not read",
             " with an empty text",
             "users have held-out interactions",
         )
         facts["extra"]["notes"] = [note for note in notes if not any(words in note for words in newer)]
     known = json.dumps(facts, sort_keys=True).replace(str(folder), "")
-    return [place.name, facts["fingerprint"], hashlib.sha256(known.encode()).hexdigest()[:16]]
+    return [facts["fingerprint"], hashlib.sha256(known.encode()).hexdigest()[:16]]
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Interval
-from isobatch.core.recipe import RULES, Recipe
+from isobatch.core.recipe import Recipe
 from isobatch.tests.paths import REGISTER
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,6 @@ OTHER: dict[str, Any] = {
     "scaled_from": {"batch_size": 32, "lr": 1e-3, "rule": "sqrt"},
     "forgets": [3, 8],
     "starts_from": {"run": "runs/a", "checkpoint": "train-9", "digest": "d"},
-    "rules": 2,
 }
 """Another value for every field. A new field belongs here: it must change the hash."""
 FIELDS = [f.name for f in dataclasses.fields(Recipe)]
@@ -105,18 +104,6 @@ def test_a_recipe_file_with_a_field_that_nobody_knows_is_refused() -> None:
         Recipe.from_dict({**BASE.to_dict(), "colour": "red"})
 
 
-@pytest.mark.parametrize("rules", [0, RULES + 1, "1", None])
-def test_a_recipe_of_rules_that_nobody_knows_is_refused(rules: Any) -> None:
-    with pytest.raises(UserError, match=f"this version knows 1 to {RULES}"):
-        Recipe.from_dict({**BASE.to_dict(), "rules": rules})
-
-
-def test_the_first_rules_are_not_written_down() -> None:
-    """Runs made before there were any have the same hash."""
-    assert "rules" not in BASE.to_dict()
-    assert Recipe.from_dict(BASE.to_dict()).rules == 1
-
-
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
@@ -143,6 +130,15 @@ def test_a_recipe_file_with_an_impossible_value_is_refused() -> None:
 
 def test_the_hash_in_the_file_is_no_field() -> None:
     assert Recipe.from_dict({**BASE.to_dict(), "hash": BASE.hash()}) == BASE
+
+
+@pytest.mark.parametrize(("field", "how"), [("rules", "follows rules"), ("lr_floor", "lacks lr_floor")])
+def test_a_recipe_from_before_the_first_release_is_refused(field: str, how: str) -> None:
+    values = {**BASE.to_dict(), "rules": 2} if field == "rules" else BASE.to_dict()
+    if field != "rules":
+        del values[field]
+    with pytest.raises(UserError, match=f"{how}: a version before the first release made it; train it again"):
+        Recipe.from_dict(values)
 
 
 @pytest.mark.parametrize(

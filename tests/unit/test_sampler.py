@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobatch.engine.loading.permutation import permute, shuffle
+from isobatch.engine.loading.permutation import shuffle
 from isobatch.engine.loading.sampler import LENGTH_WINDOW, Sampler, divide_by_shares, extend_chain
 
 
@@ -29,13 +29,10 @@ def epoch(sampler: Sampler, number: int) -> list[np.ndarray]:
     st.integers(0, 2**63 - 1),
     st.integers(0, 3),
     st.booleans(),
-    st.sampled_from([1, 2]),
 )
-def test_every_sample_comes_once_an_epoch(
-    count: int, size: int, seed: int, number: int, like: bool, rules: int
-) -> None:
+def test_every_sample_comes_once_an_epoch(count: int, size: int, seed: int, number: int, like: bool) -> None:
     lengths = np.random.default_rng(0).integers(1, 50, count) if like else None
-    batches = epoch(Sampler(count, size, seed, lengths=by_number(lengths), rules=rules), number)
+    batches = epoch(Sampler(count, size, seed, lengths=by_number(lengths)), number)
     assert np.array_equal(np.sort(np.concatenate(batches)), np.arange(count))
     assert [len(b) for b in batches[:-1]] == [size] * (len(batches) - 1)
     assert len(batches[-1]) == count - size * (len(batches) - 1)  # the last is kept, with what is left
@@ -55,14 +52,9 @@ def test_epochs_differ_in_order() -> None:
     assert not np.array_equal(sampler.batch(0), Sampler(100, 100, 1).batch(0))
 
 
-def test_the_rules_decide_the_order() -> None:
-    assert np.array_equal(Sampler(100, 100, 5).batch(0), permute(np.arange(100), 100, 5, 1))
-    assert np.array_equal(Sampler(100, 100, 5, rules=2).batch(0), shuffle(np.arange(100), 100, 5, 1))
-
-
 def test_a_fraction_is_a_prefix_of_the_permutation_of_epoch_0_and_stays() -> None:
     sampler = Sampler(100, 8, seed=5, fraction=0.3)
-    subset = set(permute(np.arange(30), 100, 5, 0).tolist())
+    subset = set(shuffle(np.arange(30), 100, 5, 0).tolist())
     for number in range(3):
         assert set(np.concatenate(epoch(sampler, number)).tolist()) == subset
     more = Sampler(100, 8, seed=5, fraction=0.6)
@@ -206,7 +198,7 @@ def test_a_mixture_of_a_fraction_keeps_its_subset() -> None:
     assert sampler.used == 40
     seen = np.unique(np.concatenate([np.concatenate(epoch(sampler, number)) for number in range(9)]))
     assert [len(of_set(sampler, number, seen)) for number in (0, 1)] == [10, 30]
-    subset = permute(np.arange(10), 50, 0x9A27, 0)  # a prefix of the set's own permutation
+    subset = shuffle(np.arange(10), 50, 0x9A27, 0)  # a prefix of the set's own permutation
     assert set(of_set(sampler, 0, seen).tolist()) == set(subset.tolist())
 
 
@@ -225,17 +217,18 @@ def test_the_chain_names_one_order() -> None:
 
 
 def test_the_order_is_frozen() -> None:
-    """Every run made so far saw its samples in this order."""
-    assert Sampler(93, 6, seed=0).batch(20).tolist() == [27, 3, 60, 62, 0, 32]
-    assert Sampler(93, 6, seed=0, fraction=0.5).batch(20).tolist() == [7, 85, 31, 38, 56, 4]
-    assert Sampler(93, 6, seed=0, lengths=by_number(np.arange(93) % 7)).batch(20).tolist() == [
-        19,
-        61,
-        68,
-        12,
-        75,
-        82,
+    """Every run sees its samples in this order."""
+    assert Sampler(93, 6, seed=0).batch(20).tolist() == [47, 3, 4, 69, 11, 77]
+    assert Sampler(93, 6, seed=0, fraction=0.5).batch(20).tolist() == [17, 80, 71, 16, 27, 32]
+    like = Sampler(93, 6, seed=0, lengths=by_number(np.arange(93) % 7))
+    assert like.batch(20).tolist() == [
+        25,
+        88,
+        81,
+        32,
+        18,
+        39,
     ]
     parts = ((33, 0.7), (60, 0.3))
-    assert Sampler(93, 6, seed=0, parts=parts).batch(20).tolist() == [20, 0, 42, 6, 21, 45]
+    assert Sampler(93, 6, seed=0, parts=parts).batch(20).tolist() == [1, 25, 79, 7, 12, 92]
     assert extend_chain("", np.arange(3)) == "ab25350e3e65efeb"

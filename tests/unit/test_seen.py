@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import json
 import math
-import shutil
 import subprocess
 import sys
 import time
@@ -19,30 +18,26 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.data.base import Ragged, TextQuery
-from isobatch.engine import consent
 from isobatch.engine.forensics.counted_steps import counted_steps
 from isobatch.engine.forensics.find_rows import find_rows
-from isobatch.engine.forensics.run_order import RunOrder, needs_data, open_order
+from isobatch.engine.forensics.run_order import RunOrder, open_order
 from isobatch.engine.forensics.seen_rows import row_answer, step_answer, text_answer
 from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
 from isobatch.engine.registry import TASKS, workload
-from isobatch.engine.runs.ledger import read_ledger
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.forensics.seen import SeenOptions, answer_question, seen
-from isobatch.launch.local.run_setup import locate_data
 from isobatch.tests.paths import REGISTER, ROOT
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-OLD = ROOT / "tests" / "fixtures" / "version_0_1"
 RAGGED = f"{ROOT / 'tests' / 'tasks' / 'ragged.py'}:RaggedLM"
 MINE = f"{ROOT / 'examples' / 'own_task' / 'mine.py'}:Mine"
 PROSE = "".join(f"line {i} of plain text\n" for i in range(400))
@@ -244,38 +239,6 @@ def test_a_run_of_ten_thousand_million_samples_answers_at_once(tmp_path: Path) -
         assert len(answer["seen"]) + len(answer["later"]) == 2
         for one in (*answer["seen"], *answer["later"]):
             assert answer["row"] in order.sampler.batch(one["step"] - 1)
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in (OLD / "runs").iterdir()))
-def test_of_runs_that_were_trained_the_ledger_says_the_same(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Runs of version 0.1.0, by rules 1; from their folders alone but where lengths decide the order."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(shutil.copytree(OLD / "hub", tmp_path / "hub")))
-    shutil.copytree(OLD / "data", tmp_path / "data")
-    monkeypatch.chdir(tmp_path)
-    run = RunFolder.open(shutil.copytree(OLD / "runs" / name, tmp_path / name))
-    expected: dict[int, list[tuple[str, int]]] = defaultdict(list)
-    for one in read_ledger(run):
-        for sample in one.samples.tolist():
-            expected[sample].append((one.phase, one.step))
-    if needs_data(run.recipe):
-        consent.require(run.recipe, run.folder, trust=True)  # older versions remembered nothing
-        locate_data(run, run.recipe, None)
-    order = open_order(run, at_hand=needs_data(run.recipe))
-    for row in range(order.sampler.count):
-        answer = row_answer(order, row)
-        assert [(one["phase"], one["step"]) for one in answer["seen"]] == expected[row]
-        assert answer["later"] == []
-    assert expected
-
-
-def test_a_run_whose_model_is_not_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it the task would train another phase first, and every answer would be wrong."""
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "nothing"))
-    run = RunFolder.open(shutil.copytree(OLD / "runs" / "qat", tmp_path / "qat"))
-    with pytest.raises(UserError, match="begins with phase qat, and its task would begin with train here"):
-        open_order(run, at_hand=False)
 
 
 def found(run: RunFolder, text: str) -> dict[str, Any]:

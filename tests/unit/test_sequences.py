@@ -29,7 +29,7 @@ IDS = [[3, 1], [], [4, 1, 5], None, [2, 6, 5, 3, 5]]
 
 
 def make(data: Path | str, max_length: int = 16, tokenizer: Path | None = None, **options: Any) -> Sequences:
-    values = {"format": None, "model": "tiny", "revision": None, "rules": 2, "seed": 0}
+    values = {"format": None, "model": "tiny", "revision": None, "seed": 0}
     given = tokenizer and str(tokenizer)
     recipe = SimpleNamespace(data=str(data), max_length=max_length, tokenizer=given, **values)
     return Sequences(recipe, SequenceOptions(**options))

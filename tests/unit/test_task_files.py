@@ -70,50 +70,12 @@ def test_on_the_command_line_it_ends_with_2(tmp_path: Path, cli: Cli) -> None:
     assert "launch/cli.py" not in done.err
 
 
-@pytest.mark.parametrize(
-    ("line", "former"),
-    [
-        ("from models.base import Task", "models"),
-        ("from data.base import Data", "data"),
-        ("import hub", "hub"),
-    ],
-)
-def test_an_import_of_the_first_release_is_answered_with_todays(
-    line: str, former: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=f"imports from {former} is in isobatch now: write `from isobatch"):
-        load_task_class(written(tmp_path, f"{line}\n{TASK}"))
-
-
-@pytest.mark.parametrize(
-    ("method", "problem"),
-    [
-        ("def evaluate(self, model, batch): ...", r"Mine.evaluate takes \(self, model, batch, step\) now"),
-        ("def begin(self, model, phase, first): ...", "Mine.begin is called begin_phase now: rename it"),
-        (
-            "def appraise(self, model, final, facts, batches): ...",
-            "appraise is called final_metrics now",
-        ),
-    ],
-)
-def test_a_method_of_the_first_release_is_named(method: str, problem: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=problem):
-        load_task_class(written(tmp_path, TASK + f"    {method}\n"))
-
-
 def test_a_file_is_known_by_its_content(tmp_path: Path) -> None:
     place = written(tmp_path, TASK)
     before = task_file_hash(place)
     assert before == task_file_hash(place)
     assert task_file_hash(written(tmp_path, TASK + "# changed\n")) != before
     assert task_file_hash("causal-lm") is None
-
-
-@pytest.mark.parametrize(
-    "method", ["def shape(self, model, facts): ...", "def fit(self): ...", "shape = (3, 4)"]
-)
-def test_a_name_of_the_first_release_may_be_the_users_own(method: str, tmp_path: Path) -> None:
-    assert load_task_class(written(tmp_path, TASK + f"    {method}\n")).__name__ == "Mine"
 
 
 OPTIONS = """

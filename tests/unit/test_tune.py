@@ -36,7 +36,7 @@ RAGGED = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 HERE = dataclasses.replace(parse_hardware("cpu:2x24gb"), source="detected", cpu_bf16=True)
 SIZE = ModelSize(parameters=10**6, trainable=10**6, layers=2, hidden=64, heads=4, vocabulary=500, packs=True)
 FACTS = Facts(fingerprint="", folder="", samples={"train": 1000}, lengths=[8, 20, 60, 128])
-RECIPE = Recipe(task="causal-lm", rules=2)
+RECIPE = Recipe(task="causal-lm")
 
 
 def setup(asked: PlanOptions = PlanOptions(), recipe: Recipe = RECIPE, **changes: Any) -> Setup:  # noqa: B008
