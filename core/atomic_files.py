@@ -63,10 +63,23 @@ def _is_not_finite(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
+def parse_json(text: str | bytes) -> Any:
+    """JSON. Raises ValueError, also where an object has a key twice: readers differ in which one counts."""
+    return json.loads(text, object_pairs_hook=_unique)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for k, (name, _) in enumerate(pairs) if name in dict(pairs[:k]))
+        raise ValueError(f"it has the key {twice!r} twice")
+    return found
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises UserError where the file is missing or broken."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"there is no file {path}") from None
     except (ValueError, OSError, RecursionError) as error:
@@ -92,7 +105,7 @@ def lines_in(path: Path) -> Iterator[bytes]:
 def parse_row(line: bytes) -> dict[str, Any] | None:
     """The row in a line; None where it holds no JSON object."""
     try:
-        row = json.loads(line)
+        row = parse_json(line)
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None

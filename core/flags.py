@@ -296,6 +296,14 @@ def _switch(value: Any) -> bool:
     return word in ("true", "on", "yes", "1")
 
 
+def is_on(spelling: str, value: str) -> bool:
+    """Whether a switch that is read before the others is on. Raises UserError."""
+    try:
+        return _switch(value)
+    except ValueError as error:
+        raise UserError(f"{spelling} {value}: {error}") from None
+
+
 def _text(value: Any) -> str:
     if not str(value).strip():
         raise ValueError("is empty")
@@ -379,13 +387,15 @@ def options_to_dict(options: Any) -> dict[str, Any]:
     }
 
 
-def check_fields(options: Any) -> None:
+def check_fields(options: Any, but_for: str = "") -> None:
     """Convert every field of a frozen options dataclass to its type, for its `__post_init__`.
 
-    Raises UserError where a value has the wrong type or lies outside its range.
+    `but_for`: a field that is left as it is. Raises UserError where a value has the wrong type or is not in
+    its range.
     """
     for name, flag in flags_of(type(options), "").items():
-        object.__setattr__(options, name, convert(flag, getattr(options, name)))
+        if name != but_for:
+            object.__setattr__(options, name, convert(flag, getattr(options, name)))
 
 
 def build_options(options: type[T], values: Mapping[str, Any], group: str) -> T:

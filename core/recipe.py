@@ -141,7 +141,8 @@ class Recipe:
     """Set by `forget`: training rows, ascending, that are left out of every batch, which is smaller then."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        # A task's own file may register optimizers, and is not imported yet: `Workload.make` asks again.
+        check_fields(self, "optimizer" if ".py" in self.task and self.optimizer not in OPTIMIZERS else "")
         if self.epochs is not None and self.steps is not None:
             raise UserError("--epochs and --steps exclude each other: give one of them")
         if self.warmup.unit == "minutes" or (self.eval_every and self.eval_every.unit == "minutes"):

@@ -104,6 +104,7 @@ class Workload:
     def make(self, recipe: Recipe) -> tuple[Task, Data]:
         """The task and data objects of a recipe. Raises UserError where its code may not run."""
         consent.check(recipe)
+        convert(flags_of(Recipe, "recipe")["optimizer"], recipe.optimizer)  # the task's file may register it
         task_options = _options(self.task.Options, recipe.options, self.name)
         data_options = _options(self.data.Options, recipe.options, self.name)
         return self.task(recipe, task_options), self._data_class(recipe.data)(recipe, data_options)

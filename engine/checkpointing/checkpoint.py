@@ -64,12 +64,12 @@ class CheckpointTexts(NamedTuple):
 def read_contents(folder: Path) -> CheckpointTexts:
     """The texts of a checkpoint; they, and its files' sizes, are checked. Raises TrainingError."""
     with _naming_damage(folder):
-        recorded = json.loads((folder / CHECKSUMS).read_bytes())
+        recorded = atomic_files.parse_json((folder / CHECKSUMS).read_bytes())
         texts = {name: (folder / name).read_bytes() for name in TEXTS}
         for name, text in texts.items():
             if isal_zlib.crc32(text) != recorded[name]:
                 raise ValueError(f"{name} is not what was written")
-        index, state = (json.loads(texts[name]) for name in TEXTS)
+        index, state = (atomic_files.parse_json(texts[name]) for name in TEXTS)
         layout, sums = layout_in(index), recorded["parts"]
         if [sum_["bytes"] for sum_ in sums] != [part.stop - part.start for part in layout.parts]:
             raise ValueError(f"{CHECKSUMS} is not what was written")

@@ -40,7 +40,7 @@ def prepare(data: Data, say: Callable[[str], None] = lambda _: None) -> Facts:
     """
     from filelock import FileLock
 
-    folder = _folder_of(data)
+    folder = folder_of(data)
     doing("looking for the data")
     with atomic_files.explain_write_errors(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ def prepare_share(data: Data, share: Share, say: Callable[[str], None] = lambda 
             f"--shard {share.number}/{share.count}: data of this kind is not encoded in shards: prepare it on"
             " one machine, without --shard"
         )
-    folder = _folder_of(data)
+    folder = folder_of(data)
     if not (folder / FACTS_FILE).exists():
         with atomic_files.explain_write_errors(folder.parent):
             _encode_share(data, share, folder)
@@ -89,7 +89,7 @@ def _encode_share(data: Data, share: Share, folder: Path) -> None:
             raise
 
 
-def _folder_of(data: Data) -> Path:
+def folder_of(data: Data) -> Path:
     """The folder of the cache that has the data when it is prepared."""
     class_name = f"{type(data).__module__}.{type(data).__qualname__}"
     identity = {"kind": data.cache_name or class_name, "version": data.version}

@@ -22,7 +22,7 @@ from isobatch.engine.runs.witness import read_witness
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.training.run_context import DATA_WRITTEN
 from isobatch.engine.unread_fields import unread_values
-from isobatch.engine.verification.log_audit import VALID, LogRecord, audit_log
+from isobatch.engine.verification.log_audit import LogRecord, audit_log
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -93,7 +93,7 @@ def _audit(run: RunFolder, witness: Path | None) -> Audit:
     lines, restarts = read_witness(witness, run.identity) if witness else ([], [])
     if witness and not lines:
         return Audit([f"{witness} holds no line about this run, {run.identity}"])
-    log = audit_log(run, sampler, schedules, task.best_metric, lines, VALID in run.facts.samples)
+    log = audit_log(run, sampler, schedules, task.best_metric, lines)
     audit = Audit(log.problems, log, restarts=restarts)
     if not audit.problems:
         audit.problems = [
@@ -217,6 +217,8 @@ def _summary_problems(
     logged = last["summary"]
     if differing := sorted(k for k in {*logged, *summary} if logged.get(k) != summary.get(k)):
         return [f"summary.json: {', '.join(differing)} differs from what was logged"]
+    if summary["metrics_by_split"].keys() != {row["split"] for row in log.ending}:
+        return ["summary.json: its splits are not those that were measured at the end"]
     for split, metrics in summary["metrics_by_split"].items():
         if any(log.splits.get(split, {}).get(k) != v for k, v in metrics.items()):
             return [f"summary.json: the metrics of {split} are not the logged ones"]

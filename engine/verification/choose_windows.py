@@ -12,6 +12,8 @@ from isobatch.engine.verification.replay import INITIAL, Window
 from isobatch.engine.verification.tolerance import NEAR
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.log_audit import LogRecord
 
@@ -31,6 +33,40 @@ def closing_windows(log: LogRecord) -> list[Window]:
     starts = [end - CLOSING_STEPS for end in sorted(ends) if end > CLOSING_STEPS]
     name = last.schedule.name
     return [Window(checkpoint_name(name, start), name, start, CLOSING_STEPS) for start in starts]
+
+
+def leading_windows(run: RunFolder, log: LogRecord, steps: int) -> list[Window]:
+    """Windows, each from a kept checkpoint to the next, that lead to the first closing one; back to the
+    initial weights, as far as that is at most so many `steps`.
+    """
+    closing, at, place = closing_windows(log), 0, {0: (INITIAL, log.phases[0].schedule.name, 0)}
+    kept = {path.name for path in list_checkpoints(run.checkpoints, [p.schedule.name for p in log.phases])}
+    for phase, following in zip(log.phases, [*log.phases[1:], None], strict=True):
+        name = phase.schedule.name
+        for step in range(1, phase.step + 1):
+            if (saved := checkpoint_name(name, step)) in kept:
+                begins_next = step == phase.step and following is not None
+                where = (following.schedule.name, 0) if begins_next and following else (name, step)
+                place[at + step] = (saved, *where)
+        at += phase.step
+    before = at - log.phases[-1].step
+    stop = before + min((window.start for window in closing), default=log.phases[-1].step)
+    found: list[Window] = []
+    for start in sorted((at for at in place if at < stop), reverse=True):
+        if (steps := steps - (stop - start)) < 0:
+            break
+        found.append(Window(*place[start], stop - start))
+        stop = start
+    return found
+
+
+def trusted_before(log: LogRecord, redone: Collection[tuple[str, int]]) -> int:
+    """The first step, of all, from which on every step to the exported weights was redone."""
+    left_out = {(phase, step) for phase, steps in log.left_out.items() for step in steps}
+    steps = [(p.schedule.name, step) for p in log.phases[:-1] for step in range(1, p.step + 1)]
+    steps += [(log.phases[-1].schedule.name, step) for step in range(1, log.exported_step + 1)]
+    missing = [n for n, step in enumerate(steps, 1) if step not in redone and step not in left_out]
+    return missing[-1] if missing else 0
 
 
 def other_windows(run: RunFolder, log: LogRecord, steps: int) -> list[Window]:

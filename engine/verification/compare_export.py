@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.atomic_files import parse_json, rows_in
+from isobatch.engine.checkpointing.checkpoint import phase_and_step
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.models import model_card
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
 
     from isobatch.core.facts import Facts
+    from isobatch.core.recipe import Recipe
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.models.base import Task
 
@@ -25,26 +28,69 @@ VERSION_KEYS = ("transformers_version", "torch_version")
 """Fields of JSON files that name the library which wrote them."""
 
 
-def compare_export(run: RunFolder, task: Task, model: nn.Module, facts: Facts) -> dict[str, Any]:
-    """Export into a temporary folder, and compare it with the run's final/ as `compare_folders` does."""
+MEASURED_ROUNDING = 2e-2
+"""The same in files that are computed from held-out data, some in 16 bits."""
+CONFIGURATIONS = (".json", ".jinja", ".txt", ".model")
+"""Ends of files that another version of a library may write otherwise. They hold no code."""
+
+
+def compare_export(
+    run: RunFolder, task: Task, model: nn.Module, facts: Facts, batches: Callable[..., Iterable[Any]] | None
+) -> dict[str, Any]:
+    """Export into a temporary folder, and compare it with the run's final/ as `compare_folders` does.
+
+    `batches`: the held-out samples, where there are any, from which the task measures its export again: see
+    `Task.final_metrics`, whose result is added as `metrics`. `card` says whether the model card is that of
+    the logged figures.
+    """
     with tempfile.TemporaryDirectory() as temporary:
-        task.export(model, Path(temporary), facts)
-        return compare_folders(run.final, Path(temporary), leave_out=task.measured_files)
+        fresh = Path(temporary)
+        task.export(model, fresh, facts)
+        metrics = task.final_metrics(model, fresh, facts, batches) if batches else {}
+        remark = "" if batches else task.finish_unmeasured(model, fresh)
+        found = compare_folders(run.final, fresh, task.measured_files)
+        return {**found, "metrics": dict(metrics), "card": is_own_card(run, task, fresh, facts, remark)}
 
 
-def compare_folders(final: Path, fresh: Path, leave_out: Sequence[str] = ()) -> dict[str, Any]:
+def is_own_card(run: RunFolder, task: Task, final: Path, facts: Facts, unmeasured: str = "") -> bool:
+    """Whether final/README.md is what a run with this export, these facts and its logged figures writes.
+
+    `unmeasured`: what the task remarks where nothing is held out. Paths that are not here any more, and that
+    of the run, may be written otherwise.
+    """
+    summary: Mapping[str, Any] = run.summary() or {}
+    said, measured = str(summary.get("remark", "")), summary["metrics_by_split"]
+    expected = task.final_remark(measured[summary["split"]]) if measured else unmeasured
+    if not re.fullmatch(".+".join(map(re.escape, re.split(r"\bRUN\b", expected))), said, re.DOTALL):
+        return False
+    last = [row for row in rows_in(run.metrics) if "exported" in row][-1]
+    chosen_by = task.best_metric[0] if run.recipe.patience else ""
+    before = summary["steps"] - last["step"]
+    _, step = phase_and_step(last["exported"])
+    figures = model_card.HeldOutFigures(measured, before + step, chosen_by, said)
+    card = model_card.render(task.describe_model(final, facts), run.recipe, facts, figures)
+    written = (run.final / model_card.FILE).read_text(encoding="utf-8")
+    return _plain_places(card, run.recipe) == _plain_places(written, run.recipe)
+
+
+def _plain_places(card: str, recipe: Recipe) -> str:
+    """A card with the last names of the paths that a recipe names."""
+    for place in filter(None, (recipe.data, recipe.model)):
+        path = Path(place)
+        card = card.replace(place, path.parent.name if path.name == "final" else path.name)
+    return card
+
+
+def compare_folders(final: Path, fresh: Path, measured: Sequence[str] = ()) -> dict[str, Any]:
     """Compare two exports. Returns `files`, `identical` (their number), `largest` and `differing`.
 
     `largest` is the largest difference of tensors, as a share of their largest element; `differing` names
-    the files that differ by more than rounding, or that only `final` has. Files of `leave_out` are left out,
-    and model cards: they hold measured figures, which are compared for themselves.
+    the files that differ by more than rounding, or that only `final` has; of them `configurations` are such
+    that another version of a library may have written them. Files of `measured` may differ by more. Model
+    cards are left out: they hold measured figures, which are compared for themselves.
     """
     wanted, found = (
-        {
-            name: digest
-            for name, digest in folder_digests(folder).items()
-            if name not in (model_card.FILE, *leave_out)
-        }
+        {name: digest for name, digest in folder_digests(folder).items() if name != model_card.FILE}
         for folder in (final, fresh)
     )
     same = [name for name in found if wanted.get(name) == found[name]]
@@ -52,9 +98,18 @@ def compare_folders(final: Path, fresh: Path, leave_out: Sequence[str] = ()) -> 
     for name in sorted(found.keys() - set(same)):
         difference = _difference(final / name, fresh / name)
         largest = max(largest, difference)
-        if not difference <= ROUNDING:
+        if not difference <= (MEASURED_ROUNDING if name in measured else ROUNDING):
             differing.append(name)
-    return {"files": len(found), "identical": len(same), "largest": largest, "differing": differing}
+    excused = [name for name in differing if _is_configuration(final / name)]
+    figures = {"files": len(found), "identical": len(same), "largest": largest}
+    return {**figures, "differing": differing, "configurations": excused}
+
+
+def _is_configuration(path: Path) -> bool:
+    if path.suffix not in CONFIGURATIONS or not path.is_file():
+        return False
+    content = path.read_text(encoding="utf-8", errors="replace")
+    return "auto_map" not in content  # which names code
 
 
 def _difference(wanted: Path, found: Path) -> float:
@@ -69,7 +124,7 @@ def _difference(wanted: Path, found: Path) -> float:
 
 
 def _json_content(path: Path) -> Any:
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = parse_json(path.read_text(encoding="utf-8"))
     return (
         {k: v for k, v in content.items() if k not in VERSION_KEYS} if isinstance(content, dict) else content
     )

@@ -12,6 +12,7 @@ from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import PhaseSchedule, learning_rate
 from isobatch.engine.runs.metrics_log import LEFT_OUT, LOST, SEAL, first_seal
+from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
 
 _SEAL_ROW = {"phase", "step", SEAL}
+_FORMS = (
+    _SEAL_ROW,
+    {"phase", "step", LEFT_OUT},
+    {"phase", "step", "checkpoint", "digest"},
+    {"phase", "step", "final", "exported", "summary", "data", "decisions", "rounding", "invariance"},
+)
+"""The fields of rows that are neither a step's nor an evaluation's."""
 VALID = "valid"
 
 
@@ -62,6 +70,10 @@ class LogRecord:
     """A sentence each; the pass ends at the first."""
     splits: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Split -> the row of its last evaluation."""
+    ending: list[dict[str, Any]] = field(default_factory=list)
+    """The evaluations of the exported weights."""
+    fields: dict[str, set[str]] = field(default_factory=dict)
+    """Split, or `step` -> the fields of all its rows."""
     final: dict[str, Any] | None = None
     """The last row of a finished run."""
     checkpoints: dict[str, str] = field(default_factory=dict)
@@ -91,9 +103,8 @@ def audit_log(
     schedules: Sequence[PhaseSchedule],
     monitor: tuple[str, str],
     witness: Sequence[Mapping[str, Any]] = (),
-    evaluates: bool = True,
 ) -> LogRecord:
-    """Read the log once. `monitor`: metric and direction of early stopping. `evaluates`: on validation data.
+    """Read the log once. `monitor`: metric and direction of early stopping.
 
     `witness`: lines about this log, in order.
     """
@@ -106,7 +117,8 @@ def audit_log(
     ]
     record = LogRecord(phases)
     seals = _Seals(first_seal(recipe.hash(), run.facts.fingerprint), witness)
-    rows = _Rows(record, recipe, sampler, monitor[0], evaluates)
+    held_out = {split for split in HELD_OUT_SPLITS if split in run.facts.samples}
+    rows = _Rows(record, recipe, sampler, monitor[0], held_out)
     for line in lines_in(run.metrics):
         row = parse_row(line)
         problem = "metrics.jsonl holds lines that no run wrote"
@@ -164,10 +176,10 @@ class _Rows:
     """Checks row by row what follows from the recipe, and keeps what later checks need."""
 
     def __init__(
-        self, record: LogRecord, recipe: Recipe, sampler: Sampler, metric: str, evaluates: bool
+        self, record: LogRecord, recipe: Recipe, sampler: Sampler, metric: str, held_out: set[str]
     ) -> None:
         self.record, self.recipe, self.sampler = record, recipe, sampler
-        self.metric, self.evaluates = metric, evaluates
+        self.metric, self.held_out, self.evaluates = metric, held_out, VALID in held_out
         self.number = -1
         """Index of the current phase."""
         self.batches: Iterator[Any] = iter(())
@@ -184,12 +196,13 @@ class _Rows:
         """The problem with a row; empty without."""
         if LOST in row:
             return f"metrics.jsonl: {row[LOST]}"
-        if "chain" in row:
-            self.record.final = None
-            return self._check_step(row)
-        if LEFT_OUT in row:
-            self.record.final = None
-            return self._check_left_out(row)
+        where = f"phase {row['phase']}, step {row.get('step')}"
+        if "chain" not in row and "split" not in row and row.keys() not in _FORMS:
+            return f"metrics.jsonl: {where}: no run writes such a row"
+        if "chain" in row or LEFT_OUT in row:
+            if self.record.ending or self.record.final:
+                return f"metrics.jsonl goes on after the end of training, at {where}"
+            return self._check_step(row) if "chain" in row else self._check_left_out(row)
         if "final" in row:
             self.record.final = row
         elif "checkpoint" in row:
@@ -198,9 +211,8 @@ class _Rows:
             self.record.chains[row["phase"], row["step"]] = self.chain, self.samples
         elif "split" in row:
             self.record.splits[row["split"]] = row
+            self.record.fields.setdefault(row["split"], set()).update(row)
             return self._check_evaluation(row)
-        else:
-            return f"metrics.jsonl: phase {row['phase']}, step {row.get('step')}: no run writes such a row"
         return ""
 
     def _check_step(self, row: dict[str, Any]) -> str:
@@ -274,6 +286,7 @@ class _Rows:
         if not all(_is_finite(row.get(name, 0)) for name in ("loss", "grad_norm")):
             return f"{where}: the loss or the gradient norm is not finite"
         self.phase.last = row
+        self.record.fields.setdefault("step", set()).update(row)
         if self.ledger:
             self._promise_ledger(row["phase"], row["step"], "log_every" in row)
         return ""
@@ -287,21 +300,44 @@ class _Rows:
 
     def _check_evaluation(self, row: dict[str, Any]) -> str:
         """Judge an evaluation of training as early stopping did. Those of the end decide nothing."""
-        phase, step = self.phase if self.number >= 0 else None, row["step"]
-        if phase is None or row["split"] != VALID or not phase.step <= step <= phase.schedule.steps:
-            return ""
-        if not phase.evaluation_is_due(step) or step in phase.judged_at:
-            return ""
+        split, step = row["split"], row["step"]
+        where = f"metrics.jsonl: the evaluation of {split} after phase {row['phase']}, step {step}"
+        if split not in self.held_out:
+            return f"{where}: the data has no such split"
+        if self.number < 0 or row["phase"] != self.phase.schedule.name:
+            return f"{where}: training was not there"
+        phase = self.phase
+        if (
+            split != VALID
+            or step < phase.step
+            or not phase.evaluation_is_due(step)
+            or step in phase.judged_at
+        ):
+            return self._check_ending(row, where)
+        if step > phase.schedule.steps:
+            return f"{where}: the phase ends before"
         if self.metric not in row:
             return f"metrics.jsonl: the evaluation after step {step} lacks {self.metric}"
-        judge, where = phase.judge, {"phase": row["phase"], "step": step}
+        judge, place = phase.judge, {"phase": row["phase"], "step": step}
         if judge.update(row[self.metric], step) and judge.patience:
             best = {"decision": "best checkpoint", "metric": self.metric, "value": judge.best}
-            phase.decisions.append({**where, **best})
+            phase.decisions.append({**place, **best})
         if judge.should_stop:
-            phase.decisions.append({**where, "decision": "early stop", "best_step": judge.best_step})
+            phase.decisions.append({**place, "decision": "early stop", "best_step": judge.best_step})
         phase.judged_at[step] = judge.to_dict()
         return ""
+
+    def _check_ending(self, row: dict[str, Any], where: str) -> str:
+        """An evaluation of the exported weights: of each split one, and one more of that which also has the
+        figures of the export.
+        """
+        record, phase = self.record, self.phase
+        if phase is not record.phases[-1] or not phase.complete or row["step"] != record.exported_step:
+            return f"{where}: none is due there"
+        record.ending.append(row)
+        first = next(split for split in HELD_OUT_SPLITS if split in self.held_out)
+        count = sum(one["split"] == row["split"] for one in record.ending)
+        return f"{where}: stands there {count} times" if count > 1 + (row["split"] == first) else ""
 
     def unmet(self) -> list[str]:
         """What the current phase lacks at its end: the evaluation after its last step, if it was due."""

@@ -39,6 +39,8 @@ class Proof:
     """The largest tolerance that a loss was held against."""
     covered: list[str] = field(default_factory=list)
     """What was checked, a phrase each."""
+    trusted: list[str] = field(default_factory=list)
+    """What the proof rests on and nothing was compared with, a phrase each; part of the verdict."""
     notes: list[str] = field(default_factory=list)
     """What was not, and why that is no fault, a phrase each."""
 
@@ -57,6 +59,7 @@ class Proof:
             "verified": self.verified,
             "problems": self.problems,
             "unproven": self.unproven,
+            "trusted": self.trusted,
             "coverage": self.coverage(),
             "steps_redone": len(self.redone),
             "steps_total": self.audit.steps,
@@ -97,6 +100,11 @@ class Proof:
             elif not r["norm_difference"] <= allowed[1]:
                 norms = f"{r['norm']:.4g} redone, {r['logged_norm']:.4g} logged"
                 self.problems.append(f"{where}: gradient norm {norms}")
+        self.problems += [
+            f"phase {phase}, step {step}: {name} is not what it is redone"
+            for phase, step, after, name, difference in redone.wrong_parts
+            if not difference <= tolerance(after)[0]
+        ]
         self.problems += [
             f"the weights of {name} are not those that the steps before it give: {found['beyond']:,} of"
             f" {found['elements']:,} elements differ by more than rounding explains, by up to"

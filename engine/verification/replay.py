@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
+from isobatch.engine.training.evaluate import host_batches
 from isobatch.engine.training.phase_loop import installed_versions
 from isobatch.engine.training.session import Session
 from isobatch.engine.verification.compare_export import compare_export
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.training.active_phase import ActivePhase
+    from isobatch.engine.training.train_step import StepResult
 
 LoggedRows = dict[tuple[str, int], dict[str, Any]]
 """(phase, step) -> the row of metrics.jsonl."""
@@ -86,6 +89,10 @@ class Redone:
     """Held-out split -> its metrics."""
     export: dict[str, Any] = field(default_factory=dict)
     """How the new export differs from final/: see `compare_export`."""
+    losses: list[str] = field(default_factory=list)
+    """Names of the parts of the loss."""
+    wrong_parts: list[list[Any]] = field(default_factory=list)
+    """[phase, step, steps since the start, name, difference] of each part of a loss that has several."""
     judged: float | None = None
     """The best evaluation of training measured again; None where none chose what was exported."""
     foreign_noise: bool = False
@@ -120,6 +127,16 @@ class ReplayedStep:
     def to_dict(self) -> dict[str, Any]:
         differences = {"loss_difference": self.loss_difference, "norm_difference": self.norm_difference}
         return {**dataclasses.asdict(self), **differences}
+
+
+def _wrong_parts(result: StepResult, row: dict[str, Any], step: ReplayedStep) -> list[list[Any]]:
+    if len(result.names) < 2:
+        return []
+    parts = zip(result.names, result.sums.read(), strict=False)
+    return [
+        [step.phase, step.step, step.after, name, abs(value - row.get(name, math.inf)) / max(1.0, abs(value))]
+        for name, value in parts
+    ]
 
 
 def open_checked(folder: Path) -> SavedCheckpoint:
@@ -221,10 +238,12 @@ class Replay:
         for loaded in active.batches(window.start, window.stop):
             step, result = loaded.work.step + 1, active.step(loaded)
             loss, norm = result.loss_and_norm()
+            redone.losses = list(result.names)
             if (row := rows.get((phase, step))) is not None:
                 logged = row["loss"], loss, row["grad_norm"], norm
                 replayed = ReplayedStep(phase, step, window.checkpoint, step - window.start, *logged)
                 redone.steps.append(replayed.to_dict())
+                redone.wrong_parts += _wrong_parts(result, row, replayed)
             if result.change is not None:
                 where = {"phase": phase, "step": step, "decision": result.change.decision}
                 redone.changes.append({**where, **result.change.facts})
@@ -259,6 +278,11 @@ class Replay:
                 redone.judged = found[session.task.best_metric[0]]
             if self.world.is_main:
                 model = session.gather_full_model(folder, saved.state["progress"]["phase"])
-                redone.export = compare_export(self.run, session.task, model, session.facts)
+                first = next(iter(redone.metrics), None)
+                splits = session.splits
+                batches = (lambda name=first: host_batches(splits[name])) if first else None
+                redone.export = compare_export(self.run, session.task, model, session.facts, batches)
+                if first:
+                    redone.metrics[first] |= redone.export["metrics"]
                 redone.export["same_versions"] = saved.state.get("versions") == installed_versions()
             self.world.barrier()

@@ -78,6 +78,10 @@ def _format_report(report: dict[str, Any], run: RunFolder) -> str:
     lines.append(f"checked: {report['coverage']}")
     if report["verified"]:
         verdict = f"verified ({run.plan.invariance})" if run.has_plan else "verified"
+        if report["level"] == "records":
+            verdict = "the records agree"
+        if report["trusted"]:
+            verdict += f"; taken on trust: {'; '.join(report['trusted'])}"
     else:
         verdict = "NOT what its recipe says" if report["problems"] else "not proven"
     return "\n".join([*lines, f"{report['run']}: {verdict}"])

@@ -14,10 +14,11 @@ from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import DONE, TrainingError
 from isobatch.core.flags import Interval
 from isobatch.engine.optimization.left_out import copy_asked
+from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.verification.audit import DERIVED_DECISIONS
-from isobatch.engine.verification.compare_export import compare_folders
+from isobatch.engine.verification.compare_export import compare_folders, is_own_card
 from isobatch.engine.verification.proof import wrong_metrics
 from isobatch.engine.verification.replay import INITIAL, Redone, ReplayedStep
 from isobatch.engine.verification.tolerance import HELD_OUT, tolerances
@@ -54,8 +55,10 @@ def replay_in_full(run: RunFolder, plan: Plan, proof: Proof, owns_process: bool)
         allowed, _ = tolerances(run, plan, proof.audit.steps)
         proof.problems += _wrong_evaluations(run, again, allowed)
         proof.problems += wrong_metrics(run, log.splits, redone, max(allowed, HELD_OUT[run.plan.invariance]))
-        compared = compare_folders(run.final, again.final)
+        task, _ = workload_of(run.recipe).make(run.recipe)
+        compared = compare_folders(run.final, again.final, task.measured_files)
         identical = bool(compared["identical"] == compared["files"] and not compared["differing"])
+        identical = identical and is_own_card(run, task, again.final, run.facts)
         if identical:
             proof.covered += ["final weights reproduced bit for bit", "held-out metrics recomputed"]
         return identical

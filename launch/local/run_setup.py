@@ -22,7 +22,7 @@ from isobatch.core.recipe import is_read
 from isobatch.core.terminal.status import doing
 from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
-from isobatch.engine.loading.prepare import CHECK_SECONDS, prepare
+from isobatch.engine.loading.prepare import CHECK_SECONDS, folder_of, prepare
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.history import machine_record
 from isobatch.engine.planning.explanations import unmet_wishes
@@ -285,6 +285,28 @@ def locate_data(run: RunFolder, recipe: Recipe, data: str | None, mend: bool = F
     new_facts = prepare(data_source, partial(print_unless_quiet, quiet=run.options().quiet))
     refuse_other_data(run, new_facts)
     keep(new_facts)
+
+
+def compare_source(run: RunFolder, data: str | None) -> tuple[list[str], list[str]]:
+    """(what speaks against that the run's prepared data is made of what its recipe names, else that this was
+    taken on trust): a sentence, or a phrase. `data`: where the source lies now.
+    """
+    recipe = dataclasses.replace(run.recipe, data=data) if data else run.recipe
+    _, source = workload_of(recipe).make(recipe)
+    try:
+        consent.require_reading(run.recipe, run.folder, ("data",) if data else ())
+        source.check()
+        if folder_of(source) == Path(run.facts.folder):
+            return [], []
+        found = prepare(source, partial(print_unless_quiet, quiet=True))
+    except UserError:
+        return [], [f"that the prepared data is made of {recipe.data}, which is not here"]
+    if found.fingerprint == run.facts.fingerprint:
+        return [], []
+    return [
+        f"{recipe.data} holds other data than was trained on: {found.fingerprint} and not"
+        f" {run.facts.fingerprint}"
+    ], []
 
 
 def is_prepared(run: RunFolder) -> bool:

@@ -16,12 +16,13 @@ from isobatch.core.terminal.status import doing
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.choices import choose_invariance
 from isobatch.engine.registry import workload_of
+from isobatch.engine.training.loss_checks import RESERVED as STEP_FIELDS
 from isobatch.engine.verification.audit import audit_records, recipe_problems
 from isobatch.engine.verification.proof import Proof, wrong_metrics
-from isobatch.engine.verification.tolerance import HELD_OUT, tolerances
+from isobatch.engine.verification.tolerance import FEW, HELD_OUT, tolerances
 from isobatch.launch.local.redo_steps import redo
-from isobatch.launch.local.run_setup import TrustOptions, locate_data, plan_for_this_machine
-from isobatch.models.base import Task
+from isobatch.launch.local.run_setup import TrustOptions, compare_source, locate_data, plan_for_this_machine
+from isobatch.models import model_card
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from isobatch.engine.verification.replay import Job, Redone, Window
 
 Level = Literal["records", "steps", "full"]
+LEADING_SECONDS = 10.0
+"""Predicted time of the steps that lead to the last checkpoints."""
+MOST_LEADING = 150
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +79,8 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
         locate_data(run, run.recipe, options.data)
         witness = Path(options.witness).expanduser() if options.witness else None
         doing("checking the records")
+        wrong, proof.trusted = compare_source(run, options.data)
+        proof.unproven += wrong
         proof.audit = audit_records(run, witness)
         proof.problems += proof.audit.problems
         proof.unproven += proof.audit.unproven
@@ -82,7 +88,8 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
             proof.notes.append(f"decisions of launches: {count}, recorded and not proven")
         proof.covered += ["the witness saw the same"] if witness and not proof.problems else []
         proof.notes += [f"by the witness the log began again at {place}" for place in proof.audit.restarts]
-        if proof.audit.log is not None and proof.audit.log.final is None and run.final.exists():
+        log = proof.audit.log
+        if log is not None and not log.problems and log.final is None and run.final.exists():
             proof.unproven.append("final/ is there, and metrics.jsonl has no end of training that wrote it")
     if not proof.problems and options.level != "records":
         plan = _other_plan(run, options)
@@ -94,6 +101,8 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
                 _verify_all(run, options, plan, proof, owns_process)
         except TrainingError as error:
             proof.problems.append(str(error))
+    if options.level == "records" and not proof.problems:
+        proof.trusted.insert(0, "losses, weights, final/ and metrics (--level steps computes them again)")
     return {**report, **proof.to_dict()}
 
 
@@ -101,7 +110,13 @@ def _verify_steps(
     run: RunFolder, options: VerifyOptions, plan: Plan, proof: Proof, owns_process: bool
 ) -> None:
     """Redo steps under another plan; those of the end, and what follows from them, under the run's own."""
-    from isobatch.engine.verification.choose_windows import closing_windows, other_windows, short
+    from isobatch.engine.verification.choose_windows import (
+        closing_windows,
+        leading_windows,
+        other_windows,
+        short,
+        trusted_before,
+    )
     from isobatch.engine.verification.replay import Job
 
     log = proof.audit.log
@@ -113,6 +128,8 @@ def _verify_steps(
     ending = Job([] if missing else closing, finished and not missing)
     if own is not None and run.plan.invariance == "rounding":  # long windows say more under the same plan
         ending.windows[:0], windows = windows, short(windows)
+    if own is not None and not missing:
+        ending.windows[:0] = leading_windows(run, log, _leading_steps(own, plan))
     jobs = [(plan, Job(windows)), (own or plan, ending)]
     found = redo(run, jobs, owns_process)
     for (used, _), redone in zip(jobs, found, strict=True):
@@ -122,6 +139,17 @@ def _verify_steps(
         proof.unproven.append("no logged step could be redone: none follows the start or a checkpoint")
     proof.problems += _wrong_class(run, any(r.foreign_noise for r in found))
     _judge_ending(run, proof, found, jobs[-1])
+    if step := trusted_before(log, proof.redone):
+        proof.trusted.insert(0, f"the weights before step {step}")
+    named = STEP_FIELDS.union({"loss"}, *(r.losses for r in found))
+    if unknown := sorted(log.fields.get("step", set()) - named):
+        proof.trusted.append(f"the rows' {', '.join(unknown)}")
+
+
+def _leading_steps(own: Plan, here: Plan) -> int:
+    """Most steps to redo before the closing ones, by the time they take and how far rounding may spread."""
+    seconds = max(1e-4, here.predicted_step_seconds)
+    return min(int(LEADING_SECONDS / seconds), MOST_LEADING if own.invariance == "exact" else FEW)
 
 
 def redo_first_steps(run: RunFolder, trained: Sequence[int], steps: int, processes: int = 1) -> Proof:
@@ -174,12 +202,14 @@ def _judge_ending(run: RunFolder, proof: Proof, found: list[Redone], ending: tup
     if not job.held_out:
         proof.notes += [] if run.status() == "done" else [f"the run is {run.status()}, not finished"]
         return
-    wrong, written = redone.export["differing"], redone.export["same_versions"] and log.chains
-    if not written:  # code and configurations are of the version that wrote them, the weights are not
-        other = [name for name in wrong if not name.endswith(".safetensors")]
-        wrong = [name for name in wrong if name not in other]
-        proof.notes += [f"{', '.join(other)} of another version, not compared"] if other else []
+    wrong, excused = redone.export["differing"], redone.export["configurations"]
+    if not redone.export["same_versions"]:  # which the run says of itself
+        wrong = [name for name in wrong if name not in excused]
+        why = "the run names other versions of the libraries than are here"
+        proof.unproven += [f"final/{name} is not what is written here: {why}" for name in excused]
     proof.problems += [f"final/{name} is not the export of the last weights" for name in wrong]
+    if not redone.export["card"]:
+        proof.problems.append(f"final/{model_card.FILE} is not the card of these figures and this data")
     looser = max(run.plan.invariance, plan.invariance, key=INVARIANCES.index)
     _judge_metrics(run, proof, redone, HELD_OUT[looser])
 
@@ -188,13 +218,9 @@ def _judge_metrics(run: RunFolder, proof: Proof, redone: Redone, allowed: float)
     log = proof.audit.log
     assert log is not None
     proof.problems += wrong_metrics(run, log.splits, redone, allowed)
-    task, _ = workload_of(run.recipe).make(run.recipe)
     for split, metrics in redone.metrics.items():
-        if more := sorted(log.splits.get(split, {}).keys() - metrics.keys() - {"phase", "step", "split"}):
-            if type(task).final_metrics is Task.final_metrics:
-                proof.problems.append(f"{', '.join(more)} of {split} is nothing that this task measures")
-            else:
-                proof.notes.append(f"not recomputed: {', '.join(more)}")
+        if more := sorted(log.fields.get(split, set()) - metrics.keys() - {"phase", "step", "split"}):
+            proof.problems.append(f"{', '.join(more)} of {split} is nothing that this task measures")
     best = log.phases[-1].judge.best
     if redone.judged is not None and best is not None and not abs(redone.judged - best) <= max(allowed, 2e-6):
         proof.problems.append(f"the best evaluation is {best} logged, and {redone.judged:.6g} measured again")

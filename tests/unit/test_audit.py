@@ -213,7 +213,9 @@ def done(run: RunFolder, invariance: str = "exact") -> None:
     summary |= {"metrics_by_split": {"valid": valid}, "invariance": invariance}
     end = {"phase": "train", "step": STEPS, "final": folder_digests(run.final), "invariance": invariance}
     seal = {"phase": "train", "step": STEPS, SEAL: ""}
-    change(run, lambda rows: rows.extend([{**end, "summary": summary}, seal]), sealed=True)
+    end |= {"exported": "train-9", "summary": summary, "data": {}, "decisions": "", "rounding": None}
+    measured = {"phase": "train", "step": STEPS, "split": "valid", **valid}
+    change(run, lambda rows: rows.extend([measured, end, seal]), sealed=True)
     atomic_files.write_json(run.folder / "summary.json", summary)
     run.write_plan(made)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.core.flags import BareValue, Flag, nearest_hint, to_json_value
+from isobatch.core.flags import BareValue, Flag, is_on, nearest_hint, to_json_value
 from isobatch.core.recipe import TASK_CODE, Recipe
 from isobatch.engine import consent
 from isobatch.launch.local.words.foreign_words import translate, words_for
@@ -51,7 +51,7 @@ def flags_of_files(flags: Mapping[str, str]) -> tuple[str, dict[str, str]]:
     if "task" not in values or not isinstance(values.get("options"), dict):
         return str(path), read_flags(path, values)
     recipe = Recipe.from_dict(atomic_files.read_json(path))  # of a run, whoever made it
-    consent.require(recipe, path.parent, "trust" in flags)
+    consent.require(recipe, path.parent, is_on("--trust", flags.get("trust", "off")))
     consent.require_reading(recipe, path.parent, flags.keys())  # what is typed instead is not read
     return str(path), flags_of_recipe(recipe)
 
