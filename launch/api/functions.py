@@ -50,6 +50,8 @@ class Verification:
     """What could not be checked though the level asks for it, a sentence each."""
     coverage: str
     """What was checked, in words."""
+    trusted: list[str]
+    """What this rests on and nothing was compared with, a phrase each."""
 
     def __bool__(self) -> bool:
         return self.verified
@@ -120,7 +122,7 @@ def verify(run: Run | str | Path, **options: Any) -> Verification:
     asked = VerifyOptions(**known_options(options, (VerifyOptions,)))
     with preserve_process_state():
         report = verify_run(open_run(found.folder, asked.trust), asked, owns_process=False)
-    fields = ("verified", "problems", "steps", "unproven", "coverage")
+    fields = ("verified", "problems", "steps", "unproven", "coverage", "trusted")
     return Verification(*(report[name] for name in fields))
 
 

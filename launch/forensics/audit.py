@@ -24,6 +24,7 @@ from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
+from isobatch.engine.verification.proof import within
 from isobatch.launch.forensics import signatures
 from isobatch.launch.forensics.receipt import FILE, receipt_of
 from isobatch.launch.local.arguments import command_options, split_words
@@ -194,7 +195,7 @@ def _check(
     asked = VerifyOptions(steps=options.steps, processes=options.processes)
     report = verify_run(run, asked)
     found.problems += report["problems"]
-    found.unknown += report["unproven"]
+    found.unknown += report["unproven"] + [f"taken on trust: {what}" for what in report["trusted"]]
     found.checked.append(report["coverage"])
 
 
@@ -213,9 +214,8 @@ def _check_first_steps(run: RunFolder, content: Content, options: AuditOptions, 
     if not proof.steps:
         found.problems.append("no step that it has figures of could be made again")
     elif not proof.problems:
-        how = f"equal within {proof.largest:.0e}" if proof.largest else "equal bit for bit"
         found.checked.append(
-            f"{len(proof.steps)} steps from the beginning made again: {how}, where {proof.allowed:.0e} is"
-            f" allowed ({run.plan.invariance}, {run.plan.precision})"
+            f"{len(proof.steps)} steps from the beginning made again: {within(proof.largest)}, where"
+            f" {proof.allowed:.0e} is allowed ({run.plan.invariance}, {run.plan.precision})"
         )
     found.unknown.append("later steps, the weights and the metrics: --run FOLDER, with its checkpoints")

@@ -18,7 +18,7 @@ from isobatch.engine.planning.choices import choose_invariance
 from isobatch.engine.registry import workload_of
 from isobatch.engine.training.loss_checks import RESERVED as STEP_FIELDS
 from isobatch.engine.verification.audit import audit_records, recipe_problems
-from isobatch.engine.verification.proof import Proof, wrong_metrics
+from isobatch.engine.verification.proof import Proof, within, wrong_metrics
 from isobatch.engine.verification.tolerance import FEW, HELD_OUT, tolerances
 from isobatch.launch.local.redo_steps import redo
 from isobatch.launch.local.run_setup import TrustOptions, compare_source, locate_data, plan_for_this_machine
@@ -35,6 +35,10 @@ Level = Literal["records", "steps", "full"]
 LEADING_SECONDS = 10.0
 """Predicted time of the steps that lead to the last checkpoints."""
 MOST_LEADING = 150
+CLAIMED_STEPS = 10
+"""First steps in which a claimed precision must show."""
+PLAIN = 1e-5
+"""Share by which losses and gradient norms of one precision differ at most there. bf16 differs by 1e-3."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +99,9 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
         plan = _other_plan(run, options)
         report |= {"world_size": plan.processes, "micro_batch_samples": plan.micro_batch_samples}
         try:
+            if problem := _judge_claimed_precision(run, plan, proof):
+                proof.problems.append(problem)
+            plan = _other_plan(run, options)
             if options.level == "steps":
                 _verify_steps(run, options, plan, proof, owns_process)
             else:
@@ -144,6 +151,34 @@ def _verify_steps(
     named = STEP_FIELDS.union({"loss"}, *(r.losses for r in found))
     if unknown := sorted(log.fields.get("step", set()) - named):
         proof.trusted.append(f"the rows' {', '.join(unknown)}")
+
+
+def _judge_claimed_precision(run: RunFolder, plan: Plan, proof: Proof) -> str:
+    """Redo the first steps in plain fp32 where the run claims less, which allows more. Where they come out
+    the same, the run is judged as one in fp32; returns what is wrong then. `plan`: of this machine.
+    """
+    from isobatch.engine.verification.replay import INITIAL, Job, Window
+
+    claimed = run.plan
+    if claimed.invariance != "precision":
+        return ""
+    task, _ = workload_of(run.recipe).make(run.recipe)
+    assert proof.audit.log is not None
+    first = proof.audit.log.phases[0]
+    window = Window(INITIAL, first.schedule.name, 0, min(CLAIMED_STEPS, first.step))
+    plain = dataclasses.replace(plan, precision="fp32", compile="off")
+    (redone,) = redo(run, [(plain, Job([window]))])
+    same = all(
+        s["loss_difference"] <= PLAIN * abs(s["loss"]) and s["norm_difference"] <= PLAIN for s in redone.steps
+    )
+    if len(redone.steps) < 2 or not same:
+        return ""
+    rounds = task.model_size(run.facts).rounds
+    has, _ = choose_invariance(run.recipe, "fp32", False, redone.foreign_noise, rounds)
+    run.use_plan(dataclasses.replace(claimed, precision="fp32", compile="off", invariance=has))
+    if claimed.precision == "fp32":  # kernels may be compiled to the same sums
+        return ""
+    return f"plan.json says {claimed.precision}, and the first steps are those of fp32"
 
 
 def _leading_steps(own: Plan, here: Plan) -> int:
@@ -225,7 +260,16 @@ def _judge_metrics(run: RunFolder, proof: Proof, redone: Redone, allowed: float)
     if redone.judged is not None and best is not None and not abs(redone.judged - best) <= max(allowed, 2e-6):
         proof.problems.append(f"the best evaluation is {best} logged, and {redone.judged:.6g} measured again")
     if redone.metrics:
-        proof.covered.append("held-out metrics recomputed")
+        pairs = [
+            (log.splits[split].get(name), v)
+            for split, found in redone.metrics.items()
+            for name, v in found.items()
+        ]
+        differences = [
+            abs(new - old) for old, new in pairs if isinstance(new, float) and isinstance(old, float)
+        ]
+        most = max(differences, default=0.0)
+        proof.covered.append(f"held-out metrics recomputed {within(most) if most else 'exactly'}")
 
 
 def _verify_all(run: RunFolder, options: VerifyOptions, plan: Plan, proof: Proof, owns_process: bool) -> None:

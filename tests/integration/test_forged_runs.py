@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.training.run_context import DATA_WRITTEN
 from isobatch.tests.forgery import one_process, reseal
+from isobatch.tests.integration.helpers import launch
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
@@ -342,10 +344,93 @@ def claims_rounding(run: RunFolder) -> None:
     edit_summary(run, invariance="rounding")
 
 
+def of_other_versions(run: RunFolder) -> None:
+    """Say that other versions of the libraries wrote it."""
+    rewrite_checkpoint(run, f"train-{STEPS}", edit=lambda state: state.update(versions={"torch": "9.9"}))
+
+
+def added(name: str, content: str, versions: bool) -> Callable[[RunFolder], None]:
+    """A file more, or another one, in final/, and the log to match."""
+
+    def attack(run: RunFolder) -> None:
+        (run.final / name).write_text(content)
+        accept_final(run)
+        if versions:
+            of_other_versions(run)
+
+    attack.__name__ = f"{name} {content[:9]} added{', other versions' * versions}"
+    return attack
+
+
+def other_card(run: RunFolder) -> None:
+    path = run.final / "README.md"
+    path.write_text(path.read_text() + "\nIts accuracy is 99 %.\n")
+    accept_final(run)
+
+
+def invented_split(run: RunFolder) -> None:
+    summary = run.summary() or {}
+
+    def edit(rows: Rows) -> None:
+        last = max(n for n, row in enumerate(rows) if "split" in row)
+        rows.insert(last + 1, {**rows[last], "split": "test", "loss": 0.5})
+
+    edit_log(run, edit)
+    measured = {**summary["metrics_by_split"], "test": {**summary["metrics"], "loss": 0.5}}
+    edit_summary(run, metrics_by_split=measured)
+
+
+def evaluation_of_no_step(run: RunFolder) -> None:
+    def edit(rows: Rows) -> None:
+        place = next(n for n, row in enumerate(rows) if row["step"] == 6)
+        rows.insert(place + 1, {"phase": "train", "step": 6, "split": "valid", "loss": 0.5})
+
+    edit_log(run, edit)
+
+
+def key_twice(run: RunFolder) -> None:
+    path = run.folder / "summary.json"
+    path.write_text(path.read_text().replace("{", '{"loss": 0.5, "loss": 4.5,', 1))
+
+
+def claims_bf16(run: RunFolder) -> None:
+    run.write_plan(dataclasses.replace(run.plan, precision="bf16", invariance="precision"))
+    edit_log(run, lambda rows: [row.update(invariance="precision") for row in rows if "final" in row])
+    edit_summary(run, invariance="precision", precision="bf16")
+
+
+def claims_compiled_kernels(run: RunFolder) -> None:
+    """To be allowed 2e-2: the logged losses are a little lower than they were."""
+    run.write_plan(dataclasses.replace(run.plan, compile="on", invariance="precision"))
+
+    def edit(rows: Rows) -> None:
+        for row in rows:
+            row.update(invariance="precision") if "final" in row else None
+            row.update(loss=row["loss"] - 1e-3) if "chain" in row and row["step"] > 12 else None
+
+    edit_log(run, edit)
+    edit_summary(run, invariance="precision")
+
+
 def shuffled_final_of_best(run: RunFolder) -> None:
     random_final(run)
 
 
+FILES = [
+    ("modeling.py", "print('hello')"),
+    ("weights.pkl", "no weights"),
+    ("tokenizer_config.json", '{"chat_template": "{{ messages }}"}'),
+    ("chat_template.jinja", "{{ messages }}"),
+    ("config.json", '{"auto_map": {"AutoModel": "modeling.RaggedLM"}}'),
+    ("config.json", '{"eos_token_id": 7}'),
+]
+"""Name and content of files in final/ that no export has."""
+EXCUSED_ATTACKS = {
+    added(name, content, versions=True).__name__
+    for name, content in FILES
+    if name.endswith((".json", ".jinja")) and "auto_map" not in content
+}
+"""What another version of a library may have written: it is not proven, and not wrong."""
 ATTACKS: list[tuple[Any, str, str]] = [
     (random_final, "plain", "steps"),
     (random_final_and_checkpoint, "plain", "steps"),
@@ -378,6 +463,13 @@ ATTACKS: list[tuple[Any, str, str]] = [
     (unknown_rows, "plain", "records"),
     (malformed_row, "plain", "records"),
     (claims_rounding, "plain", "steps"),
+    *((added(*FILE, versions), "plain", "steps") for FILE in FILES for versions in (False, True)),
+    (other_card, "plain", "steps"),
+    (invented_split, "plain", "records"),
+    (evaluation_of_no_step, "plain", "records"),
+    (key_twice, "plain", "records"),
+    (claims_bf16, "plain", "steps"),
+    (claims_compiled_kernels, "plain", "steps"),
     (shuffled_final_of_best, "stopped_early", "steps"),
 ]
 LEVELS = ["records", "steps", "full"]
@@ -403,10 +495,14 @@ def test_a_forged_run_is_not_verified(
     attack(forged)
     found: Verification | None = None
     for checked in LEVELS[: LEVELS.index(level) + 1]:
+        if attack is key_twice:
+            with pytest.raises(isobatch.UserError, match=r"summary.json.*it has the key 'loss' twice"):
+                isobatch.verify(forged.folder, level=checked)
+            return
         found = isobatch.verify(forged.folder, level=checked, trust=True)
         assert bool(found) == (checked != level), (checked, found.problems, found.unproven)
     assert found is not None
-    unproven = attack in (deleted_checkpoints, unfinished_with_final)
+    unproven = attack in (deleted_checkpoints, unfinished_with_final) or attack.__name__ in EXCUSED_ATTACKS
     assert (found.problems == []) == unproven  # not proven is not the same as wrong
 
 
@@ -467,3 +563,43 @@ def test_runs_of_one_recipe_have_the_same_digests(honest: Fixtures, tmp_path: Pa
     assert folder_digests(again.folder / "final") == folder_digests(honest.plain / "final")
     mode = (again.folder / "final" / "model.safetensors").stat().st_mode & 0o777
     assert mode == (again.folder / "summary.json").stat().st_mode & 0o777
+
+
+@pytest.mark.parametrize(
+    ("change", "code", "says"),
+    [
+        (
+            lambda log: log.write_text(log.read_text().replace("u3,i1,", "u3,i9,")),
+            3,
+            "holds other data than was",
+        ),
+        (Path.unlink, 0, r"on trust: that the prepared data is made of .*log\.csv, which is not here"),
+        (lambda _: None, 0, r"verified \(exact\)$"),
+    ],
+    ids=["other", "gone", "same"],
+)
+def test_prepared_data_is_made_of_what_the_recipe_names(
+    change: Callable[[Path], Any], code: int, says: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log.csv"
+    rows = [f"u{user},i{(user * 5 + step) % 11},{step}\n" for user in range(20) for step in range(6)]
+    log.write_text("user,item,time\n" + "".join(rows))
+    words = [
+        "--task",
+        "recommender",
+        "--data",
+        str(log),
+        "--preset",
+        "ids",
+        "--epochs",
+        "1",
+        "--least-steps",
+        "0",
+    ]
+    trained = launch("auto", *words, "--name", "r", "--quiet", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    change(log)
+    done = launch("verify", "runs/r", cwd=tmp_path)
+    assert (done.returncode, bool(re.search(says, done.stdout.strip()))) == (code, True), (
+        done.stdout + done.stderr
+    )
