@@ -56,7 +56,7 @@ ALLOWED = {
     "recommendation/losses.py:in_batch_softmax": "cohorts are cut by the recipe, and never in two",
     "recommendation/network.py:forward": EVERY_PART,
     "recommendation/network.py:_fused_vectors": EVERY_PART,
-    "recommendation/network.py:training_interactions": PLACES,
+    "recommendation/network.py:interactions": PLACES,
     "recommendation/ranking.py:chunks": EVERY_PART,
     "recommendation/ranking.py:metric_parts": EVERY_PART,
     "recommendation/ranking.py:rank_metrics": PARTS,
