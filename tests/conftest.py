@@ -17,8 +17,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # The same plans on every processor: with a matrix unit the planner would choose bf16.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 # As a run sets them, which the tests begin in this process.
-for kernel_cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-    os.environ.setdefault(kernel_cache, "64")
+os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
+os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
 
 import psutil
 import pytest
