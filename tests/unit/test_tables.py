@@ -70,7 +70,6 @@ REFUSED = {
     "twins": ("a.csv", "text,text,n\na,b,1\n", "a.csv: two columns are called text: .* --text-column 1"),
     "twins by blanks": ("a.csv", "text, text\na,b\n", "two columns are called text"),
     "fields": ("a.csv", "a;b\n1;2\n" * 60 + "1;2;3\n", "line 121: has 3 fields .* holds a semicolon"),
-    "carriage returns": ("a.csv", "text,n\ra,1\rb,2\r", "a.csv line 1: cannot be read as a table"),
     "conll": ("a.conll", "word\tO\n", "a.conll: holds words with tags, which no task here learns"),
     "two lists": ("a.json", json.dumps({"a": PAIR, "b": PAIR}), r"several lists of rows \(a, b\)"),
     "no list": ("a.json", json.dumps({"text": "a"}), "an object without a list of rows"),
@@ -160,7 +159,7 @@ def test_what_is_no_class_is_refused_with_what_is_offered(tmp_path: Path, value:
 
 
 def interactions(folder: Path, **options: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    recipe = Recipe(task="recommender", data=str(folder), rules=2)
+    recipe = Recipe(task="recommender", data=str(folder))
     asked = {"vocab_size": 300, "eval_negatives": 1, "split": "none", **options}
     extra = Interactions(recipe, InteractionOptions(**asked)).prepare(folder / "out")
     return extra, json.loads((folder / "out" / "catalogue" / "names.json").read_text())

@@ -90,7 +90,7 @@ def test_a_row_that_rounding_counts_elsewhere_may_move_what_follows_from_counts(
         "recall_macro": (100 / 100 + 4 / 5) / 2,
         "confusion": [[100, 0], [1, 4]],
     }
-    run = SimpleNamespace(facts=SimpleNamespace(samples={"valid": 105}), recipe=SimpleNamespace(rules=2))
+    run = SimpleNamespace(facts=SimpleNamespace(samples={"valid": 105}), recipe=SimpleNamespace())
 
     def wrong(**changes: Any) -> list[str]:
         redone: Any = SimpleNamespace(metrics={"valid": metrics})
