@@ -48,7 +48,7 @@ class ProfileOfRun:
         context, found = self.context, self.profiler.findings
         plan, phase = self.phase.session.plan.to_dict(), self.phase.schedule.name
         folder = context.run.folder / FOLDER / phase
-        found["files"] = self.profiler.write(folder, f"{context.recipe.task}, {phase}: a step")
+        found["files"] = self.profiler.write(folder)
         found |= {"cores": self.cores * context.world.size, **context.gpu_monitor.latest()}
         found |= {"targets": targets(found), "phase": phase}
         found["advice"] = [{"measure": name, "text": text} for name, text in worth_a_trial(found, plan)]

@@ -83,11 +83,11 @@ class StepProfiler:
             self._take_trace()
         return number == self.last
 
-    def write(self, folder: Path, title: str) -> dict[str, str]:
+    def write(self, folder: Path) -> dict[str, str]:
         """Write the trace's files; what -> file."""
         assert self.trace is not None
         folder.mkdir(parents=True, exist_ok=True)
-        return self.trace.write(folder, title)
+        return self.trace.write(folder)
 
     def _take_times(self) -> None:
         self._synchronize()

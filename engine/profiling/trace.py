@@ -11,10 +11,10 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.engine.profiling.flame_graph import Stacks, flame_graph, folded_text
 from isobatch.engine.profiling.recorder import PARTS
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from torch import nn
@@ -25,7 +25,9 @@ MODULE = "module "
 """Begins the name of a module's forward pass in the trace."""
 BACKWARD_NODE = "autograd::engine::evaluate_function: "
 """Begins the name of a node of the backward pass in the trace."""
-TRACE_FILE, STACKS_FILE, FLAME_FILE = "trace.json", "stacks.txt", "flame.svg"
+TRACE_FILE, STACKS_FILE = "trace.json", "stacks.txt"
+Stacks = dict[tuple[str, ...], float]
+"""Names from the outermost to the innermost -> seconds of the innermost itself."""
 MICROSECOND = 1e-6
 
 
@@ -56,13 +58,11 @@ class Trace:
         for hook in self._hooks:
             hook.remove()
 
-    def write(self, folder: Path, title: str) -> dict[str, str]:
-        """Write the Chrome trace, the folded stacks and the flame graph; what -> file."""
-        stacks = self.stacks()
+    def write(self, folder: Path) -> dict[str, str]:
+        """Write the Chrome trace and the folded stacks; what -> file."""
         self._profile.export_chrome_trace(str(folder / TRACE_FILE))
-        atomic_files.write_text(folder / STACKS_FILE, folded_text(stacks))
-        atomic_files.write_text(folder / FLAME_FILE, flame_graph(stacks, title))
-        names = {"trace": TRACE_FILE, "stacks": STACKS_FILE, "flame_graph": FLAME_FILE}
+        atomic_files.write_text(folder / STACKS_FILE, folded_text(self.stacks()))
+        names = {"trace": TRACE_FILE, "stacks": STACKS_FILE}
         return {what: str(folder / name) for what, name in names.items()}
 
     def stacks(self) -> Stacks:
@@ -147,6 +147,16 @@ def _name_modules(model: nn.Module) -> list[Any]:
     return hooks
 
 
+def folded_text(stacks: Mapping[tuple[str, ...], float]) -> str:
+    """Brendan Gregg's folded format: `outer;inner microseconds` a line; other tools draw it."""
+    lines = [
+        f"{';'.join(name.replace(';', ':') for name in stack)} {round(seconds * 1e6)}"
+        for stack, seconds in sorted(stacks.items())
+        if seconds >= 1e-6
+    ]
+    return "".join(f"{line}\n" for line in lines)
+
+
 def _names(event: Any) -> list[str]:
     """Names around an event and its own, the outermost first."""
     names: list[str] = []
@@ -164,7 +174,7 @@ def _backward_node(event: Any) -> Any:
 
 
 def _stack(event: Any, owners: dict[int, list[str]]) -> list[str]:
-    """An event's place in the flame graph: part, modules, operators."""
+    """An event's place in the stacks: part, modules, operators."""
     names, node = _names(event), _backward_node(event)
     if node is not None:  # on a GPU the backward pass runs in a thread of its own
         inside = names[names.index(node.name) :]

@@ -53,8 +53,8 @@ class RunOptions:
     max_restarts: Count = 3
     """How often a run goes on by itself after a process died or stood still."""
     profile: str | None = None
-    """Profile these steps of each phase, the first and the last as in 20:24: parts, trace and flame graph are
-    in the run's folder profile/."""
+    """Profile these steps of each phase, the first and the last as in 20:24: parts and trace are in
+    the run's folder profile/."""
     debug: bool = False
     """Show tracebacks of the user's errors too."""
     quiet: bool = False

@@ -305,7 +305,6 @@ class PhaseLoop:
     def _log(self, result: StepResult, losses: dict[str, float], norm: float, values: list[float]) -> None:
         context, progress, schedule = self.context, self.progress, self.schedule
         context.peak_memory.observe("train")
-        context.tell_slowdowns()
         if progress.steps == COMPARED_STEP:
             context.compare_memory()
         if progress.steps == 1 and (remark := context.task.first_step_remark(losses, self.session.facts)):

@@ -15,10 +15,8 @@ from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.remote_copy import RemoteCopies
 from isobatch.engine.checkpointing.writer import CheckpointWriter
-from isobatch.engine.distributed.device_memory import spills_to_host_memory
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.machine.core_wait import CoreWait
-from isobatch.engine.machine.slowdowns import SlowdownMonitor
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
@@ -92,7 +90,6 @@ class RunContext:
         """Returns the names of those that early stopping needs; set by the phase loop."""
         uuid = gpu_uuid(world.device)
         self.gpu_monitor = GpuMonitor(uuid if world.is_main else "", console.say)
-        self.slowdowns = SlowdownMonitor(uuid, spills_to_host_memory(), computer=world.is_main)
         self.flop_utilisation = self._flop_utilisation()
 
     def _flop_utilisation(self) -> FlopUtilisation | None:
@@ -154,15 +151,6 @@ class RunContext:
             self.console.say(
                 f"--tracker {self.options.tracker} gets nothing more: {type(error).__name__}: {error}"
             )
-
-    def tell_slowdowns(self) -> None:
-        """Say what slows this machine down since the last call; the main rank records what it noticed."""
-        for cause, sentence in self.slowdowns.new():
-            rank = "" if self.world.is_main else f"rank {self.world.rank}: "
-            self.console.say(rank + sentence, always=not self.world.is_main)
-            if self.world.is_main:
-                where = {"at_phase": self.progress.phase, "at_step": self.progress.step}
-                self.run.log_decision("slowed down", cause=cause, reason=sentence, **where)
 
     def check_data(self) -> None:
         """Say and record which prepared files were written to; all ranks call this where they save.

@@ -56,8 +56,6 @@ class GenerateOptions(SamplingOptions):
     """The text to continue; what is asked, of a model that was trained on conversations."""
     system: str | None = None
     """What such a model is told before."""
-    compare_bits: bool = False
-    """Write with 16, 8 and 4 bits one after the other, and show the speed and memory of each."""
     json: bool = False
     """One JSON object on standard output."""
 
@@ -127,7 +125,7 @@ def _plain_writer(folder: Path, bits: int | None) -> Callable[[Any, Sampling], T
 
 def generate(words: Sequence[str]) -> int:
     """Usage: generate RUN "a text" (or --prompt "...") [--system "..."] [--tokens 60] [--temperature 0.8]
-    [--top-k 50] [--top-p 0.9] [--seed 0] [--load-bits 16|8|4] [--compare-bits] [--json]. RUN may be the
+    [--top-k 50] [--top-p 0.9] [--seed 0] [--load-bits 16|8|4] [--json]. RUN may be the
     folder of a model of transformers, or of an adapter of peft.
     """
     model, options = open_language_model(_with_prompt(words), "generate", GenerateOptions)
@@ -143,10 +141,6 @@ def generate(words: Sequence[str]) -> int:
         else template.prompt_segments([*system_messages(options.system), user_message(options.prompt)])
     )
     drawn = sampling(options, template)
-    if options.compare_bits:
-        from isobatch.launch.commands.compare_bits import print_compared_bits
-
-        return print_compared_bits(model.folder, model.remote_code, prompt, drawn, options.json)
     pieces = model.writer(options.load_bits)(prompt, drawn)
     shown = options.prompt if template is None else ""
     if options.json:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, UserError
-from isobatch.core.measures import printable
 from isobatch.launch.local.arguments import command_options, split_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.launch.local.verify_run import VerifyOptions
 
 
 def verify(words: Sequence[str]) -> int:
     """Usage: verify RUN [--level records|steps|full] [--steps 3] [--processes N] [--strategy S]
-    [--micro-batch M] [--data PATH] [--witness FILE] [--against PYTHON] [--json]
+    [--micro-batch M] [--data PATH] [--witness FILE] [--json]
 
     Exit 3 on a difference, and where the level's proof is not complete.
     """
@@ -36,30 +32,9 @@ def verify(words: Sequence[str]) -> int:
     run = RunFolder.open(positional[0])
     if not recipe_problems(run):  # else nothing of it is executed
         consent.require(run.recipe, run.folder, options.trust)
-    if options.against is not None:
-        asked = [f"--{name}={value}" for name, value in flags.items() if name not in ("against", "json")]
-        return _verify_against(run, options, [positional[0], *asked])
     report = verify_run(run, options)
     print(atomic_files.json_text(report) if options.json else _format_report(report, run))
     return DONE if report["verified"] else FAILED
-
-
-def _verify_against(run: RunFolder, options: VerifyOptions, words: Sequence[str]) -> int:
-    """The other environment is asked first: what is wrong with it shows at once."""
-    from isobatch.launch.forensics import other_environment
-    from isobatch.launch.local.verify_run import verify_run
-
-    assert options.against is not None
-    python = other_environment.find_python(options.against)
-    versions = [other_environment.versions_of(one) for one in (Path(sys.executable), python)]
-    there = other_environment.verify_there(python, words)
-    found = other_environment.judged(verify_run(run, options), there, versions)
-    if options.json:
-        print(atomic_files.json_text(found))
-    else:
-        print(f"here:\n{_format_report(found['here'], run)}\n\nunder {python}:")
-        print(f"{_format_report(there, run)}\n\n{printable(found['verdict'])}")
-    return DONE if found["verified"] else FAILED
 
 
 def _format_report(report: dict[str, Any], run: RunFolder) -> str:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
 
-SWITCHES = ("json", "trust", "now", "follow", "watch", "quiet", "again", "debug", "yes", "compare-bits")
+SWITCHES = ("json", "trust", "now", "follow", "watch", "quiet", "again", "debug", "yes")
 """Flags that are on or off in every command that has them: what stands behind one is a word of its own."""
 
 

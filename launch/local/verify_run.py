@@ -60,9 +60,6 @@ class VerifyOptions(TrustOptions):
     """Where the data lies now, if it has moved."""
     witness: str | None = None
     """The file in which a witness wrote the run's seals."""
-    against: str | None = None
-    """Another Python, or the folder of its environment: verify there too, and say whether its libraries
-    change what is learnt."""
     json: bool = False
     """One JSON object on standard output."""
 

@@ -55,7 +55,7 @@ def profile(words: Sequence[str]) -> int:
     """Usage: profile --task TASK [--trials off] [--timed-steps 12] [--json] [flags]
 
     Times the parts of some steps, traces one, tries what may help, and writes the trace (trace.json, for
-    chrome://tracing or Perfetto), a flame graph (flame.svg), folded stacks and profile.json to OUT/profiles/.
+    chrome://tracing or Perfetto), folded stacks and profile.json to OUT/profiles/.
     In a run: auto ... --profile 20:24.
     """
     setup = read_setup(words, "profile", ProfileOptions)
@@ -104,7 +104,7 @@ def _profile_steps(setup: Setup, base: TrialSession, options: ProfileOptions) ->
     folder = Path(setup.request.run.out).expanduser() / FOLDER / _name(setup)
     if base.world.is_main:
         with atomic_files.explain_write_errors(folder):
-            found["files"] = profiler.write(folder, f"{setup.recipe.task}, {base.phase}: a step")
+            found["files"] = profiler.write(folder)
     return {
         "task": setup.recipe.task,
         "recipe_hash": setup.recipe.hash(),

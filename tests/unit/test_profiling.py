@@ -1,11 +1,10 @@
-"""The recorder of a step's parts, memory by kind, the flame graph, and what a profile advises."""
+"""The recorder of a step's parts, memory by kind, and what a profile advises."""
 
 from __future__ import annotations
 
 import json
 import os
 import time
-import xml.etree.ElementTree as ET
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +13,11 @@ import torch
 from torch import nn
 
 from isobatch.core.errors import UserError
-from isobatch.engine.profiling import advice, flame_graph, recorder
+from isobatch.engine.profiling import advice, recorder
 from isobatch.engine.profiling.memory import MemoryWatch, peak_of_tensors
 from isobatch.engine.profiling.recorder import PARTS, Recorder
 from isobatch.engine.profiling.step_profiler import StepProfiler, is_fused, step_window
-from isobatch.engine.profiling.trace import Trace, covered
+from isobatch.engine.profiling.trace import Trace, covered, folded_text
 from isobatch.launch.commands.auto import auto
 from isobatch.launch.measuring import measures
 from isobatch.launch.measuring import profile as profile_command
@@ -107,18 +106,8 @@ def test_what_fails_in_a_part_leaves_it(clock: Clock) -> None:
     assert found.steps()[0]["host"] == 1.0
 
 
-def test_a_flame_graph_is_svg_whose_widths_are_seconds() -> None:
-    stacks = {("forward", "module <a>", "mm"): 3.0, ("forward", "module <a>"): 1.0, ("backward",): 4.0}
-    picture = ET.fromstring(flame_graph.flame_graph(stacks, "a & b"))
-    boxes = {g[0].text: float(g[1].get("width", 0)) for g in picture if g.tag.endswith("}g")}
-    assert boxes == {
-        "forward: 4e+03 ms, 50.0%": 600.0,
-        "module <a>: 4e+03 ms, 50.0%": 600.0,
-        "mm: 3e+03 ms, 37.5%": 450.0,
-        "backward: 4e+03 ms, 50.0%": 600.0,
-    }
-    folded = flame_graph.folded_text({("a;b", "c"): 0.5, ("d",): 1e-9})
-    assert folded == "a:b;c 500000\n"
+def test_stacks_are_folded() -> None:
+    assert folded_text({("a;b", "c"): 0.5, ("d",): 1e-9}) == "a:b;c 500000\n"
 
 
 class Net(nn.Module):
@@ -148,10 +137,9 @@ def test_the_backward_pass_belongs_to_the_modules_of_the_forward_pass(tmp_path: 
     assert set(rows) == {"wide", "narrow"}
     assert all(row["forward"] > 0 and row["backward"] > 0 for row in rows.values())
     assert {stack[0] for stack in trace.stacks()} <= {"forward", "backward", "host"}
-    files = trace.write(tmp_path, "a step")
+    trace.write(tmp_path)
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert "module wide" in (tmp_path / "stacks.txt").read_text()
-    assert ET.parse(files["flame_graph"]).getroot().tag.endswith("svg")
     assert not net.wide._forward_hooks, "hooks stay behind"  # noqa: SLF001
     assert not net.wide._forward_pre_hooks  # noqa: SLF001
 
@@ -295,7 +283,7 @@ def test_profile_on_a_task(trials: str, say: Say, tmp_path: Path) -> None:
         first = found["advice"][0]
         assert first["ratio"] > 1.2, "micro-batches of 2 samples are slower"
         assert first["flags"] in first["text"]
-    for file in ("trace.json", "stacks.txt", "flame.svg", "profile.json"):
+    for file in ("trace.json", "stacks.txt", "profile.json"):
         assert list(tmp_path.glob(f"profiles/*/{file}"))
 
 
@@ -305,7 +293,7 @@ def test_profile_for_a_person(say: Say, tmp_path: Path) -> None:
     _, out, _ = say(profile, *words, "--device", "cpu")
     assert "a step takes" in out
     assert "target: below 10 %" in out
-    assert "flame.svg" in out
+    assert "stacks.txt" in out
 
 
 @pytest.mark.usefixtures("_one_core")
