@@ -326,6 +326,13 @@ def _groups(chosen: Workload, command: str, options_class: type | None) -> dict[
     }
 
 
+LEFT = {
+    "against": "run `isobatch verify` under that Python",
+    "compare_bits": "run it with --load-bits 16, 8 and 4 in turn",
+}
+"""Flags that were taken out -> what to use instead."""
+
+
 def _refuse_unknown(written: Mapping[str, str], known: Collection[str], where: str) -> None:
     """Raises UserError for unknown names. `written`: our name -> the name that the user wrote."""
     unknown = {name: word for name, word in written.items() if name not in known}
@@ -341,6 +348,8 @@ def _refuse_unknown(written: Mapping[str, str], known: Collection[str], where: s
 
 def _hint_of(name: str, word: str, known: Collection[str]) -> str:
     """What may be meant by an unknown flag; of a word of another tool, our own for it."""
+    if name in LEFT:
+        return f" any more: {LEFT[name]}"
     if word != name:
         return f" ({ELSEWHERE.get(name, f'it stands for {spelling(name)}')})"
     meant = nearest(spelling(word), map(spelling, sorted({*known, *words_for(known)})))
