@@ -352,8 +352,8 @@ def refuse_other_data(run: RunFolder, new_facts: Facts) -> None:
 def plan_options_from_request(values: Mapping[str, Any]) -> PlanOptions:
     """The plan options that `options_to_dict` wrote for a process elsewhere."""
     asked = {k: v for k, v in values.items() if v is not None}
-    from_preset = asked.pop("preset_options", {})
-    return dataclasses.replace(build_options(PlanOptions, asked, "plan"), preset_options=from_preset)
+    reasons = {name: asked.pop(name, {}) for name in ("preset_options", "measured_options")}
+    return dataclasses.replace(build_options(PlanOptions, asked, "plan"), **reasons)
 
 
 HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", *hub_cache.OFFLINE)

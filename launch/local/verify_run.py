@@ -18,7 +18,7 @@ from isobatch.engine.planning.choices import choose_invariance
 from isobatch.engine.registry import workload_of
 from isobatch.engine.training.loss_checks import RESERVED as STEP_FIELDS
 from isobatch.engine.verification.audit import audit_records, recipe_problems
-from isobatch.engine.verification.proof import Proof, within, wrong_metrics
+from isobatch.engine.verification.proof import Proof, is_time, within, wrong_metrics
 from isobatch.engine.verification.tolerance import FEW, HELD_OUT, tolerances
 from isobatch.launch.local.redo_steps import redo
 from isobatch.launch.local.run_setup import TrustOptions, compare_source, locate_data, plan_for_this_machine
@@ -257,13 +257,12 @@ def _judge_metrics(run: RunFolder, proof: Proof, redone: Redone, allowed: float)
     if redone.judged is not None and best is not None and not abs(redone.judged - best) <= max(allowed, 2e-6):
         proof.problems.append(f"the best evaluation is {best} logged, and {redone.judged:.6g} measured again")
     if redone.metrics:
-        pairs = [
-            (log.splits[split].get(name), v)
-            for split, found in redone.metrics.items()
-            for name, v in found.items()
-        ]
         differences = [
-            abs(new - old) for old, new in pairs if isinstance(new, float) and isinstance(old, float)
+            abs(value - old)
+            for split, found in redone.metrics.items()
+            for name, value in found.items()
+            if isinstance(value, float) and isinstance(old := log.splits[split].get(name), float)
+            if not is_time(name)
         ]
         most = max(differences, default=0.0)
         proof.covered.append(f"held-out metrics recomputed {within(most) if most else 'exactly'}")

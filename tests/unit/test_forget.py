@@ -169,7 +169,7 @@ def test_rows_that_no_step_saw_need_nothing(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.parametrize("parts", [(), ((300, 2.0), (101, 1.0))])
 def test_every_batch_loses_the_rows_and_nothing_else(like: bool, parts: Any) -> None:
     lengths = np.random.default_rng(0).integers(1, 50, 401)
-    plain = Sampler(401, 16, 3, 0.9, 1, (lambda n: lengths[n]) if like else None, parts, 2)
+    plain = Sampler(401, 16, 3, 0.9, 1, (lambda n: lengths[n]) if like else None, parts)
     rows = np.array([3, 77, 78, 350])
     lossy = dataclasses.replace(plain, forgets=rows)
     steps = 3 * plain.steps_per_epoch
