@@ -201,10 +201,6 @@ class RunFolder:
         atomic_files.write_json(self.folder / "plan.json", plan.to_dict())
         self._plan = plan
 
-    def use_plan(self, plan: Plan) -> None:
-        """As `write_plan`, in this process alone."""
-        self._plan = plan
-
     def forget_plan(self) -> None:
         """Read plan.json again at the next use: another process may have replaced it."""
         self._plan = None

@@ -12,7 +12,7 @@ from isobatch.engine.verification.replay import INITIAL, Window
 from isobatch.engine.verification.tolerance import NEAR
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Iterable
 
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.log_audit import LogRecord
@@ -55,18 +55,30 @@ def leading_windows(run: RunFolder, log: LogRecord, steps: int) -> list[Window]:
     for start in sorted((at for at in place if at < stop), reverse=True):
         if (steps := steps - (stop - start)) < 0:
             break
-        found.append(Window(*place[start], stop - start))
+        window = Window(*place[start], stop - start)
+        record = log.phase(window.phase)
+        if record is None or window.stop > record.step:  # the end of its phase was not kept
+            break
+        found.append(window)
         stop = start
     return found
 
 
-def trusted_before(log: LogRecord, redone: Collection[tuple[str, int]]) -> int:
-    """The first step, of all, from which on every step to the exported weights was redone."""
+def longest(windows: Iterable[Window]) -> list[Window]:
+    """The longest window of each beginning: a session has its initial weights once."""
+    found: dict[str, Window] = {}
+    for window in sorted(windows, key=lambda w: w.count):
+        found[window.checkpoint] = window
+    return list(found.values())
+
+
+def trusted_weights(log: LogRecord, redone: Collection[tuple[str, int]]) -> str:
+    """Up to where the weights are the run's own word: the last step before the export that was not redone."""
     left_out = {(phase, step) for phase, steps in log.left_out.items() for step in steps}
     steps = [(p.schedule.name, step) for p in log.phases[:-1] for step in range(1, p.step + 1)]
     steps += [(log.phases[-1].schedule.name, step) for step in range(1, log.exported_step + 1)]
-    missing = [n for n, step in enumerate(steps, 1) if step not in redone and step not in left_out]
-    return missing[-1] if missing else 0
+    missing = [step for step in steps if step not in redone and step not in left_out]
+    return f"the weights up to {missing[-1][0]} step {missing[-1][1]}" if missing else ""
 
 
 def other_windows(run: RunFolder, log: LogRecord, steps: int) -> list[Window]:

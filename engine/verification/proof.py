@@ -184,6 +184,15 @@ def wrong_metrics(
     return problems
 
 
+def unknown_metrics(fields: Mapping[str, set[str]], redone: Redone) -> list[str]:
+    """Metrics that measuring again does not give. `fields`: split -> those in rows of its evaluations."""
+    return [
+        f"{', '.join(more)} of {split} is nothing that this task measures"
+        for split, metrics in redone.metrics.items()
+        if (more := sorted(fields.get(split, set()) - metrics.keys() - {"phase", "step", "split"}))
+    ]
+
+
 def _rows_moved(one: Any, other: Any) -> float:
     """Samples that two confusion matrices count at different places; infinite where these are none."""
     if one is None and other is None:

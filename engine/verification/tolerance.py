@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from isobatch.core.plan import INVARIANCES, REHEARSED_STEPS
@@ -26,22 +27,30 @@ NEAR = 3
 """Steps after which flipped levels have not spread yet."""
 SAME_DEVICE = (2e-5, 1e-2)
 """In place of `exact` within so many as FEW steps, on the kind of device that trained. Measured: 2e-7."""
+SHOWN_MARGIN = 50
 FEW = 12
 FAR = (3e-2, 1.0)
 """In place of `rounding` for more than REHEARSED_STEPS. Measured over 66 steps of the demo: 1e-2 and 0.3."""
 
 
-def tolerances(run: RunFolder, replayed: Plan, steps: int = NEAR) -> tuple[float, float]:
+def tolerances(
+    run: RunFolder, replayed: Plan, steps: int = NEAR, shown: float = math.inf
+) -> tuple[float, float]:
     """Largest differences of (loss, gradient norm) between a logged step and its replay under another plan.
 
     `steps`: how many follow the initial weights or a checkpoint. The loss's difference is absolute, relative
-    above one; the gradient norm's is relative.
+    above one; the gradient norm's is relative. `shown`: by how much most of the first losses differ from
+    those of fp32, where the plan claims coarser arithmetic: SHOWN_MARGIN times that is the most that it
+    explains.
     """
     invariance = max(run.plan.invariance, replayed.invariance, key=INVARIANCES.index)
     if invariance == "exact" and steps <= FEW and replayed.device == run.plan.device:
         return SAME_DEVICE
     if invariance != "rounding":
-        return TOLERANCE[invariance]
+        loss, norm = TOLERANCE[invariance]
+        if invariance == "precision" and replayed.device == run.plan.device:
+            loss = min(loss, max(TOLERANCE["exact"][0], SHOWN_MARGIN * shown))
+        return loss, norm
     if steps <= NEAR:
         return rounding_tolerance(run.plan.rounding)
     return TOLERANCE["rounding"] if steps <= REHEARSED_STEPS else FAR

@@ -28,7 +28,7 @@ from isobatch.engine.verification.proof import within
 from isobatch.launch.forensics import signatures
 from isobatch.launch.forensics.receipt import FILE, receipt_of
 from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.run_setup import OtherDataError, TrustOptions, locate_data
+from isobatch.launch.local.run_setup import OtherDataError, TrustOptions, compare_source, locate_data
 from isobatch.launch.local.verify_run import VerifyOptions, redo_first_steps, verify_run
 
 if TYPE_CHECKING:
@@ -181,6 +181,7 @@ def _check(
         return
     found.checked.append(f"recipe and data, the samples of all {sum(content['phases'].values()):,} steps")
     if not handed_over:
+        found.unknown += [said for part in compare_source(run, options.data) for said in part]
         _check_first_steps(run, content, options, found)
         return
     try:

@@ -52,6 +52,8 @@ def _redo_here(run: RunFolder, jobs: Jobs, folder: Path | None = None) -> list[R
     """Do the jobs in this process group; with `folder` rank 0 writes what they found to report.json there."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    from accelerate.state import AcceleratorState
+
     from isobatch.engine.verification.replay import Replay
 
     world, found = None, []
@@ -65,6 +67,7 @@ def _redo_here(run: RunFolder, jobs: Jobs, folder: Path | None = None) -> list[R
         atomic_files.write_json(folder / "report.json", {"redone": [dataclasses.asdict(r) for r in found]})
     world.close()
     world.exit_process(DONE)
+    AcceleratorState._reset_state()  # noqa: SLF001  the next jobs may be of another precision
     return found
 
 

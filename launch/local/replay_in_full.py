@@ -19,7 +19,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.verification.audit import DERIVED_DECISIONS
 from isobatch.engine.verification.compare_export import compare_folders, is_own_card
-from isobatch.engine.verification.proof import wrong_metrics
+from isobatch.engine.verification.proof import unknown_metrics, wrong_metrics
 from isobatch.engine.verification.replay import INITIAL, Redone, ReplayedStep
 from isobatch.engine.verification.tolerance import HELD_OUT, tolerances
 from isobatch.launch.local.launch_run import launch_run
@@ -54,6 +54,7 @@ def replay_in_full(run: RunFolder, plan: Plan, proof: Proof, owns_process: bool)
             return True
         allowed, _ = tolerances(run, plan, proof.audit.steps)
         proof.problems += _wrong_evaluations(run, again, allowed)
+        proof.problems += unknown_metrics(log.fields, redone)
         proof.problems += wrong_metrics(run, log.splits, redone, max(allowed, HELD_OUT[run.plan.invariance]))
         task, _ = workload_of(run.recipe).make(run.recipe)
         compared = compare_folders(run.final, again.final, task.measured_files)
@@ -84,7 +85,7 @@ def _redone(run: RunFolder, again: RunFolder) -> Redone:
     redone.metrics = {
         r["split"]: {k: v for k, v in r.items() if k not in ("phase", "step", "split")}
         for r in rows_in(again.metrics)
-        if "split" in r and not any("latency" in k for k in r)
+        if "split" in r
     }
     return redone
 

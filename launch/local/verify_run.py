@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import statistics
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +20,7 @@ from isobatch.engine.planning.choices import choose_invariance
 from isobatch.engine.registry import workload_of
 from isobatch.engine.training.loss_checks import RESERVED as STEP_FIELDS
 from isobatch.engine.verification.audit import audit_records, recipe_problems
-from isobatch.engine.verification.proof import Proof, is_time, within, wrong_metrics
+from isobatch.engine.verification.proof import Proof, is_time, unknown_metrics, within, wrong_metrics
 from isobatch.engine.verification.tolerance import FEW, HELD_OUT, tolerances
 from isobatch.launch.local.redo_steps import redo
 from isobatch.launch.local.run_setup import TrustOptions, compare_source, locate_data, plan_for_this_machine
@@ -35,10 +37,6 @@ Level = Literal["records", "steps", "full"]
 LEADING_SECONDS = 10.0
 """Predicted time of the steps that lead to the last checkpoints."""
 MOST_LEADING = 150
-CLAIMED_STEPS = 10
-"""First steps in which a claimed precision must show."""
-PLAIN = 1e-5
-"""Share by which losses and gradient norms of one precision differ at most there. bf16 differs by 1e-3."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,9 +94,6 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
         plan = _other_plan(run, options)
         report |= {"world_size": plan.processes, "micro_batch_samples": plan.micro_batch_samples}
         try:
-            if problem := _judge_claimed_precision(run, plan, proof):
-                proof.problems.append(problem)
-            plan = _other_plan(run, options)
             if options.level == "steps":
                 _verify_steps(run, options, plan, proof, owns_process)
             else:
@@ -117,9 +112,10 @@ def _verify_steps(
     from isobatch.engine.verification.choose_windows import (
         closing_windows,
         leading_windows,
+        longest,
         other_windows,
         short,
-        trusted_before,
+        trusted_weights,
     )
     from isobatch.engine.verification.replay import Job
 
@@ -132,56 +128,44 @@ def _verify_steps(
     ending = Job([] if missing else closing, finished and not missing)
     if own is not None and run.plan.invariance == "rounding":  # long windows say more under the same plan
         ending.windows[:0], windows = windows, short(windows)
-    if own is not None and not missing:
-        ending.windows[:0] = leading_windows(run, log, _leading_steps(own, plan))
+    if not missing:
+        leading = leading_windows(run, log, _leading_steps(own, plan))
+        ending = Job(longest([*leading, *ending.windows]), ending.held_out)
     jobs = [(plan, Job(windows)), (own or plan, ending)]
+    shown = _distance_of_fp32(run, log)
     found = redo(run, jobs, owns_process)
     for (used, _), redone in zip(jobs, found, strict=True):
         exact = run.plan.invariance == used.invariance == "exact" and run.plan.device == used.device
-        proof.add(redone, partial(tolerances, run, used), exact)
+        proof.add(redone, partial(tolerances, run, used, shown=shown), exact)
     if not proof.steps:
         proof.unproven.append("no logged step could be redone: none follows the start or a checkpoint")
     proof.problems += _wrong_class(run, any(r.foreign_noise for r in found))
     _judge_ending(run, proof, found, jobs[-1])
-    if step := trusted_before(log, proof.redone):
-        proof.trusted.insert(0, f"the weights before step {step}")
+    if said := trusted_weights(log, proof.redone):
+        proof.trusted.insert(0, said)
     named = STEP_FIELDS.union({"loss"}, *(r.losses for r in found))
     if unknown := sorted(log.fields.get("step", set()) - named):
         proof.trusted.append(f"the rows' {', '.join(unknown)}")
 
 
-def _judge_claimed_precision(run: RunFolder, plan: Plan, proof: Proof) -> str:
-    """Redo the first steps in plain fp32 where the run claims less, which allows more. Where they come out
-    the same, the run is judged as one in fp32; returns what is wrong then. `plan`: of this machine.
-    """
+def _distance_of_fp32(run: RunFolder, log: LogRecord) -> float:
+    """How far the first logged losses are from those of fp32, where the plan claims coarser arithmetic."""
     from isobatch.engine.verification.replay import INITIAL, Job, Window
 
-    claimed = run.plan
-    if claimed.invariance != "precision":
-        return ""
-    task, _ = workload_of(run.recipe).make(run.recipe)
-    assert proof.audit.log is not None
-    first = proof.audit.log.phases[0]
-    window = Window(INITIAL, first.schedule.name, 0, min(CLAIMED_STEPS, first.step))
-    plain = dataclasses.replace(plan, precision="fp32", compile="off")
-    (redone,) = redo(run, [(plain, Job([window]))])
-    same = all(
-        s["loss_difference"] <= PLAIN * abs(s["loss"]) and s["norm_difference"] <= PLAIN for s in redone.steps
-    )
-    if len(redone.steps) < 2 or not same:
-        return ""
-    rounds = task.model_size(run.facts).rounds
-    has, _ = choose_invariance(run.recipe, "fp32", False, redone.foreign_noise, rounds)
-    run.use_plan(dataclasses.replace(claimed, precision="fp32", compile="off", invariance=has))
-    if claimed.precision == "fp32":  # kernels may be compiled to the same sums
-        return ""
-    return f"plan.json says {claimed.precision}, and the first steps are those of fp32"
+    phase = log.phases[0]
+    if run.plan.invariance != "precision" or not phase.step:
+        return math.inf
+    plan = dataclasses.replace(_other_plan(run, VerifyOptions()), precision="fp32")
+    window = Window(INITIAL, phase.schedule.name, 0, min(FEW, phase.step))
+    (redone,) = redo(run, [(plan, Job([window]))])
+    found = [step["loss_difference"] for step in redone.steps]
+    return statistics.median(found) if found else math.inf  # of all: some may be forged
 
 
-def _leading_steps(own: Plan, here: Plan) -> int:
+def _leading_steps(own: Plan | None, here: Plan) -> int:
     """Most steps to redo before the closing ones, by the time they take and how far rounding may spread."""
     seconds = max(1e-4, here.predicted_step_seconds)
-    return min(int(LEADING_SECONDS / seconds), MOST_LEADING if own.invariance == "exact" else FEW)
+    return min(int(LEADING_SECONDS / seconds), MOST_LEADING if own and own.invariance == "exact" else FEW)
 
 
 def redo_first_steps(run: RunFolder, trained: Sequence[int], steps: int, processes: int = 1) -> Proof:
@@ -250,9 +234,7 @@ def _judge_metrics(run: RunFolder, proof: Proof, redone: Redone, allowed: float)
     log = proof.audit.log
     assert log is not None
     proof.problems += wrong_metrics(run, log.splits, redone, allowed)
-    for split, metrics in redone.metrics.items():
-        if more := sorted(log.fields.get(split, set()) - metrics.keys() - {"phase", "step", "split"}):
-            proof.problems.append(f"{', '.join(more)} of {split} is nothing that this task measures")
+    proof.problems += unknown_metrics(log.fields, redone)
     best = log.phases[-1].judge.best
     if redone.judged is not None and best is not None and not abs(redone.judged - best) <= max(allowed, 2e-6):
         proof.problems.append(f"the best evaluation is {best} logged, and {redone.judged:.6g} measured again")
