@@ -191,7 +191,6 @@ ROOMS: dict[str, set[str]] = {
             "engine.runs",
             "engine.training",
             "engine.verification",
-            "launch.forensics",
             "launch.local",
             "launch.local.words",
             "launch.planning",
