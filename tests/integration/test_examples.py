@@ -145,6 +145,23 @@ def test_one_entry_adds_an_optimizer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert isobatch.verify(resumed)
 
 
+def test_an_optimizer_of_a_tasks_own_file_is_known_wherever_the_task_is(tmp_path: Path) -> None:
+    """`runs` imports no task, and shows the run; `verify` and the rest do."""
+    registered = "OPTIMIZERS['own-lion'] = LION"
+    imports = ["isobatch.core.optimizers import OPTIMIZERS", "isobatch.examples.optimizer import LION"]
+    imports.append("isobatch.tests.tasks.failing import Line")
+    lines = [*(f"from {one}" for one in imports), registered, "class Mine(Line): ..."]
+    (tmp_path / "mine.py").write_text("\n".join(lines))
+    asked = ("auto", "--task", "./mine.py:Mine", "--optimizer", "own-lion", "--steps", "6", "--name", "own")
+    for words in (asked, ("verify", "runs/own"), ("runs", "--json")):
+        done = launch(*words, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+    assert '"done"' in done.stdout
+    (tmp_path / "mine.py").write_text("\n".join([*lines[:3], *lines[4:]]))
+    done = launch(*(word.replace("own-lion", "own-lyon") for word in asked), cwd=tmp_path)
+    assert (done.returncode, "own-lyon: is not one of adamw" in done.stderr) == (2, True)
+
+
 def test_one_class_and_one_entry_add_a_strategy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from isobatch.examples.strategy import PER_PARAMETER
 

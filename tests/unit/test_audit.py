@@ -32,6 +32,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.runs.witness import WITNESS
 from isobatch.engine.verification.audit import audit_records, recipe_problems
+from isobatch.launch.local.verify_run import VerifyOptions, verify_run
 from isobatch.tests.forgery import one_process, reseal
 from isobatch.tests.unit.helpers import plan
 
@@ -132,6 +133,15 @@ def test_what_does_not_follow_from_the_recipe_is_found_even_under_true_seals(
     change(run, edit, sealed=True)
     (found,) = found_in(run)
     assert found.startswith(problem)
+
+
+def test_lost_rows_are_named_and_nothing_else(run: RunFolder) -> None:
+    """Behind them the log is not read: whether it has an end is not known."""
+    done(run)
+    lost = {"phase": "train", "step": 2, "lost": "rows up to step 2 of train were lost or changed"}
+    change(run, lambda rows: rows.insert(1, lost), sealed=True)
+    report = verify_run(RunFolder(run.folder), VerifyOptions(level="records"))
+    assert (report["problems"], report["unproven"]) == ([f"metrics.jsonl: {lost['lost']}"], [])
 
 
 def test_a_line_that_is_no_row_is_found(run: RunFolder) -> None:
