@@ -327,13 +327,6 @@ def test_what_is_trusted_runs_and_is_remembered(
     assert "is not the code that was trained" in capfd.readouterr().err
 
 
-<<<<<<< ours
-def test_trust_is_of_one_recipe(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that is trusted in one run may do something else with other options. The 48 bits of a hash can
-    be made equal on purpose.
-    """
-    monkeypatch.setattr(Recipe, "hash", lambda _: "0123456789ab")
-=======
 @pytest.mark.parametrize("said", ["off", "no"])
 def test_trust_off_is_a_no(home: Path, said: str) -> None:
     run = of_task_file(home, home / "mine.py")
@@ -343,9 +336,11 @@ def test_trust_off_is_a_no(home: Path, said: str) -> None:
         flags_of_files({"like": str(run), "trust": "perhaps"})
 
 
-def test_trust_is_of_one_recipe(home: Path) -> None:
-    """A file that is trusted in one run may do something else with other options."""
->>>>>>> theirs
+def test_trust_is_of_one_recipe(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that is trusted in one run may do something else with other options. The 48 bits of a hash can
+    be made equal on purpose.
+    """
+    monkeypatch.setattr(Recipe, "hash", lambda _: "0123456789ab")
     run = RunFolder(of_task_file(home, home / "mine.py"))
     consent.require(run.recipe, run.folder, trust=True)
     consent.require(run.recipe, run.folder)
