@@ -14,8 +14,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"
-TAKEN_FOR_EXPERTS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-"""Matrices that peft takes for parts of the experts in a mixture, be they of a shared expert."""
+TAKEN_FOR_EXPERTS = frozenset(
+    {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "shared_expert_gate"}
+)
+"""Matrices that peft takes for parts of the experts in a mixture, be they of a shared expert; and its gate,
+which sees tokens without their places in a row, by which noise is drawn."""
 PEFT_PREFIX = "base_model.model."
 """What peft's wrapper model puts before the names of a model's parameters."""
 
@@ -107,8 +110,12 @@ def block_matrices(model: Any, head: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def expert_weights(model: nn.Module) -> int:
-    """Weights of a mixture's experts, of which a layer has one tensor; a depthwise convolution is none."""
-    return sum(p.numel() for p in model.parameters() if p.ndim == 3 and p.shape[1] > 1)
+    """Weights of a mixture's experts, of which a layer has one tensor (a depthwise convolution is none), and
+    of what peft takes for them; 0 without a mixture.
+    """
+    routed = sum(p.numel() for p in model.parameters() if p.ndim == 3 and p.shape[1] > 1)
+    named = ((name.rpartition(".")[2], m) for name, m in model.named_modules() if _is_matrix(m))
+    return routed and routed + sum(m.weight.numel() for name, m in named if name in TAKEN_FOR_EXPERTS)
 
 
 def _is_matrix(module: nn.Module) -> bool:

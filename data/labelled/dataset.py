@@ -172,7 +172,7 @@ class Labelled(EncodedSplits):
         if {columns.text, columns.label} - {"text", "sentence", "label"}:
             notes.append(f"texts are those of the column {columns.text}, classes those of {columns.label}")
         if unread := [str(name) for name in first[1] if name not in columns]:
-            notes.append(f"not read: {', '.join(unread[:8])}")
+            notes.append(f"not read: {', '.join(name or 'a column without a name' for name in unread[:8])}")
         splits, found_notes = self._read_classes(row_readers, columns)
         notes += found_notes
         classes = {split: known for split, (known, _) in splits.items()}

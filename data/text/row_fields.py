@@ -25,7 +25,7 @@ _REFUSED |= {"images", "image", "videos", "video", "audios", "audio"}
 """Columns of NOT_READ without which the rest means something else; others of its words may mean anything."""
 _MARK = re.compile(r"<(\|?)(image|video|audio)(_pad)?\1>(?!.*</\2>)", re.DOTALL)
 """Where a picture would be; HTML closes its elements."""
-_JUDGEMENTS = ("true", "false", "good", "bad", "desirable", "undesirable")
+_JUDGEMENTS = ("true", "false", "good", "bad", "desirable", "undesirable", "chosen", "rejected")
 
 
 LEFT_OUT, FIELD = "left out: ", "field: "

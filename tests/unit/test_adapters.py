@@ -37,7 +37,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "mixtral": ({**SMALL, "num_key_value_heads": 2, "num_local_experts": 2}, {"q_proj": 2, "v_proj": 2}),
     "qwen2_moe": (
         {**SMALL, "num_key_value_heads": 4, "num_experts": 4, "moe_intermediate_size": 16},
-        {"q_proj": 2, "k_proj": 2, "v_proj": 2, "o_proj": 2, "shared_expert_gate": 2},
+        {"q_proj": 2, "k_proj": 2, "v_proj": 2, "o_proj": 2},
     ),
 }
 """model_type -> (sizes, default targets with their counts). Pythia is a GPT-NeoX, DistilGPT-2 a GPT-2."""
