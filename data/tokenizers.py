@@ -174,6 +174,8 @@ def open_as_transformers(path: Path, model: Path | None) -> Tokenizer:
         theirs: Tokenizer = opened.backend_tokenizer
     except Exception:  # it needs code that came along or a library that is not here, or is none of this kind
         return tokenizer
+    if theirs.get_vocab_size() < tokenizer.get_vocab_size():  # it knows none of the folder's files
+        return tokenizer
     theirs.no_truncation()
     theirs.no_padding()
     ours, other = (json.loads(one.to_str()) for one in (tokenizer, theirs))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +15,6 @@ from isobatch.data.text import chat_templates
 from isobatch.models import saving
 from isobatch.models.causal_lm import generation
 from isobatch.tests.unit.test_row_fields import PUBLISHED, SMALL, make_tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 TEMPLATES = {**SMALL, **{file.stem: file.read_text(encoding="utf-8") for file in PUBLISHED.glob("*.jinja")}}
 CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "0a1b2c"}]
@@ -73,3 +71,14 @@ def test_texts_are_encoded_as_transformers_does(tmp_path: Path) -> None:
         assert ids == AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
         assert (ids == tokenizers.open_tokenizer(folder).encode(text).ids) is same
         assert source.identity()["model_type"] == kind
+
+
+def test_files_that_autotokenizer_does_not_know_are_read_all_the_same(tmp_path: Path) -> None:
+    """Beside a GPT-2's config.json it opens a vocabulary of nothing, and every text would be empty."""
+    trained = tokenizers.train_byte_level_bpe(["a few words to learn"] * 20, 300)
+    vocabulary, merges = trained.model.save(str(tmp_path))
+    Path(vocabulary).rename(tmp_path / "encoder.json")
+    Path(merges).rename(tmp_path / "vocab.bpe")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    ids = tokenizers.open_as_transformers(tmp_path, tmp_path).encode("a few words").ids
+    assert ids == tokenizers.open_tokenizer(tmp_path).encode("a few words").ids != []
