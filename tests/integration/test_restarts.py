@@ -74,7 +74,8 @@ def test_out_of_memory_on_one_rank_cuts_the_budget_of_all(
     done = launch(*words(task, *world, "--micro-batch", "4", "--save-every", "4"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "run"
-    assert all(found_in in d["reason"] for d in decisions(run))
+    # The rehearsal sees a step's need, not what other programs leave: a later step may cut once more.
+    assert found_in in decisions(run)[0]["reason"]
     assert {d["decision"] for d in decisions(run)} == {"smaller micro-batches"}
     whole(run, expected)
 
