@@ -349,7 +349,7 @@ def _refuse_unknown(written: Mapping[str, str], known: Collection[str], where: s
 def _hint_of(name: str, word: str, known: Collection[str]) -> str:
     """What may be meant by an unknown flag; of a word of another tool, our own for it."""
     if name in LEFT:
-        return f" any more: {LEFT[name]}"
+        return f" (taken out: {LEFT[name]})"
     if word != name:
         return f" ({ELSEWHERE.get(name, f'it stands for {spelling(name)}')})"
     meant = nearest(spelling(word), map(spelling, sorted({*known, *words_for(known)})))

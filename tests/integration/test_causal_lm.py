@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from isobatch.launch.commands.generate import GenerateOptions, open_language_model
 from isobatch.tests.integration.helpers import ROOT, launch, losses, run_card, summary
 
 if TYPE_CHECKING:
@@ -84,6 +85,10 @@ def test_the_demo_learns_and_writes(tmp_path: Path) -> None:
     assert first["text"].startswith("One ")
     rounded = launch(*words, "--load-bits", "8", cwd=tmp_path)
     assert json.loads(rounded.stdout)["text"].startswith("One ")
+    model, _ = open_language_model([str(run), "--prompt", "One"], "generate", GenerateOptions)
+    writers: list[Any] = [model.writer(bits) for bits in (16, 8, 4)]
+    wide, eight, four = (writer.args[0].get_memory_footprint() for writer in writers)
+    assert wide > eight > four
     assert run_card(run / "final").startswith("A text begins")
 
 

@@ -17,6 +17,7 @@ from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.registry import Workload, workload
 from isobatch.engine.runs.run_options import RunOptions
+from isobatch.launch.commands.generate import GenerateOptions
 from isobatch.launch.local.arguments import (
     BatchScaling,
     Request,
@@ -24,6 +25,7 @@ from isobatch.launch.local.arguments import (
     parse_request,
     split_words,
 )
+from isobatch.launch.local.verify_run import VerifyOptions
 
 FLAGS = {
     "recipe": """task mode preset data format model tokenizer revision seed epochs steps phase least_steps
@@ -333,3 +335,21 @@ def test_a_command_of_its_own_refuses_what_it_does_not_know() -> None:
         command_options({"devices": "3", "processes": "2"}, PlanOptions, "resume")
     with pytest.raises(UserError, match=r"--learning-rate: resume has no such flag"):
         command_options({"learning_rate": "3"}, PlanOptions, "resume")
+
+
+@pytest.mark.parametrize(
+    ("flags", "kind", "answer"),
+    [
+        ({"against": "p"}, VerifyOptions, "--against: it has no such flag (taken out: run `isobatch"),
+        (
+            {"compare_bits": "True", "zzz": "1"},
+            GenerateOptions,
+            "it has none of these flags: --compare-bits (taken out: run it with --load-bits 16, 8 and 4 in"
+            " turn), --zzz",
+        ),
+    ],
+)
+def test_a_flag_that_was_taken_out_says_what_to_use(flags: dict[str, str], kind: type, answer: str) -> None:
+    with pytest.raises(UserError) as refused:
+        command_options(flags, kind, "it")
+    assert str(refused.value).startswith(answer)
