@@ -265,8 +265,10 @@ def open_utf8(file: Path) -> io.BufferedReader:
         stream = file.open("rb")
         head = stream.peek(1)
         if b"\r" in head and b"\n" not in head and FORMATS.get(_ending(file)) in DELIMITERS:
-            with stream:  # lines that end as those of the first Macintoshes, which Excel still offers
-                return io.BufferedReader(io.BytesIO(stream.read().replace(b"\r", b"\n")))
+            if b"\n" not in (content := stream.read()):  # as the first Macintoshes ended lines, and Excel can
+                stream.close()
+                return io.BufferedReader(io.BytesIO(content.replace(b"\r", b"\n")))
+            stream.seek(0)
         return stream
     try:
         return io.BufferedReader(io.BytesIO(file.read_bytes().decode(encoding).encode()))

@@ -261,12 +261,9 @@ def _choose_columns(
         chosen[name] = column
     renamed = [f"{column} as {name}" for name, column in chosen.items() if column != name]
     unread = [name for name in available if name not in chosen.values()]
-    said = [
-        f"{verb}: {', '.join(names[:8])}"
-        for verb, names in (("read", renamed), ("not read", unread))
-        if names
-    ]
-    if said and (note := f"{file.name}: {'; '.join(said)}".replace("read:", "read", 1)) not in notes:
+    said = [f"read {', '.join(renamed)}"] if renamed else []
+    said += [f"not read: {', '.join(unread[:8])}"] if unread else []
+    if said and (note := f"{file.name}: {'; '.join(said)}") not in notes:
         notes.append(note)
     if counted := [n for n in available if n.lower() in QUANTITY_COLUMNS and n not in chosen.values()]:
         note = f"{file.name}: {counted[0]} is not read: an interaction counts once, whatever its quantity"

@@ -52,8 +52,11 @@ def find_columns(
 
 
 def _find_column(asked: str | None, usual: tuple[str, ...], available: Sequence[str]) -> str | None:
-    """The column asked for, else the first of the usual names; None where it is not there."""
-    return next((name for name in (usual if asked is None else (asked,)) if name in available), None)
+    """The column asked for, else the first of the usual names, in letters of any size; None without it."""
+    if asked is not None:
+        return asked if asked in available else None
+    found = {name.lower(): name for name in reversed(available)}
+    return next((found[name] for name in usual if name in found), None)
 
 
 def _hint(flag: str, asked: str, available: Sequence[str]) -> str:

@@ -30,6 +30,9 @@ def rows_in(value: Any, key: str | None, file: Path) -> list[Any]:
         raise UserError(f"{file}: holds {type(value).__name__}, not a list of objects")
     sizes = {len(column) if isinstance(column, list) else None for column in value.values()}
     keys = [key] if key else lists_of_rows(value, dict)
+    if not keys and len(value) > 1 and len(sizes) > 1 and None not in sizes:
+        lengths = ", ".join(f"{name} {len(column)}" for name, column in value.items())
+        raise UserError(f"{file}: its columns are not of one length ({lengths})")
     if not keys and len(value) > 1 and len(sizes) == 1 and None not in sizes:
         return [dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=True)]
     keys = keys or lists_of_rows(value)

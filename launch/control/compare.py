@@ -72,6 +72,7 @@ def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:
         "recipe": _differing([run.recipe.to_compare() for run in runs]),
         "data": _differing(data),
         "plan": _differing([{name: plan.get(name) for name in PLAN} for plan in plans]),
+        "split": None if "held-out split" in _differing(data) else summaries[0].get("split"),
         "metrics": _side_by_side(metrics),
         "figures": _side_by_side([{name: s.get(name) for name in FIGURES} for s in summaries]),
     }
@@ -102,8 +103,11 @@ def printable_lines(found: Mapping[str, Any]) -> str:
     cells = [["", *found["runs"]]]
     for part in ("recipe", "data", "plan"):
         cells += _section(part, found[part], lambda value: "" if value is None else value_text(value))
-    for part in ("metrics", "figures"):
-        cells += _section(part, found[part], _figure)
+    for part, title in (
+        ("metrics", f"metrics, {found['split']}" if found["split"] else "metrics"),
+        ("figures", "figures"),
+    ):
+        cells += _section(title, found[part], _figure)
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
     return "\n".join([*map(printable, lines), *([remark] if remark else [])])

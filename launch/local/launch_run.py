@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from isobatch.core import number_ranges
-from isobatch.core.errors import DONE, UserError
+from isobatch.core.errors import DONE, WRONG_INPUT, UserError
 from isobatch.core.strategies import traits_of
 from isobatch.core.terminal.status import begins_now
 from isobatch.engine import consent
@@ -109,12 +110,15 @@ def find_or_train(
         refuse_if_in_a_job(run)
         print_unless_quiet(f"going on with {run.folder} ({run.status()})", request.run.quiet)
     plan = plan_with_remarks(request.recipe, facts, as_begun(run, request.plan), request.run.quiet)
-    run = run or create_run(request, facts)
+    is_new, run = run is None, run or create_run(request, facts)
     consent.require(run.recipe, run.folder, trust)
     with run.lock("launch"):  # another process may have made and begun the same run meanwhile
         run.refuse_if_training()
         store_plan(run, plan)
-        return run, launch_run(run, request.run, owns_process)
+        verdict = launch_run(run, request.run, owns_process)
+    if is_new and verdict.code == WRONG_INPUT and run.status() == "unfinished" and not run.metrics.exists():
+        shutil.rmtree(run.folder)  # refused before a step: its name is free again
+    return run, verdict
 
 
 def launch_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -> Verdict:

@@ -89,6 +89,8 @@ def test_a_mistake_is_answered_in_a_few_lines(tmp_path: Path, right: str, wrong:
     assert "train 1/" not in done.stderr, "it is refused before the first step"
     assert not any(place in done.stderr for place in ("/engine/", "/launch/", "site-packages"))
     assert 1 <= len(said[begin:]) <= 6
+    if "monitor" in wrong:  # what is refused, and no code of the user's that fails, leaves its name free
+        assert not any((tmp_path / "runs").iterdir())
 
 
 def test_debug_shows_all_frames(tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ def test_runs_stand_side_by_side_with_what_differs_first(tmp_path: Path, capsys:
     assert lines[1] == "recipe"
     assert lines[2].split() == ["lr", "0.001", "0.002"]
     assert any(line.split() == ["accuracy", "0.8", "0.9"] for line in lines)
+    assert "metrics, valid" in lines
     assert "ci95" not in "".join(lines)
     assert lines[-1] == "another protocol: metrics are not comparable"
     assert compare(["--json", str(one.folder), str(one.folder)]) == 0

@@ -182,6 +182,10 @@ def test_a_label_that_no_training_row_has_is_named(folder: Path) -> None:
         make(folder).encode_splits()
 
 
+def test_usual_names_are_found_in_letters_of_any_size() -> None:
+    assert find_columns("d", ["Id", "Text", "LABEL"]) == ColumnNames("Text", None, "LABEL")
+
+
 def test_all_missing_columns_are_named_at_once() -> None:
     with pytest.raises(
         UserError, match=r"^--data d: which columns\? --text-column and --label-column say; it"

@@ -72,6 +72,11 @@ REFUSED = {
     "fields": ("a.csv", "a;b\n1;2\n" * 60 + "1;2;3\n", "line 121: has 3 fields .* holds a semicolon"),
     "conll": ("a.conll", "word\tO\n", "a.conll: holds words with tags, which no task here learns"),
     "two lists": ("a.json", json.dumps({"a": PAIR, "b": PAIR}), r"several lists of rows \(a, b\)"),
+    "columns of two lengths": (
+        "a.json",
+        json.dumps({"a": [1, 2], "b": [3]}),
+        r"not of one length \(a 2, b 1\)",
+    ),
     "no list": ("a.json", json.dumps({"text": "a"}), "an object without a list of rows"),
 }
 
