@@ -45,15 +45,15 @@ COMMANDS = {
     "prepare": ("commands.plan:prepare", "fetch, clean, tokenize and measure the data, once"),
     "resume": ("commands.auto:resume", "go on with a run on this machine, whatever it is"),
     "slurm": (
-        "slurm.command:slurm",
+        "clusters.slurm.command:slurm",
         "print, or --submit, a Slurm job that trains until done",
     ),
     "k8s": (
-        "kubernetes.command:k8s",
+        "clusters.kubernetes.command:k8s",
         "print, or --submit, the manifest of a Kubernetes job that trains until done",
     ),
     "ray": (
-        "ray_train.command:ray",
+        "clusters.ray.command:ray",
         "print, or --submit, a script that trains on a Ray cluster until done",
     ),
     "verify": (
@@ -128,9 +128,9 @@ COMMANDS = {
     ),
 }
 INTERNAL = {
-    "job": "slurm.job:job",
-    "node": "slurm.node:node",
-    "pod": "kubernetes.pod:pod",
+    "job": "clusters.slurm.job:job",
+    "node": "clusters.slurm.node:node",
+    "pod": "clusters.kubernetes.pod:pod",
     "call": "report.child_process:call",
     "measure": "measuring.setup:measure_as_worker",
 }

@@ -55,7 +55,7 @@ FRESH = (":peak_memory", '"runtime": "onnx"')
 """What the command that measures the memory of a process without torch holds: a fork has torch."""
 NOT_IMPORTED = [
     f"isobatch.launch.{name}"
-    for name in ("__main__", "_root", "loopback", "torchrun", "train", "ray_train.workers")
+    for name in ("__main__", "_root", "loopback", "torchrun", "train", "clusters.ray.workers")
 ]
 """Scripts, and what imports Ray."""
 CLIENT = """#!{python} -IS

@@ -12,9 +12,9 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.slurm_queue import run_slurm
+from isobatch.launch.clusters.slurm import job_record
 from isobatch.launch.control.run_state import RunView, look, one_run
 from isobatch.launch.local.arguments import command_options
-from isobatch.launch.slurm import job_record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,9 +13,9 @@ from isobatch.core.hub_cache import OFFLINE, TRUE
 from isobatch.core.measures import format_bytes
 from isobatch.engine.machine.detect_nvidia import positive
 from isobatch.engine.runs.slurm_queue import run_slurm
+from isobatch.launch.clusters.slurm.client import is_usable
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.doctor.storage import PREFIX, existing_parent
-from isobatch.launch.slurm.client import is_usable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from isobatch.launch.kubernetes.command import k8s
+from isobatch.launch.clusters.kubernetes.command import k8s
 from isobatch.tests.integration.helpers import RAGGED, launch, rows, summary
 
 if TYPE_CHECKING:

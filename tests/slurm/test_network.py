@@ -12,8 +12,8 @@ import pytest
 
 from isobatch.core import atomic_files
 from isobatch.core.package import own_command
+from isobatch.launch.clusters.slurm.job_request import JobRequest, plan_for_nodes
 from isobatch.launch.local.run_setup import open_run, store_plan
-from isobatch.launch.slurm.job_request import JobRequest, plan_for_nodes
 from isobatch.tests.integration.helpers import furthest, launch, losses, summary
 from isobatch.tests.slurm.nodes import TASKS
 

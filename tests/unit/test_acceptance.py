@@ -1,4 +1,4 @@
-"""Tests of launch/slurm/acceptance.py: what Slurm would not start is said before it is submitted."""
+"""Tests of launch/clusters/slurm/acceptance.py: what Slurm would not start is said before it is submitted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.engine.runs import slurm_queue
-from isobatch.launch.slurm import acceptance, command
-from isobatch.launch.slurm.submission.sbatch_script import JobScript
+from isobatch.launch.clusters.slurm import acceptance, command
+from isobatch.launch.clusters.slurm.sbatch_script import JobScript
 from isobatch.tests.unit.fake_slurm import AWAY, NO_CLUSTER, Say, Slurm, queued
 
 LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"

@@ -1,4 +1,4 @@
-"""Tests of launch/slurm/submission/array.py and of `slurm` with lists: runs, names, numbers and folders."""
+"""Tests of launch/clusters/slurm/array.py and of `slurm` with lists: runs, names, numbers and folders."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.launch.clusters.slurm import array
+from isobatch.launch.clusters.slurm.options import SlurmOptions, is_array, parallel_tasks
 from isobatch.launch.local.arguments import parse_sweep
-from isobatch.launch.slurm.submission import array
-from isobatch.launch.slurm.submission.options import SlurmOptions, is_array, parallel_tasks
 
 if TYPE_CHECKING:
     from isobatch.tests.conftest import Cli

@@ -54,7 +54,7 @@ def test_a_row_of_metrics_is_json(tmp_path: Path) -> None:
     assert strict(text) == {"step": 1, "mine": None, "not_finite": {"mine": "nan"}}
 
 
-@pytest.mark.parametrize("folder", ["engine/runs", "launch/commands", "launch/slurm"])
+@pytest.mark.parametrize("folder", ["engine/runs", "launch/commands", "launch/clusters/slurm"])
 def test_json_for_others_is_written_in_one_place(folder: str) -> None:
     """`json.dumps` writes NaN, which no other reader takes."""
     found = set()

@@ -1,4 +1,4 @@
-"""Tests of launch/slurm/containers.py: which program opens an image, and the words it gets."""
+"""Tests of launch/clusters/slurm/containers.py: which program opens an image, and the words it gets."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.runs import slurm_queue
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.slurm_queue import CommandResult
-from isobatch.launch.slurm import containers
-from isobatch.launch.slurm.client import Allocation
-from isobatch.launch.slurm.job_request import JobRequest
-from isobatch.launch.slurm.step import srun_command
+from isobatch.launch.clusters.slurm import containers
+from isobatch.launch.clusters.slurm.client import Allocation
+from isobatch.launch.clusters.slurm.job_request import JobRequest
+from isobatch.launch.clusters.slurm.step import srun_command
 
 INSIDE = ["python3", "-P", str(ROOT / "__main__.py"), "node", "RUN", "NONCE"]
 

@@ -1,4 +1,4 @@
-"""Tests of launch/kubernetes: manifests that every cluster takes, and wrong words answered in one line."""
+"""Tests of k8s: manifests that every cluster takes, and wrong words answered in one line."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from isobatch.core.errors import (
     WorkerLostError,
 )
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
-from isobatch.launch.kubernetes.command import k8s
-from isobatch.launch.kubernetes.pod import PodOptions, exit_code, torchrun_command
+from isobatch.launch.clusters.kubernetes.command import k8s
+from isobatch.launch.clusters.kubernetes.pod import PodOptions, exit_code, torchrun_command
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ import isobatch
 from isobatch.core.errors import UserError
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.engine.planning.explanations import unmet_wishes
+from isobatch.launch.clusters.slurm.options import SlurmOptions
 from isobatch.launch.commands.plan import PlanCommandOptions
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.launch_run import AutoOptions
 from isobatch.launch.local.run_setup import plan_options_from_request
-from isobatch.launch.slurm.submission.options import SlurmOptions
 from isobatch.tests.paths import ROOT
 
 TASK = f"{ROOT}/tests/tasks/preset.py:Line"

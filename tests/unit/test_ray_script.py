@@ -1,4 +1,4 @@
-"""Tests of launch/ray_train: the script that is printed, its flags, and wrong words in one line."""
+"""Tests of launch/clusters/ray: the script that is printed, its flags, and wrong words in one line."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.engine.runs.run_options import RunOptions
+from isobatch.launch.clusters.ray import places
+from isobatch.launch.clusters.ray.command import ray
+from isobatch.launch.clusters.ray.driver import judge, train_until_done
+from isobatch.launch.clusters.ray.run_log import RunLog
 from isobatch.launch.commands.describe import COMMAND_OPTIONS, OF_A_RECIPE
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.restarts import train_with_restarts
-from isobatch.launch.ray_train import places
-from isobatch.launch.ray_train.command import ray
-from isobatch.launch.ray_train.driver import judge, train_until_done
-from isobatch.launch.ray_train.run_log import RunLog
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:

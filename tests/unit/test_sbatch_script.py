@@ -1,4 +1,4 @@
-"""Tests of launch/slurm/submission: the sbatch script, its quoting, and Slurm's own words."""
+"""Tests of launch/clusters/slurm: the sbatch script, its quoting, and Slurm's own words."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 from isobatch.core.errors import UserError
 from isobatch.core.package import ROOT, own_command
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.launch.clusters.slurm import client, sbatch_script, slurm_words
+from isobatch.launch.clusters.slurm.job_request import JobRequest
+from isobatch.launch.clusters.slurm.options import SlurmOptions, join_sbatch_value, step_words
+from isobatch.launch.clusters.slurm.step import srun_command
 from isobatch.launch.local.arguments import split_words
-from isobatch.launch.slurm import client
-from isobatch.launch.slurm.job_request import JobRequest
-from isobatch.launch.slurm.step import srun_command
-from isobatch.launch.slurm.submission import sbatch_script, slurm_words
-from isobatch.launch.slurm.submission.options import SlurmOptions, join_sbatch_value, step_words
 
 PRINTABLE = st.text(st.characters(exclude_categories=["C", "Z"], include_characters=" "), min_size=1)
 

@@ -1,4 +1,4 @@
-"""Tests of launch/slurm: when a job stops and when it requeues itself."""
+"""Tests of launch/clusters/slurm: when a job stops and when it requeues itself."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import pytest
 
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.slurm import client
-from isobatch.launch.slurm.job_request import JobRequest, plan_for_nodes
-from isobatch.launch.slurm.submission.options import SlurmOptions
+from isobatch.launch.clusters.slurm import client
+from isobatch.launch.clusters.slurm.job_request import JobRequest, plan_for_nodes
+from isobatch.launch.clusters.slurm.options import SlurmOptions
 
 if TYPE_CHECKING:
     from isobatch.tests.conftest import Cli

@@ -1,4 +1,4 @@
-"""Tests of launch/slurm: when a job stops and requeues itself, what ended a step, how its nodes meet."""
+"""Tests of Slurm jobs: when one stops and requeues itself, what ended a step, how its nodes meet."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.local.interfaces import local_address
-from isobatch.launch.slurm import client, time_limit
-from isobatch.launch.slurm.job import should_save_now
-from isobatch.launch.slurm.rendezvous import (
+from isobatch.launch.clusters.slurm import client, sbatch_script, time_limit
+from isobatch.launch.clusters.slurm.job import should_save_now
+from isobatch.launch.clusters.slurm.rendezvous import (
     StepNode,
     announce,
     job_is_there,
@@ -22,10 +21,10 @@ from isobatch.launch.slurm.rendezvous import (
     rendezvous_folder,
     wait_for_answers,
 )
-from isobatch.launch.slurm.requeue import Leg, requeue
-from isobatch.launch.slurm.step import ORPHANED, STEP_SHELL, Step, explain_end
-from isobatch.launch.slurm.submission import sbatch_script
-from isobatch.launch.slurm.time_limit import LegClock
+from isobatch.launch.clusters.slurm.requeue import Leg, requeue
+from isobatch.launch.clusters.slurm.step import ORPHANED, STEP_SHELL, Step, explain_end
+from isobatch.launch.clusters.slurm.time_limit import LegClock
+from isobatch.launch.local.interfaces import local_address
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -200,8 +199,8 @@ def test_a_clock_without_an_answer_takes_what_was_asked_for() -> None:
 
 
 def test_a_node_is_named_by_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobatch.launch.slurm.rendezvous.ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr("isobatch.launch.slurm.rendezvous.JOIN_EXTRA_SECONDS", 0.1)
+    monkeypatch.setattr("isobatch.launch.clusters.slurm.rendezvous.ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr("isobatch.launch.clusters.slurm.rendezvous.JOIN_EXTRA_SECONDS", 0.1)
     step = {"SLURM_STEP_ID": "0", "SLURMD_NODENAME": "d"}
     with pytest.raises(UserError, match=r"d does not see .* what the job wrote"):
         StepNode.find(step, tmp_path, "1")
@@ -224,7 +223,7 @@ def test_an_allocation_is_read_from_the_jobs_variables(monkeypatch: pytest.Monke
 
 
 def test_a_node_asks_whether_the_job_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobatch.launch.slurm.rendezvous.JOB_GONE_SECONDS", 0.1)
+    monkeypatch.setattr("isobatch.launch.clusters.slurm.rendezvous.JOB_GONE_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as server:
         node = StepNode(rank=1, nodes=("127.0.0.1", "n2"), job_port=server.getsockname()[1])
         assert job_is_there(node)
@@ -234,7 +233,7 @@ def test_a_node_asks_whether_the_job_is_there(monkeypatch: pytest.MonkeyPatch) -
 def test_a_node_that_does_not_see_the_folder_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isobatch.launch.slurm.rendezvous.ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr("isobatch.launch.clusters.slurm.rendezvous.ANSWER_SECONDS", 0.2)
     meeting = tmp_path / "r" / "slurm" / "meeting-1"
     meeting.mkdir(parents=True)
     first, second = (StepNode(rank=rank, nodes=("n1", "n2")) for rank in (0, 1))
@@ -244,7 +243,7 @@ def test_a_node_that_does_not_see_the_folder_is_named(
     atomic_files.write_json(meeting / "1.json", {"node": "n2", "sees_data": False})
     with pytest.raises(UserError, match=r"n2 cannot see the prepared data .* ISOBATCH_CACHE"):
         wait_for_answers(first, meeting, tmp_path)
-    monkeypatch.setattr("isobatch.launch.slurm.rendezvous.JOIN_EXTRA_SECONDS", 0.1)
+    monkeypatch.setattr("isobatch.launch.clusters.slurm.rendezvous.JOIN_EXTRA_SECONDS", 0.1)
     with pytest.raises(UserError, match=r"n2 does not see .* what n1 wrote"):
         join(second, tmp_path / "elsewhere" / "slurm" / "meeting-1", tmp_path)
 
@@ -252,7 +251,7 @@ def test_a_node_that_does_not_see_the_folder_is_named(
 def test_a_rendezvous_that_cannot_be_reached_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isobatch.launch.slurm.rendezvous.REACH_SECONDS", 0.2)
+    monkeypatch.setattr("isobatch.launch.clusters.slurm.rendezvous.REACH_SECONDS", 0.2)
     atomic_files.write_json(tmp_path / "call.json", {"addresses": ["127.0.0.1"], "port": 1})
     assert not local_address("127.0.0.1", 1)
     with pytest.raises(UserError, match=r"n2 cannot reach n1 at 127\.0\.0\.1:1"):

@@ -16,10 +16,10 @@ from isobatch.core.errors import BUG, DONE, WRONG_INPUT, UserError
 from isobatch.core.package import TORCHRUN_SCRIPT, TRAIN_SCRIPT
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, StopFlag
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
+from isobatch.launch.clusters.slurm.rendezvous import StepNode, job_is_there, rendezvous
+from isobatch.launch.clusters.slurm.step import ORPHANED
 from isobatch.launch.local.accelerate_launcher import relay_output
 from isobatch.launch.local.interfaces import gloo_interface, local_address
-from isobatch.launch.slurm.rendezvous import StepNode, job_is_there, rendezvous
-from isobatch.launch.slurm.step import ORPHANED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

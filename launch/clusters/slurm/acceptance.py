@@ -23,14 +23,14 @@ from isobatch.engine.runs.slurm_queue import (
     job_statuses,
     run_slurm,
 )
-from isobatch.launch.slurm.client import gpus_in, is_usable
-from isobatch.launch.slurm.submission import sbatch_script
-from isobatch.launch.slurm.submission.slurm_words import format_time_limit, parse_time_limit
+from isobatch.launch.clusters.slurm import sbatch_script
+from isobatch.launch.clusters.slurm.client import gpus_in, is_usable
+from isobatch.launch.clusters.slurm.slurm_words import format_time_limit, parse_time_limit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from isobatch.launch.slurm.submission.sbatch_script import JobScript
+    from isobatch.launch.clusters.slurm.sbatch_script import JobScript
 
 WATCH_SECONDS, WATCH_EVERY_SECONDS = 1.5, 0.3
 """How long after its submission a job's reason is looked for."""

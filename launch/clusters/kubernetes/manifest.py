@@ -17,7 +17,7 @@ import yaml
 from isobatch.core.errors import FAILED, STOPPED, WRONG_INPUT, UserError
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.task_files import imported_files, is_task_file, task_file
-from isobatch.launch.kubernetes.options import KubernetesOptions
+from isobatch.launch.clusters.kubernetes.options import KubernetesOptions
 from isobatch.launch.local.arguments import request_text
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from isobatch.launch.slurm.submission.slurm_words import parse_array
+from isobatch.launch.clusters.slurm.slurm_words import parse_array
 from isobatch.launch.sweeps.points import distinct, labelled, named, with_seed
 
 if TYPE_CHECKING:

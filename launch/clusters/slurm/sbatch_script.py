@@ -13,7 +13,7 @@ from pathlib import Path
 
 from isobatch.core.errors import UserError
 from isobatch.core.package import ROOT, own_command
-from isobatch.launch.slurm.submission.slurm_words import format_time_limit, refuse_control_characters
+from isobatch.launch.clusters.slurm.slurm_words import format_time_limit, refuse_control_characters
 
 MAX_CHARACTERS = 1000
 """Characters of an #SBATCH line that sbatch reads."""

@@ -32,6 +32,8 @@ from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
 from isobatch.engine.runs.witness import use_witness
 from isobatch.launch.cli import guarded
+from isobatch.launch.clusters.ray.places import Places
+from isobatch.launch.clusters.ray.run_log import RunLog
 from isobatch.launch.commands.auto import print_outcome
 from isobatch.launch.local import restarts
 from isobatch.launch.local.arguments import Request, parse_request
@@ -43,8 +45,6 @@ from isobatch.launch.local.run_setup import (
     prepare_facts,
     print_unless_quiet,
 )
-from isobatch.launch.ray_train.places import Places
-from isobatch.launch.ray_train.run_log import RunLog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -200,7 +200,7 @@ class Attempts:
 
         In a thread: in the main one, Ray would end the workers at the first Ctrl-C.
         """
-        from isobatch.launch.ray_train.workers import started_file, stop_file
+        from isobatch.launch.clusters.ray.workers import started_file, stop_file
 
         error: list[str] = []
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import DONE, UserError
+from isobatch.launch.clusters.ray.options import RayOptions
+from isobatch.launch.clusters.ray.script import render
 from isobatch.launch.local.arguments import parse_request
-from isobatch.launch.ray_train.options import RayOptions
-from isobatch.launch.ray_train.script import render
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,18 +23,18 @@ from isobatch.engine.runs.slurm_queue import (
     refuse_if_in_a_job,
 )
 from isobatch.engine.runs.witness import use_witness
-from isobatch.launch.local.arguments import Request, parse_sweep
-from isobatch.launch.local.run_setup import (
-    create_run,
-    environment_elsewhere,
-    find_run,
-    prepare_facts,
+from isobatch.launch.clusters.slurm import (
+    acceptance,
+    client,
+    containers,
+    job_record,
+    sbatch_script,
+    slurm_words,
+    time_limit,
 )
-from isobatch.launch.slurm import acceptance, client, containers, job_record, time_limit
-from isobatch.launch.slurm.job_request import JobRequest
-from isobatch.launch.slurm.submission import sbatch_script, slurm_words
-from isobatch.launch.slurm.submission.array import SUBMITTED, array_folder, array_text, numbered
-from isobatch.launch.slurm.submission.options import (
+from isobatch.launch.clusters.slurm.array import SUBMITTED, array_folder, array_text, numbered
+from isobatch.launch.clusters.slurm.job_request import JobRequest
+from isobatch.launch.clusters.slurm.options import (
     SlurmOptions,
     is_array,
     join_sbatch_value,
@@ -42,6 +42,13 @@ from isobatch.launch.slurm.submission.options import (
     processes_per_node,
     step_words,
     validated,
+)
+from isobatch.launch.local.arguments import Request, parse_sweep
+from isobatch.launch.local.run_setup import (
+    create_run,
+    environment_elsewhere,
+    find_run,
+    prepare_facts,
 )
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import DONE, UserError
-from isobatch.launch.kubernetes.manifest import render
-from isobatch.launch.kubernetes.options import KubernetesOptions
+from isobatch.launch.clusters.kubernetes.manifest import render
+from isobatch.launch.clusters.kubernetes.options import KubernetesOptions
 from isobatch.launch.local.arguments import parse_request
 
 if TYPE_CHECKING:

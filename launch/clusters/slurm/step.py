@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from isobatch.core.errors import FAILED, WRONG_INPUT, JobMemoryError, WorkerLostError
 from isobatch.core.package import own_command
 from isobatch.engine.runs.run_folder import Verdict
-from isobatch.launch.slurm.containers import (
+from isobatch.launch.clusters.slurm.containers import (
     ENVIRONMENT,
     Container,
     find_runtime,
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.launch.slurm import client
-    from isobatch.launch.slurm.job_request import JobRequest
+    from isobatch.launch.clusters.slurm import client
+    from isobatch.launch.clusters.slurm.job_request import JobRequest
 
 ORPHANED = 96
 """Exit code of a launcher that finds the job's script gone."""

@@ -23,18 +23,18 @@ from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.engine.runs.slurm_queue import NO_ANSWER, refuse_if_in_a_job
-from isobatch.launch.local import restarts
-from isobatch.launch.local.run_setup import locate_data, store_plan
-from isobatch.launch.slurm import client, job_record, rendezvous, time_limit
-from isobatch.launch.slurm.job_request import JobRequest, plan_for_nodes
-from isobatch.launch.slurm.requeue import furthest_checkpoint, requeue_or_stop, was_preempted
-from isobatch.launch.slurm.step import (
+from isobatch.launch.clusters.slurm import client, job_record, rendezvous, time_limit
+from isobatch.launch.clusters.slurm.job_request import JobRequest, plan_for_nodes
+from isobatch.launch.clusters.slurm.requeue import furthest_checkpoint, requeue_or_stop, was_preempted
+from isobatch.launch.clusters.slurm.step import (
     Step,
     explain_end,
     node_logs,
     srun_command,
     unreachable_nodes,
 )
+from isobatch.launch.local import restarts
+from isobatch.launch.local.run_setup import locate_data, store_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isobatch.engine.registry import workload_of
-from isobatch.launch.slurm import client, job_record
+from isobatch.launch.clusters.slurm import client, job_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable

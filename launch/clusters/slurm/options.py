@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.strategies import traits_of
-from isobatch.launch.slurm.submission.slurm_words import parse_srun_options, parse_time_limit
+from isobatch.launch.clusters.slurm.slurm_words import parse_srun_options, parse_time_limit
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import run_name
+from isobatch.launch.clusters.ray.options import RayOptions, processes_per_worker
 from isobatch.launch.local.arguments import request_text
-from isobatch.launch.ray_train.options import RayOptions, processes_per_worker
 
 if TYPE_CHECKING:
     from isobatch.launch.local.arguments import Request
@@ -27,8 +27,8 @@ import sys
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from isobatch.launch.ray_train.driver import train_until_done
-from isobatch.launch.ray_train.workers import HostGroup, work
+from isobatch.launch.clusters.ray.driver import train_until_done
+from isobatch.launch.clusters.ray.workers import HostGroup, work
 
 RESOURCES = {resources}  # of a worker
 FLAGS = """\\

@@ -95,7 +95,7 @@ def job_state(job: str) -> str:
 
 def seconds_left(job: str) -> float | None:
     """Seconds until the job's time limit; None where it has none."""
-    from isobatch.launch.slurm.submission.slurm_words import parse_time_limit
+    from isobatch.launch.clusters.slurm.slurm_words import parse_time_limit
 
     text = run_slurm("squeue", "-h", "-j", job, "-o", "%L").out.strip()
     try:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.launch.clusters.slurm import client
 from isobatch.launch.local.interfaces import is_loopback, local_address, serve_store
-from isobatch.launch.slurm import client
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,0 +1,1 @@
+"""Where a run may train: here, or on a cluster of Slurm, Ray or Kubernetes."""

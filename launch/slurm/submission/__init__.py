@@ -1,1 +1,0 @@
-"""What a user asks for, and the script that sbatch gets."""
