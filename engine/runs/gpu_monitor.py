@@ -7,8 +7,6 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from isobatch.engine.machine.slowdowns import gpu_handle
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -94,3 +92,11 @@ class GpuMonitor:
             why = "; ".join(sorted({failed[name] for name in new}))
             self._remarks.append(f"this GPU does not report {names} ({why}): metrics leave them out")
         return figures
+
+
+def gpu_handle(nvml: Any, uuid: str) -> Any:
+    """NVML's handle of the GPU, or of the MIG slice, with torch's UUID."""
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    except nvml.NVMLError:
+        return nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}")

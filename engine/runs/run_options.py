@@ -37,9 +37,6 @@ class RunOptions:
     URL that fsspec knows. `resume s3://BUCKET/PREFIX/RUN` goes on from them on another machine."""
     log_every: Positive = 1
     """Steps between rows of metrics.jsonl."""
-    noise_scale_every: Interval | None = None
-    """How often to measure the gradient noise scale, for `plan --critical-batch RUN` (steps, 5% or 0.1ep):
-    half a step's arithmetic each time, which changes nothing that is learnt."""
     tracker: Literal["none", "tensorboard", "wandb", "mlflow", "trackio"] = "none"
     """Also report metrics there."""
     witness: str | None = field(default=None, metadata=NOT_RECORDED)
@@ -71,12 +68,6 @@ class RunOptions:
             if "://" not in self.checkpoint_copy:
                 shown = self.checkpoint_copy.rpartition("@")[2]  # what stands before may be a password
                 raise UserError(f"--checkpoint-copy {shown}: is no URL such as s3://bucket/prefix")
-        every = self.noise_scale_every
-        if every is not None and (every.value == 0 or every.unit == "minutes"):
-            raise UserError(
-                f"--noise-scale-every {every}: give steps above 0, or a share such as 5% or 0.1ep: minutes"
-                " differ between processes"
-            )
         if self.name is not None and (self.name.startswith(".") or {"/", os.sep} & set(self.name)):
             raise UserError(f"--name {self.name}: is a folder's name in --out, without / and no dot in front")
         if self.name is not None and (size := len(os.fsencode(self.name))) > MOST_NAME_BYTES:

@@ -77,12 +77,10 @@ class ActivePhase:
         schedule = self.schedule
         return learning_rate(self.session.recipe, schedule.lr, step, schedule.steps, schedule.steps_per_epoch)
 
-    def step(
-        self, loaded: LoadedStep, rank_flags: Sequence[float] = (), measure_noise: bool = False
-    ) -> StepResult:
-        """One optimizer step and then the task's `after_step`. The other arguments: see `Stepper.run`."""
+    def step(self, loaded: LoadedStep, rank_flags: Sequence[float] = ()) -> StepResult:
+        """One optimizer step and then the task's `after_step`. `rank_flags`: see `Stepper.run`."""
         number = loaded.work.step
-        result = self.stepper.run(loaded, self.learning_rate(number), list(rank_flags), measure_noise)
+        result = self.stepper.run(loaded, self.learning_rate(number), list(rank_flags))
         context = self.stepper.step_context(number, recorded=result.recorded, log=result.figures.__setitem__)
         result.change = self.session.task.after_step(self.session.model, context)
         if result.change is not None and result.change.keep:

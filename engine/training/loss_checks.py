@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from isobatch.core.atomic_files import NOT_FINITE
 from isobatch.core.errors import TrainingError
 from isobatch.engine.model_setup.compile_model import uncompiled
-from isobatch.engine.optimization import noise_scale
 from isobatch.engine.runs.gpu_monitor import READINGS
 from isobatch.models.base import Loss
 
@@ -22,7 +21,7 @@ RESERVED = {"phase", "step", "epoch", "lr", "grad_norm", "samples", "tokens", "p
 RESERVED |= {"step_seconds", "data_seconds", "samples_per_second", "tokens_per_second"}
 RESERVED |= {*READINGS, "mfu", "chain", "split", "final", "invariance", "seal"}
 RESERVED |= {"checkpoint", "digest", "exported", "summary", "log_every", "ledger", "data", "decisions"}
-RESERVED |= {NOT_FINITE, "rounding", *noise_scale.FIELDS}
+RESERVED |= {NOT_FINITE, "rounding"}
 """Fields of a row of metrics.jsonl, which a loss must not be named after."""
 TOLERANCE = 1e-2
 HALF_PRECISION_TOLERANCE = 1e-1

@@ -110,8 +110,7 @@ class PhaseLoop:
                     break
                 pending, self.step_began = None, now() - loaded.wait_seconds
             done = loaded.work.step + 1
-            measure_noise = self._noise_is_due(loaded.work.step + 1)
-            result = self.phase.step(loaded, self._rank_flags(), measure_noise)
+            result = self.phase.step(loaded, self._rank_flags())
             if profile is not None:
                 profile.step_ended(loaded.work)
             result.seconds, self.step_began = now() - self.step_began, now()
@@ -187,15 +186,6 @@ class PhaseLoop:
     def _something_is_due(self, step: int) -> bool:
         return self._evaluation_is_due(step) or self._save_is_due(step)
 
-    def _noise_is_due(self, step: int) -> bool:
-        """Whether the gradient's noise is measured in a step: always in one that is logged."""
-        options = self.context.options
-        every = options.noise_scale_every
-        if every is None:
-            return False
-        steps, logged = every.steps(self.schedule.steps_per_epoch, self.schedule.steps), options.log_every
-        return step % (-(-steps // logged) * logged) == 0
-
     def _save_is_due(self, step: int) -> bool:
         name = checkpoint.checkpoint_name(self.schedule.name, step)
         return self.save_timer.due_at(step) or name in self.context.closing_checkpoint or self._is_lead(step)
@@ -250,8 +240,6 @@ class PhaseLoop:
             self._check_reduction()
             if problem := fused_kernels.take_failure():
                 self.context.console.say(problem)
-            if self.context.options.noise_scale_every and (why := self.phase.stepper.why_no_half_gradient):
-                self.context.console.say(f"--noise-scale-every: nothing is measured: {why}")
         self._count(result)
         self._log(result, losses, norm, values)
         if result.change is not None:

@@ -14,13 +14,9 @@ import torch
 from torch import Tensor
 
 from isobatch.core.errors import TrainingError
-from isobatch.core.measures import now
 from isobatch.engine.loading.device_copies import HostCopy, array_to_device, numbers_to_device, to_device
 from isobatch.engine.loading.loader import LoadedStep, StepWork
 from isobatch.engine.noise.native_noise import NativeNoise
-from isobatch.engine.optimization import noise_scale
-from isobatch.engine.optimization.half_gradient import HalfGradient
-from isobatch.engine.strategies.replicated import ReplicatedStrategy
 from isobatch.engine.training import loss_checks
 from isobatch.models.base import CachedWeightTransform, Change, Loss, StepContext, Task
 
@@ -94,23 +90,12 @@ class Stepper:
         self._recorded: dict[str, Tensor] = {}
         self._sum_dtype = torch.float32 if world.device.type == "mps" else torch.float64
 
-    def run(
-        self, loaded: LoadedStep, rate: float, rank_flags: list[float], measure_noise: bool = False
-    ) -> StepResult:
-        """One optimizer step at learning rate `rate`. `rank_flags` are summed over ranks with the losses.
-
-        `measure_noise`: estimate the gradient's noise, by half a step's passes more.
-        """
+    def run(self, loaded: LoadedStep, rate: float, rank_flags: list[float]) -> StepResult:
+        """One optimizer step at learning rate `rate`. `rank_flags` are summed over ranks with the losses."""
         figures: dict[str, float] = {}
-        began = now()
-        half = self._half_gradient(loaded) if measure_noise and self.why_no_half_gradient == "" else None
-        measured_seconds = now() - began
 
         def observe() -> None:
             figures.update(self.task.observe(self.strategy.unwrapped, self.step_context(loaded.work.step)))
-            if half is not None:
-                figures.update(half.figures())
-                figures[noise_scale.COST] = round(measured_seconds, 6)
 
         norm = None
         while norm is None:
@@ -152,44 +137,6 @@ class Stepper:
         if self.packing is not None:
             self.packing.bind(None)
         return self._pack(parts)
-
-    @property
-    def why_no_half_gradient(self) -> str:
-        """Why the gradient of a half of the batch cannot be had here; empty where it can."""
-        if not isinstance(self.strategy, ReplicatedStrategy):
-            return f"under {self.strategy.plan.strategy} no process has a whole gradient"
-        return "some tables have gradients of the rows that were read" if self.strategy.sparse else ""
-
-    def _half_gradient(self, loaded: LoadedStep) -> HalfGradient | None:
-        """The gradient of a random half of the global batch, which changes nothing that trains.
-
-        None in the first step, which finds out what later ones need, and where a batch is one cohort.
-        """
-        assert isinstance(self.strategy, ReplicatedStrategy)
-        work, scale = loaded.work, self.strategy.scale
-        count, cohort = len(work.samples), self.task.cohort
-        chosen = noise_scale.first_half(self.recipe.seed, work.step, count, cohort)
-        if self.findings.names is None or chosen.all():
-            return None
-        half = HalfGradient.of(self.strategy.trained, float(chosen.mean()), count)
-        model = self.strategy.unwrapped
-        noise = self.noise.preserve_state() if self.noise else contextlib.nullcontext()
-        packing = self.packing.preserve_state() if self.packing else contextlib.nullcontext()
-        with noise, packing, loss_checks.preserve_state(model, self.world.device), torch.enable_grad():
-            for number, (micro, host) in enumerate(zip(work.micro_batches, loaded.batches, strict=True)):
-                rows = torch.from_numpy(chosen[micro.positions])
-                if not rows.any():
-                    continue
-                part = {name: column[rows] for name, column in host.items()}
-                self._bind(work.step, part, number)
-                losses = self._losses(part, work.step, micro.positions[rows.numpy()], model=model)
-                half.add(self._total(losses, work, {}, scale))
-        for found in half.sums:
-            if found is not None and scale != 1:
-                found.div_(scale)
-        if self.world.size > 1:
-            half.reduce(self.world.all_reduce_sum)
-        return half
 
     def hand_over(self, step: int, host: dict[str, Tensor]) -> tuple[dict[str, Tensor], StepContext]:
         """(batch on the device, context) for the loss of the samples in `host`, with the step's noise."""

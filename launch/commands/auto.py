@@ -35,7 +35,6 @@ from isobatch.launch.local.run_setup import (
     print_unless_quiet,
     store_plan,
 )
-from isobatch.launch.planning.batch_scaling import with_automatic_scale
 from isobatch.launch.planning.targets import PlanCommandOptions
 from isobatch.launch.report.tables import table_beside, text_table, wrapped
 
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
-    from isobatch.launch.local.arguments import Request
 
 
 def auto(words: Sequence[str]) -> int:
@@ -60,13 +58,13 @@ def auto(words: Sequence[str]) -> int:
     if len(points) > 1:
         from isobatch.launch.sweeps.sweep import train_sweep
 
-        _refuse_with_a_sweep(points[0][0], options)
+        _refuse_with_a_sweep(options)
         return train_sweep(points, options)
     if options.parallel > 1:
         raise UserError(
             f"--parallel {options.parallel}: is for a sweep; give a flag several values: --lr 1e-3,1e-4"
         )
-    request = with_automatic_scale(points[0][0])
+    request = points[0][0]
     if options.dump_config:
         print(request_text(request))
         return DONE
@@ -82,7 +80,7 @@ def auto(words: Sequence[str]) -> int:
     return _print_result(run, verdict.code, options)
 
 
-def _refuse_with_a_sweep(request: Request, options: AutoOptions) -> None:
+def _refuse_with_a_sweep(options: AutoOptions) -> None:
     """Raises UserError for flags that are about one run."""
     if options.seeds > 1:
         raise UserError(
@@ -91,8 +89,6 @@ def _refuse_with_a_sweep(request: Request, options: AutoOptions) -> None:
     if options.dump_config or options.dry_run:
         word = "--dump-config" if options.dump_config else "--dry-run"
         raise UserError(f"{word}: is about one run; give each flag one value")
-    if request.automatic_scale:
-        raise UserError("--scale-batch auto: finds the scale of one run; give a number with a list")
 
 
 def resume(words: Sequence[str]) -> int:

@@ -22,12 +22,9 @@ from isobatch.engine.planning.reading import reading_alternatives
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.local.arguments import Request, parse_request, task_name
 from isobatch.launch.local.run_setup import TrustOptions
-from isobatch.launch.planning.batch_scaling import with_automatic_scale
 from isobatch.launch.planning.compare import compare_targets
 from isobatch.launch.planning.comparison import short_duration
-from isobatch.launch.planning.critical_batch import print_critical_batch, run_of_critical_batch
 from isobatch.launch.planning.estimate import estimate, with_what_would_fit
-from isobatch.launch.planning.idle_gpus import find_idle_gpus
 from isobatch.launch.planning.machines import HERE, parse_machine
 from isobatch.launch.planning.plan_text import format_plan
 from isobatch.launch.planning.prices import parse_prices
@@ -64,11 +61,8 @@ class PrepareOptions(TrustOptions):
 
 def plan(words: Sequence[str]) -> int:
     """Usage: plan --task TASK [--hardware 8xh100 | --compare A,B] [--price P] [--deadline 6h] [--json]"""
-    if (place := run_of_critical_batch(words)) is not None:
-        return print_critical_batch(place, words)
     if (chain := task_name(words)) in CHAINS:
-        of_one_task = {"compare", "critical_batch"}
-        found = parse_chain(chain, words, flags_of(PlanCommandOptions, "plan").keys() - of_one_task)
+        found = parse_chain(chain, words, flags_of(PlanCommandOptions, "plan").keys() - {"compare"})
         return plan_stages(found, build_options(PlanCommandOptions, found.own, "plan"))
     request = parse_request(words, "plan", PlanCommandOptions)
     return show_plan(request, PlanCommandOptions(**request.extra), words)
@@ -121,8 +115,6 @@ def _without_training(request: Request) -> Request:
 
 def _compare(request: Request, options: PlanCommandOptions, words: Sequence[str]) -> int:
     parse_machine(options.hardware or HERE, "--hardware")
-    if request.automatic_scale:
-        raise UserError("--scale-batch auto: finds the scale for one machine; leave out --compare")
     if options.mtbf:
         raise UserError(f"--mtbf {options.mtbf}: is about the machines of one run; leave out --compare")
     print_notes(request)
@@ -136,7 +128,6 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
     prices, deadline = parse_prices(options.price), parse_deadline(options.deadline)
     mtbf = parse_mtbf(options.mtbf)
     machine = parse_machine(options.hardware or HERE, "--hardware")
-    request = with_automatic_scale(request, machine)
     print_notes(request)
     target = target_of(request, options, machine)
     for note in request.workload.make(target.recipe)[0].notes(target.facts):
@@ -144,7 +135,6 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
     found = estimate(target, prices)
     if found.plan is None or (model_size := found.model_size) is None:
         raise UserError(with_what_would_fit(found))
-    idle = find_idle_gpus(target, found.plan, model_size)
     record = machine_record(target.hardware, cache_folder())
     frontier = batch_size_frontier(
         target.recipe, target.facts, model_size, target.hardware, target.asked, record
@@ -163,13 +153,12 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
         "invariance": found.plan.invariance,
         "run": found.to_dict(deadline),
         "failures": failing and failing.to_dict(),
-        "idle": idle and idle.to_dict(),
         "frontier": frontier,
         "savings": alternatives,
         "reading": reading,
         "loader": {name: {"value": value, "reason": reason} for name, (value, reason) in loader.items()},
     }
-    return result, format_plan(found, idle, deadline, frontier, alternatives, reading, failing)
+    return result, format_plan(found, deadline, frontier, alternatives, reading, failing)
 
 
 def prepare(words: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Checks of what computes: torch, GPUs, cores, memory, what slows them down."""
+"""Checks of what computes: torch, GPUs, cores, memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.measures import format_bytes
 from isobatch.engine.machine.detect import cgroup_values
 from isobatch.engine.machine.detect_nvidia import positive
-from isobatch.engine.machine.slowdowns import battery_percent, throttled_by
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.doctor.software import pip
 
@@ -87,37 +86,6 @@ def _driver_remedy(why: str) -> str:
     if "driver" in why:
         return "install a newer driver (nvidia.com/drivers), or " + INSTALL
     return INSTALL if "build for CPUs" in why else "nvidia-smi; after an update of the driver: restart"
-
-
-def check_throttling() -> list[Check]:
-    """GPUs that are slowed down by heat or power now; none where NVML does not say."""
-    try:
-        import pynvml as nvml
-
-        nvml.nvmlInit()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(k) for k in range(nvml.nvmlDeviceGetCount())]
-        causes = [throttled_by(nvml, handle) for handle in handles]
-        nvml.nvmlShutdown()
-    except Exception:  # of NVML, or of its Python binding: nothing is known then
-        return []
-    ways = {
-        "heat": "clean its fans, free its air; sudo nvidia-smi -pl WATTS below its present limit",
-        "power": "plug in the charger that belongs to it; nvidia-smi -q -d POWER,PERFORMANCE",
-    }
-    return [
-        warning(f"GPU {number} clock", f"slowed down by {cause} at this moment", ways[cause])
-        for number, cause in enumerate(causes)
-        if cause
-    ]
-
-
-def check_battery(sensors: Callable[[], Any] | None = None) -> list[Check]:
-    """A line where this computer runs on its battery."""
-    percent = battery_percent(sensors)
-    if percent is None:
-        return []
-    text = f"on its battery, {percent:.0f} % left: processor and GPU are slowed down"
-    return [warning("power supply", text, "plug it in before you train")]
 
 
 def check_cores(usable: int, total: int, load: float = 0.0) -> Check:

@@ -58,8 +58,6 @@ def check_machine(out: Path) -> Iterator[Check]:
         yield devices.check_memory(ROOT, hardware.ram_bytes)
         if sys.platform == "linux":
             yield devices.check_shm(ROOT / "dev" / "shm")
-        yield from devices.check_battery()
-        yield from devices.check_throttling()
         yield from storage.check_folder("runs", out, "--out")
         yield from storage.check_folder("prepared data", cache_folder(), "ISOBATCH_CACHE")
         yield storage.check_downloads(Path(os.environ.get("HF_HUB_CACHE") or hub_cache.cache_home() / "hub"))

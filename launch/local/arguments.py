@@ -43,9 +43,8 @@ SWITCHES = ("json", "trust", "now", "follow", "watch", "quiet", "again", "debug"
 class BatchScaling:
     """Flags that change the global batch of the recipe."""
 
-    scale_batch: number_ranges.Rate | Literal["auto"] | None = None
-    """Train with this many times the global batch: a NEW recipe, which says what it was scaled from. auto:
-    the most that a measured noise scale allows and this machine can use (`auto` and `plan` only)."""
+    scale_batch: number_ranges.Rate | None = None
+    """Train with this many times the global batch: a NEW recipe, which says what it was scaled from."""
     lr_rule: Literal["sqrt", "linear", "none"] = "sqrt"
     """How the learning rate follows a scaled batch: sqrt, linear or none."""
     per_device_batch_size: number_ranges.Positive | None = None
@@ -80,8 +79,6 @@ class Request:
     """The command's own flags."""
     notes: list[str]
     """Lines for the user on values that were derived, such as those of a preset."""
-    automatic_scale: Literal["sqrt", "linear", "none"] | None = None
-    """The --lr-rule of --scale-batch auto, until the scale is found; else None."""
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -223,6 +220,8 @@ def _task_and_flags(
         )
     file, base = flags_of_files(flags)
     task = flags.get("task", base.get("task", BareValue()))
+    if isinstance(task, BareValue) and (gone := next((name for name in flags if name in LEFT), None)):
+        raise UserError(f"{spelling(gone)}: was taken out: {LEFT[gone]}")
     if isinstance(task, BareValue):
         raise UserError(f"{command}: needs --task NAME (`tasks` lists them)")
     chosen = workload(task)
@@ -252,8 +251,7 @@ def _request(chosen: Workload, flags: Mapping[str, str], command: str, options_c
         recipe = _starting_from(RunFolder.open(start), recipe, chosen, found.written)
     recipe, batch_notes = _with_batch_scaling(recipe, scaling, processes, found.written)
     notes = [*found.notes, *preset_notes, *batch_notes]
-    rule = scaling.lr_rule if scaling.scale_batch == "auto" else None
-    request = Request(chosen, recipe, plan, RunOptions(**values["run"]), values["command"], notes, rule)
+    request = Request(chosen, recipe, plan, RunOptions(**values["run"]), values["command"], notes)
     check_request(request, getattr(options_class, "data_is_elsewhere", False))
     return request
 
@@ -329,6 +327,9 @@ def _groups(chosen: Workload, command: str, options_class: type | None) -> dict[
 LEFT = {
     "against": "run `isobatch verify` under that Python",
     "compare_bits": "run it with --load-bits 16, 8 and 4 in turn",
+    "critical_batch": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
+    "noise_scale_every": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
+    "remember": "type the flags that `tune` prints",
 }
 """Flags that were taken out -> what to use instead."""
 
@@ -382,6 +383,6 @@ def _with_batch_scaling(
             for k, v in given.items()
         )
         notes.append(f"{product} is a global batch of {recipe.batch_size}, on any number of processes")
-    if isinstance(scaling.scale_batch, float):
+    if scaling.scale_batch is not None:
         recipe = recipe.scaled(scaling.scale_batch, scaling.lr_rule)
     return recipe, notes

@@ -26,7 +26,6 @@ from isobatch.engine.loading.prepare import CHECK_SECONDS, folder_of, prepare
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.history import machine_record
 from isobatch.engine.planning.explanations import unmet_wishes
-from isobatch.engine.planning.kept_choices import measured_lines, plan_with_kept
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name
@@ -54,8 +53,6 @@ class TrustOptions:
 
 def prepare_facts(request: Request) -> Facts:
     """Prepare the request's data where it is not in the cache, and fetch its model. Raises UserError."""
-    if request.automatic_scale:
-        raise UserError("--scale-batch auto: `auto` and `plan` find the scale; give the number that they say")
     task, data = request.workload.make(request.recipe)
     facts = prepare(data, partial(print_unless_quiet, quiet=request.run.quiet))
     doing("looking for the model")
@@ -212,11 +209,7 @@ def plan_for_this_machine(
     task, _ = workload_of(recipe).make(recipe)
     size, machine = task.model_size(facts), detect()
     record = machine_record(machine, cache_folder())
-
-    def make(asked: PlanOptions) -> Plan:
-        return make_plan(recipe, facts, size, machine, asked, world=world, measured=record)
-
-    return plan_with_kept(recipe, machine, options, world, make)
+    return make_plan(recipe, facts, size, machine, options, world=world, measured=record)
 
 
 def plan_with_remarks(
@@ -224,7 +217,7 @@ def plan_with_remarks(
 ) -> Plan:
     """`plan_for_this_machine`, and a line for each option that the plan could not follow."""
     plan = plan_for_this_machine(recipe, facts, options, world)
-    for line in (*unmet_wishes(options, plan), *measured_lines(plan)):
+    for line in unmet_wishes(options, plan):
         print_unless_quiet(line, quiet)
     return plan
 

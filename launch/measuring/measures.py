@@ -29,8 +29,8 @@ class Setting:
     """The base has the measure, and this is the base without it: the worth is the inverse of the ratio."""
 
     @property
-    def kept_by_plan(self) -> bool:
-        """Whether options of the plan alone make it, so that it can be remembered."""
+    def is_of_plan(self) -> bool:
+        """Whether options of the plan alone make it, so that it learns the same."""
         return bool(self.plan) and not (self.recipe or self.takes_away or "threads" in self.plan)
 
 

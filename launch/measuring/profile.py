@@ -47,7 +47,7 @@ class ProfileOptions(TrustOptions):
     """About how long a trial's rounds take, with those of the recipe as it is."""
 
 
-OPTIONS, KEPT = ProfileOptions, True
+OPTIONS = ProfileOptions
 """What a worker of this command reads its words with."""
 
 

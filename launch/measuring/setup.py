@@ -23,7 +23,6 @@ from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.machine.history import machine_record
-from isobatch.engine.planning.kept_choices import with_kept
 from isobatch.engine.planning.planner import make_plan
 from isobatch.launch.local.accelerate_launcher import launch_workers
 from isobatch.launch.local.arguments import Request, parse_request
@@ -98,11 +97,8 @@ class Setup:
         return int(max(1, min(share, self.plan.micro_batch_samples, self.plan.micro_batch_tokens // mean)))
 
 
-def read_setup(words: Sequence[str], command: str, options: type, kept: bool = True) -> Setup:
-    """The setup of a command's words, in whatever world this process is in. Raises UserError.
-
-    `kept`: the base has the choices that `tune` kept, as a run would.
-    """
+def read_setup(words: Sequence[str], command: str, options: type) -> Setup:
+    """The setup of a command's words, in whatever world this process is in. Raises UserError."""
     request = parse_request(words, command, options)
     rank, size = rank_and_world_size(os.environ)
     for note in request.notes if rank == 0 else ():
@@ -113,8 +109,6 @@ def read_setup(words: Sequence[str], command: str, options: type, kept: bool = T
     model_size, hardware = task.model_size(facts), detect()
     world = size if size > 1 else None
     recipe, asked = request.recipe, request.plan
-    if kept:
-        asked = with_kept(recipe, hardware, asked, world)
     record = machine_record(hardware, cache_folder())
     plan = make_plan(recipe, facts, model_size, hardware, asked, world=world, measured=record)
     return Setup(request, facts, model_size, hardware, Variant(recipe, plan, facts), asked, world)
@@ -147,7 +141,7 @@ def measure_as_worker(words: Sequence[str]) -> int:
     folder = Path(words[0])
     task = atomic_files.read_json(folder / "task.json")
     module: Any = importlib.import_module(f"isobatch.launch.measuring.{task['command']}")
-    setup = read_setup(task["words"], task["command"], module.OPTIONS, module.KEPT)
+    setup = read_setup(task["words"], task["command"], module.OPTIONS)
     world = Communicator(setup.plan)
     found = module.measure(setup, world)
     if world.is_main:

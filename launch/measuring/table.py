@@ -56,7 +56,7 @@ def _outcome(found: dict[str, Any]) -> list[str]:
     ]
     if found["keep"]:
         factor = found["keep_rounds"]["ratio"]
-        lines.append(f"keep: {' '.join(found['keep'])} ({factor:.2f} times as fast, the same recipe)")
+        lines.append(f"type: {' '.join(found['keep'])} ({factor:.2f} times as fast, the same recipe)")
     else:
         lines.append("keep the plan as it is: no choice of it is faster beyond the noise")
     if found["rounds_differently"]:
@@ -70,10 +70,6 @@ def _outcome(found: dict[str, Any]) -> list[str]:
             lines.append(f"all that helps together ({' '.join(everything['flags'])}): {what}")
         else:
             lines.append(f"nothing together is faster than {everything['flags'][0]} alone: {what}")
-    if "remembered" in found and found["keep"]:
-        lines.append(
-            "the next runs of this recipe on this machine take what is kept, unless flags say otherwise"
-        )
     return [*lines, f"plot: {found['plot']}"]
 
 

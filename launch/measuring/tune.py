@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import sys
 import time
@@ -15,7 +14,6 @@ from isobatch.core.errors import UserError
 from isobatch.core.measures import now, printable
 from isobatch.core.number_ranges import AboveZero
 from isobatch.core.plan import INVARIANCES
-from isobatch.engine.planning.kept_choices import MARK, keep
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.measuring.compare import LEAST_ROUNDS, PairedRounds, compare
@@ -46,22 +44,20 @@ class TuneOptions(TrustOptions):
     """How long it may take in all."""
     json: bool = False
     """One JSON object on standard output."""
-    remember: bool = True
-    """Keep the choices of the plan that are faster for the next runs of this recipe on this machine."""
 
 
-OPTIONS, KEPT = TuneOptions, False
+OPTIONS = TuneOptions
 """What a worker of this command reads its words with."""
 Tried = tuple[Measure, Setting, Variant | None, PairedRounds]
 
 
 def tune(words: Sequence[str]) -> int:
-    """Usage: tune --task TASK [--minutes 5] [--remember off] [--json] [flags]
+    """Usage: tune --task TASK [--minutes 5] [--json] [flags]
 
     Tries batch, micro-batch, precision, compile, loading, packing and so on, each beside the recipe as it is,
     in rounds that alternate, then what helps together. Writes tune.json and tune.png to OUT/tuned/.
     """
-    setup = read_setup(words, "tune", TuneOptions, kept=False)
+    setup = read_setup(words, "tune", TuneOptions)
     found = measure_in_world(words, "tune", setup, measure)
     if setup.request.extra.get("json"):
         print(atomic_files.json_text(found, ensure_ascii=False))
@@ -99,7 +95,7 @@ def measure(setup: Setup, world: Communicator) -> dict[str, Any]:
         "seconds": _seconds_since_start(),
     }
     if world.is_main:
-        _write(setup, found, options.remember)
+        _write(setup, found)
     return found
 
 
@@ -168,11 +164,11 @@ def keeps_class(setup: Setup, variant: Variant) -> bool:
 def best_settings(setup: Setup, tried: list[Tried], recipes: bool) -> list[tuple[Setting, PairedRounds]]:
     """The fastest setting that helps of each measure; `recipes`: those that change the recipe, too.
 
-    Without them only options of the plan that leave its invariance, so that they may be remembered.
+    Without them only options of the plan that leave its invariance.
     """
     best: dict[str, tuple[Setting, PairedRounds]] = {}
     for one, setting, variant, rounds in tried:
-        free = setting.kept_by_plan and variant is not None and keeps_class(setup, variant)
+        free = setting.is_of_plan and variant is not None and keeps_class(setup, variant)
         usable = free or (recipes and variant is not None and not setting.takes_away and setting.fused)
         if not (usable and rounds.helps):
             continue
@@ -182,7 +178,7 @@ def best_settings(setup: Setup, tried: list[Tried], recipes: bool) -> list[tuple
 
 
 def _together(setup: Setup, base: TrialSession, tried: list[Tried], limit: float) -> dict[str, Any]:
-    """What helps, together: options of the plan alone, to be kept, and with changes of the recipe."""
+    """What helps, together: options of the plan alone, and with changes of the recipe."""
     plans, everything = (best_settings(setup, tried, recipes) for recipes in (False, True))
     kept, rounds = _combine(setup, base, plans, _share(limit, TOGETHER_SHARES), limit)
     found: dict[str, Any] = {"keep": [s.flags for s in kept], "keep_rounds": rounds and rounds.to_dict()}
@@ -228,20 +224,12 @@ def _combine(
     return [alone], rounds
 
 
-def _write(setup: Setup, found: dict[str, Any], remember: bool) -> None:
-    """tune.json, the plot and, with `remember`, what is kept for the next runs."""
+def _write(setup: Setup, found: dict[str, Any]) -> None:
+    """tune.json and the plot."""
     name = setup.request.run.name or run_name(setup.recipe)
     folder = Path(setup.request.run.out).expanduser() / FOLDER / name
     with atomic_files.explain_write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_plot(found, folder / PLOT)
         found["plot"] = str(folder / PLOT)
-        if remember:
-            rounds, date = found["keep_rounds"] or {}, datetime.datetime.now(tz=datetime.UTC).date()
-            why = (
-                f"{MARK} on {date}: with {' '.join(found['keep'])} {rounds.get('ratio', 1):.2f} times as fast"
-            )
-            reasons = dict.fromkeys(found["options"], why)
-            file = keep(setup.recipe, setup.hardware, setup.plan.processes, found["options"], reasons)
-            found["remembered"] = str(file)
         atomic_files.write_json(folder / FILE, found)

@@ -17,7 +17,6 @@ from isobatch.engine.loading.data_rate import DataRate, measure_data_rate
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.machine.history import machine_record
 from isobatch.engine.planning.explanations import length_flag
-from isobatch.engine.planning.kept_choices import plan_with_kept
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import Workload
 from isobatch.launch.planning.run_time import RunTime, most_energy, run_time
@@ -54,11 +53,7 @@ class Target:
         """The plan. Raises UserError where none fits."""
         size = model_size or self.task.model_size(self.facts)
         record = machine_record(self.hardware, cache_folder())
-
-        def make(asked: PlanOptions) -> Plan:
-            return make_plan(self.recipe, self.facts, size, self.hardware, asked, measured=record)
-
-        return plan_with_kept(self.recipe, self.hardware, self.asked, None, make)
+        return make_plan(self.recipe, self.facts, size, self.hardware, self.asked, measured=record)
 
     def data_rate(self) -> DataRate | None:
         """How fast samples are read here: a measurement of 0.1 s. None for a machine that is elsewhere."""
@@ -66,10 +61,6 @@ class Target:
             return None
         data = self.workload.make(self.recipe)[1]
         return measure_data_rate(data.open(Path(self.facts.folder), "train"), self.recipe.batch_size)
-
-    def scaled(self, factor: float, rule: Any = "none") -> Target:
-        """The same with `factor` times the global batch: another recipe."""
-        return dataclasses.replace(self, recipe=self.recipe.scaled(factor, rule))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,6 @@ from isobatch.launch.planning.prices import MEANING
 
 if TYPE_CHECKING:
     from isobatch.launch.planning.estimate import Estimate
-    from isobatch.launch.planning.idle_gpus import IdleGpus
     from isobatch.launch.planning.run_time import Failures
 
 
@@ -24,18 +23,16 @@ WITHIN = 0.02
 
 def format_plan(
     found: Estimate,
-    idle: IdleGpus | None,
     deadline: float | None,
     frontier: list[dict[str, Any]],
     alternatives: list[dict[str, Any]],
     reading: list[dict[str, Any]],
     failing: Failures | None = None,
 ) -> str:
-    """The answer of `plan`. What idle GPUs would bring comes first."""
+    """The answer of `plan`."""
     recipe, facts, chosen = found.target.recipe, found.target.facts, found.plan
     assert chosen is not None
-    lines = [idle.sentence(), ""] if idle else []
-    lines += [
+    lines = [
         f"recipe {recipe.hash()}: {recipe.task}, global batch {recipe.batch_size},"
         f" {facts.samples['train']:,} samples of up to {facts.longest} tokens",
         "",

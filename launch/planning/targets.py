@@ -42,8 +42,6 @@ class PlanCommandOptions(TrustOptions):
     mtbf: str | None = None
     """Mean time between failures of all machines of the run together, as in 12h: the plan says how often to
     save, and what share of the time is kept."""
-    critical_batch: str | None = None
-    """Alone: a run whose gradient noise says up to which global batch more devices would pay."""
     json: bool = False
     """One JSON object on standard output."""
 

@@ -168,14 +168,6 @@ def test_machines_side_by_side(tmp_path: Path) -> None:
     assert found["rows"][4]["meets_deadline"] is False
 
 
-def test_the_first_line_says_what_idle_gpus_would_bring(tmp_path: Path) -> None:
-    done = launch(*GPT2, "--hardware", "8xh100", "--price", "2/h", cwd=tmp_path)
-    first = done.stdout.splitlines()[0]
-    assert "of 8 GPUs idle: --scale-batch" in first
-    assert first.endswith("another recipe")
-    assert "at 16.00 an hour" in done.stdout
-
-
 def test_modes_and_schemes_side_by_side(tmp_path: Path) -> None:
     done = launch("plan", "--task", "recommender", "--compare", "full,fast", "--json", cwd=tmp_path)
     found = json.loads(done.stdout)

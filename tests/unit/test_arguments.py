@@ -36,7 +36,7 @@ FLAGS = {
     "scaling": "scale_batch lr_rule per_device_batch_size gradient_accumulation_steps",
     "plan": """micro_batch processes workers prefetch pin_memory precision strategy compile
         activation_checkpointing attention pack device memory_limit stream_cache""",
-    "run": """out name resume again save_every keep checkpoint_copy log_every noise_scale_every
+    "run": """out name resume again save_every keep checkpoint_copy log_every
         tracker witness ledger anomaly hang_timeout max_restarts profile debug quiet""",
     "causal-lm": """adapter lora_r lora_alpha lora_dropout lora_targets lora_bias load_bits frozen_dtype
         also_train generate_prompt generate_tokens resize_embeddings remote_code text_column question_column

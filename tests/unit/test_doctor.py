@@ -6,14 +6,12 @@ import errno
 import json
 import os
 import socket
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from isobatch.engine.machine import slowdowns
 from isobatch.engine.machine.detect_nvidia import make_gpu
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.launch.doctor import (
@@ -164,10 +162,6 @@ FAULTS: dict[str, Fault] = {
         "GPU 0",
         "warning",
         "processes",
-    ),
-    "on battery": (
-        lambda _: devices.check_battery(lambda: SimpleNamespace(percent=41.0, power_plugged=False)),
-        *("power supply", "warning", "plug it in"),
     ),
     "one core of many": (lambda _: devices.check_cores(1, 64), "cores", "warning", "--cpus-per-task"),
     "a clock held low": (
@@ -373,45 +367,6 @@ def test_windows_drivers_have_no_growing_segments(tmp_path: Path) -> None:
     env = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     (check,) = variables.check_variables(env, cores=8, root=tmp_path)
     assert (check.name, check.state) == ("PYTORCH_ALLOC_CONF", "warning")
-
-
-class FakeNvml(ModuleType):
-    """pynvml of two GPUs; `reasons`: why each is slowed down."""
-
-    NVML_CLOCK_SM = 1
-
-    def __init__(self, reasons: tuple[int, int], clock: int = 900) -> None:
-        super().__init__("pynvml")
-        self.nvmlInit = self.nvmlShutdown = lambda: None
-        self.nvmlDeviceGetCount = lambda: 2
-        self.nvmlDeviceGetHandleByIndex = lambda number: number
-        self.nvmlDeviceGetCurrentClocksThrottleReasons = reasons.__getitem__
-        self.nvmlDeviceGetClockInfo = lambda *_: clock
-        self.nvmlDeviceGetMaxClockInfo = lambda *_: 2000
-
-
-@pytest.mark.parametrize(
-    ("reasons", "clock", "texts"),
-    [
-        ((0x40, 0x80), 900, ["slowed down by heat", "slowed down by power"]),
-        ((0x20, 0x4), 900, ["slowed down by heat", "slowed down by power"]),
-        ((0x1, 0x4), 1800, []),  # idle, and at its power limit with a high clock: as it should be
-    ],
-)
-def test_throttled_gpus(
-    reasons: tuple[int, int], clock: int, texts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(reasons, clock))
-    found = devices.check_throttling()
-    assert [check.text.removesuffix(" at this moment") for check in found] == texts
-    assert all(check.state == "warning" for check in found)
-
-
-@pytest.mark.parametrize("plugged", [True, None])
-def test_a_battery_that_is_charged_is_no_fault(plugged: bool | None) -> None:
-    full = SimpleNamespace(percent=80.0, power_plugged=plugged)
-    assert slowdowns.battery_percent(lambda: full) is None
-    assert slowdowns.battery_percent(lambda: None) is None
 
 
 SLURM_FAULTS = {

@@ -1,4 +1,4 @@
-"""Prices, deadlines, machines side by side, and what idle GPUs would bring."""
+"""Prices, deadlines, machines side by side."""
 
 from __future__ import annotations
 
@@ -13,19 +13,12 @@ from isobatch.core.facts import Facts
 from isobatch.core.flags import Interval
 from isobatch.core.measures import parse_duration
 from isobatch.core.plan import PlanOptions
-from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.registry import workload
-from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.commands.plan import plan
-from isobatch.launch.local.arguments import parse_request
-from isobatch.launch.local.run_setup import prepare_facts
-from isobatch.launch.planning.batch_scaling import with_automatic_scale
 from isobatch.launch.planning.comparison import Comparison, compare, format_comparison
-from isobatch.launch.planning.critical_batch import critical_batch, format_critical_batch
-from isobatch.launch.planning.estimate import Estimate, Target, estimate, what_would_fit
-from isobatch.launch.planning.idle_gpus import IdleGpus, find_idle_gpus
+from isobatch.launch.planning.estimate import Target, estimate, what_would_fit
 from isobatch.launch.planning.prices import Prices, machine_key, parse_prices
 
 if TYPE_CHECKING:
@@ -188,108 +181,3 @@ def test_what_would_fit_names_adapters_of_a_model_that_has_them() -> None:
     seven = target("rtx4090", 512, model="meta-llama/Llama-2-7b-hf")
     assert not estimate(seven, None).fits
     assert "--adapter qlora" in what_would_fit(seven)
-
-
-def idle_at(machine: Target) -> tuple[IdleGpus | None, Estimate]:
-    """What idles at the target's plan, and the estimate of that plan."""
-    found = estimate(machine, None)
-    assert found.plan
-    assert found.model_size
-    return find_idle_gpus(machine, found.plan, found.model_size), found
-
-
-def test_idle_gpus_are_offered_a_batch_that_feeds_them() -> None:
-    small = target("8xa100-80gb", batch_size=8)
-    idle, found = idle_at(small)
-    assert idle is not None
-    assert found.plan
-    assert found.plan.processes < 8
-    scaled = estimate(small.scaled(idle.scale), None)
-    assert scaled.plan
-    assert scaled.plan.processes == idle.scaled_used == 8
-    assert scaled.seconds == idle.scaled_seconds < idle.seconds == found.seconds
-    assert idle.sentence().startswith(
-        f"{8 - found.plan.processes} of 8 GPUs idle: --scale-batch {idle.scale} "
-    )
-
-
-def test_a_length_in_steps_shrinks_with_the_batch() -> None:
-    small = target("8xa100-80gb", batch_size=8, steps=[400])
-    idle, _ = idle_at(small)
-    assert idle is not None
-    assert f"--steps {-(-400 // idle.scale)}" in idle.sentence()
-
-
-def test_a_run_too_short_for_more_gpus_says_so() -> None:
-    short = target("8xa100-80gb", batch_size=8, steps=[2])
-    idle, _ = idle_at(short)
-    assert idle is not None
-    assert (idle.scale, idle.flags) == (1, "")
-    assert "GPUs idle: no larger batch makes this run of" in idle.sentence()
-
-
-@pytest.mark.parametrize(("machine", "batch"), [("h100", 8), ("cpu:2x24gb", 8), ("8xh100", 4096)])
-def test_busy_machines_are_offered_nothing(machine: str, batch: int) -> None:
-    busy = target(machine, batch_size=batch)
-    assert idle_at(busy)[0] is None
-
-
-def measured_run(folder: Path, squared: float, variance: float, batch: int = 32) -> Path:
-    """A run that measured this gradient 20 times."""
-    recipe, _ = CAUSAL_LM.complete({"batch_size": batch})
-    facts = prepare(CAUSAL_LM.make(recipe)[1])
-    made = RunFolder.create(folder / "measured", recipe, facts, RunOptions())
-    with made.metrics.open("w") as stream:
-        for step in range(20):
-            noise = 1 + (step % 5 - 2) / 10
-            row = {"gradient_squared": squared * noise, "gradient_variance": variance, "phase": "train"}
-            stream.write(json.dumps({**row, "step": step, "noise_scale_seconds": 0.5}) + "\n")
-    return made.folder
-
-
-def test_a_run_says_up_to_which_batch_devices_pay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """tr(Sigma) / |G|^2 = 600: four times 128 lies below it, eight times does not."""
-    run = measured_run(tmp_path, 0.5, 300.0, batch=128)
-    answer = critical_batch(str(run))
-    assert answer["noise_scale"]["value"] == pytest.approx(600, rel=0.05)
-    assert answer["noise_scale"]["low"] < answer["noise_scale"]["value"] < answer["noise_scale"]["high"]
-    assert answer["largest_scale"] == 4
-    assert answer["steps_at"]["512"] == pytest.approx((1 + 600 / 512) / (1 + 600 / 128), rel=0.05)
-    assert plan(["--critical-batch", str(run)]) == 0
-    assert "more devices pay up to a global batch of 512: --scale-batch 4" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("squared", "batch", "words"), [(0.0, 32, "beyond what"), (9.0, 64, "do not pay")])
-def test_ends_of_the_scale(squared: float, batch: int, words: str, tmp_path: Path) -> None:
-    answer = critical_batch(str(measured_run(tmp_path, squared, 300.0, batch)))
-    assert words in format_critical_batch(answer)
-    json.dumps(answer, allow_nan=False)
-
-
-def test_without_measurements_a_batch_stays(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not a run"):
-        critical_batch(str(tmp_path))
-    words = ["--task", "causal-lm", "--scale-batch", "auto", "--out", str(tmp_path)]
-    request = parse_request(words, "auto")
-    with pytest.raises(UserError, match="`auto` and `plan` find the scale"):
-        prepare_facts(request)
-    found = with_automatic_scale(request)
-    assert found.recipe == request.recipe
-    assert "1, as no run of it" in found.notes[-1]
-
-
-@pytest.mark.parametrize(
-    ("machine", "squared", "scale"),
-    [("8xa100-80gb", 0.5, 16), ("8xa100-80gb", 30.0, 1), ("cpu:2x24gb", 0.5, 1)],
-)
-def test_the_scale_is_what_noise_allows_and_the_machine_can_use(
-    machine: str, squared: float, scale: int, tmp_path: Path
-) -> None:
-    """600 samples of noise allow 16 x 32; ten allow nothing; two cores are as fast with any batch."""
-    measured_run(tmp_path, squared, 300.0)
-    words = ["--task", "causal-lm", "--batch-size", "32", "--scale-batch", "auto", "--out", str(tmp_path)]
-    found = with_automatic_scale(parse_request(words, "auto"), parse_hardware(machine))
-    assert found.automatic_scale is None
-    assert found.recipe.batch_size == 32 * scale
-    assert found.recipe.lr == pytest.approx(parse_request(words, "auto").recipe.lr * scale**0.5)
-    assert f"--scale-batch auto: {scale}" in found.notes[-1]

@@ -46,7 +46,7 @@ ROOMS: dict[str, set[str]] = {
     "engine.machine": {"core", "core.terminal"},
     "engine.profiling": {"core", "engine.machine"},
     "engine.distributed": {"core", "engine.profiling"},
-    "engine.runs": {"core", "data.streaming", "engine.machine", "engine.profiling"},
+    "engine.runs": {"core", "data.streaming", "engine.profiling"},
     "engine.checkpointing": {"core", "engine.distributed"},
     "engine.optimization": {"core", "models", "engine.runs"},
     "engine.loading": {"core", "core.terminal", "data", "data.preparation", "engine.machine"},

@@ -74,7 +74,7 @@ def test_seeds_alone_are_rows_and_beside_others_a_mean() -> None:
     assert format_sweep(both).splitlines()[-1] == "+-: standard deviation of 2 seeds around their mean"
 
 
-@pytest.mark.parametrize("words", ["--seeds 2", "--dry-run", "--dump-config", "--scale-batch auto"])
+@pytest.mark.parametrize("words", ["--seeds 2", "--dry-run", "--dump-config"])
 def test_flags_about_one_run_are_refused(words: str) -> None:
     with pytest.raises(UserError, match=r"one run|makes a run"):
         auto(["--task", LINE, "--lr", "1e-3,1e-2", *words.split()])

@@ -1,10 +1,9 @@
-"""What `tune` tries, measures and keeps, and how a plan takes what was kept."""
+"""What `tune` tries, measures and recommends."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,6 @@ from isobatch.core.facts import Facts
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.machine.hardware import parse_hardware
-from isobatch.engine.planning import kept_choices
 from isobatch.engine.planning.planner import make_plan
 from isobatch.launch.measuring import compare as comparing
 from isobatch.launch.measuring import measures, tune
@@ -69,7 +67,7 @@ def test_what_the_plan_has_is_taken_away_to_measure_it() -> None:
     there = setup(attention="sdpa", pack=True)
     for name in ("attention kernel", "packing", "fused optimizer"):
         assert [s.takes_away for s in measure_named(name).changes(there)] == [True]
-        assert not any(s.kept_by_plan for s in measure_named(name).changes(there))
+        assert not any(s.is_of_plan for s in measure_named(name).changes(there))
 
 
 def test_every_measure_says_what_it_changes() -> None:
@@ -77,7 +75,7 @@ def test_every_measure_says_what_it_changes() -> None:
         for measure in MEASURES:
             for setting in measure.changes(where):
                 assert setting.plan or setting.recipe or not setting.fused, measure.name
-                if setting.kept_by_plan:
+                if setting.is_of_plan:
                     assert where.variant(setting.plan).recipe == RECIPE
 
 
@@ -165,50 +163,6 @@ def test_only_plan_choices_that_learn_as_exactly_are_kept() -> None:
     assert [s.flags for s, _ in tune.best_settings(where, tried, True)] == ["t", "b", "r", "m8"]
 
 
-@pytest.fixture
-def _kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ISOBATCH_CACHE", str(tmp_path))
-    why = f"{kept_choices.MARK}: 1.30 times as fast"
-    kept_choices.keep(RECIPE, HERE, 1, {"prefetch": 8, "pack": "on"}, {"prefetch": why, "pack": why})
-
-
-def plan_of(
-    asked: PlanOptions, recipe: Recipe = RECIPE, world: int | None = None, machine: Any = HERE
-) -> Any:
-    return kept_choices.plan_with_kept(
-        recipe, machine, asked, world, lambda options: make_plan(recipe, FACTS, SIZE, machine, options)
-    )
-
-
-@pytest.mark.usefixtures("_kept")
-def test_a_plan_takes_what_was_kept_and_says_so() -> None:
-    plan = plan_of(PlanOptions())
-    assert (plan.prefetch, plan.pack) == (8, True)
-    assert "1.30 times as fast" in plan.reasons["prefetch"]
-    assert any("prefetch 8" in line for line in kept_choices.measured_lines(plan))
-
-
-@pytest.mark.usefixtures("_kept")
-def test_flags_other_recipes_machines_and_worlds_take_nothing_that_was_kept() -> None:
-    assert plan_of(PlanOptions(prefetch=3)).prefetch == 3
-    assert plan_of(PlanOptions(pack="off")).pack is False
-    assert plan_of(PlanOptions(), dataclasses.replace(RECIPE, seed=1)).prefetch == 2
-    assert plan_of(PlanOptions(), machine=dataclasses.replace(HERE, cpus=4)).prefetch == 2
-    assert plan_of(PlanOptions(), machine=dataclasses.replace(HERE, source="asked")).prefetch == 2
-    assert plan_of(PlanOptions(), world=2).prefetch == 2
-    # --pack on and --compile on exclude each other: the user's flag comes first
-    assert plan_of(PlanOptions(compile="on")).compile == "on"
-
-
-@pytest.mark.usefixtures("_kept")
-@pytest.mark.parametrize(
-    "text", ["", "[]", "{}", '{"options": {"prefetch": "x"}, "why": {}, "processes": 1}']
-)
-def test_a_damaged_file_counts_as_none(text: str) -> None:
-    kept_choices.kept_file(RECIPE, HERE).write_text(text)
-    assert plan_of(PlanOptions()).prefetch == 2
-
-
 def test_tune_on_a_task(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
     monkeypatch.setenv("ISOBATCH_STARTED", str(time.time()))
@@ -225,7 +179,6 @@ def test_tune_on_a_task(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     worth = {row["measure"]: row.get("worth") for row in found["rows"]}
     assert worth["micro-batch"] > 1.2
     assert list(tmp_path.glob("tuned/*/tune.png"))
-    assert os.path.exists(found["remembered"])  # noqa: PTH110
 
 
 def test_minutes_are_a_number(say: Say) -> None:
