@@ -27,8 +27,6 @@ if typing.TYPE_CHECKING:
     from pathlib import Path
 
 T = typing.TypeVar("T")
-NOT_RECORDED = {"not_recorded": True}
-"""Metadata of a field that is left out of JSON: a file from someone else must not decide it here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,11 +378,7 @@ def to_json_value(value: Any) -> Any:
 
 def options_to_dict(options: Any) -> dict[str, Any]:
     """Field -> its value as JSON."""
-    return {
-        f.name: to_json_value(getattr(options, f.name))
-        for f in dataclasses.fields(options)
-        if not f.metadata.get("not_recorded")
-    }
+    return {f.name: to_json_value(getattr(options, f.name)) for f in dataclasses.fields(options)}
 
 
 def check_fields(options: Any, but_for: str = "") -> None:

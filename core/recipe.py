@@ -30,12 +30,10 @@ from isobatch.core.number_ranges import (
 from isobatch.core.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 DEMO = "demo"
-FEW_ROWS = 5
-"""So many forgotten rows are named one by one."""
-DERIVED = {"options", "scaled_from", "starts_from", "forgets"}
+DERIVED = {"options", "scaled_from", "starts_from"}
 """Fields of a recipe that are no flags."""
 TASK_CODE = "code"
 """Among the options of a user's own task: the hash of its files. It is no flag."""
@@ -137,8 +135,6 @@ class Recipe:
     """Set by --scale-batch: the batch size and learning rate before scaling, and the rule."""
     starts_from: dict[str, Any] | None = field(default=None, metadata={"derived": True})
     """Set by --from: the run, the checkpoint and its digest whose weights this run begins with."""
-    forgets: list[int] | None = field(default=None, metadata={"derived": True})
-    """Set by `forget`: training rows, ascending, that are left out of every batch, which is smaller then."""
 
     def __post_init__(self) -> None:
         # A task's own file may register optimizers, and is not imported yet: `Workload.make` asks again.
@@ -165,11 +161,11 @@ class Recipe:
         return {name: value for name, value in self.to_dict().items() if name not in DERIVED} | self.options
 
     def to_compare(self) -> dict[str, Any]:
-        """The fields that it reads, and what no flag sets: the run it begins with, rows that it forgets."""
+        """The fields that it reads, and what no flag sets: the run it begins with."""
         origin = Path(self.starts_from["run"]).name if self.starts_from else None
         values = self.values()
         read = {name: value for name, value in values.items() if is_read(name, values)}
-        return {**read, "starts_from": origin, "forgets": _rows_in_words(self.forgets or ())}
+        return {**read, "starts_from": origin}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
@@ -213,11 +209,3 @@ def is_read(name: str, values: Mapping[str, Any]) -> bool:
     """Whether a recipe with these values reads a field: not so the rank of an adapter that it lacks."""
     lacking = (beginnings for field_, beginnings in READ_BESIDE.items() if values.get(field_) == "none")
     return not any(name.startswith(beginnings) for beginnings in lacking)
-
-
-def _rows_in_words(rows: Sequence[int]) -> str | None:
-    """Rows as text that fits a cell and differs where they do; None without any."""
-    text = ", ".join(map(str, rows))
-    if len(rows) <= FEW_ROWS:
-        return text or None
-    return f"{len(rows):,} rows ({hashlib.sha256(text.encode()).hexdigest()[:6]})"

@@ -68,10 +68,6 @@ COMMANDS = {
         "forensics.seen:seen",
         "which steps of a run saw a row or a text of its data, or which rows a step saw",
     ),
-    "forget": (
-        "forensics.forget:forget",
-        "a run without certain rows, trained anew from before it saw the first of them",
-    ),
     "receipt": (
         "forensics.receipt:receipt",
         "a small file about a finished run that somebody else can check; --sign signs it",
@@ -136,6 +132,8 @@ INTERNAL = {
 }
 """Commands that the sbatch script, its steps, pods, `report` and `profile` start."""
 ALIASES = {"train": "auto"}
+LEFT = {"forget": "train anew on data without the rows; `seen` says which step saw one first"}
+"""Commands that were taken out -> what to use instead."""
 TRAINS = ("auto", "resume")
 BEFORE_TORCH = {
     **{"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1", "KINETO_LOG_LEVEL": "6"},
@@ -187,6 +185,8 @@ def main(words: Sequence[str] | None = None) -> int:
         doing(name)
     if name in INTERNAL:
         return guarded(lambda: load_function(INTERNAL[name])(arguments[1:]), debug="--debug" in arguments)
+    if name in LEFT:
+        return _print_error(f"{name} was taken out: {LEFT[name]}")
     if name not in COMMANDS:
         from isobatch.core.flags import nearest_hint
         from isobatch.engine.registry import CHAINS, TASKS

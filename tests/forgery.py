@@ -9,7 +9,6 @@ import torch
 
 from isobatch.core.atomic_files import rows_in
 from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
-from isobatch.engine.runs.witness import Witness
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
@@ -27,11 +26,10 @@ def reseal(run: RunFolder) -> None:
     """Write the rows of a run's log again, with true seals."""
     rows = list(rows_in(run.metrics))
     run.metrics.unlink()
-    journal = MetricsLog(run, writes=True, witness=Witness.from_environment(print))
+    journal = MetricsLog(run, writes=True)
     journal._continue(journal._first_seal(), 0)  # noqa: SLF001
     for row in rows:
         if SEAL in row:
             journal.seal(row["phase"], row["step"])
         else:
             journal.log_metrics(row)
-    journal.close()

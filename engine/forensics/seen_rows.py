@@ -41,13 +41,11 @@ def _row_answers(order: RunOrder, rows: Sequence[int]) -> list[dict[str, Any]]:
 def _row_answer(order: RunOrder, row: int, text: str | None) -> dict[str, Any]:
     sightings = order.sightings(row)
     seen = [sighting for sighting in sightings if order.is_counted(sighting)]
-    forgets = order.sampler.forgets
     return {
         "split": TRAIN,
         "row": row,
         **_set_of(order, row),
         "used": is_used(order.sampler, row),
-        **({"forgotten": True} if forgets is not None and row in forgets else {}),
         "seen": _located(order, row, seen),
         "later": [_where(sighting) for sighting in sightings if not order.is_counted(sighting)],
         "text": text,
@@ -74,15 +72,6 @@ def text_answer(order: RunOrder, text: str) -> dict[str, Any]:
             _row_answers(order, rows) if split == TRAIN else [{**held_out, "row": row} for row in rows]
         )
     return found
-
-
-def training_rows_with(order: RunOrder, text: str) -> list[int]:
-    """All training rows that hold a text, ascending. Raises UserError."""
-    source = order.data.open(Path(order.facts.folder), TRAIN)
-    if not isinstance(source, ArraySource):
-        raise UserError("--text: the samples of this task are no columns to look through: give --sample")
-    places = find_rows(order.data.text_query(order.facts, TRAIN, text), source.columns)
-    return sorted({row for place in places for row in place})
 
 
 def step_answer(order: RunOrder, step: int, phase: str | None) -> dict[str, Any]:

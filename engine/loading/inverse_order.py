@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 def steps_with(sampler: Sampler, sample: int, steps: int) -> list[int]:
     """The steps, of the first `steps`, whose batch holds a sample; ascending, a step for each time."""
     assert 0 <= sample < sampler.count
-    if sampler.forgets is not None and sample in sampler.forgets:
-        return []
     epochs = math.ceil(steps / sampler.steps_per_epoch)
     places = _places_in_sets(sampler, sample, epochs) if sampler.parts else _places(sampler, sample, epochs)
     if sampler.lengths is None:
@@ -37,9 +35,7 @@ def steps_with(sampler: Sampler, sample: int, steps: int) -> list[int]:
 
 
 def is_used(sampler: Sampler, sample: int) -> bool:
-    """Whether a sample belongs to the `fraction` of the samples that is trained on, and is not forgotten."""
-    if sampler.forgets is not None and sample in sampler.forgets:
-        return False
+    """Whether a sample belongs to the `fraction` of the samples that is trained on."""
     if sampler.groups is not None:
         return sampler.groups.is_used(sample)
     return _rank(sampler, *_place_of_sample(sampler, sample)[1:]) is not None

@@ -51,8 +51,6 @@ class Sampler:
     """Sample numbers -> their lengths, where batches are to hold samples of like length."""
     parts: tuple[tuple[int, float], ...] = ()
     """(samples, share) of each set where the split is several sets in a row; shares of any sum."""
-    forgets: np.ndarray | None = None
-    """Samples that are left out of the batches that hold them; those are smaller then."""
     groups: GroupOrder | None = None
     """The order by groups of neighbours, where the recipe has --order shards."""
     _window: dict[tuple[int, int], np.ndarray] = field(default_factory=dict, init=False, repr=False)
@@ -79,9 +77,8 @@ class Sampler:
         """The samples of global batch `step`, (<= batch_size,) int64, in the recipe's order."""
         epoch, number = divmod(step, self.steps_per_epoch)
         if self.lengths is not None:
-            return self._remembered(self._batch_of_like_lengths(epoch, number))
-        samples = self._samples(epoch, number * self.batch_size, (number + 1) * self.batch_size)
-        return self._remembered(samples)
+            return self._batch_of_like_lengths(epoch, number)
+        return self._samples(epoch, number * self.batch_size, (number + 1) * self.batch_size)
 
     def batches(self, step: int = 0) -> Iterator[np.ndarray]:
         """Batches `step`, `step` + 1, ... without end; many are computed at once."""
@@ -93,17 +90,8 @@ class Sampler:
             else:
                 samples = self._samples(epoch, number * self.batch_size, (number + count) * self.batch_size)
                 for k in range(count):
-                    yield self._remembered(samples[k * self.batch_size : (k + 1) * self.batch_size])
+                    yield samples[k * self.batch_size : (k + 1) * self.batch_size]
             step += count
-
-    def _remembered(self, samples: np.ndarray) -> np.ndarray:
-        """The samples of a batch that are not forgotten. Raises UserError where none is left."""
-        if self.forgets is None:
-            return samples
-        left = samples[~np.isin(samples, self.forgets)]
-        if not len(left):
-            raise UserError(f"a batch of {len(samples)} would lose all its samples: forget fewer of them")
-        return left
 
     def _samples(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """The samples at positions start..stop-1 of an epoch."""
@@ -198,7 +186,6 @@ def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
         cohort,
         lengths,
         parts,
-        _forgotten(recipe, len(source), cohort),
         _group_order(recipe, source),
     )
     if parts and 0 in sampler.quotas:
@@ -214,20 +201,6 @@ def _group_order(recipe: Recipe, source: Source) -> GroupOrder | None:
         return None
     assert source.groups is not None, "data with has_groups opens sources with groups"
     return GroupOrder(source.groups, recipe.shuffle_window, recipe.seed, recipe.train_fraction)
-
-
-def _forgotten(recipe: Recipe, count: int, cohort: int) -> np.ndarray | None:
-    if not recipe.forgets:
-        return None
-    if cohort > 1:
-        raise UserError(
-            f"the recipe forgets rows, and this task computes {cohort} samples together: begin a run on data"
-            " without them"
-        )
-    rows = np.unique(np.array(recipe.forgets, np.int64))
-    if rows[0] < 0 or rows[-1] >= count:
-        raise UserError(f"the recipe forgets row {rows[-1]:,}, and the training data has {count:,} rows")
-    return rows
 
 
 def order_by_length(lengths: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from isobatch.core.errors import UserError
 from isobatch.models.base import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from isobatch.engine.runs.run_folder import RunFolder
 
@@ -30,30 +30,25 @@ def leave_out(run: RunFolder, phase: str, first: int, last: int, reason: str) ->
     run.log_decision(LEAVE_OUT, of=phase, first=first, last=last, reason=reason)
 
 
-def decided(run: RunFolder, by_hand: bool) -> list[dict[str, Any]]:
-    """The decisions by hand, or those by the rule on spikes: rows with `of` (a phase), `first` and `last`."""
+def decided(run: RunFolder) -> list[dict[str, Any]]:
+    """The decisions by hand, and by the rule on spikes: rows with `of` (a phase), `first` and `last`."""
     rows = rows_in(run.decisions) if run.decisions.exists() else ()
-    found = (row for row in rows if row.get("decision") == LEAVE_OUT)
-    return [row for row in found if (row.get("reason") == ASKED) == by_hand]
+    return [row for row in rows if row.get("decision") == LEAVE_OUT]
 
 
 def left_out_steps(run: RunFolder) -> LeftOut:
     """What a run has decided to leave out."""
-    return steps_of([*decided(run, by_hand=True), *decided(run, by_hand=False)])
-
-
-def steps_of(rows: Iterable[Mapping[str, Any]]) -> LeftOut:
-    """The steps that decisions leave out."""
     found: dict[str, set[int]] = defaultdict(set)
-    for row in rows:
+    for row in decided(run):
         found[str(row["of"])].update(range(int(row["first"]), int(row["last"]) + 1))
     return {phase: frozenset(steps) for phase, steps in found.items()}
 
 
 def copy_asked(run: RunFolder, fresh: RunFolder) -> None:
     """Let another run of the recipe leave out what was decided by hand; the rule on spikes decides anew."""
-    for row in decided(run, by_hand=True):
-        leave_out(fresh, str(row["of"]), int(row["first"]), int(row["last"]), ASKED)
+    for row in decided(run):
+        if row.get("reason") == ASKED:
+            leave_out(fresh, str(row["of"]), int(row["first"]), int(row["last"]), ASKED)
 
 
 def until(steps: LeftOut, phase: str, step: int) -> list[int]:

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.runs.witness import Witness
 
 LEFT_OUT = "left_out"
 """Field of the row that stands in the place of a step that the run leaves out."""
@@ -32,8 +31,6 @@ LOST = "lost"
 """Field of the row that stands in the place of rows that were gone when the run was resumed."""
 SEAL = "seal"
 """Field of metrics.jsonl that holds a seal."""
-WITNESS_EVERY = 100
-"""Rows between two lines for the witness."""
 
 
 class MetricsLog:
@@ -42,21 +39,13 @@ class MetricsLog:
     `writes`: whether this rank writes. `every`: steps between rows. `ledger`: log each step's samples.
     """
 
-    def __init__(
-        self,
-        run: RunFolder,
-        writes: bool,
-        every: int = 1,
-        ledger: bool = False,
-        witness: Witness | None = None,
-    ) -> None:
-        self.run, self.writes, self.every, self.witness = run, writes, every, witness
+    def __init__(self, run: RunFolder, writes: bool, every: int = 1, ledger: bool = False) -> None:
+        self.run, self.writes, self.every = run, writes, every
         self.ledger = Ledger(run.samples) if ledger and writes else None
         self.skipped: Mapping[str, Any] | None = None
         """The row of the newest step, where it was not due to be logged."""
         self._promise: dict[str, Any] = {"log_every": every, "ledger": ledger}
         """What this process logs; in its first row of a step."""
-        self._rows = 0
         self._size = 0
         """Bytes of metrics.jsonl."""
         self._hash = hashlib.sha256()
@@ -101,7 +90,6 @@ class MetricsLog:
 
     def _continue(self, seal: str, size: int) -> None:
         self._hash, self._size = hashlib.sha256(seal.encode()), size
-        self._tell_witness()
 
     def log_step(self, row: Mapping[str, Any], samples: np.ndarray) -> None:
         """Log a step if it is due, and its samples to the ledger if there is one."""
@@ -133,9 +121,6 @@ class MetricsLog:
         """Append a row to metrics.jsonl."""
         if self.writes:
             self._hash.update(self._append(self.run.metrics, row))
-            self._rows += 1
-            if self._rows % WITNESS_EVERY == 0:
-                self._tell_witness(phase=row.get("phase"), step=row.get("step"))
 
     def seal(self, phase: str, step: int) -> dict[str, Any]:
         """Seal the rows so far. Returns the seal and the sizes of the logs in bytes, for a checkpoint."""
@@ -146,23 +131,12 @@ class MetricsLog:
         for path in (self.run.metrics, self.run.samples):  # else a checkpoint might outlive its rows
             _sync(path)
         self._hash = hashlib.sha256(seal.encode())
-        self._tell_witness(phase=phase, step=step)
         return {SEAL: seal, "metrics": self._size, "ledger": _size(self.run.samples)}
 
     def log_decision(self, row: Mapping[str, Any]) -> None:
         """Append a row to decisions.jsonl."""
         if self.writes:
             self._append(self.run.decisions, row)
-
-    def close(self) -> None:
-        """Wait for the witness."""
-        if self.witness is not None:
-            self.witness.close()
-
-    def _tell_witness(self, **where: Any) -> None:
-        if self.witness is not None:
-            running = self._hash.hexdigest()[:32]
-            self.witness.send({"run": self.run.identity, **where, "bytes": self._size, "running": running})
 
     def _append(self, path: Path, row: Mapping[str, Any]) -> bytes:
         line = (atomic_files.json_text(row, ensure_ascii=False) + "\n").encode()

@@ -21,7 +21,7 @@ from isobatch.core import atomic_files
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
-from isobatch.core.flags import NOT_RECORDED, build_options, options_to_dict
+from isobatch.core.flags import build_options, options_to_dict
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.log_reader import newest_rows
@@ -168,7 +168,7 @@ class RunFolder:
 
     @property
     def identity(self) -> str:
-        """The run's own name among those of its recipe, for a witness."""
+        """The run's own name among those of its recipe, as a receipt has it."""
         return str(self._recipe_record.get("run", self.recorded_hash))
 
     @property
@@ -206,11 +206,9 @@ class RunFolder:
         self._plan = None
 
     def options(self) -> RunOptions:
-        """The options of the newest launch; fields that this version does not know are ignored, and those
-        that a launch never writes here: the file may be from somebody else.
-        """
+        """The options of the newest launch; fields that this version does not know are ignored."""
         recorded = atomic_files.read_json(self.folder / "run.json")
-        known = {f.name for f in dataclasses.fields(RunOptions) if f.metadata != NOT_RECORDED}
+        known = {f.name for f in dataclasses.fields(RunOptions)}
         return build_options(RunOptions, {k: v for k, v in recorded.items() if k in known}, "run")
 
     def write_options(self, options: RunOptions) -> None:

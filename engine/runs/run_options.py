@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import NOT_RECORDED, Interval, check_fields
+from isobatch.core.flags import Interval, check_fields
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.data.streaming.locations import refuse_secrets
 from isobatch.engine.profiling.step_profiler import step_window
@@ -39,8 +39,6 @@ class RunOptions:
     """Steps between rows of metrics.jsonl."""
     tracker: Literal["none", "tensorboard", "wandb", "mlflow", "trackio"] = "none"
     """Also report metrics there."""
-    witness: str | None = field(default=None, metadata=NOT_RECORDED)
-    """Write the metrics' running seal there: to a file, or after `|` a command that reads a line."""
     ledger: bool = False
     """Write the sample numbers of every step to samples.bin."""
     anomaly: bool = False

@@ -23,7 +23,6 @@ from isobatch.engine.runs.gpu_monitor import GpuMonitor
 from isobatch.engine.runs.metrics_log import MetricsLog
 from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
 from isobatch.engine.runs.summary import Progress, startup_seconds, summarize
-from isobatch.engine.runs.witness import Witness
 from isobatch.engine.training.session import Session
 from isobatch.engine.training.step_metrics import FlopUtilisation, flop_utilisation, gpu_uuid, tracked_values
 
@@ -65,8 +64,7 @@ class RunContext:
         # Of one rank: the file may be a shared one, which another node sees a moment later.
         self.session.left_out = world.broadcast_object(left_out_steps(run) if world.is_main else {})
         self.recipe, self.task = self.session.recipe, self.session.task
-        witness = Witness.from_environment(console.say) if world.is_main else None
-        self.log = MetricsLog(run, world.is_main, options.log_every, options.ledger, witness)
+        self.log = MetricsLog(run, world.is_main, options.log_every, options.ledger)
         answers = world.is_main and not options.quiet
         self.stop = StopFlag(catch_signals, others_wait=world.size > 1, answers=answers)
         self.writer = CheckpointWriter(world, self._checkpoint_is_complete, self._copy_checkpoint)

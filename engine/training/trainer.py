@@ -74,7 +74,6 @@ def train(context: RunContext, end_process: Callable[[str], None]) -> None:
         watchdog,
         record,
         context.gpu_monitor,
-        contextlib.closing(context.log),
         context.copies or contextlib.nullcontext(),
         session,
     ):

@@ -18,7 +18,6 @@ from isobatch.engine.optimization.left_out import left_out_steps, until
 from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.ledger import read_ledger
-from isobatch.engine.runs.witness import read_witness
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.training.run_context import DATA_WRITTEN
 from isobatch.engine.unread_fields import unread_values
@@ -47,9 +46,6 @@ class Audit:
     launch_decisions: list[dict[str, Any]] = field(default_factory=list)
     """Decisions of launches: they follow from the machine, and nothing proves them."""
 
-    restarts: list[str] = field(default_factory=list)
-    """Where the log was cut and begun again, by the witness: as a resumed run does it."""
-
     @property
     def steps(self) -> int:
         """Optimizer steps whose samples were checked."""
@@ -71,17 +67,17 @@ def recipe_problems(run: RunFolder) -> list[str]:
     return [changed] if changed else []
 
 
-def audit_records(run: RunFolder, witness: Path | None = None) -> Audit:
-    """Check the data and every record of a run. `witness`: a file of its running seals."""
+def audit_records(run: RunFolder) -> Audit:
+    """Check the data and every record of a run."""
     try:
-        return _audit(run, witness)
+        return _audit(run)
     except UserError:
         raise
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:  # of a run from anyone
         return Audit([f"the records have not the form that a run writes: {error!r}"])
 
 
-def _audit(run: RunFolder, witness: Path | None) -> Audit:
+def _audit(run: RunFolder) -> Audit:
     if found := _data_problems(run):
         return Audit(found)
     recipe = run.recipe
@@ -90,11 +86,8 @@ def _audit(run: RunFolder, witness: Path | None) -> Audit:
     if unread := unread_values(recipe, task, data):
         return Audit([f"recipe.json sets {', '.join(unread)}, which changes nothing: no launch writes that"])
     schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
-    lines, restarts = read_witness(witness, run.identity) if witness else ([], [])
-    if witness and not lines:
-        return Audit([f"{witness} holds no line about this run, {run.identity}"])
-    log = audit_log(run, sampler, schedules, task.best_metric, lines)
-    audit = Audit(log.problems, log, restarts=restarts)
+    log = audit_log(run, sampler, schedules, task.best_metric)
+    audit = Audit(log.problems, log)
     if not audit.problems:
         audit.problems = [
             *_decision_problems(run, audit),

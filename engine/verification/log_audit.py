@@ -102,12 +102,8 @@ def audit_log(
     sampler: Sampler,
     schedules: Sequence[PhaseSchedule],
     monitor: tuple[str, str],
-    witness: Sequence[Mapping[str, Any]] = (),
 ) -> LogRecord:
-    """Read the log once. `monitor`: metric and direction of early stopping.
-
-    `witness`: lines about this log, in order.
-    """
+    """Read the log once. `monitor`: metric and direction of early stopping."""
     recipe = run.recipe
     phases = [
         PhaseRecord(
@@ -116,7 +112,7 @@ def audit_log(
         for s in schedules
     ]
     record = LogRecord(phases)
-    seals = _Seals(first_seal(recipe.hash(), run.facts.fingerprint), witness)
+    seals = _Seals(first_seal(recipe.hash(), run.facts.fingerprint))
     held_out = {split for split in HELD_OUT_SPLITS if split in run.facts.samples}
     rows = _Rows(record, recipe, sampler, monitor[0], held_out)
     for line in lines_in(run.metrics):
@@ -128,7 +124,7 @@ def audit_log(
             record.problems.append(problem)
             return record
     record.sealed = seals.sealed
-    record.problems += seals.unmet() or rows.unmet()
+    record.problems += rows.unmet()
     return record
 
 
@@ -137,13 +133,10 @@ def _is_finite(value: Any) -> bool:
 
 
 class _Seals:
-    """Computes the seals of the rows and compares them with the logged ones, and with a witness's lines."""
+    """Computes the seals of the rows and compares them with the logged ones."""
 
-    def __init__(self, first: str, witness: Sequence[Mapping[str, Any]]) -> None:
-        self.hash, self.size, self.sealed = hashlib.sha256(first.encode()), 0, True
-        self.witness = list(witness)[::-1]
-        self.agrees = self._meet_witness()
-        """Whether the witness saw the same so far."""
+    def __init__(self, first: str) -> None:
+        self.hash, self.sealed = hashlib.sha256(first.encode()), True
 
     def check(self, row: Mapping[str, Any], line: bytes) -> str:
         """The problem with a row's seal; empty without."""
@@ -154,22 +147,9 @@ class _Seals:
             computed = None
             self.hash.update(line)
         self.sealed = computed is not None
-        self.size += len(line)
-        where = f"at or before phase {row['phase']}, step {row.get('step')}"
         if computed is not None and row[SEAL] != computed:
-            return f"metrics.jsonl was changed {where}"
-        self.agrees = self.agrees and self._meet_witness()
-        return "" if self.agrees else f"metrics.jsonl is not what the witness saw {where}"
-
-    def _meet_witness(self) -> bool:
-        """Whether the witness saw the same up to here, or saw nothing of this place."""
-        if not self.witness or self.witness[-1]["bytes"] > self.size:
-            return True
-        seen = self.witness.pop()  # of fewer bytes where a row ended within what is one row here
-        return bool(seen["bytes"] == self.size and seen["running"] == self.hash.hexdigest()[:32])
-
-    def unmet(self) -> list[str]:
-        return ["metrics.jsonl ends before what the witness saw"] if self.witness else []
+            return f"metrics.jsonl was changed at or before phase {row['phase']}, step {row.get('step')}"
+        return ""
 
 
 class _Rows:

@@ -115,7 +115,7 @@ def resume(words: Sequence[str]) -> int:
     if run.status() == "done":
         if options.skip_step is not None:
             steps_to_skip(run, options.skip_step)
-            raise UserError(f"--skip-step {options.skip_step}: {run.folder} is done; see `forget`")
+            raise UserError(f"--skip-step {options.skip_step}: {run.folder} is done: `--again` trains anew")
         print_unless_quiet(f"{run.folder} is done", run_options.quiet)
         return _print_result(run, DONE, options)
     refuse_if_in_a_job(run)

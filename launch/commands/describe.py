@@ -52,7 +52,6 @@ COMMAND_OPTIONS = {
     "ray": "clusters.ray.options:RayOptions",
     "verify": "local.verify_run:VerifyOptions",
     "seen": "forensics.seen:SeenOptions",
-    "forget": "forensics.forget:ForgetOptions",
     "receipt": "forensics.receipt:ReceiptOptions",
     "audit": "forensics.audit:AuditOptions",
     "replay": "forensics.replay:ReplayOptions",

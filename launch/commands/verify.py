@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def verify(words: Sequence[str]) -> int:
     """Usage: verify RUN [--level records|steps|full] [--steps 3] [--processes N] [--strategy S]
-    [--micro-batch M] [--data PATH] [--witness FILE] [--json]
+    [--micro-batch M] [--data PATH] [--json]
 
     Exit 3 on a difference, and where the level's proof is not complete.
     """

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from isobatch.engine.checkpointing.weight_files import WeightsDifference
 
 NAMES = ("A", "B")
-ORDERING = ("seed", "batch_size", "data", "train_fraction", "group_by_length", "mix", "forgets")
+ORDERING = ("seed", "batch_size", "data", "train_fraction", "group_by_length", "mix")
 """Recipe fields that decide which samples a step has."""
 NUMERIC = ("precision", "attention", "compile", "device", "pack")
 """Plan fields that may change results beyond the order of sums."""

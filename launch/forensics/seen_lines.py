@@ -68,8 +68,6 @@ def _row_lines(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[st
     several = len(answer["steps"]) > 1
     if seen:
         yield f"{name} was seen {_count(len(seen), 'time')}: {_steps(seen, several)}"
-    elif row.get("forgotten"):
-        yield f"{name} was never seen: the recipe forgets it"
     elif not row["used"]:
         yield f"{name} was never seen: --train-fraction leaves it out"
     elif later:

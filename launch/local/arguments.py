@@ -325,6 +325,7 @@ def _groups(chosen: Workload, command: str, options_class: type | None) -> dict[
 
 
 LEFT = {
+    "witness": "keep a signed `isobatch receipt RUN --sign KEY` elsewhere",
     "against": "run `isobatch verify` under that Python",
     "compare_bits": "run it with --load-bits 16, 8 and 4 in turn",
     "critical_batch": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",

@@ -16,7 +16,6 @@ from isobatch.engine.optimization.left_out import ASKED, leave_out, refuse_where
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
-from isobatch.engine.runs.witness import use_witness
 from isobatch.launch.local.restarts import train_in_children, train_in_process, train_with_restarts
 from isobatch.launch.local.run_setup import (
     TrustOptions,
@@ -125,7 +124,6 @@ def launch_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -
     """Train by the run's plan, with restarts; the verdict of the last attempt."""
     consent.require(run.recipe, run.folder, sends=options.sends())
     run.write_options(options)
-    use_witness(options.witness)
     # DeepSpeed forms a process group even for one process, which would stay in a process that is not ours.
     in_process = run.plan.processes == 1 and (owns_process or not traits_of(run.plan.strategy).shards)
     start = train_in_process if in_process else train_in_children

@@ -29,7 +29,6 @@ from isobatch.engine.planning.explanations import unmet_wishes
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name
-from isobatch.engine.runs.witness import witness_environment
 from isobatch.engine.task_files import task_file_problem
 from isobatch.launch.local.words.meanings import spelling
 
@@ -359,5 +358,4 @@ def environment_elsewhere() -> dict[str, str]:
         **{name: str(folder.expanduser().absolute()) for name, folder in folders.items()},
         **{name: os.environ[name] for name in HUB_VARIABLES if os.environ.get(name)},
         **consent.environment(),
-        **witness_environment(),
     }

@@ -7,10 +7,9 @@ import math
 import statistics
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.errors import TrainingError
 from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import INVARIANCES, Plan, PlanOptions, StrategyChoice
@@ -56,15 +55,11 @@ class VerifyOptions(TrustOptions):
     """Samples per micro-batch; by default half of what the run used."""
     data: str | None = None
     """Where the data lies now, if it has moved."""
-    witness: str | None = None
-    """The file in which a witness wrote the run's seals."""
     json: bool = False
     """One JSON object on standard output."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.witness is not None and not Path(self.witness).expanduser().is_file():
-            raise UserError(f"--witness {self.witness}: there is no such file")
 
 
 def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True) -> dict[str, Any]:
@@ -76,17 +71,14 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
     report: dict[str, Any] = {"run": str(run.folder)}
     if not proof.problems:
         locate_data(run, run.recipe, options.data)
-        witness = Path(options.witness).expanduser() if options.witness else None
         doing("checking the records")
         wrong, proof.trusted = compare_source(run, options.data)
         proof.unproven += wrong
-        proof.audit = audit_records(run, witness)
+        proof.audit = audit_records(run)
         proof.problems += proof.audit.problems
         proof.unproven += proof.audit.unproven
         if count := len(proof.audit.launch_decisions):
             proof.notes.append(f"decisions of launches: {count}, recorded and not proven")
-        proof.covered += ["the witness saw the same"] if witness and not proof.problems else []
-        proof.notes += [f"by the witness the log began again at {place}" for place in proof.audit.restarts]
         log = proof.audit.log
         if log is not None and not log.problems and log.final is None and run.final.exists():
             proof.unproven.append("final/ is there, and metrics.jsonl has no end of training that wrote it")

@@ -208,7 +208,6 @@ def _train_from_flags(words: Sequence[str]) -> int:
         rank_and_world_size,
     )
     from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
-    from isobatch.engine.runs.witness import use_witness
     from isobatch.launch.local.arguments import parse_request
     from isobatch.launch.local.run_setup import find_run, plan_run, prepare_facts, print_unless_quiet
 
@@ -229,7 +228,6 @@ def _train_from_flags(words: Sequence[str]) -> int:
                 run.refuse_if_training()
             run = plan_run(request, facts, run, size)
             run.write_options(request.run)
-            use_witness(request.run.witness)
         consent.remember(request.recipe, request.run.sends())
         return str(run.folder.resolve())
 

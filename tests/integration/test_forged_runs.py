@@ -593,28 +593,6 @@ def test_a_loss_on_the_way_to_the_last_checkpoints_is_found(
     assert found.problems[0].startswith("phase train, step 18: loss ")
 
 
-def test_a_witness_finds_what_was_sealed_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    recipe = isobatch.Recipe(task=TASK, steps=9)
-    seen, told = tmp_path / "seen", tmp_path / "told"
-    run = isobatch.train(recipe, out=tmp_path, name="one", witness=str(seen), quiet=True).folder
-    isobatch.train(recipe, out=tmp_path, name="two", again=True, witness=f"|cat >> {told}", quiet=True)
-    assert len(seen.read_text().splitlines()) == len(told.read_text().splitlines()) >= 3
-    assert "witness" not in json.loads(
-        (run / "run.json").read_text()
-    )  # who receives the run is not to write there
-    found = isobatch.verify(run, level="records", witness=str(seen))
-    assert found
-    assert "the witness saw the same" in found.coverage
-    edit_log(RunFolder(run), lambda rows: rows[1].update(loss=1.0))
-    assert isobatch.verify(run, level="records")
-    changed = isobatch.verify(run, level="records", witness=str(seen))
-    assert "metrics.jsonl is not what the witness saw at or before" in changed.problems[0]
-    capfd.readouterr()
-    again = {"name": "three", "again": True, "witness": str(tmp_path / "none" / "file")}
-    isobatch.train(recipe, out=tmp_path, **again)
-    assert capfd.readouterr().err.count("the witness misses a line, and training goes on") == 1
-
-
 def test_data_that_was_written_to_while_it_trained_is_not_proven(honest: Fixtures, tmp_path: Path) -> None:
     run = copy(honest.plain, tmp_path)
     row = {"decision": DATA_WRITTEN, "file": "train/tokens.npy", "at_phase": "train", "at_step": 9}

@@ -268,19 +268,6 @@ def test_nothing_of_it_is_executed_and_nothing_outside_touched(
     assert not (home.parent / "state").exists()  # nothing was agreed to
 
 
-@pytest.mark.parametrize("witness", ["|touch it-ran", "mine.jsonl"])
-def test_a_run_names_no_witness(witness: str, home: Path) -> None:
-    """It is a command, or a file to append to: of the user alone, who types it."""
-    run = received(home)
-    options = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({**options, "witness": witness}))
-    before = (home / "mine.jsonl").read_bytes()
-    assert RunFolder(run).options().witness is None
-    in_place(["resume", str(run), "--trust"])
-    assert not list(home.parent.rglob(CANARY))
-    assert (home / "mine.jsonl").read_bytes() == before
-
-
 def test_data_that_a_run_names_is_not_written_beside(home: Path) -> None:
     """The teacher's answers are kept beside prepared data, so that must be this user's."""
     run = RunFolder.open(received(home, folder=str(home / "data")))

@@ -37,7 +37,7 @@ FLAGS = {
     "plan": """micro_batch processes workers prefetch pin_memory precision strategy compile
         activation_checkpointing attention pack device memory_limit stream_cache""",
     "run": """out name resume again save_every keep checkpoint_copy log_every
-        tracker witness ledger anomaly hang_timeout max_restarts profile debug quiet""",
+        tracker ledger anomaly hang_timeout max_restarts profile debug quiet""",
     "causal-lm": """adapter lora_r lora_alpha lora_dropout lora_targets lora_bias load_bits frozen_dtype
         also_train generate_prompt generate_tokens resize_embeddings remote_code text_column question_column
         answer_column template response_only mix clean stride vocab_size data_config valid""",

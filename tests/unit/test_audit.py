@@ -30,7 +30,6 @@ from isobatch.engine.runs.ledger import Ledger, LedgerStep, read_ledger
 from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.engine.runs.witness import WITNESS
 from isobatch.engine.verification.audit import audit_records, recipe_problems
 from isobatch.launch.local.verify_run import VerifyOptions, verify_run
 from isobatch.tests.forgery import one_process, reseal
@@ -83,9 +82,9 @@ def save(run: RunFolder, state: dict[str, Any]) -> None:
     writer.save(run.checkpoints / "train-9", share, state, one_process())
 
 
-def found_in(run: RunFolder, witness: Path | None = None) -> list[str]:
+def found_in(run: RunFolder) -> list[str]:
     """Problems of the files as they are now."""
-    return audit_records(RunFolder(run.folder), witness).problems
+    return audit_records(RunFolder(run.folder)).problems
 
 
 def change(run: RunFolder, edit: Callable[[list[dict[str, Any]]], Any], sealed: bool = False) -> None:
@@ -148,22 +147,6 @@ def test_a_line_that_is_no_row_is_found(run: RunFolder) -> None:
     with run.metrics.open("a") as stream:
         stream.write("no row\n")
     assert found_in(run) == ["metrics.jsonl holds lines that no run wrote"]
-
-
-def test_a_witness_finds_a_log_that_was_sealed_again(
-    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    witness = tmp_path / "witness"
-    monkeypatch.setenv(WITNESS, str(witness))
-    change(run, lambda rows: None, sealed=True)
-    assert found_in(run, witness) == []
-    monkeypatch.delenv(WITNESS)
-    change(run, lambda rows: rows[2].update(loss=1.0), sealed=True)
-    assert found_in(run) == []
-    (problem,) = found_in(run, witness)
-    assert problem == "metrics.jsonl is not what the witness saw at or before phase train, step 9"
-    witness.write_text("")
-    assert found_in(run, witness)[0].endswith(f"holds no line about this run, {run.identity}")
 
 
 def test_the_ledger_is_compared_with_the_sampler(run: RunFolder) -> None:

@@ -119,12 +119,11 @@ def test_a_step_begins_without_the_packages_of_outside(
 
 def test_what_the_recipe_names_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("model", "teacher", "tasks", "seals"):
+    for name in ("model", "teacher", "tasks"):
         (tmp_path / name).mkdir()
     task = tmp_path / "tasks" / "mine.py"
     task.touch()
-    monkeypatch.setenv("ISOBATCH_WITNESS", f"{tmp_path}/seals/log")
     options = {"teacher": f"{tmp_path}/teacher", "prompt": "long " * 999, "size": 3}
     recipe = Recipe(task=f"{task}:Mine", model=f"{tmp_path}/model", options=options)
     found = set(containers.needed_paths(recipe, tmp_path / "run"))
-    assert {ROOT, tmp_path / "run", *(tmp_path / n for n in ("model", "teacher", "tasks", "seals"))} <= found
+    assert {ROOT, tmp_path / "run", *(tmp_path / n for n in ("model", "teacher", "tasks"))} <= found

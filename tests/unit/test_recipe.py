@@ -62,7 +62,6 @@ OTHER: dict[str, Any] = {
     "lr_floor": 0.1,
     "options": {"generate_tokens": 61},
     "scaled_from": {"batch_size": 32, "lr": 1e-3, "rule": "sqrt"},
-    "forgets": [3, 8],
     "starts_from": {"run": "runs/a", "checkpoint": "train-9", "digest": "d"},
 }
 """Another value for every field. A new field belongs here: it must change the hash."""

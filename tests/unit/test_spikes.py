@@ -22,7 +22,6 @@ from isobatch.engine.registry import complete
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.auto import resume
 from isobatch.launch.forensics.diff import diff_runs
-from isobatch.launch.forensics.forget import forget
 from isobatch.launch.forensics.replay import replay
 from isobatch.launch.forensics.seen import seen
 from isobatch.launch.local.launch_run import launch_run, skip_steps
@@ -110,17 +109,6 @@ def test_where_checkpoints_lie_changes_nothing(tmp_path: Path, runs: dict[str, R
     assert verified(by_hand, "full").verified
 
 
-def test_without_the_corrupt_row_no_step_is_left_out(runs: dict[str, RunFolder]) -> None:
-    """`forget` goes back to before the first step that the rule left out: it decides anew."""
-    for mode in ("skip", "rollback"):
-        with preserve_process_state():
-            assert forget([str(runs[mode].folder), "--sample", "700", "--quiet"]) == 0
-        run = RunFolder(runs[mode].folder.with_name(f"{mode}-forgot"))
-        assert rows_left_out(run) == []
-        assert loss_of(run) < 2
-        assert verified(run, "full").verified
-
-
 def test_the_step_that_was_left_out_can_be_seen(
     runs: dict[str, RunFolder], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,7 +157,7 @@ def test_by_hand_a_run_that_failed_goes_on_without_it(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "failed")
     assert rows_left_out(run) == [38, 39, 40]
     assert verified(run, "full").verified
-    with pytest.raises(UserError, match=r"--skip-step 3: .* is done; see `forget`"):
+    with pytest.raises(UserError, match=r"--skip-step 3: .* is done"):
         resume([str(run.folder), "--skip-step", "3"])
     with pytest.raises(UserError, match="give a step or a range"):
         resume([str(run.folder), "--skip-step", "abc"])

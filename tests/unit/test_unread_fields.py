@@ -71,7 +71,6 @@ NAMES = {
     "options",
     "scaled_from",
     "starts_from",
-    "forgets",
     "on_spike",
     "order",
     "shuffle_window",

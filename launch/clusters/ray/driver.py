@@ -30,7 +30,6 @@ from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
-from isobatch.engine.runs.witness import use_witness
 from isobatch.launch.cli import guarded
 from isobatch.launch.clusters.ray.places import Places
 from isobatch.launch.clusters.ray.run_log import RunLog
@@ -138,7 +137,6 @@ def _connect(address: str) -> None:
 def _find_or_create_run(request: Request) -> RunFolder:
     facts = prepare_facts(request)
     consent.remember(request.recipe, request.run.sends())
-    use_witness(request.run.witness)
     run = find_run(request, facts)
     if run is not None:
         refuse_if_in_a_job(run)

@@ -22,7 +22,6 @@ from isobatch.engine.runs.slurm_queue import (
     last_job_of,
     refuse_if_in_a_job,
 )
-from isobatch.engine.runs.witness import use_witness
 from isobatch.launch.clusters.slurm import (
     acceptance,
     client,
@@ -152,7 +151,6 @@ def _find_or_create_run(request: Request, family: str | None) -> RunFolder:
     """The run of a request; `family`: the name of a sweep, whose runs are found by what they learn."""
     facts = prepare_facts(request)
     consent.remember(request.recipe, request.run.sends())
-    use_witness(request.run.witness)
     run = find_run(request, facts)
     if run is None and family is not None:
         unnamed = dataclasses.replace(request, run=dataclasses.replace(request.run, name=None))

@@ -17,7 +17,6 @@ from isobatch.core.errors import UserError
 from isobatch.core.package import ROOT, cache_folder
 from isobatch.engine import consent
 from isobatch.engine.runs import slurm_queue
-from isobatch.engine.runs.witness import witness_environment
 from isobatch.engine.task_files import is_task_file, task_file
 
 if TYPE_CHECKING:
@@ -59,9 +58,6 @@ def needed_paths(recipe: Recipe, folder: Path) -> Iterator[Path]:
     yield from (folder, cache_folder(), hub_cache.cache_home(), consent.state_folder(), ROOT, Path.cwd())
     if is_task_file(recipe.task):
         yield task_file(recipe.task).parent
-    for target in witness_environment().values():
-        if not target.startswith("|"):
-            yield Path(target).parent
     for value in (recipe.data, recipe.model, recipe.tokenizer, *recipe.options.values()):
         # Path.exists raises where a text is too long for a file's name.
         if isinstance(value, str) and os.path.exists(path := Path(value).expanduser()):  # noqa: PTH110
