@@ -14,12 +14,11 @@ from isobatch.core.atomic_files import NOT_FINITE
 from isobatch.core.errors import TrainingError
 from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.runs.gpu_monitor import READINGS
+from isobatch.engine.runs.step_rows import FIELDS
 from isobatch.models.base import Loss
 
 EXPECTED = "return {name: Loss(sum, unit)}"
-RESERVED = {"phase", "step", "epoch", "lr", "grad_norm", "samples", "tokens", "padding", "memory_bytes"}
-RESERVED |= {"step_seconds", "data_seconds", "samples_per_second", "tokens_per_second"}
-RESERVED |= {*READINGS, "mfu", "chain", "split", "final", "invariance", "seal"}
+RESERVED = {*FIELDS, *READINGS, "memory_bytes", "mfu", "split", "final", "invariance", "seal"} - {"loss"}
 RESERVED |= {"checkpoint", "digest", "exported", "summary", "log_every", "ledger", "data", "decisions"}
 RESERVED |= {NOT_FINITE, "rounding"}
 """Fields of a row of metrics.jsonl, which a loss must not be named after."""

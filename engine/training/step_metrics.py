@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isobatch.engine.machine.hardware import find_gpu_model
+from isobatch.engine.runs.step_rows import StepRow
 from isobatch.models.base import CHANGES_SHAPE, ModelSize
 from isobatch.models.flops import flops_per_token
 
@@ -26,23 +27,24 @@ def step_row(
 ) -> dict[str, Any]:
     """A step's row of metrics.jsonl. Of several losses each has a field, besides `loss`, their sum."""
     seconds, work = max(1e-9, result.seconds), result.loaded.work
-    row = {
-        "phase": schedule.name,
-        "step": progress.step,
-        "epoch": round(progress.step / schedule.steps_per_epoch, 6),
-        "loss": sum(losses.values()),
-        "lr": result.rate,
-        "grad_norm": norm,
-        "samples": progress.samples,
-        "tokens": progress.tokens,
-        "step_seconds": round(seconds, 6),
-        "data_seconds": round(result.loaded.wait_seconds, 6),
-        "samples_per_second": round(len(work.samples) / seconds, 3),
-        "tokens_per_second": round(work.tokens / seconds, 3),
-        "padding": round(work.padding, 4),
-        "chain": progress.chain,
-    }
-    return {**losses, **row} if len(losses) > 1 else row
+    row = StepRow(
+        phase=schedule.name,
+        step=progress.step,
+        epoch=round(progress.step / schedule.steps_per_epoch, 6),
+        loss=sum(losses.values()),
+        lr=result.rate,
+        grad_norm=norm,
+        samples=progress.samples,
+        tokens=progress.tokens,
+        step_seconds=round(seconds, 6),
+        data_seconds=round(result.loaded.wait_seconds, 6),
+        samples_per_second=round(len(work.samples) / seconds, 3),
+        tokens_per_second=round(work.tokens / seconds, 3),
+        padding=round(work.padding, 4),
+        chain=progress.chain,
+        more=losses if len(losses) > 1 else {},
+    )
+    return row.to_dict()
 
 
 LossAndNorm = tuple[float, float]

@@ -12,6 +12,7 @@ from isobatch.core.plan import PlanOptions
 from isobatch.engine import consent
 from isobatch.engine.runs.ledger import LedgerStep, read_ledger
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.step_rows import is_step
 from isobatch.launch.api.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ class Run:
     @property
     def history(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl: a row per logged step and per evaluation."""
-        return [row for row in rows_in(self._files.metrics) if "chain" in row or "split" in row]
+        return [row for row in rows_in(self._files.metrics) if is_step(row) or "split" in row]
 
     def ledger(self) -> Iterator[LedgerStep]:
         """Phase, step and sample numbers of every step, in order; nothing of a run without --ledger."""

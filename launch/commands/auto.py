@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from typing import Any
 
 
-
 def auto(words: Sequence[str]) -> int:
     """Usage: auto --task TASK [flags]. Without --data the task's demo runs. Try: auto --task causal-lm
 

@@ -14,6 +14,7 @@ from isobatch.engine import consent
 from isobatch.engine.named_places import adapter_base, places
 from isobatch.engine.runs.log_reader import thinned_rows
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.step_rows import is_step
 from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.local.arguments import command_options, split_words
 
@@ -77,7 +78,7 @@ def _curves(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
     for row in rows:
         value = row.get("loss")
-        if isinstance(value, float | int) and math.isfinite(value) and ("lr" in row or "split" in row):
+        if isinstance(value, float | int) and math.isfinite(value) and (is_step(row) or "split" in row):
             found.setdefault(str(row.get("split", "training")), []).append(float(value))
     return found
 
