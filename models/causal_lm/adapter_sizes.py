@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import format_bytes
+from isobatch.models.causal_lm.model_sizes import LLAMA_LIKE
+from isobatch.models.lora import check_targets, usual_targets
 
 if TYPE_CHECKING:
     from isobatch.models.base import ModelSize
-    from isobatch.models.causal_lm.adapter_counts import AdapterCounts
+    from isobatch.models.causal_lm.model_sizes import Matrix, ModelShape
 
 BYTES_PER_WEIGHT = {16: 4.0, 8: 1.0 + 4 / 1024, 4: 0.5 + 4 / 64}
 """Bits -> bytes of a frozen weight: 4 bits have a float scale per 64 weights, 8 bits about one per row."""
 WHY_UNSHARDABLE = "bitsandbytes' weights cannot be cut"
 """Why every process must hold all of a model with weights in 8 or 4 bits (ModelSize.why_unshardable)."""
+USUAL_TARGETS = {"gpt2": ["c_attn"], **{kind: ["q_proj", "v_proj"] for kind in LLAMA_LIKE}}
+"""What peft adapts where --lora-targets is auto; for other models peft, seconds to import, is asked."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterCounts:
+    """What an adapter adds to a model and trains, in numbers of weights."""
+
+    trainable: int
+    targets: dict[str, int]
+    """Last part of a module's name -> how many modules of this name have an adapter."""
+    added: int
+    """Weights that the model has more with the adapter."""
+    inputs: int
+    """Widths of what the adapted matrices read, added up over the model."""
+    trained_tables: int
+    """Weights in the embeddings and the head that train whole; `trainable` holds them too."""
 
 
 def memory_saving_flags(options: Any) -> dict[str, dict[str, Any]]:
@@ -29,45 +49,79 @@ def memory_saving_flags(options: Any) -> dict[str, dict[str, Any]]:
     return {k: v for k, v in flags.items() if v.get("load_bits", 16) < options.load_bits}
 
 
-def adapted_model_size(
-    full_model: ModelSize, found: AdapterCounts, options: Any, optimizer: str
-) -> ModelSize:
-    """The size of `full_model` with an adapter; its remark says what a user should know of the choice."""
-    frozen = full_model.parameters + found.added - found.trainable
+def adapter_counts(shape: ModelShape, options: Any) -> AdapterCounts:
+    """What an adapter adds and trains. Raises UserError where --lora-targets names no matrix.
+
+    An adapter of rank r on a matrix (m, n) has r (m + n) weights, DoRA's n more.
+    """
+    adapted = _adapted(shape, options.lora_targets)
+    magnitudes = sum(m.outputs for m in adapted) if options.adapter == "dora" else 0
+    added = sum(options.lora_r * (m.inputs + m.outputs) for m in adapted) + magnitudes
+    of_adapted = sum(m.outputs for m in adapted if m.bias)
+    biases = {"none": 0, "lora_only": of_adapted, "all": shape.biases}[options.lora_bias]
+    also_train = options.also_train or ()
+    tables = shape.embeddings * ("embeddings" in also_train) + shape.head * ("head" in also_train)
+    if also_train and not shape.head:  # tied
+        tables = shape.embeddings
+    return AdapterCounts(
+        trainable=added + biases + tables,
+        targets=Counter(m.name.rpartition(".")[2] for m in adapted),
+        added=added,
+        inputs=sum(m.inputs for m in adapted),
+        trained_tables=tables,
+    )
+
+
+def _adapted(shape: ModelShape, wanted: str) -> list[Matrix]:
+    """The matrices that --lora-targets names. Raises UserError."""
+    check_targets([m.name for m in shape.matrices], wanted)
+    if wanted == "auto":
+        names = USUAL_TARGETS.get(shape.model_type) or usual_targets(shape.model_type)
+    else:
+        names = None if wanted == "all-linear" else [name.strip() for name in wanted.split(",")]
+    if names is None:
+        return shape.matrices
+    return [m for m in shape.matrices if any(f".{m.name}".endswith(f".{name}") for name in names)]
+
+
+def adapted_model_size(shape: ModelShape, options: Any, optimizer: str) -> ModelSize:
+    """The size with an adapter; its remark says what a user should know of the choice. Raises UserError."""
+    whole, found = shape.size, adapter_counts(shape, options)
+    frozen = whole.parameters + found.added - found.trainable
     of_tables = 2.0 if options.frozen_dtype == "bf16" else 4.0
     of_matrices = of_tables if options.load_bits == 16 else BYTES_PER_WEIGHT[options.load_bits]
-    saved = (4.0 - of_matrices) * found.frozen_matrices + (4.0 - of_tables) * found.frozen_tables
-    weights = 4.0 * frozen - saved
+    weights = 4.0 * frozen - (4.0 - of_matrices) * sum(m.inputs * m.outputs for m in shape.matrices)
+    weights -= (4.0 - of_tables) * (shape.tables - found.trained_tables)
     return dataclasses.replace(
-        full_model,
-        parameters=full_model.parameters + found.added,
+        whole,
+        parameters=whole.parameters + found.added,
         trainable=found.trainable,
         frozen_bytes=weights / max(frozen, 1),
-        adapter_inputs=found.inputs // max(full_model.layers, 1),
-        why_unshardable=full_model.why_unshardable if options.load_bits == 16 else WHY_UNSHARDABLE,
-        remark="; ".join(_remarks(full_model, found, options, optimizer, weights)),
+        adapter_inputs=found.inputs // max(whole.layers, 1),
+        why_unshardable=whole.why_unshardable if options.load_bits == 16 else WHY_UNSHARDABLE,
+        remark="; ".join(_remarks(shape, found, options, optimizer, weights)),
     )
 
 
 def _remarks(
-    full_model: ModelSize, found: AdapterCounts, options: Any, optimizer: str, weights: float
+    shape: ModelShape, found: AdapterCounts, options: Any, optimizer: str, weights: float
 ) -> list[str]:
     where = ", ".join(f"{count} {name}" for name, count in found.targets.items())
-    total = full_model.parameters + found.added
+    total = shape.size.parameters + found.added
     if found.trained_tables:
         where += f", and {' and '.join(options.also_train)} ({found.trained_tables:,} weights in fp32)"
     remarks = [
         f"{options.adapter} of rank {options.lora_r} on {where} trains {found.trainable:,} of"
         f" {total:,} parameters ({found.trainable / total:.2%})"
     ]
-    if found.experts:
+    if shape.experts:
         remarks.append(
-            f"an adapter does not reach the mixture's experts: their {found.experts:,} weights stay frozen"
+            f"an adapter does not reach the mixture's experts: their {shape.experts:,} weights stay frozen"
         )
     if options.load_bits != 16:
         remarks.append(
             f"weights in {options.load_bits} bits take {weights / 1e6:,.0f} MB in place of"
-            f" {4 * full_model.parameters / 1e6:,.0f} on a GPU; that is all they save, and on a CPU nothing"
+            f" {4 * shape.size.parameters / 1e6:,.0f} on a GPU; that is all they save, and on a CPU nothing"
         )
     if "8bit" in optimizer:
         remarks.append(

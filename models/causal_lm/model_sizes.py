@@ -1,14 +1,18 @@
-"""Sizes of decoder models, computed from their config alone; and the presets to train from scratch."""
+"""Sizes of decoder models, and the presets to train from scratch.
+
+Of GPT-2 and Llama-like models all follows from the config, in no time; any other is built on torch's meta
+device and counted.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.models import hub
 from isobatch.models.base import ModelSize
 from isobatch.models.head_chunks import CHUNK_BYTES
+from isobatch.models.lora import block_matrices, expert_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,124 +60,183 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     return next((int(config[name]) for name in CONTEXT_KEYS if config.get(name)), None)
 
 
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """A weight matrix of a transformer block."""
+
+    name: str
+    inputs: int
+    outputs: int
+    bias: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A decoder's size when all of it trains, and what of it an adapter touches or --load-bits rounds."""
+
+    size: ModelSize
+    model_type: str
+    matrices: list[Matrix]
+    """Those of the blocks."""
+    tables: int
+    """Weights in the embeddings and the head."""
+    biases: int
+    """Weights of all biases."""
+    embeddings: int
+    """Weights of the input embeddings."""
+    head: int
+    """Weights of the head that are not those of the embeddings."""
+    experts: int = 0
+    """Weights of a mixture's experts: all experts of a layer are one tensor, and no matrix."""
+
+
 def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
     """The exact size of a GPT-2 or Llama-like model; None for another architecture."""
-    model_type = config.get("model_type")
-    if model_type == "gpt2":
-        return _gpt2_size(config)
-    return _llama_size(config) if model_type in LLAMA_LIKE else None
+    shape = shape_from_config(config)
+    return None if shape is None else shape.size
 
 
-def _gpt2_size(config: Mapping[str, Any]) -> ModelSize:
-    """Per layer: attention 4h^2 + 4h, MLP 2hi + i + h, two norms 4h; beside: embeddings, last norm, head."""
+def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
+    """The shape of a GPT-2 or Llama-like model by its config.json; None for another architecture."""
+    if config.get("model_type") == "gpt2":
+        return _gpt2_shape(config)
+    return _llama_shape(config) if config.get("model_type") in LLAMA_LIKE else None
+
+
+def _gpt2_shape(config: Mapping[str, Any]) -> ModelShape:
+    """Its norms have biases, and learnt positions stand beside the embeddings."""
     hidden, layers = config.get("n_embd", 768), config.get("n_layer", 12)
-    vocabulary, context = config.get("vocab_size", 50257), config.get("n_positions", 1024)
     intermediate = config.get("n_inner") or 4 * hidden
-    layer_parameters = 4 * hidden**2 + 2 * hidden * intermediate + 9 * hidden + intermediate
-    parameters = (vocabulary + context) * hidden + layers * layer_parameters + 2 * hidden
-    if not config.get("tie_word_embeddings", True):
-        parameters += vocabulary * hidden
-    return make_model_size(parameters, layers, hidden, config.get("n_head", 12), intermediate, vocabulary)
-
-
-def _llama_size(config: Mapping[str, Any]) -> ModelSize:
-    """Per layer: q, k, v, o, a gated MLP of three matrices, 2 norms; beside: embeddings, last norm, head."""
-    hidden, layers, intermediate = (
-        config["hidden_size"],
-        config["num_hidden_layers"],
-        config["intermediate_size"],
+    block = [
+        Matrix("attn.c_attn", hidden, 3 * hidden, True),
+        Matrix("attn.c_proj", hidden, hidden, True),
+        Matrix("mlp.c_fc", hidden, intermediate, True),
+        Matrix("mlp.c_proj", intermediate, hidden, True),
+    ]
+    norms = (2 * layers + 1) * hidden
+    positions = config.get("n_positions", 1024) * hidden
+    size = {"heads": config.get("n_head", 12), "vocabulary": config.get("vocab_size", 50257), "packs": True}
+    tied = config.get("tie_word_embeddings", True)
+    of_norms = {"norms": norms, "norm_biases": norms, "positions": positions}
+    return _shape(
+        "gpt2", "transformer.h", layers, block, hidden, tied, **of_norms, intermediate=intermediate, **size
     )
-    heads, vocabulary = config["num_attention_heads"], config["vocab_size"]
+
+
+def _llama_shape(config: Mapping[str, Any]) -> ModelShape:
+    """Its MLP is gated, heads may share keys and values, and its norms have no biases."""
+    kind, hidden, layers = config["model_type"], config["hidden_size"], config["num_hidden_layers"]
+    intermediate, heads = config["intermediate_size"], config["num_attention_heads"]
     head_dim = config.get("head_dim") or hidden // heads
-    query_width, key_width = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
-    layer_parameters = (
-        2 * hidden * query_width + 2 * hidden * key_width + 3 * hidden * intermediate + 2 * hidden
-    )
-    layer_parameters += _llama_biases(config, query_width, key_width, hidden, intermediate)
-    if config["model_type"] == "qwen3":
-        layer_parameters += 2 * head_dim  # norms of queries and keys
-    tables = 1 if config.get("tie_word_embeddings", False) else 2
-    parameters = tables * vocabulary * hidden + layers * layer_parameters + hidden
+    query, key = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
+    qwen2 = kind == "qwen2"
+    attention = bool(config.get("attention_bias")) and not qwen2
+    mlp = bool(config.get("mlp_bias")) and not qwen2
+    block = [
+        Matrix("self_attn.q_proj", hidden, query, qwen2 or attention),
+        Matrix("self_attn.k_proj", hidden, key, qwen2 or attention),
+        Matrix("self_attn.v_proj", hidden, key, qwen2 or attention),
+        Matrix("self_attn.o_proj", query, hidden, attention),
+        Matrix("mlp.gate_proj", hidden, intermediate, mlp),
+        Matrix("mlp.up_proj", hidden, intermediate, mlp),
+        Matrix("mlp.down_proj", intermediate, hidden, mlp),
+    ]
+    norms = (2 * layers + 1) * hidden + (2 * head_dim * layers if kind == "qwen3" else 0)
     # Packed attention has no sliding window.
     window = config.get("sliding_window") and config.get("use_sliding_window", True)
-    size = make_model_size(parameters, layers, hidden, heads, intermediate, vocabulary, packs=not window)
-    return dataclasses.replace(size, gated=True, query_width=query_width, key_width=key_width)
+    widths = {"gated": True, "query_width": query, "key_width": key, "packs": not window}
+    size = {"heads": heads, "vocabulary": config["vocab_size"], "intermediate": intermediate, **widths}
+    tied = config.get("tie_word_embeddings", False)
+    return _shape(kind, "model.layers", layers, block, hidden, tied, norms=norms, **size)
 
 
-def _llama_biases(
-    config: Mapping[str, Any], query_width: int, key_width: int, hidden: int, intermediate: int
-) -> int:
-    if config["model_type"] == "qwen2":
-        return query_width + 2 * key_width
-    parameters = query_width + 2 * key_width + hidden if config.get("attention_bias") else 0
-    return parameters + (2 * intermediate + hidden if config.get("mlp_bias") else 0)
-
-
-def size_by_building(config: Any, remote_code: bool = False) -> ModelSize:
-    """The size of any decoder that transformers opens, counted on a model without storage."""
-    model, config = model_without_storage(config, remote_code), config.get_text_config()
-    hidden, heads, kind = config.hidden_size, config.num_attention_heads, config.model_type
-    head_dim = getattr(config, "head_dim", None) or hidden // heads
-    shared = 1 if getattr(config, "multi_query", False) else heads
-    size = make_model_size(
-        sum(p.numel() for p in model.parameters()),
-        config.num_hidden_layers,
-        hidden,
-        heads,
-        _first(config, "intermediate_size", "ffn_hidden_size", "ffn_dim") or 4 * hidden,
-        config.vocab_size,
-        kind in LINEAR_HEAD_TYPES,
-        kind in PACKABLE_TYPES,
+def _shape(
+    kind: str,
+    prefix: str,
+    layers: int,
+    block: list[Matrix],
+    hidden: int,
+    tied: bool,
+    *,
+    norms: int,
+    norm_biases: int = 0,
+    positions: int = 0,
+    **size: Any,
+) -> ModelShape:
+    """Equal blocks, embeddings, `positions` of them learnt, and a head; `size`: fields of ModelSize."""
+    matrices = [
+        Matrix(f"{prefix}.{layer}.{m.name}", m.inputs, m.outputs, m.bias)
+        for layer in range(layers)
+        for m in block
+    ]
+    table = size["vocabulary"] * hidden
+    tables = positions + (1 if tied else 2) * table
+    biases = norm_biases + sum(m.outputs for m in matrices if m.bias)
+    parameters = tables + norms + biases + sum(m.inputs * m.outputs for m in matrices)
+    return ModelShape(
+        size=whole_size(parameters, layers=layers, hidden=hidden, **size),
+        model_type=kind,
+        matrices=matrices,
+        tables=tables,
+        biases=biases,
+        embeddings=table,
+        head=0 if tied else table,
     )
-    return dataclasses.replace(
-        size,
-        gated=any("gate" in name for name, _ in model.named_parameters()),
-        query_width=heads * head_dim,
-        key_width=(getattr(config, "num_key_value_heads", None) or shared) * head_dim,
-    )
 
 
-def model_without_storage(config: Any, remote_code: bool = False) -> Any:
-    """A model on the device meta, for counting: built once for a config, and not to be changed."""
+def whole_size(parameters: int, linear_head: bool = True, **size: Any) -> ModelSize:
+    """The size of a fully trained decoder. `linear_head`: its loss can be computed in chunks."""
+    chunk = CHUNK_BYTES if linear_head else 0
+    return ModelSize(parameters=parameters, trainable=parameters, head_bytes=chunk, **size)
+
+
+def shape_by_building(config: Any, remote_code: bool = False) -> ModelShape:
+    """The shape of any decoder that transformers opens, counted on a model without storage."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = config.get_text_config()
-    key = config.to_json_string()
-    if key not in _BUILT:
-        with torch.device("meta"):
-            _BUILT[key] = AutoModelForCausalLM.from_config(config, **hub.remote_code_kwargs(remote_code))
-    return _BUILT[key]
+    kind, config = config.model_type, config.get_text_config()
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, **hub.remote_code_kwargs(remote_code))
+    parameters = dict(model.named_parameters())
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    layers = [head, *(m for m in model.modules() if "Embedding" in type(m).__name__)]
+    tables = {id(m.weight): m.weight for m in layers if getattr(m, "weight", None) is not None}
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or hidden // heads
+    shared = 1 if getattr(config, "multi_query", False) else heads
+    size = whole_size(
+        sum(p.numel() for p in parameters.values()),
+        config.model_type in LINEAR_HEAD_TYPES,
+        packs=config.model_type in PACKABLE_TYPES,
+        layers=config.num_hidden_layers,
+        hidden=hidden,
+        heads=heads,
+        intermediate=_first(config, "intermediate_size", "ffn_hidden_size", "ffn_dim") or 4 * hidden,
+        vocabulary=config.vocab_size,
+        gated=any("gate" in name for name in parameters),
+        query_width=heads * head_dim,
+        key_width=(getattr(config, "num_key_value_heads", None) or shared) * head_dim,
+    )
+    return ModelShape(
+        size=size,
+        model_type=kind,
+        matrices=[_matrix(name, module) for name, module in block_matrices(model).items()],
+        tables=sum(p.numel() for p in tables.values()),
+        biases=sum(p.numel() for name, p in parameters.items() if "bias" in name),
+        embeddings=embeddings.weight.numel(),
+        head=0 if head.weight is embeddings.weight else sum(p.numel() for p in head.parameters()),
+        experts=expert_weights(model),
+    )
 
 
-_BUILT: dict[str, Any] = {}
-"""Text config as JSON -> its model without storage."""
+def _matrix(name: str, module: Any) -> Matrix:
+    """A Linear's weight is (outputs, inputs), that of transformers' Conv1D (inputs, outputs)."""
+    shape = tuple(module.weight.shape)
+    inputs, outputs = shape if type(module).__name__.endswith("Conv1D") else shape[::-1]
+    return Matrix(name, inputs, outputs, getattr(module, "bias", None) is not None)
 
 
 def _first(config: Any, *names: str) -> int | None:
     """The first of these fields that a config has."""
     return next((int(value) for name in names if (value := getattr(config, name, None))), None)
-
-
-def make_model_size(
-    parameters: int,
-    layers: int,
-    hidden: int,
-    heads: int,
-    intermediate: int,
-    vocabulary: int,
-    linear_head: bool = True,
-    packs: bool = True,
-) -> ModelSize:
-    """A ModelSize of a fully trained decoder. `linear_head`: its loss can be computed in chunks."""
-    return ModelSize(
-        head_bytes=CHUNK_BYTES if linear_head else 0,
-        packs=packs,
-        parameters=parameters,
-        trainable=parameters,
-        layers=layers,
-        hidden=hidden,
-        heads=heads,
-        intermediate=intermediate,
-        vocabulary=vocabulary,
-    )

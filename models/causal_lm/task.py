@@ -20,7 +20,6 @@ from isobatch.core.flags import nearest_hint, nearest_path_hint
 from isobatch.models import hub, lora, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.causal_lm import (
-    adapter_counts,
     adapter_sizes,
     adapters,
     generation,
@@ -277,20 +276,18 @@ class CausalLM(Task):
 
     def model_size(self, facts: Facts) -> ModelSize:
         """From the config's numbers for GPT-2 and Llama-like models; others are built without storage."""
-        size = model_sizes.size_from_config(self._raw_config(facts)) or self._size_by_building(facts)
-        if self._model_name in PRESETS:
-            return size
-        if self.options.adapter == "none":
-            remarks = [adapter_sizes.memory_remark(size, self.recipe.optimizer)]
-            if self.options.resize_embeddings and not facts.extra.get("assumed"):
-                remarks.append(self._resize_remark(facts))
-            return dataclasses.replace(size, remark="; ".join(filter(None, remarks)))
-        shapes = adapter_counts.shapes_from_config(self._raw_config(facts))
-        if shapes is None:
+        shape = model_sizes.shape_from_config(self._raw_config(facts))
+        if shape is None:
             config = self._transformers_config(facts)
-            shapes = adapter_counts.shapes_by_building(config, self.options.remote_code)
-        counts = adapter_counts.adapter_counts(shapes, self.options)
-        return adapter_sizes.adapted_model_size(size, counts, self.options, self.recipe.optimizer)
+            shape = model_sizes.shape_by_building(config, self.options.remote_code)
+        if self._model_name in PRESETS:
+            return shape.size
+        if self.options.adapter != "none":
+            return adapter_sizes.adapted_model_size(shape, self.options, self.recipe.optimizer)
+        remarks = [adapter_sizes.memory_remark(shape.size, self.recipe.optimizer)]
+        if self.options.resize_embeddings and not facts.extra.get("assumed"):
+            remarks.append(self._resize_remark(facts))
+        return dataclasses.replace(shape.size, remark="; ".join(filter(None, remarks)))
 
     def _token_id_map(self, facts: Facts) -> dict[int, int] | None:
         """New token id -> the model's own id of the same token, for --resize-embeddings."""
@@ -313,9 +310,6 @@ class CausalLM(Task):
 
     def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
         return {} if self._model_name in PRESETS else adapter_sizes.memory_saving_flags(self.options)
-
-    def _size_by_building(self, facts: Facts) -> ModelSize:
-        return model_sizes.size_by_building(self._transformers_config(facts), self.options.remote_code)
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from isobatch.core.errors import ExportError, UserError
 from isobatch.models import lora, saving
 from isobatch.models.causal_lm import (
-    adapter_counts,
     adapter_sizes,
     adapters,
     chunked_cross_entropy,
@@ -106,14 +106,14 @@ def test_all_linear_leaves_only_the_head_and_the_embeddings(family: str) -> None
 def test_lora_on_gpt2_has_its_known_number_of_parameters() -> None:
     """811,008, not the 524,288 that is often quoted for rank 8 on c_attn and c_proj of GPT-2."""
     options = CausalLMOptions(adapter="lora", lora_targets="c_attn,c_proj")
-    shapes = adapter_counts.shapes_by_building(AutoConfig.for_model("gpt2"))
-    found = adapter_counts.adapter_counts(shapes, options)
+    shapes = model_sizes.shape_by_building(AutoConfig.for_model("gpt2"))
+    found = adapter_sizes.adapter_counts(shapes, options)
     assert (found.trainable, found.targets) == (811_008, {"c_attn": 12, "c_proj": 24})
 
 
-def counts(family: str, **asked: Any) -> adapter_counts.AdapterCounts:
-    shapes = adapter_counts.shapes_by_building(config_of(family))
-    return adapter_counts.adapter_counts(shapes, CausalLMOptions(**{"adapter": "lora", **asked}))
+def counts(family: str, **asked: Any) -> adapter_sizes.AdapterCounts:
+    shapes = model_sizes.shape_by_building(config_of(family))
+    return adapter_sizes.adapter_counts(shapes, CausalLMOptions(**{"adapter": "lora", **asked}))
 
 
 ASKED: list[dict[str, Any]] = [
@@ -144,13 +144,16 @@ def test_the_shapes_of_a_config_are_those_of_its_model(family: str) -> None:
     more = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
     biased = AutoConfig.for_model("llama", vocab_size=67, **FAMILIES["llama"][0], **more)
     config = biased if family == "biased" else config_of(family)
-    assert adapter_counts.shapes_from_config(config.to_dict()) == adapter_counts.shapes_by_building(config)
+    found, built = model_sizes.shape_from_config(config.to_dict()), model_sizes.shape_by_building(config)
+    assert found is not None
+    assert found.size.parameters == built.size.parameters
+    assert dataclasses.replace(found, size=built.size) == built
 
 
 def test_what_auto_adapts_is_what_peft_adapts() -> None:
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
-    usual = adapter_counts.USUAL_TARGETS
+    usual = adapter_sizes.USUAL_TARGETS
     assert {kind: list(names) for kind, names in usual.items()} == {kind: USUAL[kind] for kind in usual}
 
 
@@ -195,13 +198,12 @@ def test_only_matrices_of_the_blocks_are_adapted(target: str) -> None:
 
 def test_biases_that_train_are_counted_once() -> None:
     options = CausalLMOptions(adapter="lora", lora_bias="all")
-    whole = model_sizes.make_model_size(1000, 2, 64, 4, 96, 67)
-    found = counts("gpt2", lora_bias="all")
-    shape = adapter_sizes.adapted_model_size(whole, found, options, "adamw")
+    whole = model_sizes.shape_by_building(config_of("gpt2"))
+    size = adapter_sizes.adapted_model_size(whole, options, "adamw")
     model = adapted("gpt2", lora_bias="all")
     added = sum(p.numel() for n, p in model.named_parameters() if "lora_" in n)
-    assert shape.parameters == 1000 + added
-    assert shape.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad) > added
+    assert size.parameters == whole.size.parameters + added
+    assert size.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad) > added
 
 
 def test_only_the_adapter_is_saved(tmp_path: Path) -> None:

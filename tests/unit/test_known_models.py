@@ -71,7 +71,7 @@ def test_counts_by_formula(name: str) -> None:
 
 @pytest.mark.parametrize("name", BUILT)
 def test_counts_of_models_built_without_storage(name: str) -> None:
-    size = model_sizes.size_by_building(known_models.transformers_config(name, None, False))
+    size = model_sizes.shape_by_building(known_models.transformers_config(name, None, False)).size
     assert size.parameters / 1e9 == pytest.approx(BUILT[name], rel=0.01)
     assert size.gated == ("gemma" in name)
 
@@ -79,7 +79,9 @@ def test_counts_of_models_built_without_storage(name: str) -> None:
 @pytest.mark.parametrize("name", ["Qwen/Qwen3-0.6B", "Qwen/Qwen2-0.5B", "HuggingFaceTB/SmolLM2-135M"])
 def test_the_formula_and_the_built_model_agree(name: str) -> None:
     by_formula = model_sizes.size_from_config(known_models.KNOWN_MODELS[name])
-    assert by_formula == model_sizes.size_by_building(known_models.transformers_config(name, None, False))
+    assert (
+        by_formula == model_sizes.shape_by_building(known_models.transformers_config(name, None, False)).size
+    )
 
 
 @pytest.mark.parametrize("name", known_models.KNOWN_MODELS)
