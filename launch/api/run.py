@@ -111,15 +111,19 @@ class Run:
             answer = isobatch.load("runs/mine").predictor()
             print(answer(["a quiet film with a big heart"]))
         """
-        from isobatch.launch.predicting.answerer import ModelOptions, open_answerer, trained_task
-        from isobatch.models.protocols import Generates, OpensItemLists, Predicts
+        from isobatch.launch.predicting.answerer import (
+            ModelOptions,
+            open_answerer,
+            reads_texts,
+            trained_model,
+        )
 
         asked = ModelOptions(**known_options(options, (ModelOptions,)))
         consent.require(self.recipe, self.folder, asked.trust)
-        task = trained_task(self._files)
-        if not isinstance(task, Generates | OpensItemLists | Predicts):
+        found = trained_model(self._files)
+        if not reads_texts(found):
             raise UserError(f"{self.recipe.task} reads no texts: run.model() is its model")
-        return open_answerer(self._files, task, asked).answer
+        return open_answerer(found, asked).answer
 
     def __repr__(self) -> str:
         figures = "".join(f", {k} {v:.4g}" for k, v in self.metrics.items() if isinstance(v, float))

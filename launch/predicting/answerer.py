@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
@@ -14,12 +14,14 @@ from isobatch.core.flags import flags_of
 from isobatch.core.measures import printable
 from isobatch.core.package import cache_folder
 from isobatch.core.terminal.status import doing
-from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine.registry import workload_of
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.evaluate import require_capability
-from isobatch.launch.local.run_setup import TrustOptions
+from isobatch.launch.commands.generate import LanguageModel, plain_model, sampling, template_of
+from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.launch.predicting.item_choice import restrict
+from isobatch.launch.predicting.labelled_rows import TrainedTexts
 from isobatch.launch.predicting.rows import (
     PromptReader,
     RowReader,
@@ -28,8 +30,7 @@ from isobatch.launch.predicting.rows import (
     TextReader,
     UserReader,
 )
-from isobatch.launch.predicting.trained_texts import TrainedTexts
-from isobatch.models.causal_lm.generation import Sampling
+from isobatch.models.encoder import prediction
 from isobatch.models.encoder.evaluation import has_text_pairs
 from isobatch.models.protocols import (
     EncodesLatents,
@@ -44,19 +45,34 @@ from isobatch.models.protocols import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.launch.commands.generate import LanguageModel
     from isobatch.models.base import Task
 
 REFUSAL = "predicts nothing: give its task a method predict(model, batch) and train again"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelOptions(TrustOptions):
-    """Flags that say how a model is asked. Each kind of model reads some of them."""
+class ServedModelOptions(TrustOptions):
+    """Flags that say which model answers. Each kind of model reads some of them."""
 
     form: Literal["torch", "onnx", "onnx-int4"] = "torch"
     """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
+    top: number_ranges.Positive = 10
+    """Length of a recommender's lists."""
+    by: Literal["model", "popularity", "knn", "ease", "best"] = "model"
+    """What ranks a recommender's items: the model, a baseline of the same interactions that final/ keeps, or
+    the best of them on the validation data."""
+    only: str | None = None
+    """Of a recommender: offer these items alone, ids or titles with commas between them, or a file."""
+    without: str | None = None
+    """Of a recommender: offer none of these items."""
+    load_bits: Literal[16, 8, 4] | None = None
+    """Bits of a language model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions(ServedModelOptions):
+    """And those that say how it is asked, which a client of a server says itself."""
+
     text_column: str | None = None
     """The column of --file that is read; by default the run's own, or a usual name."""
     pair_column: str | None = None
@@ -71,21 +87,17 @@ class ModelOptions(TrustOptions):
     """Draw among the likeliest tokens that have this probability together."""
     seed: number_ranges.Count = 0
     """Of the draws; the same for every row, so that an answer does not depend on its place."""
-    top: number_ranges.Positive = 10
-    """Length of a recommender's lists."""
-    by: Literal["model", "popularity", "knn", "ease", "best"] = "model"
-    """What ranks a recommender's items: the model, a baseline of the same interactions that final/ keeps, or
-    the best of them on the validation data."""
     skip_unknown: bool = False
     """Of a recommender: leave out items, and rows of users, that training did not know, and count them."""
-    only: str | None = None
-    """Of a recommender: offer these items alone, ids or titles with commas between them, or a file."""
-    without: str | None = None
-    """Of a recommender: offer none of these items."""
     with_seen: bool = False
     """Of a recommender: offer also what a user had already."""
-    load_bits: Literal[16, 8, 4] | None = None
-    """Bits of a language model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
+
+
+class TrainedModel(NamedTuple):
+    """A finished run, and its task, which predicts in some way."""
+
+    run: RunFolder
+    task: Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +110,8 @@ class Answerer:
     """Where training found the labels; None for the usual names."""
     trained: TrainedTexts | None = None
     """What a classifier was trained on; None where its prepared data is not here."""
+    write_text: Any = None
+    """Of a language model: (prompt, sampling) -> the text behind it, in pieces."""
 
     def answer(self, samples: Sequence[str | list[str]]) -> list[dict[str, Any]]:
         """An answer for each text, or list of two where the model reads pairs. Raises UserError."""
@@ -105,80 +119,101 @@ class Answerer:
         return self.predict(read)
 
 
-def trained_task(run: RunFolder) -> Task:
-    """The task of a finished run that predicts in some way. Raises UserError."""
+def find_model(where: str, trust: bool) -> Path | LanguageModel | TrainedModel:
+    """What `where` names: the ONNX file of a classifier, a language model that is no run's, or a run.
+
+    Raises UserError, also for a run that is not finished or predicts nothing.
+    """
+    path = Path(where).expanduser()
+    if not (path / "recipe.json").is_file() and (file := prediction.onnx_file(path)):
+        return file
+    if path.suffix == ".onnx":
+        raise UserError(f"{where}: there is no such file")
+    return plain_model(where) or trained_model(open_run(where, trust))
+
+
+def trained_model(run: RunFolder) -> TrainedModel:
+    """A run whose task predicts in some way. Raises UserError."""
     task, _ = workload_of(run.recipe).make(run.recipe)
     kinds: tuple[type, ...] = (Generates, OpensItemLists, Predicts, PredictsBatches)
     capability = next((kind for kind in kinds if isinstance(task, kind)), PredictsBatches)
-    found: Task = require_capability(run, capability, "predict", REFUSAL)
-    return found
+    return TrainedModel(run, require_capability(run, capability, "predict", REFUSAL))
 
 
-def open_text_answerer(model: LanguageModel, options: ModelOptions) -> Answerer:
-    """A language model that is no run's."""
+def reads_texts(found: Path | LanguageModel | TrainedModel) -> bool:
+    """Whether its rows need no Data of its own."""
+    return not isinstance(found, TrainedModel) or isinstance(
+        found.task, Generates | OpensItemLists | Predicts
+    )
+
+
+def open_answerer(found: Path | LanguageModel | TrainedModel, options: ModelOptions) -> Answerer:
+    """The model, read. Raises UserError, also for a flag that this kind of model does not read."""
     doing("loading the model")
-    write_text = model.writer(options.load_bits)
-    reader = PromptReader(options.text_column, model.template)
-    return Answerer(partial(_write, write_text, sampling(options, model.template)), reader)
-
-
-def open_answerer(run: RunFolder, task: Task, options: ModelOptions) -> Answerer:
-    """The model of a run whose rows need no Data of its own. Raises UserError."""
-    text, pair = (getattr(options, n) or run.recipe.options.get(n) for n in ("text_column", "pair_column"))
-    doing("loading the model")
+    if isinstance(found, Path):
+        return _open_onnx(found, options)
+    if isinstance(found, LanguageModel):
+        return _writer(found, PromptReader(options.text_column, found.template), options)
+    run, task = found
+    asked = run.recipe.options
+    text, pair = (getattr(options, name) or asked.get(name) for name in prediction.COLUMNS)
+    what = f"a {run.recipe.task} run"
     if isinstance(task, Generates):
-        refuse_unread(
-            options, run, "text_column", "tokens", "temperature", "top_k", "top_p", "seed", "load_bits"
+        _refuse_unread(
+            options, what, "text_column", "tokens", "temperature", "top_k", "top_p", "seed", "load_bits"
         )
-        template = chat_template(run)
-        reader = PromptReader(text or run.recipe.options.get("question_column"), template)
-        write_text = task.writer(run.final, options.load_bits)
-        return Answerer(partial(_write, write_text, sampling(options, template)), reader)
+        template = template_of(run)
+        model = LanguageModel(str(run.folder), run.final, template, partial(task.writer, run.final))
+        return _writer(model, PromptReader(text or asked.get("question_column"), template), options)
     if isinstance(task, OpensItemLists):
         choice = ("only", "without", "with_seen")
-        refuse_unread(options, run, "text_column", "top", "by", "skip_unknown", *choice)
+        _refuse_unread(options, what, "text_column", "top", "by", "skip_unknown", *choice)
         lists = task.open_lists(run.final, options.by)
-        items = run.recipe.options.get("item_column")
+        items = asked.get("item_column")
         for line in restrict(lists, options.only, options.without, options.with_seen, items):
             print(printable(line), file=sys.stderr)
-        column = text or run.recipe.options.get("user_column")
-        users = UserReader(column, lists if options.skip_unknown else None, split=lists.split_items)
+        known = lists if options.skip_unknown else None
+        users = UserReader(text or asked.get("user_column"), known, split=lists.split_items)
         return Answerer(partial(_recommend, lists, options.top), users)
-    assert isinstance(task, Predicts), "trained_task has asked"
+    assert isinstance(task, Predicts), "the caller has asked"
     if isinstance(task, EncodesLatents):
-        refuse_unread(options, run, "text_column")
-        column = text or run.recipe.options.get("sequence_column")
-        return Answerer(task.open_predictor(run.final, run.folder, "torch"), SequenceReader(column))
-    refuse_unread(options, run, "form", "text_column", "pair_column")
+        _refuse_unread(options, what, "text_column")
+        reader = SequenceReader(text or asked.get("sequence_column"))
+        return Answerer(task.open_predictor(run.final, run.folder, "torch"), reader)
+    _refuse_unread(options, what, "form", *prediction.COLUMNS)
     predictor = task.open_predictor(run.final, run.folder / "exports", options.form)
-    texts = TextReader(text, pair, _reads_pairs(run))
-    return Answerer(predictor, texts, run.recipe.options.get("label_column"), trained_texts(run))
+    is_here = _has_prepared_data(run)
+    pairs = True if asked.get("pair_column") else has_text_pairs(run.facts) if is_here else None
+    return Answerer(predictor, TextReader(text, pair, pairs), asked.get("label_column"), _trained_texts(run))
 
 
-def refuse_unread(options: ModelOptions, run: RunFolder, *read: str) -> None:
+def _open_onnx(file: Path, options: ModelOptions) -> Answerer:
+    """The classifier in an ONNX file, without torch. Texts are cut as in training where it lies in a run."""
+    _refuse_unread(options, "an ONNX file", *prediction.COLUMNS)
+    folders = list(file.absolute().parents)[1:3]  # of final/, or of exports/onnx
+    found = next((f for f in folders if (f / "recipe.json").is_file()), None)
+    run = None if found is None else RunFolder.open(found)
+    classifier = prediction.open_onnx(file, None if run is None else run.recipe.max_length)
+    text, pair = (getattr(options, name) or classifier.columns[name] for name in prediction.COLUMNS)
+    return Answerer(classifier, TextReader(text, pair), trained=None if run is None else _trained_texts(run))
+
+
+def _refuse_unread(options: ModelOptions, what: str, *read: str) -> None:
     """Raise UserError for a flag that was given and that this kind of model does not read."""
     for flag in flags_of(ModelOptions, "predict").values():
         if flag.name not in (*read, "trust") and getattr(options, flag.name) != flag.default:
-            raise UserError(f"{flag.spelling}: changes nothing of a {run.recipe.task} run; leave it out")
+            raise UserError(f"{flag.spelling}: changes nothing of {what}; leave it out")
 
 
-def chat_template(run: RunFolder) -> ChatTemplate | None:
-    """How the conversations were written that the run was trained on; None where there were none."""
-    found = run.facts.extra.get("template")
-    return ChatTemplate.from_dict(found) if found else None
-
-
-def sampling(options: ModelOptions, template: ChatTemplate | None) -> Sampling:
-    """How a language model draws tokens."""
-    drawn = {n: getattr(options, n) for n in ("temperature", "top_k", "top_p", "seed")}
-    end = None if template is None else template.end_id
-    return Sampling(max_new_tokens=options.tokens, stop_token_id=end, **drawn)
-
-
-def _write(write_text: Any, drawn: Sampling, prompts: Sequence[Any]) -> list[dict[str, Any]]:
+def _writer(model: LanguageModel, reader: PromptReader, options: ModelOptions) -> Answerer:
     """One prompt after the other: in a batch, padding would change float sums, and greedy answers."""
+    write_text, drawn = model.writer(options.load_bits), sampling(options, model.template)
     name = "continuation" if drawn.stop_token_id is None else "answer"
-    return [{name: "".join(write_text(prompt, drawn))} for prompt in prompts]
+
+    def write(prompts: Sequence[Any]) -> list[dict[str, Any]]:
+        return [{name: "".join(write_text(prompt, drawn))} for prompt in prompts]
+
+    return Answerer(write, reader, write_text=write_text)
 
 
 def _recommend(lists: ItemLists, top: int, users: Sequence[str | list[str]]) -> list[dict[str, Any]]:
@@ -193,14 +228,7 @@ def _recommend(lists: ItemLists, top: int, users: Sequence[str | list[str]]) -> 
     return answers
 
 
-def _reads_pairs(run: RunFolder) -> bool | None:
-    """Whether a classifier was trained on pairs; None where its prepared data is not here."""
-    if run.recipe.options.get("pair_column"):
-        return True
-    return has_text_pairs(run.facts) if _has_prepared_data(run) else None
-
-
-def trained_texts(run: RunFolder) -> TrainedTexts | None:
+def _trained_texts(run: RunFolder) -> TrainedTexts | None:
     """What a classifier was trained on; None where its prepared data is not here."""
     if not _has_prepared_data(run):
         return None

@@ -11,27 +11,23 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.measures import counted, printable
 from isobatch.core.terminal.status import doing
-from isobatch.launch.commands.generate import plain_model
 from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.run_setup import open_run
 from isobatch.launch.predicting import tables
 from isobatch.launch.predicting.answerer import (
     Answerer,
     ModelOptions,
+    TrainedModel,
+    find_model,
     open_answerer,
-    open_text_answerer,
-    trained_task,
+    reads_texts,
 )
 from isobatch.launch.predicting.labelled_rows import LabelledRows
-from isobatch.launch.predicting.onnx_file import open_onnx_answerer
 from isobatch.launch.predicting.recommend import listed
 from isobatch.launch.predicting.rows import SampleError, UnansweredRowError, UserReader
-from isobatch.models.protocols import Generates, OpensItemLists, Predicts
+from isobatch.models.protocols import OpensItemLists
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-    from isobatch.models.base import Task
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,22 +57,24 @@ def predict(words: Sequence[str]) -> int:
     positional, flags = split_words(words)
     if not positional:
         raise UserError('predict: give the folder of a run, and texts or --file: predict RUN "text"')
-    texts = positional[1:]
-    if "data" in flags:  # as `auto` calls it
-        flags.setdefault("file", flags.pop("data"))
-    if "batch_size" in flags:  # of training, and a word here
-        flags["eval_batch_size"] = flags.pop("batch_size")
+    where, *texts = positional
+    for theirs, ours in {"data": "file", "batch_size": "eval_batch_size"}.items():
+        if theirs in flags:  # as `auto` calls the rows; and of training, but a word here
+            flags.setdefault(ours, flags.pop(theirs))
     if len(texts) == 1 and "file" not in flags and _is_table(texts[0]):
         flags["file"] = texts.pop()
     options = command_options(flags, PredictOptions, "predict")
     if options.file is not None:  # before a model is loaded
         tables.check_file(options.file)
     out = None if options.out is None else tables.check_out(options.out, options.file)
-    answered = _answers(positional[0], texts, options)
-    if out is not None:
-        _write(answered, out, options)
-    else:
-        _print(answered, options)
+    answered = _answers(where, texts, options)
+    if out is None:
+        for row in (row for rows in answered for row in rows):
+            print(tables.json_line(row) if options.json else printable(format_row(row)))
+        return 0
+    count = tables.write_rows(out, answered)
+    said = {"rows": count, "out": str(out)}
+    print(atomic_files.json_text(said) if options.json else f"{counted(count, 'row')} -> {out}")
     return 0
 
 
@@ -86,43 +84,31 @@ def _is_table(word: str) -> bool:
 
 def _answers(where: str, texts: Sequence[str], options: PredictOptions) -> Iterator[list[dict[str, Any]]]:
     """Chunks of answered rows, as `--out` has them."""
-    if answerer := open_onnx_answerer(where, options):
-        return _answer_all(answerer, texts, options)
-    if model := plain_model(where):
-        _require_one_source(texts, options)
-        return _answer_all(open_text_answerer(model, options), texts, options)
-    run = open_run(where, options.trust)
-    task = trained_task(run)
-    if not isinstance(task, Generates | OpensItemLists | Predicts):
+    found = find_model(where, options.trust)
+    if isinstance(found, TrainedModel) and not reads_texts(found):
         from isobatch.launch.predicting.own_task import predict_own_rows
 
         if texts:
-            raise UserError(f"predict: {run.recipe.task} reads files and no texts: give --file, or --split")
-        return predict_own_rows(run, options.file, options.split)
-    _require_one_source(texts, options, task)
-    answerer = open_answerer(run, task, options)
-    answered = _answer_all(answerer, texts, options)
-    if isinstance(answerer.rows, UserReader) and options.out is not None:
-        return listed(answered, answerer.rows.user_in)
-    return answered
-
-
-def _require_one_source(texts: Sequence[str], options: PredictOptions, task: Task | None = None) -> None:
+            task = found.run.recipe.task
+            raise UserError(f"predict: {task} reads files and no texts: give --file, or --split")
+        return predict_own_rows(found.run, options.file, options.split)
     if options.split is not None:
         raise UserError("--split: is for tasks of your own with a method predict(model, batch): give --file")
-    what = "ids of users" if isinstance(task, OpensItemLists) else "texts in quotes"
+    is_recommender = isinstance(found, TrainedModel) and isinstance(found.task, OpensItemLists)
+    what = "ids of users" if is_recommender else "texts in quotes"
     if texts and options.file is not None:
         raise UserError(f"--file {options.file}: give {what} or a file, not both")
     if not texts and options.file is None:
         raise UserError(f"predict: what shall it answer? Give {what} behind the run, or --file rows.csv")
-
-
-def _answer_all(
-    answerer: Answerer, texts: Sequence[str], options: PredictOptions
-) -> Iterator[list[dict[str, Any]]]:
-    if options.file is None:
-        return iter([_answer_texts(answerer, texts)])
-    return answer_file(answerer, options.file)
+    answerer = open_answerer(found, options)
+    answered = (
+        iter([_answer_texts(answerer, texts)])
+        if options.file is None
+        else answer_file(answerer, options.file)
+    )
+    if isinstance(answerer.rows, UserReader) and options.out is not None:
+        return listed(answered, answerer.rows.user_in)
+    return answered
 
 
 def _answer_texts(answerer: Answerer, texts: Sequence[str]) -> list[dict[str, Any]]:
@@ -131,10 +117,10 @@ def _answer_texts(answerer: Answerer, texts: Sequence[str]) -> list[dict[str, An
         raise UserError(
             f"predict: this model reads pairs of texts, and {len(texts)} were given: give them in twos"
         )
-    values = [texts[at] if width == 1 else list(texts[at : at + width]) for at in range(0, len(texts), width)]
-    names = ("text",) if width == 1 else ("text", "pair")
-    rows = [dict(zip(names, [v] if width == 1 else v, strict=True)) for v in values]
-    return [tables.beside(*both) for both in zip(rows, answerer.answer(values), strict=True)]
+    samples = [list(texts[at : at + width]) for at in range(0, len(texts), width)]
+    answers = answerer.answer([one if width > 1 else one[0] for one in samples])
+    rows = (dict(zip(("text", "pair"), one, strict=False)) for one in samples)
+    return [tables.beside(*both) for both in zip(rows, answers, strict=True)]
 
 
 def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]:
@@ -143,10 +129,10 @@ def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]
     unanswered: list[UnansweredRowError] = []
     blank: dict[str, Any] | None = None
     labelled = LabelledRows(answerer.label_column, answerer.trained)
-    asked = [getattr(answerer.rows, name, None) for name in ("text", "pair", "column")]
-    asked.append(answerer.label_column)
     doing("predicting")
-    for chunk in tables.in_chunks(tables.read_table(file, columns=asked)):
+    for chunk in tables.in_chunks(
+        tables.read_table(file, columns=[*answerer.rows.columns, answerer.label_column])
+    ):
         samples: dict[int, Any] = {}
         for place, (where, row) in enumerate(chunk):
             try:
@@ -165,48 +151,23 @@ def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]
         done += len(chunk)
         doing(f"predicting: {counted(done, 'row')} done")
         yield [tables.beside(row, answers.get(place, blank)) for place, (_, row) in enumerate(chunk)]
-    for line in (*_unanswered_lines(unanswered), *_left_out_lines(answerer), *labelled.lines()):
+    for line in (*_unanswered_lines(answerer, unanswered), *labelled.lines()):
         print(printable(line), file=sys.stderr)
 
 
-def _unanswered_lines(unanswered: Sequence[UnansweredRowError]) -> Iterator[str]:
-    """How many rows got no answer, for each reason."""
+def _unanswered_lines(answerer: Answerer, unanswered: Sequence[UnansweredRowError]) -> Iterator[str]:
+    """How many rows got no answer, for each reason, and how many items of rows were left out."""
     for why in dict.fromkeys(error.why for error in unanswered):
         of_it = [error for error in unanswered if error.why == why]
         first = str(of_it[0]).removesuffix(": leave it out")
         yield f"{counted(len(of_it), 'row')} {why[len(of_it) > 1]}; the first: {first}"
-
-
-def _left_out_lines(answerer: Answerer) -> list[str]:
-    if not (isinstance(answerer.rows, UserReader) and (found := answerer.rows.left_out)):
-        return []
-    unknown = counted(len(found), "unknown item")
-    return [f"{unknown} of the rows left out: training had none of that name; the first: {found[0]}"]
+    if isinstance(answerer.rows, UserReader) and (items := answerer.rows.left_out):
+        unknown = counted(len(items), "unknown item")
+        yield f"{unknown} of the rows left out: training had none of that name; the first: {items[0]}"
 
 
 def _without_values(answer: Mapping[str, Any]) -> dict[str, Any]:
     return {k: _without_values(v) if isinstance(v, dict) else None for k, v in answer.items()}
-
-
-def _write(answered: Iterator[list[dict[str, Any]]], out: Path, options: PredictOptions) -> None:
-    count = 0
-    with tables.open_table(out) as writer:
-        for rows in answered:
-            writer.write(rows)
-            count += len(rows)
-    if options.json:
-        print(atomic_files.json_text({"rows": count, "out": str(out)}))
-    else:
-        print(f"{counted(count, 'row')} -> {out}")
-
-
-def _print(answered: Iterator[list[dict[str, Any]]], options: PredictOptions) -> None:
-    for rows in answered:
-        for row in rows:
-            if options.json:
-                print(tables.json_line(row))
-            else:
-                print(printable(format_row(row)))
 
 
 def format_row(row: dict[str, Any]) -> str:

@@ -1,22 +1,47 @@
-"""Of a file whose rows have labels: how many a classifier answers with them."""
+"""Of a file whose rows have labels: how many a classifier answers with them, and which it was trained on."""
 
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from isobatch.core.measures import counted
+from isobatch.data.base import Ragged, load
 from isobatch.data.labelled.columns import LABEL_COLUMNS
 from isobatch.data.labelled.rows import class_name
-from isobatch.models.encoder.class_metrics import class_figures
-from isobatch.models.encoder.evaluation import wilson_interval
+from isobatch.models.encoder.class_metrics import class_figures, confusion_matrix, wilson_interval
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from isobatch.launch.predicting.trained_texts import TrainedTexts
+    from tokenizers import Tokenizer
+
+
+class TrainedTexts:
+    """The texts of a run's training split, known by their tokens. `folder`: its prepared data."""
+
+    def __init__(self, folder: str, tokenizer: Tokenizer, max_length: int) -> None:
+        self._folder, self._tokenizer, self._max_length = Path(folder), tokenizer, max_length
+        self._keys: np.ndarray | None = None
+
+    def holds(self, samples: Sequence[str | tuple[str, str]]) -> np.ndarray:
+        """(n,) bool, of each text or pair whether a training row has its tokens."""
+        self._tokenizer.enable_truncation(self._max_length, strategy="longest_first")
+        encoded = self._tokenizer.encode_batch(list(samples), add_special_tokens=True)
+        if self._keys is None:
+            tokens = load(self._folder / "train")["tokens"]
+            assert isinstance(tokens, Ragged)
+            parts = zip(tokens.offsets[:-1], tokens.offsets[1:], strict=True)
+            self._keys = _keys(tokens.values[start:stop] for start, stop in parts)
+        return np.isin(_keys(one.ids for one in encoded), self._keys)
+
+
+def _keys(rows: Iterable[Sequence[int] | np.ndarray]) -> np.ndarray:
+    """(n,) int64, equal for rows of the same tokens; for others with a chance of about 2^-64."""
+    return np.fromiter((hash(np.asarray(row, np.int32).tobytes()) for row in rows), np.int64)
 
 
 class LabelledRows:
@@ -42,39 +67,36 @@ class LabelledRows:
         self._column = self._column or next((name for name in self._columns if name in rows[0]), "")
         if not self._column or "probabilities" not in answers[0]:
             return
-        self._classes = self._classes or list(answers[0]["probabilities"])
+        self._classes = list(answers[0]["probabilities"])
         seen = self._trained.holds(samples).tolist() if self._trained else [False] * len(samples)
         for row, answer, was_seen in zip(rows, answers, seen, strict=True):
             label = class_name(row.get(self._column))
-            if label is None:
-                continue
-            if label in answer["probabilities"]:
+            if label is not None and label in answer["probabilities"]:
                 self._pairs[was_seen][label, answer["prediction"]] += 1
             else:
-                self._foreign += 1
+                self._foreign += label is not None
 
     def lines(self) -> list[str]:
         """Accuracy with its 95 % interval, and the mean F1 of the classes; none where no label is known."""
         new, trained = self._pairs[False].total(), self._pairs[True].total()
-        foreign = f"; the model does not know the labels of {self._foreign:,} more" if self._foreign else ""
         lines = []
         if new:
-            have = "has" if new == 1 else "have"
-            named = f"{counted(new, 'row')} {have} a label in `{self._column}`"
-            lines.append(f"{named}: {self._figures(False)}{foreign}")
+            named = f"{counted(new, 'row')} {'has' if new == 1 else 'have'} a label in `{self._column}`"
+            lines.append(f"{named}: {self._figures(False)}")
         if trained:
             others = "left out above" if new else "so that this is no evaluation"
             rows = f"{counted(trained, 'row')}{' more' if new else ''} {'is' if trained == 1 else 'are'}"
-            lines.append(
-                f"{rows} in the run's training data, {others}: {self._figures(True)}{'' if new else foreign}"
-            )
+            lines.append(f"{rows} in the run's training data, {others}: {self._figures(True)}")
+        if lines and self._foreign:
+            lines[0] += f"; the model does not know the labels of {self._foreign:,} more"
         return lines
 
     def _figures(self, trained: bool) -> str:
-        places = {name: place for place, name in enumerate(self._classes)}
-        confusion = np.zeros((len(places), len(places)), np.int64)
-        for (label, answer), count in self._pairs[trained].items():
-            confusion[places[label], places[answer]] += count
+        labels, answers = (
+            np.array([self._classes.index(name) for name in names])
+            for names in zip(*self._pairs[trained].elements(), strict=True)
+        )
+        confusion = confusion_matrix(labels, answers, len(self._classes))
         right, rows, figures = int(confusion.trace()), int(confusion.sum()), class_figures(confusion)
         low, high = (100 * share for share in wilson_interval(right, rows))
         return (

@@ -32,40 +32,27 @@ CHUNK_SAMPLES = 4096
 
 
 def predict_own_rows(run: RunFolder, file: str | None, split: str | None) -> Iterator[list[dict[str, Any]]]:
-    """Chunks of a dict per sample, `sample` its number. Raises UserError."""
+    """Chunks of a dict per sample, `sample` its number, behind the rows of a table that has one for each.
+
+    Raises UserError.
+    """
     if (file is None) == (split is None):
         splits = "|".join(run.facts.samples)
         raise UserError(f"predict: give --file FILE, or --split {splits} for prepared samples")
-    if file is not None:
-        source: Source | None = _read_file(run, file)
-    elif split not in run.facts.samples:
+    if split is not None and split not in run.facts.samples:
         raise UserError(f"--split {split}: the data has {', '.join(run.facts.samples)}")
-    else:
-        source = None
-    answers = _predict(run, source, split or "")
-    return answers if file is None or source is None else _beside_rows(answers, file, len(source))
-
-
-def _beside_rows(
-    answers: Iterator[list[dict[str, Any]]], file: str, count: int
-) -> Iterator[list[dict[str, Any]]]:
-    """The answers behind the rows of a table, where it has a row for each."""
-    if Path(file).suffix.lower() not in tables.ROW_ENDINGS:
-        yield from answers
-        return
-    rows = [row for _, row in tables.read_table(file)]
-    for found in answers:
-        start = found[0]["sample"]
-        if len(rows) == count:
-            found = [tables.beside(row, answer) for row, answer in zip(rows[start:], found, strict=False)]
-        yield found
+    source = None if file is None else _read_file(run, file)
+    rows = [] if file is None else [row for _, row in tables.read_table(file)]
+    for answers in _predict(run, source, split or ""):
+        if source is not None and len(rows) == len(source):
+            yield [tables.beside(rows[answer["sample"]], answer) for answer in answers]
+        else:
+            yield answers
 
 
 def _read_file(run: RunFolder, file: str) -> Source:
     """The samples that the run's Data reads from a file."""
     path = Path(file).expanduser()
-    if not path.exists():
-        raise UserError(f"--file {file}: there is no such file")
     recipe = dataclasses.replace(run.recipe, data=str(path))
     _, data = workload_of(run.recipe).make(recipe)
     source = ArraySource(data.read_rows())
@@ -75,33 +62,27 @@ def _read_file(run: RunFolder, file: str) -> Source:
 
 
 def _predict(run: RunFolder, source: Source | None, split: str) -> Iterator[list[dict[str, Any]]]:
+    """Answers to the samples of `source`, else of a split, computed in batches of one length."""
     locate_data(run, run.recipe, None)
     plan = plan_for_this_machine(run.recipe, run.facts, PlanOptions(processes=1, compile="off"))
     replay = Replay(run, plan)
     if not replay.load_trained():
         raise UserError(f"{run.folder} has no checkpoint: train it first")
     session = replay.session
+    task, model, device = session.task, session.model.eval(), session.world.device
+    assert isinstance(task, PredictsBatches), "the caller has asked"
     samples = source or session.splits[split]
     for start in range(0, len(samples), CHUNK_SAMPLES):
         numbers = np.arange(start, min(start + CHUNK_SAMPLES, len(samples)))
-        yield _answer(session.task, session.model.eval(), samples, numbers, session.world.device)
-
-
-def _answer(
-    task: Any, model: Any, source: Source, numbers: np.ndarray, device: torch.device
-) -> list[dict[str, Any]]:
-    """A dict for each of these samples, computed in batches of one length."""
-    assert isinstance(task, PredictsBatches), "trained_task has asked"
-    answers: list[dict[str, Any]] = [{} for _ in numbers]
-    for places in batches_of_one_width(source.lengths(numbers).tolist()):
-        chosen = numbers[places]
-        with torch.no_grad():
-            batch = to_device(to_tensors(source.fetch(chosen), pin=False), device)
-            found = _arrays(task.predict(model, batch), len(chosen))
-        for row, place in enumerate(places):
-            values = {name: array[row].tolist() for name, array in found.items()}
-            answers[place] = {"sample": int(numbers[place]), **values}
-    return answers
+        answers: list[dict[str, Any]] = [{} for _ in numbers]
+        for places in batches_of_one_width(samples.lengths(numbers).tolist()):
+            with torch.no_grad():
+                batch = to_device(to_tensors(samples.fetch(numbers[places]), pin=False), device)
+                found = _arrays(task.predict(model, batch), len(places))
+            for row, place in enumerate(places):
+                values = {name: array[row].tolist() for name, array in found.items()}
+                answers[place] = {"sample": int(numbers[place]), **values}
+        yield answers
 
 
 def _arrays(found: Any, count: int) -> dict[str, np.ndarray]:

@@ -153,8 +153,7 @@ def _answer_users(
 
 
 def _write_one(items: list[dict[str, Any]], out: Path, options: RecommendOptions) -> int:
-    with tables.open_table(out) as writer:
-        writer.write([{"rank": rank, **entry} for rank, entry in enumerate(items, 1)])
+    tables.write_rows(out, [[{"rank": rank, **entry} for rank, entry in enumerate(items, 1)]])
     said = {"items": len(items), "out": str(out)}
     print(atomic_files.json_text(said) if options.json else f"{len(items):,} items -> {out}")
     return 0
@@ -175,13 +174,17 @@ def _write_all(
 ) -> int:
     """Write the lists of users, or of items that others are similar to, whose names stand in `column`."""
     what, done, empty = "users" if column == "user" else "items", 0, 0
-    with tables.open_table(out) as writer:
+
+    def rows() -> Iterator[list[dict[str, Any]]]:
+        nonlocal done, empty
         for block in _blocks(found):
-            writer.write([row for name, entries in block for row in ranked(column, name, entries)])
+            yield [row for name, entries in block for row in ranked(column, name, entries)]
             done, empty = done + len(block), empty + sum(not entries for _, entries in block)
             doing(f"recommending: {done:,} {what} done")
         if empty == done:
             raise UserError(EMPTY_LIST)
+
+    tables.write_rows(out, rows())
     if empty:
         _say([f"{empty:,} of {done:,} {what} have no list: {NOTHING_LEFT}"])
     said = {what: done, "top": options.top, "out": str(out)}

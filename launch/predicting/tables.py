@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import itertools
 import json
 import os
 import sys
-from abc import ABC, abstractmethod
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from isobatch.core.flags import nearest_path_hint
 from isobatch.data import readers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator
 
     from isobatch.data.readers import LocatedRows
 
@@ -28,6 +28,7 @@ LINES = ".txt"
 CHUNK_ROWS = 4096
 """Rows that are read, answered and written together."""
 ROW_ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", LINES)
+Rows = Sequence[Mapping[str, Any]]
 
 
 def check_file(name: str, flag: str = "--file") -> Path:
@@ -87,87 +88,51 @@ def beside(row: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
     return {(f"input.{k}" if k in answer else k): v for k, v in row.items()} | dict(answer)
 
 
-class TableWriter(ABC):
-    """Writes dictionaries of one shape as rows."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @abstractmethod
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> None: ...
-
-    @abstractmethod
-    def close(self) -> None: ...
-
-
-class JsonLinesWriter(TableWriter):
+def _write_json_lines(path: Path, chunks: Iterable[Rows]) -> None:
     """An object a line."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.stream = path.open("w", encoding="utf-8")
-
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        self.stream.writelines(json_line(row) + "\n" for row in rows)
-
-    def close(self) -> None:
-        self.stream.close()
+    with path.open("w", encoding="utf-8") as stream:
+        for rows in chunks:
+            stream.writelines(json_line(row) + "\n" for row in rows)
 
 
-class CsvWriter(TableWriter):
+def _write_csv(path: Path, chunks: Iterable[Rows]) -> None:
     """A header and rows; lists are JSON in their field."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.stream = path.open("w", encoding="utf-8", newline="")
-        self.writer: csv.DictWriter[str] | None = None
-
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        flat = [{k: _as_field(v) for k, v in flatten(row).items()} for row in rows]
-        if self.writer is None:
-            names = dict.fromkeys(name for row in flat for name in row)
-            self.writer = csv.DictWriter(self.stream, list(names), lineterminator="\n")
-            self.writer.writeheader()
-        if extra := next((name for row in flat for name in row if name not in self.writer.fieldnames), None):
-            raise UserError(f"some rows have a column {extra} that the first ones lack: write .jsonl")
-        self.writer.writerows(flat)
-
-    def close(self) -> None:
-        self.stream.close()
+    with path.open("w", encoding="utf-8", newline="") as stream:
+        names: list[str] = []
+        for rows in chunks:
+            flat = [{k: _as_field(v) for k, v in flatten(row).items()} for row in rows]
+            if not names:
+                names = list(dict.fromkeys(name for row in flat for name in row))
+                csv.DictWriter(stream, names, lineterminator="\n").writeheader()
+            if extra := next((name for row in flat for name in row if name not in names), None):
+                raise UserError(f"some rows have a column {extra} that the first ones lack: write .jsonl")
+            csv.DictWriter(stream, names, lineterminator="\n").writerows(flat)
 
 
-class ParquetWriter(TableWriter):
+def _write_parquet(path: Path, chunks: Iterable[Rows]) -> None:
     """Columns with the types of the first rows."""
+    import pyarrow
+    from pyarrow import parquet
 
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.writer: Any = None
-
-    def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        import pyarrow
-        from pyarrow import parquet
-
-        schema = None if self.writer is None else self.writer.schema
-        try:
-            table = pyarrow.Table.from_pylist([flatten(row) for row in rows], schema=schema)
-        except (pyarrow.ArrowException, TypeError) as error:
-            reason = str(error).partition("\n")[0]
-            raise UserError(
-                f"--out: the values of a column have several types ({reason}): write .jsonl"
-            ) from None
-        if self.writer is None:
-            self.writer = parquet.ParquetWriter(os.fspath(self.path), table.schema)
-        self.writer.write_table(table)
-
-    def close(self) -> None:
-        if self.writer is not None:
-            self.writer.close()
+    with contextlib.ExitStack() as opened:
+        writer: Any = None
+        for rows in chunks:
+            schema = None if writer is None else writer.schema
+            try:
+                table = pyarrow.Table.from_pylist([flatten(row) for row in rows], schema=schema)
+            except (pyarrow.ArrowException, TypeError) as error:
+                reason = str(error).partition("\n")[0]
+                raise UserError(
+                    f"--out: the values of a column have several types ({reason}): write .jsonl"
+                ) from None
+            writer = writer or opened.enter_context(parquet.ParquetWriter(os.fspath(path), table.schema))
+            writer.write_table(table)
 
 
-WRITERS: dict[str, type[TableWriter]] = {
-    ".csv": CsvWriter,
-    ".jsonl": JsonLinesWriter,
-    ".parquet": ParquetWriter,
+WRITERS: dict[str, Callable[[Path, Iterable[Rows]], None]] = {
+    ".csv": _write_csv,
+    ".jsonl": _write_json_lines,
+    ".parquet": _write_parquet,
 }
 """Ending of --out -> what writes it."""
 
@@ -184,20 +149,27 @@ def check_out(out: str, file: str | None) -> Path:
     return path
 
 
-@contextmanager
-def open_table(path: Path) -> Iterator[TableWriter]:
-    """A writer by the ending of `path`. The file appears there, complete, when all is written."""
+def write_rows(path: Path, chunks: Iterable[Rows]) -> int:
+    """Write dictionaries of one shape by the ending of `path`, and return how many there were.
+
+    The file appears there, complete, when all is written. Raises UserError.
+    """
+    count = 0
+
+    def counting() -> Iterator[Rows]:
+        nonlocal count
+        for rows in chunks:
+            count += len(rows)
+            yield rows
+
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with atomic_files.explain_write_errors(path):
-        writer = WRITERS[path.suffix.lower()](temporary)
         try:
-            try:
-                yield writer
-            finally:
-                writer.close()
+            WRITERS[path.suffix.lower()](temporary, counting())
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
+    return count
 
 
 def json_line(row: Mapping[str, Any]) -> str:

@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
-from isobatch.launch.commands.generate import plain_model
 from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.launch.predicting.answerer import (
     ModelOptions,
-    chat_template,
+    ServedModelOptions,
+    find_model,
     open_answerer,
-    refuse_unread,
-    trained_task,
+    reads_texts,
 )
-from isobatch.launch.predicting.onnx_file import open_onnx_answerer
-from isobatch.models.protocols import Generates, OpensItemLists, Predicts
+from isobatch.launch.predicting.rows import PromptReader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServeOptions(TrustOptions):
+class ServeOptions(ServedModelOptions):
     """Flags of `serve`."""
 
     host: str = "127.0.0.1"
@@ -44,18 +42,6 @@ class ServeOptions(TrustOptions):
     """Other names by which clients call this server, with commas between them, as behind a proxy."""
     api_key: str | None = None
     """A file that holds the key which clients must send; or set ISOBATCH_API_KEY."""
-    form: Literal["torch", "onnx", "onnx-int4"] = "torch"
-    """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
-    top: number_ranges.Positive = 10
-    """Length of a recommender's lists."""
-    by: Literal["model", "popularity", "knn", "ease", "best"] = "model"
-    """What ranks a recommender's items: see `predict`."""
-    only: str | None = None
-    """Of a recommender: offer these items alone, ids or titles with commas between them, or a file."""
-    without: str | None = None
-    """Of a recommender: offer none of these items."""
-    load_bits: Literal[16, 8, 4] | None = None
-    """Bits of a language model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
 
 
 def serve(words: Sequence[str]) -> int:
@@ -80,28 +66,15 @@ def make_app(where: str, options: ServeOptions) -> Any:
     """The ASGI application of a run, or of an ONNX file. Raises UserError."""
     from isobatch.launch.serving.app import language_model_app, prediction_app
 
-    asked = ModelOptions(
-        form=options.form,
-        top=options.top,
-        by=options.by,
-        only=options.only,
-        without=options.without,
-        load_bits=options.load_bits,
-        trust=options.trust,
-    )
     name = Path(where).expanduser().resolve().name
-    if answerer := open_onnx_answerer(where, asked):
-        return prediction_app(name, answerer)
-    if model := plain_model(where):
-        return language_model_app(name, model.writer(options.load_bits), model.template)
-    run = open_run(where, options.trust)
-    task = trained_task(run)
-    if isinstance(task, Generates):
-        refuse_unread(asked, run, "load_bits")
-        return language_model_app(name, task.writer(run.final, options.load_bits), chat_template(run))
-    if not isinstance(task, OpensItemLists | Predicts):
-        raise UserError(f"serve: {run.recipe.task} reads its samples from files: use predict --file")
-    return prediction_app(name, open_answerer(run, task, asked))
+    found = find_model(where, options.trust)
+    if not reads_texts(found):
+        raise UserError(f"serve: {where} reads its samples from files: use predict --file")
+    kept = {field.name: getattr(options, field.name) for field in dataclasses.fields(ServedModelOptions)}
+    answerer = open_answerer(found, ModelOptions(**kept))
+    if isinstance(answerer.rows, PromptReader):
+        return language_model_app(name, answerer.write_text, answerer.rows.template)
+    return prediction_app(name, answerer)
 
 
 def _require_libraries() -> None:

@@ -284,7 +284,7 @@ class Classifier(Task):
         return {
             "loss": float(parts["nll"].value) / float(parts["nll"].weight),
             "accuracy": correct / count,
-            "accuracy_ci95": evaluation.wilson_interval(correct, count),
+            "accuracy_ci95": class_metrics.wilson_interval(correct, count),
             "calibration_error": class_metrics.calibration_error(confidence, label == answer),
             **class_metrics.class_metrics(confusion, names),
         }

@@ -8,7 +8,7 @@ import numpy as np
 
 from isobatch.core.measures import format_bytes, format_p_value
 from isobatch.models import saving
-from isobatch.models.encoder import evaluation
+from isobatch.models.encoder import class_metrics, evaluation
 from isobatch.models.encoder.class_metrics import (
     CALIBRATION_BINS,
     calibration_error,
@@ -69,7 +69,7 @@ class ClassifierReport(ModelComparison):
                     "runtime": variant.runtime,
                     "samples": len(found.labels),
                     "accuracy": correct / len(found.labels),
-                    "accuracy_ci95": evaluation.wilson_interval(correct, len(found.labels)),
+                    "accuracy_ci95": class_metrics.wilson_interval(correct, len(found.labels)),
                     **variant.size_metrics(),
                     "opened": opened,
                     "peak_memory_bytes": in_child("models.encoder.latency:peak_memory", model=opened),
@@ -100,8 +100,8 @@ class ClassifierReport(ModelComparison):
         for row in rows:
             same = row["labels"] == first["labels"]
             both = np.array(row["right"]), np.array(first["right"])
-            row["mcnemar_p"] = p = evaluation.mcnemar(*both) if same else None
-            row["accuracy_difference_ci95"] = evaluation.paired_difference(*both) if same else None
+            row["mcnemar_p"] = p = class_metrics.mcnemar(*both) if same else None
+            row["accuracy_difference_ci95"] = class_metrics.paired_difference(*both) if same else None
             row["accuracy_verdict"] = _accuracy_verdict(row, first, p)
             alike = baselines.setdefault(row["runtime"], row)
             row["speedup"], *row["speedup_ci95"] = _speedup(row, alike)

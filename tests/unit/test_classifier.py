@@ -14,7 +14,7 @@ from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.models.base import Rows, StepContext, Sum
 from isobatch.models.classification.task import Classifier, ClassifierOptions
 from isobatch.models.encoder import encoders
-from isobatch.models.encoder.evaluation import wilson_interval
+from isobatch.models.encoder.class_metrics import wilson_interval
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from isobatch.models.encoder import evaluation, latency
+from isobatch.models.encoder import class_metrics, latency
 from isobatch.models.encoder.report import ClassifierReport
 
 REPORT = ClassifierReport(lambda final, exports: [])
@@ -16,8 +16,8 @@ def test_mcnemar_is_the_exact_binomial_of_the_samples_they_disagree_on() -> None
     one = np.array([True] * 8 + [False] * 1 + [True] * 100)
     other = np.array([False] * 8 + [True] * 1 + [True] * 100)
     # 9 disagreements, 1 of them one way: 2 * (C(9,0) + C(9,1)) / 2^9
-    assert evaluation.mcnemar(one, other) == pytest.approx(2 * (1 + 9) / 512)
-    assert evaluation.mcnemar(one, one) == 1.0
+    assert class_metrics.mcnemar(one, other) == pytest.approx(2 * (1 + 9) / 512)
+    assert class_metrics.mcnemar(one, one) == 1.0
 
 
 def row(right: int, of: int, *ms: float, run: str = "a", runtime: str = "torch") -> dict:
@@ -53,7 +53,7 @@ def test_the_interval_of_a_difference_is_that_of_its_paper() -> None:
     one = np.array([True] * 8 + [False] * 2 + [True] * 90)
     other = np.array([False] * 8 + [True] * 2 + [True] * 90)
     middle, half = 6 / 102, 1.959964 * np.sqrt(11 - 36 / 102) / 102
-    assert evaluation.paired_difference(one, other) == pytest.approx((0.06, middle - half, middle + half))
+    assert class_metrics.paired_difference(one, other) == pytest.approx((0.06, middle - half, middle + half))
 
 
 def test_models_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,12 +19,12 @@ from isobatch.data.text import chat_templates
 from isobatch.launch.predicting import tables
 from isobatch.launch.predicting.answerer import Answerer
 from isobatch.launch.predicting.command import answer_file, format_row
+from isobatch.launch.predicting.labelled_rows import TrainedTexts
 from isobatch.launch.predicting.rows import PromptReader, SampleError, SequenceReader, TextReader, UserReader
-from isobatch.launch.predicting.trained_texts import TrainedTexts
 from isobatch.models.encoder.prediction import batches_of_one_width, softmax
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
 ROWS = [{"id": str(n), "text": f'text "{n}", ü'} for n in range(5)]
@@ -72,10 +72,13 @@ def read_back(path: Path) -> list[dict[str, Any]]:
 def test_every_format_is_written_in_pieces(ending: str, tmp_path: Path) -> None:
     out = tmp_path / f"out{ending}"
     rows = [tables.beside(row, ANSWER) for row in ROWS]
-    with tables.open_table(out) as writer:
-        writer.write(rows[:3])
+
+    def pieces() -> Iterator[list[dict[str, Any]]]:
+        yield rows[:3]
         assert not out.exists()
-        writer.write(rows[3:])
+        yield rows[3:]
+
+    assert tables.write_rows(out, pieces()) == 5
     flat = {"prediction": "a", "probability": 0.1 + 0.2, "probabilities.a": 0.25, "probabilities.b b": 1e-9}
     answer = ANSWER if ending == ".jsonl" else flat
     expected = [{**row, **answer} for row in ROWS]
@@ -87,27 +90,20 @@ def test_every_format_is_written_in_pieces(ending: str, tmp_path: Path) -> None:
 
 def test_a_list_in_csv_is_json_and_in_parquet_a_list(tmp_path: Path) -> None:
     for name, expected in (("a.csv", "[1.5, 2.0]"), ("a.parquet", [1.5, 2.0])):
-        with tables.open_table(tmp_path / name) as writer:
-            writer.write([{"latent": [1.5, 2.0]}])
+        tables.write_rows(tmp_path / name, [[{"latent": [1.5, 2.0]}]])
         assert read_back(tmp_path / name) == [{"latent": expected}]
 
 
 def test_dates_of_a_table_become_text(tmp_path: Path) -> None:
     day = datetime.date(2024, 2, 29)
     for ending in tables.WRITERS:
-        write_in_pieces(tmp_path / f"a{ending}", [{"day": day}])
+        tables.write_rows(tmp_path / f"a{ending}", [[{"day": day}]])
         assert read_back(tmp_path / f"a{ending}") == [{"day": day if ending == ".parquet" else "2024-02-29"}]
-
-
-def write_in_pieces(path: Path, *pieces: list[dict[str, Any]]) -> None:
-    with tables.open_table(path) as writer:
-        for rows in pieces:
-            writer.write(rows)
 
 
 def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="several types"):
-        write_in_pieces(tmp_path / "a.parquet", [{"a": 1}], [{"a": "x"}])
+        tables.write_rows(tmp_path / "a.parquet", [[{"a": 1}], [{"a": "x"}]])
     assert list(tmp_path.iterdir()) == []
 
 
@@ -138,9 +134,9 @@ def test_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
 PLAIN = chat_templates.tokenizer_training_template("plain")
 READ: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "usual": (TextReader(), {"id": 1, "text": "a"}, "a"),
-    "named": (TextReader(text="body"), {"text": "b", "body": "a"}, "a"),
+    "named": (TextReader("body"), {"text": "b", "body": "a"}, "a"),
     "usual pair": (TextReader(), {"premise": "a", "hypothesis": "b"}, ("a", "b")),
-    "named pair": (TextReader(text="x", pair="y"), {"x": "a", "y": "b"}, ("a", "b")),
+    "named pair": (TextReader("x", "y"), {"x": "a", "y": "b"}, ("a", "b")),
     "one of a pair": (TextReader(pairs=False), {"premise": "a", "hypothesis": "b"}, "a"),
     "ids": (SequenceReader(), {"tokens": [1, 2]}, [1, 2]),
     "a sequence": (SequenceReader(), {"text": "a"}, "a"),
@@ -168,7 +164,7 @@ def test_a_question_is_read_with_what_lies_beside_it(reader: PromptReader) -> No
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "missing": (TextReader(), {"txt": "a"}, "here: has no column sentence or text"),
-    "misspelt": (TextReader(text="texts"), {"text": "a"}, r"no column texts \(did you mean text\?\)"),
+    "misspelt": (TextReader("texts"), {"text": "a"}, r"no column texts \(did you mean text\?\)"),
     "half a pair": (TextReader(pairs=True), {"premise": "a"}, "no column hypothesis"),
     "empty": (TextReader(), {"text": ""}, "here: text: is empty"),
     "a number": (TextReader(), {"text": 3}, "holds int, not text"),
