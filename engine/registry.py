@@ -12,7 +12,7 @@ from isobatch.core.flags import Flag, build_options, convert, flags_of, nearest_
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import DEMO, SHORT_MODEL_NAMES, TASK_CODE, Recipe
 from isobatch.data.base import Data
-from isobatch.data.streaming.locations import is_remote
+from isobatch.data.streaming.store import is_remote
 from isobatch.engine import consent, unread_fields
 from isobatch.engine.task_files import is_task_file, load_task_class, task_file_hash
 from isobatch.models.base import Task

@@ -6,13 +6,14 @@ where it was stopped, and data that grew costs its new shards.
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import json
 import re
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,13 +22,18 @@ from isobatch.core.errors import UserError
 from isobatch.core.package import cache_folder
 from isobatch.core.terminal.status import doing
 from isobatch.data import readers
-from isobatch.data.base import WEIGHT, Ragged, save
-from isobatch.data.streaming import group_table
-from isobatch.data.streaming.group_cache import group_digest
-from isobatch.data.streaming.group_table import GroupPlace, GroupTable, Slice
-from isobatch.data.streaming.shard_index import IndexedGroup, joined, load_part, save_part
-from isobatch.data.streaming.shards import Room, shard_of
-from isobatch.data.streaming.source import LENGTH, GroupEncoder, rows_of_group
+from isobatch.data.base import WEIGHT, Ragged, load, save
+from isobatch.data.streaming.groups import (
+    GROUPS_FILE,
+    GroupPlace,
+    GroupTable,
+    cache_name,
+    group_digest,
+    save_whole,
+    short_hash,
+)
+from isobatch.data.streaming.shards import Extent, shard_of
+from isobatch.data.streaming.source import LENGTH
 from isobatch.data.streaming.store import Store, StoredObject, name_of
 from isobatch.data.text.row_fields import ConversationCounts
 
@@ -37,25 +43,64 @@ if TYPE_CHECKING:
 
     from isobatch.data.base import Column, Columns
     from isobatch.data.preparation.encoding import Share
-    from isobatch.data.streaming.group_cache import GroupCache
+    from isobatch.data.streaming.groups import GroupCache
     from isobatch.data.streaming.shards import Rows
+    from isobatch.data.streaming.text import TextGroupEncoder
 
 THREADS = 16
 """Shards that are read at a time; they tokenize on all cores between them."""
-ROOM_BYTES = 2 << 30
-"""Memory for the groups that are read at a time; one that needs more has it alone."""
-BYTES_OF_A_BYTE = 16
-"""Memory that a byte of a Parquet file needs while its group is read and tokenized."""
+LARGE_BYTES = 8 << 20
+"""Groups of more are read one at a time: a byte in the file takes some 16 of memory until it is tokenized."""
 MOST_HELD_OUT = 10_000
 """Rows that are validation where there is no such split: of a terabyte a twentieth would never be read."""
 
 
-class CountingGroupEncoder(GroupEncoder, Protocol):
-    """An encoder that counts what it encodes, and says what its columns depend on."""
+@dataclass(slots=True)
+class IndexedGroup:
+    """A group of rows, and what is known of its samples."""
 
-    def encode_and_count(self, rows: Rows, where: str) -> tuple[Columns, dict[str, int]]: ...
+    place: GroupPlace
+    rows: int
+    digest: bytes
+    sizes: dict[str, int]
+    columns: dict[str, np.ndarray]
+    """LENGTH and weights, (samples,) each."""
 
-    def identity(self) -> str: ...
+    @property
+    def samples(self) -> int:
+        return len(self.columns[LENGTH]) if self.columns else 0
+
+
+def save_part(folder: Path, groups: list[IndexedGroup]) -> None:
+    """Write a shard's part, all of it or nothing; another process may write the same one."""
+    described = [
+        {
+            "extent": list(group.place.extent),
+            "rows": group.rows,
+            "samples": group.samples,
+            "digest": group.digest.hex(),
+            "sizes": group.sizes,
+        }
+        for group in groups
+    ]
+    save_whole(folder, _joined(groups), described)
+
+
+def load_part(folder: Path, shard: int) -> list[IndexedGroup]:
+    columns, first = {name: np.asarray(column) for name, column in load(folder).items()}, 0
+    groups = []
+    for one in json.loads((folder / GROUPS_FILE).read_text()):
+        stop = first + one["samples"]
+        own = {name: column[first:stop] for name, column in columns.items()}
+        place = GroupPlace(shard, Extent(*one["extent"]))
+        groups.append(IndexedGroup(place, one["rows"], bytes.fromhex(one["digest"]), one["sizes"], own))
+        first = stop
+    return groups
+
+
+def _joined(groups: list[IndexedGroup]) -> dict[str, Column]:
+    kept = [group.columns for group in groups if group.samples]
+    return {name: np.concatenate([one[name] for one in kept]) for name in kept[0]} if kept else {}
 
 
 @dataclass(slots=True)
@@ -89,13 +134,12 @@ def build(
     data: str,
     objects: list[StoredObject],
     splits: Mapping[str, list[int]],
-    encoder: CountingGroupEncoder,
+    encoder: TextGroupEncoder,
     cache: GroupCache,
 ) -> Index:
     """Write the index of every split into `folder`. `data`: --data, for errors."""
     builder = _Builder(objects, encoder, cache)
-    with explain_write_errors(builder.folder):
-        parts = builder.index_all()
+    parts = builder.index_all()
     found = Index(stored_bytes=sum(one.size for one in objects))
     groups = {
         split: [group for number in numbers for group in parts[number]] for split, numbers in splits.items()
@@ -103,14 +147,17 @@ def build(
     if "valid" not in groups:
         held_out = builder.hold_out(groups, data)
         found.notes.append(f"there is no validation split: the last {held_out:,} rows are it")
-    group_table.write_shards(folder, objects, builder.encoding)
     total = ConversationCounts()
     for split, members in groups.items():
         kept = [group for group in members if group.samples]
         if not kept:
             raise UserError(f"--data {data}: the {split} split has nothing to learn from")
-        _write(folder / split, objects, builder.encoding, kept)
-        found.sizes[split] = _summed(members)
+        save(folder / split, _joined(kept))
+        builder.table(kept).write(folder / split)
+        sizes: Counter[str] = Counter()
+        for group in members:
+            sizes.update(group.sizes)
+        found.sizes[split] = dict(sizes)
         noted = ConversationCounts.from_noted(found.sizes[split])
         found.notes += noted.notes(split, 0)
         total.add(noted.to_dict())
@@ -119,24 +166,22 @@ def build(
 
 
 def index_share(
-    objects: list[StoredObject], encoder: CountingGroupEncoder, cache: GroupCache, share: Share
+    objects: list[StoredObject], encoder: TextGroupEncoder, cache: GroupCache, share: Share
 ) -> None:
     """Index the objects of a share, where other tasks index the others."""
     builder = _Builder(objects, encoder, cache)
     own = [number for number in range(len(objects)) if share.takes(number, builder.part_of(number))]
-    with explain_write_errors(builder.folder):
-        builder.index(own)
+    builder.index(own)
 
 
 class _Builder:
     """Indexes shards in threads."""
 
-    def __init__(self, objects: list[StoredObject], encoder: CountingGroupEncoder, cache: GroupCache) -> None:
+    def __init__(self, objects: list[StoredObject], encoder: TextGroupEncoder, cache: GroupCache) -> None:
         self.objects, self.encoder, self.cache = objects, encoder, cache
         self.encoding, self.store = encoder.identity(), Store()
         self.folder = cache_folder() / "shards"
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._kept, self._room = 0, Room(ROOM_BYTES)
+        self._kept, self._large = 0, threading.Lock()
 
     def index_all(self) -> list[list[IndexedGroup]]:
         """The groups of every shard."""
@@ -146,40 +191,55 @@ class _Builder:
 
     def index(self, numbers: Sequence[int]) -> None:
         """Keep the parts of these shards."""
-        pool = ThreadPoolExecutor(THREADS, "index")
-        try:
-            for done, _ in enumerate(pool.map(self._keep, numbers), 1):
-                doing("indexing", done, len(numbers))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        with explain_write_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            pool = ThreadPoolExecutor(THREADS, "index")
+            try:
+                for done, _ in enumerate(pool.map(self._keep, numbers), 1):
+                    doing("indexing", done, len(numbers))
+            finally:
+                pool.shutdown(cancel_futures=True)
 
     def part_of(self, number: int) -> Path:
         """The folder in which a shard's part is kept."""
         one = self.objects[number]
-        key = json.dumps([self.encoding, one.address, one.size, one.version])
-        return self.folder / hashlib.sha256(key.encode()).hexdigest()[:32]
+        return self.folder / short_hash(self.encoding, one.address, one.size, one.version)
 
     def _keep(self, number: int) -> None:
         one, folder = self.objects[number], self.part_of(number)
         if not (folder / "index.json").exists():
-            shard = shard_of(self.store, one)
-            with self._room.taken(BYTES_OF_A_BYTE * shard.largest_group(self.encoder.columns)):
+            shard, columns = shard_of(self.store, one), self.encoder.columns
+            is_large = shard.largest_group(columns) > LARGE_BYTES
+            with self._large if is_large else contextlib.nullcontext():
                 found = [
-                    self.indexed(GroupPlace(number, extent), rows)
-                    for extent, rows in shard.groups(self.encoder.columns)
+                    self.indexed(GroupPlace(number, extent), rows) for extent, rows in shard.groups(columns)
                 ]
             self.store.require_unchanged(one)
             save_part(folder, found)
 
     def indexed(self, place: GroupPlace, rows: Rows) -> IndexedGroup:
         """What is known of a group; its samples are kept on this machine while there is room."""
-        columns, sizes = self.encoder.encode_and_count(rows, self.objects[place.shard].address)
+        columns, sizes = self.encoder.encode(rows, self.objects[place.shard].address)
         if not columns:
             return IndexedGroup(place, len(rows), b"", sizes, {})
         if self._kept < self.cache.limit // 2:
-            self.cache.keep(group_table.cache_name(self.objects, place, self.encoding), columns)
-            self._kept += sum(_bytes(column) for column in columns.values())
+            self._kept += self.cache.keep(cache_name(self.objects, place, self.encoding), columns)
         return IndexedGroup(place, len(rows), group_digest(columns), sizes, _known_ahead(columns))
+
+    def table(self, groups: list[IndexedGroup]) -> GroupTable:
+        """The table of some groups that hold samples."""
+        digests = np.frombuffer(b"".join(group.digest for group in groups), np.uint8)
+        return GroupTable(
+            shards=self.objects,
+            encoding=self.encoding,
+            shard=np.array([group.place.shard for group in groups], np.int32),
+            extent=np.array([group.place.extent for group in groups], np.int64),
+            rows=np.array([(group.place.first, group.place.stop) for group in groups], np.int64),
+            samples=np.array([group.samples for group in groups], np.int64),
+            digest=np.frombuffer(b"".join(group.digest for group in groups), np.uint8).reshape(
+                len(groups), -1
+            ),
+        )
 
     def hold_out(self, groups: dict[str, list[IndexedGroup]], data: str) -> int:
         """Take the last rows of training as validation; how many. A group may be divided."""
@@ -197,15 +257,14 @@ class _Builder:
             left -= last.rows
         return wanted
 
-    def _divided(self, group: IndexedGroup, border: int) -> tuple[IndexedGroup, IndexedGroup]:
+    def _divided(self, group: IndexedGroup, border: int) -> list[IndexedGroup]:
         """The rows of a group before a border and those behind it, as groups of their own."""
-        shard = shard_of(self.store, self.objects[group.place.shard])
-        rows = shard.rows(group.place.extent, self.encoder.columns)
-        first, second = Slice(0, border), Slice(border, len(rows))
-        return (
-            self.indexed(GroupPlace(group.place.shard, group.place.extent, first), rows[:border]),
-            self.indexed(GroupPlace(group.place.shard, group.place.extent, second), rows[border:]),
-        )
+        shard, extent, _, _ = group.place
+        rows = shard_of(self.store, self.objects[shard]).rows(extent, self.encoder.columns)
+        return [
+            self.indexed(GroupPlace(shard, extent, first, stop), rows[first:stop])
+            for first, stop in ((0, border), (border, len(rows)))
+        ]
 
 
 def _known_ahead(columns: Columns) -> dict[str, np.ndarray]:
@@ -215,35 +274,3 @@ def _known_ahead(columns: Columns) -> dict[str, np.ndarray]:
     weights = {name: np.asarray(c) for name, c in columns.items() if name.endswith(WEIGHT)}
     kind = np.uint16 if lengths.max(initial=0) < 1 << 16 else np.uint32
     return {LENGTH: lengths.astype(kind), **weights}
-
-
-def _bytes(column: Column) -> int:
-    return column.values.nbytes + column.offsets.nbytes if isinstance(column, Ragged) else column.nbytes
-
-
-def _write(folder: Path, objects: list[StoredObject], encoding: str, groups: list[IndexedGroup]) -> None:
-    """Write a split: what is known of its samples, and the table of its groups."""
-    save(folder, joined(groups))
-    GroupTable(
-        shards=objects,
-        encoding=encoding,
-        shard=np.array([group.place.shard for group in groups], np.int32),
-        extent=np.array([group.place.extent for group in groups], np.int64),
-        rows=np.array([(group.place.rows.first, group.place.rows.stop) for group in groups], np.int64),
-        samples=np.array([group.samples for group in groups], np.int64),
-        digest=np.frombuffer(b"".join(group.digest for group in groups), np.uint8).reshape(len(groups), -1),
-    ).write(folder)
-
-
-def _summed(groups: list[IndexedGroup]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for group in groups:
-        total.update(group.sizes)
-    return dict(total)
-
-
-def first_rows(folder: Path, encoder: GroupEncoder) -> Rows:
-    """The rows of the first group of a split."""
-    table = GroupTable.open(folder)
-    place = table.place(0)
-    return rows_of_group(shard_of(Store(), table.shards[place.shard]), place, encoder)

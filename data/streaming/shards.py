@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import gzip
 import json
-import threading
 import zlib
 from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import TrainingError, UserError
-from isobatch.data.streaming import locations
-from isobatch.data.streaming.store import ObjectFile, Store, StoredObject
+from isobatch.data.streaming.store import ObjectFile, Store, StoredObject, file_format
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -37,28 +35,20 @@ class Extent(NamedTuple):
     stop: int
 
 
-def shard_of(store: Store, stored: StoredObject) -> Shard:
-    """The shard that an object is."""
-    kinds: dict[str, type[Lines] | type[ParquetShard]] = {
-        "parquet": ParquetShard,
-        "jsonl": Lines,
-        "jsonl.gz": GzippedLines,
-    }
-    return kinds[locations.file_format(stored.address) or ""](store, stored)
-
-
 class Shard(ABC):
-    """An object that holds rows. Threads may read its groups at the same time."""
-
-    compared = False
-    """Whether the store was asked if it is still the object that was indexed."""
+    """An object that holds rows. Threads may read its groups at the same time. `columns` None: all."""
 
     def __init__(self, store: Store, stored: StoredObject) -> None:
         self.store, self.stored = store, stored
 
-    @abstractmethod
     def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:
-        """Its groups from the first to the last, with their rows; `columns` None: all."""
+        """Its groups from the first to the last, with their rows."""
+        for extent in self.extents(columns):
+            yield extent, self.rows(extent, columns)
+
+    @abstractmethod
+    def extents(self, columns: Sequence[str] | None) -> Iterator[Extent]:
+        """Where its groups lie. Raises UserError for a column that it lacks."""
 
     @abstractmethod
     def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:
@@ -72,7 +62,7 @@ class Shard(ABC):
         """Bytes of its largest group, about."""
         return min(GROUP_BYTES, self.stored.size)
 
-    def _require(self, columns: Sequence[str] | None, there: Collection[str]) -> None:
+    def require(self, columns: Sequence[str] | None, there: Collection[str]) -> None:
         """Raise UserError where a column is not there: other shards may have it."""
         for name in columns or () if there else ():
             if name not in there:
@@ -82,39 +72,18 @@ class Shard(ABC):
                 )
 
 
-class Room:
-    """Memory, in bytes, that threads share: who needs more than is free waits."""
-
-    def __init__(self, size: int) -> None:
-        self._size, self._taken, self._changed = size, 0, threading.Condition()
-
-    @contextmanager
-    def taken(self, size: int) -> Iterator[None]:
-        """Take so much for the block; more than there is at all, when nobody else has any."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._taken or self._taken + size <= self._size)
-            self._taken += size
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._taken -= size
-                self._changed.notify_all()
-
-
 class Lines(Shard):
     """A file of JSON objects, one a line. All columns are given: what is not read is counted."""
 
     def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:
-        start = 0
-        while start < self.stored.size:
-            block = self._lines_from(start)
-            extent = Extent(start, start + len(block))
-            rows = self._parse(block, start)
-            if start == 0:
-                self._require(columns, {name for row in rows for name in row})
+        for extent, block in self._blocks():
+            rows = self._parse(block, extent.start)
+            if extent.start == 0:
+                self.require(columns, {name for row in rows for name in row})
             yield extent, rows
-            start = extent.stop
+
+    def extents(self, columns: Sequence[str] | None) -> Iterator[Extent]:  # noqa: ARG002
+        return (extent for extent, _ in self._blocks())
 
     def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:  # noqa: ARG002
         return self._parse(self._read(*extent), extent.start)
@@ -126,40 +95,44 @@ class Lines(Shard):
     def _read(self, start: int, stop: int) -> bytes:
         return self.store.read(self.stored.address, start, stop)
 
-    def _lines_from(self, start: int) -> bytes:
-        """Whole lines of about GROUP_BYTES, or all that is left."""
-        stop = min(self.stored.size, start + GROUP_BYTES)
-        block = self._read(start, stop)
-        while stop < self.stored.size and b"\n" not in block:
-            more = min(self.stored.size, stop + GROUP_BYTES)
-            block, stop = block + self._read(stop, more), more
-        return block if stop == self.stored.size else block[: block.rfind(b"\n") + 1]
+    def _blocks(self) -> Iterator[tuple[Extent, bytes]]:
+        """Whole lines of about GROUP_BYTES at a time."""
+        start, size = 0, self.stored.size
+        while start < size:
+            stop = min(size, start + GROUP_BYTES)
+            block = self._read(start, stop)
+            while stop < size and b"\n" not in block:
+                more = min(size, stop + GROUP_BYTES)
+                block, stop = block + self._read(stop, more), more
+            if stop < size:
+                block = block[: block.rfind(b"\n") + 1]
+            yield Extent(start, start + len(block)), block
+            start += len(block)
 
     def _parse(self, block: bytes, start: int) -> Rows:
         rows: Rows = []
-        offset = start
         for line in block.split(b"\n"):
             if line.strip():
-                rows.append(_record(line, f"{self.stored.address} byte {offset:,}"))
-            offset += len(line) + 1
+                rows.append(_record(line, f"{self.stored.address} byte {start:,}"))
+            start += len(line) + 1
         return rows
 
 
 class GzippedLines(Lines):
-    """The same, compressed."""
-
-    def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:
-        extent = Extent(0, self.stored.size)
-        rows = self.rows(extent, None)
-        self._require(columns, {name for row in rows for name in row})
-        yield extent, rows
+    """The same, compressed: one group."""
 
     def largest_group(self, columns: Sequence[str] | None) -> int:  # noqa: ARG002
         return USUAL_COMPRESSION * self.stored.size
 
     def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:  # noqa: ARG002
+        return self._parse(self._unpacked(), 0)
+
+    def _blocks(self) -> Iterator[tuple[Extent, bytes]]:
+        yield Extent(0, self.stored.size), self._unpacked()
+
+    def _unpacked(self) -> bytes:
         try:
-            return self._parse(gzip.decompress(self._read(*extent)), 0)
+            return gzip.decompress(self._read(0, self.stored.size))
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise TrainingError(f"{self.stored.address}: is no whole gzip file: {error}") from None
 
@@ -169,68 +142,66 @@ class ParquetShard(Shard):
 
     _metadata: FileMetaData | None = None
 
-    def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:
-        for extent in self._extents(columns):
-            yield extent, self.rows(extent, columns)
-
     def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:
-        with self._explained(), self._open() as file:
+        with self._opened() as file:
             rows: Rows = file.read_row_groups(range(*extent), columns=columns).to_pylist()
             return rows
 
     def columns(self) -> list[str]:
-        with self._explained(), self._open() as file:
+        with self._opened() as file:
             names: list[str] = file.schema_arrow.names
             return names
 
-    def _extents(self, columns: Sequence[str] | None) -> Iterator[Extent]:
+    def extents(self, columns: Sequence[str] | None) -> Iterator[Extent]:
         """Consecutive row groups that together have GROUP_BYTES."""
-        with self._explained(), self._open() as file:
-            metadata = file.metadata
-            self._require(columns, file.schema_arrow.names)
+        self.require(columns, self.columns())
+        sizes = self._row_group_bytes(columns)
         start = size = 0
-        for number in range(metadata.num_row_groups):
-            size += _row_group_bytes(metadata, number, columns)
-            if size >= GROUP_BYTES or number == metadata.num_row_groups - 1:
+        for number, of_this in enumerate(sizes):
+            size += of_this
+            if size >= GROUP_BYTES or number == len(sizes) - 1:
                 yield Extent(start, number + 1)
                 start, size = number + 1, 0
 
     def largest_group(self, columns: Sequence[str] | None) -> int:
-        with self._explained(), self._open() as file:
-            metadata = file.metadata
-        sizes = (_row_group_bytes(metadata, n, columns) for n in range(metadata.num_row_groups))
-        return max(GROUP_BYTES, *sizes, 0)
+        return max(GROUP_BYTES, *self._row_group_bytes(columns), 0)
 
-    def _open(self) -> ParquetFile:
+    def _row_group_bytes(self, columns: Sequence[str] | None) -> list[int]:
+        """Bytes in the file of the columns of each row group that are read."""
+        with self._opened() as file:
+            groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
+        parts = [[group.column(place) for place in range(group.num_columns)] for group in groups]
+        return [
+            sum(
+                part.total_compressed_size
+                for part in of_group
+                if columns is None or part.path_in_schema.partition(".")[0] in columns
+            )
+            for of_group in parts
+        ]
+
+    @contextmanager
+    def _opened(self) -> Iterator[ParquetFile]:
         """A file for one thread, with the metadata of the first that was opened."""
         import pyarrow
         from pyarrow import parquet
 
         source = pyarrow.PythonFile(ObjectFile(self.store, self.stored), "r")
         options = {"pre_buffer": True, "page_checksum_verification": True}
-        file = parquet.ParquetFile(source, metadata=self._metadata, **options)
-        self._metadata = file.metadata
-        return file
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        import pyarrow
-
         try:
-            yield
+            with parquet.ParquetFile(source, metadata=self._metadata, **options) as file:
+                self._metadata = file.metadata
+                yield file
         except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
             raise TrainingError(f"{self.stored.address}: is no whole Parquet file: {error}") from None
 
 
-def _row_group_bytes(metadata: FileMetaData, number: int, columns: Sequence[str] | None) -> int:
-    """Bytes in the file of the columns of a row group that are read."""
-    group = metadata.row_group(number)
-    parts = [group.column(place) for place in range(group.num_columns)]
-    return sum(
-        part.total_compressed_size
-        for part in parts
-        if columns is None or part.path_in_schema.partition(".")[0] in columns
-    )
+SHARDS: dict[str | None, type[Shard]] = {"parquet": ParquetShard, "jsonl": Lines, "jsonl.gz": GzippedLines}
+
+
+def shard_of(store: Store, stored: StoredObject) -> Shard:
+    """The shard that an object is."""
+    return SHARDS[file_format(stored.address)](store, stored)
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:

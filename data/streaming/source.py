@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import os
+import queue
 import threading
+import time
 from collections import OrderedDict
-from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import suppress
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.errors import UserError
 from isobatch.core.measures import format_bytes
 from isobatch.data.base import WEIGHT, Ragged, Source, load
-from isobatch.data.streaming.group_cache import GroupCache, group_digest
-from isobatch.data.streaming.group_table import GroupTable
-from isobatch.data.streaming.read_ahead import ReadAhead
-from isobatch.data.streaming.shards import Rows, Shard, shard_of
-from isobatch.data.streaming.store import Store, changed
+from isobatch.data.streaming.groups import TO_THE_END, GroupTable, group_digest
+from isobatch.data.streaming.shards import Shard, shard_of
+from isobatch.data.streaming.store import ChangedObjectError, Store
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from isobatch.data.base import Column, Columns
-    from isobatch.data.streaming.group_table import GroupPlace
+    from isobatch.data.streaming.groups import GroupCache, GroupPlace
+    from isobatch.data.streaming.shards import Rows
+    from isobatch.data.streaming.text import TextGroupEncoder
 
 LENGTH = "length"
 TOKEN_BYTES = 4
@@ -33,17 +37,47 @@ OPEN_GROUPS = 256
 """Groups whose files are mapped."""
 OPEN_SHARDS = 64
 """Shards whose Parquet metadata is in memory."""
+THREADS = 8
+"""They get groups before they are needed."""
+LEAST_REMEMBERED = 128
+"""Groups that were asked for last, which are not asked for again."""
+BUSY_SECONDS = 0.05
+"""Until a group that could not be read, because its lock was taken, is tried again."""
 
 
-class GroupEncoder(Protocol):
-    """Turns the rows of a group into columns; the same rows always into the same columns."""
+class ReadAhead:
+    """Calls `read` with each group that is expected, in threads that end with the process.
 
-    @property
-    def columns(self) -> list[str] | None:
-        """The columns of a row that it needs; None for all."""
+    Again later where it returns None.
+    """
 
-    def encode(self, rows: Rows, where: str) -> Columns:
-        """The columns of the samples of these rows, of which `where` names the place in errors."""
+    def __init__(self, read: Callable[[int], Any]) -> None:
+        self._read = read
+        self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._known: OrderedDict[int, None] = OrderedDict()
+        self._started = False
+
+    def expect(self, groups: Sequence[int]) -> None:
+        """These groups are needed soon. Who needs one does not wait for these threads."""
+        for group in groups:
+            if group not in self._known:
+                self._waiting.put(group)
+            self._known[group] = None
+            self._known.move_to_end(group)
+        while len(self._known) > LEAST_REMEMBERED + 4 * len(groups):
+            self._known.popitem(last=False)
+        if not self._started:
+            self._started = True
+            for number in range(THREADS):
+                threading.Thread(target=self._work, name=f"read ahead {number}", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            group = self._waiting.get()
+            with suppress(Exception):  # who needs the group meets the error too, and is told
+                if self._read(group) is None:  # another group may only have had the same lock
+                    time.sleep(BUSY_SECONDS)
+                    self._waiting.put(group)
 
 
 class StreamedSource(Source):
@@ -52,7 +86,7 @@ class StreamedSource(Source):
     Lengths and weights are in the index. `read_ahead` is set by who knows how many are mixed.
     """
 
-    def __init__(self, folder: Path, encoder: GroupEncoder, cache: GroupCache) -> None:
+    def __init__(self, folder: Path, encoder: TextGroupEncoder, cache: GroupCache) -> None:
         self.table, self.encoder, self.cache = GroupTable.open(folder), encoder, cache
         columns = load(folder)
         self._lengths = np.asarray(columns.pop(LENGTH))
@@ -67,18 +101,9 @@ class StreamedSource(Source):
         """What each process has for itself."""
         self._process = os.getpid()
         self._store = Store()
-        self._open: OrderedDict[int, dict[str, Column]] = OrderedDict()
-        self._shards: OrderedDict[int, tuple[Shard, threading.Lock]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._columns_of = lru_cache(OPEN_GROUPS)(self._columns)
+        self._shard_of = lru_cache(OPEN_SHARDS)(self._shard)
         self._reader = ReadAhead(lambda group: self.cache.get(*self._request(group), wait=False))
-
-    def __getstate__(self) -> dict[str, Any]:
-        own = ("_store", "_open", "_shards", "_lock", "_reader")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -87,6 +112,7 @@ class StreamedSource(Source):
         return self._lengths[indices].astype(np.int64)
 
     def check(self, indices: np.ndarray) -> None:
+        self._require_own_process()
         for group in np.unique(self._groups_of(indices)).tolist():
             if self.unread[group]:
                 self._columns_of(group)
@@ -108,6 +134,7 @@ class StreamedSource(Source):
         self.cache.limit = size
 
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
+        self._require_own_process()
         groups = self._groups_of(indices)
         width = max(pad_to, int(self._lengths[indices].max(initial=1)))
         batch: dict[str, np.ndarray] = {}
@@ -124,20 +151,11 @@ class StreamedSource(Source):
     def _groups_of(self, indices: np.ndarray) -> np.ndarray:
         return np.searchsorted(self._firsts, indices, "right") - 1
 
-    def _columns_of(self, group: int) -> dict[str, Column]:
+    def _columns(self, group: int) -> dict[str, Column]:
         """The columns of a group, mapped; read from the store where no process of this machine has it."""
-        self._require_own_process()
-        with self._lock:
-            if group in self._open:
-                self._open.move_to_end(group)
-                return self._open[group]
         columns = self.cache.get(*self._request(group))
         assert columns is not None
-        with self._lock:
-            self._open[group] = columns
-            self.unread[group] = False
-            while len(self._open) > OPEN_GROUPS:
-                self._open.popitem(last=False)
+        self.unread[group] = False
         return columns
 
     def _require_own_process(self) -> None:
@@ -152,31 +170,22 @@ class StreamedSource(Source):
     def _read(self, group: int, digest: bytes) -> Columns:
         """The columns of a group from the store. Raises TrainingError where they are not those indexed."""
         place = self.table.place(group)
-        shard = self._shard(place.shard)
-        columns = self.encoder.encode(rows_of_group(shard, place, self.encoder), shard.stored.address)
+        shard = self._shard_of(place.shard)
+        columns = self.encoder.encode(rows_of_group(shard, place, self.encoder), shard.stored.address)[0]
         if group_digest(columns) != digest:
-            stored = self.table.shards[place.shard]
-            self._store.require_unchanged(stored)
-            raise TrainingError(f"{changed(stored.address)} (or the library tokenizers has another version)")
+            self._store.require_unchanged(shard.stored)
+            address = shard.stored.address
+            raise ChangedObjectError(address, " (or the library tokenizers has another version)")
         return columns
 
     def _shard(self, number: int) -> Shard:
         """A shard, which is asked for its size and version before it is first read."""
-        with self._lock:
-            if number not in self._shards:
-                self._shards[number] = shard_of(self._store, self.table.shards[number]), threading.Lock()
-            self._shards.move_to_end(number)
-            shard, lock = self._shards[number]
-            while len(self._shards) > OPEN_SHARDS:
-                self._shards.popitem(last=False)
-        with lock:
-            if not shard.compared:
-                self._store.require_unchanged(shard.stored)
-                shard.compared = True
-        return shard
+        stored = self.table.shards[number]
+        self._store.require_unchanged(stored)
+        return shard_of(self._store, stored)
 
 
-def rows_of_group(shard: Shard, place: GroupPlace, encoder: GroupEncoder) -> Rows:
+def rows_of_group(shard: Shard, place: GroupPlace, encoder: TextGroupEncoder) -> Rows:
     """The rows of a group, from its shard."""
     rows = shard.rows(place.extent, encoder.columns)
-    return rows[place.rows.first : len(rows) if place.rows.stop < 0 else place.rows.stop]
+    return rows[place.first : len(rows) if place.stop == TO_THE_END else place.stop]

@@ -1,29 +1,64 @@
-"""Reading a store through fsspec: what is there, and ranges of bytes, tried again where the store fails."""
+"""A store through fsspec: what --data names there, and ranges of bytes, tried again where the store fails."""
 
 from __future__ import annotations
 
-import math
+import functools
+import importlib.util
+import io
 import os
 import random
+import re
 import socket
 import sys
 import threading
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import unquote, urlsplit
 
+from isobatch.core import hub_cache
 from isobatch.core.errors import IsobatchError, TrainingError, UserError
+from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import printable
-from isobatch.data.streaming import locations
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+
+    from typing_extensions import Buffer
 
 T = TypeVar("T")
-ATTEMPTS = 70
-"""Of each read. With the pauses between them a store may be away for a quarter of an hour."""
+REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+SECRET = re.compile(r"sig|token|secret|credential|password|key|session", re.IGNORECASE)
+"""Names of parts of an address that let its reader in: addresses are written into recipes and logs."""
+CHAINED = re.compile(r"::(?=\w[\w+.-]*(?:://|::))")
+NAMES_BEFORE_AT = ("hf", "abfs", "abfss")
+"""Schemes that write something else than a user before an @."""
+ENDINGS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonl.gz": "jsonl.gz"}
+ENDINGS |= {".ndjson.gz": "jsonl.gz"}
+NEVER_EMPTY = ("parquet", "jsonl.gz")
+"""Formats of which no whole file has 0 bytes."""
+LIBRARIES = {
+    "s3": ("s3fs", "'isobatch[s3]'"),
+    "gs": ("gcsfs", "'isobatch[gs]'"),
+    "hf": ("huggingface_hub", "huggingface_hub"),
+    "https": ("aiohttp", "aiohttp"),
+    "http": ("aiohttp", "aiohttp"),
+    "file": ("", ""),
+    "memory": ("", ""),
+}
+"""Scheme -> what reads it beside fsspec, and what pip is asked for."""
+CREDENTIALS = {
+    "s3": " (AWS_PROFILE or AWS_ACCESS_KEY_ID; FSSPEC_S3_ANON=true for public data)",
+    "gs": " (GOOGLE_APPLICATION_CREDENTIALS)",
+    "hf": " (hf auth login, or HF_TOKEN)",
+}
+S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL")
+"""Variables that name an S3 server of one's own."""
+ATTEMPTS, ATTEMPTS_TO_LIST = 70, 10
+"""Of each read: with the pauses between them a store may be away for a quarter of an hour. And of the list of
+objects, with which all begins: a minute.
+"""
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 20.0
 """Seconds between attempts: each pause is twice the one before, and up to half of it is left out at random,
 so that ranks that failed together do not come back together."""
@@ -37,8 +72,81 @@ NO_CREDENTIALS = "NoCredentialsError"
 VERSION_FIELDS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "Last-Modified", "mtime", "created")
 """What stores call a mark that changes with an object, the best first."""
 _PAUSES = random.Random(f"{socket.gethostname()} {os.getpid()}")
-NEVER_EMPTY = ("parquet", "jsonl.gz")
-"""Formats of which no whole file has 0 bytes."""
+
+
+def is_remote(data: str) -> bool:
+    """Whether --data names a store: it begins with s3://, gs://, hf://, https:// or the like."""
+    return REMOTE.match(data) is not None
+
+
+def patterns(data: str) -> list[str]:
+    """The addresses of --data, which commas separate; together they are one set."""
+    return [one.strip() for one in data.split(",")]
+
+
+def name_of(address: str) -> str:
+    """The last part of an address."""
+    return PurePosixPath(urlsplit(address).path).name
+
+
+def file_format(address: str) -> str | None:
+    """parquet, jsonl or jsonl.gz, by the ending of an address; None for another one."""
+    name = name_of(address).lower()
+    return next((kind for ending, kind in ENDINGS.items() if name.endswith(ending)), None)
+
+
+def check(data: str) -> None:
+    """Raise UserError for addresses that nothing here can read, or a store that does not answer in 2 s."""
+    for address in patterns(data):
+        scheme = address.partition("://")[0]
+        if not is_remote(address):
+            raise UserError(
+                f"--data {data}: {address or 'nothing'} is no address such as s3://bucket/*.parquet"
+            )
+        if scheme not in LIBRARIES:
+            known = ", ".join(f"{name}://" for name in LIBRARIES)
+            raise UserError(f"--data {data}: {scheme}:// is none of {known}{nearest_hint(scheme, LIBRARIES)}")
+        refuse_secrets(address)
+        module, install = LIBRARIES[scheme]
+        if module and importlib.util.find_spec(module) is None:
+            raise UserError(f"--data {data}: {scheme}:// needs {module}: pip install {install}")
+    for server in dict.fromkeys(map(_server, patterns(data))):
+        if server and not (hub_cache.is_reachable() if server == "hf" else hub_cache.answers(server)):
+            raise UserError(f"--data {data}: {server} cannot be reached: check the address and the network")
+
+
+def _server(address: str) -> str | None:
+    """The address of the server behind one, `hf` for the hub; None where only the library knows it."""
+    scheme = address.partition("://")[0]
+    if scheme in ("http", "https"):
+        return f"{scheme}://{urlsplit(address).netloc}"
+    if scheme == "s3":
+        return next(filter(None, map(os.environ.get, S3_ENDPOINTS)), None)
+    google = os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
+    return {"hf": "hf", "gs": google}.get(scheme)
+
+
+def refuse_secrets(address: str, flag: str = "--data", written: str = "the recipe") -> None:
+    """Raise UserError for an address that carries a password or a signature; it is not repeated.
+
+    `written`: where it would be kept. Addresses of fsspec may hold others, behind `::`.
+    """
+    for one in CHAINED.split(unquote(address)):
+        scheme, _, rest = one.partition("://")
+        place, *given = re.split(r"[?&#;]", rest)
+        host = place.partition("/")[0]
+        names_no_user = scheme in NAMES_BEFORE_AT and ":" not in host
+        # A key of S3 may hold slashes: then what looks like the host has a port that is none.
+        if ("@" in host and not names_no_user) or re.search(r":(?!\d*$)[^\]]*$", host):
+            raise UserError(
+                f"{flag} {scheme}://{place.rpartition('@')[2]}: leave user and password out, they would be"
+                f" written into {written}"
+            )
+        if any("=" in pair and SECRET.search(pair.partition("=")[0]) for pair in given):
+            raise UserError(
+                f"{flag} {scheme}://{place}: leave the signature out, it would be written into {written};"
+                " give the library its credentials in the environment"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +161,12 @@ class StoredObject:
 
 class ChangedObjectError(TrainingError):
     """An object is not the one that was indexed."""
+
+    def __init__(self, address: str, or_else: str = "") -> None:
+        super().__init__(
+            f"{address} was changed after it was indexed: put the old one back, or train anew with --again,"
+            f" which indexes the new one{or_else}"
+        )
 
 
 class Store:
@@ -76,43 +190,35 @@ class Store:
         Raises UserError where nothing matches, an object is no whole file, or the store refuses.
         """
         found: dict[str, StoredObject] = {}
-        for pattern in locations.patterns(data):
+        for pattern in patterns(data):
             try:
-                listed = _insist(pattern, "the list of objects", partial(self._list, pattern))
+                listed = _insist(
+                    pattern, "the list of objects", functools.partial(self._list, pattern), ATTEMPTS_TO_LIST
+                )
             except TrainingError as error:
                 raise UserError(f"--data {data}: {error}") from None
-            for one in listed:
-                if not one.size and locations.file_format(one.address) in NEVER_EMPTY:
-                    raise UserError(f"--data {data}: {one.address} has 0 bytes, so it is no whole file")
-            matched = [one for one in listed if one.size and locations.file_format(one.address)]
+            known = [(one, file_format(one.address)) for one in listed]
+            if empty := [one for one, kind in known if kind in NEVER_EMPTY and not one.size]:
+                raise UserError(f"--data {data}: {empty[0].address} has 0 bytes, so it is no whole file")
+            matched = {one.address: one for one, kind in known if kind and one.size}
             if not matched:
-                endings = " ".join(locations.ENDINGS)
                 raise UserError(
-                    f"--data {data}: {pattern} matches no object that ends in {endings}, or there is no such"
-                    " bucket"
+                    f"--data {data}: {pattern} matches no object that ends in {' '.join(ENDINGS)}, or there"
+                    " is no such bucket"
                 )
-            found |= {one.address: one for one in matched}
+            found |= matched
         return [found[address] for address in sorted(found)]
 
     def _list(self, pattern: str) -> list[StoredObject]:
-        return list(self._matches(pattern))
-
-    def _matches(self, pattern: str) -> Iterator[StoredObject]:
         filesystem, path = self._open(pattern)
         if any(mark in path for mark in "*?["):
             details = filesystem.glob(path, detail=True)
-        elif locations.file_format(pattern):
+        elif file_format(pattern):
             details = {path: filesystem.info(path)}
         else:
             details = filesystem.find(path, detail=True)
-        for name, info in details.items():
-            if info["type"] == "file":
-                yield _described(filesystem.unstrip_protocol(name), info)
-
-    def describe(self, address: str) -> StoredObject:
-        """The object as it is now. Raises TrainingError where it cannot be asked for."""
-        filesystem, path = self._open(address)
-        return _described(address, _insist(address, "its size", lambda: filesystem.info(path)))
+        files = {name: info for name, info in details.items() if info["type"] == "file"}
+        return [_described(filesystem.unstrip_protocol(name), info) for name, info in files.items()]
 
     def read(self, address: str, start: int, stop: int) -> bytes:
         """The bytes from `start` to `stop` of an object. Raises TrainingError, naming it, in the end."""
@@ -128,17 +234,10 @@ class Store:
 
     def require_unchanged(self, indexed: StoredObject) -> None:
         """Raise ChangedObjectError where the store now has another object at this address."""
-        now = self.describe(indexed.address)
-        if (now.size, now.version) != (indexed.size, indexed.version):
-            raise ChangedObjectError(changed(indexed.address))
-
-
-def changed(address: str) -> str:
-    """What is said of an object that is not as it was indexed."""
-    return (
-        f"{address} was changed after it was indexed: put the old one back, or train anew with --again, which"
-        " indexes the new one"
-    )
+        filesystem, path = self._open(indexed.address)
+        info = _insist(indexed.address, "its size", lambda: filesystem.info(path))
+        if _described(indexed.address, info) != indexed:
+            raise ChangedObjectError(indexed.address)
 
 
 def _described(address: str, info: dict[str, Any]) -> StoredObject:
@@ -148,82 +247,71 @@ def _described(address: str, info: dict[str, Any]) -> StoredObject:
     return StoredObject(address, int(info["size"]), version.strip('"'))
 
 
-def _insist(address: str, what: str, attempt: Callable[[], T]) -> T:
+def _insist(address: str, what: str, attempt: Callable[[], T], attempts: int = 0) -> T:
     """The result of an attempt that may fail for a while. Raises TrainingError with the last reason."""
-    pause = FIRST_PAUSE
-    for number in range(1, ATTEMPTS + 1):
+    pause, attempts = FIRST_PAUSE, attempts or ATTEMPTS
+    for number in range(1, attempts + 1):
         try:
             return attempt()
         except IsobatchError:
             raise
         except Exception as error:  # of the network, of whatever library reads this scheme
+            said = (str(error).strip() or type(error).__name__).partition("\n")[0]
             if isinstance(error, REFUSALS) or type(error).__name__ == NO_CREDENTIALS:
-                raise TrainingError(_why_refused(error, address)) from None
-            if number == ATTEMPTS:
+                raise TrainingError(f"{address}: {_why_refused(error, address) or said}") from None
+            if number == attempts:
                 raise TrainingError(
-                    f"{address}: {what} could not be had in {ATTEMPTS} attempts: {_in_a_line(error)};"
-                    " `resume` goes on when the store answers"
+                    f"{address}: {what} could not be had in {attempts} attempts: {said}; `resume` goes on"
+                    " when the store answers"
                 ) from None
             if number >= SAID_AFTER:
-                _failing.say(f"{address}: {what} cannot be had ({_in_a_line(error)}): trying again")
+                _failing.say(f"{address}: {what} cannot be had ({said}): trying again")
         time.sleep(pause * _PAUSES.uniform(0.5, 1))
         pause = min(2 * pause, LONGEST_PAUSE)
     raise AssertionError("the last attempt returns or raises")
+
+
+def _why_refused(error: Exception, address: str) -> str | None:
+    if isinstance(error, FileNotFoundError):
+        return "there is no such object or bucket"
+    if isinstance(error, PermissionError) or type(error).__name__ == NO_CREDENTIALS:
+        remedy = CREDENTIALS.get(address.partition("://")[0], "")
+        return f"no permission: give credentials that may list and read it{remedy}"
+    return None
 
 
 class Failing:
     """Tells a person now and then that a store fails; the threads of a process share one."""
 
     def __init__(self) -> None:
-        self._lock, self._said = threading.Lock(), -math.inf
+        self._lock, self._next = threading.Lock(), 0.0
 
     def say(self, line: str) -> None:
         with self._lock:
-            if time.monotonic() - self._said < SAID_EVERY_SECONDS:
-                return
-            self._said = time.monotonic()
-        print(printable(line), file=sys.stderr, flush=True)
+            if time.monotonic() >= self._next:
+                self._next = time.monotonic() + SAID_EVERY_SECONDS
+                print(printable(line), file=sys.stderr, flush=True)
 
 
 _failing = Failing()
 
 
-def _why_refused(error: Exception, address: str) -> str:
-    """Why a store gave nothing, in a line that begins with the address."""
-    if isinstance(error, FileNotFoundError):
-        return f"{address}: there is no such object or bucket"
-    if isinstance(error, PermissionError) or type(error).__name__ == NO_CREDENTIALS:
-        scheme = address.partition("://")[0]
-        remedy = {"s3": " (AWS_PROFILE or AWS_ACCESS_KEY_ID; FSSPEC_S3_ANON=true for public data)"}
-        remedy |= {"gs": " (GOOGLE_APPLICATION_CREDENTIALS)", "hf": " (hf auth login, or HF_TOKEN)"}
-        return f"{address}: no permission: give credentials that may list and read it{remedy.get(scheme, '')}"
-    return f"{address}: {_in_a_line(error)}"
-
-
-def _in_a_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).partition("\n")[0]
-
-
-class ObjectFile:
+class ObjectFile(io.RawIOBase):
     """An object as a file to read from, for libraries that want one; each read is one of the store's."""
-
-    closed = False
-    mode = "rb"
 
     def __init__(self, store: Store, stored: StoredObject) -> None:
         self._store, self._object, self._at = store, stored, 0
 
-    def read(self, size: int = -1) -> bytes:
-        stop = self._object.size if size < 0 else min(self._object.size, self._at + size)
-        found = self._store.read(self._object.address, self._at, stop) if stop > self._at else b""
-        self._at = stop
-        return found
+    def readinto(self, buffer: Buffer) -> int:
+        view = memoryview(buffer)
+        stop = min(self._object.size, self._at + len(view))
+        count = max(0, stop - self._at)
+        view[:count] = self._store.read(self._object.address, self._at, stop) if count else b""
+        self._at += count
+        return count
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self._at = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._object.size}[whence]
-        return self._at
-
-    def tell(self) -> int:
         return self._at
 
     def readable(self) -> bool:
@@ -231,17 +319,3 @@ class ObjectFile:
 
     def seekable(self) -> bool:
         return True
-
-    def writable(self) -> bool:
-        return False
-
-    def flush(self) -> None:
-        """Nothing to write."""
-
-    def close(self) -> None:
-        """Nothing is open."""
-
-
-def name_of(address: str) -> str:
-    """The last part of an address."""
-    return PurePosixPath(address).name

@@ -22,10 +22,10 @@ from isobatch.data.cleaning import pipeline
 from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.cleaning.steps import REMEMBERING, CleaningStep
 from isobatch.data.corpora import Corpus
-from isobatch.data.streaming import index, locations
-from isobatch.data.streaming.group_cache import GroupCache, groups_folder
+from isobatch.data.streaming import index, store
+from isobatch.data.streaming.groups import GroupCache, GroupTable, groups_folder
 from isobatch.data.streaming.shards import shard_of
-from isobatch.data.streaming.source import StreamedSource
+from isobatch.data.streaming.source import StreamedSource, rows_of_group
 from isobatch.data.streaming.store import Store
 from isobatch.data.text.conversations import TOKENIZATION_VERSION, Conversations
 from isobatch.data.text.dataset import Text
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from isobatch.core.facts import Facts
-    from isobatch.data.base import Column, Columns, TextQuery
+    from isobatch.data.base import Column, TextQuery
     from isobatch.data.streaming.shards import Rows
     from isobatch.data.streaming.store import StoredObject
     from isobatch.data.text.sources import TextSet
@@ -89,10 +89,7 @@ class TextGroupEncoder:
             cleaning=CleaningPipeline(self.cleaning, "conversations"),
         )
 
-    def encode(self, rows: Rows, where: str) -> Columns:
-        return self.encode_and_count(rows, where)[0]
-
-    def encode_and_count(self, rows: Rows, where: str) -> tuple[dict[str, Column], dict[str, int]]:
+    def encode(self, rows: Rows, where: str) -> tuple[dict[str, Column], dict[str, int]]:
         """(columns, the sizes that Facts sums up, and what is noted of rows); no columns without a text."""
         assert self.tokenization is not None
         found = self.text_set({"train": rows}, where)
@@ -131,7 +128,7 @@ class StreamedText(Text):
         return Store().find(self.recipe.data)
 
     def check(self) -> None:
-        locations.check(self.recipe.data)
+        store.check(self.recipe.data)
         options = self.options
         prepared = "needs data on this machine, which is prepared as a whole: copy it here, or leave this out"
         if options.mix is not None:
@@ -222,7 +219,11 @@ class StreamedText(Text):
 
     def _shown(self, encoder: TextGroupEncoder, folder: Path) -> dict[str, Any]:
         """What Facts should know of the first groups: a prompt; of conversations their template and turns."""
-        rows = {split: index.first_rows(folder / split, encoder) for split in ("train", "valid")}
+        rows = {}
+        for split in ("train", "valid"):
+            table = GroupTable.open(folder / split)
+            shard = shard_of(Store(), table.shards[table.place(0).shard])
+            rows[split] = rows_of_group(shard, table.place(0), encoder)
         found = encoder.text_set(rows, self.recipe.data)
         assert encoder.tokenization is not None
         found.bind_tokenizer(encoder.tokenization)

@@ -9,7 +9,7 @@ from typing import Literal
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Interval, check_fields
 from isobatch.core.number_ranges import Count, Positive
-from isobatch.data.streaming.locations import refuse_secrets
+from isobatch.data.streaming.store import refuse_secrets
 from isobatch.engine.profiling.step_profiler import step_window
 
 MOST_NAME_BYTES = 200

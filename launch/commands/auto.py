@@ -12,7 +12,7 @@ from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.core.terminal.console import format_metrics
-from isobatch.data.streaming.locations import refuse_secrets
+from isobatch.data.streaming.store import refuse_secrets
 from isobatch.engine import consent
 from isobatch.engine.registry import CHAINS, workload_of
 from isobatch.engine.runs.run_folder import RunFolder, refuse_links

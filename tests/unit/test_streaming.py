@@ -19,9 +19,10 @@ import pytest
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.data.base import Ragged, load
 from isobatch.data.preparation.encoding import Share
-from isobatch.data.streaming import group_cache, locations, shard_index, shards, store
+from isobatch.data.streaming import groups as group_cache
+from isobatch.data.streaming import shards, store
 from isobatch.data.streaming import index as indexes
-from isobatch.data.streaming.read_ahead import ReadAhead
+from isobatch.data.streaming.source import ReadAhead
 from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.prepare import prepare, prepare_share
@@ -356,10 +357,10 @@ def test_what_cannot_be_had_is_one_line(data: str, said: str) -> None:
 
 
 def test_a_missing_library_is_answered_with_its_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = locations.importlib.util.find_spec
-    monkeypatch.setattr(locations.importlib.util, "find_spec", lambda n: None if n == "gcsfs" else real(n))
+    real = store.importlib.util.find_spec
+    monkeypatch.setattr(store.importlib.util, "find_spec", lambda n: None if n == "gcsfs" else real(n))
     with pytest.raises(UserError, match=r"gs:// needs gcsfs: pip install 'isobatch\[gs\]'"):
-        locations.check("gs://bucket/*.parquet")
+        store.check("gs://bucket/*.parquet")
 
 
 @pytest.mark.parametrize(
@@ -424,28 +425,8 @@ def test_damaged_text_of_a_parquet_file_is_named(stored: Path) -> None:
         prepared(stored)
 
 
-def test_large_groups_are_read_one_at_a_time_and_small_ones_together() -> None:
-    room, inside, most = shards.Room(100), [], []
-
-    def read(size: int) -> None:
-        with room.taken(size):
-            inside.append(size)
-            time.sleep(0.02)
-            most.append(sum(inside))
-            inside.remove(size)
-
-    for sizes, expected in (([300] * 3, 300), ([20] * 5, 100), ([60] * 3, 60)):
-        most.clear()
-        threads = [threading.Thread(target=read, args=(size,)) for size in sizes]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert max(most) == expected
-
-
 def test_two_may_index_the_same_shard_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrote, save, failed = threading.Barrier(2, timeout=30), shard_index.save, []
+    wrote, save, failed = threading.Barrier(2, timeout=30), group_cache.save, []
 
     def save_and_meet(folder: Path, columns: Any) -> None:
         save(folder, columns)
@@ -453,11 +434,11 @@ def test_two_may_index_the_same_shard_at_once(tmp_path: Path, monkeypatch: pytes
 
     def write() -> None:
         try:
-            shard_index.save_part(tmp_path / "part", [])
+            indexes.save_part(tmp_path / "part", [])
         except OSError as error:
             failed.append(error)
 
-    monkeypatch.setattr(shard_index, "save", save_and_meet)
+    monkeypatch.setattr(group_cache, "save", save_and_meet)
     threads = [threading.Thread(target=write) for _ in range(2)]
     for thread in threads:
         thread.start()
