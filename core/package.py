@@ -30,7 +30,7 @@ GO_ON_VARIABLE = "ISOBATCH_GO_ON"
 """What goes on with a stopped run where `resume` is not it: a stage of a chain, whose command sets this."""
 
 
-_COMMANDS = "audit|auto|cancel|diff|doctor|logs|plan|receipt|replay|resume|seen|verify"
+_COMMANDS = "audit|auto|cancel|diff|doctor|logs|plan|receipt|replay|resume|runs|seen|submit|verify"
 _SUGGESTED = re.compile(rf"(?<![\w./-])isobatch (?=(?:{_COMMANDS})\b)")
 """The beginning of a command in a hint."""
 

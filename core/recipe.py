@@ -51,7 +51,7 @@ class Recipe:
     """The fields that every task has. A task's own fields are in `options`."""
 
     task: str
-    """The workload: a name from `tasks`, or ./file.py:Class for your own."""
+    """The workload: a name from `describe`, or ./file.py:Class for your own."""
     mode: Literal["full", "fast"] = "full"
     """fast trades quality for time by changing recipe fields only, and prints which (--fast for short)."""
     preset: str | None = None

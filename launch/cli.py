@@ -12,9 +12,9 @@ import time
 import traceback
 import warnings
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isobatch.core.errors import BUG, INTERRUPTED, STOPPED, WRONG_INPUT, UserCodeError
+from isobatch.core.errors import BUG, INTERRUPTED, STOPPED, WRONG_INPUT, UserCodeError, UserError
 from isobatch.core.measures import printable
 from isobatch.core.package import as_typed
 from isobatch.core.terminal.status import doing, start_status, stopped_status
@@ -25,113 +25,90 @@ from isobatch.engine.runs.classify_errors import classify
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-COMMANDS = {
-    "auto": (
-        "commands.auto:auto",
-        "plan for this machine, train, evaluate, export (also spelt train)",
-    ),
-    "plan": (
-        "commands.plan:plan",
-        "show the plan and its reasons, for this machine or another; trains nothing",
-    ),
-    "profile": (
-        "measuring.profile:profile",
-        "where a step's time and memory go, and what is worth changing, tried here",
-    ),
-    "tune": (
-        "measuring.tune:tune",
-        "what each speed-up is worth on this machine, measured; keeps the plan's best choices",
-    ),
-    "prepare": ("commands.plan:prepare", "fetch, clean, tokenize and measure the data, once"),
-    "resume": ("commands.auto:resume", "go on with a run on this machine, whatever it is"),
-    "slurm": (
-        "clusters.slurm.command:slurm",
-        "print, or --submit, a Slurm job that trains until done",
-    ),
-    "k8s": (
-        "clusters.kubernetes.command:k8s",
-        "print, or --submit, the manifest of a Kubernetes job that trains until done",
-    ),
-    "ray": (
-        "clusters.ray.command:ray",
-        "print, or --submit, a script that trains on a Ray cluster until done",
-    ),
-    "verify": (
-        "commands.verify:verify",
-        "redo logged steps under another cut and compare; exit 3 on a difference",
-    ),
-    "replay": (
-        "forensics.replay:replay",
-        "one step of a run again: losses by sample, the first module with a NaN, gradients",
-    ),
-    "seen": (
-        "forensics.seen:seen",
-        "which steps of a run saw a row or a text of its data, or which rows a step saw",
-    ),
-    "receipt": (
-        "forensics.receipt:receipt",
-        "a small file about a finished run that somebody else can check; --sign signs it",
-    ),
-    "audit": ("forensics.audit:audit", "check a receipt against data, a run and steps made again; exit 3"),
-    "evaluate": (
-        "commands.evaluate:evaluate",
-        "metrics of a finished run on its held-out data",
-    ),
-    "export": ("commands.export:export", "a finished model in other forms, each checked"),
-    "inspect": (
-        "commands.inspect:inspect",
-        "what a run is that somebody sent, and what code it would execute; executes none",
-    ),
-    "report": (
-        "report.command:report",
-        "models side by side: accuracy, size and speed, measured here",
-    ),
-    "plots": ("report.plots:plots", "the figures of a run as PNG files, also while it trains"),
-    "generate": (
-        "commands.generate:generate",
-        "continue a prompt with a trained language model",
-    ),
-    "chat": ("commands.chat:chat", "talk with a model that was trained on conversations"),
-    "predict": (
-        "predicting.command:predict",
-        "what a finished model says of texts, or of the rows of a file",
-    ),
-    "serve": ("serving.command:serve", "try a finished model over HTTP; language models as OpenAI's API"),
-    "recommend": (
-        "predicting.recommend:recommend",
-        "the best items for a user, or for all of them, by a trained recommender",
-    ),
-    "reconstruct": ("commands.latent:reconstruct", "a text through the latent vector of a VAE and back"),
-    "interpolate": ("commands.latent:interpolate", "texts between two texts, by a VAE"),
-    "sample": ("commands.latent:sample", "texts from the prior of a VAE"),
-    "doctor": (
-        "doctor.command:doctor",
-        "what is wrong with this machine, or why a run failed or hangs; exit 3 where something is broken",
-    ),
-    "tasks": ("commands.describe:tasks", "the workloads there are"),
-    "runs": ("control.runs:runs", "the runs in a folder: state, progress, Slurm jobs"),
-    "compare": ("control.compare:compare", "runs side by side: what differs, and what they came to"),
-    "diff": (
-        "forensics.diff:diff",
-        "where two runs part: samples, step, module; exit 3 unless only float sums differ",
-    ),
-    "rm": ("control.remove:remove", "remove runs that nobody trains"),
-    "logs": ("control.logs:logs", "what a run says, or a node of its job; -f follows it"),
-    "cancel": ("control.cancel:cancel", "end a run that trains or waits; it saves first"),
-    "describe": (
-        "commands.describe:describe",
-        "every flag of a task or a command, and the names of machines (describe hardware)",
-    ),
-}
+
+class Command(NamedTuple):
+    """A command: its module in launch/, its function there, the dataclass of its flags, what it is for."""
+
+    module: str
+    function: str
+    options_name: str = ""
+    """Without its ending `Options`; with another module before a colon where it is not the function's."""
+    help: str = ""
+
+    def load(self) -> Callable[[Sequence[str]], int]:
+        """Its function of the words behind its name, which returns an exit code; imports the module."""
+        found: Callable[[Sequence[str]], int] = _load(self.module, self.function)
+        return found
+
+    @property
+    def options(self) -> type:
+        """The dataclass of its own flags."""
+        module, _, name = self.options_name.rpartition(":")
+        kind: type = _load(module or self.module, f"{name}Options")
+        return kind
+
+
+def _load(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"isobatch.launch.{module}"), name)
+
+
+_TABLE = (
+    ("auto", "commands.auto auto Auto", "plan, train, evaluate and export here (also spelt train)"),
+    ("plan", "commands.plan plan PlanCommand", "show plan and reasons, for any machine; train nothing"),
+    ("profile", "measuring.profile profile Profile", "where a step's time and memory go, and what to try"),
+    ("tune", "measuring.tune tune Tune", "what each speed-up is worth here, measured and kept"),
+    ("prepare", "commands.plan prepare Prepare", "fetch, clean, tokenize and measure the data, once"),
+    ("resume", "commands.auto resume Resume", "go on with a run on this machine, whatever it is"),
+    ("submit --to slurm", "clusters.slurm.command slurm Slurm", "a Slurm job that trains until done"),
+    ("submit --to k8s", "clusters.kubernetes.command k8s Kubernetes", "the same as a Kubernetes job"),
+    ("submit --to ray", "clusters.ray.command ray Ray", "the same as a script for a Ray cluster"),
+    ("verify", "commands.verify verify local.verify_run:Verify", "redo steps in another cut; exit 3"),
+    ("replay", "forensics.replay replay Replay", "a step again: losses by sample, gradients, the first NaN"),
+    ("seen", "forensics.seen seen Seen", "which steps saw a row or a text, or which rows a step saw"),
+    ("diff", "forensics.diff diff Diff", "where two runs part: samples, step, module; exit 3 where they do"),
+    ("receipt make", "forensics.receipt receipt Receipt", "a small file that others can check; --sign"),
+    ("receipt check", "forensics.audit audit Audit", "check one against data, run and redone steps; exit 3"),
+    ("evaluate", "commands.evaluate evaluate Evaluate", "metrics of a finished run on its held-out data"),
+    ("export", "commands.export export Export", "a finished model in other forms, each checked"),
+    ("inspect", "commands.inspect inspect Listing", "what a received run would execute; executes none"),
+    ("report", "report.command report Report", "models side by side: accuracy, size, speed; --png draws"),
+    ("chat", "commands.chat chat Chat", "talk with a language model, or --prompt it once"),
+    ("predict", "predicting.command predict Predict", "what a finished model says of texts or of a file"),
+    ("serve", "serving.command serve Serve", "a model over HTTP; language models as OpenAI's API"),
+    ("recommend", "predicting.recommend recommend Recommend", "the best items for a user, or for all"),
+    ("vae reconstruct", "commands.latent reconstruct Decoding", "a text through its latent vector and back"),
+    ("vae interpolate", "commands.latent interpolate Interpolate", "texts between two texts"),
+    ("vae sample", "commands.latent sample Sample", "texts from the prior"),
+    ("doctor", "doctor.command doctor Doctor", "what is wrong with this machine, or why a run fails; exit 3"),
+    ("runs", "control.runs runs Runs", "the runs in a folder: state, progress, result, jobs"),
+    ("runs logs", "control.logs logs Logs", "what a run says, or a node of its job; -f follows it"),
+    ("runs cancel", "control.cancel cancel Cancel", "end a run that trains or waits; it saves first"),
+    ("runs compare", "control.compare compare Compare", "what differs between runs, and what they came to"),
+    ("runs rm", "control.remove remove Remove", "remove runs that nobody trains"),
+    ("describe", "commands.describe describe Listing", "the tasks; flags of a task or command; hardware"),
+)
+COMMANDS = {name: Command._make((*place.split(), help)) for name, place, help in _TABLE}
+"""Name -> command; `--help` lists them in this order."""
 INTERNAL = {
-    "job": "clusters.slurm.job:job",
-    "node": "clusters.slurm.node:node",
-    "pod": "clusters.kubernetes.pod:pod",
-    "call": "report.child_process:call",
-    "measure": "measuring.setup:measure_as_worker",
+    "job": Command("clusters.slurm.job", "job"),
+    "node": Command("clusters.slurm.node", "node"),
+    "pod": Command("clusters.kubernetes.pod", "pod"),
+    "call": Command("report.child_process", "call"),
+    "measure": Command("measuring.setup", "measure_as_worker"),
 }
 """Commands that the sbatch script, its steps, pods, `report` and `profile` start."""
-ALIASES = {"train": "auto"}
+ALIASES = {
+    "train": "auto",
+    "generate": "chat",
+    "plots": "report --png",
+    "audit": "receipt check",
+    "receipt": "receipt make",
+    "tasks": "describe",
+    **{name: f"submit --to {name}" for name in ("slurm", "k8s", "ray")},
+    **{name: f"runs {name}" for name in ("logs", "cancel", "rm", "compare")},
+    **{name: f"vae {name}" for name in ("reconstruct", "interpolate", "sample")},
+}
+"""Another word for a command -> the command."""
 LEFT = {"forget": "train anew on data without the rows; `seen` says which step saw one first"}
 """Commands that were taken out -> what to use instead."""
 TRAINS = ("auto", "resume")
@@ -177,28 +154,51 @@ def main(words: Sequence[str] | None = None) -> int:
         return guarded(_print_usage)
     if arguments[0] in ("--version", "-V", "version"):
         return guarded(_print_version)
-    name = ALIASES.get(arguments[0], arguments[0])
+    debug = "--debug" in arguments
+    if arguments[0] in INTERNAL:
+        return guarded(lambda: INTERNAL[arguments[0]].load()(arguments[1:]), debug)
+    return guarded(lambda: _run(arguments), debug)
+
+
+def _run(words: Sequence[str]) -> int:
+    name, rest = find_command(words)
+    if any(word in ("-h", "--help") for word in rest):
+        return _help(name, rest)
     if name in TRAINS:
         end_early_on_signals()
-    if name in COMMANDS and "--quiet" not in arguments:
+    if "--quiet" not in words:
         start_status()
         doing(name)
-    if name in INTERNAL:
-        return guarded(lambda: load_function(INTERNAL[name])(arguments[1:]), debug="--debug" in arguments)
-    if name in LEFT:
-        return _print_error(f"{name} was taken out: {LEFT[name]}")
-    if name not in COMMANDS:
-        from isobatch.core.flags import nearest_hint
-        from isobatch.engine.registry import CHAINS, TASKS
+    return COMMANDS[name].load()(rest)
 
-        if name in {*TASKS, *CHAINS}:
-            return _print_error(f"{name} is a task: isobatch auto --task {name}")
-        return _print_error(
-            f"there is no command {name!r}{nearest_hint(name, [*COMMANDS, *ALIASES])}; see --help"
-        )
-    if any(word in ("-h", "--help") for word in arguments[1:]):
-        return guarded(lambda: _help(name, arguments[1:]))
-    return guarded(lambda: _command(name)(arguments[1:]), debug="--debug" in arguments)
+
+def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
+    """(the command's name, the words behind it): `logs RUN` and `runs logs RUN` are one. Raises UserError."""
+    first, rest = words[0], list(words[1:])
+    if first == "submit":  # its --to may stand anywhere
+        rest = [part for word in rest for part in (word.split("=") if word.startswith("--to=") else [word])]
+        at = rest.index("--to") if "--to" in rest else 0
+        rest = [*rest[at : at + 2], *rest[:at], *rest[at + 2 :]]
+    found = [first, *rest]
+    for length in (3, 2, 1):
+        if (name := " ".join(found[:length])) in COMMANDS:
+            return name, found[length:]
+    if first in ALIASES:
+        return find_command([*ALIASES[first].split(), *rest])
+    raise UserError(_no_command(first))
+
+
+def _no_command(word: str) -> str:
+    from isobatch.core.flags import nearest_hint
+    from isobatch.engine.registry import CHAINS, TASKS
+
+    if word in LEFT:
+        return f"{word} was taken out: {LEFT[word]}"
+    if word in {*TASKS, *CHAINS}:
+        return f"{word} is a task: isobatch auto --task {word}"
+    if parts := [name for name in COMMANDS if name.startswith(f"{word} ")]:
+        return f"{word}: give one of {', '.join(parts)}"
+    return f"there is no command {word!r}{nearest_hint(word, [*COMMANDS, *ALIASES])}; see --help"
 
 
 def _is_text(word: str) -> bool:
@@ -208,7 +208,7 @@ def _is_text(word: str) -> bool:
 
 def usage() -> str:
     """The text of --help."""
-    return USAGE.format(commands="\n".join(f"  {name:<12}{text}" for name, (_, text) in COMMANDS.items()))
+    return USAGE.format(commands="\n".join(f"  {name:<19}{found.help}" for name, found in COMMANDS.items()))
 
 
 def _print_usage() -> int:
@@ -246,29 +246,13 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
         return _print_error(str(error), error.exit_code)
 
 
-def _command(name: str) -> Callable[[Sequence[str]], int]:
-    return load_function(COMMANDS[name][0])
-
-
-def load_function(target: str) -> Callable[[Sequence[str]], int]:
-    """The function that `module:function` in launch/ names; imports the module."""
-    module, _, function = target.partition(":")
-    found: Callable[[Sequence[str]], int] = getattr(
-        importlib.import_module(f"isobatch.launch.{module}"), function
-    )
-    return found
-
-
 def _print_error(message: str, code: int = WRONG_INPUT) -> int:
     print(printable(as_typed(f"isobatch: {' '.join(message.split())}")), file=sys.stderr)
     return code
 
 
 def _help(name: str, words: Sequence[str]) -> int:
-    print(f"isobatch {name}: {COMMANDS[name][1]}\n")
-    print((_command(name).__doc__ or "").strip())
-    describe = _command("describe")
-    described = importlib.import_module(describe.__module__).COMMAND_OPTIONS
+    command = COMMANDS[name]
+    print(f"isobatch {name}: {command.help}\n\n{(command.load().__doc__ or '').strip()}")
     task = next((b for a, b in itertools.pairwise(words) if a == "--task"), None)
-    about = task or (name if name in described else None)
-    return describe([about]) if about else 0
+    return COMMANDS["describe"].load()([task or name])

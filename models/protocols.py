@@ -174,7 +174,7 @@ class LatentCodec(Protocol):
 
 @runtime_checkable
 class EncodesLatents(Protocol):
-    """`isobatch reconstruct`, `interpolate`, `sample`, and `evaluate --iw-samples`."""
+    """`isobatch vae`, and `evaluate --iw-samples`."""
 
     def open_codec(self, final: Path) -> LatentCodec:
         """The model in `final`, read once."""
@@ -189,7 +189,7 @@ class EncodesLatents(Protocol):
 
 @runtime_checkable
 class Reports(Protocol):
-    """`isobatch report` and `plots`: figures of their own, and models that are measured and compared."""
+    """`isobatch report`: figures of their own, and models that are measured and compared."""
 
     def report(self) -> TaskReport:
         """The part of the report that only this family of tasks can make."""

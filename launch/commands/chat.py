@@ -1,30 +1,33 @@
-"""`chat`: a conversation with a trained language model, by lines."""
+"""`chat`: text from a trained language model: an answer to --prompt, or a conversation by lines."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from isobatch.core import number_ranges
+from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
-from isobatch.launch.commands.generate import (
-    SamplingOptions,
-    open_language_model,
-    print_pieces,
-    sampling,
-    system_messages,
-    user_message,
-)
+from isobatch.data.text import chat_templates
+from isobatch.data.text.chat_templates import ChatTemplate
+from isobatch.launch.commands.evaluate import require_capability
+from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.run_setup import TrustOptions, open_run
+from isobatch.models import lora
+from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_generation
+from isobatch.models.protocols import Generates, WrittenText
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
-    from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
-    from isobatch.launch.commands.generate import LanguageModel
+    from isobatch.data.text.chat_templates import ChatSegment
+    from isobatch.engine.runs.run_folder import RunFolder
 
 HELP, RESET, SYSTEM, QUIT = "/help", "/reset", "/system", "/quit"
 SINGLE_QUESTIONS = f"it was trained on single questions: {RESET}, or --history off, forgets those before"
@@ -34,42 +37,134 @@ COMMANDS = {
     f"{SYSTEM} TEXT": "tell the model something first, and begin anew",
     QUIT: "end (as the end of input does)",
 }
+ANSWER_TOKENS, TEXT_TOKENS = 256, 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChatOptions(SamplingOptions):
+class ChatOptions(TrustOptions):
     """Flags of `chat`."""
 
-    tokens: number_ranges.Positive = 256
-    """Most tokens of an answer."""
+    prompt: str | None = None
+    """A question, or of a model that knows no conversations a text to continue: it is answered, and that is
+    all. It may stand behind the run, too."""
     system: str | None = None
     """What the model is told before the first question."""
     history: bool = True
     """Give the model all that was said; off asks each question alone, as /reset before each does."""
+    tokens: number_ranges.Positive | None = None
+    """Most tokens to add; by default 256 of an answer, 60 of a text."""
+    temperature: number_ranges.Rate = 0.8
+    """0 takes the likeliest token every time."""
+    top_k: number_ranges.Count = 0
+    """Draw among so many of the likeliest tokens; 0 for all."""
+    top_p: number_ranges.Fraction = 1.0
+    """Draw among the likeliest tokens that have this probability together."""
+    seed: number_ranges.Count = 0
+    """Another seed, another continuation."""
+    load_bits: Literal[16, 8, 4] | None = None
+    """Bits of the model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
+    json: bool = False
+    """With --prompt, one JSON object on standard output."""
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageModel:
+    """A model that writes text: that of a run, or one in a folder of transformers or peft."""
+
+    name: str
+    """As the user typed it."""
+    folder: Path
+    """That of the weights."""
+    template: ChatTemplate | None
+    """How conversations are written; None where it knows none."""
+    writer: Callable[[int | None], Callable[[Any, Any], WrittenText]]
+    """(bits of its matrices) -> the model, read once: (prompt, sampling) -> the text behind it, in pieces."""
+    origin: str = ""
+    """What it was trained from."""
+    turns: int | None = None
+    """Questions of the longest conversation that it was trained on, where that is known."""
+    remote_code: bool = False
+
+
+def open_language_model(place: str, trust: bool = False) -> LanguageModel:
+    """The model of a run, or of a folder of transformers or peft. Raises UserError."""
+    if model := plain_model(place):
+        return model
+    run = open_run(place, trust)
+    task = require_capability(run, Generates, "chat", "continues no text")
+    return LanguageModel(
+        str(run.folder),
+        run.final,
+        template_of(run),
+        partial(task.writer, run.final),
+        f"from {run.recipe.model}",
+        run.facts.extra.get("turns"),
+        bool(run.recipe.options.get("remote_code")),
+    )
+
+
+def template_of(run: RunFolder) -> ChatTemplate | None:
+    """The template of a model that was trained on conversations; None of another."""
+    found = run.facts.extra.get("template")
+    return ChatTemplate.from_dict(found) if found else None
+
+
+def plain_model(where: str) -> LanguageModel | None:
+    """The language model in a folder of transformers or peft that is no run; None where it is none.
+
+    Raises UserError for a folder with another kind of model.
+    """
+    path = Path(where).expanduser()
+    adapter, config = path / lora.CONFIG_FILE, path / "config.json"
+    if (path / "recipe.json").is_file() or not (adapter.is_file() or config.is_file()):
+        return None
+    found = atomic_files.read_json(adapter if adapter.is_file() else config)
+    kinds = [*(found.get("architectures") or []), str(found.get("task_type"))]
+    if not any(kind.endswith(("ForCausalLM", "LMHeadModel", "CAUSAL_LM")) for kind in kinds):
+        raise UserError(
+            f"{where} is no run, and its model writes no text ({kinds[0]}): give a run, or the folder of a"
+            " language model"
+        )
+    template = chat_templates.template_in(path)
+    return LanguageModel(where, path, template, partial(_plain_writer, path), "a folder without a run")
+
+
+def _plain_writer(folder: Path, bits: int | None) -> Callable[[Any, Sampling], TextStream]:
+    return partial(TextStream, *open_for_generation(folder, bits or 16))
 
 
 def chat(words: Sequence[str]) -> int:
-    """Usage: chat RUN [--system "..."] [--tokens 256] [--temperature 0.8] [--top-k 50] [--top-p 0.9]
-    [--seed 0] [--load-bits 16|8|4] [--history off]: a line is a question; /help lists what else can be typed.
-    RUN may be the folder of a model of transformers, or of an adapter of peft.
+    """Usage: chat RUN ["a text" or --prompt "..."] [--system "..."] [--tokens 256] [--temperature 0.8]
+    [--top-k 50] [--top-p 0.9] [--seed 0] [--load-bits 16|8|4] [--history off] [--json]
+
+    Without a prompt, a line is a question; /help lists what else can be typed. RUN may be the folder of a
+    model of transformers, or of an adapter of peft.
     """
-    model, options = open_language_model(words, "chat", ChatOptions)
+    positional, flags = split_words(words)
+    if len(positional) == 2:
+        flags.setdefault("prompt", positional.pop())
+    if len(positional) != 1:
+        raise UserError("chat: give the folder of one run (`runs` lists them), and a text in quotes")
+    options = command_options(flags, ChatOptions, "chat")
+    model = open_language_model(positional[0], options.trust)
     template = model.template
-    if template is None:
-        raise UserError(
-            f"chat: {model.name} was not trained on conversations (instruction and output, or messages): use"
-            " generate"
-        )
+    if template is None and (options.prompt is None or options.system is not None):
+        way = "give it a --prompt" if options.prompt is None else "leave --system out"
+        raise UserError(f"chat: {model.name} was not trained on conversations: {way}")
     doing("loading the model")
-    write_text = model.writer(options.load_bits)
-    talk = Conversation(
-        template,
-        lambda prompt: write_text(prompt, sampling(options, template)),
-        options.system,
-        options.history,
-    )
+    drawn = sampling(options, template)
+    writer = model.writer(options.load_bits)
+    if template is None:
+        _print_answer(options, writer(options.prompt, drawn), str(options.prompt))
+        return DONE
+    talk = Conversation(template, lambda prompt: writer(prompt, drawn), options.system, options.history)
+    if options.prompt is not None:
+        _print_answer(options, talk.answer(options.prompt))
+        return DONE
     if sys.stdin.isatty():
-        print(_banner(model), file=sys.stderr)
+        print(
+            printable(f"{model.name} ({model.origin}); {HELP} lists commands, {QUIT} ends"), file=sys.stderr
+        )
     if options.history and model.turns == 1:
         print(SINGLE_QUESTIONS, file=sys.stderr)
     for line in _input_lines():
@@ -79,8 +174,24 @@ def chat(words: Sequence[str]) -> int:
     return DONE
 
 
-def _banner(model: LanguageModel) -> str:
-    return printable(f"{model.name} ({model.origin}); {HELP} lists commands, {QUIT} ends")
+def sampling(options: Any, template: ChatTemplate | None) -> Sampling:
+    """How tokens are drawn by a command's options, and where an answer ends."""
+    return Sampling(
+        max_new_tokens=options.tokens or (ANSWER_TOKENS if template else TEXT_TOKENS),
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop_token_id=template.end_id if template else None,
+    )
+
+
+def _print_answer(options: ChatOptions, pieces: Iterable[str], before: str = "") -> None:
+    if options.json:
+        found = {"prompt": options.prompt, "text": before + "".join(pieces)}
+        print(atomic_files.json_text(found, ensure_ascii=False))
+    else:
+        print_pieces(pieces, before)
 
 
 class Conversation:
@@ -95,7 +206,7 @@ class Conversation:
     ) -> None:
         self.template, self.write_text, self.system = template, write_text, system
         self.keeps_history = keeps_history
-        self.messages = system_messages(system)
+        self.messages = _system(system)
 
     def say(self, line: str) -> None:
         """A question, which is answered on standard output, or a command."""
@@ -104,23 +215,27 @@ class Conversation:
             width = max(map(len, COMMANDS))
             print("\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()), file=sys.stderr)
         elif command == RESET:
-            self.messages = system_messages(self.system)
+            self.messages = _system(self.system)
         elif command == SYSTEM:
             self.system = rest.strip() or None
-            self.messages = system_messages(self.system)
+            self.messages = _system(self.system)
         elif command.startswith("/") and command[1:].isalpha():
             known = [name.partition(" ")[0] for name in COMMANDS]
             print(printable(f"{command} is no command{nearest_hint(command, known)}"), file=sys.stderr)
         else:
             self._ask(line)
 
-    def _ask(self, line: str) -> None:
+    def answer(self, question: str) -> Iterable[str]:
+        """The pieces of the answer to a question, which is one of the messages from now on."""
         if not self.keeps_history:
-            self.messages = system_messages(self.system)
-        self.messages.append(user_message(line))
+            self.messages = _system(self.system)
+        self.messages.append({"role": "user", "content": question})
         doing("answering")
+        return self.write_text(self.template.prompt_segments(self.messages))
+
+    def _ask(self, line: str) -> None:
         try:
-            answer = print_pieces(self.write_text(self.template.prompt_segments(self.messages)))
+            answer = print_pieces(self.answer(line))
         except KeyboardInterrupt:  # ends this answer, not the chat
             self.messages.pop()
             print()
@@ -140,3 +255,20 @@ def _input_lines() -> Iterator[str]:
             return
         if line.strip():
             yield line.strip()
+
+
+def print_pieces(pieces: Iterable[str], prefix: str = "") -> str:
+    """Print each piece as it comes, to a terminal without what would steer it; returns the whole text."""
+    shown: Callable[[str], str] = printable if sys.stdout.isatty() else str
+    text = ""
+    print(prefix, end="", flush=True)
+    for piece in pieces:
+        text += piece
+        print(shown(piece), end="", flush=True)
+    print(flush=True)
+    return text
+
+
+def _system(told: str | None) -> list[dict[str, str]]:
+    """What a conversation begins with."""
+    return [{"role": "system", "content": told}] if told else []

@@ -1,19 +1,19 @@
-"""`tasks` and `describe`: lists of workloads and of flags."""
+"""`describe`: lists of workloads, of their flags and of those of commands."""
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, flags_of, to_json_value
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.machine.gpu_table import MACHINES
 from isobatch.engine.registry import CHAINS, TASKS, workload
 from isobatch.engine.runs.run_options import RunOptions
+from isobatch.launch.cli import ALIASES, COMMANDS
 from isobatch.launch.local.arguments import BatchScaling, FlagFiles, command_options, split_words
 from isobatch.launch.local.words.config_files import value_text
 
@@ -23,77 +23,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListingOptions:
-    """Flags of the listing commands."""
+    """Flags of `describe` and `inspect`."""
 
     json: bool = False
     """One JSON object on standard output."""
 
 
-def tasks(words: Sequence[str]) -> int:
-    """Usage: tasks [--json]"""
-    options = command_options(split_words(words)[1], ListingOptions, "tasks")
-    if options.json:
-        print(atomic_files.json_text({name: entry.summary for name, entry in TASKS.items()}))
-    else:
-        print("\n".join(f"{name:<14}{entry.summary}" for name, entry in TASKS.items()))
-        print("\n".join(f"{name:<14}{', '.join(stages)}, report" for name, stages in CHAINS.items()))
-        print(f"{'./file.py:Class':<14} your own (see the README)")
-    return 0
-
-
-COMMAND_OPTIONS = {
-    "auto": "local.launch_run:AutoOptions",
-    "plan": "planning.targets:PlanCommandOptions",
-    "profile": "measuring.profile:ProfileOptions",
-    "tune": "measuring.tune:TuneOptions",
-    "prepare": "commands.plan:PrepareOptions",
-    "slurm": "clusters.slurm.options:SlurmOptions",
-    "k8s": "clusters.kubernetes.options:KubernetesOptions",
-    "ray": "clusters.ray.options:RayOptions",
-    "verify": "local.verify_run:VerifyOptions",
-    "seen": "forensics.seen:SeenOptions",
-    "receipt": "forensics.receipt:ReceiptOptions",
-    "audit": "forensics.audit:AuditOptions",
-    "replay": "forensics.replay:ReplayOptions",
-    "diff": "forensics.diff:DiffOptions",
-    "evaluate": "commands.evaluate:EvaluateOptions",
-    "export": "commands.export:ExportOptions",
-    "inspect": "commands.describe:ListingOptions",
-    "report": "report.command:ReportOptions",
-    "plots": "report.plots:PlotsOptions",
-    "generate": "commands.generate:GenerateOptions",
-    "chat": "commands.chat:ChatOptions",
-    "predict": "predicting.command:PredictOptions",
-    "serve": "serving.command:ServeOptions",
-    "recommend": "predicting.recommend:RecommendOptions",
-    "reconstruct": "commands.latent:DecodingOptions",
-    "interpolate": "commands.latent:InterpolateOptions",
-    "sample": "commands.latent:SampleOptions",
-    "doctor": "doctor.command:DoctorOptions",
-    "tasks": "commands.describe:ListingOptions",
-    "runs": "control.runs:RunsOptions",
-    "compare": "control.compare:CompareOptions",
-    "rm": "control.remove:RemoveOptions",
-    "logs": "control.logs:LogsOptions",
-    "cancel": "control.cancel:CancelOptions",
-    "describe": "commands.describe:ListingOptions",
-}
-"""Command -> the dataclass of its own flags, in launch/."""
-OF_A_RECIPE = ("auto", "plan", "profile", "tune", "prepare", "slurm", "k8s", "ray")
+OF_A_RECIPE = ("auto", "plan", "profile", "tune", "prepare", "submit")
 """Commands that take the flags of a task as well."""
 HARDWARE = "hardware"
 
 
 def describe(words: Sequence[str]) -> int:
-    """Usage: describe TASK | COMMAND | hardware [--json]: every flag with type, default and meaning."""
+    """Usage: describe [TASK | COMMAND | hardware] [--json]: every flag with type, default, meaning;
+    without a name, the tasks there are.
+    """
     positional, flags = split_words(words)
     options = command_options(flags, ListingOptions, "describe")
-    if len(positional) != 1:
-        raise UserError("describe: name one task, as in: describe causal-lm (`tasks` lists them)")
-    name = positional[0]
-    if name == HARDWARE:
-        return _print_hardware(options.json)
-    if name in COMMAND_OPTIONS:
+    name = " ".join(positional)
+    name = ALIASES.get(name, name)
+    if name in ("", HARDWARE):
+        return _print_hardware(options.json) if name else _print_tasks(options.json)
+    if name in COMMANDS:
         groups, notes = _command_groups(name)
     elif name in CHAINS:
         groups, notes = _chain_groups(name)
@@ -146,11 +97,19 @@ def _chain_groups(name: str) -> tuple[Groups, list[str]]:
 
 
 def _command_groups(name: str) -> tuple[Groups, list[str]]:
-    module, _, kind = COMMAND_OPTIONS[name].partition(":")
-    options = getattr(importlib.import_module(f"isobatch.launch.{module}"), kind)
-    rows = [_flag(flag, {}) for flag in flags_of(options, name).values()]
+    rows = [_flag(flag, {}) for flag in flags_of(COMMANDS[name].options, name).values()]
     of_task = f"and the flags of its task: describe TASK (`{name} --task TASK`)"
-    return {name: rows}, [of_task] if name in OF_A_RECIPE else []
+    return {name: rows}, [of_task] if name.split()[0] in OF_A_RECIPE else []
+
+
+def _print_tasks(as_json: bool) -> int:
+    if as_json:
+        print(atomic_files.json_text({name: entry.summary for name, entry in TASKS.items()}))
+        return 0
+    print("\n".join(f"{name:<14}{entry.summary}" for name, entry in TASKS.items()))
+    print("\n".join(f"{name:<14}{', '.join(stages)}, report" for name, stages in CHAINS.items()))
+    print(f"{'./file.py:Class':<14} your own (see the README)")
+    return 0
 
 
 def _print_hardware(as_json: bool) -> int:
@@ -165,8 +124,6 @@ def _print_hardware(as_json: bool) -> int:
 
 
 def _flag(flag: Flag, defaults: dict[str, Any]) -> dict[str, Any]:
-    import dataclasses
-
     value = defaults.get(flag.name, flag.default)
     value = "required" if value is dataclasses.MISSING else to_json_value(value)
     value = {True: "on", False: "off"}[value] if isinstance(value, bool) else value

@@ -147,8 +147,8 @@ def _wait_for_end(seen: RunView) -> RunView:
         if (now := look(seen.run.folder)).is_over:
             return now
     raise UserError(
-        f"{seen.run.folder} has not ended within {WAIT_SECONDS:g} s: `logs {seen.run.folder}` shows what it"
-        " does, cancel --now ends it at once"
+        f"{seen.run.folder} has not ended within {WAIT_SECONDS:g} s: `runs logs {seen.run.folder}` shows what"
+        " it does, cancel --now ends it at once"
     )
 
 

@@ -53,7 +53,7 @@ def _refuse_in_use(run: RunFolder) -> None:
         raise UserError(f"rm: {run.folder} is a link; remove what it points to, or the link itself")
     seen = look(run.folder)
     if not seen.is_over:
-        raise UserError(f"rm: {run.folder} is {seen.state}: `cancel {run.folder}` ends it first")
+        raise UserError(f"rm: {run.folder} is {seen.state}: `runs cancel {run.folder}` ends it first")
 
 
 def _agreed(question: str) -> bool:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
 
-SWITCHES = ("json", "trust", "now", "follow", "watch", "quiet", "again", "debug", "yes")
+SWITCHES = ("json", "png", "trust", "now", "follow", "watch", "quiet", "again", "debug", "yes")
 """Flags that are on or off in every command that has them: what stands behind one is a word of its own."""
 
 
@@ -223,7 +223,7 @@ def _task_and_flags(
     if isinstance(task, BareValue) and (gone := next((name for name in flags if name in LEFT), None)):
         raise UserError(f"{spelling(gone)}: was taken out: {LEFT[gone]}")
     if isinstance(task, BareValue):
-        raise UserError(f"{command}: needs --task NAME (`tasks` lists them)")
+        raise UserError(f"{command}: needs --task NAME (`describe` lists them)")
     chosen = workload(task)
     known = {name for names in _groups(chosen, command, options_class).values() for name in names}
     return chosen, join(file, base, flags, known)

@@ -17,8 +17,8 @@ from isobatch.core.terminal.status import doing
 from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.launch.commands.chat import LanguageModel, plain_model, sampling, template_of
 from isobatch.launch.commands.evaluate import require_capability
-from isobatch.launch.commands.generate import LanguageModel, plain_model, sampling, template_of
 from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.launch.predicting.item_choice import restrict
 from isobatch.launch.predicting.labelled_rows import TrainedTexts

@@ -20,6 +20,7 @@ from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.launch.report.contents import Contents, collect
 from isobatch.launch.report.html import render_page
+from isobatch.launch.report.plots import FOLDER, write_plots
 from isobatch.launch.report.tables import (
     baselines_tables,
     differences_table,
@@ -44,6 +45,8 @@ class ReportOptions(TrustOptions):
 
     to: str | None = None
     """Folder for report.md, report.json and report.html; by default report/ in the last run's folder."""
+    png: bool = False
+    """Only draw the figures of each run into its plots/, or into --to FOLDER; also while it trains."""
     json: bool = False
     """report.json on standard output."""
     watch: bool = False
@@ -53,7 +56,7 @@ class ReportOptions(TrustOptions):
 
 
 def report(words: Sequence[str]) -> int:
-    """Usage: report RUN... [--to FOLDER] [--json], or report RUN --watch [--port N]
+    """Usage: report RUN... [--to FOLDER] [--json] [--png], or report RUN --watch [--port N]
 
     Markdown, JSON and one HTML page that opens offline. The first run is the baseline that the others are
     compared with. Of a run that is not done the page shows what there is; --watch follows it while it trains.
@@ -65,6 +68,8 @@ def report(words: Sequence[str]) -> int:
     runs = [RunFolder.open(place) for place in positional]
     if options.trust:
         runs = [open_run(run.folder, trust=True) for run in runs]
+    if options.png:
+        return _draw(runs, options.to)
     if options.watch:
         return watch(runs, options)
     if options.port is not None:
@@ -72,6 +77,15 @@ def report(words: Sequence[str]) -> int:
     folder = Path(options.to).expanduser() if options.to else runs[-1].folder / "report"
     contents = write_report(runs, folder)
     print(atomic_files.json_text(contents.to_dict()) if options.json else text_of(contents, folder))
+    return 0
+
+
+def _draw(runs: Sequence[RunFolder], to: str | None) -> int:
+    """Draw the figures of runs; of several, each into a folder of its own in `to`."""
+    for run in runs:
+        folder = Path(to).expanduser() if to else run.folder / FOLDER
+        for file in write_plots(run, folder / run.folder.name if to and runs[1:] else folder):
+            print(printable(file))
     return 0
 
 

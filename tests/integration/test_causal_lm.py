@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from isobatch.launch.commands.generate import GenerateOptions, open_language_model
+from isobatch.launch.commands.chat import open_language_model
 from isobatch.tests.integration.helpers import ROOT, launch, losses, run_card, summary
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def test_the_demo_learns_and_writes(tmp_path: Path) -> None:
     assert first["text"].startswith("One ")
     rounded = launch(*words, "--load-bits", "8", cwd=tmp_path)
     assert json.loads(rounded.stdout)["text"].startswith("One ")
-    model, _ = open_language_model([str(run), "--prompt", "One"], "generate", GenerateOptions)
+    model = open_language_model(str(run))
     writers: list[Any] = [model.writer(bits) for bits in (16, 8, 4)]
     wide, eight, four = (writer.args[0].get_memory_footprint() for writer in writers)
     assert wide > eight > four

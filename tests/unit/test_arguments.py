@@ -17,7 +17,7 @@ from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.registry import Workload, workload
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.launch.commands.generate import GenerateOptions
+from isobatch.launch.commands.chat import ChatOptions
 from isobatch.launch.local.arguments import (
     BatchScaling,
     Request,
@@ -343,7 +343,7 @@ def test_a_command_of_its_own_refuses_what_it_does_not_know() -> None:
         ({"against": "p"}, VerifyOptions, "--against: it has no such flag (taken out: run `isobatch"),
         (
             {"compare_bits": "True", "zzz": "1"},
-            GenerateOptions,
+            ChatOptions,
             "it has none of these flags: --compare-bits (taken out: run it with --load-bits 16, 8 and 4 in"
             " turn), --zzz",
         ),

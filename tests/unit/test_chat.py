@@ -10,7 +10,6 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
 from isobatch.launch.commands.chat import Conversation, chat
-from isobatch.launch.commands.generate import generate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,10 +85,10 @@ def test_the_model_of_a_plain_folder_is_opened_without_a_run(
     assert chat([str(folder), "--tokens", "3", "--temperature", "0"]) == 0
     answered = capsys.readouterr().out.splitlines()[-1]  # deepspeed, imported here, prints a line
     assert answered
-    assert generate([str(folder), "When?", "--tokens", "3", "--temperature", "0"]) == 0
+    assert chat([str(folder), "When?", "--tokens", "3", "--temperature", "0"]) == 0
     assert capsys.readouterr().out == f"{answered}\n"
     bare = plain_folder(tmp_path / "bare")
-    with pytest.raises(UserError, match="use generate"):
+    with pytest.raises(UserError, match="give it a --prompt"):
         chat([str(bare)])
     other = tmp_path / "other"
     other.mkdir()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
+
+from isobatch.core.errors import UserError
 from isobatch.engine.machine.gpu_table import MACHINES
-from isobatch.launch.cli import COMMANDS
-from isobatch.launch.commands.describe import COMMAND_OPTIONS, describe
-
-if TYPE_CHECKING:
-    import pytest
+from isobatch.launch.cli import ALIASES, COMMANDS, find_command
+from isobatch.launch.commands.describe import describe
 
 
 def described(name: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
@@ -20,12 +20,21 @@ def described(name: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 
 def test_every_command_with_flags_is_described(capsys: pytest.CaptureFixture[str]) -> None:
-    assert {"resume"} == COMMANDS.keys() - COMMAND_OPTIONS.keys(), "its flags are those of a run"
-    for name in COMMAND_OPTIONS:
+    for name in COMMANDS:
         rows = described(name, capsys)["flags"][name]
         assert rows
         assert all(row["help"] for row in rows), name
     assert "describe TASK" in described("tune", capsys)["notes"][0]
+
+
+def test_old_words_for_commands_stay() -> None:
+    for word, command in ALIASES.items():
+        name, rest = find_command([word, "x"])
+        assert " ".join([name, *rest]) == f"{command} x"
+    assert find_command(["submit", "--nodes", "2", "--to=k8s"]) == ("submit --to k8s", ["--nodes", "2"])
+    for group in ("vae", "submit"):
+        with pytest.raises(UserError, match="give one of"):
+            find_command([group, "runs/a"])
 
 
 def test_a_chain_has_the_flags_of_all_stages_once(capsys: pytest.CaptureFixture[str]) -> None:

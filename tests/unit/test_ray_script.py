@@ -21,11 +21,11 @@ from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.engine.runs.run_options import RunOptions
+from isobatch.launch.cli import COMMANDS
 from isobatch.launch.clusters.ray import places
 from isobatch.launch.clusters.ray.command import ray
 from isobatch.launch.clusters.ray.driver import judge, train_until_done
 from isobatch.launch.clusters.ray.run_log import RunLog
-from isobatch.launch.commands.describe import COMMAND_OPTIONS, OF_A_RECIPE
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.restarts import train_with_restarts
 from isobatch.tests.paths import ROOT
@@ -220,12 +220,20 @@ def test_where_no_cluster_takes_jobs_it_is_said() -> None:
     assert "\n" not in str(raised.value)
 
 
+OF_A_RECIPE = (
+    "auto",
+    "plan",
+    "profile",
+    "tune",
+    "prepare",
+    *(f"submit --to {c}" for c in ("slurm", "k8s", "ray")),
+)
+
+
 @pytest.mark.parametrize("command", OF_A_RECIPE)
 def test_a_commands_flags_are_no_other_flags(command: str) -> None:
     """One word would otherwise mean two things at once, as --workers does not: loader processes."""
-    module, _, kind = COMMAND_OPTIONS[command].partition(":")
-    options = getattr(__import__(f"isobatch.launch.{module}", fromlist=[kind]), kind)
-    own = {field.name for field in dataclasses.fields(options)}
+    own = {field.name for field in dataclasses.fields(COMMANDS[command].options)}
     for others in (PlanOptions, RunOptions, Recipe):
         assert not own & {field.name for field in dataclasses.fields(others)}
 

@@ -24,7 +24,6 @@ from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.report.command import live_page, report, write_report
 from isobatch.launch.report.figures import draw_figure, smoothed, training_curves, training_drawings
 from isobatch.launch.report.machine_use import memory_table, use_table
-from isobatch.launch.report.plots import plots
 from isobatch.launch.report.tables import differences_table
 from isobatch.launch.report.watch import LOCAL, make_server
 from isobatch.tests.unit.helpers import plan
@@ -75,10 +74,10 @@ def test_figures_stand_beside_their_targets(run: RunFolder, tmp_path: Path) -> N
 
 def test_plots_go_where_they_are_wanted(run: RunFolder, tmp_path: Path) -> None:
     before = sorted(run.folder.iterdir())
-    assert plots([str(run.folder), "--to", str(tmp_path / "new" / "figures")]) == 0
+    assert report(["--png", str(run.folder), "--to", str(tmp_path / "new" / "figures")]) == 0
     assert (tmp_path / "new" / "figures" / "training.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(run.folder.iterdir()) == before
-    assert plots([str(run.folder), str(run.folder), "--to", str(tmp_path / "both")]) == 0
+    assert report(["--png", str(run.folder), str(run.folder), "--to", str(tmp_path / "both")]) == 0
     assert (tmp_path / "both" / "a run" / "training.png").is_file(), "several have a folder each"
 
 

@@ -20,8 +20,8 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.data.base import Ragged, load
 from isobatch.data.preparation.encoding import Share
 from isobatch.data.streaming import groups as group_cache
-from isobatch.data.streaming import shards, store
 from isobatch.data.streaming import index as indexes
+from isobatch.data.streaming import shards, store
 from isobatch.data.streaming.source import ReadAhead
 from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine.loading.loader import BatchLoader

@@ -166,6 +166,7 @@ ROOMS: dict[str, set[str]] = {
         *("engine.runs", "launch.local", "launch.clusters.slurm", "launch.control"),
     },
     "launch.commands": {
+        "launch",
         *(
             "core",
             "core.terminal",

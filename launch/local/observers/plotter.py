@@ -16,7 +16,7 @@ LOWEST_PRIORITY = 19
 
 
 class Plotter:
-    """Starts `isobatch plots RUN`; at most one at a time. `draws`: whether this rank does."""
+    """Starts `isobatch report RUN --png`; at most one at a time. `draws`: whether this rank does."""
 
     def __init__(self, run: RunFolder, draws: bool) -> None:
         self.run, self.draws = run, draws
@@ -35,7 +35,7 @@ class Plotter:
             self._spawn(()).wait()
 
     def _spawn(self, before: tuple[str, ...]) -> subprocess.Popen[bytes]:
-        words = [*before, *own_command("plots", str(self.run.folder))]
+        words = [*before, *own_command("report", str(self.run.folder), "--png")]
         silent = subprocess.DEVNULL
         environment = {**os.environ, **consent.environment()}
         return subprocess.Popen(words, env=environment, stdin=silent, stdout=silent, stderr=silent)
