@@ -14,7 +14,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data.held_out import random_order
-from isobatch.data.preparation.shards import text_hash
+from isobatch.data.preparation.encoding import text_hash
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.data.base import Column, Ragged
-from isobatch.data.preparation.shards import EncodedShard
+from isobatch.data.preparation.encoding import EncodedShard
 from isobatch.data.preparation.spooled_array import SpooledArray
 
 if TYPE_CHECKING:

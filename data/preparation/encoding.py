@@ -1,31 +1,38 @@
 """Texts encoded in shards: by processes where there are several cores, kept so that a killed run goes on.
 
-The shards come in the order of the texts, and are the same for any number of processes.
+The shards come in the order of the texts, and are the same for any number of processes. A shard's file says
+what it was made from; a file that is not whole, or was made from other input, counts as not there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import io
 import itertools
 import json
 import os
 import subprocess
 import sys
+import uuid
+import zipfile
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.errors import UserError
+import numpy as np
+
 from isobatch.data.preparation import worker
 from isobatch.data.preparation.progress import position
-from isobatch.data.preparation.shards import EncodedShard, kept_shard, short_digest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
     from concurrent.futures import Future
+    from multiprocessing.connection import Connection
 
     from tokenizers import Tokenizer  # noqa: TC004  heavy, and no class here has flags
 
@@ -34,6 +41,61 @@ SHARDS_IN_THREADS = 8
 """So many are encoded by the tokenizer's own threads: processes take a second to start."""
 SHARDS_AHEAD = 2
 """Shards of each process that are encoded or wait for those before them."""
+ONE_THREAD = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+HEADER = " "
+"""The array of a shard's file with `made_from` and the facts, in JSON."""
+
+
+def short_digest(*parts: bytes) -> str:
+    """BLAKE2b over these bytes, 32 hex digits."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def text_hash(text: str | bytes) -> int:
+    """A number of 64 bits for a text, the same in every process."""
+    found = hashlib.blake2b(text.encode() if isinstance(text, str) else text, digest_size=8)
+    return int.from_bytes(found.digest(), "little")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedShard:
+    """What a part of the input became."""
+
+    arrays: Mapping[str, np.ndarray]
+    """(n,) each."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """JSON."""
+
+    def pack(self, made_from: str) -> bytes:
+        """A file of arrays, whose sums of bytes zip checks. `made_from` is a digest of the input."""
+        header = np.frombuffer(json.dumps([made_from, self.facts]).encode(), np.uint8)
+        packed = io.BytesIO()
+        np.savez(packed, **{HEADER: header}, **self.arrays)
+        return packed.getvalue()
+
+    def keep(self, file: Path, made_from: str) -> None:
+        """Write the file under another name, then rename it: a killed process leaves no part of it.
+
+        The other name is this writer's alone, also among those of other nodes.
+        """
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
+        temporary.write_bytes(self.pack(made_from))
+        temporary.replace(file)
+
+
+def kept_shard(file: Path, made_from: str) -> EncodedShard | None:
+    """The shard in a file, if it is whole and was made from this."""
+    try:
+        with np.load(file) as found:
+            arrays = dict(found)
+        said, facts = json.loads(arrays.pop(HEADER).tobytes())
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+        return None
+    return EncodedShard(arrays, facts) if said == made_from else None
 
 
 @dataclass(slots=True)
@@ -113,15 +175,13 @@ def _encode(
     if workers == 1 or len(first) < SHARDS_IN_THREADS:
         encode = worker.make_encoder(job.place, job.settings, job.tokenizer)
         for number, batch in numbered:
-            yield keeper.made_once(
-                number, worker.pack_texts(batch), lambda packed: encode(worker.unpack_texts(packed))
-            )
+            yield keeper.made_once(number, batch, encode)
             position.show(f"tokenizing {name}")
         return
-    with _Processes(job, workers) as processes:
+    with _processes(job, workers) as submit:
         waiting: deque[Future[EncodedShard]] = deque()
         for number, batch in numbered:
-            waiting.append(processes.submit(keeper.made_once, number, worker.pack_texts(batch)))
+            waiting.append(submit(keeper.made_once, number, batch))
             if len(waiting) >= SHARDS_AHEAD * workers:
                 yield waiting.popleft().result()
             position.show(f"tokenizing {name}")
@@ -154,87 +214,67 @@ class _Keeper:
         assert self.folder is not None
         return self.folder / f"{self.job}-{number:06d}.shard"
 
-    def made_once(self, number: int, packed: bytes, make: Callable[[bytes], EncodedShard]) -> EncodedShard:
-        """The shard of packed texts, kept in a file by its number."""
+    def made_once(
+        self, number: int, texts: list[str], encode: Callable[[list[str]], EncodedShard]
+    ) -> EncodedShard:
+        """The shard of some texts, kept in a file by its number."""
         if self.folder is None:
-            return make(packed)
-        made_from = short_digest(self.job.encode(), packed)
+            return encode(texts)
+        made_from = short_digest(self.job.encode(), json.dumps(texts).encode())
         file = self.file_of(number)
-        if found := kept_shard(file, made_from):
-            return found
-        shard = make(packed)
-        shard.keep(file, made_from)
+        if (shard := kept_shard(file, made_from)) is None:
+            shard = encode(texts)
+            shard.keep(file, made_from)
         return shard
 
 
-class _Processes:
-    """Processes that encode, each spoken to by one thread at a time.
+@contextlib.contextmanager
+def _processes(job: EncodingJob, count: int) -> Iterator[Callable[..., Future[EncodedShard]]]:
+    """Gives a function that calls another in a thread, with what encodes by one of `count` processes.
 
     They are programs of their own, not forks: a process that has threads of a tokenizer or of torch cannot be
     forked, and multiprocessing's other ways run the user's script again.
     """
+    started = [_start() for _ in range(count)]
+    idle: SimpleQueue[tuple[subprocess.Popen[bytes], Connection]] = SimpleQueue()
 
-    def __init__(self, job: EncodingJob, count: int) -> None:
-        asked = {"place": job.place, "settings": job.settings, "tokenizer": job.tokenizer.to_str()}
-        self.first_frame = json.dumps(asked).encode()
-        self.idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-        self.children = [self._start() for _ in range(count)]
-        self.threads = ThreadPoolExecutor(count)
-
-    def __enter__(self) -> _Processes:
-        for child in self.children:
-            assert child.stdin is not None
-            worker.write_frame(child.stdin, self.first_frame)
-            self.idle.put(child)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for child in self.children:
-            child.kill()
-        self.threads.shutdown(cancel_futures=True)
-        for child in self.children:
-            child.wait()
-            for stream in (child.stdin, child.stdout):
-                with contextlib.suppress(OSError):
-                    stream.close()  # type: ignore[union-attr]
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        one_thread = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        return subprocess.Popen(
-            [sys.executable, "-P", worker.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **one_thread},
-        )
-
-    def submit(
-        self,
-        made_once: Callable[[int, bytes, Callable[[bytes], EncodedShard]], EncodedShard],
-        number: int,
-        packed: bytes,
-    ) -> Future[EncodedShard]:
-        return self.threads.submit(made_once, number, packed, self._encode)
-
-    def _encode(self, packed: bytes) -> EncodedShard:
-        """What a process that is idle makes of packed texts. Raises UserError as the encoder does."""
-        child = self.idle.get()
-        assert child.stdin is not None
-        assert child.stdout is not None
+    def encode(texts: list[str]) -> EncodedShard:
+        """What a process that is idle makes of texts. Raises UserError as the encoder does."""
+        child, connection = idle.get()
         try:
-            worker.write_frame(child.stdin, packed)
-            answer = worker.read_frame(child.stdout)
+            connection.send(texts)
+            found: EncodedShard | Exception = connection.recv()
+        except (EOFError, OSError):
+            found = RuntimeError(f"a process that encodes texts ended with {child.wait()}")
         finally:
-            self.idle.put(child)
-        return _shard_in(answer, child)
+            idle.put((child, connection))
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    threads = ThreadPoolExecutor(count)
+    try:
+        for child, connection in started:
+            connection.send((job.place, job.settings, job.tokenizer.to_str()))
+            idle.put((child, connection))
+        yield lambda function, *given: threads.submit(function, *given, encode)
+    finally:
+        for child, _ in started:
+            child.kill()
+        threads.shutdown(cancel_futures=True)
+        for child, connection in started:
+            child.wait()
+            connection.close()
 
 
-def _shard_in(answer: bytes | None, child: subprocess.Popen[bytes]) -> EncodedShard:
-    if answer is None:
-        raise RuntimeError(f"a process that encodes texts ended with {child.wait()}")
-    shard = EncodedShard.unpack(answer)
-    if shard is not None:
-        return shard
-    said = json.loads(answer)
-    if "refused" in said:
-        raise UserError(said["refused"])
-    raise RuntimeError(said["failed"])
+def _start() -> tuple[subprocess.Popen[bytes], Connection]:
+    from multiprocessing.connection import Pipe
+
+    ours, theirs = Pipe()
+    with theirs:
+        words = [sys.executable, "-P", worker.__file__, str(theirs.fileno())]
+        # What a library prints is no output of the command that prepares.
+        child = subprocess.Popen(
+            words, stdout=2, env={**os.environ, **ONE_THREAD}, pass_fds=[theirs.fileno()]
+        )
+    return child, ours

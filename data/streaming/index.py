@@ -236,9 +236,7 @@ class _Builder:
             extent=np.array([group.place.extent for group in groups], np.int64),
             rows=np.array([(group.place.first, group.place.stop) for group in groups], np.int64),
             samples=np.array([group.samples for group in groups], np.int64),
-            digest=np.frombuffer(b"".join(group.digest for group in groups), np.uint8).reshape(
-                len(groups), -1
-            ),
+            digest=digests.reshape(len(groups), -1),
         )
 
     def hold_out(self, groups: dict[str, list[IndexedGroup]], data: str) -> int:

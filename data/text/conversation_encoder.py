@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.data.preparation.shards import EncodedShard, text_hash
+from isobatch.data.preparation.encoding import EncodedShard, text_hash
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
 from isobatch.data.text.plain_text import count_lines
 from isobatch.data.text.row_fields import ConversationCounts

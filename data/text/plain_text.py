@@ -15,8 +15,13 @@ from isobatch.data import tokenizers
 from isobatch.data.base import Column, NoSamplesError, Ragged
 from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.corpora import overlap_notes
-from isobatch.data.preparation.encoding import EncodingJob, Workshop, encode_in_shards
-from isobatch.data.preparation.shards import EncodedShard, text_hash
+from isobatch.data.preparation.encoding import (
+    EncodedShard,
+    EncodingJob,
+    Workshop,
+    encode_in_shards,
+    text_hash,
+)
 from isobatch.data.preparation.spooled_array import SpooledArray
 from isobatch.data.preparation.token_stream import StreamEncoder
 from isobatch.data.text import row_fields

@@ -18,8 +18,7 @@ from isobatch.core import measures
 from isobatch.core.errors import UserError
 from isobatch.data import base
 from isobatch.data.preparation import encoding, file_digests, token_stream
-from isobatch.data.preparation.encoding import EncodingJob, Workshop, encode_in_shards
-from isobatch.data.preparation.shards import EncodedShard
+from isobatch.data.preparation.encoding import EncodedShard, EncodingJob, Workshop, encode_in_shards
 from isobatch.data.preparation.token_stream import StreamEncoder, ends_pieces_at_lines
 from isobatch.data.tokenizers import train_byte_level_bpe
 from isobatch.engine.loading import prepare as preparing

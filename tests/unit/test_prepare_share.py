@@ -13,8 +13,7 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.core.package import own_command
 from isobatch.data.preparation import encoding
-from isobatch.data.preparation.encoding import Share
-from isobatch.data.preparation.shards import EncodedShard
+from isobatch.data.preparation.encoding import EncodedShard, Share
 from isobatch.engine.loading import prepare as preparing
 from isobatch.engine.loading.prepare import prepare_share
 from isobatch.launch.commands import plan
