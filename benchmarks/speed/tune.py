@@ -27,7 +27,7 @@ def measure(quick: bool) -> list[Row]:
 
 def _tune(task: str, minutes: str) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
-        words = ["tune", "--task", task, "--minutes", minutes, "--remember", "off", "--json", "--out", folder]
+        words = ["tune", "--task", task, "--minutes", minutes, "--json", "--out", folder]
         print(" ".join(words), file=sys.stderr)
         done = subprocess.run(own_command(*words), capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)

@@ -6,12 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from isobatch.engine.machine.core_wait import DISTURBED
-
 DEVICE_USE, MEMORY, DATA_WAIT = 0.90, 0.80, 0.10
 """Targets: more of the device's time, less of its memory, less of a step."""
-PADDING, OPTIMIZER, HOST = 0.10, 0.05, 0.10
-"""Shares of a step, or of its tokens, above which something is worth a trial."""
+PADDING, OPTIMIZER = 0.10, 0.05
+"""Shares of a step's tokens, or of its time, above which something is worth a trial."""
 Findings = dict[str, Any]
 
 
@@ -29,6 +27,14 @@ class Rule:
 def share_of_step(found: Findings, part: str) -> float:
     """A part's share of the step."""
     return float(found["parts"][part]) / max(1e-12, sum(found["parts"].values()))
+
+
+def _is_padded(found: Findings, _: Mapping[str, Any]) -> bool:
+    return bool(found["padding"] > PADDING)
+
+
+def _padding(found: Findings, _: Mapping[str, Any]) -> str:
+    return f"{found['padding']:.0%} of the computed tokens are padding"
 
 
 RULES = (
@@ -50,16 +56,8 @@ RULES = (
             f" {f['samples_per_micro_batch']:.0f} samples"
         ),
     ),
-    Rule(
-        "packing",
-        lambda f, _: f["padding"] > PADDING,
-        lambda f, _: f"{f['padding']:.0%} of the computed tokens are padding",
-    ),
-    Rule(
-        "length grouping",
-        lambda f, _: f["padding"] > PADDING,
-        lambda f, _: f"{f['padding']:.0%} of the computed tokens are padding",
-    ),
+    Rule("packing", _is_padded, _padding),
+    Rule("length grouping", _is_padded, _padding),
     Rule(
         "attention kernel",
         lambda _, p: p["attention"] == "eager",
@@ -77,39 +75,30 @@ RULES = (
         lambda f, p: p["device"] == "cuda" and p["compile"] == "off" and f["device_use"] < DEVICE_USE,
         lambda f, _: f"the GPU computes {f['device_use']:.0%} of the time: it waits for launches",
     ),
-    Rule(
-        "mixed precision",
-        lambda _, p: p["precision"] == "fp32",
-        lambda *_: "all arithmetic is in fp32",
-    ),
+    Rule("mixed precision", lambda _, p: p["precision"] == "fp32", lambda *_: "all arithmetic is in fp32"),
     Rule(
         "activation checkpointing",
-        lambda f, p: p["activation_checkpointing"] and f["memory"].get("share", 1) < MEMORY,
-        lambda f, _: f"activations are computed twice while memory is {f['memory']['share']:.0%} full",
+        lambda f, p: p["activation_checkpointing"] and f.get("memory_share", 1) < MEMORY,
+        lambda f, _: f"activations are computed twice while memory is {f['memory_share']:.0%} full",
     ),
 )
 
 
-def worth_a_trial(found: Findings, plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(measure, sentence) of each rule that applies."""
-    return [(r.measure, r.sentence(found, plan)) for r in RULES if r.applies(found, plan)]
+def worth_a_trial(found: Findings, plan: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The measure and a sentence (`text`) of each rule that applies."""
+    return [{"measure": r.measure, "text": r.sentence(found, plan)} for r in RULES if r.applies(found, plan)]
 
 
 def targets(found: Findings) -> list[dict[str, Any]]:
     """The targets, each with what was found, whether it is met and one sentence."""
-    device = {"cuda": "the GPU", "cpu": "the cores", "mps": "the GPU"}[found["device"]]
-    use, wait = found["device_use"], share_of_step(found, "data wait")
-    text = f"{device} compute{'s' if device == 'the GPU' else ''} {use:.0%} of the time"
-    if (waited := found.get("core_wait", 0.0)) > DISTURBED:
-        text += f", and other programs held the cores for {waited:.0%} of it"
-    rows = [
-        _target("device use", use, use >= DEVICE_USE, text, "above 90 %"),
-        _target("data wait", wait, wait <= DATA_WAIT, f"a step waits {wait:.0%} for its data", "below 10 %"),
-    ]
-    if (share := found["memory"].get("share")) is not None:
+    use, wait, share = found["device_use"], share_of_step(found, "data wait"), found.get("memory_share")
+    computes = "the cores compute" if found["device"] == "cpu" else "the GPU computes"
+    rows = [_target("device use", use, use >= DEVICE_USE, f"{computes} {use:.0%} of the time", "above 90 %")]
+    if share is not None:
         text = f"memory is {share:.0%} full" + ("" if share <= MEMORY else ": give a smaller --micro-batch")
-        rows.insert(1, _target("memory", share, share <= MEMORY, text, "below 80 %"))
-    return rows
+        rows.append(_target("memory", share, share <= MEMORY, text, "below 80 %"))
+    text = f"a step waits {wait:.0%} for its data"
+    return [*rows, _target("data wait", wait, wait <= DATA_WAIT, text, "below 10 %")]
 
 
 def _target(name: str, value: float, met: bool, text: str, wanted: str) -> dict[str, Any]:
@@ -119,13 +108,9 @@ def _target(name: str, value: float, met: bool, text: str, wanted: str) -> dict[
 def profile_lines(found: Findings) -> list[str]:
     """The findings for a person."""
     step, parts = found["step_seconds"], found["parts"]
+    rows = [*sorted(parts.items(), key=lambda item: -item[1]), ("sum", sum(parts.values()))]
     lines = [f"a step takes {step * 1e3:.1f} ms (mean of {found['steps']}), of which"]
-    lines += [
-        f"  {name:<14}{seconds * 1e3:>9.1f} ms {seconds / step:>6.1%}"
-        for name, seconds in sorted(parts.items(), key=lambda item: -item[1])
-        if seconds
-    ]
-    lines.append(f"  {'sum':<14}{sum(parts.values()) * 1e3:>9.1f} ms {sum(parts.values()) / step:>6.1%}")
+    lines += [f"  {name:<14}{took * 1e3:>9.1f} ms {took / step:>6.1%}" for name, took in rows if took]
     if found["modules"]:
         lines += ["", "modules that take most (their own operators, in the traced step)"]
         lines += [
@@ -133,19 +118,7 @@ def profile_lines(found: Findings) -> list[str]:
             f" {row['backward'] * 1e3:.1f}  {row['module']}"
             for row in found["modules"]
         ]
-    lines += ["", "memory in MB", *_memory_lines(found["memory"]["rows"]), ""]
-    lines += [("  ok      " if row["met"] else "  missed  ") + row["text"] for row in targets(found)]
+    lines += ["", *(("  ok      " if row["met"] else "  missed  ") + row["text"] for row in targets(found))]
     if found.get("power_watts"):
         lines.append(f"  power   {found['power_watts']:.0f} W")
     return lines
-
-
-def _memory_lines(rows: list[dict[str, Any]]) -> list[str]:
-    if not rows:
-        return []
-    names = [name for name in rows[0] if name != "after"]
-    header = "  " + f"{'after':<12}" + "".join(f"{name:>18}" for name in names)
-    return [
-        header,
-        *("  " + f"{row['after']:<12}" + "".join(f"{row[n] / 1e6:>18.1f}" for n in names) for row in rows),
-    ]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from isobatch.core.measures import now
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable, Iterator
     from contextlib import AbstractContextManager
 
     import torch
@@ -31,8 +31,6 @@ class Recorder:
         self.active = False
         self.annotate = False
         """Whether parts are named in torch.profiler's trace as well."""
-        self.on_change: Callable[[str, str], None] | None = None
-        """Called with (the part that ends, the part that begins)."""
         self._running: list[str] = []
         self._marks: list[tuple[str, Any]] = []
         """(part that begins, clock)."""
@@ -88,19 +86,14 @@ class Recorder:
 
     @contextlib.contextmanager
     def _part(self, name: str) -> Iterator[None]:
-        self._change(self._running[-1], name)
+        self._mark(name)
         self._running.append(name)
         try:
             with self._annotation(name):
                 yield
         finally:
             self._running.pop()
-            self._change(name, self._running[-1])
-
-    def _change(self, ends: str, begins: str) -> None:
-        if self.on_change is not None:
-            self.on_change(ends, begins)
-        self._mark(begins)
+            self._mark(self._running[-1])
 
     def _annotation(self, name: str) -> AbstractContextManager[Any]:
         if not self.annotate:

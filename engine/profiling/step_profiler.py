@@ -1,93 +1,77 @@
-"""Profiles consecutive steps of a phase: most are timed, one is watched for its memory, the last is traced.
+"""Profiles consecutive steps of a phase: all but the last are timed, the last is traced by torch.profiler.
 
-A loop calls `begin` before the first of them and `step_ended` after each step; the findings are JSON.
+Parts and modules are named in the trace. An operator of the backward pass belongs to the module whose forward
+operator has its sequence number (autograd gives both the same).
 """
 
 from __future__ import annotations
 
+import re
 import time
+from collections import defaultdict
+from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.errors import UserError
+from isobatch.core import atomic_files
 from isobatch.core.measures import now
-from isobatch.engine.machine.core_wait import CoreWait
-from isobatch.engine.profiling.memory import MemoryWatch
-from isobatch.engine.profiling.recorder import PARTS, Recorder
-from isobatch.engine.profiling.trace import Trace
+from isobatch.engine.machine.detect import allowed_cpus
+from isobatch.engine.profiling.advice import profile_lines, targets, worth_a_trial
+from isobatch.engine.profiling.recorder import PARTS
+from isobatch.engine.runs.run_options import step_window
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from torch import nn
 
-    import torch
-
-LEAST_STEPS = 3
-"""One to time, one whose memory is watched, one to trace."""
+FOLDER, FILE, TRACE_FILE = "profile", "profile.json", "trace.json"
 MODULES = 10
-
-
-def step_window(text: str) -> tuple[int, int]:
-    """(first, last) of `20:24`, steps from 1. Raises UserError."""
-    first, _, last = text.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and int(first) >= 1):
-        raise UserError(f"--profile {text}: is not a first and a last step, as in 20:24")
-    if int(last) - int(first) + 1 < LEAST_STEPS:
-        longer = f"{first}:{int(first) + 4}"
-        raise UserError(f"--profile {text}: takes at least {LEAST_STEPS} steps, as in {longer}")
-    return int(first), int(last)
+MODULE = "module "
+"""Begins the name of a module's forward pass in the trace."""
+BACKWARD_NODE = "autograd::engine::evaluate_function: "
+"""Begins the name of a node of the backward pass in the trace."""
 
 
 class StepProfiler:
-    """Profiles steps `first` to `last` (from 1) of a phase on this rank.
+    """Profiles steps `first` to `last` (from 1) of a phase on this rank; the findings are JSON.
 
-    `active`: the phase, with its `strategy` and its session's `plan`; `cores`: those this process may use.
+    `active`: the phase, with its `strategy` and its session's `plan` and `world`; `cores`: those this process
+    may use. `begin` is called before step `first`, or by `step_ended` after the step before it.
     """
 
-    def __init__(
-        self, active: Any, recorder: Recorder, device: torch.device, first: int, last: int, cores: int
-    ) -> None:
-        self.active, self.recorder, self.device, self.cores = active, recorder, device, cores
-        self.first, self.last = first, last
+    def __init__(self, active: Any, first: int, last: int, cores: int) -> None:
+        self.active, self.first, self.last, self.cores = active, first, last, cores
+        self.recorder, self.device = active.session.world.recorder, active.session.world.device
         self.findings: dict[str, Any] = {}
-        self.trace: Trace | None = None
-        self._watch: MemoryWatch | None = None
         self._works: list[Any] = []
         self._began = self._busy = 0.0
-        self._core_wait = CoreWait()
+        self._trace: Any = None
+        self._hooks: list[Any] = []
 
     def begin(self) -> None:
         """The step before the first has ended, or none was before it."""
         self._synchronize()
         self.recorder.start(self.device)
-        self._began, self._busy, self._core_wait = now(), time.process_time(), CoreWait()
+        self._began, self._busy = now(), time.process_time()
 
     def step_ended(self, number: int, work: Any) -> bool:
         """Step `number` of the phase ended, whose work was `work`; True after the last, with all findings."""
         if number == self.first - 1:
             self.begin()
-        if not self.first <= number <= self.last:
-            return False
-        if number <= self.last - 2:
+        elif self.first <= number < self.last:
             self.recorder.end_step()
             self._works.append(work)
-        if number == self.last - 2:
-            self._take_times()
-            self._watch = MemoryWatch(self.active.strategy, self.recorder, self.device)
-            self._watch.__enter__()
-        elif number == self.last - 1:
-            self._take_memory()
-            model, compiled = self.active.strategy.unwrapped, self.active.session.plan.compile != "off"
-            self.trace = Trace(model, self.recorder, self.device.type, named=not compiled)
-            self.trace.__enter__()
+            if number == self.last - 1:
+                self._take_times()
+                self._begin_trace()
         elif number == self.last:
             self._take_trace()
         return number == self.last
 
     def write(self, folder: Path) -> dict[str, str]:
-        """Write the trace's files; what -> file."""
-        assert self.trace is not None
+        """Write the trace (Chrome's format, which Perfetto opens); what -> file."""
         folder.mkdir(parents=True, exist_ok=True)
-        return self.trace.write(folder)
+        self._trace.export_chrome_trace(str(folder / TRACE_FILE))
+        return {"trace": str(folder / TRACE_FILE)}
 
     def _take_times(self) -> None:
         self._synchronize()
@@ -101,31 +85,34 @@ class StepProfiler:
             "parts": {name: fmean(step[name] for step in steps) for name in PARTS},
             "device": self.device.type,
             "device_use": min(1.0, busy / wall / self.cores),
-            "core_wait": self._core_wait.share(),
             "padding": fmean(work.padding for work in works),
             "micro_batches": micro_batches,
             "samples_per_micro_batch": own_samples / micro_batches,
             "fused_optimizer": is_fused(getattr(self.active.strategy, "optimizer", None)),
         }
 
-    def _take_memory(self) -> None:
-        assert self._watch is not None
-        self._watch.__exit__(None, None, None)
-        # After the forward pass of the micro-batch that keeps most, and after the parts that follow it.
-        rows = self._watch.rows
-        most = max(range(len(rows)), key=lambda n: rows[n]["activations"], default=0)
-        self.findings["memory"] = {"rows": [*rows[most : most + 2], *rows[-1:]], "in_use": rows[-1]["in use"]}
+    def _begin_trace(self) -> None:
+        import torch
+
+        kinds = torch.profiler.ProfilerActivity
+        activities = [kinds.CPU, *([kinds.CUDA] if self.device.type == "cuda" else [])]
+        self._trace = torch.profiler.profile(activities=activities, acc_events=True)
+        if self.active.session.plan.compile == "off":  # a compiled graph has no modules
+            self._hooks = _name_modules(self.active.strategy.unwrapped)
+        self.recorder.annotate = True
+        self._trace.__enter__()
 
     def _take_trace(self) -> None:
-        assert self.trace is not None
         self._synchronize()
-        self.trace.__exit__(None, None, None)
+        self._trace.__exit__(None, None, None)
+        self.recorder.annotate = False
         self.recorder.stop()
-        self.trace.steps = 1
-        if (busy := self.trace.gpu_busy()) is not None:
-            self.findings["device_use"] = busy
-        self.findings["idle_seconds"] = (1 - self.findings["device_use"]) * self.findings["step_seconds"]
-        self.findings["modules"] = self.trace.modules(MODULES)
+        for hook in self._hooks:
+            hook.remove()
+        events = self._trace.events()
+        if self.device.type == "cuda":
+            self.findings["device_use"] = gpu_busy(events)
+        self.findings["modules"] = module_times(events, self.device.type == "cuda")[:MODULES]
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -139,3 +126,106 @@ def is_fused(optimizer: Any) -> bool | None:
     groups = getattr(optimizer, "param_groups", [])
     known = [group["fused"] for group in groups if "fused" in group]
     return all(known) if known else None
+
+
+def gpu_busy(events: Any) -> float:
+    """Share of the traced time that kernels take on the GPU; those side by side count twice, up to 1."""
+    import torch
+
+    cuda = torch.autograd.DeviceType.CUDA
+    kernels = [e.time_range for e in events if e.device_type == cuda and not e.is_user_annotation]
+    span = max((k.end for k in kernels), default=0) - min((k.start for k in kernels), default=0)
+    return min(1.0, sum(k.elapsed_us() for k in kernels) / max(1e-9, span))
+
+
+def module_times(events: Any, on_gpu: bool) -> list[dict[str, Any]]:
+    """Modules and their own operators' seconds, forward and backward; those that take most come first.
+
+    Layers of one kind count together: their number is a `*`.
+    """
+    import torch
+
+    events = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
+    nodes = [_around(event, BACKWARD_NODE) for event in events]
+    owners: dict[int, Any] = {}
+    for event, node in zip(events, nodes, strict=True):
+        if node is None and event.sequence_nr >= 0:
+            # The operator that makes the node is the last of the forward pass that sees its number.
+            owners[event.sequence_nr] = _around(event, MODULE)
+    found: dict[str, dict[str, float]] = defaultdict(lambda: {"forward": 0.0, "backward": 0.0})
+    for event, node in zip(events, nodes, strict=True):
+        owner = owners.get(node.sequence_nr) if node else _around(event, MODULE)
+        if owner is not None:
+            own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            name = re.sub(r"\d+", "*", owner.name.removeprefix(MODULE))
+            found[name]["backward" if node else "forward"] += own * 1e-6
+    rows = [{"module": name, **ways, "seconds": sum(ways.values())} for name, ways in found.items()]
+    return sorted(rows, key=lambda row: -float(row["seconds"]))
+
+
+def _around(event: Any, prefix: str) -> Any:
+    """The innermost event around one, itself included, whose name begins so; None without."""
+    while event is not None and not event.name.startswith(prefix):
+        event = event.cpu_parent
+    return event
+
+
+def _name_modules(model: nn.Module) -> list[Any]:
+    """Hooks that name the forward pass of every module in the trace."""
+    import torch
+
+    open_names: list[Any] = []
+
+    def enter(name: str) -> Any:
+        def before(*_: Any) -> None:
+            open_names.append(torch.profiler.record_function(MODULE + name))
+            open_names[-1].__enter__()
+
+        return before
+
+    def leave(*_: Any) -> None:
+        if open_names:
+            open_names.pop().__exit__(None, None, None)
+
+    hooks: list[Any] = []
+    for name, module in model.named_modules():
+        if name:
+            hooks.append(module.register_forward_pre_hook(enter(name)))
+            hooks.append(module.register_forward_hook(leave, always_call=True))
+    return hooks
+
+
+def profiler_of_run(context: Any, phase: Any, start: int, stop: int) -> StepProfiler | None:
+    """For `--profile 20:24`, on rank 0, where the phase has those steps among start + 1 to stop; else None.
+
+    `context` and `phase`: the RunContext and the ActivePhase.
+    """
+    if context.options.profile is None or not context.world.is_main:
+        return None
+    first, last = step_window(context.options.profile)
+    if not start < first <= last <= stop:
+        context.console.say(
+            f"--profile {first}:{last}: phase {phase.schedule.name} is not profiled: it has the steps"
+            f" {start + 1} to {stop} here"
+        )
+        return None
+    profiler = StepProfiler(phase, first, last, max(1, allowed_cpus(Path("/"), {}) // context.world.size))
+    if first == start + 1:
+        profiler.begin()
+    return profiler
+
+
+def write_profile_of_run(context: Any, profiler: StepProfiler) -> None:
+    """Write a finished profile into the run's folder profile/, and say it."""
+    found, phase = profiler.findings, profiler.active
+    folder = context.run.folder / FOLDER / phase.schedule.name
+    found["files"] = profiler.write(folder)
+    found |= {"cores": profiler.cores * context.world.size, **context.gpu_monitor.latest()}
+    found |= {"targets": targets(found), "phase": phase.schedule.name}
+    found["advice"] = worth_a_trial(found, phase.session.plan.to_dict())
+    atomic_files.write_json(folder / FILE, found)
+    for line in profile_lines(found):
+        context.console.say(line)
+    for row in found["advice"]:
+        context.console.say(f"  advice  {row['text']} ({row['measure']}: `profile` tries what applies)")
+    context.console.say(f"profile of {found['steps']} steps: {folder}")

@@ -10,10 +10,11 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import Interval, check_fields
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.data.streaming.store import refuse_secrets
-from isobatch.engine.profiling.step_profiler import step_window
 
 MOST_NAME_BYTES = 200
 """File systems take 255, and a folder that is being made has a longer name."""
+LEAST_PROFILED = 2
+"""Steps: one to time, one to trace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,3 +76,14 @@ class RunOptions:
         """Where a run with these options sends its checkpoints and figures."""
         copy = [] if self.checkpoint_copy is None else [f"checkpoints to {self.checkpoint_copy}"]
         return copy + ([] if self.tracker == "none" else [f"figures to {self.tracker}"])
+
+
+def step_window(text: str) -> tuple[int, int]:
+    """(first, last) of `20:24`, steps from 1. Raises UserError."""
+    first, _, last = text.partition(":")
+    if not (first.isdecimal() and last.isdecimal() and int(first) >= 1):
+        raise UserError(f"--profile {text}: is not a first and a last step, as in 20:24")
+    if int(last) - int(first) + 1 < LEAST_PROFILED:
+        longer = f"{first}:{int(first) + 4}"
+        raise UserError(f"--profile {text}: takes at least {LEAST_PROFILED} steps, as in {longer}")
+    return int(first), int(last)

@@ -19,7 +19,7 @@ from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.left_out import leave_out, refuse_where_steps_matter, until
 from isobatch.engine.optimization.schedule import CLOSING_STEPS, SaveTimer
 from isobatch.engine.optimization.spikes import MOST_LEFT_OUT, WINDOW, SpikeWatch, first_left_out
-from isobatch.engine.profiling.profile_of_run import ProfileOfRun
+from isobatch.engine.profiling.step_profiler import profiler_of_run, write_profile_of_run
 from isobatch.engine.runs.peak_memory import trim_heap
 from isobatch.engine.runs.summary import Progress
 from isobatch.engine.training.evaluate import monitored
@@ -102,7 +102,7 @@ class PhaseLoop:
         self.step_began = now()
         pending: StepResult | None = None
         last = start if self.early_stopping.should_stop else schedule.steps
-        profile = ProfileOfRun.of(self.context, self.phase, start, last)
+        profiler = profiler_of_run(self.context, self.phase, start, last)
         done = start
         for loaded in self.phase.batches(start, last):
             if done < loaded.work.step:
@@ -111,8 +111,8 @@ class PhaseLoop:
                 pending, self.step_began = None, now() - loaded.wait_seconds
             done = loaded.work.step + 1
             result = self.phase.step(loaded, self._rank_flags())
-            if profile is not None:
-                profile.step_ended(loaded.work)
+            if profiler is not None and profiler.step_ended(done, loaded.work):
+                write_profile_of_run(self.context, profiler)
             result.seconds, self.step_began = now() - self.step_began, now()
             requests, pending = self._read_metrics(pending), result
             if loaded.work.step % TRIM_EVERY == 0:

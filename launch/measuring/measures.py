@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from isobatch.engine.machine.detect import allowed_cpus
-from isobatch.launch.measuring.compare import Unit
 from isobatch.launch.measuring.setup import Setup
+
+Unit = Literal["samples", "tokens"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +40,7 @@ class Measure:
     """A speed-up that is commonly named."""
 
     name: str
-    quoted: tuple[float, float] | None
+    quoted: tuple[float, float] | None = None
     """Least and largest factor that is commonly quoted; None where none is."""
     changes: Callable[[Setup], list[Setting]]
     """Ways to take it in this setup; none where it does not apply."""
@@ -49,10 +50,25 @@ class Measure:
     """Whether its first steps take minutes."""
 
 
+def _plan(option: str, value: Any, takes_away: bool = False) -> Setting:
+    """The setting of one option of the plan, as its flag."""
+    return Setting(flags=f"--{option.replace('_', '-')} {value}", plan={option: value}, takes_away=takes_away)
+
+
+def _recipe(name: str, value: Any, takes_away: bool = False) -> Setting:
+    """The setting of one field of the recipe, as its flag."""
+    flags = f"--{name.replace('_', '-')} {value}"
+    given = {"on": True, "off": False}.get(value, value)
+    return Setting(flags=flags, recipe={name: given}, takes_away=takes_away)
+
+
+def _lengths_vary(setup: Setup) -> bool:
+    return setup.facts.longest > min(setup.facts.lengths)
+
+
 def _batch(setup: Setup) -> list[Setting]:
     sizes = [setup.recipe.batch_size * factor for factor in (2, 4)]
-    most = setup.facts.samples["train"]
-    return [Setting(flags=f"--batch-size {n}", recipe={"batch_size": n}) for n in sizes if n <= most]
+    return [_recipe("batch_size", n) for n in sizes if n <= setup.facts.samples["train"]]
 
 
 def _accumulation(setup: Setup) -> list[Setting]:
@@ -71,105 +87,76 @@ def _micro_batch(setup: Setup) -> list[Setting]:
     sizes = {min(most, 2 * now), max(1, now // 2)} - {now}
     if setup.plan.micro_batch_tokens < most * setup.facts.longest:  # the budget in tokens may cut it
         sizes.add(most)
-    return [Setting(flags=f"--micro-batch {n}", plan={"micro_batch": n}) for n in sorted(sizes, reverse=True)]
+    return [_plan("micro_batch", n) for n in sorted(sizes, reverse=True)]
 
 
 def _precision(setup: Setup) -> list[Setting]:
     if setup.plan.precision != "fp32":
-        return [Setting(flags="--precision fp32", plan={"precision": "fp32"}, takes_away=True)]
+        return [_plan("precision", "fp32", takes_away=True)]
     if setup.plan.device == "cuda":
-        native = setup.hardware.gpu.native_bf16
-        name = "bf16" if native else "fp16"
-        return [Setting(flags=f"--precision {name}", plan={"precision": name})]
-    return [Setting(flags="--precision bf16", plan={"precision": "bf16"})] if setup.hardware.cpu_bf16 else []
+        return [_plan("precision", "bf16" if setup.hardware.gpu.native_bf16 else "fp16")]
+    return [_plan("precision", "bf16")] if setup.hardware.cpu_bf16 else []
 
 
 def _compile(setup: Setup) -> list[Setting]:
     if setup.plan.compile != "off":
-        return [Setting(flags="--compile off", plan={"compile": "off"}, takes_away=True)]
+        return [_plan("compile", "off", takes_away=True)]
     modes = ["on", *(["reduce-overhead"] if setup.plan.device == "cuda" else [])]
-    return [Setting(flags=f"--compile {mode}", plan={"compile": mode}) for mode in modes]
+    return [_plan("compile", mode) for mode in modes]
 
 
 def _loading(setup: Setup) -> list[Setting]:
     cores = max(1, setup.hardware.cpus // setup.plan.processes)
     # Processes that wait for a slow storage need no core of their own.
     counts = sorted({min(4, cores), min(8, 2 * cores)} - {setup.plan.workers})
-    changes = [Setting(flags=f"--workers {n}", plan={"workers": n}) for n in counts]
-    return [*changes, Setting(flags="--prefetch 8", plan={"prefetch": 8})]
+    return [*(_plan("workers", n) for n in counts), _plan("prefetch", 8)]
 
 
 def _pinning(setup: Setup) -> list[Setting]:
-    if setup.plan.device != "cuda":
-        return []
-    wanted = "off" if setup.plan.pin_memory else "on"
-    return [
-        Setting(flags=f"--pin-memory {wanted}", plan={"pin_memory": wanted}, takes_away=setup.plan.pin_memory)
-    ]
+    pins = setup.plan.pin_memory
+    return [_plan("pin_memory", "off" if pins else "on", pins)] if setup.plan.device == "cuda" else []
 
 
 def _length_grouping(setup: Setup) -> list[Setting]:
     if setup.recipe.group_by_length:
-        flags = "--group-by-length off"
-        return [Setting(flags=flags, recipe={"group_by_length": False}, takes_away=True)]
-    if setup.facts.longest <= min(setup.facts.lengths):
-        return []
-    return [Setting(flags="--group-by-length on", recipe={"group_by_length": True})]
+        return [_recipe("group_by_length", "off", takes_away=True)]
+    return [_recipe("group_by_length", "on")] if _lengths_vary(setup) else []
 
 
 def _packing(setup: Setup) -> list[Setting]:
     if setup.plan.pack:
-        return [Setting(flags="--pack off", plan={"pack": "off"}, takes_away=True)]
-    if not setup.size.packs or setup.facts.longest <= min(setup.facts.lengths):
-        return []
-    return [Setting(flags="--pack on", plan={"pack": "on"})]
+        return [_plan("pack", "off", takes_away=True)]
+    return [_plan("pack", "on")] if setup.size.packs and _lengths_vary(setup) else []
 
 
 def _checkpointing(setup: Setup) -> list[Setting]:
-    on = setup.plan.activation_checkpointing
-    wanted = "off" if on else "on"
-    return [Setting(flags=f"--activation-checkpointing {wanted}", plan={"activation_checkpointing": wanted})]
+    return [_plan("activation_checkpointing", "off" if setup.plan.activation_checkpointing else "on")]
 
 
 def _fused(setup: Setup) -> list[Setting]:
-    if setup.recipe.optimizer in FUSED:
+    if setup.recipe.optimizer == "adamw":  # made with torch's fused kernel
         return [Setting(flags="its kernel off", fused=False, takes_away=True)]
-    return [Setting(flags="--optimizer adamw", recipe={"optimizer": "adamw"})]
+    return [_recipe("optimizer", "adamw")]
 
 
 def _eight_bit(setup: Setup) -> list[Setting]:
-    if setup.recipe.optimizer == "adamw8bit":
-        return [Setting(flags="--optimizer adamw", recipe={"optimizer": "adamw"}, takes_away=True)]
-    return [Setting(flags="--optimizer adamw8bit", recipe={"optimizer": "adamw8bit"})]
-
-
-def _text_cache(setup: Setup) -> list[Setting]:
-    known = setup.options.get("text_cache")
-    if known is None or setup.options.get("text") != "frozen":
-        return []
-    wanted = "on" if known == "off" else "off"
-    return [
-        Setting(flags=f"--text-cache {wanted}", recipe={"text_cache": wanted}, takes_away=wanted == "off")
-    ]
+    has_it = setup.recipe.optimizer == "adamw8bit"
+    return [_recipe("optimizer", "adamw" if has_it else "adamw8bit", takes_away=has_it)]
 
 
 def _monitoring(setup: Setup) -> list[Setting]:
-    if setup.options.get("monitor") != "full":
-        return []
-    return [Setting(flags=f"--monitor {pace}", recipe={"monitor": pace}) for pace in ("fast", "off")]
+    full = setup.recipe.options.get("monitor") == "full"
+    return [Setting(flags=f"--monitor {pace}", recipe={"monitor": pace}) for pace in ("fast", "off") if full]
 
 
 def _length(setup: Setup) -> list[Setting]:
     half = min(setup.recipe.max_length, setup.facts.longest) // 2
-    return [Setting(flags=f"--max-length {half}", recipe={"max_length": half})] if half >= 8 else []
+    return [_recipe("max_length", half)] if half >= 8 else []
 
 
 def _attention(setup: Setup) -> list[Setting]:
-    if setup.size.heads <= 1:
-        return []
-    if setup.plan.attention == "eager":
-        return [Setting(flags="--attention sdpa", plan={"attention": "sdpa"})]
-    return [Setting(flags="--attention eager", plan={"attention": "eager"}, takes_away=True)]
+    eager = setup.plan.attention == "eager"
+    return [_plan("attention", "sdpa" if eager else "eager", not eager)] if setup.size.heads > 1 else []
 
 
 def _threads(setup: Setup) -> list[Setting]:
@@ -177,8 +164,7 @@ def _threads(setup: Setup) -> list[Setting]:
     if plan.device != "cpu" or plan.processes > 1:
         return []
     if plan.threads < cores:
-        flags = f"{cores} threads (SLURM_CPUS_PER_TASK={cores})"
-        return [Setting(flags=flags, plan={"threads": cores})]
+        return [Setting(flags=f"{cores} threads (SLURM_CPUS_PER_TASK={cores})", plan={"threads": cores})]
     return [Setting(flags="one thread", plan={"threads": 1}, takes_away=True)] if cores > 1 else []
 
 
@@ -187,25 +173,22 @@ def usable_cores() -> int:
     return allowed_cpus(Path("/"), {})
 
 
-FUSED = ("adamw",)
-"""Optimizers that are made with torch's fused kernel."""
 MEASURES = (
     Measure(name="batch", quoted=(1.3, 2.0), changes=_batch),
     Measure(name="accumulation", quoted=(1.1, 1.5), changes=_accumulation),
-    Measure(name="micro-batch", quoted=None, changes=_micro_batch),
+    Measure(name="micro-batch", changes=_micro_batch),
     Measure(name="loading", quoted=(1.2, 1.5), changes=_loading),
-    Measure(name="pinned memory", quoted=None, changes=_pinning),
+    Measure(name="pinned memory", changes=_pinning),
     Measure(name="mixed precision", quoted=(1.2, 2.0), changes=_precision),
     Measure(name="length limit", quoted=(1.2, 1.4), changes=_length),
-    Measure(name="length grouping", quoted=None, changes=_length_grouping, unit="tokens"),
-    Measure(name="packing", quoted=None, changes=_packing),
-    Measure(name="attention kernel", quoted=None, changes=_attention),
-    Measure(name="activation checkpointing", quoted=None, changes=_checkpointing),
+    Measure(name="length grouping", changes=_length_grouping, unit="tokens"),
+    Measure(name="packing", changes=_packing),
+    Measure(name="attention kernel", changes=_attention),
+    Measure(name="activation checkpointing", changes=_checkpointing),
     Measure(name="fused optimizer", quoted=(1.1, 1.3), changes=_fused),
-    Measure(name="8-bit optimizer", quoted=None, changes=_eight_bit),
-    Measure(name="embedding cache", quoted=None, changes=_text_cache),
+    Measure(name="8-bit optimizer", changes=_eight_bit),
     Measure(name="monitoring interval", quoted=(1.05, 1.15), changes=_monitoring),
-    Measure(name="threads", quoted=None, changes=_threads),
+    Measure(name="threads", changes=_threads),
     Measure(name="compile", quoted=(1.1, 2.0), changes=_compile, slow=True),
 )
 """Quoted factors are those of common guides for one GPU; `tune` puts what it measures beside them."""

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
 from isobatch.core.measures import now, printable
 from isobatch.core.number_ranges import Positive
-from isobatch.core.plan import INVARIANCES
 from isobatch.engine.profiling.advice import PADDING, profile_lines, targets, worth_a_trial
-from isobatch.engine.profiling.step_profiler import LEAST_STEPS, StepProfiler
+from isobatch.engine.profiling.step_profiler import FILE, StepProfiler
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
-from isobatch.engine.runs.run_folder import run_name
+from isobatch.engine.runs.peak_memory import peak_bytes
 from isobatch.engine.training.step_metrics import gpu_uuid
 from isobatch.launch.local.run_setup import TrustOptions
-from isobatch.launch.measuring.compare import LEAST_GAIN, compare
 from isobatch.launch.measuring.measures import Setting, measure_named, usable_cores
 from isobatch.launch.measuring.setup import Setup, measure_in_world, read_setup
-from isobatch.launch.measuring.trial import TrialSession, Variant
+from isobatch.launch.measuring.trial import LEAST_GAIN, TrialSession
+from isobatch.launch.measuring.tune import TriedSettings, try_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +26,7 @@ if TYPE_CHECKING:
 
 TIMED_SECONDS = 15.0
 """Fewer steps are timed where they take longer than this together, but never fewer than 3."""
-FOLDER, FILE = "profiles", "profile.json"
+FOLDER = "profiles"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,8 +51,7 @@ def profile(words: Sequence[str]) -> int:
     """Usage: profile --task TASK [--trials off] [--timed-steps 12] [--json] [flags]
 
     Times the parts of some steps, traces one, tries what may help, and writes the trace (trace.json, for
-    chrome://tracing or Perfetto), folded stacks and profile.json to OUT/profiles/.
-    In a run: auto ... --profile 20:24.
+    Perfetto or chrome://tracing) and profile.json to OUT/profiles/. In a run: auto ... --profile 20:24.
     """
     setup = read_setup(words, "profile", ProfileOptions)
     found = measure_in_world(words, "profile", setup, measure)
@@ -72,91 +67,69 @@ def measure(setup: Setup, world: Communicator) -> dict[str, Any]:
     options = ProfileOptions(**setup.request.extra)
     with TrialSession(setup.base, world) as base:
         base.warm_up()
-        found = world.broadcast_object(_profile_steps(setup, base, options))
+        found = world.broadcast_object(_profile_steps(setup, base, options.timed_steps))
+        advice: list[dict[str, Any]] = [*worth_a_trial(found, found["plan"])]
         if options.trials:
-            found["advice"] = _advice(setup, base, found, options.trial_seconds)
-        else:
-            found["advice"] = [
-                {"measure": name, "text": sentence} for name, sentence in worth_a_trial(found, found["plan"])
-            ]
+            advice = [one | _tried(setup, base, found, one, options.trial_seconds) for one in advice]
+            advice = [one for one in advice if "ratio" in one]
+            advice.sort(key=lambda one: (not one["helps"], -one["ratio"]))
+        found["advice"] = advice
     if world.is_main:
-        atomic_files.write_json(Path(found["folder"]) / FILE, found)
+        atomic_files.write_json(setup.folder(FOLDER) / FILE, found)
     return found
 
 
-def _profile_steps(setup: Setup, base: TrialSession, options: ProfileOptions) -> dict[str, Any]:
+def _profile_steps(setup: Setup, base: TrialSession, most: int) -> dict[str, Any]:
     """The findings, with the targets and the files that were written."""
-    step = base.round(1).step_seconds
-    count = max(LEAST_STEPS, min(options.timed_steps, int(TIMED_SECONDS / max(step, 1e-9)))) + 2
+    step = base.round(1).seconds
+    count = max(3, min(most, int(TIMED_SECONDS / max(step, 1e-9)))) + 1
     count = int(base.world.broadcast_object(count))
-    profiler = StepProfiler(base.active, base.world.recorder, base.world.device, 1, count, _cores(setup))
+    profiler = StepProfiler(base.active, 1, count, max(1, usable_cores() // setup.plan.processes))
     with GpuMonitor(gpu_uuid(base.world.device), lambda _: None) as monitor:
         for number, loaded in enumerate(base.batches(count + 1)):
             base.active.step(loaded)
             profiler.step_ended(number, loaded.work)
         readings = dict(monitor.latest())
-    found, capacity = profiler.findings, _capacity(setup)
-    found["memory"] |= {
-        "capacity": capacity,
-        "share": found["memory"]["in_use"] / capacity,
-        "step_peak": base.peak_of_step(),
-    }
-    folder = Path(setup.request.run.out).expanduser() / FOLDER / _name(setup)
-    if base.world.is_main:
-        with atomic_files.explain_write_errors(folder):
-            found["files"] = profiler.write(folder)
-    return {
+    hardware, on_gpu = setup.hardware, setup.plan.device == "cuda"
+    capacity = hardware.gpu.memory_bytes if on_gpu else hardware.ram_bytes // setup.plan.processes
+    found = {
         "task": setup.recipe.task,
         "recipe_hash": setup.recipe.hash(),
-        "phase": base.phase,
-        **found,
+        "phase": base.active.schedule.name,
+        **profiler.findings,
+        "memory_share": peak_bytes(base.world.device) / capacity,
         "cores": usable_cores(),
         "power_watts": readings.get("power_watts"),
-        "targets": targets(found),
         "plan": setup.plan.to_dict(),
-        "folder": str(folder),
     }
+    if base.world.is_main:
+        with atomic_files.explain_write_errors(setup.folder(FOLDER)):
+            found["files"] = profiler.write(setup.folder(FOLDER))
+    return found | {"targets": targets(found)}
 
 
-def _name(setup: Setup) -> str:
-    return setup.request.run.name or run_name(setup.recipe)
-
-
-def _cores(setup: Setup) -> int:
-    """Cores that this process computes on where it trains on the CPU."""
-    return max(1, usable_cores() // setup.plan.processes)
-
-
-def _capacity(setup: Setup) -> int:
-    """Bytes of memory of a process."""
-    if setup.plan.device == "cuda":
-        return setup.hardware.gpu.memory_bytes
-    return setup.hardware.ram_bytes // setup.plan.processes
-
-
-def _advice(setup: Setup, base: TrialSession, found: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
-    """What may help, tried, with the gain of each; the largest first, and what helps not at the end."""
-    rows = []
-    for name, sentence in worth_a_trial(found, found["plan"]):
-        measure, best = measure_named(name), None
-        for setting in measure.changes(setup):
-            if setting.takes_away or _makes_more_micro_batches(setting, found):
-                continue
-            try:
-                variant = setup.variant(setting.plan, setting.recipe, fused=setting.fused)
-            except UserError as error:
-                print(printable(f"{setting.flags}: {error}"), file=sys.stderr)
-                continue
-            print(printable(f"trying {setting.flags}"), file=sys.stderr)
-            end = now() + seconds
-            tried = compare(base, variant, end, measure.unit, limit=end + 2 * seconds)
-            if tried.problem:
-                print(printable(f"{setting.flags}: {tried.problem}"), file=sys.stderr)
-            elif tried.ratios and (best is None or tried.ratio > best["ratio"]):
-                best = {"flags": setting.flags, **_kind(setup.base, variant), **tried.to_dict()}
-        if best is not None:
-            rows.append({"measure": name, **best, "text": _sentence(sentence, best)})
-    return sorted(rows, key=lambda row: (not row["helps"], -row["ratio"]))
+def _tried(
+    setup: Setup, base: TrialSession, found: dict[str, Any], advice: dict[str, str], seconds: float
+) -> dict[str, Any]:
+    """The fastest way to take the measure, as a row with its text; empty where there is none."""
+    one = measure_named(advice["measure"])
+    tried = [
+        try_settings(setup, base, [setting], now() + seconds, now() + 3 * seconds, one)
+        for setting in one.changes(setup)
+        if not setting.takes_away and not _makes_more_micro_batches(setting, found)
+    ]
+    best = max((trial for trial in tried if trial.rounds.ratios), key=lambda t: t.rounds.ratio, default=None)
+    if best is None or best.rounds.problem:
+        return {}
+    new_recipe = bool(best.settings[0].recipe)
+    text = _sentence(advice["text"], best, new_recipe)
+    return {
+        "flags": best.settings[0].flags,
+        "new_recipe": new_recipe,
+        "invariance": best.invariance,
+        **best.rounds.to_dict(),
+        "text": text,
+    }
 
 
 def _makes_more_micro_batches(setting: Setting, found: dict[str, Any]) -> bool:
@@ -165,25 +138,17 @@ def _makes_more_micro_batches(setting: Setting, found: dict[str, Any]) -> bool:
     return samples is not None and found["padding"] <= PADDING and samples < found["samples_per_micro_batch"]
 
 
-def _kind(base: Variant, variant: Variant) -> dict[str, Any]:
-    """Whether a variant is another recipe, and its invariance where that is weaker than the base's."""
-    found, before = variant.plan.invariance, base.plan.invariance
-    return {
-        "new_recipe": variant.recipe != base.recipe,
-        "invariance": "" if INVARIANCES.index(found) <= INVARIANCES.index(before) else found,
-    }
-
-
-def _sentence(why: str, best: dict[str, Any]) -> str:
-    what = f"{best['ratio']:.2f} times as fast here (+-{best['spread']:.0%}, {best['rounds']} rounds)"
-    if not best["helps"] and best["ratio"] > 1 + LEAST_GAIN:
-        return f"{why}; {best['flags']} may help: {what}, which the noise forbids to promise"
-    if not best["helps"]:
-        return f"{why}, but {best['flags']} does not help: {what}"
-    remark = "; it is another recipe" if best["new_recipe"] else ""
-    if best["invariance"]:
-        remark = f"; it rounds differently ({best['invariance']})"
-    return f"{why}: {best['flags']} makes it {what}{remark}"
+def _sentence(why: str, best: TriedSettings, new_recipe: bool) -> str:
+    rounds, flags = best.rounds, best.settings[0].flags
+    what = f"{rounds.ratio:.2f} times as fast here (+-{rounds.spread:.0%}, {len(rounds.ratios)} rounds)"
+    if not rounds.helps and rounds.ratio > 1 + LEAST_GAIN:
+        return f"{why}; {flags} may help: {what}, which the noise forbids to promise"
+    if not rounds.helps:
+        return f"{why}, but {flags} does not help: {what}"
+    remark = "; it is another recipe" if new_recipe else ""
+    if best.invariance:
+        remark = f"; it rounds differently ({best.invariance})"
+    return f"{why}: {flags} makes it {what}{remark}"
 
 
 def lines_of(found: dict[str, Any]) -> list[str]:
@@ -194,4 +159,4 @@ def lines_of(found: dict[str, Any]) -> list[str]:
     lines += [f"  {number}. {row['text']}" for number, row in enumerate(found["advice"], 1)]
     if not found["advice"]:
         lines.append("  nothing of what is known to help applies here")
-    return [*lines, "", *(f"{what.replace('_', ' ')}: {file}" for what, file in found["files"].items())]
+    return [*lines, "", *(f"{what}: {file}" for what, file in found["files"].items())]

@@ -18,26 +18,37 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.facts import Facts
 from isobatch.core.flags import flags_of
 from isobatch.core.package import ROOT, cache_folder
+from isobatch.core.plan import INVARIANCES, Plan
+from isobatch.core.recipe import Recipe
 from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.machine.history import machine_record
 from isobatch.engine.planning.planner import make_plan
+from isobatch.engine.runs.run_folder import run_name
 from isobatch.launch.local.accelerate_launcher import launch_workers
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import print_unless_quiet
-from isobatch.launch.measuring.trial import Variant
 from isobatch.models.base import ModelSize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from isobatch.core.plan import Plan
-    from isobatch.core.recipe import Recipe
-from isobatch.core.plan import PlanOptions
+    from isobatch.core.plan import PlanOptions
 
 NO_VALUES: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """What a trial runs."""
+
+    recipe: Recipe
+    plan: Plan
+    facts: Facts
+    fused: bool = True
+    """Whether the optimizer may use its fused kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +60,6 @@ class Setup:
     size: ModelSize
     hardware: Hardware
     base: Variant
-    asked: PlanOptions
-    """What the plan of the base was asked for."""
     world: int | None
 
     @property
@@ -62,18 +71,17 @@ class Setup:
         return self.base.recipe
 
     @property
-    def options(self) -> dict[str, Any]:
-        """The task's own recipe fields."""
-        return self.recipe.options
+    def asked(self) -> PlanOptions:
+        """What the plan of the base was asked for."""
+        return self.request.plan
 
     def variant(
-        self, plan: Mapping[str, Any] = NO_VALUES, recipe: Mapping[str, Any] = NO_VALUES, **how: Any
+        self, plan: Mapping[str, Any] = NO_VALUES, recipe: Mapping[str, Any] = NO_VALUES, fused: bool = True
     ) -> Variant:
-        """The base with these options of the plan and fields of the recipe; `how`: fields of `Variant`.
+        """The base with these options of the plan and fields of the recipe.
 
         `plan` may name `threads`, which is no option. Raises UserError where the planner refuses it.
         """
-        threads = plan.get("threads")
         asked = dataclasses.replace(self.asked, **{k: v for k, v in plan.items() if k != "threads"})
         changed, facts, size = self.recipe, self.facts, self.size
         if recipe:
@@ -84,17 +92,33 @@ class Setup:
             task.check()
             facts = prepare(data)
             size = task.model_size(facts)
-        record = machine_record(self.hardware, cache_folder())
-        made = make_plan(changed, facts, size, self.hardware, asked, world=self.world, measured=record)
-        if threads is not None:
-            made = dataclasses.replace(made, threads=threads)
-        return Variant(changed, made, facts, **how)
+        made = _plan(changed, facts, size, self.hardware, asked, self.world)
+        if "threads" in plan:
+            made = dataclasses.replace(made, threads=plan["threads"])
+        return Variant(changed, made, facts, fused)
+
+    def weaker(self, variant: Variant) -> str:
+        """The invariance of a variant's plan where it is weaker than the base's; else empty."""
+        found, before = variant.plan.invariance, self.plan.invariance
+        return "" if INVARIANCES.index(found) <= INVARIANCES.index(before) else found
 
     def usual_samples(self) -> int:
         """About how many samples a micro-batch has on one process."""
         share = math.ceil(self.recipe.batch_size / self.plan.processes)
         mean = max(1.0, self.facts.mean_length)
         return int(max(1, min(share, self.plan.micro_batch_samples, self.plan.micro_batch_tokens // mean)))
+
+    def folder(self, kind: str) -> Path:
+        """Where the answer is written: OUT/KIND/NAME."""
+        run = self.request.run
+        return Path(run.out).expanduser() / kind / (run.name or run_name(self.recipe))
+
+
+def _plan(
+    recipe: Recipe, facts: Facts, size: ModelSize, hardware: Hardware, asked: PlanOptions, world: int | None
+) -> Plan:
+    record = machine_record(hardware, cache_folder())
+    return make_plan(recipe, facts, size, hardware, asked, world=world, measured=record)
 
 
 def read_setup(words: Sequence[str], command: str, options: type) -> Setup:
@@ -108,10 +132,8 @@ def read_setup(words: Sequence[str], command: str, options: type) -> Setup:
     task.fetch()
     model_size, hardware = task.model_size(facts), detect()
     world = size if size > 1 else None
-    recipe, asked = request.recipe, request.plan
-    record = machine_record(hardware, cache_folder())
-    plan = make_plan(recipe, facts, model_size, hardware, asked, world=world, measured=record)
-    return Setup(request, facts, model_size, hardware, Variant(recipe, plan, facts), asked, world)
+    plan = _plan(request.recipe, facts, model_size, hardware, request.plan, world)
+    return Setup(request, facts, model_size, hardware, Variant(request.recipe, plan, facts), world)
 
 
 def measure_in_world(

@@ -1,8 +1,8 @@
-"""A trial: the steps of a recipe under a plan, in rounds that alternate with those of other trials.
+"""Trials: the steps of a variant, in rounds that alternate with those of the base; the median ratio counts.
 
-    with TrialSession(variant, world) as trial:
-        trial.warm_up()
-        seconds = trial.round(4)
+    with TrialSession(setup.base, world) as base:
+        base.warm_up()
+        found = compare(base, setup.variant({"prefetch": 8}), end=now() + 10)
 
 A round loads its data anew, so that nothing is fetched ahead of it while another trial runs.
 """
@@ -12,40 +12,39 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import time
-from dataclasses import dataclass
+import itertools
+import math
+from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isobatch.core.facts import Facts
-from isobatch.core.plan import Plan
-from isobatch.core.recipe import Recipe
-from isobatch.engine.profiling.memory import peak_of_tensors
+from isobatch.core.measures import now
+from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.training.session import Session
 from isobatch.models.attention_functions import register_again, registered_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     from isobatch.core.plan import Precision
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.loading.loader import LoadedStep
     from isobatch.engine.training.active_phase import ActivePhase
+    from isobatch.launch.measuring.measures import Unit
+    from isobatch.launch.measuring.setup import Variant
 
 WARM_STEPS = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """What a trial runs."""
-
-    recipe: Recipe
-    plan: Plan
-    facts: Facts
-    fused: bool = True
-    """Whether the optimizer may use its fused kernel."""
+ROUND_SECONDS = 0.4
+"""A round has as many steps as fit into this."""
+LEAST_STEPS, MOST_STEPS = 4, 50
+"""Loader processes bring their batches together: a single step would show none or all of a wait."""
+LEAST_ROUNDS, MOST_ROUNDS = 3, 9
+LEAST_GAIN = 0.03
+"""What is less than this faster counts as the same."""
+NO_TIME = "no time was left to measure it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +57,9 @@ class Round:
     tokens: int
     """Without padding."""
 
-    @property
-    def step_seconds(self) -> float:
-        return self.seconds / self.steps
+    def cost(self, unit: Unit) -> float:
+        """Seconds for a sample, or for a token."""
+        return self.seconds / max(1, self.samples if unit == "samples" else self.tokens)
 
 
 class TrialSession:
@@ -99,22 +98,17 @@ class TrialSession:
             torch.cuda.empty_cache()
 
     @property
-    def phase(self) -> str:
-        """The phase whose steps are measured: the last."""
-        return self.active.schedule.name
-
-    @property
     def fill_steps(self) -> int:
         """First steps of a round that do not count: the loader begins, its processes bring a batch each."""
         return 1 + self.variant.plan.workers
 
     def warm_up(self) -> None:
         """First steps: buffers are made, graphs compiled."""
-        began = time.perf_counter()
+        began = now()
         for loaded in self.batches(WARM_STEPS):
             self.active.step(loaded)
         self.synchronize()
-        self.warm_seconds = time.perf_counter() - began
+        self.warm_seconds = now() - began
 
     def round(self, steps: int) -> Round:
         """So many steps, timed."""
@@ -125,9 +119,9 @@ class TrialSession:
                 samples, tokens = samples + len(loaded.work.samples), tokens + loaded.work.tokens
             if number == fill - 1:
                 self.synchronize()
-                began = time.perf_counter()
+                began = now()
         self.synchronize()
-        return Round(time.perf_counter() - began, steps, samples, tokens)
+        return Round(now() - began, steps, samples, tokens)
 
     def batches(self, count: int) -> Iterator[LoadedStep]:
         """The next `count` steps; from the phase's first again where it has no more. No more is fetched."""
@@ -153,6 +147,13 @@ class TrialSession:
                 self.active.step(loaded)
 
         return peak_of_tensors(step, self.world.device)
+
+    def steps_per_round(self) -> int:
+        """As many steps as fit into ROUND_SECONDS by the warm steps; the same on every rank."""
+        step = self.warm_seconds / WARM_STEPS
+        most = min(MOST_STEPS, self.active.schedule.steps - self.fill_steps)
+        steps = max(1, min(most, max(LEAST_STEPS, int(ROUND_SECONDS / step))))
+        return int(self.world.broadcast_object(steps))
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -180,3 +181,109 @@ def forbid_fused(optimizer: Any) -> None:
     """Let torch's optimizer step parameter by parameter, as without its fused kernel."""
     for group in getattr(optimizer, "param_groups", ()):
         group.update({name: False for name in ("fused", "foreach") if name in group})
+
+
+def peak_of_tensors(run: Callable[[], None], device: torch.device) -> int:
+    """Most bytes of tensors that live at once while `run` runs, beyond those before; exact on CPU and GPU."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
+        run()
+    results: Any = profile.profiler.kineto_results
+    events = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
+    return max([0, *itertools.accumulate(change for _, change in sorted(events, key=lambda e: e[0]))])
+
+
+@dataclass(slots=True)
+class PairedRounds:
+    """A variant beside the base: `ratios` above 1 are faster."""
+
+    ratios: list[float] = field(default_factory=list)
+    """Of each round: time of the base over that of the variant, for a sample (or a token)."""
+    step_seconds: list[float] = field(default_factory=list)
+    """Of the variant, in each round."""
+    warm_seconds: float = 0.0
+    """Of the variant's first steps, with its compilation."""
+    peak: int = 0
+    """Most bytes of tensors at once in a step of the variant, beyond those between steps."""
+    problem: str = ""
+    """Why there is no figure."""
+
+    @property
+    def ratio(self) -> float:
+        """The median over the rounds; 0 without any."""
+        return median(self.ratios) if self.ratios else 0.0
+
+    @property
+    def spread(self) -> float:
+        """Median distance of a round's ratio from the median, as a share of it."""
+        return median(abs(r - self.ratio) for r in self.ratios) / self.ratio if self.ratios else 0.0
+
+    @property
+    def helps(self) -> bool:
+        """Whether it is faster, beyond the noise of the rounds."""
+        enough = not self.problem and len(self.ratios) >= LEAST_ROUNDS
+        return enough and self.ratio > 1 + max(LEAST_GAIN, 2 * self.spread)
+
+    def beats(self, noise: PairedRounds) -> bool:
+        """Whether it is faster, and by more than the base beside itself seemed to be."""
+        return self.helps and self.ratio > 1 + abs(noise.ratio - 1) + noise.spread
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        if self.problem:
+            return {"problem": self.problem}
+        return {
+            "ratio": self.ratio,
+            "spread": self.spread,
+            "helps": self.helps,
+            "rounds": len(self.ratios),
+            "step_seconds": median(self.step_seconds),
+            "warm_seconds": self.warm_seconds,
+            "peak": self.peak,
+        }
+
+
+def compare(
+    base: TrialSession, variant: Variant, end: float, unit: Unit = "samples", limit: float = math.inf
+) -> PairedRounds:
+    """Rounds of the base, which is open and warm, and of a variant, until about `end` (as of `now`).
+
+    At least LEAST_ROUNDS, but none begins that would end after `limit`. What goes wrong with the variant is
+    told and not raised: others are measured after it.
+    """
+    found = PairedRounds()
+    try:
+        with TrialSession(variant, base.world) as trial:
+            trial.warm_up()
+            found.warm_seconds = trial.warm_seconds
+            alternate(base, trial, found, unit, end, limit)
+            found.peak = trial.peak_of_step()
+    except Exception as error:
+        known = classify(error)
+        text = str(known if known is not None else error).strip() or type(error).__name__
+        found.problem = text.splitlines()[0][:200]
+    if not found.ratios and not found.problem:
+        found.problem = NO_TIME
+    return found
+
+
+def alternate(
+    base: TrialSession, trial: TrialSession, found: PairedRounds, unit: Unit, end: float, limit: float
+) -> None:
+    """Add rounds of both to `found`, in turn, which of them is first too."""
+    steps, length = base.steps_per_round(), 0.0
+    while True:
+        began, rounds = now(), len(found.ratios)
+        goes_on = rounds < MOST_ROUNDS and began + length <= (end if rounds >= LEAST_ROUNDS else limit)
+        if not base.world.broadcast_object(goes_on):  # every rank takes as many as rank 0's clock allows
+            return
+        order = (base, trial) if rounds % 2 == 0 else (trial, base)
+        timed = {one: one.round(steps) for one in order}
+        found.ratios.append(timed[base].cost(unit) / timed[trial].cost(unit))
+        found.step_seconds.append(timed[trial].seconds / steps)
+        length = now() - began

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.planner import make_plan
-from isobatch.launch.measuring import compare as comparing
-from isobatch.launch.measuring import measures, tune
-from isobatch.launch.measuring.compare import PairedRounds
+from isobatch.launch.measuring import measures, trial, tune
 from isobatch.launch.measuring.measures import MEASURES, Setting, measure_named
-from isobatch.launch.measuring.setup import Setup
-from isobatch.launch.measuring.trial import Round, Variant
+from isobatch.launch.measuring.setup import Setup, Variant
+from isobatch.launch.measuring.trial import PairedRounds, Round
+from isobatch.launch.measuring.tune import TriedSettings
 from isobatch.models.base import ModelSize
 from isobatch.tests.paths import ROOT
 
@@ -40,7 +39,7 @@ RECIPE = Recipe(task="causal-lm")
 def setup(asked: PlanOptions = PlanOptions(), recipe: Recipe = RECIPE, **changes: Any) -> Setup:  # noqa: B008
     plan = dataclasses.replace(make_plan(recipe, FACTS, SIZE, HERE, asked), **changes)
     request: Any = SimpleNamespace(plan=asked, workload=None)
-    return Setup(request, FACTS, SIZE, HERE, Variant(recipe, plan, FACTS), asked, None)
+    return Setup(request, FACTS, SIZE, HERE, Variant(recipe, plan, FACTS), None)
 
 
 def flags(name: str, where: Setup) -> list[str]:
@@ -53,7 +52,6 @@ def test_a_measure_is_tried_only_where_it_applies(monkeypatch: pytest.MonkeyPatc
     assert flags("batch", plain) == ["--batch-size 64", "--batch-size 128"]
     assert flags("pinned memory", plain) == []
     assert flags("monitoring interval", plain) == []
-    assert flags("embedding cache", plain) == []
     assert flags("packing", plain) == ["--pack on"]
     assert flags("compile", plain) == ["--compile on"]
     assert flags("micro-batch", setup(PlanOptions(micro_batch=1))) == ["no --micro-batch"]
@@ -83,9 +81,9 @@ class Steps:
     """A trial whose rounds take the seconds that a test names."""
 
     def __init__(self, seconds: list[float]) -> None:
-        self.seconds, self.warm_seconds, self.fill_steps = iter(seconds), 0.02, 1
-        self.active = SimpleNamespace(schedule=SimpleNamespace(steps=100))
+        self.seconds = iter(seconds)
         self.world = SimpleNamespace(broadcast_object=lambda value: value)
+        self.steps_per_round = lambda: 4
 
     def round(self, steps: int) -> Round:
         return Round(next(self.seconds), steps, samples=8, tokens=80)
@@ -95,7 +93,7 @@ def test_rounds_are_paired_and_their_median_counts() -> None:
     found = PairedRounds()
     base: Any = Steps([2.0, 20.0, 2.0])  # another program took the cores in the second round
     variant: Any = Steps([1.0, 10.0, 1.1])
-    comparing._alternate(base, variant, found, "samples", lambda _: len(found.ratios) == 3)  # noqa: SLF001
+    trial.alternate(base, variant, found, "samples", 0.0, math.inf)
     assert found.ratios == pytest.approx([2.0, 2.0, 2 / 1.1])
     assert found.ratio == 2.0
     assert found.helps
@@ -104,26 +102,17 @@ def test_rounds_are_paired_and_their_median_counts() -> None:
     assert not PairedRounds(ratios=[1.5, 1.5]).helps, "two rounds show no noise"
 
 
-def test_a_comparison_ends_at_its_limit_whatever_it_does() -> None:
-    began = time.perf_counter()
-
-    def busy() -> None:
-        with comparing._ends_at(began + 0.1):  # noqa: SLF001
-            try:
-                time.sleep(20)
-            except Exception:  # a library that goes on after errors
-                time.sleep(20)
-
-    with pytest.raises(comparing._TimeIsOverError):  # noqa: SLF001
-        busy()
-    assert time.perf_counter() - began < 2
+def test_no_round_begins_after_the_limit() -> None:
+    found, none = PairedRounds(), Steps([])
+    trial.alternate(none, none, found, "samples", math.inf, time.perf_counter() - 1)  # type: ignore[arg-type]
+    assert not found.ratios
 
 
 def rounds(ratio: float) -> PairedRounds:
     return PairedRounds(ratios=[ratio] * 3)
 
 
-def test_what_is_within_the_noise_of_the_base_itself_is_not_kept() -> None:
+def test_what_is_within_the_noise_of_the_base_itself_is_not_named() -> None:
     quiet, loud = PairedRounds(ratios=[1.0] * 3), PairedRounds(ratios=[1.1, 1.16, 1.2])
     assert rounds(1.12).beats(quiet)
     assert not rounds(1.12).beats(loud)
@@ -131,9 +120,12 @@ def test_what_is_within_the_noise_of_the_base_itself_is_not_kept() -> None:
 
 
 def test_of_two_settings_of_one_field_the_faster_is_named() -> None:
-    batches = [Setting(flags=f"--batch-size {n}", recipe={"batch_size": n}) for n in (128, 64)]
-    other = Setting(flags="--prefetch 8", plan={"prefetch": 8})
-    assert tune.compatible([batches[0], other, batches[1]]) == [batches[0], other]
+    tried = [
+        TriedSettings((Setting(flags="", recipe={"batch_size": 128}),), rounds(2)),
+        TriedSettings((Setting(flags="", plan={"prefetch": 8}),), rounds(1.5)),
+        TriedSettings((Setting(flags="", recipe={"batch_size": 64}, plan={"micro_batch": 4}),), rounds(1.2)),
+    ]
+    assert tune.compatible(tried) == tried[:2]
 
 
 def test_a_verdict_within_the_noise_is_open() -> None:
@@ -147,20 +139,34 @@ def test_a_verdict_within_the_noise_is_open() -> None:
     assert verdict(1.3) == "open"
 
 
-def test_only_plan_choices_that_learn_as_exactly_are_kept() -> None:
-    where = setup()
-    exact, rough = where.variant({"micro_batch": 8}), where.variant({"precision": "bf16"})
-    other = Variant(dataclasses.replace(RECIPE, batch_size=64), where.plan, FACTS)
-    tried: list[tune.Tried] = [
-        (measure_named("micro-batch"), Setting(flags="m8", plan={"micro_batch": 8}), exact, rounds(1.3)),
-        (measure_named("micro-batch"), Setting(flags="m4", plan={"micro_batch": 4}), exact, rounds(1.2)),
-        (measure_named("mixed precision"), Setting(flags="b", plan={"precision": "bf16"}), rough, rounds(2)),
-        (measure_named("batch"), Setting(flags="r", recipe={"batch_size": 64}), other, rounds(1.5)),
-        (measure_named("threads"), Setting(flags="t", plan={"threads": 2}), exact, rounds(3)),
-        (measure_named("loading"), Setting(flags="w", plan={"workers": 2}), exact, rounds(0.9)),
-    ]
-    assert [s.flags for s, _ in tune.best_settings(where, tried, False)] == ["m8"]
-    assert [s.flags for s, _ in tune.best_settings(where, tried, True)] == ["t", "b", "r", "m8"]
+def test_only_plan_choices_that_learn_as_exactly_are_to_be_typed(
+    say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds that are made up: prefetching 1.3 times as fast, bf16 2 times, a larger batch 1.5 times."""
+    gains = {"prefetch": 1.3, "precision": 2.0, "batch_size": 1.5}
+
+    def made_up(base: Any, variant: Variant, *_: Any, **__: Any) -> PairedRounds:
+        plan, recipe = variant.plan, variant.recipe
+        before = base.variant
+        changed = {
+            "prefetch": plan.prefetch != before.plan.prefetch,
+            "precision": plan.precision != before.plan.precision,
+            "batch_size": recipe.batch_size != before.recipe.batch_size,
+        }
+        gain = math.prod(gains[name] for name, is_so in changed.items() if is_so)
+        return PairedRounds(ratios=[gain] * 3, step_seconds=[1 / gain] * 3, peak=100)
+
+    monkeypatch.setattr(tune, "compare", made_up)
+    monkeypatch.setattr(measures, "usable_cores", lambda: 1)
+    names = ("batch", "loading", "mixed precision")
+    monkeypatch.setattr(tune, "MEASURES", [measure_named(name) for name in names])
+    words = ("--task", RAGGED, "--out", str(tmp_path), "--device", "cpu", "--quiet")
+    found = json.loads(say(tune.tune, *words, "--json")[1])
+    assert found["keep"] == ["--prefetch 8"]
+    assert found["keep_rounds"]["ratio"] == pytest.approx(1.3)
+    assert found["everything"]["ratio"] >= 1.5 * 1.3
+    assert any("--batch-size" in flags for flags in found["everything"]["flags"])
+    assert any(line.startswith("type: --prefetch 8") for line in tune.table_lines(found))
 
 
 def test_tune_on_a_task(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +175,7 @@ def test_tune_on_a_task(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(measures, "usable_cores", lambda: 1)
     few = [measure_named(name) for name in ("micro-batch", "packing")]
     monkeypatch.setattr(tune, "MEASURES", few)
-    monkeypatch.setattr(comparing, "ROUND_SECONDS", 0.05)
+    monkeypatch.setattr(trial, "ROUND_SECONDS", 0.05)
     began = time.time()
     words = ("--task", RAGGED, "--out", str(tmp_path), "--device", "cpu", "--quiet", "--micro-batch", "1")
     code, out, _ = say(tune.tune, *words, "--minutes", "0.4", "--json")
@@ -179,8 +185,3 @@ def test_tune_on_a_task(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     worth = {row["measure"]: row.get("worth") for row in found["rows"]}
     assert worth["micro-batch"] > 1.2
     assert list(tmp_path.glob("tuned/*/tune.png"))
-
-
-def test_minutes_are_a_number(say: Say) -> None:
-    with pytest.raises(UserError, match="--minutes"):
-        say(tune.tune, "--task", RAGGED, "--minutes", "soon")
