@@ -138,7 +138,7 @@ def timers(task: str) -> Row:
     with TrialSession(setup.base, Communicator(setup.plan)) as trial:
         trial.warm_up()
         for _ in range(15):
-            off = trial.round(5).step_seconds
+            off = trial.round(5).seconds / 5
             trial.world.recorder.start(trial.world.device)
             began = time.perf_counter()
             for loaded in trial.batches(6):

@@ -17,7 +17,7 @@ from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.measuring.measures import Setting, measure_named, usable_cores
 from isobatch.launch.measuring.setup import Setup, measure_in_world, read_setup
 from isobatch.launch.measuring.trial import LEAST_GAIN, TrialSession
-from isobatch.launch.measuring.tune import TriedSettings, try_settings
+from isobatch.launch.measuring.tune import Candidate, try_settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -138,7 +138,7 @@ def _makes_more_micro_batches(setting: Setting, found: dict[str, Any]) -> bool:
     return samples is not None and found["padding"] <= PADDING and samples < found["samples_per_micro_batch"]
 
 
-def _sentence(why: str, best: TriedSettings, new_recipe: bool) -> str:
+def _sentence(why: str, best: Candidate, new_recipe: bool) -> str:
     rounds, flags = best.rounds, best.settings[0].flags
     what = f"{rounds.ratio:.2f} times as fast here (+-{rounds.spread:.0%}, {len(rounds.ratios)} rounds)"
     if not rounds.helps and rounds.ratio > 1 + LEAST_GAIN:

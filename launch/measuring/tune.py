@@ -51,7 +51,7 @@ OPTIONS = TuneOptions
 
 
 @dataclass(frozen=True, slots=True)
-class TriedSettings:
+class Candidate:
     """A setting that was tried, or several together."""
 
     settings: tuple[Setting, ...]
@@ -80,7 +80,8 @@ def measure(setup: Setup, world: Communicator) -> dict[str, Any]:
     options = TuneOptions(**setup.request.extra)
     limit = now() + 60 * options.minutes - _seconds_since_start() - RESERVED_SECONDS
     settings = [(m, s) for m in sorted(MEASURES, key=lambda m: m.slow) for s in m.changes(setup)]
-    rows, best = [], {}
+    rows: list[dict[str, Any]] = []
+    best: dict[str, Candidate] = {}
     with TrialSession(setup.base, world) as base:
         base.warm_up()
         shares = len(settings) + TOGETHER + 1
@@ -132,23 +133,23 @@ def _share(limit: float, shares: int) -> float:
 
 def try_settings(
     setup: Setup, base: TrialSession, settings: Sequence[Setting], end: float, limit: float, one: Measure
-) -> TriedSettings:
+) -> Candidate:
     """The settings together, beside the base; what comes first in the list decides a field of several."""
     if now() >= limit - (SLOW_SECONDS if one.slow else 0.0):
-        return TriedSettings((*settings,), PairedRounds(problem=NO_TIME))
+        return Candidate((*settings,), PairedRounds(problem=NO_TIME))
     plan = {name: value for setting in reversed(settings) for name, value in setting.plan.items()}
     recipe = {name: value for setting in reversed(settings) for name, value in setting.recipe.items()}
     try:
         variant = setup.variant(plan, recipe, fused=all(setting.fused for setting in settings))
     except UserError as error:
-        return TriedSettings((*settings,), PairedRounds(problem=str(error)))
+        return Candidate((*settings,), PairedRounds(problem=str(error)))
     if base.world.is_main:
         print(printable(f"trying {one.name}: {' '.join(s.flags for s in settings)}"), file=sys.stderr)
     rounds = compare(base, variant, end, one.unit, limit)
-    return TriedSettings((*settings,), rounds, setup.weaker(variant))
+    return Candidate((*settings,), rounds, setup.weaker(variant))
 
 
-def _row(one: Measure, setting: Setting, tried: TriedSettings, peak: int) -> dict[str, Any]:
+def _row(one: Measure, setting: Setting, tried: Candidate, peak: int) -> dict[str, Any]:
     """A row of the table; `worth` is the factor of having the measure, whether the base has it or not."""
     rounds = tried.rounds
     row = {
@@ -175,9 +176,9 @@ def verdict(worth: float, rounds: PairedRounds, quoted: float) -> str:
     return "as quoted" if worth > quoted else "not here"
 
 
-def compatible(tried: Iterable[TriedSettings]) -> list[TriedSettings]:
+def compatible(tried: Iterable[Candidate]) -> list[Candidate]:
     """The trials without those that set a field which a faster one sets, too."""
-    found: list[TriedSettings] = []
+    found: list[Candidate] = []
     fields: set[str] = set()
     for one in tried:
         own = {name for setting in one.settings for name in (*setting.plan, *setting.recipe)}
@@ -186,12 +187,10 @@ def compatible(tried: Iterable[TriedSettings]) -> list[TriedSettings]:
     return found
 
 
-def _together(
-    setup: Setup, base: TrialSession, best: list[TriedSettings], end: float, limit: float
-) -> TriedSettings:
+def _together(setup: Setup, base: TrialSession, best: list[Candidate], end: float, limit: float) -> Candidate:
     """All of them where they are faster together than the first, which is the fastest; else that one."""
     if not best:
-        return TriedSettings((), PairedRounds(problem="nothing helps"))
+        return Candidate((), PairedRounds(problem="nothing helps"))
     together = [setting for one in compatible(best) for setting in one.settings]
     if len(together) == 1:
         return best[0]

@@ -20,7 +20,7 @@ from isobatch.launch.measuring import measures, trial, tune
 from isobatch.launch.measuring.measures import MEASURES, Setting, measure_named
 from isobatch.launch.measuring.setup import Setup, Variant
 from isobatch.launch.measuring.trial import PairedRounds, Round
-from isobatch.launch.measuring.tune import TriedSettings
+from isobatch.launch.measuring.tune import Candidate
 from isobatch.models.base import ModelSize
 from isobatch.tests.paths import ROOT
 
@@ -121,9 +121,9 @@ def test_what_is_within_the_noise_of_the_base_itself_is_not_named() -> None:
 
 def test_of_two_settings_of_one_field_the_faster_is_named() -> None:
     tried = [
-        TriedSettings((Setting(flags="", recipe={"batch_size": 128}),), rounds(2)),
-        TriedSettings((Setting(flags="", plan={"prefetch": 8}),), rounds(1.5)),
-        TriedSettings((Setting(flags="", recipe={"batch_size": 64}, plan={"micro_batch": 4}),), rounds(1.2)),
+        Candidate((Setting(flags="", recipe={"batch_size": 128}),), rounds(2)),
+        Candidate((Setting(flags="", plan={"prefetch": 8}),), rounds(1.5)),
+        Candidate((Setting(flags="", recipe={"batch_size": 64}, plan={"micro_batch": 4}),), rounds(1.2)),
     ]
     assert tune.compatible(tried) == tried[:2]
 
