@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -13,22 +14,62 @@ from isobatch.core import hub_cache
 from isobatch.core.package import cache_folder
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.detect_nvidia import OWN_FILES
-from isobatch.launch.doctor import devices, network, software, storage, variables
-from isobatch.launch.doctor.children import Child
+from isobatch.launch.doctor import devices, software, storage
+from isobatch.launch.doctor.probes import Child, Probe
+from isobatch.launch.doctor.software import reinstall
 from isobatch.launch.local.interfaces import loopback_interface
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from isobatch.launch.doctor.check import Check
-    from isobatch.launch.doctor.children import Answer
 
-SECONDS = 60.0
-COMPILE_SECONDS = 10.0
-"""The first compilation takes 8 s of a processor: one that is still at work then has met no error."""
+ROOT = Path("/")
 ALL_SECONDS, LEAST_SECONDS = 19.0, 1.5
 """Of all checks; of measuring the processor, where the others took that long."""
-ROOT = Path("/")
+COMPILE = Probe(
+    name="torch.compile",
+    function="compiled",
+    remedy="--compile off trains without it; its message in full: TORCH_LOGS=+inductor",
+    needed_by="--compile on and --compile reduce-overhead",
+    seconds=10.0,  # a first compilation takes 8 s: one that is still at work then has met no error
+    patient=False,
+)
+GLOO = Probe(
+    name="gloo",
+    function="all_reduce",
+    arguments={"backend": "gloo", "processes": 2},
+    remedy="unset GLOO_SOCKET_IFNAME; ip link set lo up; a firewall must let this machine reach itself",
+)
+NCCL = Probe(
+    name="nccl",
+    function="all_reduce",
+    remedy="NCCL_DEBUG=INFO isobatch doctor says why; nvidia-smi topo -m shows the links;"
+    " unset NCCL_P2P_DISABLE, or try NCCL_P2P_DISABLE=1; a larger /dev/shm",
+)
+TORCH = Probe(name="torch", function="arithmetic", remedy=reinstall("torch"))
+LIBRARIES = (
+    Probe(
+        name="bitsandbytes",
+        function="quantised",
+        remedy=reinstall("bitsandbytes>=0.49"),
+        needed_by="--load-bits, --adapter qlora and 8-bit optimizers",
+    ),
+    Probe(
+        name="DeepSpeed",
+        function="deepspeed_step",
+        remedy=f"{reinstall('deepspeed>=0.19')}; where it asks for CUDA_HOME: install CUDA's"
+        " compiler (nvcc) and export CUDA_HOME=/usr/local/cuda",
+        needed_by="--strategy zero1, zero2 and zero3",
+    ),
+)
+SPEED = Probe(
+    name="speed",
+    function="ceilings",
+    remedy="plug it in; sudo cpupower frequency-set -g performance; then rm ISOBATCH_CACHE/ceilings-*",
+    needed_by="plans for this machine",
+    patient=False,
+)
 
 
 def check_machine(out: Path) -> Iterator[Check]:
@@ -36,49 +77,41 @@ def check_machine(out: Path) -> Iterator[Check]:
     began, load = time.monotonic(), os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
 
-        def begin(function: str, seconds: float = SECONDS, **arguments: object) -> Child:
-            child = Child(function, seconds, network_environment, **arguments)
+        def begin(probe: Probe) -> Child:
+            child = Child(probe, _on_loopback())
             stack.callback(child.stop)
             return child
 
-        network_environment = _on_loopback()
-        compiled = begin("compiled", COMPILE_SECONDS)
-        gloo = begin("all_reduce", backend="gloo", processes=2)
-        arithmetic = begin("arithmetic")
-        quantised, deepspeed = begin("quantised"), begin("deepspeed_step")
+        compiled, *others = map(begin, (COMPILE, TORCH, GLOO, *filter(_is_here, LIBRARIES)))
         hardware = detect()
-        gpus = sum(gpu.supported for gpu in hardware.gpus)
-        nccl = begin("all_reduce", backend="nccl", processes=gpus) if gpus else None
+        usable = [number for number, gpu in enumerate(hardware.gpus) if gpu.supported]
+        if usable:
+            with_all = dataclasses.replace(NCCL, arguments={"backend": "nccl", "processes": len(usable)})
+            others += map(begin, [*map(devices.gpu_probe, usable), with_all])
 
         yield from software.check_versions(software.requirements())
         yield software.check_locale(sys.getfilesystemencoding())
         yield from _check_variables(hardware.cpus, len(hardware.gpus))
-        yield variables.check_limits()
+        yield software.check_limits()
         yield devices.check_cores(hardware.cpus, os.cpu_count() or 1, load)
         yield devices.check_memory(ROOT, hardware.ram_bytes)
         if sys.platform == "linux":
             yield devices.check_shm(ROOT / "dev" / "shm")
         yield from storage.check_folder("runs", out, "--out")
         yield from storage.check_folder("prepared data", cache_folder(), "ISOBATCH_CACHE")
-        yield storage.check_downloads(Path(os.environ.get("HF_HUB_CACHE") or hub_cache.cache_home() / "hub"))
-        yield network.check_ports()
-        yield network.check_hub(hub_cache.is_reachable())
-        yield network.check_slurm()
-        yield from network.check_nodes(os.environ, out)
-        yield software.check_compiler(os.environ.get("CXX", "g++"))
-
-        tried: Answer = arithmetic.answer()
-        yield devices.check_torch(tried)
-        yield from devices.check_gpus(hardware, tried)
-        yield network.check_all_reduce("gloo", gloo.answer())
-        if nccl is not None:
-            yield network.check_all_reduce("nccl", nccl.answer())
-        yield software.check_bitsandbytes(quantised.answer())
-        yield software.check_deepspeed(deepspeed.answer())
-        yield software.check_compile(compiled.answer())
+        yield storage.check_hub(hub_cache.is_reachable())
+        yield storage.check_slurm()
+        yield from storage.check_nodes(os.environ, out)
+        yield from devices.check_gpus(hardware)
+        for child in (*others, compiled):
+            yield child.check()
         # Alone, because plans reckon with what it measures.
         left = max(LEAST_SECONDS, ALL_SECONDS - (time.monotonic() - began))
-        yield devices.check_ceilings(begin("ceilings", left).answer())
+        yield begin(dataclasses.replace(SPEED, seconds=left)).check()
+
+
+def _is_here(library: Probe) -> bool:
+    return software.installed_version(library.name.lower()) is not None
 
 
 def _on_loopback() -> dict[str, str]:
@@ -91,6 +124,6 @@ def _check_variables(cores: int, gpus: int) -> list[Check]:
     import psutil
 
     listed = len(list(ROOT.glob(OWN_FILES)))
-    return variables.check_variables(
+    return software.check_variables(
         os.environ, cores=cores, gpus=gpus, listed_gpus=listed, interfaces=[*psutil.net_if_addrs()]
     )

@@ -1,76 +1,180 @@
-"""What doctor tries in child processes: each function really computes, and raises where that fails."""
+"""What doctor tries in child processes, all at once, because it may crash, hang or take long.
+
+Each function really computes. It returns what is well, in a sentence, raises RuntimeWarning where something
+is only slow, and anything else where it fails.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from typing import Any, NoReturn
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn
 
-GROUP_SECONDS = 40
-ROUNDS = 3
-AS_WRITTEN = {"zero_allow_untested_optimizer": True, "gradient_clipping": 1e30}
-"""torch's SGD without clipping: it says at once whether a step was right."""
+from isobatch.core.measures import format_bytes
+from isobatch.core.package import own_command
+from isobatch.launch.doctor.check import Check, broken, ok, warning
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MODULE = "launch.doctor.probes"
+SLOW = "RuntimeWarning: "
+GROUP_SECONDS, ROUNDS = 40, 3
 ALL_REDUCE_BYTES = {"gloo": 16 << 20, "nccl": 256 << 20}
+SLOW_NCCL = 1e9
+"""Bytes/s between GPUs of a machine; PCIe without peer-to-peer copies has about 5e9."""
+LARGEST_ERROR = {"float32": 1e-3, "bfloat16": 5e-2}
+"""Relative error of a product of 64 numbers: about 3e-7 (with TF32 5e-4) and 5e-3 are usual."""
+FREE_GPU_SHARE = 0.8
+SLOW_CORE = 3e9
+"""fp32 FLOP/s of a core, of which tens of 1e9 are usual."""
 
 
-def arithmetic() -> dict[str, Any]:
-    """A product of matrices and its gradient on the CPU and on every GPU, in fp32 and bf16, against fp64."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """A function of this file that is tried, and how what it says is told."""
+
+    name: str
+    function: str
+    remedy: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    needed_by: str = ""
+    """The flags that need it, if training goes without: its failure is a warning then."""
+    seconds: float = 60.0
+    patient: bool = True
+    """Whether no answer in time is a failure, and not just a slow machine."""
+
+    def check(self, answer: Answer) -> Check:
+        """The line on an answer."""
+        if answer.late and not self.patient:
+            return ok(self.name, f"not waited for: {answer.error}, as others compute here")
+        if not answer.error:
+            return ok(self.name, answer.found)
+        if answer.error.startswith(SLOW):
+            return warning(self.name, answer.error.removeprefix(SLOW), self.remedy)
+        if self.needed_by:
+            return warning(self.name, f"fails: {answer.error}; {self.needed_by} need it", self.remedy)
+        return broken(self.name, f"fails: {answer.error}", self.remedy)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a probe found, or why it found nothing."""
+
+    found: Any = None
+    error: str = ""
+    """The last line of its error output, or the signal that ended it; empty where it succeeded."""
+    late: bool = False
+    """Whether its time was up."""
+
+
+class Child:
+    """A probe in a process of its own, which begins at once."""
+
+    def __init__(self, probe: Probe, env: Mapping[str, str] | None = None) -> None:
+        self.probe, self._began = probe, time.monotonic()
+        # Files, because nobody reads pipes while others answer.
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115  it ends with this object
+        self._err = tempfile.TemporaryFile()  # noqa: SIM115
+        self._process = subprocess.Popen(
+            own_command("call", f"{MODULE}:{probe.function}", json.dumps(probe.arguments)),
+            stdin=subprocess.DEVNULL,
+            stdout=self._out,
+            stderr=self._err,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+
+    def check(self) -> Check:
+        """Its line, when it ends or its time is up."""
+        return self.probe.check(self.answer())
+
+    def answer(self) -> Answer:
+        """Wait for its end, or until its time is up."""
+        left = self.probe.seconds - (time.monotonic() - self._began)
+        try:
+            code = self._process.wait(max(0.0, left))
+        except subprocess.TimeoutExpired:
+            return Answer(error=f"no answer within {self.probe.seconds:g} s", late=True)
+        finally:
+            self.stop()
+        if code < 0:
+            return Answer(error=f"its process was ended by {signal.Signals(-code).name}")
+        if code:
+            return Answer(error=_last_line(self._text(self._err)))
+        return Answer(json.loads(self._text(self._out).splitlines()[-1]))
+
+    def stop(self) -> None:
+        """Kill it with all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    @staticmethod
+    def _text(stream: Any) -> str:
+        stream.seek(0)
+        return str(stream.read().decode(errors="replace"))
+
+
+def _last_line(text: str) -> str:
+    """The line that says what went wrong: the last one that does not continue another."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    named = [line for line in lines if line[:1].isalpha() and ": " in line]
+    return (named or lines or ["it said nothing"])[-1].strip()[:300]
+
+
+def arithmetic() -> str:
+    """A product of matrices and its gradient on the CPU, in fp32 and bf16."""
     import torch
 
-    gpus = []
-    for number in range(torch.cuda.device_count()):
-        try:
-            gpus.append(_try_gpu(number))
-        except Exception as error:  # whatever this GPU says
-            gpus.append({"error": (str(error).splitlines() or [type(error).__name__])[0]})
-    return {
-        "version": torch.__version__,
-        "build": torch.version.cuda or torch.version.hip or "",
-        "threads": torch.get_num_threads(),
-        "error": product_error("cpu", torch.float32),
-        "bf16_error": product_error("cpu", torch.bfloat16),
-        "gpus": gpus,
-    }
+    try_products("cpu")
+    build = torch.version.cuda or torch.version.hip
+    return (
+        f"{torch.__version__}, made for {f'CUDA {build}' if build else 'CPUs'}, computes rightly on the CPU"
+    )
 
 
-def _try_gpu(number: int) -> dict[str, Any]:
+def gpu_arithmetic(number: int) -> str:
+    """The same on a GPU, and whether its memory is free."""
     import torch
 
     device = f"cuda:{number}"
+    try_products(device)
     free, total = torch.cuda.mem_get_info(number)
-    return {
-        "name": torch.cuda.get_device_name(number),
-        "capability": torch.cuda.get_device_capability(number),
-        "free_bytes": free,
-        "total_bytes": total,
-        "error_of_product": product_error(device, torch.float32),
-        "bf16_error": product_error(device, torch.bfloat16),
-    }
+    name, memory = torch.cuda.get_device_name(number), f"{format_bytes(free)} of {format_bytes(total)}"
+    if free < FREE_GPU_SHARE * total:
+        raise RuntimeWarning(f"{name}: {memory} are free, others use the rest")
+    return f"{name}, {memory} free, computes rightly"
 
 
-def product_error(device: str, dtype: Any) -> float:
-    """The largest relative error of a (64, 64) product and of its gradient, against fp64 on the CPU."""
+def try_products(device: str) -> None:
+    """Raises ArithmeticError where a (64, 64) product or its gradient is not that in fp64 on the CPU."""
     import torch
 
     draws = torch.Generator().manual_seed(0)
     left, right = (torch.randn(64, 64, generator=draws, dtype=torch.float64) for _ in range(2))
-    a = left.to(device, dtype).requires_grad_()
-    product = a @ right.to(device, dtype)
-    product.square().sum().backward()
-    assert a.grad is not None
     exact = left @ right
-    pairs = ((product, exact), (a.grad, 2 * exact @ right.T))
-    return max(
-        float((found.detach().cpu().double() - true).abs().max() / true.abs().max()) for found, true in pairs
-    )
+    for name, largest in LARGEST_ERROR.items():
+        a = left.to(device, getattr(torch, name)).requires_grad_()
+        product = a @ right.to(a)
+        product.square().sum().backward()
+        assert a.grad is not None
+        for found, true in ((product, exact), (a.grad, 2 * exact @ right.T)):
+            error = float((found.detach().cpu().double() - true).abs().max() / true.abs().max())
+            if not error < largest:  # NaN neither
+                raise ArithmeticError(f"a product in {name} is off by {error:.1e}")
 
 
-def ceilings() -> dict[str, Any]:
+def ceilings() -> str:
     """The measured rates of this processor, which plans reckon with; measured now where they are not kept."""
     from isobatch.core.package import cache_folder
     from isobatch.engine.machine.ceilings import ceilings_of
@@ -79,10 +183,14 @@ def ceilings() -> dict[str, Any]:
     hardware = detect()
     found = ceilings_of(hardware, cache_folder())
     assert found is not None, "a machine that is here has rates"
-    return {**found.to_dict(), "cores": hardware.cpus}
+    flops = max(found.matmul)
+    text = f"{flops / 1e9:.0f} GFLOP/s in fp32, {found.bandwidth / 1e9:.1f} GB/s from memory"
+    if flops < SLOW_CORE * hardware.cpus:
+        raise RuntimeWarning(f"{text}: very slow for {hardware.cpus} cores")
+    return text
 
 
-def compiled() -> dict[str, Any]:
+def compiled() -> str:
     """torch.compile of a few operations, on the GPU where there is one, with a cache of its own."""
     os.nice(10)  # it takes longest, and others are waited for
     with tempfile.TemporaryDirectory() as folder:
@@ -98,21 +206,19 @@ def compiled() -> dict[str, Any]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
         x = torch.arange(-8.0, 8.0, device=device)
         began = time.perf_counter()
-        difference = (torch.compile(_kernel)(x) - _kernel(x)).abs().max()
-        return {
-            "device": device,
-            "seconds": time.perf_counter() - began,
-            "difference": float(difference),
-            "passed_by": passed_by(),
-        }
+        if not torch.allclose(torch.compile(_kernel)(x), _kernel(x)):
+            raise ArithmeticError("a compiled kernel computes wrongly")
+        if problem := passed_by():
+            raise RuntimeError(problem)
+        return f"compiled for {device} in {time.perf_counter() - began:.1f} s"
 
 
 def _kernel(x: Any) -> Any:
     return x.relu() * 2 + 1
 
 
-def quantised() -> dict[str, Any]:
-    """bitsandbytes' 4 bits there and back; the mean error of normal numbers (about 0.07 for nf4)."""
+def quantised() -> str:
+    """bitsandbytes' 4 bits there and back."""
     import logging
 
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -122,16 +228,14 @@ def quantised() -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(device)
     packed, state = bitsandbytes.functional.quantize_4bit(x, quant_type="nf4")
-    back = bitsandbytes.functional.dequantize_4bit(packed, state)
-    return {
-        "version": bitsandbytes.__version__,
-        "device": device,
-        "error": float((back - x).abs().mean()),
-    }
+    error = float((bitsandbytes.functional.dequantize_4bit(packed, state) - x).abs().mean())
+    if not 0.03 < error < 0.15:  # of nf4: 0.07
+        raise ArithmeticError(f"4 bits there and back are off by {error:.2f}")
+    return f"{bitsandbytes.__version__} quantises to 4 bits and back on {device}"
 
 
-def deepspeed_step() -> dict[str, Any]:
-    """A step of DeepSpeed's ZeRO-1 engine in a world of one; the weights before minus those after."""
+def deepspeed_step() -> str:
+    """A step of DeepSpeed's ZeRO-1 engine in a world of one."""
     import torch
     import torch.distributed as dist
 
@@ -139,8 +243,7 @@ def deepspeed_step() -> dict[str, Any]:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     if not has_gpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
-    store = dist.HashStore()
-    dist.init_process_group("nccl" if has_gpu else "gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group("nccl" if has_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
     with contextlib.redirect_stdout(sys.stderr):
         import deepspeed
         from deepspeed import ops
@@ -149,17 +252,24 @@ def deepspeed_step() -> dict[str, Any]:
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
         layer = torch.nn.Linear(4, 4).to("cuda" if has_gpu else "cpu")
         before = layer.weight.detach().clone()
-        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, **AS_WRITTEN}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 1e30,
+        }
         optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
         engine, *_ = deepspeed.initialize(model=layer, optimizer=optimizer, config=config)
         engine.backward(engine(torch.ones(1, 4, device=before.device)).sum())
         engine.step()
     moved = float((before - layer.weight.detach()).mean())  # lr x gradient: 0.1 x 1
     dist.destroy_process_group()
-    return {"version": deepspeed.__version__, "moved": moved}
+    if abs(moved - 0.1) > 1e-6:
+        raise ArithmeticError(f"a step of 0.1 moved the weights by {moved:g}")
+    return f"{deepspeed.__version__} makes a step of ZeRO-1"
 
 
-def all_reduce(backend: str, processes: int) -> dict[str, Any]:
+def all_reduce(backend: str, processes: int) -> str:
     """A sum over processes of this machine, and its bus bandwidth in bytes/s: bytes x 2(n - 1)/n / seconds,
     as NCCL's tests count it (nccl-tests, PERFORMANCE.md); the bytes alone where there is one process.
     """
@@ -171,8 +281,11 @@ def all_reduce(backend: str, processes: int) -> dict[str, Any]:
             if os.fork() == 0:
                 _end_after_sum(backend, rank, processes, meeting)
         seconds = _seconds_of_sum(backend, 0, processes, meeting)
-    share = 2 * (processes - 1) / processes or 1.0
-    return {"processes": processes, "bytes_per_second": ALL_REDUCE_BYTES[backend] * share / seconds}
+    rate = ALL_REDUCE_BYTES[backend] * (2 * (processes - 1) / processes or 1.0) / seconds
+    text = f"{processes} processes sum {format_bytes(rate)} a second"
+    if backend == "nccl" and processes > 1 and rate < SLOW_NCCL:
+        raise RuntimeWarning(f"{text}: too slow for the links of one machine")
+    return text
 
 
 def _end_after_sum(backend: str, rank: int, processes: int, meeting: str) -> NoReturn:
@@ -197,7 +310,7 @@ def _seconds_of_sum(backend: str, rank: int, processes: int, meeting: str) -> fl
     ones = torch.ones(ALL_REDUCE_BYTES[backend] // 4, device=device)
     dist.all_reduce(ones)  # connects the ranks
     if float(ones[0]) != processes:
-        raise RuntimeError(f"the sum of {processes} ones was {float(ones[0])}")
+        raise ArithmeticError(f"the sum of {processes} ones was {float(ones[0])}")
     began = time.perf_counter()
     for _ in range(ROUNDS):
         dist.all_reduce(ones)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import time
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,11 @@ from isobatch.engine.runs.run_folder import RunFolder, refuse_links
 from isobatch.engine.runs.slurm_queue import SlurmSilentError, job_statuses, last_job_of
 from isobatch.launch.control.run_state import look
 from isobatch.launch.doctor.check import Check, broken, ok, warning
-from isobatch.launch.doctor.ranks import check_ranks
 from isobatch.launch.doctor.storage import ELSEWHERE, check_space
 from isobatch.launch.local.restarts import dead_process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 TRACES = ("recipe.json", "metrics.jsonl", "checkpoints", "launcher.log", "plan.json", "summary.json")
 """Files by which a damaged run is still known as one."""
@@ -47,20 +47,31 @@ KILLED = re.compile(
     r"^.*(?:oom[-_ ]kill|Out of memory: Killed|CANCELLED AT|DUE TO \w+).*$", re.MULTILINE | re.I
 )
 """What Slurm and the kernel say when they end a job."""
-REMEDIES = (
-    ("out of memory", "isobatch resume {} --memory-limit 80% --activation-checkpointing on"),
-    ("became", "isobatch auto with a lower --lr or a longer --warmup; --anomaly names the operation"),
-    ("no space left", "make space, then: isobatch resume {}"),
-    ("signal 9", "dmesg | grep -i oom says whether memory ran out; then: isobatch resume {}"),
-    ("stood still", "less {}/launcher.log shows the lines of all threads; then: isobatch resume {}"),
-    ("lost", "look at the node that was lost (sinfo -R); then: isobatch resume {}"),
-)
+REMEDIES = {
+    "out of memory": "isobatch resume {} --memory-limit 80% --activation-checkpointing on",
+    "became": "isobatch auto with a lower --lr or a longer --warmup; --anomaly names the operation",
+    "no space left": "make space, then: isobatch resume {}",
+    "signal 9": "dmesg | grep -i oom says whether memory ran out; then: isobatch resume {}",
+    "stood still": "less {}/launcher.log shows the lines of all threads; then: isobatch resume {}",
+    "lost": "look at the node that was lost (sinfo -R); then: isobatch resume {}",
+    "": "isobatch logs {} --lines 100",
+}
 """Part of a reason -> what helps."""
+SILENT_SECONDS = 30.0
+"""Ranks speak every second."""
+STILL_SECONDS, STILL_STEPS = 60.0, 10.0
+"""All ranks stand still for that long, and for so many steps: the run hangs."""
+OLD_SECONDS = 60.0
+"""Rank 0 writes every ten seconds."""
 
 
 def check_run(folder: Path) -> Iterator[Check]:
     """Every check of the run in a folder, with what there is of it. Raises UserError where it is no run."""
-    run = open_damaged(folder)
+    if not folder.is_dir() or not any((folder / name).exists() for name in TRACES):
+        what = "is not a run: it has none of a run's files" if folder.is_dir() else "there is no such folder"
+        raise UserError(f"doctor {folder}: {what} (`runs` lists the runs here)")
+    refuse_links(folder)
+    run = RunFolder(folder)
     yield from check_records(run)
     training = run.is_training()
     yield check_state(run, training)
@@ -70,62 +81,45 @@ def check_run(folder: Path) -> Iterator[Check]:
     yield from check_checkpoints(run, training)
     yield from check_data(run)
     elsewhere = ELSEWHERE.format("move the run there, or --out")
-    yield check_space("disk", run.folder, shutil.disk_usage(run.folder), None, elsewhere)
-
-
-def open_damaged(folder: Path) -> RunFolder:
-    """A run of which files may be missing. Raises UserError where the folder holds nothing of a run."""
-    if not folder.is_dir():
-        raise UserError(f"doctor {folder}: there is no such folder (`runs` lists the runs here)")
-    if not any((folder / name).exists() for name in TRACES):
-        raise UserError(
-            f"doctor {folder}: is not a run: it has none of a run's files (`runs` lists the runs)"
-        )
-    refuse_links(folder)
-    return RunFolder(folder)
-
-
-def _read_newest_rows(file: Path) -> None:
-    """Raises ValueError where one of the newest rows is no JSON; the last may be in the middle of a write."""
-    if not file.exists():
-        return
-    with file.open("rb") as stream:
-        start = max(0, file.stat().st_size - TAIL_BYTES)
-        stream.seek(start)
-        *lines, _ = stream.read().split(b"\n")
-    for line in lines[1 if start else 0 :]:
-        json.loads(line)
+    yield check_space("disk", run.folder, shutil.disk_usage(run.folder), elsewhere)
 
 
 def check_records(run: RunFolder) -> Iterator[Check]:
     """A line for each record that is missing or damaged; one line where all are whole."""
-    name = run.folder
+    copy = "copy it from where the run came from, or from another run of this recipe and data"
     readers: dict[str, tuple[Callable[[], Any], str]] = {
-        "recipe.json": (
-            lambda: run.recipe,
-            "copy it from where the run came from: no command works without it",
-        ),
-        "facts.json": (lambda: run.facts, "copy it from another run of this recipe and data"),
-        "plan.json": (lambda: run.plan if run.has_plan else None, f"isobatch resume {name} plans anew"),
-        "run.json": (run.options, "copy it from another run, and set its flags at `resume`"),
+        "recipe.json": (lambda: run.recipe, f"{copy}: no command works without it"),
+        "facts.json": (lambda: run.facts, copy),
+        "plan.json": (lambda: run.plan if run.has_plan else None, "isobatch resume {} plans anew"),
+        "run.json": (run.options, f"{copy}, and set its flags at `resume`"),
         "metrics.jsonl": (
             lambda: _read_newest_rows(run.metrics),
-            f"isobatch verify {name} says what is missing; a resumed run cuts it at a checkpoint",
+            "isobatch verify {} says what is missing; a resumed run cuts it at a checkpoint",
         ),
-        "summary.json": (run.summary, f"rm {name}/summary.json; isobatch resume {name} writes it anew"),
+        "summary.json": (run.summary, "rm {}/summary.json; isobatch resume {} writes it anew"),
     }
-    damaged = []
+    whole = True
     for record, (read, remedy) in readers.items():
         try:
             read()
         except DAMAGE as error:
-            damaged.append(broken(record, f"cannot be read: {_short(error)}", remedy))
-    yield from damaged
-    if not damaged and run.recorded_hash not in ("", run.recipe.hash()):
+            whole = False
+            yield broken(record, f"cannot be read: {_short(error)}", remedy.replace("{}", str(run.folder)))
+    if whole and run.recorded_hash not in ("", run.recipe.hash()):
         text = f"was changed after the run was made (recipe {run.recipe.hash()}, then {run.recorded_hash})"
-        yield broken("recipe.json", text, f"put it back as it was; isobatch verify {name} --level records")
-    elif not damaged:
+        yield broken(
+            "recipe.json", text, f"put it back as it was; isobatch verify {run.folder} --level records"
+        )
+    elif whole:
         yield ok("records", f"whole; {run.recipe.task}, recipe {run.recipe.hash()}")
+
+
+def _read_newest_rows(file: Path) -> None:
+    """Raises ValueError where one of the newest rows is no JSON; the last may be in the middle of a write."""
+    if file.exists():
+        *lines, _ = _tail(file).split("\n")
+        for line in lines[1:] if file.stat().st_size > TAIL_BYTES else lines:
+            json.loads(line)
 
 
 def _short(error: BaseException) -> str:
@@ -149,12 +143,10 @@ def check_state(run: RunFolder, training: bool) -> Check:
         text = f"{done}; nobody trains it, and how it ended nobody wrote: killed, or the machine went down"
         return warning("state", text, resume)
     if seen.state == "unknown":
-        return warning(
-            "state", f"{done}; Slurm does not answer, so whether it runs is not known", "scontrol ping"
-        )
-    if seen.state == "stopped":
-        return ok("state", f"stopped at {done}, saved; `{resume}` goes on")
-    return ok("state", f"{seen.state}, {done}")
+        text = f"{done}; Slurm does not answer, so whether it runs is not known"
+        return warning("state", text, "scontrol ping")
+    saved = f", saved; `{resume}` goes on" if seen.state == "stopped" else ""
+    return ok("state", f"{seen.state}, {done}{saved}")
 
 
 def _reason(run: RunFolder) -> str:
@@ -167,7 +159,7 @@ def _reason(run: RunFolder) -> str:
 
 def remedy_of(reason: str, folder: Path) -> str:
     """What helps against a failure, by its reason."""
-    known = next((way for word, way in REMEDIES if word in reason.lower()), "isobatch logs {} --lines 100")
+    known = next(way for word, way in REMEDIES.items() if word in reason.lower())
     return known.replace("{}", str(folder))
 
 
@@ -197,15 +189,13 @@ def check_job(run: RunFolder) -> Iterator[Check]:
     except DAMAGE as error:
         yield warning("Slurm job", f"slurm/job.json: {_short(error)}", f"rm {run.folder}/slurm/job.json")
         return
-    if not job:
-        return
-    if status is None:
+    if job and status is None:
         yield ok("Slurm job", f"{job}: Slurm does not know it any more (sacct -j {job} may)")
-    elif status.is_over and status.state != "COMPLETED" and run.status_or_none() != "done":
+    elif status and status.is_over and status.state != "COMPLETED" and run.status_or_none() != "done":
         yield broken("Slurm job", f"{job} {status}", f"sacct -j {job}; isobatch logs {run.folder}")
-    elif status.waits and status.reason in NEVER_STARTS:
+    elif status and status.waits and status.reason in NEVER_STARTS:
         yield broken("Slurm job", f"{job} {status}: it never starts so", f"scontrol show job {job}")
-    else:
+    elif status:
         yield ok("Slurm job", f"{job} {status}")
 
 
@@ -222,16 +212,78 @@ def check_progress(run: RunFolder, training: bool) -> Iterator[Check]:
     if training and run.metrics.exists():
         age = time.time() - run.metrics.stat().st_mtime
         if age > max(120.0, 30 * _step_seconds(run)):
-            mend = f"isobatch cancel {run.folder} --now, then isobatch resume {run.folder}"
-            yield broken("ranks", f"no step was logged for {age:.0f} s", mend)
+            yield broken("ranks", f"no step was logged for {age:.0f} s", _begin_anew(str(run.folder)))
+
+
+def _begin_anew(folder: str) -> str:
+    return f"isobatch cancel {folder} --now, then isobatch resume {folder}"
 
 
 def _step_seconds(run: RunFolder) -> float:
     """Of the newest logged steps, the longest; 0 where there is none."""
-    rows = newest_rows(run.metrics)[-50:]
-    return max(
-        (r["step_seconds"] for r in rows if isinstance(r.get("step_seconds"), float | int)), default=0.0
-    )
+    found = (row.get("step_seconds") for row in newest_rows(run.metrics)[-50:])
+    return max((seconds for seconds in found if isinstance(seconds, float | int)), default=0.0)
+
+
+def check_ranks(
+    record: Mapping[str, Any], age: float, training: bool, folder: str, step_seconds: float = 0.0
+) -> Check:
+    """`age`: seconds since ranks.json was written; `training`: whether a process still holds the run;
+    `step_seconds`: of a usual step. Raises TypeError, KeyError or ValueError where the record is damaged.
+    """
+    ranks = [dict(rank) for rank in record["ranks"]]
+    where, mend = describe_ranks(ranks), _begin_anew(folder)
+    if not training:
+        return warning("ranks", f"in the ten seconds before it ended: {where}", f"isobatch resume {folder}")
+    if age > OLD_SECONDS:
+        process = str(ranks[0].get("process", "PID"))
+        text = f"rank 0 ({process}) wrote nothing for {age:.0f} s: stopped, or the disk hangs; then {where}"
+        return broken("ranks", text, f"kill -CONT {process.split()[0]} lets it go on; else {mend}")
+    still = min((float(r["still_seconds"]) for r in ranks if "still_seconds" in r), default=0.0) + age
+    if still < max(STILL_SECONDS, STILL_STEPS * step_seconds) and not any(map(_is_silent, ranks)):
+        return ok("ranks", f"moved {still:.0f} s ago: {where}")
+    stuck = [r["process"].replace(" ", " (", 1) for r in ranks if _is_blamed(r) and "process" in r]
+    look = [f"py-spy dump --pid {process})" for process in stuck[:1]]
+    return broken("ranks", f"no step for {still:.0f} s: {where}", "; ".join([*look, mend]))
+
+
+def _is_blamed(rank: Mapping[str, Any]) -> bool:
+    """Whether the others wait for it: it is in no collective, silent, or was never heard of."""
+    return "place" not in rank or not rank["waiting"] or _is_silent(rank)
+
+
+def _is_silent(rank: Mapping[str, Any]) -> bool:
+    return float(rank.get("silent_seconds", 0.0)) > SILENT_SECONDS
+
+
+def describe_ranks(ranks: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence for each group of ranks that do the same; those that others wait for come first."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for rank in sorted(ranks, key=_is_blamed, reverse=True):
+        groups[_doing(rank)].append(int(rank["rank"]))
+    text = "; ".join(f"{_names(numbers)} {doing}" for doing, numbers in groups.items())
+    return text if len(ranks) == 1 or any(map(_is_blamed, ranks)) else f"{text}; each waits for the others"
+
+
+def _doing(rank: Mapping[str, Any]) -> str:
+    if "place" not in rank:
+        return "was never heard of"
+    place = rank["place"]
+    if _is_silent(rank):
+        return f"says nothing for {float(rank['silent_seconds']):.0f} s; it was at {place}, in {rank['code']}"
+    return f"at {place}, {'waiting ' if rank['waiting'] else ''}in {rank['waiting'] or rank['code']}"
+
+
+def _names(numbers: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-2, 5`."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    text = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    return f"rank{'s' if len(numbers) > 1 else ''} {text}"
 
 
 def check_checkpoints(run: RunFolder, training: bool) -> Iterator[Check]:
@@ -266,26 +318,17 @@ def damage_of(folder: Path) -> str:
 def check_data(run: RunFolder) -> Iterator[Check]:
     """Whether the run's data is still there, as prepared or as it was given."""
     try:
-        prepared, given = Path(run.facts.folder), run.recipe.data
+        prepared, given = Path(run.facts.folder), str(run.recipe.data or "")
     except DAMAGE:
         return
-    if prepared.is_dir():
+    if prepared.is_dir() or run.status_or_none() == "done":
         return
-    source = Path(str(given)).expanduser()
-    if "://" in str(given):  # a store, which `resume` asks
-        yield ok("data", f"indexed again at the next `resume`: {prepared} is gone")
-    elif given and ("/" in str(given) or source.suffix) and not source.exists():
+    source = Path(given).expanduser()
+    if "://" not in given and ("/" in given or source.suffix) and not source.exists():
         text = f"{given} is gone, and what was prepared of it ({prepared}), too"
         yield broken("data", text, f"isobatch resume {run.folder} --data WHERE-IT-LIES-NOW")
-    elif run.status_or_none() != "done":
+    else:
         yield ok("data", f"prepared again at the next `resume`: {prepared} is gone")
-
-
-def logs_of(folder: Path) -> Iterator[Path]:
-    """The logs of a run, those of its processes first."""
-    yield from (path for path in (folder / "launcher.log",) if path.is_file())
-    for pattern in ("node-*.log", "*.out"):
-        yield from sorted((folder / "slurm").glob(pattern), key=lambda p: p.stat().st_mtime, reverse=True)
 
 
 def last_error(folder: Path, explained: bool = False) -> tuple[str, Path] | None:
@@ -294,20 +337,19 @@ def last_error(folder: Path, explained: bool = False) -> tuple[str, Path] | None
     Lost connections follow from what ended another rank: they are told only where nothing else is, and not
     where the end is `explained`.
     """
-    for path in logs_of(folder):
+    logs = [path for path in (folder / "launcher.log",) if path.is_file()]
+    for pattern in ("node-*.log", "*.out"):
+        logs += sorted((folder / "slurm").glob(pattern), key=lambda p: p.stat().st_mtime, reverse=True)
+    for path in logs:
         text = _tail(path)
         found = list(ERROR.finditer(text))
-        own = [match for match in found if not _is_lost_connection(match["error"])]
+        own = [m for m in found if not isinstance(classify(RuntimeError(m["error"])), WorkerLostError)]
         if chosen := (own or ([] if explained else found))[-1:]:
             rank = f"rank {chosen[0]['rank']}: " if chosen[0]["rank"] else ""
             return f"{rank}{chosen[0]['error'][:300]}", path
         if killed := KILLED.findall(text):
             return killed[-1].strip()[:300], path
     return None
-
-
-def _is_lost_connection(error: str) -> bool:
-    return isinstance(classify(RuntimeError(error)), WorkerLostError)
 
 
 def _tail(path: Path) -> str:

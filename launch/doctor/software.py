@@ -1,29 +1,48 @@
-"""Checks of what is installed: versions, locale, a compiler; what bitsandbytes and DeepSpeed can do."""
+"""Checks of what is installed, and of variables and limits of this shell that break a run or slow it down."""
 
 from __future__ import annotations
 
 import importlib.metadata
-import subprocess
+import resource
 import sys
-import tempfile
 import tomllib
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.package import ROOT
+from isobatch.engine.machine.detect_nvidia import positive
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from isobatch.launch.doctor.children import Answer
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from pathlib import Path
 
 ONLY_FOR_SOME = (
     *("deepspeed", "bitsandbytes", "peft", "onnx", "onnxruntime", "datasets", "matplotlib", "nvidia-ml-py"),
 )
 """Requirements without which training still works, but for the flags that need them."""
-LATE = 'try it again when the machine is idle; if it stays so: pip install --force-reinstall "{}"'
-PROGRAM = "#include <vector>\nint main() { std::vector<int> v(3, 14); return v[1] - 14; }\n"
+WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SLOWS = {
+    "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before",
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated by the driver",
+    "TORCHDYNAMO_DISABLE": "--compile does nothing",
+    "TORCH_COMPILE_DISABLE": "--compile does nothing",
+    "NCCL_P2P_DISABLE": "GPUs exchange gradients through host memory",
+    "NCCL_SHM_DISABLE": "GPUs exchange gradients through the network",
+    "NCCL_IB_DISABLE": "nodes exchange gradients without InfiniBand",
+}
+"""Variables that are on with 1 -> what they do."""
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+FEWEST_FILES = 1024
+
+
+def pip() -> str:
+    """The command of this interpreter's pip."""
+    return f"{sys.executable} -m pip"
+
+
+def reinstall(requirement: str) -> str:
+    """What mends a package that does not work."""
+    return f'{pip()} install --force-reinstall "{requirement}"'
 
 
 def requirements(root: Path = ROOT) -> list[str]:
@@ -49,25 +68,18 @@ def check_versions(
     """A line for each requirement that is not met; one line where all are."""
     from packaging.requirements import Requirement
 
-    wrong, count = [], 0
-    for text in required:
-        need = Requirement(text)
-        if need.marker is not None and not need.marker.evaluate({"extra": ""}):
-            continue
-        count += 1
+    needs = [
+        need for need in map(Requirement, required) if not need.marker or need.marker.evaluate({"extra": ""})
+    ]
+    wrong = []
+    for need in needs:
         version = installed(need.name)
-        if version is not None and need.specifier.contains(version, prereleases=True):
-            continue
-        say = warning if need.name in ONLY_FOR_SOME else broken
-        here = "is not installed" if version is None else f"{version} is here"
-        text = f"{here}; isobatch needs {need.name}{need.specifier}"
-        wrong.append(say(need.name, text, f'{pip()} install "{need.name}{need.specifier}"'))
-    return wrong or [ok("versions", f"all {count} required packages are here, in versions that fit")]
-
-
-def pip() -> str:
-    """The command of this interpreter's pip."""
-    return f"{sys.executable} -m pip"
+        if version is None or not need.specifier.contains(version, prereleases=True):
+            say = warning if need.name in ONLY_FOR_SOME else broken
+            here = "is not installed" if version is None else f"{version} is here"
+            text = f"{here}; isobatch needs {need.name}{need.specifier}"
+            wrong.append(say(need.name, text, f'{pip()} install "{need.name}{need.specifier}"'))
+    return wrong or [ok("versions", f"all {len(needs)} required packages are here, in versions that fit")]
 
 
 def check_locale(encoding: str) -> Check:
@@ -78,59 +90,59 @@ def check_locale(encoding: str) -> Check:
     return warning("locale", f"{encoding}: {lost}", "export LC_ALL=C.UTF-8")
 
 
-def check_compiler(command: str = "g++") -> Check:
-    """Compile and run a small C++ program, with OpenMP as torch.compile does."""
-    remedy = "apt-get install g++ (or your cluster's module of gcc); CXX=PATH names another"
-    with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "program"
-        words = [command, "-x", "c++", "-fopenmp", "-O1", "-", "-o", str(program)]
-        try:
-            done = subprocess.run(words, input=PROGRAM, capture_output=True, text=True, timeout=30)
-            if done.returncode == 0:
-                done = subprocess.run([str(program)], capture_output=True, text=True, timeout=30)
-        except (OSError, subprocess.SubprocessError) as error:
-            return warning("C++ compiler", f"torch.compile needs one: {error}", remedy)
-    if done.returncode:
-        said = next((line for line in done.stderr.splitlines() if "error" in line), "it fails")
-        return warning("C++ compiler", f"{command} cannot make a program: {said.strip()}", remedy)
-    return ok("C++ compiler", f"{command} makes programs that run")
+def check_variables(
+    env: Mapping[str, str],
+    *,
+    cores: int,
+    gpus: int = 0,
+    listed_gpus: int = 0,
+    interfaces: Collection[str] = (),
+) -> list[Check]:
+    """`gpus` that torch may use; `listed_gpus` that the machine has; `interfaces` of its networks."""
+    found = [*_stale_world(env), *_of_devices(env, cores, gpus, listed_gpus), *_networks(env, interfaces)]
+    return found or [ok("environment", "no variable stands in the way")]
 
 
-def check_compile(answer: Answer) -> Check:
-    """Of `probes.compiled`."""
-    name = "torch.compile"
-    off = "--compile off trains without it; its message in full: TORCH_LOGS=+inductor"
-    if answer.late:
-        return ok(name, f"not waited for: {answer.error}, as the first compilation is slow here")
-    if answer.error:
-        return warning(name, f"fails: {answer.error}", off)
-    if answer.found["difference"] > 1e-5:
-        return broken(name, f"computes wrongly, by {answer.found['difference']:.1e}", off)
-    if answer.found["passed_by"]:
-        return warning(name, answer.found["passed_by"], "rename that folder")
-    return ok(name, f"compiled for {answer.found['device']} in {answer.found['seconds']:.1f} s")
+def _stale_world(env: Mapping[str, str]) -> Iterator[Check]:
+    """A world of which this process would be a rank, though no launcher started it."""
+    left = [name for name in WORLD if name in env]
+    if not left or "TORCHELASTIC_RUN_ID" in env or "SLURM_PROCID" in env:
+        return
+    unset = f"unset {' '.join(left)}"
+    if (positive(env.get("WORLD_SIZE")) or 1) > 1 and "RANK" in env:
+        text = f"this shell says it is rank {env['RANK']} of {env['WORLD_SIZE']}: a run would wait for others"
+        yield broken("WORLD_SIZE", text, unset)
+    else:
+        yield warning(left[0], f"{', '.join(left)} left in this shell: launchers read them", unset)
 
 
-def check_bitsandbytes(answer: Answer) -> Check:
-    """Of `probes.quantised`: what --load-bits, qlora and 8-bit optimizers need."""
-    name, remedy = "bitsandbytes", f'{pip()} install --force-reinstall "bitsandbytes>=0.49"'
-    needs = "--load-bits, --adapter qlora and 8-bit optimizers need it"
-    if answer.error:
-        return warning(name, f"{answer.error}; {needs}", LATE.format(name) if answer.late else remedy)
-    found = answer.found
-    if not 0.03 < found["error"] < 0.15:  # of nf4: 0.07
-        return broken(name, f"4 bits there and back are off by {found['error']:.2f}; {needs}", remedy)
-    return ok(name, f"{found['version']} quantises to 4 bits and back on {found['device']}")
+def _of_devices(env: Mapping[str, str], cores: int, gpus: int, listed_gpus: int) -> Iterator[Check]:
+    name = "CUDA_VISIBLE_DEVICES"
+    if name in env and listed_gpus and not gpus:
+        yield warning(name, f"{env[name]!r} hides all {listed_gpus} GPUs of this machine", f"unset {name}")
+    for name, what in SLOWS.items():
+        if env.get(name, "").lower() in ("1", "true", "yes", "on"):
+            yield warning(name, f"{env[name]}: {what}", f"unset {name}")
+    name, threads = "OMP_NUM_THREADS", positive(env.get("OMP_NUM_THREADS"))
+    if threads and "TORCHELASTIC_RUN_ID" not in env and (threads > cores or threads == 1 < cores):
+        yield warning(name, f"one process has {threads:g} threads for {cores} cores", f"unset {name}")
 
 
-def check_deepspeed(answer: Answer) -> Check:
-    """Of `probes.deepspeed_step`: what --strategy zero1, zero2 and zero3 need."""
-    name, remedy = "DeepSpeed", f'{pip()} install --force-reinstall "deepspeed>=0.19"'
-    needs = "--strategy zero1, zero2 and zero3 need it"
-    if "CUDA_HOME" in answer.error:
-        remedy = "install CUDA's compiler (nvcc) and export CUDA_HOME=/usr/local/cuda"
-    if answer.error:
-        return warning(name, f"{answer.error}; {needs}", LATE.format("deepspeed") if answer.late else remedy)
-    if abs(answer.found["moved"] - 0.1) > 1e-6:
-        return broken(name, f"a step of 0.1 moved the weights by {answer.found['moved']:g}; {needs}", remedy)
-    return ok(name, f"{answer.found['version']} makes a step of ZeRO-1")
+def _networks(env: Mapping[str, str], interfaces: Collection[str]) -> Iterator[Check]:
+    for name in INTERFACES:
+        wanted = env.get(name, "")
+        exists = any(here.startswith(part) for part in wanted.split(",") for here in interfaces)
+        if wanted and interfaces and not exists and not wanted.startswith("^"):
+            have = ", ".join(sorted(interfaces))
+            yield broken(name, f"there is no network {wanted} (there are {have})", f"unset {name}")
+
+
+def check_limits(soft_files: int | None = None) -> Check:
+    """How many files a process may open; by default as it is here."""
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if soft_files is None else soft_files
+    if files == resource.RLIM_INFINITY:
+        return ok("limits", "unlimited open files")
+    if files < FEWEST_FILES:
+        text = f"{files} open files: loader processes and launchers need more"
+        return warning("limits", text, "ulimit -n 65536")
+    return ok("limits", f"{files:,} open files")

@@ -1,8 +1,7 @@
-"""Checks of folders that runs are written to: space, speed; locks, renames and memory maps, really tried."""
+"""Checks of what lies elsewhere: folders that runs are written to, really tried; the Hub; Slurm."""
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import shutil
@@ -13,19 +12,21 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.hub_cache import OFFLINE, TRUE
 from isobatch.core.measures import format_bytes
+from isobatch.engine.machine.detect_nvidia import positive
+from isobatch.engine.runs.slurm_queue import run_slurm
+from isobatch.launch.clusters.slurm.client import is_usable
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Mapping
 
 GB = 10**9
 FULL_BYTES, SCARCE_BYTES = GB // 2, 5 * GB
-FEWEST_INODES = 1000
 WRITTEN_BYTES = 32 << 20
 SLOW_RATE = 30e6
 """Bytes/s of synced writes under which checkpoints hold up training."""
-CLOCK_SECONDS = 5.0
 ASK_FOR_LOCK = """
 import sys
 from filelock import FileLock, Timeout
@@ -37,19 +38,20 @@ except Timeout:
 """
 PREFIX = ".isobatch-doctor-"
 ELSEWHERE = "choose a folder on another disk ({})"
+PROXIES = ("HTTPS_PROXY", "https_proxy", "HF_ENDPOINT")
+ASK_SECONDS, NODES_SECONDS = 8.0, 12.0
+COMMANDS = ("sbatch", "srun", "squeue", "sinfo", "scontrol", "scancel")
 
 
 def check_folder(name: str, folder: Path, flag: str) -> list[Check]:
     """Lines on a folder that may not be there yet. `flag`: what names another one."""
-    place = existing_parent(folder)
-    elsewhere = ELSEWHERE.format(flag)
+    place, elsewhere = existing_parent(folder), ELSEWHERE.format(flag)
     try:
-        with _scratch(place) as scratch:
+        with tempfile.TemporaryDirectory(dir=place, prefix=PREFIX, ignore_cleanup_errors=True) as made:
             return [
-                check_space(name, folder, shutil.disk_usage(place), _free_inodes(place), elsewhere),
-                *([check_speed(name, write_rate(scratch), elsewhere)]),
-                check_semantics(name, scratch, elsewhere),
-                *check_clock(name, scratch),
+                check_space(name, folder, shutil.disk_usage(place), elsewhere),
+                check_speed(name, write_rate(Path(made)), elsewhere),
+                check_semantics(name, Path(made), elsewhere),
             ]
     except OSError as error:
         if "No space" in str(error):
@@ -65,40 +67,24 @@ def existing_parent(folder: Path) -> Path:
     return path
 
 
-@contextlib.contextmanager
-def _scratch(place: Path) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir=place, prefix=PREFIX, ignore_cleanup_errors=True) as made:
-        yield Path(made)
-
-
-def check_space(name: str, folder: Path, usage: Any, inodes: int | None, elsewhere: str) -> Check:
-    """`usage`: of shutil.disk_usage; `inodes`: how many files may still be made, None where unlimited."""
+def check_space(name: str, folder: Path, usage: Any, elsewhere: str) -> Check:
+    """`usage`: of shutil.disk_usage."""
     text = f"{folder}: {format_bytes(usage.free)} are free"
-    if usage.free < FULL_BYTES:
-        return broken(f"{name} space", text, f"du -sh {folder}/* shows what is large; {elsewhere}")
-    if inodes is not None and inodes < FEWEST_INODES:
-        few = f"{folder}: {inodes} more files fit (inodes)"
-        return broken(f"{name} space", few, f"remove small files; {elsewhere}")
-    if usage.free < SCARCE_BYTES:
-        return warning(f"{name} space", text, f"du -sh {folder}/* shows what is large; {elsewhere}")
-    return ok(f"{name} space", text)
+    if usage.free >= SCARCE_BYTES:
+        return ok(f"{name} space", text)
+    say = broken if usage.free < FULL_BYTES else warning
+    return say(f"{name} space", text, f"du -sh {folder}/* shows what is large; {elsewhere}")
 
 
-def _free_inodes(place: Path) -> int | None:
-    status = os.statvfs(place)
-    return status.f_favail if status.f_files else None
-
-
-def write_rate(folder: Path, size: int = WRITTEN_BYTES) -> float:
-    """Bytes/s of writing `size` bytes and syncing them, as a checkpoint is."""
-    block = os.urandom(1 << 20)
+def write_rate(folder: Path) -> float:
+    """Bytes/s of writing WRITTEN_BYTES and syncing them, as a checkpoint is."""
+    block = os.urandom(WRITTEN_BYTES)
     began = time.perf_counter()
     with (folder / "speed").open("wb") as stream:
-        for _ in range(size >> 20):
-            stream.write(block)
+        stream.write(block)
         stream.flush()
         os.fsync(stream.fileno())
-    return size / (time.perf_counter() - began)
+    return WRITTEN_BYTES / (time.perf_counter() - began)
 
 
 def check_speed(name: str, rate: float, elsewhere: str) -> Check:
@@ -113,29 +99,31 @@ def check_semantics(
     name: str, folder: Path, elsewhere: str, ask_for_lock: Callable[[Path], str] | None = None
 ) -> Check:
     """Whether locks hold between processes, a rename replaces, and a file can be mapped into memory."""
-    name = f"{name} files"
     tries = (
-        ("locks", _try_lock(folder, ask_for_lock or _ask_in_child), "two processes could train one run"),
-        ("rename", _try_rename(folder), "a killed run may leave half a file"),
-        ("mmap", _try_mmap(folder), "prepared data and weights are read by memory maps"),
+        (
+            "locks",
+            lambda: _try_lock(folder, ask_for_lock or _ask_in_child),
+            "two processes could train one run",
+        ),
+        ("rename", lambda: _try_rename(folder), "a killed run may leave half a file"),
+        ("mmap", lambda: _try_mmap(folder), "prepared data and weights are read by memory maps"),
     )
-    for what, problem, harm in tries:
+    for what, works, harm in tries:
+        try:
+            problem = "" if works() else "does not work"
+        except (OSError, NotImplementedError, ValueError) as error:
+            problem = str(error)
         if problem:
-            return broken(name, f"{what}: {problem}; {harm}", elsewhere)
-    return ok(name, "locks, renames and memory maps work")
+            return broken(f"{name} files", f"{what}: {problem}; {harm}", elsewhere)
+    return ok(f"{name} files", "locks, renames and memory maps work")
 
 
-def _try_lock(folder: Path, ask: Callable[[Path], str]) -> str:
-    """What is wrong with locks; empty where another process is refused a lock that this one holds."""
+def _try_lock(folder: Path, ask: Callable[[Path], str]) -> bool:
+    """Whether another process is refused a lock that this one holds."""
     from filelock import FileLock
 
-    path = folder / "lock"
-    try:
-        with FileLock(path, timeout=0):
-            answer = ask(path)
-    except (OSError, NotImplementedError) as error:
-        return f"this file system has none ({error})"
-    return "" if answer == "refused" else f"another process {answer or 'fails'} a lock that is held"
+    with FileLock(folder / "lock", timeout=0):
+        return ask(folder / "lock") == "refused"
 
 
 def _ask_in_child(path: Path) -> str:
@@ -143,43 +131,71 @@ def _ask_in_child(path: Path) -> str:
     return subprocess.run(words, capture_output=True, text=True, check=False, timeout=30).stdout.strip()
 
 
-def _try_rename(folder: Path) -> str:
+def _try_rename(folder: Path) -> bool:
     old, new = folder / "old", folder / "new"
-    try:
-        old.write_text("old")
-        new.write_text("new")
-        new.replace(old)
-        return "" if old.read_text() == "new" and not new.exists() else "does not replace a file"
-    except OSError as error:
-        return str(error)
+    old.write_text("old")
+    new.write_text("new")
+    new.replace(old)
+    return old.read_text() == "new" and not new.exists()
 
 
-def _try_mmap(folder: Path) -> str:
+def _try_mmap(folder: Path) -> bool:
     path = folder / "map"
-    try:
-        path.write_bytes(b"isobatch" * 1024)
-        with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return "" if content[-8:] == b"isobatch" else "shows other bytes than were written"
-    except (OSError, ValueError) as error:
-        return str(error)
+    path.write_bytes(b"isobatch" * 1024)
+    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return content[-8:] == b"isobatch"
 
 
-def check_clock(name: str, folder: Path, now: Callable[[], float] = time.time) -> list[Check]:
-    """A line where the file server's clock is not this machine's."""
-    path = folder / "clock"
-    path.write_text("now")
-    ahead = path.stat().st_mtime - now()
-    if abs(ahead) < CLOCK_SECONDS:
+def check_hub(reachable: bool, env: Mapping[str, str] = os.environ) -> Check:
+    """`reachable`: whether the Hub, or the proxy before it, accepts a connection. Without it is no fault."""
+    if offline := [name for name in OFFLINE if env.get(name, "").upper() in TRUE]:
+        return ok("Hub", f"not asked: {offline[0]} is set")
+    if reachable:
+        return ok("Hub", "accepts connections")
+    if given := next((name for name in PROXIES if env.get(name)), None):
+        text = f"{given}={env[given]} accepts no connection"
+        return warning("Hub", text, f"unset {given}; HF_HUB_OFFLINE=1 uses the cache alone")
+    return ok("Hub", "not reachable: local files and what was downloaded are used")
+
+
+def check_slurm() -> Check:
+    """Its commands, its controller and its nodes. No Slurm is no fault."""
+    if shutil.which("sinfo") is None and shutil.which("sbatch") is None:
+        return ok("Slurm", "none here")
+    asked = run_slurm("sinfo", "-h", "-N", "-o", "%N %T", seconds=ASK_SECONDS)
+    if asked.no_cluster:
+        return ok("Slurm", "its commands are installed, and no cluster is configured")
+    if missing := [name for name in COMMANDS if shutil.which(name) is None]:
+        remedy = "install the package of Slurm's client commands (slurm-client)"
+        return broken("Slurm", f"{', '.join(missing)} are missing", remedy)
+    if asked.code:
+        remedy = "scontrol ping; sudo systemctl restart munge; ask who runs the cluster"
+        return broken("Slurm", f"does not answer: {asked.error}", remedy)
+    states = dict(line.split()[:2] for line in asked.out.splitlines() if len(line.split()) > 1)
+    usable = [name for name, state in states.items() if is_usable(state)]
+    if not usable:
+        text = f"none of its {len(states)} nodes can start a job now"
+        return warning("Slurm", text, "sinfo -R says why; jobs wait until then")
+    return ok("Slurm", f"answers; {len(usable)} of {len(states)} nodes can run jobs")
+
+
+def check_nodes(env: Mapping[str, str], runs: Path) -> list[Check]:
+    """In an allocation of several nodes: whether all of them see the folder of runs."""
+    count = int(positive(env.get("SLURM_JOB_NUM_NODES")) or 1)
+    if count < 2 or shutil.which("srun") is None:
         return []
-    text = f"the file server's clock is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} this one's"
-    return [warning(f"{name} clock", text, "timedatectl set-ntp true, on both (or ask who runs the machine)")]
-
-
-def check_downloads(hub: Path) -> Check:
-    """The Hub's cache folder: downloads that were cut short. `hub` is the folder of repositories."""
-    cut = list(hub.glob("*/blobs/*.incomplete")) if hub.is_dir() else []
-    if cut:
-        size = sum(path.stat().st_size for path in cut)
-        text = f"{len(cut)} downloads were cut short, {format_bytes(size)} in {hub}"
-        return warning("Hub cache", text, f"rm {hub}/*/blobs/*.incomplete (none while one is under way)")
-    return ok("Hub cache", f"{hub}" if hub.is_dir() else f"{hub}: nothing was downloaded yet")
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=existing_parent(runs)) as folder:
+        words = [
+            "--overlap",
+            "--ntasks-per-node=1",
+            f"--nodes={count}",
+            "sh",
+            "-c",
+            'test -d "$1" && hostname',
+        ]
+        asked = run_slurm("srun", *words, "sh", folder, seconds=NODES_SECONDS)
+    seeing = set(asked.out.split())
+    if len(seeing) < count:
+        text = f"{len(seeing)} of {count} nodes see {runs}: {asked.error or ', '.join(sorted(seeing))}"
+        return [broken("shared folder", text, "choose --out on the file system that all nodes mount")]
+    return [ok("shared folder", f"all {count} nodes see {runs}")]

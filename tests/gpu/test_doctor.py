@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isobatch.launch.doctor import devices, network, software
-from isobatch.launch.doctor.children import Child
+from isobatch.launch.doctor import devices, machine
+from isobatch.launch.doctor.probes import Child, Probe
 from isobatch.tests.gpu.helpers import gpu_only
 
 if TYPE_CHECKING:
@@ -18,20 +19,16 @@ pytestmark = gpu_only
 SECONDS = 180.0
 
 
-def test_every_gpu_computes_rightly() -> None:
-    found = Child("arithmetic", SECONDS).answer()
-    assert devices.check_torch(found).state == "ok"
-    assert len(found.found["gpus"]) == torch.cuda.device_count()
-    assert all("error" not in gpu for gpu in found.found["gpus"]), found
+def probes() -> list[Probe]:
+    count = torch.cuda.device_count()
+    nccl = dataclasses.replace(machine.NCCL, arguments={"backend": "nccl", "processes": count})
+    return [machine.COMPILE, nccl, *map(devices.gpu_probe, range(count))]
 
 
-def test_nccl_sums() -> None:
-    found = Child("all_reduce", SECONDS, backend="nccl", processes=torch.cuda.device_count()).answer()
-    assert network.check_all_reduce("nccl", found).state == "ok", found
-
-
-def test_a_kernel_is_compiled() -> None:
-    assert software.check_compile(Child("compiled", SECONDS).answer()).state == "ok"
+def test_every_gpu_computes_compiles_and_sums() -> None:
+    for probe in probes():
+        check = Child(dataclasses.replace(probe, seconds=SECONDS, patient=True)).check()
+        assert check.state == "ok", check
 
 
 def test_nothing_is_broken_on_this_machine(cli: Any, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.doctor import run_checks
 from isobatch.launch.doctor.command import doctor
-from isobatch.launch.doctor.ranks import check_ranks, describe_ranks
+from isobatch.launch.doctor.run_checks import check_ranks, describe_ranks
 from isobatch.tests.unit.fake_slurm import AWAY, Say, Slurm, queued
 from isobatch.tests.unit.test_checkpoint import save
 from isobatch.tests.unit.test_slurm_commands import make_run

@@ -162,7 +162,7 @@ ROOMS: dict[str, set[str]] = {
         *("engine.planning", "engine.runs", "launch.local"),
     },
     "launch.doctor": {
-        *("core", "engine.checkpointing", "engine.distributed", "engine.machine", "engine.model_setup"),
+        *("core", "engine.checkpointing", "engine.machine", "engine.model_setup"),
         *("engine.runs", "launch.local", "launch.clusters.slurm", "launch.control"),
     },
     "launch.commands": {
