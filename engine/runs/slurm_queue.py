@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -29,19 +29,8 @@ PATIENCE_SECONDS, FIRST_PAUSE_SECONDS = 20.0, 1.0
 """How long `refuse_if_in_a_job` asks again where Slurm does not answer."""
 NO_ANSWER = "Unable to contact slurm controller"
 """What Slurm's commands say while slurmctld is away."""
-FINISHED_STATES = (
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "PREEMPTED",
-    "REVOKED",
-)
-RUNNING_STATES = ("RUNNING", "SUSPENDED", "COMPLETING", "STOPPED", "SIGNALING", "RESIZING", "STAGE_OUT")
+FINISHED_STATES = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED"
+RUNNING_STATES = "RUNNING SUSPENDED COMPLETING STOPPED SIGNALING RESIZING STAGE_OUT"
 """States of a job whose script has begun. One that is neither here nor finished waits to begin."""
 FIELDS = "JobArrayID:40,State:24,RestartCnt:12,Reason:120"
 
@@ -73,11 +62,10 @@ class CommandResult:
         return self.code != 0 and "configuration source" in self.err
 
 
-def run_slurm(*words: str, seconds: float = TIMEOUT_SECONDS, text: str | None = None) -> CommandResult:
+def run_slurm(*words: str, seconds: float = TIMEOUT_SECONDS, text: str = "") -> CommandResult:
     """Run one Slurm command, for `seconds` at most, with `text` as its input; never raises."""
-    given = {"stdin": subprocess.DEVNULL} if text is None else {"input": text}
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False, **given)
+        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
         return CommandResult(127, "", f"no answer within {seconds:g} s")
     except OSError as error:
@@ -110,12 +98,12 @@ class JobStatus:
 
     @property
     def is_over(self) -> bool:
-        return self.state in FINISHED_STATES
+        return self.state in FINISHED_STATES.split()
 
     @property
     def waits(self) -> bool:
         """Whether it is in the queue, for its first leg or a later one."""
-        return not self.is_over and self.state not in RUNNING_STATES
+        return not self.is_over and self.state not in RUNNING_STATES.split()
 
     def __str__(self) -> str:
         reason = f" ({self.reason})" if self.reason else ""
@@ -145,10 +133,24 @@ def _status(state: str, restarts: str, reason: str = "") -> JobStatus:
     return JobStatus(state, said, int(restarts) if restarts.isdigit() else 0)
 
 
-def last_job_of(run: RunFolder) -> str:
-    """The number of the run's last job, from slurm/job.json; empty where there was none."""
+def job_record(run: RunFolder) -> dict[str, Any]:
+    """RUN/slurm/job.json: which job a run is in (`job`), and what the legs of a job tell each other."""
     path = run.folder / "slurm" / "job.json"
-    job = str(atomic_files.read_json(path).get("job", "")) if path.exists() else ""
+    return atomic_files.read_json(path) if path.exists() else {}
+
+
+def update_job_record(run: RunFolder, **facts: Any) -> None:
+    """Update job.json; entries of another job are dropped."""
+    before = job_record(run)
+    if "job" in facts and before.get("job") != facts["job"]:
+        before = {}
+    (run.folder / "slurm").mkdir(exist_ok=True)
+    atomic_files.write_json(run.folder / "slurm" / "job.json", {**before, **facts})
+
+
+def last_job_of(run: RunFolder) -> str:
+    """The number of the run's last job; empty where there was none."""
+    job = str(job_record(run).get("job", ""))
     return job if re.fullmatch(r"\d+(_\d+)?", job) else ""
 
 
@@ -157,29 +159,20 @@ def refuse_if_in_a_job(run: RunFolder, asking_job: str = "") -> None:
 
     Raises InAJobError, and UserError where Slurm does not say within PATIENCE_SECONDS.
     """
-    job = last_job_of(run)
-    if not job or job == asking_job:
-        return
-    try:
-        status = _ask_patiently(job)
-    except SlurmSilentError as error:
-        raise UserError(
-            f"{run.folder} was in job {job}, which may still train it: {error}; try again when squeue"
-            f" answers, or remove {run.folder}/slurm/job.json if you know that the job is over"
-        ) from None
-    if status is not None and not status.is_over:
-        raise InAJobError(f"{run.folder} is in job {job} already ({status})", run)
-
-
-def _ask_patiently(job: str) -> JobStatus | None:
-    """The job's status, None where Slurm does not know it; asks again, ever more seldom, for a while."""
+    job, status = last_job_of(run), None
     deadline, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE_SECONDS
-    while True:
+    while job and job != asking_job:
         try:
-            return job_statuses([job]).get(job)
+            status = job_statuses([job]).get(job)
+            break
         except SlurmSilentError as error:
             if time.monotonic() + pause >= deadline:
-                raise
+                raise UserError(
+                    f"{run.folder} was in job {job}, which may still train it: {error}; try again when squeue"
+                    f" answers, or remove {run.folder}/slurm/job.json if you know that the job is over"
+                ) from None
             print(f"isobatch: {error}; asking again", file=sys.stderr)
             time.sleep(pause)
             pause *= 2
+    if status is not None and not status.is_over:
+        raise InAJobError(f"{run.folder} is in job {job} already ({status})", run)

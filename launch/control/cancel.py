@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.terminal.status import doing
-from isobatch.engine.runs.slurm_queue import run_slurm
-from isobatch.launch.clusters.slurm import job_record
+from isobatch.engine.runs.slurm_queue import run_slurm, update_job_record
 from isobatch.launch.control.run_state import RunView, look, one_run
 from isobatch.launch.local.arguments import command_options
 
@@ -85,7 +84,7 @@ def _ask_job_to_save(seen: RunView) -> None:
         raise UserError(
             f"job {seen.job} is suspended and cannot save: scontrol resume {seen.job} first, or cancel --now"
         )
-    job_record.update(seen.run, cancel="save")  # first: the job reads it when the signal comes
+    update_job_record(seen.run, cancel="save")  # first: the job reads it when the signal comes
     _scancel(seen.job, "--batch", "--signal=INT")
 
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.core import atomic_files
 from isobatch.core.package import own_command
-from isobatch.launch.clusters.slurm.job_request import JobRequest, plan_for_nodes
+from isobatch.launch.clusters.slurm.job import plan_for_nodes
+from isobatch.launch.clusters.slurm.legs import JobRequest
 from isobatch.launch.local.run_setup import open_run, store_plan
 from isobatch.tests.integration.helpers import furthest, launch, losses, summary
 from isobatch.tests.slurm.nodes import TASKS
@@ -61,18 +61,19 @@ def linked() -> Iterator[None]:
         yield
 
 
+WORDS = ("1", "n1,n2", "1", "10.77.0.1")
+"""Of the job to a node: name of the attempt, nodes, the job's port, the first node's address."""
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     """Planned for two nodes, with the job's words to them."""
     words = ["slurm", "--task", f"{TASKS}:Line", "--cpu", "--nodes", "2", "--time", "5", "--name", "r"]
     done = launch(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    meeting = tmp_path / "runs" / "r" / "slurm" / "meeting-1"
-    meeting.mkdir(parents=True)
-    step = {"nodes": ["n1", "n2"], "addresses": ["10.77.0.1"], "job_port": 1}
-    atomic_files.write_json(meeting / "step.json", step)
+    (tmp_path / "runs" / "r" / "slurm" / "meeting-1").mkdir(parents=True)
     found = open_run(str(tmp_path / "runs" / "r"))
-    store_plan(found, plan_for_nodes(found, 2, JobRequest.read(found)))
+    store_plan(found, plan_for_nodes(found, 2, JobRequest.read(found.folder)))
     return found.folder
 
 
@@ -80,7 +81,7 @@ def start(run: Path, rank: int) -> subprocess.Popen[str]:
     """A node of the step, as srun would start it there."""
     step = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "1", "SLURMD_NODENAME": f"n{rank + 1}"}
     return subprocess.Popen(
-        ["ip", "netns", "exec", NAMES[rank], *own_command("node", str(run), "1")],
+        ["ip", "netns", "exec", NAMES[rank], *own_command("node", str(run), *WORDS)],
         env={**os.environ, **step},
         stderr=subprocess.PIPE,
         text=True,

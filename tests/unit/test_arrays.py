@@ -11,7 +11,7 @@ import pytest
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.launch.clusters.slurm import array
-from isobatch.launch.clusters.slurm.options import SlurmOptions, is_array, parallel_tasks
+from isobatch.launch.clusters.slurm.options import SlurmOptions, is_array
 from isobatch.launch.local.arguments import parse_sweep
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ def test_the_runs_of_an_array(words: str, seeds: str | None, wanted: dict[int, s
 def test_the_numbers_are_written_short() -> None:
     assert array.array_text([9, 0, 1, 2, 3, 5, 6], "") == "0-3,5,6,9"
     assert array.array_text(range(1000), "8") == "0-999%8"
-    assert parallel_tasks(SlurmOptions(parallel=3)) == parallel_tasks(SlurmOptions(array="0-9%3")) == "3"
     for options, runs in ((SlurmOptions(parallel=2), 1), (SlurmOptions(parallel=2, array="0-9%3"), 10)):
         with pytest.raises(UserError, match="--parallel 2: limits the runs of an array"):
             is_array(options, runs)

@@ -1,8 +1,9 @@
-"""Tests of launch/clusters/slurm/containers.py: which program opens an image, and the words it gets."""
+"""Tests of containers: which program opens an image, and the words it gets."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,38 +15,41 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.slurm_queue import CommandResult
 from isobatch.launch.clusters.slurm import containers
 from isobatch.launch.clusters.slurm.client import Allocation
-from isobatch.launch.clusters.slurm.job_request import JobRequest
+from isobatch.launch.clusters.slurm.legs import JobRequest
 from isobatch.launch.clusters.slurm.step import srun_command
 
-INSIDE = ["python3", "-P", str(ROOT / "__main__.py"), "node", "RUN", "NONCE"]
+WORDS = ("node", "RUN", "NONCE")
+INSIDE = ["python3", "-P", str(ROOT / "__main__.py"), *WORDS]
 
 
-def container(*mounts: str, image: str = "nvcr.io/nvidia/pytorch:26.01-py3") -> containers.Container:
-    return containers.Container(image=image, python="python3", folder="/home/me", mounts=mounts)
+def container(*mounts: str, image: str = "nvcr.io/nvidia/pytorch:26.01-py3") -> dict[str, Any]:
+    return {"image": image, "python": "python3", "folder": "/home/me", "mounts": mounts}
 
 
-def test_pyxis_gets_its_words_through_srun() -> None:
-    mine = container("/home/me", "/shared/it's mine".replace(" ", "-"))
-    assert containers.srun_words(mine, "pyxis") == [
+def test_pyxis_gets_its_words_through_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm_queue, "run_slurm", lambda *_: CommandResult(0, PYXIS, ""))
+    words = [
         "--container-image=nvcr.io/nvidia/pytorch:26.01-py3",
         "--container-mounts=/home/me:/home/me,/shared/it's-mine:/shared/it's-mine",
         "--container-workdir=/home/me",
         "--no-container-mount-home",
     ]
-    assert containers.node_command(mine, "pyxis", 8, "node", "RUN", "NONCE") == INSIDE
+    mine = container("/home/me", "/shared/it's-mine")
+    assert containers.in_container(mine, 8, *WORDS) == (words, INSIDE)
     with pytest.raises(UserError, match=r"/a b has a space in its path, which pyxis cannot mount"):
-        containers.srun_words(container("/a b"), "pyxis")
+        containers.in_container(container("/a b"), 8, *WORDS)
 
 
 @pytest.mark.parametrize(("gpus", "nv"), [(0, []), (8, ["--nv"])])
-def test_apptainer_is_what_a_node_starts(gpus: int, nv: list[str]) -> None:
+def test_apptainer_is_what_a_node_starts(gpus: int, nv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: f"/opt/{name}")
     mine = container("/home/me", "/shared/a b", image="/images/torch.sif")
-    assert containers.srun_words(mine, "/opt/apptainer") == []
-    assert containers.node_command(mine, "/opt/apptainer", gpus, "node", "RUN", "NONCE") == [
+    command = [
         *("/opt/apptainer", "exec", "--no-home", *nv),
         *("--bind", "/home/me:/home/me", "--bind", "/shared/a b:/shared/a b"),
         *("--pwd", "/home/me", "/images/torch.sif", *INSIDE),
     ]
+    assert containers.in_container(mine, gpus, *WORDS) == ([], command)
 
 
 PYXIS = "      --container-image=[USER@][REGISTRY#]IMAGE[:TAG]|PATH\n"
@@ -108,13 +112,13 @@ def test_a_step_begins_without_the_packages_of_outside(
     monkeypatch.setattr(slurm_queue, "run_slurm", lambda *_: CommandResult(0, PYXIS, ""))
     asked = {"image": "ubuntu", "python": "python3", "folder": "/x", "mounts": ["/x"]}
     run, job = RunFolder(tmp_path), Allocation(job="7", nodes=("n1",), cpus=2, gpus=0)
-    JobRequest(local=1, lead=5, plan={}, container=asked).write(run)
-    command = srun_command(run, ("n1",), job, JobRequest.read(run), "nonce")
+    JobRequest(local=1, lead=5, seconds=9, plan={}, container=asked).write(tmp_path)
+    command = srun_command(run, ("n1",), job, JobRequest.read(tmp_path), ("nonce", "n1"))
     assert command[: command.index("srun")] == [
         *("env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "PYTHONNOUSERSITE=1")
     ]
     assert command.index("--container-image=ubuntu") < command.index("/bin/bash")
-    assert command[-3:] == ["node", str(tmp_path), "nonce"]
+    assert command[-4:] == ["node", str(tmp_path), "nonce", "n1"]
 
 
 def test_what_the_recipe_names_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

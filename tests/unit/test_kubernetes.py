@@ -44,17 +44,8 @@ def manifest(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     [
         [*GPUS, "--name", "week"],
         [
-            *GPUS,
-            "--mem",
-            "64Gi",
-            "--cpus",
-            "8",
-            "--node-selector",
-            "gpu=h100",
-            "--namespace",
-            "lab",
-            "--secret",
-            "hub",
+            *(*GPUS, "--mem", "64Gi", "--cpus", "8", "--node-selector", "gpu=h100", "--namespace", "lab"),
+            *("--secret", "hub"),
         ],
         ["--task", MINE, *LEAST, "--cpu"],
     ],
@@ -150,27 +141,26 @@ def test_a_job_ends_where_another_start_mends_nothing(capsys: pytest.CaptureFixt
     assert found == {"FailJob": [WRONG_INPUT, FAILED], "Ignore": [STOPPED]}
 
 
-WRONG: dict[str, tuple[list[str], str]] = {
-    "no image": (["--task", "causal-lm", "--claim", "a", "--cpu"], "k8s: needs --image, "),
-    "no claim": (["--task", "causal-lm", "--image", "a", "--cpu"], "k8s: needs --claim, "),
-    "no device": (["--task", "causal-lm", *LEAST], "k8s: needs --gpus-per-node, or --cpu"),
-    "both": ([*GPUS, "--cpu"], "--cpu: and GPUs were asked for, too"),
-    "a name": ([*GPUS, "--name", "My_Run"], "--name My_Run: Kubernetes takes small letters"),
-    "a long name": ([*GPUS, "--name", 53 * "a"], "at most 52"),
-    "memory": ([*GPUS, "--mem", "much"], "--mem much: is no amount such as 64Gi"),
-    "a label": ([*GPUS, "--node-selector", "gpu"], "--node-selector gpu: is no label"),
-    "two labels": ([*GPUS, "--node-selector", "a=b,c=d"], "--node-selector a=b,c=d: is no label"),
-    "a namespace": ([*GPUS, "--namespace", "Team"], "--namespace Team: is no name of a namespace"),
-    "processes": ([*GPUS, "--processes", "6"], "--processes 6: must be a multiple of --nodes 4"),
-    "a secret": ([*GPUS, "--secret", "HF_TOKEN=x"], r"--secret HF_TOKEN\.\.\.: is no name of a Secret"),
-    "a flag": ([*GPUS, "--imgae", "a"], "did you mean --image"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_words_are_one_line(case: str) -> None:
-    words, expected = WRONG[case]
-    with pytest.raises(UserError, match=expected) as raised:
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--task", "causal-lm", "--claim", "a", "--cpu"], "--image"),
+        (["--task", "causal-lm", "--image", "a", "--cpu"], "--claim"),
+        (["--task", "causal-lm", *LEAST], "--gpus-per-node, or --cpu"),
+        ([*GPUS, "--cpu"], "--cpu: "),
+        ([*GPUS, "--name", "My_Run"], "--name My_Run"),
+        ([*GPUS, "--name", 53 * "a"], "at most 52"),
+        ([*GPUS, "--mem", "much"], "--mem much"),
+        ([*GPUS, "--node-selector", "gpu"], "--node-selector gpu"),
+        ([*GPUS, "--node-selector", "a=b,c=d"], "--node-selector a=b,c=d"),
+        ([*GPUS, "--namespace", "Team"], "--namespace Team"),
+        ([*GPUS, "--processes", "6"], "--processes 6: must be a multiple of --nodes 4"),
+        ([*GPUS, "--secret", "HF_TOKEN=x"], r"--secret HF_TOKEN\.\.\.: "),
+        ([*GPUS, "--imgae", "a"], "did you mean --image"),
+    ],
+)
+def test_wrong_words_are_one_line(words: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says) as raised:
         k8s(words)
     assert "\n" not in str(raised.value)
 

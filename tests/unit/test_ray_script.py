@@ -22,10 +22,10 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.cli import COMMANDS
-from isobatch.launch.clusters.ray import places
+from isobatch.launch.clusters.ray import attempts
+from isobatch.launch.clusters.ray.attempts import judge
 from isobatch.launch.clusters.ray.command import ray
-from isobatch.launch.clusters.ray.driver import judge, train_until_done
-from isobatch.launch.clusters.ray.run_log import RunLog
+from isobatch.launch.clusters.ray.driver import train_until_done
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.restarts import train_with_restarts
 from isobatch.tests.paths import ROOT
@@ -124,26 +124,22 @@ def test_a_script_is_what_ray_takes(capsys: pytest.CaptureFixture[str], tmp_path
     assert made.backend_config.backend == "gloo"
 
 
-WRONG: dict[str, tuple[list[str], str]] = {
-    "no workers": ([*CPUS, "--ray-workers", "0"], "--ray-workers 0: must be at least 1"),
-    "no device": (["--task", "causal-lm"], "ray: needs --gpus-per-worker, or --cpu"),
-    "both": ([*GPUS, "--cpu"], "--cpu: and GPUs were asked for, too"),
-    "too many at least": (
-        [*CPUS, "--min-ray-workers", "2"],
-        "--min-ray-workers 2: is more than --ray-workers 1",
-    ),
-    "an address": ([*CPUS, "--address", "somewhere"], "--address somewhere: give auto, local, HOST:PORT"),
-    "processes": ([*GPUS, "--processes", "6"], "--processes 6: must be a multiple of --ray-workers 4"),
-    "more than GPUs": ([*GPUS, "--processes", "64"], "--processes 64: every process needs a GPU"),
-    "a flag": ([*GPUS, "--gpu-per-worker", "8"], "did you mean --gpus-per-worker"),
-    "a value": ([*CPUS, "--name", 'a"""b'], "which a script cannot hold"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_words_are_one_line(case: str) -> None:
-    words, expected = WRONG[case]
-    with pytest.raises(UserError, match=expected) as raised:
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([*CPUS, "--ray-workers", "0"], "--ray-workers 0"),
+        (["--task", "causal-lm"], "--gpus-per-worker, or --cpu"),
+        ([*GPUS, "--cpu"], "--cpu: "),
+        ([*CPUS, "--min-ray-workers", "2"], "--min-ray-workers 2"),
+        ([*CPUS, "--address", "somewhere"], "--address somewhere"),
+        ([*GPUS, "--processes", "6"], "--processes 6: must be a multiple of --ray-workers 4"),
+        ([*GPUS, "--processes", "64"], "--processes 64: .* at most 32"),
+        ([*GPUS, "--gpu-per-worker", "8"], "did you mean --gpus-per-worker"),
+        ([*CPUS, "--name", 'a"""b'], "which a script cannot hold"),
+    ],
+)
+def test_wrong_words_are_one_line(words: list[str], says: str) -> None:
+    with pytest.raises(UserError, match=says) as raised:
         ray(words)
     assert "\n" not in str(raised.value)
 
@@ -276,10 +272,10 @@ def test_a_larger_world_is_no_failure(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_places_are_counted_when_they_have_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """All at once, or the fewest after a while without more; not before Ray knows of a loss."""
     clock = [0.0]
-    monkeypatch.setattr(places.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(places.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
+    monkeypatch.setattr(attempts.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(attempts.time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + seconds))
 
-    class Known(places.Places):
+    class Known(attempts.Places):
         """Places that come at these moments."""
 
         came: tuple[float, ...] = ()
@@ -303,15 +299,15 @@ def test_places_are_counted_when_they_have_settled(monkeypatch: pytest.MonkeyPat
 
     assert count((0, 0)) == (2, 0)
     assert count((0, 4)) == (2, 4)
-    assert count((3,)) == (1, pytest.approx(3 + places.SETTLE_SECONDS, abs=1))
-    assert count((0, 0), lost=True) == (2, places.LOSS_SECONDS)
+    assert count((3,)) == (1, pytest.approx(3 + attempts.SETTLE_SECONDS, abs=1))
+    assert count((0, 0), lost=True) == (2, attempts.LOSS_SECONDS)
     assert count(()) == (0, pytest.approx(100, abs=1)), "asked to stop meanwhile"
 
 
 def test_a_log_is_followed_in_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "log.txt"
     path.write_text("before\n")
-    log = RunLog(path, quiet=False)
+    log = attempts.RunLog(path, quiet=False)
     with path.open("a") as stream:
         stream.write("one\ntw")
         stream.flush()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from isobatch.core.errors import UserError
 from isobatch.core.package import ROOT, own_command
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.clusters.slurm import client, sbatch_script, slurm_words
-from isobatch.launch.clusters.slurm.job_request import JobRequest
+from isobatch.launch.clusters.slurm import client, options, sbatch_script
+from isobatch.launch.clusters.slurm.legs import JobRequest
 from isobatch.launch.clusters.slurm.options import SlurmOptions, join_sbatch_value, step_words
 from isobatch.launch.clusters.slurm.step import srun_command
 from isobatch.launch.local.arguments import split_words
@@ -83,7 +83,8 @@ def test_what_a_cluster_person_looks_for() -> None:
 
 @given(PRINTABLE)
 def test_every_word_reaches_sbatch_as_it_is(word: str) -> None:
-    assert as_sbatch_reads(f"#SBATCH --x={sbatch_script.sbatch_word(word)} -n") == [f"--x={word}", "-n"]
+    line = f"#SBATCH {sbatch_script.sbatch_word(f'--x={word}')} -n"
+    assert as_sbatch_reads(line) == [f"--x={word}", "-n"]
 
 
 @given(PRINTABLE, st.text(string.printable, min_size=1))
@@ -159,45 +160,30 @@ def test_no_secret_of_the_environment_is_in_the_script(monkeypatch: pytest.Monke
         ("--gpus-per-task=1", "--gpus-per-node"),
         ("--exclusive --ntasks=5", "--nodes"),
         ("-N 3", "--nodes"),
-        ("-t5", "--time"),
+        ("-v -t5", "--time"),
         ("--wrap=date", "--task"),
-        ("--signal=B:TERM@5", "--lead"),
+        ("--sig=B:TERM@5", "--lead"),
+        ("--arra=0-1", "--array"),
+        ("-v -HN2", "--nodes"),
+        ("--no-req", "--nodes"),
+        ("-D/", "--out"),
     ],
 )
 def test_options_that_the_script_sets_are_refused_with_our_flag(text: str, flag: str) -> None:
+    """Beginnings of their names and bundles of letters, too."""
     with pytest.raises(UserError, match=f"use {flag}"):
-        slurm_words.parse_sbatch_options(text)
+        options.parse_sbatch_options(text)
 
 
 def test_other_options_are_passed_on() -> None:
-    assert slurm_words.parse_sbatch_options("--exclusive --comment='a b'") == (
-        "--exclusive",
-        "--comment=a b",
-    )
-    assert slurm_words.parse_sbatch_options("-H --nodelist=n1 -Qvx n2") == (
-        "-H",
-        "--nodelist=n1",
-        "-Qvx",
-        "n2",
-    )
-    assert '#SBATCH --exclusive "--comment=a b"' in sbatch_script.render(
-        script(raw_options=("--exclusive", "--comment=a b"))
-    )
-    assert (
-        split_words(join_sbatch_value(["--sbatch", "--exclusive --x", "--nodes", "2"]))[1]["sbatch"]
-        == "--exclusive --x"
-    )
+    raw = options.parse_sbatch_options("--exclusive --comment='a b'")
+    assert '#SBATCH --exclusive "--comment=a b"' in sbatch_script.render(script(raw_options=raw))
+    assert options.parse_sbatch_options("-H -Qvx n2") == ("-H", "-Qvx", "n2")
+    joined = join_sbatch_value(["--sbatch", "--exclusive --x", "--nodes", "2"])
+    assert split_words(joined)[1]["sbatch"] == "--exclusive --x"
     for bad in ("date", "'", ""):
         with pytest.raises(UserError, match="--sbatch"):
-            slurm_words.parse_sbatch_options(bad)
-
-
-@pytest.mark.parametrize(
-    "word", ["--arra=0-1", "--nod=2", "-HN2", "-n2", "--no-req", "--sig=B:TERM@9", "-D/"]
-)
-def test_beginnings_and_bundles_of_what_the_script_sets_are_refused(word: str) -> None:
-    with pytest.raises(UserError, match=f"--sbatch {word}: the script sets this itself; use --"):
-        slurm_words.parse_sbatch_options(f"-v {word}")
+            options.parse_sbatch_options(bad)
 
 
 def bash(text: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -205,10 +191,6 @@ def bash(text: str, folder: Path, **variables: str) -> subprocess.CompletedProce
     return subprocess.run(
         ["/bin/bash"], input=text, cwd=folder, env=variables, capture_output=True, text=True, check=False
     )
-
-
-def test_the_job_starts_where_it_was_asked_for() -> None:
-    assert "cd -- '/home/some one' || exit 2" in sbatch_script.render(script()).splitlines()
 
 
 def test_what_a_node_does_not_see_is_the_first_line_of_its_output(tmp_path: Path) -> None:
@@ -246,15 +228,9 @@ def test_a_heterogeneous_job_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "this is a heterogeneous job" in done.stdout
     for words in ("--exclusive : --nodes=1", ":", "hetjob"):
-        for parse in (slurm_words.parse_sbatch_options, slurm_words.parse_srun_options):
+        for parse in (options.parse_sbatch_options, options.parse_srun_options):
             with pytest.raises(UserError, match="a heterogeneous job has nodes of several kinds"):
                 parse(words)
-
-
-def test_the_warning_signal_is_chosen() -> None:
-    lines = sbatch_script.render(script(signal="HUP")).splitlines()
-    assert "#SBATCH --signal=B:HUP@45" in lines
-    assert "trap '' HUP TERM" in lines
 
 
 @pytest.mark.parametrize(
@@ -262,7 +238,7 @@ def test_the_warning_signal_is_chosen() -> None:
     [
         ("--gpus-per-task=1", "--gpus-per-node"),
         ("--cpu-bind=cores --ntask=5", "one launcher"),
-        ("--nodes 3", "one launcher"),
+        ("-n5", "write"),  # letters in one word may hide one that a step sets itself
         ("--mpi=pmix", "--mpi"),
         ("--container-image=x", "--container"),
         ("--exp=NONE", "environment"),
@@ -271,25 +247,17 @@ def test_the_warning_signal_is_chosen() -> None:
     ],
 )
 def test_options_that_a_step_sets_are_refused(text: str, way_out: str) -> None:
-    with pytest.raises(UserError, match=f"--srun .*: each step sets this itself; .*{way_out}"):
-        slurm_words.parse_srun_options(text)
-
-
-@pytest.mark.parametrize("text", ["-n5", "-lN1", "--cpu-bind=cores -K0"])
-def test_options_of_a_step_are_written_out(text: str) -> None:
-    """Letters in one word may hide one that a step sets itself."""
-    with pytest.raises(UserError, match="write srun's options out"):
-        slurm_words.parse_srun_options(text)
+    with pytest.raises(UserError, match=f"--srun .*{way_out}"):
+        options.parse_srun_options(text)
 
 
 def test_words_for_srun_reach_every_step(tmp_path: Path) -> None:
-    options = SlurmOptions(gpus_per_node=2, mpi="pmix", srun="--cpu-bind=cores --gpu-bind=closest")
-    words = step_words(options)
+    words = step_words(SlurmOptions(gpus_per_node=2, mpi="pmix", srun="--cpu-bind=cores --gpu-bind=closest"))
     assert words == ("--mpi=pmix", "--gpu-bind=none", "--cpu-bind=cores", "--gpu-bind=closest")
     assert step_words(SlurmOptions()) == ("--mpi=none",)
     run, job = RunFolder(tmp_path), client.Allocation(job="7", nodes=("n1",), cpus=2, gpus=2)
-    JobRequest(local=2, lead=5, plan={}, srun=words).write(run)
-    command = srun_command(run, ("n1",), job, JobRequest.read(run), "nonce")
+    JobRequest(local=2, lead=5, seconds=9, plan={}, srun=words).write(tmp_path)
+    command = srun_command(run, ("n1",), job, JobRequest.read(tmp_path), ("nonce", "n1"))
     assert "--export=ALL" in command
     assert command[command.index("/bin/bash") - 4 : command.index("/bin/bash")] == list(words)
 
@@ -299,19 +267,16 @@ def test_words_for_srun_reach_every_step(tmp_path: Path) -> None:
     [("5", 300), ("5:30", 330), ("00:03:00", 180), ("1-0", 86400), ("1-2:03", 93780), ("1-00:00:01", 86401)],
 )
 def test_times_are_slurms(text: str, seconds: int) -> None:
-    assert slurm_words.parse_time_limit(text) == seconds
-    assert slurm_words.parse_time_limit(slurm_words.format_time_limit(seconds)) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "0", "soon", "1:2:3:4", "-5", "1-"])
-def test_other_times_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match="--time"):
-        slurm_words.parse_time_limit(text)
+    assert options.parse_time_limit(text) == seconds
+    assert options.parse_time_limit(options.format_time_limit(seconds)) == seconds
 
 
 def test_arrays_are_seeds() -> None:
-    assert slurm_words.parse_array("0-4") == [0, 1, 2, 3, 4]
-    assert slurm_words.parse_array("7,1-5:2%2") == [1, 3, 5, 7]
+    for bad in ("", "0", "soon", "1:2:3:4", "-5", "1-"):
+        with pytest.raises(UserError, match="--time"):
+            options.parse_time_limit(bad)
+    assert options.parse_array("0-4") == ([0, 1, 2, 3, 4], "")
+    assert options.parse_array("7,1-5:2%2") == ([1, 3, 5, 7], "2")
     for bad in ("", "a", "4-1", "0-5%", "0-5%0", "0-999999", "0-4;date", "1 2"):
         with pytest.raises(UserError, match="--array"):
-            slurm_words.parse_array(bad)
+            options.parse_array(bad)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
+from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.slurm import client
-from isobatch.launch.clusters.slurm.job_request import JobRequest, plan_for_nodes
-from isobatch.launch.clusters.slurm.options import SlurmOptions
+from isobatch.launch.clusters.slurm.command import slurm
+from isobatch.launch.clusters.slurm.job import plan_for_nodes
+from isobatch.launch.clusters.slurm.legs import JobRequest
 
 if TYPE_CHECKING:
     from isobatch.tests.conftest import Cli
@@ -19,66 +22,51 @@ if TYPE_CHECKING:
 LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
 
 
-@pytest.mark.parametrize("state", ["idle", "allocated", "mixed", "draining", "completing"])
-def test_nodes_that_can_be_used(state: str) -> None:
-    assert client.is_usable(state)
-
-
-@pytest.mark.parametrize("state", ["down", "down*", "idle*", "drained", "failing", "fail"])
-def test_nodes_that_cannot(state: str) -> None:
-    assert not client.is_usable(state)
+def test_nodes_that_can_be_used() -> None:
+    assert all(map(client.is_usable, ("idle", "allocated", "mixed", "draining", "completing")))
+    assert not any(map(client.is_usable, ("down", "down*", "idle*", "drained", "failing", "fail")))
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    "words",
     [
-        (["--time", "5"], "--gpus-per-node, or --cpu"),
-        (["--cpu"], "--time"),
-        (["--cpu", "--time", "soon"], "--time soon"),
-        (["--cpu", "--gpus-per-node", "2", "--time", "5"], "--cpu"),
-        (["--cpu", "--time", "5", "--lead", "301"], "--lead 301"),
-        (["--cpu", "--time", "5", "--nodes", "2", "--processes", "3"], "--processes 3"),
-        (["--cpu", "--time", "5", "--after", "now"], "--after now"),
-        (["--cpu", "--time", "5", "--setup", "/no/such"], "--setup /no/such"),
-        (["--cpu", "--time", "5", "--sbatch", "--ntasks=3"], "--sbatch --ntasks=3"),
-        (
-            ["--cpu", "--time", "5", "--nodes", "2", "--strategy", "single"],
-            "--strategy single: is one process",
-        ),
-        (["--cpu", "--time", "5", "--strategy", "zero2"], "--strategy zero2: one process has nobody"),
-        (["--cpu", "--time", "5", "--job-name", "a\nb"], "--job-name"),
-        (["--cpu", "--time", "5", "--array", "9-1"], "--array 9-1"),
-        (["--cpu", "--time", "5", "--seed", "1", "--array", "0-1"], "--seed"),
-        (["--cpu", "--time", "5", "--partiton", "x"], "(did you mean --partition?)"),
-        (["--cpu", "--time", "5", "--srun", "--nodes=3"], "--srun --nodes=3"),
-        (["--cpu", "--time", "5", "--sbatch", "--exclusive : -N2"], "a heterogeneous job"),
-        (["--cpu", "--time", "5", "--mpi", "a b"], "--mpi a b"),
-        (["--cpu", "--time", "5", "--mail", "me"], "--mail me: is not one address"),
-        (["--cpu", "--time", "5", "--signal", "TERM"], "--signal TERM: is not one of USR1, USR2, HUP"),
-        (["--cpu", "--time", "5", "--max-legs", "0"], "--max-legs 0"),
-        (["--cpu", "--time", "5", "--container", "./no.sif"], "--container ./no.sif: there is no such file"),
-        (["--cpu", "--time", "5", "--container-python", "python"], "says nothing without --container"),
-        (["--cpu", "--time", "5", "--parallel", "2"], "--parallel 2: limits the runs of an array"),
-        (["--cpu", "--time", "5", "--lr", "1e-3,x"], "--lr x: is not a number"),
-        (["--cpu", "--time", "5", "--seed", "1-2", "--array", "0-1"], "--seed"),
-        (["--cpu", "--time", "5", "--workers", "1,2"], "--workers 1,2: is not an integer"),
+        "--time 5",  # needs GPUs, or --cpu
+        "--cpu",  # needs --time
+        "--cpu --time soon",
+        "--time 5 --gpus-per-node 2 --cpu",
+        "--cpu --time 5 --lead 301",
+        "--cpu --time 5 --nodes 2 --processes 3",
+        "--time 5 --gpus-per-node 2 --nodes 2 --processes 6",
+        "--cpu --time 5 --after now",
+        "--cpu --time 5 --setup /no/such",
+        "--cpu --time 5 --sbatch --ntasks=3",
+        "--cpu --time 5 --nodes 2 --strategy single",
+        "--cpu --time 5 --strategy zero2",
+        "--cpu --time 5 --job-name a\nb",
+        "--cpu --time 5 --array 9-1",
+        "--cpu --time 5 --array 0-1 --seed 1",
+        "--cpu --time 5 --array 0-1 --seed 1-2",
+        "--cpu --time 5 --partiton x",
+        "--cpu --time 5 --srun --nodes=3",
+        "--cpu --time 5 --mpi a;b",
+        "--cpu --time 5 --mail me",
+        "--cpu --time 5 --signal TERM",
+        "--cpu --time 5 --max-legs 0",
+        "--cpu --time 5 --container ./no.sif",
+        "--cpu --time 5 --container-python python",
+        "--cpu --time 5 --parallel 2",
+        "--cpu --time 5 --lr 1e-3,x",
+        "--cpu --time 5 --workers 1,2",
     ],
 )
 def test_what_is_wrong_is_said_before_anything_is_made(
-    words: list[str],
-    says: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from isobatch.launch.cli import BEFORE_TORCH, main
-
+    """The last flag is the wrong one, or the one that misses another."""
     monkeypatch.chdir(tmp_path)
-    settings = {"ISOBATCH_STARTED": "0", "TRANSFORMERS_VERBOSITY": "error", **BEFORE_TORCH}
-    for name, value in settings.items():
-        monkeypatch.setenv(name, value)
-    assert main(["slurm", "--task", LINE, *words]) == 2
-    assert says in capsys.readouterr().err
+    flag = [word for word in words.split(" ") if re.match(r"--(?!ntasks|nodes=)", word)][-1]
+    with pytest.raises(UserError, match=flag if len(words) > 8 else "--gpus-per-node, or --cpu|--time"):
+        slurm(["--task", LINE, *words.split(" ")])
     assert not list(tmp_path.iterdir())
 
 
@@ -88,8 +76,8 @@ def test_the_script_is_printed_and_its_run_is_ready(cli: Cli, tmp_path: Path) ->
     assert done.code == 0, done.err
     run = RunFolder.open(tmp_path / "runs" / "r")
     assert done.out == (run.folder / "slurm" / "job.sh").read_text()
-    assert plan_for_nodes(run, 2, JobRequest.read(run)).processes == 2
-    assert plan_for_nodes(run, 1, JobRequest.read(run)).processes == 1
+    request = JobRequest.read(run.folder)
+    assert [plan_for_nodes(run, nodes, request).processes for nodes in (1, 2)] == [1, 2]
     refused = cli(*words, "--submit", env={"PATH": "/usr/bin/nowhere"})
     assert refused.code == 2
     assert "there is no sbatch here" in refused.err
@@ -102,9 +90,3 @@ def test_one_submission_of_a_run_at_a_time(cli: Cli, tmp_path: Path) -> None:
         refused = cli(*words, env={"PATH": "/usr/bin/nowhere"})
     assert refused.code == 2
     assert "is being submitted by another process" in refused.err
-
-
-def test_every_flag_says_what_it_is_for() -> None:
-    from isobatch.core.flags import flags_of
-
-    assert all(flag.help for flag in flags_of(SlurmOptions, "slurm").values())

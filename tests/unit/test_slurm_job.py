@@ -11,20 +11,11 @@ import pytest
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.clusters.slurm import client, sbatch_script, time_limit
-from isobatch.launch.clusters.slurm.job import should_save_now
-from isobatch.launch.clusters.slurm.rendezvous import (
-    StepNode,
-    announce,
-    job_is_there,
-    join,
-    rendezvous_folder,
-    wait_for_answers,
-)
-from isobatch.launch.clusters.slurm.requeue import Leg, requeue
+from isobatch.launch.clusters.slurm import client, legs, node
+from isobatch.launch.clusters.slurm.legs import LegClock, requeue, should_save_now, why_not_requeue
+from isobatch.launch.clusters.slurm.node import Meeting
+from isobatch.launch.clusters.slurm.sbatch_script import default_lead
 from isobatch.launch.clusters.slurm.step import ORPHANED, STEP_SHELL, Step, explain_end
-from isobatch.launch.clusters.slurm.time_limit import LegClock
-from isobatch.launch.local.interfaces import local_address
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -32,22 +23,19 @@ if TYPE_CHECKING:
 
 def test_the_lead_is_measured_where_it_can_be(tmp_path: Path) -> None:
     run = RunFolder(tmp_path)
-    assert time_limit.seconds_to_stop(run) is None
+    assert legs.seconds_to_stop(run) == 0
     run.metrics.write_text('{"step_seconds": 2}\n{"step_seconds": 4}\n{"split": "valid"}\n{"step_sec')
-    assert time_limit.seconds_to_stop(run) == time_limit.SHUTDOWN_SECONDS + 6
+    assert legs.seconds_to_stop(run) == legs.SHUTDOWN_SECONDS + 6
     (run.checkpoints / "train-5").mkdir(parents=True)
     (run.checkpoints / "train-5" / "x").write_bytes(b"0" * 10**6)
-    assert time_limit.seconds_to_stop(run) == pytest.approx(
-        time_limit.SHUTDOWN_SECONDS + 6 + 2e6 / time_limit.SLOW_STORE_BYTES_PER_SECOND
-    )
-    assert [sbatch_script.default_lead(s) for s in (60, 180, 3600)] == [15, 45, 120]
+    written = 2e6 / legs.SLOW_STORE_BYTES_PER_SECOND
+    assert legs.seconds_to_stop(run) == pytest.approx(legs.SHUTDOWN_SECONDS + 6 + written)
+    assert [default_lead(s) for s in (60, 180, 3600)] == [15, 45, 120]
 
 
 @pytest.mark.parametrize(
     ("left", "warned", "measured", "stops"),
     [
-        (None, False, 0, False),  # no time limit
-        (None, True, 0, True),
         (500, False, 0, False),
         (44, False, 0, True),
         (44 + 60, True, 0, False),  # Slurm's signal comes up to a minute early: there is time left
@@ -55,7 +43,7 @@ def test_the_lead_is_measured_where_it_can_be(tmp_path: Path) -> None:
         (200, False, 201, True),  # steps are longer than was thought
     ],
 )
-def test_when_a_job_stops(left: float | None, warned: bool, measured: float, stops: bool) -> None:
+def test_when_a_job_stops(left: float, warned: bool, measured: float, stops: bool) -> None:
     assert should_save_now(left, warned, 45, measured) is stops
 
 
@@ -63,7 +51,6 @@ def test_when_a_job_stops(left: float | None, warned: bool, measured: float, sto
     ("why", "shown", "before", "now", "reason"),
     [
         ("limit", "RUNNING", None, [0, 5], ""),
-        ("limit", "RUNNING", [0, 5], [0, 6], ""),
         ("limit", "RUNNING", [0, 5], [1, 1], ""),
         ("term", "PREEMPTED", [0, 5], [0, 6], ""),
         ("limit", "", [0, 5], [0, 6], ""),
@@ -74,32 +61,17 @@ def test_when_a_job_stops(left: float | None, warned: bool, measured: float, sto
         ("term", "COMPLETING", [0, 5], [0, 6], "cancelled"),
         ("term", "COMPLETING Restarts=1", [0, 5], [0, 6], "Slurm does so itself"),
         ("term", "PENDING Restarts=1", [0, 5], [0, 6], "Slurm does so itself"),
-        ("interrupt", "RUNNING", [0, 5], [0, 6], "signal"),
-        (
-            "",
-            "RUNNING PreemptTime=None",
-            [0, 5],
-            [0, 6],
-            "signal",
-        ),
+        ("", "RUNNING PreemptTime=None", [0, 5], [0, 6], "signal"),
         ("", "RUNNING PreemptTime=2026-11-22T20:41:37", [0, 5], [0, 6], ""),  # in the grace time
     ],
 )
 def test_when_a_job_requeues_itself(
     why: str, shown: str, before: list[int] | None, now: list[int] | None, reason: str
 ) -> None:
-    words = f"JobState={shown}".split() if shown else []
-    job = dict(word.split("=") for word in words)
-    answer = Leg(reason=why, number=1, max_legs=None, before=before, now=now, job=job).why_not_requeue()
+    job = dict(word.split("=") for word in f"JobState={shown}".split())
+    answer = why_not_requeue(why, 1, None, before, now, job)
     assert (reason in answer) if reason else not answer
-
-
-def test_a_job_has_so_many_legs_as_were_asked_for() -> None:
-    legs = [
-        Leg(reason="limit", number=n, max_legs=2, before=None, now=[0, 5], job={}).why_not_requeue()
-        for n in (1, 2)
-    ]
-    assert legs == ["", "this was leg 2 of --max-legs 2"]
+    assert "--max-legs 1" in why_not_requeue("limit", 1, 1, None, [0, 5], {})
 
 
 def test_a_requeue_is_tried_until_slurm_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,51 +139,31 @@ def test_a_node_says_what_it_does_not_see(hides: str, says: str, tmp_path: Path)
 
 
 def test_a_suspended_job_has_its_time_later() -> None:
-    now, answers = [0.0], iter([100.0, None, 60.0])
+    now, answers = [0.0], iter([100.0, 98.0, None, 60.0])
     clock = LegClock(lambda: next(answers), 180.0, lambda: now[0])
     assert (clock.left(), clock.limit) == (100.0, 180.0)
-    now[0] = 1.0
-    assert clock.left() == 99.0
+    now[0] = 62.0  # it was suspended
     clock.watch()
-    now[0] = 63.0  # it was suspended, and Slurm does not answer
-    clock.watch()
-    assert clock.left() == 99.0
-    for now[0] in range(64, 190, 2):
+    assert clock.left() == 98.0
+    for now[0] in range(64, 184, 2):  # asked again after two minutes: no answer
         clock.watch()
-        left = clock.left()
-    assert left == 60.0 - (now[0] - 184)  # asked again after two minutes
-
-
-def test_waiting_for_slurm_takes_of_the_time_that_is_left() -> None:
-    now = [0.0]
-    clock = LegClock(lambda: None, 100.0, lambda: now[0])
-    for now[0] in (60.0, 90.0):
-        assert clock.left() == 100.0 - now[0]
-    clock.begin_watch()
-    now[0] = 90.5
+    assert clock.left() == 98.0 - (now[0] - 62)
+    now[0] = 302.0
     clock.watch()
-    assert clock.left() == 9.5
-
-
-def test_a_clock_without_an_answer_takes_what_was_asked_for() -> None:
+    assert clock.left() == 60.0
     assert LegClock(lambda: None, 180.0, lambda: 0.0).left() == 180.0
-    assert LegClock(lambda: None, None, lambda: 0.0).left() is None
 
 
-def test_a_node_is_named_by_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobatch.launch.clusters.slurm.rendezvous.ANSWER_SECONDS", 0.1)
-    monkeypatch.setattr("isobatch.launch.clusters.slurm.rendezvous.JOIN_EXTRA_SECONDS", 0.1)
-    step = {"SLURM_STEP_ID": "0", "SLURMD_NODENAME": "d"}
-    with pytest.raises(UserError, match=r"d does not see .* what the job wrote"):
-        StepNode.find(step, tmp_path, "1")
-    folder = rendezvous_folder(tmp_path, "1")
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(client, "address_of", lambda node: f"address of {node}")
-    announce(folder, ["b", "d"], 7)
-    found = StepNode.find(step, tmp_path, "1")
-    assert (found.name, found.rank, found.addresses, found.job_port) == ("d", 1, ("address of b",), 7)
+@pytest.fixture
+def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ANSWER_SECONDS", "JOIN_EXTRA_SECONDS", "JOB_GONE_SECONDS", "REACH_SECONDS"):
+        monkeypatch.setattr(node, name, 0.1)
+
+
+def test_a_node_runs_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     with pytest.raises(UserError, match="step"):
-        StepNode.find({"SLURM_JOB_ID": "7"}, tmp_path, "1")
+        node.node(["RUN", "1", "n1,n2", "7"])
 
 
 def test_an_allocation_is_read_from_the_jobs_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,47 +174,30 @@ def test_an_allocation_is_read_from_the_jobs_variables(monkeypatch: pytest.Monke
     assert (allocation.job, allocation.gpus, len(allocation.nodes)) == ("7_3", 8, 4)
 
 
-def test_a_node_asks_whether_the_job_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobatch.launch.clusters.slurm.rendezvous.JOB_GONE_SECONDS", 0.1)
+@pytest.mark.usefixtures("_hasty")
+def test_a_node_asks_whether_the_job_is_there(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        node = StepNode(rank=1, nodes=("127.0.0.1", "n2"), job_port=server.getsockname()[1])
-        assert job_is_there(node)
-    assert not job_is_there(node)
+        meeting = Meeting(tmp_path, ("127.0.0.1", "n2"), 1, server.getsockname()[1])
+        assert meeting.job_is_there()
+    assert not meeting.job_is_there()
 
 
-def test_a_node_that_does_not_see_the_folder_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("isobatch.launch.clusters.slurm.rendezvous.ANSWER_SECONDS", 0.2)
-    meeting = tmp_path / "r" / "slurm" / "meeting-1"
-    meeting.mkdir(parents=True)
-    first, second = (StepNode(rank=rank, nodes=("n1", "n2")) for rank in (0, 1))
-    atomic_files.write_json(meeting / "0.json", {"node": "n1", "sees_data": True})
-    with pytest.raises(UserError, match=r"n2 did not see .* --out on a file system that all nodes share"):
-        wait_for_answers(first, meeting, tmp_path)
-    atomic_files.write_json(meeting / "1.json", {"node": "n2", "sees_data": False})
-    with pytest.raises(UserError, match=r"n2 cannot see the prepared data .* ISOBATCH_CACHE"):
-        wait_for_answers(first, meeting, tmp_path)
-    monkeypatch.setattr("isobatch.launch.clusters.slurm.rendezvous.JOIN_EXTRA_SECONDS", 0.1)
-    with pytest.raises(UserError, match=r"n2 does not see .* what n1 wrote"):
-        join(second, tmp_path / "elsewhere" / "slurm" / "meeting-1", tmp_path)
+@pytest.mark.usefixtures("_hasty")
+def test_a_node_that_cannot_join_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "r" / "slurm" / "meeting-1"
+    folder.mkdir(parents=True)
+    first, second = (Meeting(folder, ("n1", "n2"), rank) for rank in (0, 1))
 
+    def meet(which: Meeting, says: str) -> None:
+        with pytest.raises(UserError, match=says), which.hold(tmp_path):
+            pass
 
-def test_a_rendezvous_that_cannot_be_reached_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("isobatch.launch.clusters.slurm.rendezvous.REACH_SECONDS", 0.2)
-    atomic_files.write_json(tmp_path / "call.json", {"addresses": ["127.0.0.1"], "port": 1})
-    assert not local_address("127.0.0.1", 1)
-    with pytest.raises(UserError, match=r"n2 cannot reach n1 at 127\.0\.0\.1:1"):
-        join(StepNode(rank=1, nodes=("n1", "n2")), tmp_path, tmp_path)
-
-
-def test_the_first_line_of_a_step_is_a_nodes(capfd: pytest.CaptureFixture[str]) -> None:
-    words = ["srun: error: n2: task 1", "isobatch: n2 does not see /x: mend it", "srun: done", "loss 1.0"]
-    step = Step(["/bin/sh", "-c", 'printf "%s\\n" "$@" >&2', "sh", *words], "job 7, leg 1")
-    assert step.said().splitlines() == words
-    assert capfd.readouterr().err.splitlines() == [words[1], words[0], words[2], "job 7, leg 1", words[3]]
+    meet(second, r"n2 does not see .* what n1 wrote .* --out")
+    meet(first, r"n2 did not see .* --out on a file system that all nodes share")
+    atomic_files.write_json(folder / "1.json", {"node": "n2", "sees_data": False})
+    meet(first, r"n1, n2 cannot see the prepared data .* ISOBATCH_CACHE")
+    atomic_files.write_json(folder / "call.json", {"addresses": ["127.0.0.1"], "port": 1})
+    meet(second, r"n2 cannot reach n1 at 127\.0\.0\.1:1")
 
 
 @pytest.mark.parametrize(
@@ -297,8 +232,9 @@ def test_the_shell_ends_as_its_launcher_does(tmp_path: Path) -> None:
         assert done.returncode == code
 
 
-def test_a_killed_srun_is_seen() -> None:
-    killed = Step(["/bin/sh", "-c", "kill -9 $$"], "")
+def test_a_killed_srun_is_seen(capfd: pytest.CaptureFixture[str]) -> None:
+    killed = Step(["/bin/sh", "-c", "kill -9 $$"])
     assert (killed.said(), killed.was_killed) == ("", True)
-    failed = Step(["/bin/sh", "-c", "exit 1"], "")
-    assert (failed.said(), failed.was_killed) == ("", False)
+    failed = Step(["/bin/sh", "-c", "echo no node >&2; exit 1"])
+    assert (failed.said(), failed.was_killed) == ("no node\n", False)
+    assert capfd.readouterr().err == "no node\n"

@@ -139,11 +139,13 @@ ROOMS: dict[str, set[str]] = {
         *("core", "models", "engine.distributed", "engine.loading", "engine.machine", "engine.planning"),
         *("engine.profiling", "engine.runs", "engine.training", "launch.local", "launch.report"),
     },
-    "launch.clusters.kubernetes": {"core", "engine", "engine.distributed", "engine.runs", "launch.local"},
-    "launch.clusters": set(),
+    "launch.clusters": {"core", "engine", "engine.runs", "launch.local"},
+    "launch.clusters.kubernetes": {
+        *("core", "engine", "engine.distributed", "engine.runs", "launch.clusters", "launch.local"),
+    },
     "launch.clusters.slurm": {
         *("core", "engine", "engine.distributed", "engine.machine", "engine.planning", "engine.runs"),
-        *("launch.local", "launch.sweeps"),
+        *("launch.clusters", "launch.local", "launch.sweeps"),
     },
     "launch.control": {
         *(
@@ -155,7 +157,7 @@ ROOMS: dict[str, set[str]] = {
             "engine.runs",
             "launch.local",
         ),
-        *("launch.local.words", "launch.clusters.slurm"),
+        "launch.local.words",
     },
     "launch.planning": {
         *("core", "models", "engine", "engine.loading", "engine.machine", "engine.optimization"),
@@ -193,8 +195,8 @@ ROOMS: dict[str, set[str]] = {
         ),
     },
     "launch.clusters.ray": {
-        *("core", "engine", "engine.distributed", "engine.machine", "engine.runs"),
-        *("launch", "launch.commands", "launch.local"),
+        *("core", "engine.distributed", "engine.machine", "engine.runs"),
+        *("launch", "launch.clusters", "launch.commands", "launch.local"),
     },
     "launch.predicting": {
         *(

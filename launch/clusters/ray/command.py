@@ -1,27 +1,131 @@
-"""`ray`: print the script of a run on a Ray cluster, run it, or hand it in as a job."""
+"""`ray`: print the script of a run on a Ray cluster, run it, or hand it in as a job.
+
+The script is of Ray Train's TorchTrainer, whose workers run ours, in a loop of attempts (driver.py).
+"""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib.util
 import os
+import re
 import runpy
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from isobatch.core.errors import DONE, UserError
-from isobatch.launch.clusters.ray.options import RayOptions
-from isobatch.launch.clusters.ray.script import render
-from isobatch.launch.local.arguments import parse_request
+from isobatch.core.flags import check_fields
+from isobatch.core.number_ranges import Count, Positive
+from isobatch.engine.runs.run_folder import run_name
+from isobatch.launch.clusters.common import flags_text, on_device, parse, processes_each
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-NO_STATISTICS = "RAY_USAGE_STATS_ENABLED"
-"""Environment variable by which Ray sends nobody statistics of its use."""
+    from isobatch.launch.local.arguments import Request
+
+HERE = r"auto|local|(\[[0-9a-f:]+\]|[\w.-]+):\d+"
+"""Addresses of which this machine is a node."""
+ELSEWHERE = r"(https?|ray)://.+"
+"""Addresses at which Ray takes jobs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayOptions:
+    """Flags of `ray` beside the recipe's, the plan's and the run's."""
+
+    data_is_elsewhere: ClassVar[bool] = True
+    """The nodes of the cluster have the data."""
+
+    ray_workers: Positive = 1
+    """Ray workers, each with its own resources."""
+    min_ray_workers: Positive | None = None
+    """Go on with so few where there is no room for all, and take more as they come; by default all."""
+    gpus_per_worker: Count = 0
+    """GPUs of each worker, each with a process of its own."""
+    cpus_per_worker: Positive | None = None
+    """Cores of each worker; by default Ray counts one, and training takes what the node has."""
+    cpu: bool = False
+    """Train on CPUs."""
+    address: str = "auto"
+    """The cluster: auto (the one that this machine is in), local (this machine alone) or HOST:PORT of its
+    head, to train from here; http://HOST:8265 or ray://HOST:10001 to hand in a job."""
+    submit: bool = False
+    """Train on the cluster; a job is handed in, and its number printed."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.least > self.ray_workers:
+            raise UserError(
+                f"--min-ray-workers {self.min_ray_workers}: is more than --ray-workers {self.ray_workers}"
+            )
+        if not re.fullmatch(f"{HERE}|{ELSEWHERE}", self.address):
+            raise UserError(
+                f"--address {self.address}: give auto, local, HOST:PORT of a cluster's head, or http://HOST:8265"
+            )
+
+    @property
+    def least(self) -> int:
+        """The fewest workers to go on with."""
+        return self.min_ray_workers or self.ray_workers
+
+    @property
+    def hands_in_a_job(self) -> bool:
+        return re.fullmatch(ELSEWHERE, self.address) is not None
+
+
+TEMPLATE = '''"""isobatch: trains {task} as {name} on a Ray cluster until it is done.
+
+    python {name}.py                                                       on a node of the cluster
+    ray job submit --address http://HEAD:8265 --working-dir . -- python {name}.py
+
+Every node has isobatch[ray] and sees {folder}, where the run and its data lie.
+"""
+
+import sys
+
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+from isobatch.launch.clusters.ray.driver import train_until_done
+from isobatch.launch.clusters.ray.workers import HostGroup, work
+
+RESOURCES = {resources}  # of a worker
+FLAGS = """\\
+{flags}"""
+
+
+def trainer(workers, order):
+    """One attempt with so many workers. isobatch makes another one from the last checkpoint, not Ray."""
+    return TorchTrainer(
+        work,
+        train_loop_config=order,
+        torch_config=HostGroup(),
+        scaling_config=ScalingConfig(num_workers=workers, use_gpu={use_gpu}, resources_per_worker=RESOURCES),
+        run_config=RunConfig(
+            storage_path=order["storage"],
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit={controller_failures}),
+        ),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(
+        train_until_done(
+            trainer,
+            FLAGS,
+            folder={folder!r},
+            address={address!r},
+            workers=({least}, {most}),  # at least, at most
+            processes={processes},  # of each worker
+            resources=RESOURCES,
+            limit_cpus={limit_cpus},
+        )
+    )
+'''
 
 
 def ray(words: Sequence[str]) -> int:
@@ -30,48 +134,64 @@ def ray(words: Sequence[str]) -> int:
     flags: --cpu --cpus-per-worker C --min-ray-workers M --address auto|local|HOST:PORT|http://HOST:8265, and
            those of `auto`. All nodes see the folder in which this is run, --out and --data.
     """
-    request = parse_request(words, "ray", RayOptions)
-    options = RayOptions(**request.extra)
-    if options.cpu:
-        request = dataclasses.replace(request, plan=dataclasses.replace(request.plan, device="cpu"))
-    for note in request.notes:
-        print(note, file=sys.stderr)
+    request, options = parse(words, "ray", RayOptions)
+    request = on_device(request, "ray", "--gpus-per-worker", options.gpus_per_worker, options.cpu)
     script = render(request, options)
     if not options.submit:
         print(script, end="")
         return DONE
     if importlib.util.find_spec("ray") is None:
         raise UserError("--submit needs: pip install 'isobatch[ray]', or 'ray[train]'")
-    os.environ.setdefault(NO_STATISTICS, "0")
-    return _hand_in(script, options.address) if options.hands_in_a_job else _run(script)
-
-
-def _run(script: str) -> int:
-    """Run a script in this process; its exit code."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray sends statistics of its use
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "isobatch_on_ray.py"
         path.write_text(script, encoding="utf-8")
-        try:
-            runpy.run_path(str(path), run_name="__main__")
-        except SystemExit as end:
-            return int(end.code or 0)
+        return _hand_in(path, options.address) if options.hands_in_a_job else _run(path)
+
+
+def render(request: Request, options: RayOptions) -> str:
+    """The script. Raises UserError where the flags contradict each other."""
+    gpus, flags = options.gpus_per_worker, flags_text(request)
+    if '"""' in flags or "\\" in flags:
+        raise UserError('ray: a flag has """ or \\ in its value, which a script cannot hold: use another one')
+    return TEMPLATE.format(
+        task=request.recipe.task,
+        name=request.run.name or run_name(request.recipe),
+        folder=str(Path.cwd()),
+        resources={"CPU": options.cpus_per_worker or 1, **({"GPU": gpus} if gpus else {})},
+        flags=flags,
+        use_gpu=bool(gpus),
+        address="auto" if options.hands_in_a_job else options.address,
+        least=options.least,
+        most=options.ray_workers,
+        processes=processes_each(request, "--ray-workers", options.ray_workers, gpus),
+        # Ray waits for room for ever; where fewer workers will do, they are counted anew.
+        controller_failures=0 if options.least < options.ray_workers else -1,
+        limit_cpus=options.cpus_per_worker is not None,
+    )
+
+
+def _run(script: Path) -> int:
+    """Run a script in this process; its exit code."""
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
     return DONE
 
 
-def _hand_in(script: str, address: str) -> int:
+def _hand_in(script: Path, address: str) -> int:
     """Hand in a script as a job of Ray, and print the job's number. Raises UserError where Ray takes none."""
     from ray.job_submission import JobSubmissionClient
 
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "isobatch_on_ray.py").write_text(script, encoding="utf-8")
-        # Of a library that says on standard output what it does: there the number alone is to stand.
-        with contextlib.redirect_stdout(sys.stderr):
-            try:
-                job = JobSubmissionClient(address).submit_job(
-                    entrypoint="python isobatch_on_ray.py", runtime_env={"working_dir": folder}
-                )
-            except (ConnectionError, RuntimeError, ValueError) as error:
-                raise UserError(f"--address {address}: {str(error).splitlines()[0]}") from None
+    # Of a library that says on standard output what it does: there the number alone is to stand.
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            job = JobSubmissionClient(address).submit_job(
+                entrypoint=f"python {script.name}", runtime_env={"working_dir": str(script.parent)}
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UserError(f"--address {address}: {str(error).splitlines()[0]}") from None
     print(job)
     print(f"ray job logs --address {address} -f {job} shows what it does", file=sys.stderr)
     return DONE

@@ -6,12 +6,11 @@ words; sinfo tells which. Where EnforcePartLimits is off it accepts what will wa
 
 from __future__ import annotations
 
-import itertools
+import math
 import re
 import shutil
 import sys
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
@@ -23,32 +22,23 @@ from isobatch.engine.runs.slurm_queue import (
     job_statuses,
     run_slurm,
 )
-from isobatch.launch.clusters.slurm import sbatch_script
-from isobatch.launch.clusters.slurm.client import gpus_in, is_usable
-from isobatch.launch.clusters.slurm.slurm_words import format_time_limit, parse_time_limit
+from isobatch.launch.clusters.slurm.client import nodes_for, partition_nodes
+from isobatch.launch.clusters.slurm.options import format_time_limit
+from isobatch.launch.clusters.slurm.sbatch_script import options_of, render
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from isobatch.launch.clusters.slurm.client import PartitionNode
     from isobatch.launch.clusters.slurm.sbatch_script import JobScript
 
 WATCH_SECONDS, WATCH_EVERY_SECONDS = 1.5, 0.3
 """How long after its submission a job's reason is looked for."""
-SHORT_OPTIONS = {"partition": "-p", "account": "-A", "qos": "-q", "constraint": "-C"}
-NODE_FORMAT = "%N|%R|%P|%c|%m|%G|%T|%l|%a"
 FLAGS_OF_ERRORS = {
-    "Invalid partition": "partition",
-    "permitted to use this partition": "partition",
-    "account or account": "account",
-    "Invalid account": "account",
-    "qos spec": "qos",
-    "time limit": "time",
-    "feature": "constraint",
-    "gres": "gpus-per-node",
-    "Node count": "nodes",
-    "CPU count": "cpus-per-task",
-    "More processors": "cpus-per-task",
-    "Memory": "mem",
+    **{"Invalid partition": "partition", "permitted to use this partition": "partition"},
+    **{"account or account": "account", "Invalid account": "account", "qos spec": "qos"},
+    **{"time limit": "time", "feature": "constraint", "gres": "gpus-per-node", "Node count": "nodes"},
+    **{"CPU count": "cpus-per-task", "More processors": "cpus-per-task", "Memory": "mem"},
 }
 """Words of sbatch's errors -> our flag."""
 NEVER_STARTS = {
@@ -68,169 +58,72 @@ NEVER_STARTS = {
 resource_limits.html."""
 
 
-@dataclass(frozen=True, slots=True)
-class Objection:
-    """Why Slurm would not start a job."""
-
-    text: str
-    passes: bool = False
-    """Whether the job may be submitted all the same: it starts when nodes are back."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartitionNode:
-    """A node as it belongs to a partition: a row of sinfo."""
-
-    name: str
-    partition: str
-    is_default: bool
-    cpus: int
-    memory: int
-    """MB."""
-    gpus: int
-    usable: bool
-    seconds: int | None
-    """The partition's time limit; None where it has none."""
-
-
 def check(script: JobScript, submit: bool) -> None:
-    """Ask Slurm whether it would start such a job, before anything is made. Raises UserError where `submit`
-    asks for one that it never would, or where it does not answer; without `submit` these are remarks.
-    """
-    try:
-        objection = objection_to(script, TIMEOUT_SECONDS if submit else SQUEUE_SECONDS)
-    except SlurmSilentError as error:
-        if submit:
-            raise UserError(f"--submit: {error}: nothing was submitted; try again later") from None
-        return
-    if objection is not None and submit and not objection.passes:
-        raise UserError(objection.text)
-    if objection is not None:
-        print(printable(objection.text), file=sys.stderr)
+    """Ask Slurm about a job, without submitting it; nothing is asked where there is no Slurm.
 
-
-def objection_to(script: JobScript, seconds: float = TIMEOUT_SECONDS) -> Objection | None:
-    """Ask Slurm about a job, without submitting it; None where it may start, or where there is no Slurm.
-
-    `seconds`: how long Slurm may take. Raises SlurmSilentError where Slurm does not answer.
+    With `submit`: raises UserError where it will never start, or Slurm does not answer. Else that is printed.
     """
     if shutil.which("sbatch") is None:
-        return None
-    test = run_slurm("sbatch", "--test-only", text=sbatch_script.render(script), seconds=seconds)
-    if test.no_cluster:
-        return None
+        return
+    seconds = TIMEOUT_SECONDS if submit else SQUEUE_SECONDS
+    test = run_slurm("sbatch", "--test-only", text=render(script), seconds=seconds)
+    if test.no_cluster or (test.silent and not submit):
+        return
     if test.silent:
-        raise SlurmSilentError(f"Slurm does not answer ({test.error})")
-    nodes = _nodes_for(script)
-    if test.code == 0:
-        late = "" if script.raw_options or _asked(script, "qos") else _time_problem(script, nodes)
-        return Objection(late) if late else None
-    named = next((flag for words, flag in FLAGS_OF_ERRORS.items() if words in test.error), "")
-    if named:
-        return Objection(f"--{named} {_asked(script, named)}: {test.error}{_hint(named)}".replace(" :", ":"))
-    if problem := _time_problem(script, nodes) or size_problem(script, nodes):
-        return Objection(problem)
-    down = sorted({node.name for node in nodes if not node.usable})
-    if down:
-        return Objection(
-            f"the job will wait: {', '.join(down)} cannot be used now ({test.error})", passes=True
+        raise UserError(
+            f"--submit: Slurm does not answer ({test.error}): nothing was submitted; try again later"
         )
-    return Objection(f"Slurm refuses the job: {test.error}")
+    nodes = [] if script.raw_options else partition_nodes()  # these may ask for another partition
+    named = next((flag for words, flag in FLAGS_OF_ERRORS.items() if words in test.error), "")
+    wanted = dict(options_of(script))
+    ours = nodes_for(wanted.get("partition"), nodes)
+    if problem := named and f"--{named} {wanted.get(named, '')}".rstrip() + f": {test.error}":
+        if named == "partition" and nodes:
+            problem += f"; there are {_names(nodes)}"
+    elif test.error:
+        problem = too_long(script, ours) or too_much(script, ours)
+    elif "qos" not in wanted:
+        problem = too_long(script, ours)
+    down = ", ".join(sorted({node.name for node in ours if not node.usable}))
+    if test.error and not problem and down:
+        print(printable(f"the job will wait: {down} cannot be used now ({test.error})"), file=sys.stderr)
+    elif problem := problem or (test.error and f"Slurm refuses the job: {test.error}"):
+        if submit:
+            raise UserError(problem)
+        print(printable(problem), file=sys.stderr)
 
 
-def size_problem(script: JobScript, nodes: Sequence[PartitionNode]) -> str:
-    """Which flag asks for more than these nodes have; empty where none does."""
-    where = f"partition {', '.join(sorted({node.partition for node in nodes}))}"
-    most = max((sum(n.partition == p.partition for n in nodes) for p in nodes), default=script.nodes)
-    if script.nodes > most:
-        return f"--nodes {script.nodes}: {where} has {most}"
-    memory = _megabytes(_asked(script, "mem"))
-    for flag, value, asked, has in (
-        ("cpus-per-task", script.cpus, script.cpus, lambda node: node.cpus),
-        ("gpus-per-node", script.gpus, script.gpus, lambda node: node.gpus),
-        ("mem", _asked(script, "mem"), memory, lambda node: node.memory),
-    ):
-        largest = sorted(map(has, nodes))[-script.nodes :]
-        if largest and asked > largest[0]:
-            unit = " MB" if flag == "mem" else ""
-            return f"--{flag} {value}: {where} has {script.nodes} node(s) with at most {largest[0]}{unit}"
-    return ""
-
-
-def _time_problem(script: JobScript, nodes: Sequence[PartitionNode]) -> str:
-    limits = [node.seconds for node in nodes]
-    longest = None if None in limits else max((s for s in limits if s is not None), default=None)
-    if longest is None or script.seconds <= longest:
+def too_long(script: JobScript, nodes: Sequence[PartitionNode]) -> str:
+    """What --time asks for beyond the limit of these nodes' partitions; empty where it does not."""
+    limits = [node.seconds or math.inf for node in nodes]
+    if not limits or script.seconds <= max(limits):
         return ""
-    names = ", ".join(sorted({node.partition for node in nodes}))
     return (
-        f"--time {format_time_limit(script.seconds)}: partition {names} allows {format_time_limit(longest)};"
-        " a job requeues itself until its run is done"
+        f"--time {format_time_limit(script.seconds)}: partition {_names(nodes)} allows"
+        f" {format_time_limit(int(max(limits)))}; a job requeues itself until its run is done"
     )
 
 
-def _nodes_for(script: JobScript) -> list[PartitionNode]:
-    """The nodes of the partitions that a job asks for, or of the default one; none where sinfo fails."""
-    asked = _asked(script, "partition")
-    rows = run_slurm("sinfo", "-h", "-N", "-o", NODE_FORMAT, *(["-p", asked] if asked else [])).out
-    nodes = [_partition_node(*cells) for line in rows.splitlines() if len(cells := line.split("|")) == 9]
-    return nodes if asked else [node for node in nodes if node.is_default]
-
-
-def _partition_node(
-    name: str, partition: str, marked: str, cpus: str, memory: str, gres: str, state: str, limit: str, up: str
-) -> PartitionNode:
-    try:
-        seconds = parse_time_limit(limit)
-    except UserError:  # infinite, n/a
-        seconds = None
-    return PartitionNode(
-        name=name,
-        partition=partition,
-        is_default=marked.endswith("*"),
-        cpus=int(cpus),
-        memory=int(memory),
-        gpus=gpus_in(gres),
-        usable=is_usable(state) and up == "up",
-        seconds=seconds,
-    )
-
-
-def _asked(script: JobScript, name: str) -> str:
-    """The value of an option of sbatch, as the user gave it by our flag or in --sbatch; empty without one."""
-    own = {
-        "nodes": str(script.nodes),
-        "time": format_time_limit(script.seconds),
-        "cpus-per-task": str(script.cpus),
-        "gpus-per-node": str(script.gpus),
-        **dict(script.extra_options),
-    }
-    return own.get(name) or _in_raw_options(script.raw_options, name)
-
-
-def _in_raw_options(words: Sequence[str], name: str) -> str:
-    """The value of --name=VALUE, --name VALUE, -n VALUE or -nVALUE; empty without one."""
-    short = SHORT_OPTIONS.get(name, "--" + name)
-    for word, following in itertools.pairwise([*words, ""]):
-        if word in (f"--{name}", short):
-            return following
-        if word.startswith((f"--{name}=", short)):
-            return word.removeprefix(f"--{name}=") if word.startswith("--") else word[2:]
+def too_much(script: JobScript, nodes: Sequence[PartitionNode]) -> str:
+    """Which flag asks for more than these nodes have; empty where none does."""
+    most = max((sum(n.partition == of.partition for n in nodes) for of in nodes), default=script.nodes)
+    if script.nodes > most:
+        return f"--nodes {script.nodes}: partition {_names(nodes)} has {most}"
+    for flag, asked, has in (
+        ("cpus-per-task", script.cpus, [node.cpus for node in nodes]),
+        ("gpus-per-node", script.gpus, [node.gpus for node in nodes]),
+    ):
+        largest = sorted(has)[-script.nodes :]
+        if largest and asked > largest[0]:
+            return (
+                f"--{flag} {asked}: partition {_names(nodes)} has {script.nodes} node(s) with at most"
+                f" {largest[0]}"
+            )
     return ""
 
 
-def _hint(flag: str) -> str:
-    if flag != "partition":
-        return ""
-    names = run_slurm("sinfo", "-h", "-o", "%R").out.split()
-    return f"; there are {', '.join(names)}" if names else ""
-
-
-def _megabytes(text: str) -> int:
-    """Of sbatch's --mem: a number with K, M, G or T; MB without a letter."""
-    match = re.fullmatch(r"(\d+)([KMGT]?)B?", text.upper())
-    powers = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
-    return int(int(match[1]) * powers[match[2]]) if match else 0
+def _names(nodes: Sequence[PartitionNode]) -> str:
+    return ", ".join(sorted({node.partition for node in nodes}))
 
 
 def waiting_remark(jobs: Sequence[str]) -> str:
@@ -246,18 +139,13 @@ def waiting_remark(jobs: Sequence[str]) -> str:
             return ""
         waiting = {job: s.reason for job, s in statuses.items() if s.waits and s.reason}
         for job, reason in waiting.items():
-            if why := why_never(reason):
+            remark = f"job {job} waits: {reason}"
+            if why := next((why for words, why in NEVER_STARTS.items() if re.fullmatch(words, reason)), ""):
                 return (
                     f"job {job} will not start by itself ({reason}): {why}; scontrol can change it, or cancel"
                     " the run and submit it anew"
                 )
-        remark = next((f"job {job} waits: {reason}" for job, reason in waiting.items()), "")
         if statuses and not any(s.waits for s in statuses.values()):
             return ""
         time.sleep(WATCH_EVERY_SECONDS)
     return remark
-
-
-def why_never(reason: str) -> str:
-    """Why a job that waits for this reason never starts by itself; empty where it may."""
-    return next((why for pattern, why in NEVER_STARTS.items() if re.fullmatch(pattern, reason)), "")

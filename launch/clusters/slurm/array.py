@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING
 
-from isobatch.launch.clusters.slurm.slurm_words import parse_array
+from isobatch.launch.clusters.slurm.options import parse_array
 from isobatch.launch.sweeps.points import distinct, labelled, named, with_seed
 
 if TYPE_CHECKING:
@@ -25,13 +25,12 @@ def numbered(points: Sequence[tuple[Request, tuple[str, ...]]], array: str | Non
 
     A task has its seed as its number where only seeds differ, else they are counted from 0.
     """
-    points = distinct(points)
-    if array is None and len(points) == 1:
+    points, seeds = distinct(points), parse_array(array)[0] if array else []
+    if not array and len(points) == 1:
         return {0: points[0][0]}
-    if array is not None and not points[0][1]:
-        return {seed: named(with_seed(points[0][0], seed), str(seed)) for seed in parse_array(array)}
-    if array is not None:
-        seeds = parse_array(array)
+    if array and not points[0][1]:
+        return {seed: named(with_seed(points[0][0], seed), str(seed)) for seed in seeds}
+    if array:
         points = [(with_seed(r, seed), (*swept, "seed")) for r, swept in points for seed in seeds]
     requests = [labelled(point) for point in points]
     seeds = [request.recipe.seed for request in requests]

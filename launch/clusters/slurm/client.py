@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.slurm_queue import run_slurm
+from isobatch.launch.clusters.slurm.options import parse_time_limit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,19 +39,14 @@ class Allocation:
         if "SLURM_JOB_ID" not in environment:
             raise UserError("job: runs inside a Slurm job; `slurm --task ... --submit` starts one")
         array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+        gpus = environment.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]  # 8, or h100:8
         return cls(
             job=f"{array}_{task}" if array else environment["SLURM_JOB_ID"],
             nodes=hostnames(environment["SLURM_JOB_NODELIST"]),
             cpus=int(environment.get("SLURM_CPUS_PER_TASK", 1)),
-            gpus=_gpu_count(environment.get("SLURM_GPUS_PER_NODE", "")),
+            gpus=int(gpus) if gpus.isdigit() else 0,
             restarts=int(environment.get("SLURM_RESTART_COUNT", 0)),
         )
-
-
-def _gpu_count(text: str) -> int:
-    """GPUs in `8` or `h100:8`."""
-    match = re.search(r"(\d+)$", text)
-    return int(match[1]) if match else 0
 
 
 def available_nodes(job: str, nodes: Sequence[str]) -> tuple[str, ...]:
@@ -88,34 +84,50 @@ def show_job(job: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(\S*)", run_slurm("scontrol", "show", "job", job, seconds=10).out))
 
 
-def job_state(job: str) -> str:
-    """RUNNING, CANCELLED, PREEMPTED ...; empty where Slurm does not say."""
-    return show_job(job).get("JobState", "")
-
-
-def seconds_left(job: str) -> float | None:
-    """Seconds until the job's time limit; None where it has none."""
-    from isobatch.launch.clusters.slurm.slurm_words import parse_time_limit
-
-    text = run_slurm("squeue", "-h", "-j", job, "-o", "%L").out.strip()
+def seconds_of(limit: str) -> float | None:
+    """Seconds of a time that Slurm shows; None for its words of no limit."""
     try:
-        return float(parse_time_limit(text)) if text[:1].isdigit() else None
+        return float(parse_time_limit(limit))
     except UserError:
         return None
 
 
-def smallest_node(partition: str | None) -> tuple[int, int] | None:
-    """(CPUs, GPUs) of the smallest node of a partition; None where sinfo does not say."""
-    where = ["-p", partition] if partition else []
-    rows = run_slurm("sinfo", "-h", "-N", "-o", "%P %c %G", *where, seconds=10).out.splitlines()
-    cells = [row.split() for row in rows]
-    cells = [c for c in cells if len(c) == 3 and (partition or c[0].endswith("*")) and c[1].isdigit()]
-    return min(((int(cpus), gpus_in(gres)) for _, cpus, gres in cells), default=None)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionNode:
+    """A node as it belongs to a partition: a row of sinfo."""
+
+    name: str
+    partition: str
+    is_default: bool
+    """Whether that is the partition of jobs that name none."""
+    cpus: int
+    gpus: int
+    usable: bool
+    seconds: float | None
+    """The partition's time limit; None where it has none."""
 
 
-def gpus_in(gres: str) -> int:
-    """GPUs in sinfo's generic resources, such as gpu:h100:8(S:0-1),nvme:2."""
-    return sum(int(count) for count in re.findall(r"gpu\S*?:(\d+)", gres))
+def partition_nodes() -> list[PartitionNode]:
+    """The nodes of all partitions; none where sinfo does not say."""
+    rows = run_slurm("sinfo", "-h", "-N", "-o", "%N|%R|%P|%c|%G|%T|%l|%a", seconds=10).out.splitlines()
+    return [
+        PartitionNode(
+            name=name,
+            partition=partition,
+            is_default=marked.endswith("*"),
+            cpus=int(cpus),
+            gpus=sum(int(count) for count in re.findall(r"gpu\S*?:(\d+)", gres)),  # gpu:h100:8(S:0-1),nvme:2
+            usable=is_usable(state) and up == "up",
+            seconds=seconds_of(limit),
+        )
+        for name, partition, marked, cpus, gres, state, limit, up in (row.split("|") for row in rows)
+    ]
+
+
+def nodes_for(partition: str | None, nodes: Sequence[PartitionNode]) -> list[PartitionNode]:
+    """Those of the partitions that a job asks for, or of the default one."""
+    wanted = (partition or "").split(",")
+    return [n for n in nodes if (n.partition in wanted if partition else n.is_default)]
 
 
 def submit(script: Path) -> str:
@@ -137,3 +149,8 @@ def requeue(job: str) -> str:
     """Put the running job back into the queue; returns Slurm's reason where it refuses, else nothing."""
     done = run_slurm("scontrol", "requeue", job)
     return "" if done.code == 0 else done.err.strip() or "scontrol did not answer"
+
+
+def seconds_left(job: str) -> float | None:
+    """Seconds until the job's time limit; None where Slurm does not say."""
+    return seconds_of(run_slurm("squeue", "-h", "-j", job, "-o", "%L").out)

@@ -10,17 +10,17 @@ import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
-from isobatch.core.package import ROOT, cache_folder
+from isobatch.core.package import ROOT, cache_folder, own_command
 from isobatch.engine import consent
 from isobatch.engine.runs import slurm_queue
 from isobatch.engine.task_files import is_task_file, task_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from isobatch.core.recipe import Recipe
 
@@ -91,22 +91,22 @@ def find_runtime(image: str) -> str:
     raise UserError(f"--container {image}: this node has no {needs}: load its module in --setup")
 
 
-def srun_words(container: Container, runtime: str) -> list[str]:
-    """Words of srun that put a step into the container; none for apptainer, which a node starts itself.
+def in_container(asked: Mapping[str, Any] | None, gpus: int, *words: str) -> tuple[list[str], list[str]]:
+    """(words of srun that put a step into the container, what a node runs): isobatch with `words`, by this
+    Python where there is no container. `asked`: the fields of a `Container`.
 
-    Raises UserError for paths that cannot be mounted.
+    pyxis is told by srun (https://github.com/NVIDIA/pyxis/wiki/Usage), apptainer is what the node starts
+    (https://apptainer.org/docs/user/latest/cli/apptainer_exec.html). Raises UserError for paths that cannot
+    be mounted.
     """
-    return _pyxis_words(container) if runtime == "pyxis" else []
-
-
-def node_command(container: Container, runtime: str, gpus: int, *words: str) -> list[str]:
-    """What a node runs: isobatch with `words`, inside the container."""
+    if asked is None:
+        return [], own_command(*words)
+    container, runtime = Container(**asked), find_runtime(asked["image"])
     inside = [container.python, "-P", str(ROOT / "__main__.py"), *words]
-    return inside if runtime == "pyxis" else [*_apptainer_command(container, runtime, gpus), *inside]
-
-
-def _pyxis_words(container: Container) -> list[str]:
-    """https://github.com/NVIDIA/pyxis/wiki/Usage."""
+    if runtime != "pyxis":
+        binds = [word for path in container.mounts for word in ("--bind", f"{path}:{path}")]
+        where = ["--pwd", container.folder, container.image]
+        return [], [runtime, "exec", "--no-home", *(["--nv"] if gpus else []), *binds, *where, *inside]
     # enroot reads a mount from a line of words, as fstab has them.
     if unfit := [path for path in container.mounts if any(c.isspace() for c in path)]:
         raise UserError(f"--container: {unfit[0]} has a space in its path, which pyxis cannot mount")
@@ -115,15 +115,4 @@ def _pyxis_words(container: Container) -> list[str]:
         f"--container-mounts={','.join(f'{path}:{path}' for path in container.mounts)}",
         f"--container-workdir={container.folder}",
         "--no-container-mount-home",
-    ]
-
-
-def _apptainer_command(container: Container, program: str, gpus: int) -> list[str]:
-    """https://apptainer.org/docs/user/latest/cli/apptainer_exec.html."""
-    binds = [word for path in container.mounts for word in ("--bind", f"{path}:{path}")]
-    return [
-        *(program, "exec", "--no-home"),
-        *(["--nv"] if gpus else []),
-        *binds,
-        *("--pwd", container.folder, container.image),
-    ]
+    ], inside

@@ -8,12 +8,12 @@ the job requeues itself.
 
 from __future__ import annotations
 
-import math
 import os
 import secrets
 import shutil
 import signal
 import socket
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -21,34 +21,43 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, STOPPED, JobMemoryError, UserError, WorkerLostError
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS
+from isobatch.engine.machine.detect import detect
+from isobatch.engine.planning.planner import make_plan
+from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
-from isobatch.engine.runs.slurm_queue import NO_ANSWER, refuse_if_in_a_job
-from isobatch.launch.clusters.slurm import client, job_record, rendezvous, time_limit
-from isobatch.launch.clusters.slurm.job_request import JobRequest, plan_for_nodes
-from isobatch.launch.clusters.slurm.requeue import furthest_checkpoint, requeue_or_stop, was_preempted
+from isobatch.engine.runs.slurm_queue import NO_ANSWER, refuse_if_in_a_job, update_job_record
+from isobatch.launch.clusters.common import ends_of_logs
+from isobatch.launch.clusters.slurm import client
+from isobatch.launch.clusters.slurm.legs import (
+    JobRequest,
+    LegClock,
+    furthest_checkpoint,
+    requeue_or_stop,
+    seconds_to_stop,
+    should_save_now,
+    was_preempted,
+)
+from isobatch.launch.clusters.slurm.node import meeting_folder, wait_for
 from isobatch.launch.clusters.slurm.step import (
     Step,
     explain_end,
-    node_logs,
     srun_command,
     unreachable_nodes,
 )
 from isobatch.launch.local import restarts
-from isobatch.launch.local.run_setup import locate_data, store_plan
+from isobatch.launch.local.run_setup import locate_data, plan_options_from_request, store_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
 
+    from isobatch.core.plan import Plan
+
 REPEAT_SIGNAL_SECONDS = 10.0
-EARLY_SIGNAL_SECONDS = 65.0
-"""Slurm may send its signal this much earlier than --signal asks."""
 VERDICT_WAIT_SECONDS = 25.0
 """How long to wait for exit.json after srun, which may end before its tasks where Slurm ends the job."""
 MEASURE_SECONDS = 10.0
 """Between two looks at how long a stop of this run takes."""
-SILENT_SECONDS = 30.0
-"""Slurm's own lines are printed after so long, where no node has said anything."""
 LINGER_SECONDS = 60.0
 """How long srun may go on after a verdict: it waits for a node that died until Slurm has noticed."""
 NO_ANSWER_PAUSE_SECONDS = 10.0
@@ -61,7 +70,7 @@ def job(words: Sequence[str]) -> int:
         raise UserError("job: give the folder of one run, inside a Slurm job")
     run = RunFolder.open(words[0])
     allocation = client.Allocation.from_environment(os.environ)
-    request = JobRequest.read(run)
+    request = JobRequest.read(run.folder)
     with JobStop(request.signal) as stop:
         if run.status() == "done":
             return DONE
@@ -69,7 +78,7 @@ def job(words: Sequence[str]) -> int:
         refuse_if_in_a_job(run, allocation.job)
         with run.lock("launch"):
             restarts.wait_for_orphans(run)
-            job_record.update(run, job=allocation.job, cancel=None)
+            update_job_record(run, job=allocation.job, cancel=None)
             steps = StepRunner(run, allocation, request, stop)
             verdict = restarts.train_with_restarts(run, steps)
         if verdict.code == STOPPED:
@@ -80,11 +89,19 @@ def job(words: Sequence[str]) -> int:
         return verdict.code
 
 
+def plan_for_nodes(run: RunFolder, nodes: int, request: JobRequest) -> Plan:
+    """The plan for `nodes` nodes like this one."""
+    recipe, facts = run.recipe, run.facts
+    task, _ = workload_of(recipe).make(recipe)
+    options, world_size = plan_options_from_request(request.plan), request.local * nodes
+    return make_plan(recipe, facts, task.model_size(facts), detect(nodes=nodes), options, world=world_size)
+
+
 class JobStop:
     """Context that handles stop signals; `reason` is `limit`, `term` or `interrupt`, empty before a stop."""
 
     def __init__(self, warning: str = "USR1") -> None:
-        self.warning = signal.Signals[f"SIG{warning}"]
+        self._warning = signal.Signals[f"SIG{warning}"]
         self.reason = ""
         self.warned = False
         """Slurm's warning came: the time limit is near, or the job is about to be preempted."""
@@ -94,16 +111,15 @@ class JobStop:
         """Ask for a stop; the first reason is kept."""
         self.reason = self.reason or reason
 
-    def __enter__(self) -> JobStop:
-        def handle_signal(number: int, _: FrameType | None) -> None:
-            if number == self.warning:
-                self.warned = True
-            else:
-                self.request("term" if number == signal.SIGTERM else "interrupt")
+    def _handle_signal(self, number: int, _: FrameType | None) -> None:
+        if number == self._warning:
+            self.warned = True
+        else:
+            self.request("term" if number == signal.SIGTERM else "interrupt")
 
-        self._before = {
-            number: signal.signal(number, handle_signal) for number in {*STOP_SIGNALS, self.warning}
-        }
+    def __enter__(self) -> JobStop:
+        caught = {*STOP_SIGNALS, self._warning}
+        self._before = {number: signal.signal(number, self._handle_signal) for number in caught}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -118,7 +134,7 @@ class StepRunner:
         self, run: RunFolder, allocation: client.Allocation, request: JobRequest, stop: JobStop
     ) -> None:
         self.allocation, self.request, self.stop = allocation, request, stop
-        self.clock = time_limit.LegClock(lambda: client.seconds_left(allocation.job), request.seconds)
+        self.clock = LegClock(lambda: client.seconds_left(allocation.job), request.seconds)
         self._seconds_to_stop = self._measure_again = 0.0
         self.unreachable: set[str] = set()
         """Nodes on which srun could start nothing; Slurm may not have noticed yet."""
@@ -152,24 +168,23 @@ class StepRunner:
 
     def _go_on_with_available_nodes(self, run: RunFolder) -> None:
         restarts.wait_for_orphans(run)
-        left = self._available_nodes()
+        left, all_nodes = self._available_nodes(), len(self.allocation.nodes)
         if left != self.nodes:
-            print(
-                f"going on with {len(left)} of {len(self.allocation.nodes)} nodes: {', '.join(left)}",
-                flush=True,
-            )
+            print(f"going on with {len(left)} of {all_nodes} nodes: {', '.join(left)}", flush=True)
             self.nodes = left
             self._make_plan(run)
 
     def _run_step(self, run: RunFolder) -> tuple[Verdict | None, str]:
         """A step's verdict, and what its srun said."""
         nonce = secrets.token_hex(8)
-        folder = rendezvous.rendezvous_folder(run.folder, nonce)
+        folder = meeting_folder(run.folder, nonce)
         folder.mkdir(parents=True)
         try:
-            rendezvous.announce(folder, self.nodes, self._listener.getsockname()[1])
-            command = srun_command(run, self.nodes, self.allocation, self.request, nonce)
-            step = Step(command, self._heading(run))
+            port = str(self._listener.getsockname()[1])
+            address = client.address_of(self.nodes[0]) if len(self.nodes) > 1 else ""
+            words = (nonce, ",".join(self.nodes), port, *([address] if address else ()))
+            print(self._heading(run), file=sys.stderr, flush=True)
+            step = Step(srun_command(run, self.nodes, self.allocation, self.request, words))
             self._watch(run, step, nonce)
             return self._verdict(run, nonce, step), step.said()
         finally:
@@ -185,13 +200,8 @@ class StepRunner:
         """Wait for the end of the step; repeat a stop until it ends: srun may not be ready for the first."""
         last_sent = last_read = time.monotonic() - REPEAT_SIGNAL_SECONDS
         ended: float | None = None
-        began = time.monotonic()
-        self.clock.begin_watch()
         while step.runs:
             now = time.monotonic()
-            self.clock.watch()
-            if now - began > SILENT_SECONDS:
-                step.print_held_lines()
             self._stop_where_it_is_time(run)
             if self.stop.reason and now - last_sent >= REPEAT_SIGNAL_SECONDS:
                 step.signal(signal.SIGUSR1)
@@ -203,17 +213,17 @@ class StepRunner:
             time.sleep(0.5)
 
     def _stop_where_it_is_time(self, run: RunFolder) -> None:
+        self.clock.watch()
         now = time.monotonic()
         if now >= self._measure_again:
             self._measure_again = now + MEASURE_SECONDS
-            limit = math.inf if self.clock.limit is None else self.clock.limit
-            self._seconds_to_stop = min(time_limit.seconds_to_stop(run) or 0.0, limit / 2)
+            self._seconds_to_stop = min(seconds_to_stop(run), self.clock.limit / 2)
         if should_save_now(self.clock.left(), self.stop.warned, self.request.lead, self._seconds_to_stop):
             self.stop.request("limit")
 
     def _verdict(self, run: RunFolder, nonce: str, step: Step) -> Verdict | None:
         if self.stop.reason:
-            rendezvous.wait_for(lambda: run.read_exit(nonce) is not None, VERDICT_WAIT_SECONDS)
+            wait_for(lambda: run.read_exit(nonce) is not None, VERDICT_WAIT_SECONDS)
         verdict = run.read_exit(nonce)
         if verdict and verdict.code == DONE:
             return verdict
@@ -228,7 +238,8 @@ class StepRunner:
         if is_stopped:
             # srun where it loses a launcher; Slurm, which repeats the signals that a lost node has missed.
             return Verdict(FAILED, "a signal stopped the step, and not the job", WorkerLostError.cause)
-        atomic_files.write_text(run.folder / "launcher.log", node_logs(run, self.nodes))
+        logs = (run.folder / "slurm" / f"node-{node}.log" for node in self.nodes)
+        atomic_files.write_text(run.folder / "launcher.log", ends_of_logs(logs))
         return verdict
 
     def _is_ended_by_slurm(self) -> bool:
@@ -246,14 +257,3 @@ class StepRunner:
         if lost := [node for node in self.nodes if node not in left]:
             return Verdict(FAILED, f"Slurm lost {', '.join(lost)}", WorkerLostError.cause)
         return found
-
-
-def should_save_now(left: float | None, warned: bool, lead: float, measured: float) -> bool:
-    """Whether to save and stop now. `left`: seconds to the time limit, None without one; `lead`, `measured`:
-    seconds that a stop takes, as asked for and as measured.
-
-    A SIGUSR1 long before the limit (`warned`) means preemption, so the job stops at once.
-    """
-    if left is not None and left <= max(lead, measured):
-        return True
-    return warned and (left is None or left > lead + EARLY_SIGNAL_SECONDS)

@@ -1,28 +1,35 @@
-"""`node RUN NONCE`: one per node of a step; runs torchrun for the node's workers, forwards a stop."""
+"""`node RUN NONCE NODES PORT [ADDRESS]`: one per node of a step; it meets the others, runs torchrun for the
+node's workers, and forwards a stop.
+
+Nodes meet by files in the run's folder, which also checks that all of them share it: the first binds a port,
+keeps it, and writes its addresses; every node answers with a file of its own.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
+from isobatch.core import atomic_files
 from isobatch.core.errors import BUG, DONE, WRONG_INPUT, UserError
 from isobatch.core.package import TORCHRUN_SCRIPT, TRAIN_SCRIPT
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, StopFlag
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
-from isobatch.launch.clusters.slurm.rendezvous import StepNode, job_is_there, rendezvous
 from isobatch.launch.clusters.slurm.step import ORPHANED
 from isobatch.launch.local.accelerate_launcher import relay_output
-from isobatch.launch.local.interfaces import gloo_interface, local_address
+from isobatch.launch.local.interfaces import gloo_interface, is_loopback, local_address, serve_store
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from isobatch.core.plan import Plan
 
@@ -31,57 +38,164 @@ REPEAT_SIGNAL_SECONDS = 2.0
 JOIN_SECONDS = 120
 SHUTDOWN_SECONDS = 20
 """How long torchrun waits for the other workers after one has died."""
+ANSWER_SECONDS = 90.0
+"""How long the first node waits: a shared file system may take a minute to show a new file to other nodes."""
+JOIN_EXTRA_SECONDS = 30.0
+"""The other nodes wait longer, so that the first node reports which are missing."""
+REACH_SECONDS = 30.0
+JOB_GONE_SECONDS = 4.0
+"""So long nothing answers where the job runs, before it is taken for gone."""
 
 
 def node(words: Sequence[str]) -> int:
-    """Usage: node RUN NONCE, in a step that `job` started."""
-    if len(words) != 2:
-        raise UserError("node: is started by `job`, inside Slurm")
-    run, nonce = RunFolder(Path(words[0])), words[1]
-    os.environ[NONCE] = nonce
+    """Usage: node RUN NONCE NODES PORT [ADDRESS], in a step that `job` started."""
+    name = os.environ.get("SLURMD_NODENAME", "")
+    if len(words) < 4 or not name or "SLURM_STEP_ID" not in os.environ:
+        raise UserError("node: runs in a step of a Slurm job, which `job` starts")
+    run, os.environ[NONCE] = RunFolder(Path(words[0])), words[1]
+    nodes = tuple(words[2].split(","))
+    meeting = Meeting(
+        meeting_folder(run.folder, words[1]), nodes, nodes.index(name), int(words[3]), tuple(words[4:])
+    )
     with StopFlag() as stop:
         try:
-            this_node = StepNode.find(os.environ, run.folder, nonce)
-            code = _train(run, nonce, this_node, stop)
+            code = _train(run, meeting, stop)
         except UserError as error:
             with contextlib.suppress(UserError, OSError):  # a node that does not see the folder cannot say so
                 run.write_exit(Verdict(WRONG_INPUT, str(error)))
             raise
-    if code == DONE or this_node.rank == 0 or job_is_there(this_node):
+    if code == DONE or meeting.rank == 0 or meeting.job_is_there():
         return code
     with contextlib.suppress(OSError):  # srun, which reads what is printed, is gone as well
-        print(f"isobatch: {this_node.nodes[0]} is gone, and the job's script with it", file=sys.stderr)
+        print(f"isobatch: {nodes[0]} is gone, and the job's script with it", file=sys.stderr)
     return ORPHANED
 
 
-def _train(run: RunFolder, nonce: str, this_node: StepNode, stop: StopFlag) -> int:
-    data = Path(run.facts.folder) if this_node.rank == 0 or run.folder.is_dir() else Path()
+def meeting_folder(run: Path, nonce: str) -> Path:
+    """Where the nodes of one attempt meet: no file of an earlier one can be taken for its own."""
+    return run / "slurm" / f"meeting-{nonce}"
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """This node among the nodes of its step. The job names them: a container has none of Slurm's commands."""
+
+    folder: Path
+    nodes: tuple[str, ...]
+    rank: int
+    job_port: int = 0
+    """Of the job's own process, on the first node."""
+    addresses: tuple[str, ...] = ()
+    """At which Slurm reaches the first node."""
+
+    @property
+    def name(self) -> str:
+        return self.nodes[self.rank]
+
+    def job_is_there(self) -> bool:
+        """Whether the job's process is still on the first node. Nothing reads from its port."""
+        hosts = [*self.addresses, self.nodes[0]]
+        return wait_for(lambda: any(local_address(h, self.job_port) for h in hosts), JOB_GONE_SECONDS, 1.0)
+
+    @contextlib.contextmanager
+    def hold(self, data: Path) -> Iterator[tuple[str, int]]:
+        """(host, port) of a TCPStore that the first node keeps open inside the block.
+
+        `data`: the folder of prepared data. Raises UserError where a node does not see the run's folder or
+        the data, or cannot reach the port.
+        """
+        store: Any = None
+        if self.rank == 0:
+            alone = len(self.nodes) == 1
+            store = serve_store(alone)
+            addresses = ["127.0.0.1"] if alone else [socket.gethostname(), *self.addresses]
+            self._write("call", {"addresses": addresses, "port": store.port})
+        call = self._read("call", ANSWER_SECONDS + JOIN_EXTRA_SECONDS)
+        if call is None:
+            raise UserError(
+                f"{self.name} does not see in {self.folder.parent.parent} what {self.nodes[0]} wrote there:"
+                " choose an --out on a file system that all nodes share"
+            )
+        self._write(str(self.rank), {"node": self.name, "sees_data": (data / "facts.json").is_file()})
+        if self.rank == 0:
+            self._wait_for_answers(data)
+        yield self._reachable_address(call["addresses"], call["port"])
+        del store
+
+    def _write(self, name: str, value: dict[str, Any]) -> None:
+        try:
+            atomic_files.write_json(self.folder / f"{name}.json", value)
+        except (UserError, OSError) as error:
+            raise UserError(f"{self.folder} cannot be written: {error}") from None
+
+    def _read(self, name: str, seconds: float) -> dict[str, Any] | None:
+        """A file's content; None where it has not come within these seconds."""
+        path = self.folder / f"{name}.json"
+        return atomic_files.read_json(path) if wait_for(path.is_file, max(0.0, seconds)) else None
+
+    def _wait_for_answers(self, data: Path) -> None:
+        """Wait until every node has answered. Raises UserError for those that have not."""
+        end = time.monotonic() + ANSWER_SECONDS
+        answers = {n: self._read(str(r), end - time.monotonic()) for r, n in enumerate(self.nodes)}
+        if missing := [name for name, answer in answers.items() if answer is None]:
+            raise UserError(
+                f"{', '.join(missing)} did not see in {ANSWER_SECONDS:.0f} s what {self.name} wrote to"
+                f" {self.folder.parent.parent}: choose an --out on a file system that all nodes share"
+            )
+        if unseen := [name for name, answer in answers.items() if answer and not answer["sees_data"]]:
+            raise UserError(
+                f"{', '.join(unseen)} cannot see the prepared data in {data}: point ISOBATCH_CACHE to a"
+                " folder that all nodes share, and submit again"
+            )
+
+    def _reachable_address(self, addresses: Sequence[str], port: int) -> tuple[str, int]:
+        """(host, port) that can be reached from here, a loopback last: the host name may be one."""
+        found: dict[str, str] = {}
+
+        def find_reachable() -> bool:
+            found.update({a: local for a in addresses if (local := local_address(a, port))})
+            return bool(found)
+
+        if not wait_for(find_reachable, REACH_SECONDS):
+            where = ", ".join(f"{a}:{port}" for a in addresses)
+            raise UserError(f"{self.name} cannot reach {self.nodes[0]} at {where}: is there a firewall?")
+        return min(found, key=lambda address: is_loopback(found[address])), port
+
+
+def wait_for(done: Callable[[], bool], seconds: float, pause: float = 0.1) -> bool:
+    """Poll `done` until it is true or the time is over, in seconds; whether it became true."""
+    end = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+    return True
+
+
+def _train(run: RunFolder, meeting: Meeting, stop: StopFlag) -> int:
+    data = Path(run.facts.folder) if meeting.rank == 0 or run.folder.is_dir() else Path()
     with (
-        rendezvous(this_node, run.folder, nonce, data) as (host, port),
-        (run.folder / "slurm" / f"node-{this_node.name}.log").open("ab", buffering=0) as log,
+        meeting.hold(data) as (host, port),
+        (run.folder / "slurm" / f"node-{meeting.name}.log").open("ab", buffering=0) as log,
     ):
-        command = _torchrun_command(run.plan, this_node, host, port, nonce, run.folder)
-        environment = _environment(run.plan, local_address(host, port), len(this_node.nodes) == 1)
+        command = _torchrun_command(run, meeting, f"{host}:{port}")
+        environment = _environment(run.plan, local_address(host, port), len(meeting.nodes) == 1)
         return _run_torchrun(command, environment, log, stop)
 
 
-def _torchrun_command(
-    plan: Plan, this_node: StepNode, host: str, port: int, nonce: str, folder: Path
-) -> list[str]:
-    """The torchrun command. accelerate would probe the port and find it in use, by our own rendezvous."""
+def _torchrun_command(run: RunFolder, meeting: Meeting, endpoint: str) -> list[str]:
+    """The torchrun command. accelerate would probe the port and find it in use, by our own store."""
     return [
         *(sys.executable, "-P", str(TORCHRUN_SCRIPT)),
-        f"--nnodes={len(this_node.nodes)}",
-        f"--node-rank={this_node.rank}",
-        f"--nproc-per-node={plan.processes // len(this_node.nodes)}",
+        f"--nnodes={len(meeting.nodes)}",
+        f"--node-rank={meeting.rank}",
+        f"--nproc-per-node={run.plan.processes // len(meeting.nodes)}",
         "--rdzv-backend=static",
-        f"--rdzv-endpoint={host}:{port}",
-        f"--rdzv-id={nonce}",
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-id={os.environ[NONCE]}",
         f"--rdzv-conf=timeout={JOIN_SECONDS}",
         "--",  # else torchrun takes --run for an abbreviation of two of its own flags
-        str(TRAIN_SCRIPT),
-        "--run",
-        str(folder),
+        *(str(TRAIN_SCRIPT), "--run", str(run.folder)),
     ]
 
 

@@ -1,9 +1,9 @@
-"""The flags of `slurm` beside those of `auto`, and the checks that need no run."""
+"""The flags of `slurm` beside those of `auto`, their checks that need no run, and Slurm's own words."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -11,12 +11,38 @@ from typing import TYPE_CHECKING, Literal
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.strategies import traits_of
-from isobatch.launch.clusters.slurm.slurm_words import parse_srun_options, parse_time_limit
+from isobatch.launch.clusters.common import on_device, processes_each
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from isobatch.launch.local.arguments import Request
+
+RESERVED_OPTIONS = {
+    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "no-requeue"), "--nodes"),
+    **dict.fromkeys(("gpus-per-node", "gpus-per-task"), "--gpus-per-node"),
+    **dict.fromkeys(("output", "open-mode", "chdir"), "--out"),
+    **dict.fromkeys(("parsable", "test-only", "wait"), "--submit"),
+    **{"cpus-per-task": "--cpus-per-task", "time": "--time", "signal": "--lead or --signal"},
+    **{"array": "--array", "dependency": "--after", "job-name": "--job-name", "wrap": "--task"},
+}
+"""Options of sbatch that the script sets itself -> the flag of `slurm` to use instead."""
+SHORT_OPTIONS = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "a": "array"}
+SHORT_OPTIONS |= {"d": "dependency", "J": "job-name", "o": "output", "D": "chdir", "W": "wait"}
+SWITCHES = "HhkOQsvV"
+"""Short options of sbatch without a value, which others may follow in one word (-Hn2)."""
+RESERVED_STEP_OPTIONS = {
+    **dict.fromkeys(("nodes", "ntasks", "nodelist", "ntasks-per-node"), "it runs one launcher on each node"),
+    **dict.fromkeys(("gpus-per-task", "gpus-per-node"), "use --gpus-per-node"),
+    **{"cpus-per-task": "use --cpus-per-task", "mpi": "use --mpi", "jobid": "it runs in its own job"},
+    **dict.fromkeys(("overlap", "exclusive"), "a step may have to share a node with one that died"),
+    **dict.fromkeys(("output", "error", "input", "pty", "unbuffered"), "each node has a log in slurm/"),
+    **dict.fromkeys(("container", "container-image", "container-workdir"), "use --container"),
+    "export": "what a node needs is in its environment",
+    "kill-on-bad-exit": "one launcher that fails ends the others",
+    "het-group": "a run is planned for nodes of one kind",
+}
+"""Options of srun that each step sets itself -> why, or the flag of `slurm` to use instead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,51 +116,47 @@ def join_sbatch_value(words: Sequence[str]) -> list[str]:
 
 def validated(request: Request, options: SlurmOptions) -> Request:
     """The request with `--cpu` as `--device cpu`. Raises UserError for flags that contradict each other."""
-    cpu = options.cpu or request.plan.device == "cpu"
-    if cpu and (options.gpus_per_node or request.plan.device == "cuda"):
-        raise UserError("--cpu: and GPUs were asked for, too; leave one of them out")
-    if not cpu and not options.gpus_per_node:
-        raise UserError("slurm: needs --gpus-per-node, or --cpu for a partition without GPUs")
+    request = on_device(request, "slurm", "--gpus-per-node", options.gpus_per_node, options.cpu)
     if options.time is None:
         raise UserError("slurm: needs --time, the limit of one leg, as in --time 12:00:00")
-    if options.array and request.recipe.seed:
-        raise UserError("--seed: each task of --array is a seed of its own; leave one of them out")
-    if options.lead and options.lead >= parse_time_limit(options.time):
-        raise UserError(f"--lead {options.lead}: must be shorter than --time {options.time}")
-    processes = request.plan.processes
-    gpus = options.nodes * options.gpus_per_node
-    if processes and (processes % options.nodes or processes > (gpus or processes)):
-        most = f", and at most {gpus}, one per GPU" if gpus else ""
-        raise UserError(f"--processes {processes}: must be a multiple of --nodes {options.nodes}{most}")
-    world_size, strategy = processes_per_node(request, options) * options.nodes, request.plan.strategy
-    traits = None if strategy == "auto" else traits_of(strategy)
-    if traits and traits.most_processes is not None and world_size > traits.most_processes:
-        raise UserError(f"--strategy single: is one process, not {world_size}: leave it out, or take ddp")
-    if traits and traits.shards and traits.least_processes > world_size:
-        raise UserError(
-            f"--strategy {strategy}: one process has nobody to share with: add --nodes or --processes"
-        )
-    if options.setup is not None and not Path(options.setup).expanduser().is_file():
-        raise UserError(f"--setup {options.setup}: there is no such file")
-    if options.mail is not None and not re.fullmatch(r"[^\s,=]+@[^\s,=]+", options.mail):
-        raise UserError(f"--mail {options.mail}: is not one address")
-    if options.mail is not None and "--mail" in (options.sbatch or ""):
-        raise UserError(f"--mail {options.mail}: and --sbatch says something about mail, too; leave one out")
-    if not re.fullmatch(r"\w+", options.mpi):
-        raise UserError(f"--mpi {options.mpi}: is not a type that `srun --mpi=list` shows")
-    if options.container is None and options.container_python != "python3":
-        raise UserError(f"--container-python {options.container_python}: says nothing without --container")
+    world, strategy = processes_per_node(request, options) * options.nodes, request.plan.strategy
+    most = least = world
+    if strategy != "auto" and (traits := traits_of(strategy)):
+        most, least = traits.most_processes or world, traits.least_processes if traits.shards else 1
+    array, lead, setup, mail = options.array, options.lead, options.setup, options.mail
+    jobs = (options.after or "0").split(",")
+    for is_wrong, why in (
+        (array and request.recipe.seed, "--seed: each task of --array is a seed of its own; leave one out"),
+        (
+            lead and lead >= parse_time_limit(options.time),
+            f"--lead {lead}: must be shorter than --time {options.time}",
+        ),
+        (world > most, f"--strategy {strategy}: is one process, not {world}: leave it out, or take ddp"),
+        (
+            world < least,
+            f"--strategy {strategy}: one process has nobody to share with: add --nodes or --processes",
+        ),
+        (setup and not Path(setup).expanduser().is_file(), f"--setup {setup}: there is no such file"),
+        (mail and not re.fullmatch(r"[^\s,=]+@[^\s,=]+", mail), f"--mail {mail}: is not one address"),
+        (not options.mpi.isidentifier(), f"--mpi {options.mpi}: is no type that `srun --mpi=list` shows"),
+        (
+            options.container_python != "python3" and not options.container,
+            f"--container-python {options.container_python}: says nothing without --container",
+        ),
+        (
+            not all(re.fullmatch(r"\d+(_\d+)?", job) for job in jobs),
+            f"--after {options.after}: is not a job's number, or several with commas",
+        ),
+    ):
+        if is_wrong:
+            raise UserError(why)
     step_words(options)
-    return (
-        dataclasses.replace(request, plan=dataclasses.replace(request.plan, device="cpu")) if cpu else request
-    )
+    return request
 
 
 def processes_per_node(request: Request, options: SlurmOptions) -> int:
-    """Processes on a node: --processes / --nodes, else one per GPU, or one where there is none."""
-    return (
-        request.plan.processes // options.nodes if request.plan.processes else max(1, options.gpus_per_node)
-    )
+    """Processes on a node. Raises UserError."""
+    return processes_each(request, "--nodes", options.nodes, options.gpus_per_node)
 
 
 def step_words(options: SlurmOptions) -> tuple[str, ...]:
@@ -157,6 +179,88 @@ def is_array(options: SlurmOptions, combinations: int) -> bool:
     return in_array
 
 
-def parallel_tasks(options: SlurmOptions) -> str:
-    """How many tasks of an array may run at once; empty for all."""
-    return str(options.parallel or (options.array or "").partition("%")[2])
+def refuse_control_characters(word: str, flag: str = "sbatch option") -> str:
+    """The word. Raises UserError for control characters such as a line break."""
+    if any(not c.isprintable() for c in word):
+        raise UserError(f"{flag} {word!r}: holds a control character, which no script may")
+    return word
+
+
+def parse_sbatch_options(text: str) -> tuple[str, ...]:
+    """The words of --sbatch. Raises UserError for options that the script sets itself."""
+    words = _option_words("--sbatch", text, "--exclusive")
+    for word in words:
+        letter = word[1:].lstrip(SWITCHES)[:1] if re.match("-[^-]", word) else ""
+        if way_out := _reserved(f"--{SHORT_OPTIONS.get(letter, '')}" if letter else word, RESERVED_OPTIONS):
+            raise UserError(f"--sbatch {word}: the script sets this itself; use {way_out}")
+    return words
+
+
+def parse_srun_options(text: str) -> tuple[str, ...]:
+    """The words of --srun. Raises UserError for options that each step sets itself."""
+    words = _option_words("--srun", text, "--cpu-bind=cores")
+    for word in words:
+        if re.match(r"-[A-Za-z]", word):
+            raise UserError(f"--srun {word}: write srun's options out, as in --cpu-bind=cores")
+        if why := _reserved(word, RESERVED_STEP_OPTIONS):
+            raise UserError(f"--srun {word}: each step sets this itself; {why}")
+    return words
+
+
+def _option_words(flag: str, text: str, example: str) -> tuple[str, ...]:
+    try:
+        words = shlex.split(refuse_control_characters(text, flag))
+    except ValueError as error:
+        raise UserError(f"{flag} {text}: {error}") from None
+    if ":" in words or "hetjob" in words:
+        raise UserError(
+            f"{flag} {text}: a heterogeneous job has nodes of several kinds, and a run is planned for one:"
+            " leave it out"
+        )
+    if not words or not words[0].startswith("-"):
+        raise UserError(f'{flag} {text}: holds {flag[2:]}\'s own options, as in {flag} "{example}"')
+    return tuple(words)
+
+
+def _reserved(word: str, reserved: Mapping[str, str]) -> str:
+    """What `reserved` says of the option that a word sets, or nothing; Slurm accepts --nod=2, too."""
+    name = word[2:].partition("=")[0] if word.startswith("--") else ""
+    begun = (said for own, said in reserved.items() if name and own.startswith(name))
+    return reserved.get(name) or next(begun, "")
+
+
+def parse_time_limit(text: str) -> int:
+    """Seconds of a Slurm time: minutes, M:S, H:M:S, D-H, D-H:M or D-H:M:S. Raises UserError."""
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text.strip())
+    if match is None:
+        raise UserError(f"--time {text}: is not a time such as 12:00:00 or 1-00:00:00")
+    days, *parts = match.groups()
+    numbers = [int(p) for p in parts if p is not None]
+    # Without days the first number is minutes unless all three are there; with days it is hours.
+    units = [3600, 60, 1] if days or len(numbers) == 3 else [60, 1]
+    total = int(days or 0) * 86400 + sum(n * unit for n, unit in zip(numbers, units, strict=False))
+    if total <= 0:
+        raise UserError(f"--time {text}: must be above 0")
+    return total
+
+
+def format_time_limit(seconds: int) -> str:
+    """Seconds as [D-]HH:MM:SS."""
+    days, rest = divmod(seconds, 86400)
+    text = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
+    return f"{days}-{text}" if days else text
+
+
+def parse_array(array: str) -> tuple[list[int], str]:
+    """(seeds, how many at once or nothing) of --array: 0-4, 1,3,7, 0-10:2 or 0-99%8. Raises UserError."""
+    body, _, limit = array.partition("%")
+    found: list[int] = []
+    for part in body.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        if match is None or not re.fullmatch(r"[^%]*(%[1-9]\d*)?", array):
+            raise UserError(f"--array {array}: is not a list of seeds such as 0-4 or 1,3,7 or 0-99%8")
+        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
+        if not (first <= last < first + 1000 and step > 0):
+            raise UserError(f"--array {array}: has 1,000 tasks at most, the first below the last")
+        found += range(first, last + 1, step)
+    return sorted(set(found)), limit

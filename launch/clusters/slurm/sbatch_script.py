@@ -13,7 +13,7 @@ from pathlib import Path
 
 from isobatch.core.errors import UserError
 from isobatch.core.package import ROOT, own_command
-from isobatch.launch.clusters.slurm.slurm_words import format_time_limit, refuse_control_characters
+from isobatch.launch.clusters.slurm.options import format_time_limit, refuse_control_characters
 
 MAX_CHARACTERS = 1000
 """Characters of an #SBATCH line that sbatch reads."""
@@ -64,13 +64,18 @@ class JobScript:
 
 def render(script: JobScript) -> str:
     """The text of the script. Raises UserError for control characters and lines too long for sbatch."""
-    lines = ["#!/bin/bash", *map(_directive, _options(script))]
-    if script.raw_options:
-        lines.append(_checked_length("#SBATCH " + " ".join(map(sbatch_word, script.raw_options))))
-    return "\n".join([*lines, "", *_body(script), ""])
+    words = [[f"--{name}" + (f"={value}" if value else "")] for name, value in options_of(script)]
+    lines = ["#SBATCH " + " ".join(map(sbatch_word, line)) for line in [*words, script.raw_options] if line]
+    if too_long := [line for line in lines if len(line) > MAX_CHARACTERS]:
+        raise UserError(
+            f"{too_long[0][:60]}...: sbatch reads {MAX_CHARACTERS} characters a line; use a shorter name or"
+            " path"
+        )
+    return "\n".join(["#!/bin/bash", *lines, "", *_body(script), ""])
 
 
-def _options(script: JobScript) -> list[tuple[str, str]]:
+def options_of(script: JobScript) -> list[tuple[str, str]]:
+    """(name, value) of all options but those of --sbatch."""
     pattern = "%A_%a.out" if script.array else "%j.out"
     return [
         ("job-name", script.name),
@@ -92,22 +97,9 @@ def _options(script: JobScript) -> list[tuple[str, str]]:
     ]
 
 
-def _directive(option: tuple[str, str]) -> str:
-    name, value = option
-    return _checked_length(f"#SBATCH --{name}" + (f"={sbatch_word(value)}" if value else ""))
-
-
-def _checked_length(line: str) -> str:
-    if len(line) > MAX_CHARACTERS:
-        raise UserError(
-            f"{line[:60]}...: sbatch reads {MAX_CHARACTERS} characters a line; use a shorter name or path"
-        )
-    return line
-
-
 def _body(script: JobScript) -> list[str]:
     """The lines of bash. What is missing on this node is said in the first line of the job's output."""
-    start, run = (_checked_word(path) for path in (script.start_folder, next(iter(script.runs.values()))))
+    start, run = (_bash_word(path) for path in (script.start_folder, next(iter(script.runs.values()))))
     program = own_command("job")
     lines = [
         *PRELUDE,
@@ -115,7 +107,7 @@ def _body(script: JobScript) -> list[str]:
         f"cd -- {start} || exit 2",
     ]
     if script.setup:
-        setup = _checked_word(script.setup)
+        setup = _bash_word(script.setup)
         # Before `set -u`: activation scripts read unset variables.
         lines += [
             _require("-f", setup, "keep --setup on a file system that all nodes share"),
@@ -126,14 +118,14 @@ def _body(script: JobScript) -> list[str]:
     lines += [f"export {name}={shlex.quote(value)}" for name, value in script.environment]
     if script.array:
         lines += ['case "$SLURM_ARRAY_TASK_ID" in']
-        lines += [f"  {task}) run={_checked_word(folder)} ;;" for task, folder in script.runs.items()]
+        lines += [f"  {task}) run={_bash_word(folder)} ;;" for task, folder in script.runs.items()]
         lines += ["  *) exit 2 ;;", "esac"]
         run = '"$run"'
     return [
         *lines,
         _require("-d", run, "choose an --out on a file system that all nodes share"),
-        _require("-x", _checked_word(program[0]), "keep the Python environment where all nodes see it"),
-        _require("-d", _checked_word(ROOT), "keep isobatch's code where all nodes see it"),
+        _require("-x", _bash_word(program[0]), "keep the Python environment where all nodes see it"),
+        _require("-d", _bash_word(ROOT), "keep isobatch's code where all nodes see it"),
         f"exec {shlex.join(program)} {run}",
     ]
 
@@ -143,7 +135,7 @@ def _require(test: str, word: str, way_out: str) -> str:
     return f"[ {test} {word} ] || missing {word} {shlex.quote(way_out)}"
 
 
-def _checked_word(path: object) -> str:
+def _bash_word(path: object) -> str:
     """A path quoted for bash. Raises UserError for control characters."""
     return shlex.quote(refuse_control_characters(str(path)))
 

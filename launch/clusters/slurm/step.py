@@ -10,26 +10,18 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import FAILED, WRONG_INPUT, JobMemoryError, WorkerLostError
-from isobatch.core.package import own_command
 from isobatch.engine.runs.run_folder import Verdict
-from isobatch.launch.clusters.slurm.containers import (
-    ENVIRONMENT,
-    Container,
-    find_runtime,
-    node_command,
-    srun_words,
-)
+from isobatch.launch.clusters.slurm.containers import ENVIRONMENT, in_container
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.launch.clusters.slurm import client
-    from isobatch.launch.clusters.slurm.job_request import JobRequest
+    from isobatch.launch.clusters.slurm.legs import JobRequest
 
 ORPHANED = 96
 """Exit code of a launcher that finds the job's script gone."""
-LOG_TAIL_CHARACTERS = 2500
 LINES_KEPT = 200
 """Of what srun says."""
 END_SECONDS = 30.0
@@ -57,44 +49,23 @@ ENDED = r"srun: error: (\S+): tasks? \S+: (\w[\w ]+)"
 BY_ITSELF = ("Exited", "Terminated")
 NOT_CREATED = r"^srun: (?:error: )?((?:unrecognized|invalid) option.*|Unable to create step(?!.*contact).*)$"
 REFUSED = r"^isobatch: (\S+ does not see .+)$"
-SLURMS_OWN = ("srun:", "slurmstepd")
 
 
 class Step:
-    """A running srun. What its nodes say is printed below `heading`, and its last lines are kept.
+    """A running srun. What it and its nodes say is printed, and its last lines are kept."""
 
-    Slurm's own first lines wait for those of the nodes, which tell what is wrong.
-    """
-
-    def __init__(self, command: Sequence[str], heading: str) -> None:
-        self._heading = heading
+    def __init__(self, command: Sequence[str]) -> None:
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL)
         self._lines: deque[str] = deque(maxlen=LINES_KEPT)
-        self._held: list[str] | None = []
-        """Slurm's lines until a node has said something; None from then on."""
         self._relay = threading.Thread(target=self._print_lines, daemon=True)
         self._relay.start()
 
     def _print_lines(self) -> None:
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            text = line.decode(errors="replace")
-            self._lines.append(text)
-            is_slurms = text.startswith(SLURMS_OWN)
-            if is_slurms and (held := self._held) is not None:  # the job's thread may end that
-                held.append(text)
-                continue
-            if self._heading and not (is_slurms or re.match(REFUSED, text)):
-                text, self._heading = f"{self._heading}\n{text}", ""
-            _print(text)
-            self.print_held_lines()
-        self.print_held_lines()
-
-    def print_held_lines(self) -> None:
-        """Print what Slurm said at first, and hold nothing from now on."""
-        held, self._held = self._held, None
-        if held:
-            _print("".join(held))
+            self._lines.append(line.decode(errors="replace"))
+            sys.stderr.write(self._lines[-1])
+            sys.stderr.flush()
 
     @property
     def runs(self) -> bool:
@@ -124,11 +95,6 @@ class Step:
         return "".join(self._lines)
 
 
-def _print(text: str) -> None:
-    sys.stderr.write(text)
-    sys.stderr.flush()
-
-
 def explain_end(said: str) -> Verdict | None:
     """What ended a step, from what srun said; None where it does not say."""
     if re.search(MEMORY, said, re.IGNORECASE):
@@ -152,22 +118,20 @@ def unreachable_nodes(said: str) -> list[str]:
 
 
 def srun_command(
-    run: RunFolder, nodes: Sequence[str], allocation: client.Allocation, request: JobRequest, nonce: str
+    run: RunFolder,
+    nodes: Sequence[str],
+    allocation: client.Allocation,
+    request: JobRequest,
+    words: Sequence[str],
 ) -> list[str]:
-    """The command of a step: one launcher per node; one that fails ends the others.
+    """The command of a step: one launcher per node, which gets `words`; one that fails ends the others.
 
     Raises UserError where the container cannot be had.
     """
-    words = ("node", str(run.folder.resolve()), nonce)
-    if request.container is None:
-        before, inside, launcher = [], [], own_command(*words)
-    else:
-        container = Container(**request.container)
-        runtime = find_runtime(container.image)
-        before, inside = list(ENVIRONMENT), srun_words(container, runtime)
-        launcher = node_command(container, runtime, allocation.gpus, *words)
+    folder = str(run.folder.resolve())
+    inside, launcher = in_container(request.container, allocation.gpus, "node", folder, *words)
     return [
-        *before,
+        *(ENVIRONMENT if request.container else ()),
         "srun",
         f"--nodes={len(nodes)}",
         f"--ntasks={len(nodes)}",
@@ -184,13 +148,6 @@ def srun_command(
         "--export=ALL",
         *request.srun,
         *inside,
-        *("/bin/bash", "-c", STEP_SHELL, str(run.folder.resolve() / "slurm")),
+        *("/bin/bash", "-c", STEP_SHELL, f"{folder}/slurm"),
         *launcher,
     ]
-
-
-def node_logs(run: RunFolder, nodes: Sequence[str]) -> str:
-    """The ends of the nodes' logs, one below the other."""
-    paths = [run.folder / "slurm" / f"node-{name}.log" for name in nodes]
-    ends = [(p.name, p.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]) for p in paths if p.is_file()]
-    return "".join(f"--- {name}\n{text}\n" for name, text in ends)

@@ -1,0 +1,78 @@
+"""What a user asks of any cluster: devices, processes, all flags as one file, and the run of a request."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core.errors import UserError
+from isobatch.engine import consent
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.launch.local.arguments import parse_request, request_text
+from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from pathlib import Path
+
+    from isobatch.launch.local.arguments import Request
+
+LOG_TAIL_CHARACTERS = 2500
+
+
+def parse(words: Sequence[str], command: str, kind: type) -> tuple[Request, Any]:
+    """The request in a command's words, and its own flags as a `kind`. Raises UserError."""
+    request = parse_request(words, command, kind)
+    for note in request.notes:
+        print(note, file=sys.stderr)
+    return request, kind(**request.extra)
+
+
+def on_device(request: Request, command: str, flag: str, gpus: int, cpu: bool) -> Request:
+    """The request with --cpu as `--device cpu`. `gpus`: the value of `flag`. Raises UserError."""
+    cpu = cpu or request.plan.device == "cpu"
+    if cpu and (gpus or request.plan.device == "cuda"):
+        raise UserError("--cpu: and GPUs were asked for, too; leave one of them out")
+    if not cpu and not gpus:
+        raise UserError(f"{command}: needs {flag}, or --cpu for nodes without GPUs")
+    plan = dataclasses.replace(request.plan, device="cpu") if cpu else request.plan
+    return dataclasses.replace(request, plan=plan)
+
+
+def processes_each(request: Request, flag: str, count: int, gpus: int) -> int:
+    """Processes of each of the `count` nodes or workers that `flag` asks for: --processes / count, else one
+    for each of its GPUs, or one where there is none. Raises UserError.
+    """
+    asked = request.plan.processes
+    if asked and (asked % count or asked > (gpus * count or asked)):
+        most = f", and at most {gpus * count}, one per GPU" if gpus else ""
+        raise UserError(f"--processes {asked}: must be a multiple of {flag} {count}{most}")
+    return asked // count if asked else max(1, gpus)
+
+
+def flags_text(request: Request) -> str:
+    """The recipe, the plan's and the run's options as a file for --config; as many processes as there are."""
+    plan = dataclasses.replace(request.plan, processes=None)
+    lines = request_text(dataclasses.replace(request, plan=plan)).splitlines()
+    return "\n".join([*(line.rstrip() for line in lines if line and not line.startswith("#")), ""])
+
+
+def find_or_create(request: Request, family: str | None = None) -> RunFolder:
+    """The run of a request on this data. `family`: the name of a sweep, whose runs are found by what they
+    learn.
+    """
+    facts = prepare_facts(request)
+    consent.remember(request.recipe, request.run.sends())
+    run = find_run(request, facts)
+    if run is None and family is not None:
+        unnamed = dataclasses.replace(request, run=dataclasses.replace(request.run, name=None))
+        same = find_run(unnamed, facts)
+        run = same if same and same.folder.name.startswith(f"{family}-") else None
+    return RunFolder((run or create_run(request, facts)).folder.resolve())
+
+
+def ends_of_logs(paths: Iterable[Path]) -> str:
+    """The ends of these files, one below the other."""
+    ends = [(p.name, p.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:]) for p in paths if p.is_file()]
+    return "".join(f"--- {name}\n{text}\n" for name, text in ends)
