@@ -37,7 +37,7 @@ def _measured(name: str, steps: int, **values: Any) -> dict[str, Any]:
                     active.step(loaded).loss_and_norm()
                 else:
                     window = Window("", schedule.name, 0, number + 1)
-                    observe_loaded(session, active, loaded, window, {}, alone=kind == "samples")
+                    observe_loaded(session, active, loaded, window, None, alone=kind == "samples")
                 taken[kind].append(time.perf_counter() - began)
     plain, modules, samples = (statistics.median(taken[kind][1:]) for kind in KINDS)
     return {

@@ -7,21 +7,26 @@ which a step from equal weights can differ.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
-import numpy as np
+from isobatch.engine.runs.step_rows import FIGURES, LossAndNorm, differences
 
-from isobatch.engine.forensics.logged_steps import FIGURES, LoggedSteps, common_steps
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from isobatch.engine.runs.step_rows import StepRow
 
 Kind = Literal["equal", "samples", "rate", "jump", "drift", "apart"]
 """equal: within rounding throughout. samples, rate, jump: at a step. drift: beyond the tolerance without a
 jump. apart: no step in common."""
 JUMP = 30.0
-EXACT_FLOOR = (4e-6, 8e-5)
-"""What rounding of fp32 sums in a step from equal weights stays below: (loss, relative above one; norm). On
-the demo two cuts differ by 2e-7 and 2e-7, and fp32 and bf16 by 8e-6 and 6e-5."""
+EXACT_FLOOR: LossAndNorm = (4e-6, 8e-5)
+"""What rounding of fp32 sums in a step from equal weights stays below. On the demo two cuts differ by 2e-7
+and 2e-7, and fp32 and bf16 by 8e-6 and 6e-5."""
 RATE = 1e-9
 """Relative difference of two equal learning rates, which are computed in fp64."""
 
@@ -30,10 +35,10 @@ RATE = 1e-9
 class LogDifference:
     """How two logs differ over the steps that both have."""
 
-    kind: Kind
-    common: int
+    kind: Kind = "apart"
+    common_steps: int = 0
     """Steps that both logged."""
-    largest: Mapping[str, float]
+    largest: Mapping[str, float] = field(default_factory=dict)
     """Figure -> the largest difference before the runs part: loss, and grad_norm."""
     phase: str = ""
     step: int = 0
@@ -47,74 +52,45 @@ class LogDifference:
 
 
 def compare_logs(
-    one: LoggedSteps, other: LoggedSteps, floor: Mapping[str, float], allowed: Mapping[str, float]
+    one: Iterable[StepRow], other: Iterable[StepRow], floor: LossAndNorm, allowed: LossAndNorm
 ) -> LogDifference:
-    """Compare two logs, by `loss` and `grad_norm`. `floor`: what one step can differ by; `allowed`: what may
-    have grown from that over a run.
+    """Compare two logs. `floor`: what one step can differ by; `allowed`: what may have grown from that over a
+    run. A drift is only said of logs that part nowhere else.
     """
-    first, second = common_steps(one, other)
-    if not len(first):
-        return LogDifference("apart", 0, {})
-    differences = _differences(one.figures[first], other.figures[second])
-    jumped = {name: _first_jump(values, floor[name]) for name, values in differences.items()}
-    rates = one.figures[first, 1], other.figures[second, 1]
-    places: dict[Kind, int | None] = {
-        "samples": _first(one.chain[first] != other.chain[second]),
-        "rate": _first(~np.isclose(*rates, rtol=RATE, atol=0)),
-        "jump": min((place for place in jumped.values() if place is not None), default=None),
-        "drift": _first(np.logical_or(*(values > allowed[name] for name, values in differences.items()))),
-    }
-    if any(places[kind] is not None for kind in ("samples", "rate", "jump")):
-        places["drift"] = None
-    found = [(place, kind) for kind, place in places.items() if place is not None]
-    place, kind = min(found, key=lambda one: one[0]) if found else (len(first), "equal")
-    largest = {name: _largest(values[:place]) for name, values in differences.items()}
-    if kind == "equal":
-        return LogDifference("equal", len(first), largest)
-    phase, step = one.at(first[place])
-    before = one.at(first[place - 1]) if place else ("", 0)
-    figure = "lr" if kind == "rate" else _parting_figure(differences, jumped, allowed, place)
-    column = FIGURES.index(figure)
-    values = float(one.figures[first[place], column]), float(other.figures[second[place], column])
-    previous = before[1] if before[0] == phase else 0
-    return LogDifference(kind, len(first), largest, phase, step, previous, figure, values)
-
-
-def _differences(one: np.ndarray, other: np.ndarray) -> dict[str, np.ndarray]:
-    """Of the loss, relative above one; relative of the norm. Infinite where only one is finite."""
-    with np.errstate(invalid="ignore", divide="ignore"):
-        loss = np.abs(one[:, 0] - other[:, 0]) / np.maximum(1.0, np.abs(other[:, 0]))
-        norm = np.abs(one[:, 2] - other[:, 2]) / np.maximum(1e-12, np.abs(other[:, 2]))
-    found = {"loss": loss, "grad_norm": norm}
-    for column, name in ((0, "loss"), (2, "grad_norm")):
-        finite = np.isfinite(one[:, column]), np.isfinite(other[:, column])
-        found[name][finite[0] != finite[1]] = np.inf
-        found[name][~finite[0] & ~finite[1]] = 0.0
-    return found
-
-
-def _first_jump(differences: np.ndarray, floor: float) -> int | None:
-    """The first difference above the floor and above JUMP times all before it."""
-    before = np.concatenate([[0.0], np.maximum.accumulate(differences)[:-1]])
-    return _first(differences > np.maximum(floor, JUMP * before))
-
-
-def _first(found: np.ndarray) -> int | None:
-    places = np.flatnonzero(found)
-    return int(places[0]) if len(places) else None
-
-
-def _largest(differences: np.ndarray) -> float:
-    return float(differences.max(initial=0.0))
-
-
-def _parting_figure(
-    differences: Mapping[str, np.ndarray],
-    jumped: Mapping[str, int | None],
-    allowed: Mapping[str, float],
-    place: int,
-) -> str:
-    """The figure that jumps there, or else the one that is beyond what is allowed."""
-    named = [name for name, jump in jumped.items() if jump == place]
-    named += [name for name, values in differences.items() if values[place] > allowed[name]]
-    return named[0] if named else "loss"
+    rows = {row.place: row for row in other}
+    pairs = [(row, rows[row.place]) for row in one if row.place in rows]
+    found = LogDifference("equal" if pairs else "apart", len(pairs))
+    largest, drift, before = (0.0, 0.0), found, None
+    for a, b in pairs:
+        apart = differences(a.figures, b.figures)
+        jumps = [d > max(low, JUMP * most) for d, low, most in zip(apart, floor, largest, strict=True)]
+        beyond = [d > most for d, most in zip(apart, allowed, strict=True)]
+        kind: Kind | None = "drift" if any(beyond) and drift is found else None
+        if a.chain != b.chain:
+            kind = "samples"
+        elif not math.isclose(a.lr, b.lr, rel_tol=RATE):
+            kind = "rate"
+        elif any(jumps):
+            kind = "jump"
+        if kind is not None:
+            named = (name for name, is_it in zip(2 * FIGURES, jumps + beyond, strict=True) if is_it)
+            figure = "lr" if kind == "rate" else next(named, FIGURES[0])
+            parted = dataclasses.replace(
+                found,
+                kind=kind,
+                largest=dict(zip(FIGURES, largest, strict=True)),
+                phase=a.phase,
+                step=a.step,
+                previous=before.step if before is not None and before.phase == a.phase else 0,
+                figure=figure,
+                values=(getattr(a, figure), getattr(b, figure)),
+            )
+            if kind != "drift":
+                return parted
+            drift = parted
+        largest, before = (max(largest[0], apart[0]), max(largest[1], apart[1])), a
+    return (
+        drift
+        if drift is not found
+        else dataclasses.replace(found, largest=dict(zip(FIGURES, largest, strict=True)))
+    )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.engine.forensics.module_record import BACKWARD, FORWARD
+from isobatch.engine.runs.step_rows import FIGURES, differences
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,8 +20,8 @@ FLOOR = 2e-6
 """Relative difference of an output by the order of fp32 sums alone, from equal weights and inputs."""
 SPREAD = 100.0
 """Times the relative difference of the weights that an output may differ by."""
-REPRODUCED = 1e-5
-"""Difference of loss and norm within which a step is the logged one, on the kind of machine that trained."""
+REPRODUCED = (1e-5, 1e-3)
+"""Differences of (loss, norm) within which a step is the logged one, on the kind of machine that trained."""
 MOST_SAMPLES = 10
 
 
@@ -46,12 +47,8 @@ class StepDifference:
     """Difference of all weights before the step, relative to their norm; infinite where names differ."""
     parameter: str
     """The parameter that differs most; empty where all weights are the same."""
-    loss: float
-    """Difference of the redone losses."""
     module: PartingModule | None
     """None where nothing differs beyond rounding."""
-    first_bits: str
-    """The first module with any difference at all; empty where the step is the same bit for bit."""
 
 
 def compare_steps(one: ObservedStep, other: ObservedStep) -> StepDifference:
@@ -59,28 +56,23 @@ def compare_steps(one: ObservedStep, other: ObservedStep) -> StepDifference:
     weights, parameter = _weights(one.weights, other.weights)
     allowed = max(FLOOR, SPREAD * weights)
     pairs = _pairs(one.outputs, other.outputs)
-    differing = ((a, _relative(a, b)) for a, b in pairs)
-    changed = [(a, found) for a, found in differing if not found.max(initial=0.0) <= 0.0]
-    beyond = next((pair for pair in changed if not pair[1].max() <= allowed), None)
+    compared = ((a, _relative(a, b)) for a, b in pairs)
+    beyond = next((pair for pair in compared if not pair[1].max(initial=0.0) <= allowed), None)
     module = None if beyond is None else _parting(*beyond, one.samples, allowed)
     if module is None and (missing := _unpaired(one.outputs, other.outputs)):
         module = PartingModule(missing, FORWARD, np.inf)
-    return StepDifference(
-        weights, parameter, abs(one.loss - other.loss), module, changed[0][0].module if changed else ""
-    )
+    return StepDifference(weights, parameter, module)
 
 
 def not_reproduced(seen: ObservedStep) -> dict[str, tuple[float, float]]:
-    """Figure -> (logged, redone), where a redone step is not what the run logged; a run that logged no figure
-    of it is not compared.
+    """Figure -> (logged, redone), where a redone step is not what the run logged; empty of a step that it
+    did not log.
     """
-    found = {"loss": seen.loss, "grad_norm": seen.norm}
-    pairs = {n: (seen.logged[n], v) for n, v in found.items() if seen.logged.get(n) is not None}
-    return {
-        name: (logged, redone)
-        for name, (logged, redone) in pairs.items()
-        if not abs(logged - redone) <= REPRODUCED * max(1.0, abs(logged)) * (1 if name == "loss" else 100)
-    }
+    if seen.logged is None:
+        return {}
+    apart = differences(seen.figures, seen.logged.figures)
+    found = zip(FIGURES, seen.logged.figures, seen.figures, apart, REPRODUCED, strict=True)
+    return {name: (logged, redone) for name, logged, redone, far, allowed in found if not far <= allowed}
 
 
 def _weights(

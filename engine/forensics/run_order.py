@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan
 from isobatch.data.base import Data, Source
-from isobatch.engine.forensics.counted_steps import counted_steps
-from isobatch.engine.loading.inverse_order import steps_with
 from isobatch.engine.loading.loader import training_budget
 from isobatch.engine.loading.microbatching import cut_batch
 from isobatch.engine.loading.sampler import Sampler, make_sampler
 from isobatch.engine.optimization.left_out import LeftOut, left_out_steps
 from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
 from isobatch.engine.registry import workload_of
+from isobatch.engine.runs.metrics_log import SEAL
+from isobatch.engine.runs.step_rows import is_step
 from isobatch.engine.task_files import is_task_file
 
 if TYPE_CHECKING:
-    import numpy as np
+    from collections.abc import Sequence
 
     from isobatch.core.recipe import Recipe
     from isobatch.engine.runs.run_folder import RunFolder
@@ -64,14 +68,17 @@ class RunOrder:
     left_out: LeftOut
     """Steps that the run leaves out."""
 
-    def sightings(self, sample: int) -> list[Sighting]:
-        """The steps of all phases that hold a sample, those that are still to come too; in order."""
-        return [
-            Sighting(schedule.name, step + 1, self.epoch_of(step + 1))
-            for schedule in self.schedules
-            for step in steps_with(self.sampler, sample, schedule.steps)
-            if step + 1 not in self.left_out.get(schedule.name, ())
-        ]
+    def sightings(self, rows: Sequence[int]) -> dict[int, list[Sighting]]:
+        """Row -> the steps of all phases that hold it, those that are still to come too; in order, and as
+        often as a step holds it. Every batch is computed once.
+        """
+        found: dict[int, list[Sighting]] = {row: [] for row in rows}
+        for schedule in self.schedules:
+            left_out = self.left_out.get(schedule.name, ())
+            for step, batch in enumerate(itertools.islice(self.sampler.batches(), schedule.steps), 1):
+                for row in batch[np.isin(batch, rows)].tolist() if step not in left_out else ():
+                    found[row].append(Sighting(schedule.name, step, self.epoch_of(step)))
+        return found
 
     def is_counted(self, sighting: Sighting) -> bool:
         """Whether the run has made this step."""
@@ -114,6 +121,23 @@ def open_order(run: RunFolder, at_hand: bool) -> RunOrder:
     counted = counted_steps(run, schedules)
     left_out = left_out_steps(run)
     return RunOrder(data, facts, source, task.cohort, plan, sampler, schedules, counted, left_out)
+
+
+def counted_steps(run: RunFolder, schedules: Sequence[PhaseSchedule]) -> dict[str, int]:
+    """Phase -> the last step of it in the log; 0 for one that has not begun.
+
+    Raises UserError where the log has other phases.
+    """
+    found = dict.fromkeys((schedule.name for schedule in schedules), 0)
+    for row in rows_in(run.metrics):
+        if is_step(row) or (SEAL in row and "split" not in row):
+            if row["phase"] not in found:  # as with --pruned MODEL, which spares one of a finished classifier
+                raise UserError(
+                    f"{run.folder}: its log has phase {row['phase']}, its task here {', '.join(found)}:"
+                    " bring the model that it began with to this machine"
+                )
+            found[row["phase"]] = row["step"]
+    return found
 
 
 def needs_data(recipe: Recipe) -> bool:

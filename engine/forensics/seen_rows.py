@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.data.base import ArraySource
-from isobatch.engine.forensics.find_rows import find_rows
-from isobatch.engine.loading.inverse_order import is_used
+from isobatch.data.base import ArraySource, Ragged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from isobatch.data.base import Column, TextQuery
     from isobatch.engine.forensics.run_order import Place, RunOrder, Sighting
     from isobatch.engine.optimization.schedule import PhaseSchedule
 
@@ -22,34 +22,31 @@ TRAIN = "train"
 PREVIEW_CHARACTERS = 70
 MOST_ROWS = 200
 """Most rows of a split whose steps are looked for: a word that is everywhere asks nothing."""
+CHUNK = 1 << 22
+"""Tokens that are compared at a time."""
 LEFT_OUT_WORDS = ("left out", "dropped", "cut", "loses", "validation split", "held")
 """Notes on the preparation that have one of these say what is not among the rows, or not whole."""
 
 
-def row_answer(order: RunOrder, row: int) -> dict[str, Any]:
-    """When a training row was seen, and when it comes after what the run has done. Raises UserError."""
+def row_answers(order: RunOrder, rows: Sequence[int]) -> list[dict[str, Any]]:
+    """When training rows were seen, and when they come after what the run has done. Raises UserError."""
     count = order.sampler.count
-    if row >= count:
-        raise UserError(f"--sample {row}: the training data has {count:,} rows, numbered 0 to {count - 1}")
-    return _row_answers(order, [row])[0]
-
-
-def _row_answers(order: RunOrder, rows: Sequence[int]) -> list[dict[str, Any]]:
-    return [_row_answer(order, row, text) for row, text in zip(rows, previews(order, rows), strict=True)]
-
-
-def _row_answer(order: RunOrder, row: int, text: str | None) -> dict[str, Any]:
-    sightings = order.sightings(row)
-    seen = [sighting for sighting in sightings if order.is_counted(sighting)]
-    return {
-        "split": TRAIN,
-        "row": row,
-        **_set_of(order, row),
-        "used": is_used(order.sampler, row),
-        "seen": _located(order, row, seen),
-        "later": [_where(sighting) for sighting in sightings if not order.is_counted(sighting)],
-        "text": text,
-    }
+    if unknown := [row for row in rows if row >= count]:
+        raise UserError(
+            f"--sample {unknown[0]}: the training data has {count:,} rows, numbered 0 to {count - 1}"
+        )
+    found = order.sightings(rows)
+    return [
+        {
+            "split": TRAIN,
+            "row": row,
+            **_set_of(order, row),
+            "seen": _located(order, row, [one for one in found[row] if order.is_counted(one)]),
+            "later": [dataclasses.asdict(one) for one in found[row] if not order.is_counted(one)],
+            "text": text,
+        }
+        for row, text in zip(rows, previews(order, rows), strict=True)
+    ]
 
 
 def text_answer(order: RunOrder, text: str) -> dict[str, Any]:
@@ -69,7 +66,7 @@ def text_answer(order: RunOrder, text: str) -> dict[str, Any]:
         rows = sorted({row for place in places for row in place})[:MOST_ROWS]
         held_out = {"split": split, "seen": [], "later": []}
         found["rows"] += (
-            _row_answers(order, rows) if split == TRAIN else [{**held_out, "row": row} for row in rows]
+            row_answers(order, rows) if split == TRAIN else [{**held_out, "row": row} for row in rows]
         )
     return found
 
@@ -134,12 +131,8 @@ def _located(order: RunOrder, row: int, sightings: Iterable[Sighting]) -> list[d
         samples, places = order.places(sighting.step)
         for position in np.flatnonzero(samples == row).tolist():
             place = places[position] if places else None
-            found.append({**_where(sighting), **_place_fields(place)})
+            found.append({**dataclasses.asdict(sighting), **_place_fields(place)})
     return found
-
-
-def _where(sighting: Sighting) -> dict[str, Any]:
-    return {"phase": sighting.phase, "step": sighting.step, "epoch": sighting.epoch}
 
 
 def _place_fields(place: Place | None) -> dict[str, Any]:
@@ -154,3 +147,58 @@ def _set_of(order: RunOrder, row: int) -> dict[str, Any]:
             return {"set": one["name"], "row_of_set": row - offset}
         offset += size
     return {}
+
+
+def find_rows(query: TextQuery, columns: Mapping[str, Column]) -> list[tuple[int, ...]]:
+    """The places of a text in a split, each the rows that it lies in: several where it runs over borders."""
+    found: set[tuple[int, ...]] = set()
+    for name, variants in query.tokens.items():
+        rows = columns[name]
+        assert isinstance(rows, Ragged)
+        for tokens in variants:
+            if query.whole:
+                found.update((row,) for row in _equal_rows(rows, tokens))
+            else:
+                found.update(_places_within(rows, tokens, query.spans_rows))
+    if query.equal:
+        equal = [np.asarray(columns[name]) == number for name, number in query.equal.items()]
+        found.update((row,) for row in np.flatnonzero(np.logical_and.reduce(equal)).tolist())
+    return sorted(found)
+
+
+def _equal_rows(rows: Ragged, tokens: np.ndarray) -> list[int]:
+    """Rows that are these tokens."""
+    candidates = np.flatnonzero(rows.lengths == len(tokens))
+    starts = rows.offsets[candidates]
+    same = _starting_at(rows.values, starts, tokens)
+    return candidates[same].tolist()
+
+
+def _places_within(rows: Ragged, tokens: np.ndarray, spans_rows: bool) -> list[tuple[int, ...]]:
+    """Rows that contain these tokens, or hold them together."""
+    starts = _positions(np.asarray(rows.values), tokens)
+    first = np.searchsorted(rows.offsets, starts, "right") - 1
+    last = np.searchsorted(rows.offsets, starts + len(tokens) - 1, "right") - 1
+    pairs = zip(first.tolist(), last.tolist(), strict=True)
+    return [tuple(range(a, b + 1)) for a, b in pairs if a == b or spans_rows]
+
+
+def _positions(values: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Where these tokens begin in `values`, int64."""
+    last = len(values) - len(tokens)
+    found = [np.empty(0, np.int64)]
+    for start in range(0, last + 1, CHUNK):
+        chunk = values[start : min(start + CHUNK, last + 1)]
+        begins = np.flatnonzero(chunk == tokens[0]) + start
+        found.append(begins[_starting_at(values, begins, tokens)])
+    return np.concatenate(found)
+
+
+def _starting_at(values: np.ndarray, starts: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """(n,) which of these starts the tokens follow; int64 numbers."""
+    left = np.arange(len(starts))
+    for offset, token in enumerate(tokens.tolist()):
+        if not len(left):
+            break
+        left = left[values[starts[left] + offset] == token]
+    return left

@@ -4,7 +4,7 @@ Reading one sample of a store costs as much as reading its group (a row group of
 thousand lines of another). An epoch therefore permutes the groups, cuts them into windows of `window` groups,
 and permutes the samples of each window: every group is read once an epoch, and no more than a window of them
 is mixed at a time. Both permutations are those of permutation.py, so that the order is a function of (seed,
-epoch, position) and of the sizes of the groups, and has an inverse. Another order changes what recipes mean.
+epoch, position) and of the sizes of the groups. Another order changes what recipes mean.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from functools import lru_cache
 
 import numpy as np
 
-from isobatch.engine.loading.permutation import shuffle, unshuffle
+from isobatch.engine.loading.permutation import shuffle
 
 _GROUP_SEED = 0x6A0F
 _WINDOW_SEED = 0x51A2D
 
 
 class GroupOrder:
-    """The samples of every epoch, by position, and the position of a sample."""
+    """The samples of every epoch, by position."""
 
     def __init__(self, sizes: np.ndarray, window: int, seed: int, fraction: float = 1.0) -> None:
         """`sizes` (groups,): samples of each group, in the order in which samples are numbered.
@@ -51,23 +51,6 @@ class GroupOrder:
             mixed[inside] = start + shuffle(positions[inside] - start, size, *self._key(number, epoch))
         places = np.searchsorted(borders, mixed, "right") - 1
         return self.firsts[groups[places]] + mixed - borders[places]
-
-    def position(self, sample: int, epoch: int) -> int:
-        """Where an epoch has a sample that is used: `samples` backwards."""
-        groups, borders = self._borders_of(epoch)
-        group = self._group_of(sample)
-        place = int(np.flatnonzero(groups == group)[0])
-        mixed = int(borders[place] + sample - self.firsts[group])
-        number = place // self.window
-        start, size = self._window(borders, number)
-        return start + int(unshuffle(np.array([mixed - start]), size, *self._key(number, epoch))[0])
-
-    def is_used(self, sample: int) -> bool:
-        """Whether a sample is in the groups that an epoch takes."""
-        return bool(np.isin(self._group_of(sample), self._chosen))
-
-    def _group_of(self, sample: int) -> int:
-        return int(np.searchsorted(self.firsts, sample, "right")) - 1
 
     def _compute_borders(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """(groups in the epoch's order, the positions at which they begin and the last one ends)."""

@@ -6,9 +6,6 @@ memory an entry. Where one entry lands, and where two land, is uniform. The whol
 orders of 5 some are more frequent (chi-square, p < 1e-100 from 120,000 seeds), and at n = 4^k from 16 on all
 orders are even permutations, because each round is one. That matters where few orders exist, so `shuffle`
 sorts up to SORTED entries by random keys, which makes every order equally likely, and is `permute` above.
-
-`unpermute` and `unshuffle` are the inverses: the rounds run backwards, until the number is in range, so that
-one entry needs no other.
 """
 
 from __future__ import annotations
@@ -64,24 +61,6 @@ def shuffle(indices: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarra
     return sorted_order(count, seed, epoch)[entries]
 
 
-def unpermute(entries: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """The indices at which `permute` gives these entries; int64, same shape."""
-    wanted = np.asarray(entries, dtype=np.int64)
-    assert wanted.size == 0 or (wanted.min() >= 0 and wanted.max() < count), "entry outside the permutation"
-    half = max(1, (int(count - 1).bit_length() + 1) // 2)
-    backwards = InverseRounds(half, round_keys(seed, epoch))  # for a few entries no table is worth making
-    return cycle_walk(wanted.astype(np.uint64), count, backwards).astype(np.int64)
-
-
-def unshuffle(entries: np.ndarray, count: int, seed: int, epoch: int) -> np.ndarray:
-    """The indices at which `shuffle` gives these entries; int64, same shape."""
-    if count > SORTED:
-        return unpermute(entries, count, seed, epoch)
-    places = np.empty(count, np.int64)
-    places[sorted_order(count, seed, epoch)] = np.arange(count)
-    return places[np.asarray(entries, dtype=np.int64)]
-
-
 @functools.lru_cache(maxsize=16)
 def sorted_order(count: int, seed: int, epoch: int) -> np.ndarray:
     """The order that sorts `count` numbers of the generator splitmix64 (Steele et al. 2014); int64."""
@@ -100,16 +79,6 @@ class ComputedRounds:
         left, right = x >> self.half, x & self.low
         for key in self.keys:
             left, right = right, left ^ (mix_bits(right + key) & self.low)
-        return (left << self.half) | right
-
-
-class InverseRounds(ComputedRounds):
-    """The Feistel rounds backwards."""
-
-    def __call__(self, x: np.ndarray) -> np.ndarray:
-        left, right = x >> self.half, x & self.low
-        for key in self.keys[::-1]:
-            left, right = right ^ (mix_bits(left + key) & self.low), left
         return (left << self.half) | right
 
 

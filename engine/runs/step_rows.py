@@ -50,6 +50,10 @@ class StepRow:
         """(phase, step)."""
         return self.phase, self.step
 
+    @property
+    def figures(self) -> LossAndNorm:
+        return self.loss, self.grad_norm
+
     def to_dict(self) -> dict[str, Any]:
         return {**self.more, **{name: getattr(self, name) for name in FIELDS}}
 
@@ -59,6 +63,20 @@ NEEDED = ("phase", "step", "loss", "lr", "grad_norm", "samples", "chain")
 """Fields without which a row says nothing of a step; a receipt has these alone."""
 FIGURES = ("loss", "grad_norm")
 """What a step computed, and is compared where it is computed again."""
+LossAndNorm = tuple[float, float]
+"""Of a step: the loss, and the norm of the gradient before clipping; or how two of them differ."""
+
+
+def differences(one: LossAndNorm, other: LossAndNorm) -> LossAndNorm:
+    """Of two losses, relative to the other where that is above one, and of two norms, relative."""
+    return _difference(one[0], other[0], 1.0), _difference(one[1], other[1], 1e-12)
+
+
+def _difference(one: float, other: float, least: float) -> float:
+    """Infinite where only one is finite; 0 where neither is."""
+    if math.isfinite(one) and math.isfinite(other):
+        return abs(one - other) / max(least, abs(other))
+    return 0.0 if math.isfinite(one) == math.isfinite(other) else math.inf
 
 
 def is_step(row: Mapping[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isobatch.engine.machine.hardware import find_gpu_model
-from isobatch.engine.runs.step_rows import StepRow
+from isobatch.engine.runs.step_rows import LossAndNorm, StepRow, differences
 from isobatch.models.base import CHANGES_SHAPE, ModelSize
 from isobatch.models.flops import flops_per_token
 
@@ -47,19 +47,12 @@ def step_row(
     return row.to_dict()
 
 
-LossAndNorm = tuple[float, float]
-"""Of a step: the loss, and the norm of the gradient before clipping."""
-
-
 def largest_differences(some: Sequence[LossAndNorm], others: Sequence[LossAndNorm]) -> LossAndNorm:
     """Largest differences between the same steps: of the loss, relative where it is above one, and relative
     of the norm.
     """
-    pairs = [(*one, *two) for one, two in zip(some, others, strict=True)]
-    return (
-        max(abs(loss - other) / max(1.0, abs(other)) for loss, _, other, _ in pairs),
-        max(abs(norm - other) / max(1e-12, abs(other)) for _, norm, _, other in pairs),
-    )
+    losses, norms = zip(*map(differences, some, others), strict=True)
+    return max(losses), max(norms)
 
 
 def tracked_values(row: dict[str, Any]) -> dict[str, float]:

@@ -113,11 +113,11 @@ class Proof:
             elif not r["norm_difference"] <= allowed[1]:
                 norms = f"{r['norm']:.4g} redone, {r['logged_norm']:.4g} logged"
                 self.problems.append(f"{where}: gradient norm {norms}")
-        self.problems += [
-            f"phase {phase}, step {step}: {name} is not what it is redone"
-            for phase, step, after, name, difference in redone.wrong_parts
-            if not difference <= tolerance(after)[0]
-        ]
+            self.problems += [
+                f"{where}: {name} is not what it is redone"
+                for name, difference in r["parts"].items()
+                if not difference <= allowed[0]
+            ]
         self.problems += [
             f"the weights of {name} are not those that the steps before it give: {found['beyond']:,} of"
             f" {found['elements']:,} elements differ by more than rounding explains, by up to"

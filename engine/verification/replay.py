@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.atomic_files import rows_in
-from isobatch.core.errors import TrainingError
+from isobatch.core.errors import TrainingError, UserError
 from isobatch.engine.checkpointing import checkpoint, portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.optimization.left_out import left_out_steps
+from isobatch.engine.runs.step_rows import LossAndNorm, StepRow, differences, step_rows
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
 from isobatch.engine.training.phase_loop import installed_versions
@@ -32,9 +30,11 @@ if TYPE_CHECKING:
     from isobatch.engine.training.active_phase import ActivePhase
     from isobatch.engine.training.train_step import StepResult
 
-LoggedRows = dict[tuple[str, int], dict[str, Any]]
-"""(phase, step) -> the row of metrics.jsonl."""
+LoggedRows = dict[tuple[str, int], StepRow]
+"""By (phase, step)."""
 INITIAL = "the initial weights"
+NOT_LOGGED = 1e9
+"""Difference of a part of the loss from what the log does not have."""
 BOUNDED = ("adamw", "adamw8bit", "paged-adamw8bit")
 """Optimizers that move an element by about its learning rate a step at most."""
 
@@ -65,9 +65,6 @@ class Job:
     held_out: bool = False
     """Whether to measure the held-out splits with the exported weights, and to export them again."""
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Job:
         return cls([Window(**window) for window in values["windows"]], values["held_out"])
@@ -78,7 +75,7 @@ class Redone:
     """What a job found. Each field is JSON."""
 
     steps: list[dict[str, Any]] = field(default_factory=list)
-    """A dict for each redone step that is in the log: see `ReplayedStep`."""
+    """Each redone step that is in the log: see `redone_step`."""
     changes: list[dict[str, Any]] = field(default_factory=list)
     """What the task changed in its model in redone steps, as decisions.jsonl has it."""
     covered: list[list[Any]] = field(default_factory=list)
@@ -89,61 +86,57 @@ class Redone:
     """Held-out split -> its metrics."""
     export: dict[str, Any] = field(default_factory=dict)
     """How the new export differs from final/: see `compare_export`."""
-    losses: list[str] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
     """Names of the parts of the loss."""
-    wrong_parts: list[list[Any]] = field(default_factory=list)
-    """[phase, step, steps since the start, name, difference] of each part of a loss that has several."""
     judged: float | None = None
     """The best evaluation of training measured again; None where none chose what was exported."""
     foreign_noise: bool = False
     """Whether the model draws from torch's own generators."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReplayedStep:
-    """One step, as logged and as replayed."""
-
-    phase: str
-    step: int
-    start: str
-    """Where the replay began: `the initial weights`, or a checkpoint's name."""
-    after: int
-    """Steps since then, with this one."""
-    logged_loss: float
-    loss: float
-    logged_norm: float
-    norm: float
-
-    @property
-    def loss_difference(self) -> float:
-        """Absolute difference, or relative where the logged loss is above one."""
-        return abs(self.loss - self.logged_loss) / max(1.0, abs(self.logged_loss))
-
-    @property
-    def norm_difference(self) -> float:
-        """Relative difference."""
-        return abs(self.norm - self.logged_norm) / max(1e-12, abs(self.logged_norm))
-
-    def to_dict(self) -> dict[str, Any]:
-        differences = {"loss_difference": self.loss_difference, "norm_difference": self.norm_difference}
-        return {**dataclasses.asdict(self), **differences}
+def redone_step(
+    row: StepRow, found: LossAndNorm, start: str, after: int, parts: dict[str, float] | None = None
+) -> dict[str, Any]:
+    """A step as logged and as redone, as JSON. `start`: INITIAL, or the checkpoint where the replay began;
+    `after`: steps since then, with this one; `parts`: of a loss that has several, how each differs.
+    """
+    loss, norm = differences(found, row.figures)
+    return {
+        **{"phase": row.phase, "step": row.step, "start": start, "after": after},
+        **{"logged_loss": row.loss, "loss": found[0], "logged_norm": row.grad_norm, "norm": found[1]},
+        **{"parts": parts or {}, "loss_difference": loss, "norm_difference": norm},
+    }
 
 
-def _wrong_parts(result: StepResult, row: dict[str, Any], step: ReplayedStep) -> list[list[Any]]:
+def _part_differences(result: StepResult, row: StepRow) -> dict[str, float]:
+    """How each part of a loss that has several differs from the logged one; NOT_LOGGED without that."""
     if len(result.names) < 2:
-        return []
-    parts = zip(result.names, result.sums.read(), strict=False)
-    return [
-        [step.phase, step.step, step.after, name, abs(value - row.get(name, math.inf)) / max(1.0, abs(value))]
-        for name, value in parts
-    ]
+        return {}
+    pairs = [(n, v, row.more.get(n)) for n, v in zip(result.names, result.sums.read(), strict=False)]
+    return {
+        name: abs(value - logged) / max(1.0, abs(value)) if isinstance(logged, int | float) else NOT_LOGGED
+        for name, value, logged in pairs
+    }
 
 
-def open_checked(folder: Path) -> SavedCheckpoint:
-    """A checkpoint with all its checksums verified. Raises TrainingError where it is damaged."""
-    saved = SavedCheckpoint(folder)
-    saved.verify_checksums()
-    return saved
+def window_to(run: RunFolder, phases: list[str], phase: str, step: int) -> Window:
+    """From the nearest kept state before a step of a phase to that step. Raises UserError where none leads
+    there: a phase that is not the first, with nothing kept before it.
+    """
+    kept, found = checkpoint.list_checkpoints(run.checkpoints, phases), None
+    for path in kept:
+        name, number = checkpoint.phase_and_step(path.name)
+        if name == phase and number < step:
+            found = Window(path.name, phase, number, step - number)
+        elif phases.index(name) == phases.index(phase) - 1:
+            found = Window(path.name, phase, 0, step)
+    if found is None and phase != phases[0]:
+        names = ", ".join(path.name for path in kept) or "none"
+        raise UserError(
+            f"{run.folder}: no kept checkpoint leads to step {step} of {phase} (kept: {names}); the steps of"
+            f" {phases[0]} can be replayed, and `--keep 20` keeps more of the next run"
+        )
+    return found or Window(INITIAL, phase, 0, step)
 
 
 class Replay:
@@ -163,11 +156,15 @@ class Replay:
         self.session.left_out = left_out_steps(run)
 
     def load_trained(self) -> bool:
-        """Load the best checkpoint's weights, or the newest's without early stopping; False without any."""
+        """Load the best checkpoint's weights, or the newest's without early stopping; False without any.
+
+        Raises TrainingError where it is damaged.
+        """
         folder = self.trained()
         if folder is None:
             return False
-        saved = open_checked(folder)
+        saved = SavedCheckpoint(folder)
+        saved.verify_checksums()
         self.session.prepare_phase(self._schedule(saved), saved)
         portable_state.load_weights(saved, self.session.model)
         return True
@@ -199,11 +196,17 @@ class Replay:
         redone, rows = Redone(), self._logged(job.windows)
         with self.session:
             for window in sorted(job.windows, key=lambda w: w.checkpoint != INITIAL):
-                with self.phase_at(window) as (active, saved):
-                    self._redo_steps(active, window, rows, redone, saved)
+                self._redo_window(window, rows, redone)
             if job.held_out:
                 self._measure_held_out(redone)
         return redone
+
+    def figures(self, window: Window) -> list[LossAndNorm]:
+        """Of every step of a window."""
+        with self.session, self.phase_at(window) as (active, _):
+            return [
+                active.step(loaded).loss_and_norm() for loaded in active.batches(window.start, window.stop)
+            ]
 
     @contextlib.contextmanager
     def phase_at(self, window: Window) -> Iterator[tuple[ActivePhase, SavedCheckpoint | None]]:
@@ -225,42 +228,37 @@ class Replay:
         with session.phase(schedule, None, saved.folder) as active:
             yield active, None
 
-    def _redo_steps(
-        self,
-        active: ActivePhase,
-        window: Window,
-        rows: LoggedRows,
-        redone: Redone,
-        origin: SavedCheckpoint | None = None,
-    ) -> None:
+    def _redo_window(self, window: Window, rows: LoggedRows, redone: Redone) -> None:
         """Run the steps of a window, and compare with the log and with the checkpoints that it reaches."""
         phase, rates = window.phase, 0.0
-        for loaded in active.batches(window.start, window.stop):
-            step, result = loaded.work.step + 1, active.step(loaded)
-            loss, norm = result.loss_and_norm()
-            redone.losses = list(result.names)
-            if (row := rows.get((phase, step))) is not None:
-                logged = row["loss"], loss, row["grad_norm"], norm
-                replayed = ReplayedStep(phase, step, window.checkpoint, step - window.start, *logged)
-                redone.steps.append(replayed.to_dict())
-                redone.wrong_parts += _wrong_parts(result, row, replayed)
-            if result.change is not None:
-                where = {"phase": phase, "step": step, "decision": result.change.decision}
-                redone.changes.append({**where, **result.change.facts})
-            rates += result.rate
-            reached = checkpoint.checkpoint_name(phase, step)
-            if (self.run.checkpoints / reached / "state.json").exists():
-                saved = SavedCheckpoint(self.run.checkpoints / reached)
-                bound = 2 * rates if self.run.recipe.optimizer in BOUNDED else None
-                redone.weights[reached] = compare_weights(active.strategy, saved, bound, origin, self.world)
+        with self.phase_at(window) as (active, origin):
+            for loaded in active.batches(window.start, window.stop):
+                step, result = loaded.work.step + 1, active.step(loaded)
+                figures = result.loss_and_norm()
+                redone.parts = list(result.names)
+                if (row := rows.get((phase, step))) is not None:
+                    parts = _part_differences(result, row)
+                    redone.steps.append(
+                        redone_step(row, figures, window.checkpoint, step - window.start, parts)
+                    )
+                if result.change is not None:
+                    where = {"phase": phase, "step": step, "decision": result.change.decision}
+                    redone.changes.append({**where, **result.change.facts})
+                rates += result.rate
+                reached = checkpoint.checkpoint_name(phase, step)
+                if (self.run.checkpoints / reached / "state.json").exists():
+                    saved = SavedCheckpoint(self.run.checkpoints / reached)
+                    bound = 2 * rates if self.run.recipe.optimizer in BOUNDED else None
+                    redone.weights[reached] = compare_weights(
+                        active.strategy, saved, bound, origin, self.world
+                    )
+            redone.foreign_noise |= bool(active.stepper.findings.foreign_noise)
         redone.covered.append([phase, window.start + 1, window.stop])
-        redone.foreign_noise |= bool(active.stepper.findings.foreign_noise)
 
     def _logged(self, windows: list[Window]) -> LoggedRows:
         """The logged steps of all windows, from one reading of the log."""
         wanted = {(w.phase, step) for w in windows for step in range(w.start + 1, w.stop + 1)}
-        rows = (row for row in rows_in(self.run.metrics) if "chain" in row)
-        return {place: row for row in rows if (place := (row["phase"], row["step"])) in wanted}
+        return {row.place: row for row in step_rows(self.run.metrics) if row.place in wanted}
 
     def _measure_held_out(self, redone: Redone) -> None:
         """Measure the exported weights on the held-out splits, and export them again."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import time
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, UserError
-from isobatch.core.measures import now, printable
+from isobatch.core.measures import printable
 from isobatch.core.plan import INVARIANCES
 from isobatch.core.terminal.status import doing
-from isobatch.engine.forensics.compare_logs import EXACT_FLOOR, LogDifference, compare_logs
-from isobatch.engine.forensics.logged_steps import read_logged_steps
+from isobatch.engine.forensics.compare_logs import EXACT_FLOOR, compare_logs
+from isobatch.engine.runs.step_rows import step_rows
 from isobatch.engine.verification.tolerance import TOLERANCE, rounding_tolerance
 from isobatch.launch.forensics.diff_text import lines_of, verdict_of, weights_verdict
+from isobatch.launch.forensics.parted import parted_samples, parted_step
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
 
@@ -23,13 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.runs.step_rows import LossAndNorm
 
 RECIPE_FILE = "recipe.json"
 """What makes a folder a run."""
-WATCH_SECONDS = 2.0
-"""Between two looks at the logs."""
-WATCH_SHARE = 5
-"""A look may take so many times less than the time between two: long logs take seconds."""
 PLAN = (
     *("device", "processes", "strategy", "precision", "attention", "compile", "pack", "pad_multiple"),
     *("micro_batch_samples", "micro_batch_tokens", "activation_checkpointing", "reduction"),
@@ -44,14 +42,12 @@ class DiffOptions(TrustOptions):
     level: Literal["step", "module", "sample"] = "module"
     """step: from the logs alone; module: also redo the step where they part, on both sides; sample: say too
     which samples carry the difference."""
-    watch: bool = False
-    """Wait while one of the runs trains, until they part or none trains any more."""
     json: bool = False
     """One JSON object on standard output."""
 
 
 def diff(words: Sequence[str]) -> int:
-    """Usage: diff RUN RUN [--level step|module|sample] [--watch] [--json]: where two runs part, and why.
+    """Usage: diff RUN RUN [--level step|module|sample] [--json]: where two runs part, and why.
 
     A checkpoint of ours, or a folder of weights of transformers or its Trainer, in place of a run: only the
     weights are compared. Exit code 0 where only the order of float sums differs, 3 at a true difference.
@@ -61,19 +57,11 @@ def diff(words: Sequence[str]) -> int:
         raise UserError("diff: give two runs, as in: diff runs/a runs/b (`compare` takes more)")
     options = command_options(flags, DiffOptions, "diff")
     if any(Path(place).exists() and not (Path(place) / RECIPE_FILE).exists() for place in positional):
-        return say(diff_weights(*map(Path, positional)), options)
-    one, other = (open_run(place, options.trust) for place in positional)
-    if options.watch:
-        wait_for_difference(one, other)
-    return say(diff_runs(one, other, options.level), options)
-
-
-def say(found: dict[str, Any], options: DiffOptions) -> int:
-    """Print what was found; the exit code."""
-    if options.json:
-        print(atomic_files.json_text(found))
+        found = diff_weights(*map(Path, positional))
     else:
-        print(printable("\n".join(lines_of(found))))
+        one, other = (open_run(place, options.trust) for place in positional)
+        found = diff_runs(one, other, options.level)
+    print(atomic_files.json_text(found) if options.json else printable("\n".join(lines_of(found))))
     return DONE if found["equal"] else FAILED
 
 
@@ -87,64 +75,44 @@ def diff_weights(one: Path, other: Path) -> dict[str, Any]:
     doing("comparing the weights")
     places = [_weights_of(place) for place in (one, other)]
     parted = compare_weight_files(*map(open_weights, places))
-    verdict = weights_verdict(parted)
     found = {"runs": list(map(str, places)), "weights": parted.to_dict()}
-    return {**found, "verdict": verdict, "equal": parted.equal}
-
-
-def wait_for_difference(one: RunFolder, other: RunFolder) -> None:
-    """Return when the logs part, or when neither run trains. What both say is compared as it grows."""
-    trains = True
-    while trains:
-        began = now()
-        trains = one.is_training() or other.is_training()  # first: what it logs to its end is then read
-        common = [len(read_logged_steps(run.metrics)) if run.metrics.exists() else 0 for run in (one, other)]
-        if all(common) and not diff_runs(one, other, "step")["equal"]:
-            return
-        if trains:
-            doing(f"equal so far: {min(common):,} logged steps")
-            time.sleep(max(WATCH_SECONDS, WATCH_SHARE * (now() - began)))
+    return {**found, "verdict": weights_verdict(parted), "equal": parted.equal}
 
 
 def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[str, Any]:
     """The answer of --json. Raises UserError where a run logged no step."""
     doing("comparing the logs")
-    logs = [read_logged_steps(run.metrics) for run in (one, other)]
-    for run, log in zip((one, other), logs, strict=True):
-        if not len(log):
-            raise UserError(f"{run.folder}: no step is logged, so there is nothing to compare")
-    parted = compare_logs(logs[0], logs[1], *_explained(one, other))
+    runs = one, other
+    logs = [list(step_rows(run.metrics)) for run in runs]
+    if empty := [run for run, log in zip(runs, logs, strict=True) if not log]:
+        raise UserError(f"{empty[0].folder}: no step is logged, so there is nothing to compare")
+    parted = compare_logs(logs[0], logs[1], *_explained(runs))
+    versions = [_versions(run) for run in runs]
+    plans = [run.plan.to_dict() if run.has_plan else {} for run in runs]
     found: dict[str, Any] = {
-        "runs": [str(one.folder), str(other.folder)],
-        "recipe": differing(*(_recipe(run) for run in (one, other))),
-        "plan": differing(*({n: _plan(run).get(n) for n in PLAN} for run in (one, other))),
-        "versions": differing(*versions) if all(versions := [_versions(run) for run in (one, other)]) else {},
+        "runs": [str(run.folder) for run in runs],
+        "recipe": differing(*(run.recipe.to_compare() for run in runs)),
+        "plan": differing(*({name: plan.get(name) for name in PLAN} for plan in plans)),
+        "versions": differing(*versions) if all(versions) else {},
         "data_differs": one.facts.fingerprint != other.facts.fingerprint,
-        "log": _as_dict(parted),
+        "log": dataclasses.asdict(parted),
     }
     if parted.kind == "samples" or found["data_differs"]:
-        from isobatch.launch.forensics.parted_samples import parted_samples
-
-        found["samples"] = parted_samples(one, other, parted)
-    if level != "step" and parted.kind in ("jump", "drift") and not found["data_differs"]:
-        from isobatch.launch.forensics.parted_step import parted_step
-
-        found["step"] = parted_step(one, other, parted, level)
+        found["samples"] = parted_samples(runs, parted)
+    elif level != "step" and parted.kind in ("jump", "drift"):
+        found["step"] = parted_step(runs, parted, level)
     found["verdict"], found["equal"] = verdict_of(found)
     return found
 
 
-def _explained(one: RunFolder, other: RunFolder) -> tuple[dict[str, float], dict[str, float]]:
+def _explained(runs: tuple[RunFolder, RunFolder]) -> tuple[LossAndNorm, LossAndNorm]:
     """The differences of a step, and of a run, that the tighter of both plans explains.
 
     So a run in bf16 parts from one in fp32, and two in bf16 may differ by what bf16 rounds.
     """
-    tighter = min((run.plan.invariance for run in (one, other)), key=INVARIANCES.index)
-    measured = [run.plan.rounding for run in (one, other)]
-    floor = {"exact": EXACT_FLOOR, "rounding": max(map(rounding_tolerance, measured))}
-    pairs = floor.get(tighter, TOLERANCE[tighter]), TOLERANCE[tighter]
-    named = [dict(zip(("loss", "grad_norm"), pair, strict=True)) for pair in pairs]
-    return named[0], named[1]
+    tighter = min((run.plan.invariance for run in runs), key=INVARIANCES.index)
+    floor = {"exact": EXACT_FLOOR, "rounding": max(rounding_tolerance(run.plan.rounding) for run in runs)}
+    return floor.get(tighter, TOLERANCE[tighter]), TOLERANCE[tighter]
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -162,24 +130,8 @@ def _weights_of(place: Path) -> Path:
     return max(place.glob("checkpoints/*-*"), key=lambda path: path.stat().st_mtime, default=place)
 
 
-def _recipe(run: RunFolder) -> dict[str, Any]:
-    return run.recipe.to_compare()
-
-
-def _plan(run: RunFolder) -> dict[str, Any]:
-    return run.plan.to_dict() if run.has_plan else {}
-
-
 def _versions(run: RunFolder) -> dict[str, Any]:
     """Library -> version, as the newest checkpoint has it; empty where none is kept."""
     states = [path / "state.json" for path in run.checkpoints.glob("*-*")]
     kept = sorted((path for path in states if path.is_file()), key=lambda path: path.stat().st_mtime)
     return atomic_files.read_json(kept[-1]).get("versions") or {} if kept else {}
-
-
-def _as_dict(parted: LogDifference) -> dict[str, Any]:
-    return {
-        **{"kind": parted.kind, "common_steps": parted.common, "largest": dict(parted.largest)},
-        **{"phase": parted.phase, "step": parted.step, "previous": parted.previous},
-        **{"figure": parted.figure, "values": list(parted.values)},
-    }

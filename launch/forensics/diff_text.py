@@ -17,26 +17,21 @@ NUMERIC = ("precision", "attention", "compile", "device", "pack")
 """Plan fields that may change results beyond the order of sums."""
 SAME_WEIGHTS = 1e-5
 """Relative difference of all weights by rounding, at the beginning of a run."""
+Answer = dict[str, Any]
+"""What --json prints, or a part of it."""
 
 
-def lines_of(found: dict[str, Any]) -> list[str]:
+def lines_of(found: Answer) -> list[str]:
     """The runs, what their recipes, plans and versions differ in, what was found, and the verdict."""
     lines = [f"{name}: {place}" for name, place in zip(NAMES, found["runs"], strict=True)]
     if "weights" in found:
-        return [*lines, "", *_largest_weights(found["weights"]), found["verdict"]]
-    rows = [
-        [in_words(name), *map(_text, values)]
-        for part in ("recipe", "plan", "versions")
-        for name, values in found[part].items()
-    ]
-    if rows:
-        lines += ["", text_table([["what differs", *NAMES], *rows], 110)]
-    return [*lines, "", *_details(found), found["verdict"]]
-
-
-def _largest_weights(weights: dict[str, Any]) -> list[str]:
-    rows = [[name, f"{difference:.2g}"] for name, difference in weights["largest"]]
-    return [text_table([["differs most", "of its norm"], *rows], 110), ""] if rows else []
+        rows = [[name, f"{difference:.2g}"] for name, difference in found["weights"]["largest"]]
+        lines += ["", text_table([["differs most", "of its norm"], *rows], 110)] if rows else []
+        return [*lines, "", found["verdict"]]
+    differs = [item for part in ("recipe", "plan", "versions") for item in found[part].items()]
+    rows = [[in_words(name), *map(_text, values)] for name, values in differs]
+    lines += ["", text_table([["what differs", *NAMES], *rows], 110)] if rows else []
+    return [*lines, "", *_details(found["log"], found.get("step", {})), found["verdict"]]
 
 
 def weights_verdict(found: WeightsDifference) -> str:
@@ -55,9 +50,9 @@ def weights_verdict(found: WeightsDifference) -> str:
     return f"only rounding differs: by {found.difference:.1g} of the weights' norm; {of}"
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more
+def _some(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most:,} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _text(value: Any) -> str:
@@ -66,65 +61,56 @@ def _text(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-def _details(found: dict[str, Any]) -> list[str]:
-    log, lines = found["log"], []
-    if log["largest"] and log["kind"] != "apart" and (log["previous"] or not log["step"]):
+def _details(log: Answer, step: Answer) -> list[str]:
+    lines = []
+    if log["kind"] != "apart" and (log["previous"] or not log["step"]):
         until = f"before step {log['step']:,} of {log['phase']}" if log["step"] else "over all steps"
-        lines.append(
-            f"{until} the loss differs by at most {log['largest']['loss']:.1g}, the gradient norm by"
-            f" {log['largest']['grad_norm']:.1g}"
+        most = log["largest"]
+        figures = (
+            f"the loss differs by at most {most['loss']:.1g}, the gradient norm by {most['grad_norm']:.1g}"
         )
-    step = found.get("step")
-    if step and "why_not" not in step:
-        lines.append(
-            f"the step was redone from {step['redone_from'][0]} (A) and {step['redone_from'][1]} (B)"
-        )
-        weights = step["weights"]
-        if weights["difference"]:
-            lines.append(
-                f"the weights before it differ by {weights['difference']:.1g} of their norm, most in"
-                f" {weights['parameter']}"
-            )
-    elif step:
+        lines.append(f"{until} {figures}")
+    if "why_not" in step:
         lines.append(f"the step was not redone: {step['why_not']}")
+    elif step:
+        lines.append("the step was redone from {} (A) and {} (B)".format(*step["redone_from"]))
+        if step["weights"]["difference"]:
+            most = "of their norm, most in {parameter}".format(**step["weights"])
+            lines.append(f"the weights before it differ by {step['weights']['difference']:.1g} {most}")
     return lines
 
 
-def verdict_of(found: dict[str, Any]) -> tuple[str, bool]:
+def verdict_of(found: Answer) -> tuple[str, bool]:
     """The verdict, and whether the runs are equal but for the order of float sums."""
-    log = found["log"]
+    log, samples = found["log"], found.get("samples", {})
     where = _place(log["step"], log["phase"])
     if log["kind"] == "apart":
         return "they logged no step in common: nothing can be said", False
     if log["kind"] == "samples":
-        data = f"; {_data_words(found['samples'])}" if "changed" in found.get("samples", {}) else ""
-        return _samples_verdict(found, where) + data, False
+        data = f"; {data_words(samples)}" if "changed" in samples else ""
+        return _samples_verdict(found, samples, where) + data, False
     if found["data_differs"]:
-        return _data_verdict(found, where), False
+        parts = f"; what they computed parts at {where}" if log["step"] else ""
+        return data_words(samples) + parts, False
     if log["kind"] == "rate":
         rates = "{:.6g} and {:.6g}".format(*log["values"])
         return f"both saw the same samples; the learning rate parts at {where}: {rates}", False
-    if log["kind"] == "equal":
-        return _equal_verdict(log), True
-    return _step_verdict(found, where)
+    if log["kind"] != "equal":
+        return _step_verdict(found, found.get("step", {}), where)
+    if not any(log["largest"].values()):
+        return (
+            f"the same bit for bit in all {log['common_steps']:,} common steps, by loss and gradient norm",
+            True,
+        )
+    most = f"the loss by at most {log['largest']['loss']:.1g} over {log['common_steps']:,} common steps"
+    return f"only the order of float sums differs: {most}", True
 
 
 def _place(step: int, phase: str) -> str:
     return f"step {step:,}" + (f" of {phase}" if phase != "train" else "")
 
 
-def _equal_verdict(log: dict[str, Any]) -> str:
-    largest = log["largest"]
-    if not any(largest.values()):
-        return f"the same bit for bit in all {log['common_steps']:,} common steps, by loss and gradient norm"
-    return (
-        f"only the order of float sums differs: the loss by at most {largest['loss']:.1g} over"
-        f" {log['common_steps']:,} common steps"
-    )
-
-
-def _samples_verdict(found: dict[str, Any], where: str) -> str:
-    samples, log = found.get("samples", {}), found["log"]
+def _samples_verdict(found: Answer, samples: Answer, where: str) -> str:
     reasons = [in_words(name) for name in ORDERING if name in found["recipe"]]
     verb = "differ" if len(reasons) > 1 else "differs"
     why = f", because {' and '.join(reasons)} {verb}" if reasons else _row_counts(samples)
@@ -135,67 +121,53 @@ def _samples_verdict(found: dict[str, Any], where: str) -> str:
             f"they saw other samples up to {where}, and their recipes give the same ones: one log is not"
             " what its recipe says (`verify` says which)"
         )
-    first = _place(samples["step"], log["phase"])
+    first = f"they part at {_place(samples['step'], found['log']['phase'])}"
     if "left_out_by" in samples:
-        return f"they part at {first}, which {NAMES[samples['left_out_by']]} left out"
+        return f"{first}, which {NAMES[samples['left_out_by']]} left out"
     if samples["other_order"]:
-        return f"they part at {first}: the same samples in another order{why}"
-    only = [
-        f"{name} alone saw {', '.join(f'{sample:,}' for sample in own)}"
-        for name, own in zip(NAMES, samples["only"], strict=True)
-        if own
-    ]
-    return f"they part at {first}: they saw other samples{why}; {'; '.join(only)}"
+        return f"{first}: the same samples in another order{why}"
+    pairs = zip(NAMES, samples["only"], strict=True)
+    only = [f"{name} alone saw {_numbers(own)}" for name, own in pairs if own]
+    return f"{first}: they saw other samples{why}; {'; '.join(only)}"
 
 
-def _row_counts(samples: dict[str, Any]) -> str:
+def _row_counts(samples: Answer) -> str:
     one, other = samples.get("rows", (0, 0))
     return f" (A has {one:,} rows, B {other:,})" if one != other else ""
 
 
-def _data_verdict(found: dict[str, Any], where: str) -> str:
-    parts = f"; what they computed parts at {where}" if found["log"]["step"] else ""
-    return _data_words(found.get("samples", {})) + parts
-
-
-def _data_words(samples: dict[str, Any]) -> str:
-    """Which training rows of both are not the same."""
+def data_words(samples: Answer) -> str:
+    """Which training rows of both are not the same: those with another content at the same number, or, where
+    rows moved, those that one side has and the other has nowhere.
+    """
     if "why_not" in samples:
         return f"they were trained on other data (which rows: {samples['why_not']})"
     tokens = "the tokenizers differ, and with them all tokens; " if samples["tokenizers_differ"] else ""
-    what, counts = "text" if tokens else "data", _row_counts(samples)
-    alone, changed = samples["alone"], samples["changed_rows"]
-    if alone == [0, 0]:
-        return f"{tokens}they were trained on the same rows in another order"
-    if alone and (not changed or sum(alone) < changed):
-        moved = ", and the other rows have other numbers" if changed else ""
-        return f"{tokens}they were trained on other data{counts}: {_alone(samples)}{moved}"
-    if not changed:
-        return f"{tokens}the {what} of the training rows that both have is the same{counts}"
+    counts, alone, changed = _row_counts(samples), samples["alone"], samples["changed_rows"]
+    if not any(alone):
+        order = f" in another order, as at {_numbers(samples['changed'])}" if changed else ""
+        return f"{tokens}they were trained on the same rows{order}"
+    if sum(alone) < changed or not changed:
+        sides = [
+            f"{name} alone has {number:,} ({_numbers(rows)}{', ...' if number > len(rows) else ''})"
+            for name, number, rows in zip(NAMES, alone, samples["alone_rows"], strict=True)
+            if number
+        ]
+        return f"{tokens}they were trained on other data{counts}: {', '.join(sides)}"
     more = changed - len(samples["changed"])
     named = _numbers(samples["changed"]) + (f" and {more:,} more" if more else "")
-    return f"{tokens}the {what} changed at sample {named}{counts}"
-
-
-def _alone(samples: dict[str, Any]) -> str:
-    """The rows that one side has and the other has nowhere."""
-    return ", ".join(
-        f"{name} alone has {number:,} ({_numbers(rows)}{', ...' if number > len(rows) else ''})"
-        for name, number, rows in zip(NAMES, samples["alone"], samples["alone_rows"], strict=True)
-        if number
-    )
+    return f"{tokens}the {'text' if tokens else 'data'} changed at sample {named}{counts}"
 
 
 def _numbers(rows: list[int]) -> str:
     return ", ".join(f"{row:,}" for row in rows)
 
 
-def _step_verdict(found: dict[str, Any], where: str) -> tuple[str, bool]:
+def _step_verdict(found: Answer, step: Answer, where: str) -> tuple[str, bool]:
     """Of runs that saw the same samples at the same rates, and computed something else."""
-    log, step = found["log"], found.get("step", {})
+    log, (one, other) = found["log"], found["log"]["values"]
     if log["kind"] == "jump" and step.get("step", log["step"]) != log["step"]:
         where = f"{_place(step['step'], log['phase'])}, logged at {log['step']:,}"
-    one, other = log["values"]
     figure = "loss" if log["figure"] == "loss" else "gradient norm"
     begins = f"both saw the same samples; they part at {where} ({figure} {one:.6g} and {other:.6g})"
     if log["kind"] == "drift":
@@ -205,38 +177,24 @@ def _step_verdict(found: dict[str, Any], where: str) -> tuple[str, bool]:
     if (module := step["module"]) is not None:
         way = " (its gradient)" if module["direction"] == "backward" else ""
         return f"{begins} in {module['module']}{way}{_causes(found)}{_carriers(module)}", False
-    if unexplained := _unexplained(step):
-        return f"{begins}: {unexplained}", False
+    for name, figures in zip(NAMES, step["unexplained"], strict=True):
+        for logged, redone in figures.values():
+            said = f"{name} logged {logged:.6g} there, its recipe gives {redone:.6g} from kept weights"
+            why = "(another library or machine, changed code, a hardware fault)"
+            return f"{begins}: {said}: what {name} did is not in its recipe {why}", False
     if step["weights"]["difference"] > SAME_WEIGHTS:
         return f"{begins}: their weights were others before, most in {step['weights']['parameter']}", False
     if log["kind"] == "drift":
-        return (
-            f"only the order of float sums differs: the {figure} grows apart by {abs(one - other):.1g} until"
-            f" {where}, and redone from the same weights the step is the same within rounding",
-            True,
-        )
+        apart = f"the {figure} grows apart by {abs(one - other):.1g} until {where}"
+        redone = "redone from the same weights the step is the same within rounding"
+        return f"only the order of float sums differs: {apart}, and {redone}", True
     return f"{begins}; redone from the same weights it is the same within rounding on both sides", False
 
 
-def _unexplained(step: dict[str, Any]) -> str:
-    """What a run logged that its recipe does not give here; empty where both steps are as logged."""
-    for name, figures in zip(NAMES, step["unexplained"], strict=True):
-        for logged, redone in figures.values():
-            return (
-                f"{name} logged {logged:.6g} there, and from its kept weights its recipe gives"
-                f" {redone:.6g} here: what {name} did is not in its recipe (another library or machine,"
-                " changed code, a hardware fault)"
-            )
-    return ""
-
-
-def _causes(found: dict[str, Any]) -> str:
+def _causes(found: Answer) -> str:
     """What of recipes, plans and versions may be the cause."""
-    named = {
-        **found["recipe"],
-        **{name: values for name, values in found["plan"].items() if name in NUMERIC},
-        **found["versions"],
-    }
+    plan = {name: values for name, values in found["plan"].items() if name in NUMERIC}
+    named = {**found["recipe"], **plan, **found["versions"]}
     reasons = [
         f"{in_words(name)} is {_text(one) or 'not set'} in A and {_text(other) or 'not set'} in B"
         for name, (one, other) in named.items()
@@ -244,8 +202,7 @@ def _causes(found: dict[str, Any]) -> str:
     return f", where {'; '.join(reasons)}" if reasons else ""
 
 
-def _carriers(module: dict[str, Any]) -> str:
+def _carriers(module: Answer) -> str:
     if not module.get("samples"):
         return ""
-    named = ", ".join(f"{sample:,}" for sample in module["samples"])
-    return f"; {module['share']:.0%} of the samples carry it, most: {named}"
+    return f"; {module['share']:.0%} of the samples carry it, most: {_numbers(module['samples'])}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bdb
 import contextlib
-import dataclasses
+import math
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +18,13 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Count, Positive
-from isobatch.core.plan import PlanOptions
 from isobatch.core.terminal.status import doing
 from isobatch.engine.forensics.seen_rows import shortened
 from isobatch.engine.registry import workload_of
+from isobatch.engine.runs.log_reader import newest_rows
+from isobatch.engine.runs.step_rows import is_step
 from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run, plan_for_this_machine
+from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run
 from isobatch.launch.report.tables import text_table
 
 if TYPE_CHECKING:
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from isobatch.core.plan import Plan
     from isobatch.engine.forensics.observed_step import ObservedStep, StepParts
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.replay import Replay, Window
@@ -81,11 +81,8 @@ def replay(words: Sequence[str]) -> int:
         seen = replay_step(run, options)
     except bdb.BdbQuit:  # the user's own end of the debugger
         return 0
-    print(
-        atomic_files.json_text(as_json(seen))
-        if options.json
-        else printable(text_of(seen, run, options.sample))
-    )
+    found = atomic_files.json_text(as_json(seen)) if options.json else text_of(seen, run, options.sample)
+    print(found if options.json else printable(found))
     return 0
 
 
@@ -114,49 +111,25 @@ def replay_parts(
 
 
 def _open(run: RunFolder, options: ReplayOptions) -> tuple[Replay, Window]:
-    from isobatch.engine.forensics.observed_step import window_to
-    from isobatch.engine.verification.replay import Replay
+    from isobatch.engine.verification.replay import Replay, window_to
+    from isobatch.launch.local.redo_steps import plan_to_redo
 
-    phase, step = _place(run, options)
+    logged = [row for row in newest_rows(run.metrics) if is_step(row)]
+    last = logged[-1] if logged else {}
+    phase, step = options.phase or last.get("phase"), options.step or last.get("step")
+    if phase is None or step is None:
+        raise UserError(f"{run.folder}: no step is logged: say which one with --step and --phase")
     locate_data(run, run.recipe, options.data)
     doing(f"replaying step {step} of {phase}")
-    replayed = Replay(run, replay_plan(run, options))
+    micro_batch = options.micro_batch or run.plan.micro_batch_samples
+    wished = run.plan.precision if options.precision == "auto" else options.precision
+    replayed = Replay(run, plan_to_redo(run, micro_batch, precision=wished, device=options.device))
     schedules = {schedule.name: schedule for schedule in replayed.session.schedules}
     if phase not in schedules:
         raise UserError(f"--phase {phase}: this recipe has {', '.join(schedules)}")
     if step > schedules[phase].steps:
         raise UserError(f"--step {step}: {phase} has {schedules[phase].steps:,} steps")
     return replayed, window_to(run, replayed.session.phases, phase, step)
-
-
-def replay_plan(run: RunFolder, options: ReplayOptions) -> Plan:
-    """One process here, with the run's own precision, attention and micro-batch where they can be had."""
-    plan = run.plan
-    wished = options.precision if options.precision != "auto" else plan.precision
-    asked = PlanOptions(
-        device=options.device,
-        processes=1,
-        strategy="single",
-        micro_batch=options.micro_batch or min(plan.micro_batch_samples, run.recipe.batch_size),
-        precision=wished,
-        attention=plan.attention if plan.attention in ("sdpa", "eager") else "auto",
-        compile="off",
-        activation_checkpointing="off",
-    )
-    made = plan_for_this_machine(run.recipe, run.facts, asked)
-    return dataclasses.replace(made, reduction="explicit")
-
-
-def _place(run: RunFolder, options: ReplayOptions) -> tuple[str, int]:
-    """The step that is asked for, else the last one that was logged."""
-    from isobatch.engine.runs.log_reader import newest_rows
-
-    last = next((row for row in reversed(newest_rows(run.metrics)) if "chain" in row), None)
-    if options.step is not None and options.phase is not None:
-        return options.phase, options.step
-    if last is None:
-        raise UserError(f"{run.folder}: no step is logged: say which one with --step and --phase")
-    return options.phase or last["phase"], options.step or last["step"]
 
 
 @contextlib.contextmanager
@@ -168,9 +141,7 @@ def _breaking(model: nn.Module, name: str) -> Iterator[None]:
         raise UserError(f"--break {name}: the model has no such module{nearest_hint(name, known)}")
 
     if sys.stdin is None or sys.stdin.closed:
-        raise UserError(
-            f"--break {name}: the debugger reads its commands from standard input, and it is closed"
-        )
+        raise UserError(f"--break {name}: the debugger reads from standard input, and it is closed")
 
     def stop(_module: nn.Module, _inputs: Any) -> None:
         breakpoint()  # _module and _inputs are here; `up` leads to who calls it
@@ -184,21 +155,22 @@ def _breaking(model: nn.Module, name: str) -> Iterator[None]:
 
 def text_of(seen: ObservedStep, run: RunFolder, sample: int | None = None) -> str:
     """What a person reads of a step."""
+    logged: Sequence[float | None] = seen.logged.figures if seen.logged else (None, None)
     lines = [
         f"step {seen.step} of {seen.phase}, redone from {seen.start}",
-        f"loss {seen.loss:.6g}{_beside(seen.logged, 'loss', seen.loss)},"
-        f" gradient norm {seen.norm:.6g}{_beside(seen.logged, 'grad_norm', seen.norm)}, lr {seen.rate:.3g}",
+        f"loss {_beside(logged[0], seen.loss)}, gradient norm {_beside(logged[1], seen.norm)},"
+        f" lr {seen.rate:.3g}",
     ]
     if (bad := seen.first_not_finite) is not None:
         samples = seen.samples[~np.isfinite(bad.norms)] if len(bad.norms) > 1 else ()
         which = f", in samples {', '.join(map(str, samples[:SHOWN]))}" if len(samples) else ""
         lines.append(f"the first output with a NaN or an infinity: {bad.module} ({bad.direction}){which}")
-    lines += [
-        "",
-        *_module_lines(seen, sample),
-        "",
-        "losses of samples computed alone, as their share of the step:",
-    ]
+    modules = _module_rows(seen, sample)
+    of_whom = "the step" if sample is None else f"sample {sample}"
+    lines += ["", f"norms in {of_whom}, in the order of the forward pass:"]
+    lines.append(text_table([["module", "output", "its gradient"], *modules[:MODULES]], 110))
+    lines += [f"and {len(modules) - MODULES:,} more (--json)"] if len(modules) > MODULES else []
+    lines += ["", "losses of samples computed alone, as their share of the step:"]
     lines.append(text_table([["sample", "loss", "text"], *_sample_rows(seen, run, sample)], 110))
     largest = sorted(seen.gradients.items(), key=lambda item: -item[1])[:SHOWN]
     lines += ["", "the largest gradients:"]
@@ -206,31 +178,21 @@ def text_of(seen: ObservedStep, run: RunFolder, sample: int | None = None) -> st
     return "\n".join(lines)
 
 
-def _module_lines(seen: ObservedStep, sample: int | None) -> list[str]:
+def _module_rows(seen: ObservedStep, sample: int | None) -> list[list[str]]:
     """The norm of what each module computed, of the whole batch or of one sample, and of its gradient."""
-    from isobatch.engine.forensics.module_record import BACKWARD, FORWARD
-
     whose = np.flatnonzero(seen.samples == sample) if sample is not None else slice(None)
     found: dict[str, dict[str, str]] = {}
     for output in seen.outputs:
-        one = sample is None or len(output.norms) == len(seen.samples)
-        norm = f"{np.linalg.norm(output.norms[whose]):.4g}" if one else ""
+        known = sample is None or len(output.norms) == len(seen.samples)
+        norm = f"{np.linalg.norm(output.norms[whose]):.4g}" if known else ""
         found.setdefault(output.module, {})[output.direction] = norm
-    rows = [[name, of.get(FORWARD, ""), of.get(BACKWARD, "")] for name, of in found.items()]
-    more = [f"and {len(rows) - MODULES:,} more (--json)"] if len(rows) > MODULES else []
-    of_whom = "the step" if sample is None else f"sample {sample}"
-    head = ["module", "output", "its gradient"]
-    return [
-        f"norms in {of_whom}, in the order of the forward pass:",
-        text_table([head, *rows[:MODULES]], 110),
-        *more,
-    ]
+    return [[name, of.get("forward", ""), of.get("backward", "")] for name, of in found.items()]
 
 
-def _beside(logged: dict[str, Any], name: str, found: float) -> str:
-    if name not in logged or logged[name] is None:
-        return " (not logged)"
-    return f" (logged {logged[name]:.6g}, differs by {abs(found - logged[name]):.1g})"
+def _beside(logged: float | None, found: float) -> str:
+    if logged is None or math.isnan(logged):
+        return f"{found:.6g} (not logged)"
+    return f"{found:.6g} (logged {logged:.6g}, differs by {abs(found - logged):.1g})"
 
 
 def _sample_rows(seen: ObservedStep, run: RunFolder, sample: int | None) -> list[list[str]]:
@@ -256,6 +218,7 @@ def as_json(seen: ObservedStep) -> dict[str, Any]:
     ]
     return {
         **{"phase": seen.phase, "step": seen.step, "start": seen.start, "samples": seen.samples.tolist()},
-        **{"loss": seen.loss, "grad_norm": seen.norm, "lr": seen.rate, "logged": seen.logged},
+        **{"loss": seen.loss, "grad_norm": seen.norm, "lr": seen.rate},
+        "logged": seen.logged.to_dict() if seen.logged else {},
         **{"alone": alone, "modules": outputs, "gradients": seen.gradients},
     }

@@ -91,7 +91,7 @@ def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
     if options.step is not None:
         found = {"rows_of_step": seen_rows.step_answer(order, options.step, options.phase)}
     elif options.sample is not None:
-        found = {"rows": [seen_rows.row_answer(order, options.sample)]}
+        found = {"rows": seen_rows.row_answers(order, [options.sample])}
     else:
         doing("looking for the text")
         found = seen_rows.text_answer(order, text or "")

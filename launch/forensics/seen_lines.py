@@ -68,12 +68,8 @@ def _row_lines(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[st
     several = len(answer["steps"]) > 1
     if seen:
         yield f"{name} was seen {_count(len(seen), 'time')}: {_steps(seen, several)}"
-    elif not row["used"]:
-        yield f"{name} was never seen: --train-fraction leaves it out"
-    elif later:
-        yield f"{name} was not seen so far"
     else:
-        yield f"{name} was never seen: no step of this run holds it"
+        yield f"{name} was {'not seen so far' if later else 'never seen: no step of this run holds it'}"
     if later:
         when = "not reached" if answer["status"] == "done" else "still to come"
         yield f"  {when} ({_progress(answer)}): {_steps(later, several, SHOWN_LATER)}"

@@ -325,6 +325,7 @@ def _groups(chosen: Workload, command: str, options_class: type | None) -> dict[
 
 
 LEFT = {
+    "watch": "`diff` compares what is logged so far: run it again",
     "witness": "keep a signed `isobatch receipt RUN --sign KEY` elsewhere",
     "against": "run `isobatch verify` under that Python",
     "compare_bits": "run it with --load-bits 16, 8 and 4 in turn",

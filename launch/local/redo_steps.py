@@ -7,22 +7,43 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE
 from isobatch.core.facts import Facts
 from isobatch.core.package import TRAIN_SCRIPT
-from isobatch.core.plan import Plan
+from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.terminal.status import doing
 from isobatch.launch.local.accelerate_launcher import launch_workers
-from isobatch.launch.local.run_setup import open_run
+from isobatch.launch.local.run_setup import open_run, plan_for_this_machine
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.replay import Job, Redone
 
 Jobs = list[tuple[Plan, "Job"]]
+KEPT_ATTENTION = ("sdpa", "eager")
+"""Attention of a run that is had everywhere."""
+
+
+def plan_to_redo(run: RunFolder, micro_batch: int, **asked: Any) -> Plan:
+    """A plan to redo a run's steps here, uncompiled, in micro-batches of at most so many samples.
+
+    `asked`: fields of PlanOptions; by default one process with the run's own precision and attention. Raises
+    UserError.
+    """
+    attention = run.plan.attention if run.plan.attention in KEPT_ATTENTION else "auto"
+    own: dict[str, Any] = {
+        "processes": 1,
+        "strategy": "single",
+        "precision": run.plan.precision,
+        "attention": attention,
+    }
+    own |= {"activation_checkpointing": "off", **asked}
+    options = PlanOptions(micro_batch=min(micro_batch, run.recipe.batch_size), compile="off", **own)
+    made = plan_for_this_machine(run.recipe, run.facts, options)
+    return dataclasses.replace(made, reduction="explicit")
 
 
 def redo(run: RunFolder, jobs: Jobs, owns_process: bool = True) -> list[Redone]:
@@ -36,7 +57,7 @@ def redo(run: RunFolder, jobs: Jobs, owns_process: bool = True) -> list[Redone]:
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        asked = [{"plan": plan.to_dict(), "job": job.to_dict()} for plan, job in jobs]
+        asked = [{"plan": plan.to_dict(), "job": dataclasses.asdict(job)} for plan, job in jobs]
         task = {"run": str(run.folder.resolve()), "facts": run.facts.to_dict(), "jobs": asked}
         atomic_files.write_json(folder / "task.json", task)
         code = launch_workers(

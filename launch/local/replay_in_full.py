@@ -17,10 +17,11 @@ from isobatch.engine.optimization.left_out import copy_asked
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
+from isobatch.engine.runs.step_rows import step_rows
 from isobatch.engine.verification.audit import DERIVED_DECISIONS
 from isobatch.engine.verification.compare_export import compare_folders, is_own_card
 from isobatch.engine.verification.proof import unknown_metrics, wrong_metrics
-from isobatch.engine.verification.replay import INITIAL, Redone, ReplayedStep
+from isobatch.engine.verification.replay import INITIAL, Redone, redone_step
 from isobatch.engine.verification.tolerance import HELD_OUT, tolerances
 from isobatch.launch.local.launch_run import launch_run
 
@@ -68,16 +69,13 @@ def replay_in_full(run: RunFolder, plan: Plan, proof: Proof, owns_process: bool)
 def _redone(run: RunFolder, again: RunFolder) -> Redone:
     """The logged steps of a run beside those of the run that was trained again."""
     redone = Redone()
-    fresh = {(r["phase"], r["step"]): r for r in rows_in(again.metrics) if "chain" in r}
+    fresh = {row.place: row for row in step_rows(again.metrics)}
     last: dict[str, int] = {}
-    for row in (r for r in rows_in(run.metrics) if "chain" in r):
-        last[row["phase"]] = row["step"]
-        new = fresh.get((row["phase"], row["step"]))
-        if new is None:
-            raise TrainingError(f"trained again, the run has no phase {row['phase']}, step {row['step']}")
-        values = row["loss"], new["loss"], row["grad_norm"], new["grad_norm"]
-        after = row["step"] + sum(count for phase, count in last.items() if phase != row["phase"])
-        redone.steps.append(ReplayedStep(row["phase"], row["step"], INITIAL, after, *values).to_dict())
+    for row in step_rows(run.metrics):
+        last[row.phase] = row.step
+        if row.place not in fresh:
+            raise TrainingError(f"trained again, the run has no phase {row.phase}, step {row.step}")
+        redone.steps.append(redone_step(row, fresh[row.place].figures, INITIAL, sum(last.values())))
     redone.covered = [[phase, 1, step] for phase, step in last.items()]
     redone.changes = [
         r for r in rows_in(again.decisions) if "phase" in r and r["decision"] not in DERIVED_DECISIONS

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from isobatch.core.errors import TrainingError
 from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Positive
-from isobatch.core.plan import INVARIANCES, Plan, PlanOptions, StrategyChoice
+from isobatch.core.plan import INVARIANCES, Plan, StrategyChoice
 from isobatch.core.terminal.status import doing
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.choices import choose_invariance
@@ -21,8 +21,8 @@ from isobatch.engine.training.loss_checks import RESERVED as STEP_FIELDS
 from isobatch.engine.verification.audit import audit_records, recipe_problems
 from isobatch.engine.verification.proof import Proof, is_time, unknown_metrics, within, wrong_metrics
 from isobatch.engine.verification.tolerance import FEW, HELD_OUT, tolerances
-from isobatch.launch.local.redo_steps import redo
-from isobatch.launch.local.run_setup import TrustOptions, compare_source, locate_data, plan_for_this_machine
+from isobatch.launch.local.redo_steps import plan_to_redo, redo
+from isobatch.launch.local.run_setup import TrustOptions, compare_source, locate_data
 from isobatch.models import model_card
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _verify_steps(
     _judge_ending(run, proof, found, jobs[-1])
     if said := trusted_weights(log, proof.redone):
         proof.trusted.insert(0, said)
-    named = STEP_FIELDS.union({"loss"}, *(r.losses for r in found))
+    named = STEP_FIELDS.union({"loss"}, *(r.parts for r in found))
     if unknown := sorted(log.fields.get("step", set()) - named):
         proof.trusted.append(f"the rows' {', '.join(unknown)}")
 
@@ -260,18 +260,17 @@ def _own_plan(run: RunFolder, options: VerifyOptions) -> Plan | None:
     return plan if plan.predicted_peak_memory_bytes <= memory else None
 
 
-def _other_plan(run: RunFolder, options: VerifyOptions) -> Plan:
+def _other_plan(run: RunFolder, options: VerifyOptions, **asked: Any) -> Plan:
     """A plan for this machine with half the run's micro-batch unless given, and the processes asked for."""
-    plan = run.plan
-    samples = options.micro_batch or max(1, plan.micro_batch_samples // 2)
     device = detect().kind
-    plan_options = PlanOptions(
+    asked = {"precision": run.plan.precision if run.plan.device == device else "auto", **asked}
+    return plan_to_redo(
+        run,
+        options.micro_batch or max(1, run.plan.micro_batch_samples // 2),
         device=device,
         processes=options.processes,
         strategy=options.strategy,
-        micro_batch=min(samples, run.recipe.batch_size),
-        precision=plan.precision if plan.device == device else "auto",
-        compile="off",
+        attention="auto",
+        activation_checkpointing="auto",
+        **asked,
     )
-    new_plan = plan_for_this_machine(run.recipe, run.facts, plan_options)
-    return dataclasses.replace(new_plan, reduction="explicit")

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.engine.forensics import compare_data as module
 from isobatch.engine.forensics.compare_data import TrainingRows, compare_data
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.registry import workload
-from isobatch.launch.forensics.diff_text import _data_words
+from isobatch.launch.forensics.diff_text import data_words
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -48,26 +47,22 @@ def test_a_changed_word_is_found_though_the_tokenizer_changes(plain: TrainingRow
     found = compare_data(plain, other)
     assert plain.tokenizer() != other.tokenizer()
     assert (found["changed"], found["changed_rows"], found["tokenizers_differ"]) == ([37], 1, True)
-    said = _data_words({**found, "rows": [60, 60]})
+    said = data_words({**found, "rows": [60, 60]})
     assert said == "the tokenizers differ, and with them all tokens; the text changed at sample 37"
 
 
 def test_rows_of_one_tokenizer_are_compared_by_content(plain: TrainingRows, tmp_path: Path) -> None:
     swapped = [*TEXTS[:7], TEXTS[8], TEXTS[7], *TEXTS[9:]]
     found = compare_data(plain, rows_of(tmp_path / "other", swapped))
-    assert (found["changed"], found["tokenizers_differ"], found["alone"]) == ([7, 8], False, None)
+    assert (found["changed"], found["tokenizers_differ"], found["alone"]) == ([7, 8], False, [2, 2])
 
 
 @pytest.mark.parametrize(
     ("texts", "says"),
     [
-        ([*TEXTS[20:], *TEXTS[:20]], "they were trained on the same rows in another order"),
-        (
-            [*TEXTS[:10], *TEXTS[12:]],
-            "they were trained on other data (A has 60 rows, B 58): A alone has 2 (10, 11), and the other"
-            " rows have other numbers",
-        ),
-        ([*TEXTS, TEXTS[4]], "they were trained on other data (A has 60 rows, B 61): B alone has 1 (60)"),
+        ([*TEXTS[20:], *TEXTS[:20]], "the same rows in another order"),
+        ([*TEXTS[:10], *TEXTS[12:]], "other data (A has 60 rows, B 58): A alone has 2 (10, 11)"),
+        ([*TEXTS, TEXTS[4]], "other data (A has 60 rows, B 61): B alone has 1 (60)"),
         (
             [f"{text} {LONG}" if n > 40 else text for n, text in enumerate(TEXTS)],
             "the text changed at sample 41, 42, 43, 44, 45, 46, 47, 48, 49, 50 and 9 more",
@@ -76,20 +71,8 @@ def test_rows_of_one_tokenizer_are_compared_by_content(plain: TrainingRows, tmp_
     ids=["rotated", "two less", "one twice", "many"],
 )
 def test_rows_that_moved_are_no_changed_rows(
-    texts: list[str], says: str, plain: TrainingRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    texts: list[str], says: str, plain: TrainingRows, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "AT_A_TIME", 7)
     other = rows_of(tmp_path / "other", texts)
     found = compare_data(plain, other)
-    said = _data_words({**found, "rows": [len(plain), len(other)]})
-    assert said.removeprefix("the tokenizers differ, and with them all tokens; ") == says
-
-
-def test_large_data_is_not_searched_for_rows_that_moved(
-    plain: TrainingRows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "MOST_MATCHED", 50)
-    found = compare_data(plain, rows_of(tmp_path / "other", [*TEXTS, TEXTS[4]]))
-    assert (found["alone"], found["changed_rows"]) == (None, 0)
-    said = _data_words({**found, "rows": [60, 61]})
-    assert said.endswith("of the training rows that both have is the same (A has 60 rows, B 61)")
+    assert says in data_words({**found, "rows": [len(plain), len(other)]})

@@ -14,7 +14,6 @@ import isobatch
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.training.active_phase import ActivePhase
-from isobatch.launch.forensics import diff as diff_module
 from isobatch.launch.forensics.diff import diff, diff_runs
 from isobatch.tests.paths import ROOT
 from isobatch.tests.tasks import planted
@@ -110,34 +109,8 @@ def test_the_sample_that_carries_a_difference_is_named(later: RunFolder, train: 
     assert found["verdict"].endswith("6% of the samples carry it, most: 13")
 
 
-@pytest.mark.parametrize("values", [{}, {"weight_decay": 0.5}], ids=["equal", "parts"])
-def test_a_run_is_watched_while_it_trains(
-    values: dict[str, Any], plain: RunFolder, train: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its log grows a row at a look; the watch ends at the first that differs."""
-    grown = RunFolder(shutil.copytree(train(**values).folder, tmp_path / "grown"))
-    rows = grown.metrics.read_text().splitlines(keepends=True)
-    grown.metrics.unlink()
-    looks = 0
-
-    def is_training(run: RunFolder) -> bool:
-        nonlocal looks
-        if run is grown:
-            looks += 1
-            grown.metrics.write_text("".join(rows[:looks]))
-        return looks < len(rows)
-
-    monkeypatch.setattr(RunFolder, "is_training", is_training)
-    monkeypatch.setattr(diff_module, "WATCH_SECONDS", 0.0)
-    monkeypatch.setattr(diff_module, "WATCH_SHARE", 0)
-    with monkeypatch.context() as patched:
-        patched.setattr(diff_module, "open_run", lambda place, _: grown if place == "grown" else plain)
-        code = diff(["grown", "plain", "--watch", "--level", "step"])
-    assert (code, looks) == ((3, 2) if values else (0, len(rows)))
-
-
 def batch(run: RunFolder, step: int) -> list[int]:
-    """The samples of a step, by the run's own ledger of replay."""
+    """The samples of a step, by replay."""
     from isobatch.launch.forensics.replay import ReplayOptions, replay_step
 
     return replay_step(run, ReplayOptions(step=step)).samples.tolist()

@@ -45,10 +45,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
 @pytest.mark.parametrize(("step", "start"), [(3, "the initial weights"), (11, "train-9"), (12, "train-9")])
 def test_a_step_is_what_was_logged_and_its_samples_add_up(step: int, start: str, run: RunFolder) -> None:
     seen = replay_step(run, ReplayOptions(step=step))
+    assert seen.logged is not None
     assert seen.start == start
-    assert seen.loss == pytest.approx(seen.logged["loss"], rel=1e-6)
-    assert seen.norm == pytest.approx(seen.logged["grad_norm"], rel=1e-5)
-    assert seen.rate == seen.logged["lr"]
+    assert seen.loss == pytest.approx(seen.logged.loss, rel=1e-6)
+    assert seen.norm == pytest.approx(seen.logged.grad_norm, rel=1e-5)
+    assert seen.rate == seen.logged.lr
     assert len(seen.alone) == 16
     assert sum(sum(losses.values()) for _, losses in seen.alone) == pytest.approx(seen.loss, rel=1e-5)
     assert np.sqrt(np.square(list(seen.gradients.values())).sum()) == pytest.approx(seen.norm, rel=1e-5)
@@ -116,7 +117,7 @@ def test_a_debugger_without_standard_input_is_one_line(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(UserError, match="reads its commands from standard input, and it is closed"):
+    with pytest.raises(UserError, match="--break inner: the debugger"):
         command.replay([str(run.folder), "--step", "1", "--break", "inner"])
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import subprocess
 import sys
-import time
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,17 +16,14 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.data.base import Ragged, TextQuery
-from isobatch.engine.forensics.counted_steps import counted_steps
-from isobatch.engine.forensics.find_rows import find_rows
 from isobatch.engine.forensics.run_order import RunOrder, open_order
-from isobatch.engine.forensics.seen_rows import row_answer, step_answer, text_answer
+from isobatch.engine.forensics.seen_rows import find_rows, row_answers, step_answer, text_answer
 from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.loading.sampler import make_sampler
-from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
+from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import TASKS, workload
-from isobatch.engine.runs.log_reader import newest_rows
-from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
+from isobatch.engine.runs.metrics_log import MetricsLog
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.forensics.seen import SeenOptions, answer_question, seen
@@ -117,7 +112,7 @@ def assert_agrees(run: RunFolder) -> None:
     order = dataclasses.replace(order, data=_Silent())  # the texts are tried below
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RunOrder, "places", functools.cache(RunOrder.places))  # a step is cut once
-        answers = [row_answer(order, row) for row in rows]
+        answers = row_answers(order, rows)
     for row, answer in zip(rows, answers, strict=True):
         without_place = [{k: one[k] for k in ("phase", "step", "epoch")} for one in expected[row]]
         counted = [one["step"] <= order.counted[one["phase"]] for one in expected[row]]
@@ -204,7 +199,7 @@ def test_of_a_mixture_with_shares(tmp_path: Path, mixture: str, like: bool, frac
     assert_agrees(run)
     order = open_order(run, at_hand=True)
     chats = order.sampler.parts[0][0] + 7
-    answer = row_answer(order, chats)
+    (answer,) = row_answers(order, [chats])
     assert (answer["set"], answer["row_of_set"]) == ("chats", 7)
     assert "Say 7." in answer["text"]
 
@@ -215,30 +210,11 @@ def test_without_the_data_the_steps_are_known_and_the_micro_batches_are_not(
     values = {"data": mixture, "mix": (0.5, 0.2, 0.3)}
     run = make_run(tmp_path / "run", "causal-lm", passes=2.5, **SMALL_LM, **values)
     there, gone = open_order(run, at_hand=True), open_order(run, at_hand=False)
-    for row in range(0, there.sampler.count, 17):
-        known, found = row_answer(there, row), row_answer(gone, row)
+    rows = list(range(0, there.sampler.count, 17))
+    for known, found in zip(row_answers(there, rows), row_answers(gone, rows), strict=True):
         steps = [{k: one[k] for k in ("phase", "step", "epoch")} for one in known["seen"]]
         assert found["seen"] == steps
         assert found["text"] is None
-
-
-def test_a_run_of_ten_thousand_million_samples_answers_at_once(tmp_path: Path) -> None:
-    small = make_run(tmp_path / "small", "causal-lm", passes=0.1)
-    each = math.ceil(HUGE / 4096)
-    recipe = dataclasses.replace(small.recipe, batch_size=4096, steps=(2 * each,))
-    facts = dataclasses.replace(small.facts, samples={"train": HUGE})
-    run = RunFolder.create(tmp_path / "huge", recipe, facts, RunOptions())
-    log = MetricsLog(run, writes=True)
-    log.begin(["train"])
-    log.log_step({"phase": "train", "step": each + 1000, "chain": "0"}, np.empty(0, np.int64))
-    began = time.perf_counter()
-    order = open_order(run, at_hand=False)
-    answers = [row_answer(order, row) for row in (0, 88_121, HUGE - 1)]
-    assert time.perf_counter() - began < 1
-    for answer in answers:
-        assert len(answer["seen"]) + len(answer["later"]) == 2
-        for one in (*answer["seen"], *answer["later"]):
-            assert answer["row"] in order.sampler.batch(one["step"] - 1)
 
 
 def found(run: RunFolder, text: str) -> dict[str, Any]:
@@ -267,7 +243,7 @@ def test_a_classifiers_text_is_a_whole_row(tmp_path: Path) -> None:
     answer = found(run, "film number 7 was good")
     assert rows_of(answer) == [("train", 7), ("train", 50)]  # a row that is there twice
     order = open_order(run, at_hand=True)
-    assert answer["rows"][0] == row_answer(order, 7)
+    assert answer["rows"][:1] == row_answers(order, [7])
     assert answer["rows"][0]["seen"]
     assert rows_of(found(run, "film number 55 was good")) == [("valid", 5)]
     assert rows_of(found(run, "film number 7")) == []  # a part of a row is no row
@@ -360,11 +336,11 @@ def test_an_own_task_says_what_is_missing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", RAGGED, batch_size=24)
     with pytest.raises(UserError, match="Sequences has no method text_query to find texts: give --sample"):
         found(run, "walk")
-    assert row_answer(open_order(run, at_hand=True), 3)["text"].startswith("tokens [")
+    assert row_answers(open_order(run, at_hand=True), [3])[0]["text"].startswith("tokens [")
 
 
 def test_tokens_are_found_over_the_borders_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("isobatch.engine.forensics.find_rows.CHUNK", 7)
+    monkeypatch.setattr("isobatch.engine.forensics.seen_rows.CHUNK", 7)
     values = np.random.default_rng(0).integers(0, 3, 500).astype(np.uint16)
     rows = Ragged.from_blocks(values, 5)
     wanted = np.array([1, 2, 0])
@@ -436,7 +412,7 @@ def test_what_a_user_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     row = int(order.sampler.batch(0)[0])
     assert seen([str(run.folder), "--sample", str(row)]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
-    answer = row_answer(order, row)
+    (answer,) = row_answers(order, [row])
     place = answer["seen"][0]
     times = len(answer["seen"])
     assert first.startswith(
@@ -465,19 +441,3 @@ def test_an_answer_needs_no_torch(tmp_path: Path) -> None:
         done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
         assert done.stdout.splitlines()[-1] == "False False"
-
-
-@pytest.mark.parametrize(("patience", "first"), [(0, 900), (3, 700)])
-def test_the_steps_of_a_long_log(patience: int, first: int, tmp_path: Path) -> None:
-    """Its end names the last phase alone; with early stopping the one before may have been cut."""
-    schedules = [PhaseSchedule(name, 900, 10, 0.1, 10, name == "one") for name in ("one", "two")]
-    made = make_run(tmp_path / "run", RAGGED, batch_size=24)
-    recipe = dataclasses.replace(made.recipe, patience=patience)
-    run = RunFolder.create(tmp_path / "long", recipe, made.facts, RunOptions())
-    stops = (("one", first), ("two", 800))
-    rows = [{"phase": p, "step": n, "chain": "0" * 60} for p, stop in stops for n in range(1, stop + 1)]
-    rows += [{"phase": "two", "step": 300, "split": "test"}, {"phase": "two", "step": 800, SEAL: "0"}]
-    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert all(row["phase"] == "two" for row in newest_rows(run.metrics))
-    assert counted_steps(run, schedules) == {"one": first, "two": 800}
-    assert counted_steps(made, [*schedules_of(made), schedules[1]])["two"] == 0

@@ -90,8 +90,7 @@ def test_a_run_goes_back_and_leaves_it_out(mode: str, first: int, runs: dict[str
     assert f"{STEPS - left} of {STEPS - left} steps redone equal " in found.coverage
     assert f", {left} left out as decided" in found.coverage
     order = open_order(run, at_hand=True)
-    for row in order.sampler.batch(SPIKE - 1).tolist():
-        assert order.sightings(row) == []
+    assert not any(order.sightings(order.sampler.batch(SPIKE - 1).tolist()).values())
 
 
 def test_where_checkpoints_lie_changes_nothing(tmp_path: Path, runs: dict[str, RunFolder]) -> None:
