@@ -113,15 +113,25 @@ class Flag:
     @property
     def spelling(self) -> str:
         """As typed: `--batch-size`."""
-        return "--" + self.name.replace("_", "-")
+        return spelling(self.name)
 
     @property
     def type_name(self) -> str:
         return describe_type(self.kind)
 
 
+def spelling(name: str) -> str:
+    """A flag as it is typed: `--batch-size`."""
+    return "--" + name.replace("_", "-")
+
+
 def flags_of(options: type, group: str) -> dict[str, Flag]:
-    """The flags of one dataclass, in order. Fields whose metadata says `derived` are not flags."""
+    """The flags of one dataclass, in order, not to be changed. Fields marked `derived` are none."""
+    return _flags_of(options, group)  # mypy takes no class of its own as the argument of a cached function
+
+
+@functools.cache
+def _flags_of(options: type, group: str) -> dict[str, Flag]:
     hints, helps = _hints(options), _field_docs(options)
     return {
         field.name.rstrip("_"): Flag(  # a field cannot be called `from`

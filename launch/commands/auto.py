@@ -104,12 +104,11 @@ def resume(words: Sequence[str]) -> int:
         "plan": flags_of(PlanOptions, "plan"),
         "run": flags_of(RunOptions, "run"),
     }
-    found = sort_flags(flags, groups, "resume")
-    values = found.values
+    values, notes = sort_flags(flags, groups, "resume")
     options = ResumeOptions(**values["resume"])
     run = _here(positional[0], values["run"], options.trust)
     run_options = options_of_run(run, values["run"])
-    for note in found.notes:
+    for note in notes:
         print_unless_quiet(note, run_options.quiet)
     if run.status() == "done":
         if options.skip_step is not None:

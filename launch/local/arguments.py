@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
-from isobatch.core.flags import SWITCH_WORDS, BareValue, Flag, convert, flags_of, nearest
+from isobatch.core.flags import SWITCH_WORDS, BareValue, Flag, convert, flags_of, nearest, spelling
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.optimization.schedule import phase_schedules
@@ -26,15 +26,15 @@ from isobatch.engine.registry import Workload, workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.words.config_files import config_text, flags_of_files, join
-from isobatch.launch.local.words.foreign_words import our_name, translate, words_for
-from isobatch.launch.local.words.meanings import spelling
-from isobatch.launch.local.words.other_tools import ELSEWHERE, SYNONYMS
+from isobatch.launch.local.words.foreign_words import Translation, translate, words_for
+from isobatch.launch.local.words.other_tools import SYNONYMS
 from isobatch.launch.local.words.sweeps import combinations
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
 
-
+Groups = dict[str, dict[str, Flag]]
+"""Name of a group, such as `recipe` -> its flags by name."""
 SWITCHES = ("json", "png", "trust", "now", "follow", "watch", "quiet", "again", "debug", "yes")
 """Flags that are on or off in every command that has them: what stands behind one is a word of its own."""
 
@@ -84,92 +84,73 @@ class Request:
 def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """Positional words, and flags by name with `_` for `-`, all values as text. Raises UserError.
 
-    Fire reads --a b, --a=b and --no-a.
+    Fire reads --a b and --a=b; a flag without a value, and --no-a, are given theirs before.
     """
     import fire
 
-    words = _switched_on(words)
-    if malformed := [word for word in words if word == "--" or word.startswith("--=")]:
-        raise UserError(f"what is {malformed[0]!r}? A flag is --name value or --name=value")
-    written = _flags_as_written(words)
-    if repeated := [name for name, count in Counter(name for name, _ in written).items() if count > 1]:
+    written, names, bare = [], [], set()
+    for word, after in zip(words, [*words[1:], "--"], strict=False):
+        if word == "--" or word.startswith("--="):
+            raise UserError(f"what is {word!r}? A flag is --name value or --name=value")
+        if _is_flag(word):
+            name, equals, value = word.lstrip("-").partition("=")
+            name = name.replace("-", "_")
+            if name.startswith("no_"):
+                name, equals, value = name[3:], "=", str(value == "False")
+            elif not equals and (_is_flag(after) or (name in SWITCHES and after.lower() not in SWITCH_WORDS)):
+                bare.add(name)
+                equals, value = "=", "True"
+            names.append(name)
+            word = f"--{name}{equals}{value}"
+        written.append(word)
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
         raise UserError(f"{spelling(repeated[0])} is given twice: give it once")
     found: dict[str, Any] = {}
 
     @fire.decorators.SetParseFn(str)
     def collect(*positional: str, **flags: str) -> None:
-        found.update(positional=positional, flags=flags)
+        found.update(positional=list(positional), flags=flags)
 
     # By default Fire splits the words at a lone "-" into several calls.
-    fire.Fire(collect, command=[*words, "--", "--separator=\x00"], name="isobatch")
-    flags = {}
-    for name, value in found["flags"].items():
-        key = name.replace("-", "_")
-        if key.startswith("_"):  # Fire has removed the "no" of --no-compile
-            flags[key[1:]] = "False"
-        elif key.startswith("no_") and value in ("True", "False"):
-            flags[key[3:]] = "False" if value == "True" else "True"
-        else:
-            flags[key] = value if dict(written).get(key, True) else BareValue(value)
-    return list(found["positional"]), flags
+    fire.Fire(collect, command=[*written, "--", "--separator=\x00"], name="isobatch")
+    return found["positional"], {k: BareValue(v) if k in bare else v for k, v in found["flags"].items()}
 
 
-def _switched_on(words: Sequence[str]) -> list[str]:
-    """The words with `=True` behind each switch that stands before something that is no value of it."""
-    return [
-        f"{word}=True"
-        if word[:2] == "--" and word[2:] in SWITCHES and after.lower() not in SWITCH_WORDS
-        else word
-        for word, after in zip(words, [*words[1:], ""], strict=False)
-    ]
+def _is_flag(word: str) -> bool:
+    """What Fire takes for one."""
+    return word.startswith("--") or re.match("-[a-zA-Z]", word) is not None
 
 
-def _flags_as_written(words: Sequence[str]) -> list[tuple[str, bool]]:
-    """(name without a leading no, whether it has a value) of each flag; flags are what Fire takes for one."""
-    is_flag = [word.startswith("--") or bool(re.match("-[a-zA-Z]", word)) for word in words] + [True]
-    found = []
-    for position, word in enumerate(words):
-        if is_flag[position]:
-            valued = "=" in word or not is_flag[position + 1]
-            name = word.lstrip("-").partition("=")[0].replace("-", "_")
-            found.append((re.sub("^no_" if valued else "^no_?", "", name), valued))
-    return found
+def sort_flags(
+    flags: Mapping[str, str], groups: Groups, where: str
+) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """(group -> name -> value of flags as they were written, lines on words of other tools).
 
-
-@dataclass(frozen=True, slots=True)
-class SortedFlags:
-    """Flags in our words, checked and divided among the dataclasses that declare them."""
-
-    values: dict[str, dict[str, Any]]
-    """Group -> name -> value."""
-    written: dict[str, str]
-    """Our name -> the name that the user wrote."""
-    notes: list[str]
-    """What words of other tools became."""
-
-
-def sort_flags(flags: Mapping[str, str], groups: Mapping[str, Mapping[str, Flag]], where: str) -> SortedFlags:
-    """Translate, check and divide flags. `groups`: name of a group -> its flags; `where`: who takes them.
-
-    Raises UserError.
+    `where`: who takes them. Raises UserError.
     """
-    known = {name for names in groups.values() for name in names}
-    translated = translate(flags, known)
-    _refuse_unknown(translated.written, known, where)
-    values = {
-        group: {k: convert(names[k], v) for k, v in translated.flags.items() if k in names}
-        for group, names in groups.items()
+    found = translate(flags, _known(groups))
+    _refuse_unknown(found.written, _known(groups), where)
+    return _values(found.flags, groups), list(found.notes.values())
+
+
+def _known(groups: Groups) -> dict[str, Flag]:
+    return {name: flag for flags in groups.values() for name, flag in flags.items()}
+
+
+def _values(flags: Mapping[str, str], groups: Groups) -> dict[str, dict[str, Any]]:
+    """Group -> name -> value. `flags`: in our words, all known."""
+    return {
+        group: {name: convert(flag, flags[name]) for name, flag in own.items() if name in flags}
+        for group, own in groups.items()
     }
-    return SortedFlags(values, translated.written, translated.notes)
 
 
 def command_options(flags: Mapping[str, str], kind: type, command: str) -> Any:
     """Options of a command without a recipe, as an instance of the dataclass `kind`. Raises UserError."""
-    found = sort_flags(flags, {command: flags_of(kind, command)}, command)
-    for note in found.notes:
+    values, notes = sort_flags(flags, {command: flags_of(kind, command)}, command)
+    for note in notes:
         print(note, file=sys.stderr)
-    fields = {f"{name}_" if keyword.iskeyword(name) else name: v for name, v in found.values[command].items()}
-    return kind(**fields)
+    return kind(**{f"{n}_" if keyword.iskeyword(n) else n: v for n, v in values[command].items()})
 
 
 def task_name(words: Sequence[str]) -> str:
@@ -181,7 +162,7 @@ def task_name(words: Sequence[str]) -> str:
 
 def known_flags(task: str) -> set[str]:
     """Names of all flags that `auto` takes for a task, without those of AutoOptions."""
-    return {name for names in _groups(workload(task), "auto", None).values() for name in names}
+    return set(_known(_groups(workload(task), "auto", None)))
 
 
 def parse_request(words: Sequence[str], command: str, options_class: type | None = None) -> Request:
@@ -189,8 +170,8 @@ def parse_request(words: Sequence[str], command: str, options_class: type | None
 
     `options_class`: dataclass of the command's own flags, for `Request.extra`. Raises UserError.
     """
-    chosen, flags = _task_and_flags(words, command, options_class)
-    return _request(chosen, flags, command, options_class)
+    chosen, groups, found = _read(words, command, options_class)
+    return _request(chosen, groups, found, options_class)
 
 
 def parse_sweep(
@@ -199,45 +180,46 @@ def parse_sweep(
     """As `parse_request`, where a flag of the recipe may list several values: (request, names of those flags)
     for each combination. Raises UserError.
     """
-    chosen, flags = _task_and_flags(words, command, options_class)
-    groups = _groups(chosen, command, options_class)
-    known = {name for names in groups.values() for name in names}
-    found = combinations(flags, {**groups["recipe"], **groups["options"]}, lambda name: our_name(name, known))
-    return [(_request(chosen, one.flags, command, options_class), one.swept) for one in found]
+    chosen, groups, found = _read(words, command, options_class)
+    points = combinations(found.flags, groups["recipe"] | groups["options"])
+    return [
+        (_request(chosen, groups, dataclasses.replace(found, flags=one.flags), options_class), one.swept)
+        for one in points
+    ]
 
 
-def _task_and_flags(
+def _read(
     words: Sequence[str], command: str, options_class: type | None
-) -> tuple[Workload, dict[str, str]]:
-    """The workload that --task names, and all flags as they were written, with those of a file below them.
-
-    Raises UserError.
+) -> tuple[Workload, Groups, Translation]:
+    """The workload that --task names, the flags that there are, and those given, in our words, with a file's
+    below them. Raises UserError.
     """
-    positional, flags = split_words(words)
+    positional, typed = split_words(words)
     if positional:
         raise UserError(
             f"{command}: what is {positional[0]!r}? Flags start with --; a value with spaces needs quotes"
         )
-    file, base = flags_of_files(flags)
-    task = flags.get("task", base.get("task", BareValue()))
-    if isinstance(task, BareValue) and (gone := next((name for name in flags if name in LEFT), None)):
-        raise UserError(f"{spelling(gone)}: was taken out: {LEFT[gone]}")
+    file, base = flags_of_files(typed)
+    task = typed.get("task", base.get("task", BareValue()))
     if isinstance(task, BareValue):
+        if gone := next((name for name in typed if name in LEFT), None):
+            raise UserError(f"{spelling(gone)}: was taken out: {LEFT[gone]}")
         raise UserError(f"{command}: needs --task NAME (`describe` lists them)")
     chosen = workload(task)
-    known = {name for names in _groups(chosen, command, options_class).values() for name in names}
-    return chosen, join(file, base, flags, known)
+    groups = _groups(chosen, command, options_class)
+    known = _known(groups)
+    found = translate(typed, known)
+    _refuse_unknown(found.written, known, f"{command} --task {chosen.name}")
+    return chosen, groups, join(file, translate(base, known), found, known)
 
 
-def _request(chosen: Workload, flags: Mapping[str, str], command: str, options_class: type | None) -> Request:
+def _request(chosen: Workload, groups: Groups, found: Translation, options_class: type | None) -> Request:
     """The request that flags with one value each make. Raises UserError."""
-    found = sort_flags(flags, _groups(chosen, command, options_class), f"{command} --task {chosen.name}")
-    values = found.values
-    if {"per_device_batch_size", "batch_size"} <= found.written.keys():
+    values = _values(found.flags, groups)
+    if {"per_device_batch_size", "batch_size"} <= found.flags.keys():
         raise UserError(
             "--per-device-batch-size and --batch-size both say how large a batch is: give one of them"
         )
-    processes = values["plan"].get("processes")
     scaling = BatchScaling(**values["scaling"])
     asked = {**values["recipe"], **values["options"]}
     if scaling.per_device_batch_size:  # before the mode's own batch is named
@@ -249,8 +231,8 @@ def _request(chosen: Workload, flags: Mapping[str, str], command: str, options_c
     plan = chosen.plan_options(recipe.preset, values["plan"])
     if start := values["files"].get("from"):
         recipe = _starting_from(RunFolder.open(start), recipe, chosen, found.written)
-    recipe, batch_notes = _with_batch_scaling(recipe, scaling, processes, found.written)
-    notes = [*found.notes, *preset_notes, *batch_notes]
+    recipe, batch_notes = _with_batch_scaling(recipe, scaling, values["plan"].get("processes"), found.written)
+    notes = [*found.notes.values(), *preset_notes, *batch_notes]
     request = Request(chosen, recipe, plan, RunOptions(**values["run"]), values["command"], notes)
     check_request(request, getattr(options_class, "data_is_elsewhere", False))
     return request
@@ -312,7 +294,7 @@ def _check_tracker(name: str) -> None:
         raise UserError(f"--tracker {name} needs: pip install {name}")
 
 
-def _groups(chosen: Workload, command: str, options_class: type | None) -> dict[str, dict[str, Flag]]:
+def _groups(chosen: Workload, command: str, options_class: type | None) -> Groups:
     return {
         "recipe": flags_of(Recipe, "recipe"),
         "options": chosen.option_flags(),
@@ -336,29 +318,23 @@ LEFT = {
 """Flags that were taken out -> what to use instead."""
 
 
-def _refuse_unknown(written: Mapping[str, str], known: Collection[str], where: str) -> None:
+def _refuse_unknown(written: Mapping[str, str], known: Mapping[str, Flag], where: str) -> None:
     """Raises UserError for unknown names. `written`: our name -> the name that the user wrote."""
-    unknown = {name: word for name, word in written.items() if name not in known}
-    if taken := next((name for name in unknown if f"no{name}" in known), None):
-        raise UserError(f"{spelling('no' + taken)}: needs a value")  # Fire reads --noise alone as "no ise"
-    said = [f"{spelling(word)}{_hint_of(name, word, known)}" for name, word in unknown.items()]
-    if len(said) == 1:
-        (name, word), *_ = unknown.items()
-        raise UserError(f"{spelling(word)}: {where} has no such flag{_hint_of(name, word, known)}")
-    if said:
-        raise UserError(f"{where} has none of these flags: {', '.join(said)}")
+    if unknown := [(name, word) for name, word in written.items() if name not in known]:
+        said = [f"{spelling(w)}: {where} has no such flag{_hint_of(name, w, known)}" for name, w in unknown]
+        raise UserError("; ".join(said))
 
 
-def _hint_of(name: str, word: str, known: Collection[str]) -> str:
+def _hint_of(name: str, word: str, known: Mapping[str, Flag]) -> str:
     """What may be meant by an unknown flag; of a word of another tool, our own for it."""
     if name in LEFT:
         return f" (taken out: {LEFT[name]})"
     if word != name:
-        return f" ({ELSEWHERE.get(name, f'it stands for {spelling(name)}')})"
-    meant = nearest(spelling(word), map(spelling, sorted({*known, *words_for(known)})))
-    ours = {spelling(theirs): spelling(own) for theirs, own in SYNONYMS.items() if own in known}
-    here = f", {ours[meant]} here" if meant in ours else ""
-    return f" (did you mean {meant}{here}?)" if meant else ""
+        return f" (it stands for {spelling(name)})"
+    names = {spelling(other): other for other in sorted({*known, *words_for(known)})}
+    meant = nearest(spelling(word), names)
+    ours = SYNONYMS.get(names.get(meant, ""))
+    return f" (did you mean {meant}{f', {spelling(ours)} here' if ours else ''}?)" if meant else ""
 
 
 def _with_batch_scaling(
@@ -368,21 +344,15 @@ def _with_batch_scaling(
 
     `processes`: the number that the user gave; `written`: our name of a flag -> the name that was written.
     """
-    factors = {
-        "per_device_batch_size": scaling.per_device_batch_size,
-        "gradient_accumulation_steps": scaling.gradient_accumulation_steps,
-    }
-    notes = []
-    if any(factors.values()):
-        if scaling.per_device_batch_size:
-            factors["processes"] = processes
-        else:
-            factors = {"batch_size": recipe.batch_size, **factors}
+    each, steps, notes = scaling.per_device_batch_size, scaling.gradient_accumulation_steps, []
+    if each or steps:
+        first = {"per_device_batch_size": each} if each else {"batch_size": recipe.batch_size}
+        factors = {**first, "gradient_accumulation_steps": steps, "processes": processes if each else None}
         given = {name: factor for name, factor in factors.items() if factor}
         recipe = dataclasses.replace(recipe, batch_size=math.prod(given.values()))
         product = " x ".join(
-            f"{spelling(written[k])} {v}" if k in written else f"the default {spelling(k)} {v}"
-            for k, v in given.items()
+            f"{'' if name in written else 'the default '}{spelling(written.get(name, name))} {factor}"
+            for name, factor in given.items()
         )
         notes.append(f"{product} is a global batch of {recipe.batch_size}, on any number of processes")
     if scaling.scale_batch is not None:

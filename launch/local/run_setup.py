@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files, hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
-from isobatch.core.flags import build_options
+from isobatch.core.flags import build_options, spelling
 from isobatch.core.measures import printable
 from isobatch.core.package import CACHE, cache_folder
 from isobatch.core.plan import INVARIANCES, PlanOptions
@@ -30,7 +30,6 @@ from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name
 from isobatch.engine.task_files import task_file_problem
-from isobatch.launch.local.words.meanings import spelling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
+from isobatch.core.flags import spelling
 from isobatch.core.measures import counted, printable
 from isobatch.core.terminal.status import doing
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
 from isobatch.launch.local.run_setup import TrustOptions
-from isobatch.launch.local.words.meanings import spelling
 from isobatch.launch.predicting import item_choice, tables
 from isobatch.models.protocols import OpensItemLists
 

@@ -8,18 +8,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import BareValue, nearest_hint
+from isobatch.core.flags import BareValue, nearest_hint, spelling
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.local.arguments import known_flags, parse_request, split_words
-from isobatch.launch.local.words.config_files import flags_of_files, join
+from isobatch.launch.local.words.config_files import SOURCES, flags_of_files, join
 from isobatch.launch.local.words.foreign_words import translate, words_for
-from isobatch.launch.local.words.meanings import spelling
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
 ONLY_FIRST = ("model", "tokenizer", "revision", "preset")
 """Flags of the first stage's initial model; each later stage starts from the model of the one before."""
+GIVEN = {"teacher", "pruned", "seeds", *SOURCES}
+"""Flags that a chain gives its stages, or none has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,60 +52,37 @@ def parse_chain(name: str, words: Sequence[str], own: Collection[str]) -> Chain:
 
     `own`: names of the command's flags. Raises UserError.
     """
-    stages = CHAINS[name]
-    _, flags = split_words(words)
-    file, base = flags_of_files(flags)
-    known = set().union(*map(known_flags, stages), own)
-    flags = join(file, base, flags, known) if base else flags
-    for given in ("task", "config", "like", "from"):
-        flags.pop(given, None)
-    mine = {k: flags.pop(k) for k in own if k in flags}
-    translated = translate(flags, set().union(*map(flags_of_stage, stages)))
-    for note in translated.notes:
+    stages, (_, typed) = CHAINS[name], split_words(words)
+    known = {stage: known_flags(stage) - GIVEN for stage in stages}
+    every = set().union(*known.values(), own, SOURCES)
+    file, base = flags_of_files(typed)
+    found = join(file, translate(base, every), translate(typed, every), every)
+    for note in found.notes.values():
         print(note, file=sys.stderr)
-    chain = Chain(
-        stages, _flags_per_stage(name, translated.flags, translated.written), mine, translated.flags
-    )
+    flags = {k: v for k, v in found.flags.items() if k not in ("task", *SOURCES, *own)}
+    if unknown := [flag for flag in flags if flag not in every]:
+        word = spelling(found.written[unknown[0]])
+        hint = nearest_hint(word, map(spelling, sorted(every | words_for(every))))
+        raise UserError(f"{word}: no stage of {name} has such a flag{hint}")
+    per_stage = {stage: _flags_of(stage, stages, flags, known[stage]) for stage in stages}
+    chain = Chain(stages, per_stage, {k: v for k, v in found.flags.items() if k in own}, flags)
     for stage in stages:
         parse_request(chain.words(stage, chain.start), "auto")
     return chain
 
 
-def _flags_per_stage(
-    chain: str, flags: Mapping[str, str], written: Mapping[str, str]
-) -> dict[str, dict[str, str]]:
-    """Stage -> its flags. `written`: flag -> as the user wrote it. Raises UserError for unknown ones."""
-    stages = CHAINS[chain]
-    known = {stage: flags_of_stage(stage) for stage in stages}
-    all_names = set().union(*known.values())
-    for name in flags:
-        if name not in all_names:
-            flag = spelling(written[name])
-            hint = nearest_hint(flag, map(spelling, sorted(all_names | words_for(all_names))))
-            raise UserError(f"{flag}: no stage of {chain} has such a flag{hint}")
-    found = {
-        stage: {
-            k: v for k, v in flags.items() if k in known[stage] and (position == 0 or k not in ONLY_FIRST)
-        }
-        for position, stage in enumerate(stages)
-    }
-    for position, stage in enumerate(stages):
-        if "name" in flags:
-            found[stage]["name"] = f"{flags['name']}-{stage}"
-        for length in ("epochs", "steps"):
-            if length in flags:
-                found[stage][length] = _value_of_stage(flags[length], position, f"--{length}", stages)
+def _flags_of(
+    stage: str, stages: Sequence[str], flags: Mapping[str, str], known: Collection[str]
+) -> dict[str, str]:
+    """The flags of one stage; one with a number for each stage has this one's. Raises UserError."""
+    place = stages.index(stage)
+    found = {k: v for k, v in flags.items() if k in known and (place == 0 or k not in ONLY_FIRST)}
+    if "name" in found:
+        found["name"] += f"-{stage}"
+    for length in {"epochs", "steps"} & found.keys():
+        parts = found[length].split(",")
+        if len(parts) not in (1, len(stages)):
+            word = f"--{length} {found[length]}"
+            raise UserError(f"{word}: give one number, or one for each of {', '.join(stages)}")
+        found[length] = parts[place % len(parts)]
     return found
-
-
-def _value_of_stage(word: str, position: int, flag: str, stages: Sequence[str]) -> str:
-    """The value for one stage of a flag with one number or one per stage. Raises UserError."""
-    parts = word.split(",")
-    if len(parts) not in (1, len(stages)):
-        raise UserError(f"{flag} {word}: give one number, or one for each of {', '.join(stages)}")
-    return parts[0] if len(parts) == 1 else parts[position]
-
-
-def flags_of_stage(stage: str) -> set[str]:
-    """Names of the flags that `auto` takes for a stage, but for those that the chain gives itself."""
-    return known_flags(stage) - {"teacher", "pruned", "seeds", "config", "like", "from"}

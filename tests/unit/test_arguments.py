@@ -107,7 +107,6 @@ def test_a_new_flag_is_a_decision() -> None:
         (["--quiet", "--name", "x"], {"quiet": "True", "name": "x"}),
         (["--quiet"], {"quiet": "True"}),
         (["--no-compile"], {"compile": "False"}),
-        (["--nocompile"], {"compile": "False"}),
         (["--no_compile"], {"compile": "False"}),
         (["--no-compile=True"], {"compile": "False"}),
         (["--no-compile=False"], {"compile": "True"}),
@@ -144,9 +143,8 @@ def test_any_value_arrives_as_typed(value: str) -> None:
         (["--epohs", "3"], "--epohs: auto --task causal-lm has no such flag", "(did you mean --epochs?)"),
         (
             ["--epohs", "3", "--learning-rat", "1", "--zzz", "1"],
-            "auto --task causal-lm has none of these flags: --epohs (did you mean --epochs?), --learning-rat"
-            " (did you mean --learning-rate, --lr here?)",
-            ", --zzz",
+            "--epohs: auto --task causal-lm has no such flag (did you mean --epochs?); --learning-rat: ",
+            "(did you mean --learning-rate, --lr here?); --zzz: ",
         ),
         (["--learing-rate", "3"], "--learing-rate: ", "(did you mean --learning-rate, --lr here?)"),
         (["--use-cache"], "--use-cache: ", ""),
@@ -188,7 +186,6 @@ def test_any_value_arrives_as_typed(value: str) -> None:
         (["--lr", "1", "--lr", "1"], "--lr is given twice: give it once", ""),
         (["--batch-size", "1", "--batch_size=2"], "--batch-size is given twice", ""),
         (["--compile", "--no-compile"], "--compile is given twice", ""),
-        (["--compile", "on", "--nocompile"], "--compile is given twice", ""),
         (["--bf16", "--precision", "fp32"], "--precision and --bf16 say the same thing", ""),
         (["--batch-size", "--quiet"], "--batch-size: needs a value", ""),
         (["--quiet", "--data"], "--data: needs a value", ""),
@@ -344,8 +341,7 @@ def test_a_command_of_its_own_refuses_what_it_does_not_know() -> None:
         (
             {"compare_bits": "True", "zzz": "1"},
             ChatOptions,
-            "it has none of these flags: --compare-bits (taken out: run it with --load-bits 16, 8 and 4 in"
-            " turn), --zzz",
+            "--compare-bits: it has no such flag (taken out: run it with --load-bits",
         ),
     ],
 )

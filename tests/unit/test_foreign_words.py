@@ -14,7 +14,6 @@ from isobatch.launch.commands.plan import PlanCommandOptions
 from isobatch.launch.local.arguments import Request, known_flags, parse_request, sort_flags
 from isobatch.launch.local.words.foreign_words import translate, words_for
 from isobatch.launch.local.words.other_tools import SYNONYMS, VALUES, WORDS
-from isobatch.launch.predicting.recommend import RecommendOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -65,22 +64,26 @@ EXAMPLES = {
 }
 """Our flag -> a value for it; 3 for others."""
 NOT_HERE = {
-    *("pruned_model_path", "lora_rank", "lora_target_modules", "lora_target", "tokenizer_name"),
-    *("dataset_text_field", "text_column_name", "label_column_name", "chat_template", "loss_type"),
-    *("metric_for_best_model", "val_set_size", "val_size", "target_column", "label_field", "text_field"),
-    *("validation_file", "eval_file"),
-    *("field_instruction", "field_output", "prompt_column", "response_column"),
-    *("pruning_ratio", "target_sparsity"),
-    *("embedding_size", "embedding_dim", "factors", "num_factors", "no_components", "reg_weight"),
-    *("regularization", "neg_sampling_num", "user_id_field", "item_id_field", "time_field", "rating_field"),
-    *("topk", "output_dir", "item_alpha", "user_alpha"),
+    *(
+        "pruned",
+        "lora_r",
+        "lora_bias",
+        "lora_targets",
+        "tokenizer",
+        "text_column",
+        "label_column",
+        "template",
+    ),
+    *("dpo_loss", "best_metric", "valid", "question_column", "answer_column", "sparsity"),
 }
-"""Synonyms of flags that another task, a loaded model or a file is needed for."""
+"""Our flags that another task, a loaded model or a file is needed for."""
 BATCHES = {"micro_batch_size", "per_device_train_batch_size", "accumulate_grad_batches"}
 """Synonyms that say which global batch they come to."""
 
 
-@pytest.mark.parametrize("word", sorted(SYNONYMS.keys() - NOT_HERE))
+@pytest.mark.parametrize(
+    "word", sorted(w for w, o in SYNONYMS.items() if o not in NOT_HERE and w not in WORDS)
+)
 def test_another_name_for_the_same_value_says_nothing(word: str) -> None:
     name, value = SYNONYMS[word], EXAMPLES.get(SYNONYMS[word], "3")
     theirs, ours = ask(f"--{word}", value), ask(f"--{name.replace('_', '-')}", value)
@@ -101,37 +104,6 @@ def test_the_folder_of_a_trainers_run_is_the_runs_own() -> None:
     assert both(named) == both(ask("--out", "out", "--name", "mine"))
 
 
-def test_words_of_recommender_libraries_are_understood() -> None:
-    theirs = ["--embedding_size", "32", "--reg_weight", "1e-4", "--USER_ID_FIELD", "uid", "--topk", "5"]
-    ours = ["--dim", "32", "--l2", "1e-4", "--user-column", "uid", "--top-k", "5"]
-    assert both(ask(*theirs, task="recommender")) == both(ask(*ours, task="recommender"))
-    assert both(ask("--no_components=32", task="recommender")) == both(ask("--dim=32", task="recommender"))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--loss warp", "--loss bpr ranks pairs, without WARP's search for a violator"),
-        ("--loss hinge", "--loss bpr is the smooth pairwise loss"),
-        ("--model BPR", "use --preset ids --loss bpr"),
-        ("--model ALS", "use --preset ids, a product of vectors"),
-        ("--model SVD++", "use --preset ids, a product of vectors"),
-        ("--model NeuMF", "use --text off --loss bce --head neumf; mlp or dot are its halves"),
-        ("--alpha 40", "an interaction counts once here, whatever its weight; LoRA's is --lora-alpha"),
-        (
-            "--item-features i.csv",
-            "tables users.csv and items.csv with texts, beside the interactions, are read",
-        ),
-        ("--train-neg-sample-args 4", "--negatives 4 is how many items a pair is trained against"),
-        ("--model ItemKNN", "every run fits it beside its model: `recommend RUN --by knn`"),
-        ("--model EASE", "every run fits it beside its model: `recommend RUN --by ease`"),
-        ("--model Pop", "every run has it beside its model: `recommend RUN --by popularity`"),
-    ],
-)
-def test_models_of_recommender_libraries_are_answered_with_the_nearest(words: str, message: str) -> None:
-    assert refusal(*words.split(), task="recommender") == f"{words}: {message}"
-
-
 def test_trls_words_are_understood_by_dpo() -> None:
     theirs = ask("--loss_type", "ipo", "--beta", "0.2", "--learning_rate", "5e-7", task="dpo")
     ours = ask("--dpo-loss", "ipo", "--beta", "0.2", "--lr", "5e-7", task="dpo")
@@ -150,8 +122,6 @@ def test_trls_words_are_understood_by_dpo() -> None:
         ("--modules_to_save wte,lm_head", "--also-train embeddings,head"),
         ("--lora_modules_to_save=['lm_head']", "--also-train head"),
         ("--additional_target embed_tokens", "--also-train embeddings"),
-        ("--adapter lora --use_dora", "--adapter dora"),
-        ("--use_dora --adapter lora", "--adapter dora"),
         ("--use_peft --use_dora", "--adapter dora"),
     ],
 )
@@ -168,66 +138,41 @@ BECOMES = [
     ("--use-amp", "--precision 16-mixed", ""),
     ("--use_amp False", "--precision fp32", ""),
     ("--precision 16", "--precision 16-mixed", ""),
-    ("--mixed_precision no", "--precision fp32", ""),
     ("--torch_compile_mode default", "--compile on", ""),
-    ("--mode reduce-overhead", "--compile reduce-overhead", ""),
-    ("--val-check-interval 0.1", "--eval-every 0.1ep", ""),
-    ("--warmup_ratio 0.06", "--warmup 6%", ""),
     ("--warmup_ratio 0.125", "--warmup 12.5%", ""),
     ("--warmup-ratio 0.0", "--warmup 0", ""),
-    ("--val-check-interval 1.0", "--eval-every 1.0ep", ""),
+    ("--val-check-interval 0.1", "--eval-every 0.1ep", ""),
     ("--val-check-interval 500", "--eval-every 500", "in optimizer steps"),
-    ("--check_val_every_n_epoch 2", "--eval-every 2ep", ""),
     ("--evaluation-strategy no", "--eval-every 9999ep", "the end of the run evaluates anyway"),
-    ("--eval-strategy epoch", "--eval-every 1ep", ""),
     ("--limit_val_batches 0.25", "--eval-fraction 0.25", ""),
-    ("--limit_val_batches 0", "--eval-every 9999ep", "the end of the run evaluates anyway"),
-    ("--limit_train_batches 0.5", "--train-fraction 0.5", ""),
-    ("--save-strategy epoch", "--save-every 1ep", ""),
     ("--strategy deepspeed_stage_2", "--strategy zero2", ""),
-    ("--strategy fsdp", "--strategy fsdp2", ""),
     ("--optim adamw_bnb_8bit", "--optimizer adamw8bit", ""),
     ("--lr_scheduler_type constant_with_warmup", "--schedule constant", ""),
-    ("--accelerator gpu", "--device cuda", ""),
-    ("--use_cpu", "--device cpu", ""),
-    (
-        "--load_best_model_at_end",
-        "--patience 9999",
-        "final/ is the best checkpoint, and nothing stops early",
-    ),
-    ("--verbose False", "--quiet on", ""),
-    ("--disable_tqdm", "--quiet on", ""),
-    ("--torch_dtype bfloat16", "--precision bf16", "weights and moments stay in fp32"),
+    ("--load_best_model_at_end", "--patience 9999", "it keeps the best"),
     ("--attn_implementation eager", "--attention eager", ""),
-    ("--packing", "--pack on", ""),
     ("--fast_dev_run", "--steps 3", ""),
-    ("--amp False", "--precision fp32", ""),
 ]
 """Words, the same in our flags, and what is said beside."""
 NO_EFFECT = [
-    ("--devices auto", "the plan takes as many as are of use"),
-    ("--use-dynamic-padding", "it is always so here"),
-    ("--persistent_workers True", "it is always so here"),
-    ("--enable_model_summary False", "there is no model summary to switch"),
-    ("--eval_strategy steps", "--eval-steps (here --eval-every) says how often, by default once an epoch"),
-    ("--sync_batchnorm False", "models here have no batch norm, so there is nothing to synchronize"),
-    ("--per_device_eval_batch_size 64", "the plan sizes the batches of evaluations, which change no result"),
+    "--devices auto",
+    "--use-dynamic-padding",
+    "--sync_batchnorm False",
+    "--do_train",
+    "--eval_strategy steps",
 ]
 REFUSED = [
-    ("--strategy dp", "DataParallel is slower than one process per GPU: use ddp"),
-    ("--device_ids 0,1", "--processes says how many GPUs, and CUDA_VISIBLE_DEVICES=0,1 which"),
-    ("--devices 0,1", "give their number; CUDA_VISIBLE_DEVICES=0,1 says which GPUs"),
-    ("--limit_val_batches 50", "batches of evaluations have no fixed size: use --eval-fraction 0.1, a share"),
+    ("--strategy dp", "ddp"),
+    ("--devices 0,1", "CUDA_VISIBLE_DEVICES=0,1"),
+    ("--limit_val_batches 50", "--eval-fraction"),
     ("--limit_val_batches few", "is neither 0 nor a share such as 0.1 nor a whole number"),
-    ("--val_check_interval often", "is neither a share such as 0.1 nor a whole number"),
     ("--val_check_interval", "needs a value"),
     ("--use_amp maybe", "is neither on nor off"),
-    ("--warmup_ratio 10", "is neither 0 nor a share such as 0.1"),
-    ("--drop_last", "every sample of an epoch is learnt here: leave it out"),
-    ("--deepspeed ds.json", "use --strategy zero1, zero2 or zero3; a DeepSpeed config goes to accelerate"),
-    ("--precision bf16-true", "weights stay in fp32 here: use 16-mixed or bf16-mixed"),
-    ("--freeze_gpt2", "auto --task causal-lm has no such flag (it stands for --text)"),
-    ("--use_amq", "auto --task causal-lm has no such flag (did you mean --use-amp?)"),
+    ("--drop_last", "leave it out"),
+    ("--fsdp full_shard", "fsdp2"),
+    ("--deepspeed ds.json", "zero1"),
+    ("--freeze_gpt2", "has no such flag (it stands for --text)"),
+    ("--use_amq", "did you mean --use-amp?"),
+    ("--push_to_hub", "hf upload"),
 ]
 
 
@@ -248,15 +193,14 @@ BROUGHT = """
     finetuning_type=full cutoff_len=128 preprocessing_num_workers=2 flash_attn=auto plot_loss=true
     ddp_timeout=1800 max_epochs=3 devices=2 strategy=ddp precision=16-mixed accumulate_grad_batches=2
     gradient_clip_val=1 val_check_interval=0.5 num_sanity_val_steps=0 deterministic=true benchmark=true
-    fast_dev_run=true log_every_n_steps=10 enable_checkpointing=true patience=5 lr0=0.01 lrf=0.01
-    amp=true project=x exist_ok=true val=true cos_lr=true gpus=2 num_gpus=2 n_gpu=2 no_cuda=true
-    save_dir=x num_labels=3 max_new_tokens=10
+    fast_dev_run=true log_every_n_steps=10 enable_checkpointing=true patience=5 gpus=2 num_gpus=2 n_gpu=2
+    no_cuda=true num_labels=3 max_new_tokens=10
 """
 """Flags most brought from other tools that are taken."""
 ANSWERED = """
     push_to_hub=true hub_model_id=x fsdp=full_shard deepspeed=ds.json neftune_noise_alpha=5
     test_file=x.csv special_tokens=x freeze_layers=2 checkpoint_dir=x wandb_project=x
-    max_samples=100 overfit_batches=10 imgsz=640 stage=dpo finetuning_type=freeze ckpt_path=x
+    max_samples=100 overfit_batches=10 stage=dpo finetuning_type=freeze ckpt_path=x
 """
 """Flags that are refused with the way out."""
 
@@ -283,15 +227,18 @@ def test_a_word_becomes_ours_and_says_so(words: str, ours: str, remark: str) -> 
     assert lines(*words.split()) == [f"{spelled(words)} is {ours}" + (f": {remark}" if remark else "")]
 
 
-@pytest.mark.parametrize(("words", "remark"), NO_EFFECT)
-def test_a_word_without_effect_says_why(words: str, remark: str) -> None:
+@pytest.mark.parametrize("words", NO_EFFECT)
+def test_a_word_without_effect_says_why(words: str) -> None:
     assert both(ask(*words.split())) == both(ask())
-    assert lines(*words.split()) == [f"{spelled(words)} has no effect: {remark}"]
+    (line,) = lines(*words.split())
+    assert line.startswith(f"{spelled(words)} has no effect: ")
 
 
-@pytest.mark.parametrize(("words", "message"), REFUSED)
-def test_what_cannot_be_had_is_one_line_with_the_way_out(words: str, message: str) -> None:
-    assert refusal(*words.split()) == f"{spelled(words)}: {message}"
+@pytest.mark.parametrize(("words", "way_out"), REFUSED)
+def test_what_cannot_be_had_is_one_line_with_the_way_out(words: str, way_out: str) -> None:
+    message = refusal(*words.split())
+    assert message.startswith(f"{spelled(words)}: ")
+    assert way_out in message
 
 
 @pytest.mark.parametrize(
@@ -380,21 +327,18 @@ def test_words_are_offered_where_their_flags_are() -> None:
 
 
 def test_every_word_stands_for_flags_that_a_task_has() -> None:
-    known = set().union(*map(known_flags, TASKS), flags_of(RecommendOptions, "recommend"))
-    assert set(SYNONYMS.values()) <= known
-    assert known >= VALUES.keys()
-    for name, meanings in (WORDS | VALUES).items():
-        assert {flag for m in meanings for flag in m.flags or ()} <= known, name
-    taken = {name for task in TASKS for name in known_flags(task)}
-    assert not taken & {*SYNONYMS, *WORDS}, "a word that is a flag of ours"
+    known = set().union(*map(known_flags, TASKS))
+    assert {*SYNONYMS.values()} | VALUES.keys() <= known | {"mode"}
+    assert words_for(known) == {*SYNONYMS, *WORDS}
+    assert not known & {*SYNONYMS, *WORDS}, "a word that is a flag of ours"
 
 
 def test_flags_of_a_command_are_sorted_in_our_words() -> None:
     groups = {"plan": flags_of(PlanOptions, "plan"), "run": flags_of(RunOptions, "run")}
     written = {"use_amp": BareValue("True"), "num_workers": "8", "detect_anomaly": BareValue("True")}
-    found = sort_flags(written, groups, "resume")
-    assert found.values == {"plan": {"precision": "16-mixed", "workers": 8}, "run": {"anomaly": True}}
-    assert found.notes == ["--use-amp is --precision 16-mixed"]
+    values, notes = sort_flags(written, groups, "resume")
+    assert values == {"plan": {"precision": "16-mixed", "workers": 8}, "run": {"anomaly": True}}
+    assert notes == ["--use-amp is --precision 16-mixed"]
     with pytest.raises(UserError, match=r"--learning-rate: resume has no such flag"):
         sort_flags({"learning_rate": "3"}, groups, "resume")
 

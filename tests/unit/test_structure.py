@@ -214,9 +214,7 @@ ROOMS: dict[str, set[str]] = {
         *(
             "launch.commands",
             "launch.local",
-            "launch.local.words",
             "models",
-            "models.causal_lm",
             "models.encoder",
         ),
     },
@@ -230,7 +228,7 @@ ROOMS: dict[str, set[str]] = {
             "engine.runs",
             "engine.verification",
         ),
-        *("engine.forensics", "launch.forensics", "launch.local", "launch.predicting", "models"),
+        *("engine.forensics", "launch.forensics", "launch.local", "launch.predicting"),
     },
     "launch.serving": {
         *(
@@ -238,7 +236,6 @@ ROOMS: dict[str, set[str]] = {
             "core.terminal",
             "data",
             "data.text",
-            "launch.commands",
             "launch.local",
             "launch.predicting",
             "models",

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import spelling
 from isobatch.launch.clusters.slurm.options import SlurmOptions
 from isobatch.launch.commands.plan import PlanCommandOptions
 from isobatch.launch.local.arguments import Request, known_flags, parse_request
 from isobatch.launch.local.launch_run import AutoOptions
-from isobatch.launch.local.words.meanings import spelling
 from isobatch.launch.local.words.other_tools import SYNONYMS
 from isobatch.tests.paths import ROOT
 

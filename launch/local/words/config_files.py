@@ -15,7 +15,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import BareValue, Flag, is_on, nearest_hint, to_json_value
 from isobatch.core.recipe import TASK_CODE, Recipe
 from isobatch.engine import consent
-from isobatch.launch.local.words.foreign_words import translate, words_for
+from isobatch.launch.local.words.foreign_words import Translation, words_for
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping
@@ -113,27 +113,21 @@ def value_text(value: Any) -> str:
     return repr(value) if isinstance(value, float) else str(value)
 
 
-def join(
-    file: str, base: Mapping[str, str], typed: Mapping[str, str], known: Collection[str]
-) -> dict[str, str]:
+def join(file: str, base: Translation, typed: Translation, known: Collection[str]) -> Translation:
     """The flags of a file with those that were typed over them. `known`: our names of flags.
 
     Raises UserError for a name in the file that nobody knows.
     """
-    taken = {ours for name, value in typed.items() for ours in _our_names(name, value, known)}
-    taken = taken.union(*(INSTEAD[name] for name in taken & INSTEAD.keys()))
-    words = {*known, *words_for(known)}
-    kept = {}
-    for name, value in base.items():
-        if name not in words:
-            raise UserError(f"{file}: {name} is no flag here{nearest_hint(name, sorted(words))}")
-        if not taken & _our_names(name, value, known):
-            kept[name] = value
-    return {**kept, **typed}
-
-
-def _our_names(name: str, value: str, known: Collection[str]) -> set[str]:
-    return set(translate({name: value}, known).flags)
+    for name, word in base.written.items():
+        if name not in known:
+            raise UserError(
+                f"{file}: {word} is no flag here{nearest_hint(word, [*known, *words_for(known)])}"
+            )
+    taken = {*typed.flags}.union(*(INSTEAD.get(name, ()) for name in typed.flags))
+    kept = {name: value for name, value in base.flags.items() if name not in taken}
+    words = {word for name, word in base.written.items() if name in taken}
+    notes = {word: note for word, note in base.notes.items() if word not in words}
+    return Translation({**kept, **typed.flags}, {**base.written, **typed.written}, {**notes, **typed.notes})
 
 
 def config_text(groups: Iterable[tuple[str, Mapping[str, Flag], Mapping[str, Any]]]) -> str:

@@ -6,26 +6,39 @@ A flag of the command or of the task always comes before a word of the same name
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import PurePath
 from typing import TYPE_CHECKING, NamedTuple
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import BareValue
-from isobatch.launch.local.words.meanings import Meaning, as_written, spelling
-from isobatch.launch.local.words.other_tools import OF_FINISHED_MODELS, PRECISER, SYNONYMS, VALUES, WORDS
+from isobatch.core.flags import BareValue, spelling
+from isobatch.launch.local.words.other_tools import FORMS, OF_FINISHED_MODELS, SYNONYMS, VALUES, WORDS
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping
 
 
-class Translation(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Translation:
     """Flags in our words."""
 
-    flags: dict[str, str]
+    flags: dict[str, str] = field(default_factory=dict)
     """Our name -> value; names that nobody knows are among them."""
-    written: dict[str, str]
+    written: dict[str, str] = field(default_factory=dict)
     """Our name -> the name that the user wrote."""
-    notes: list[str]
-    """A line for each word whose meaning is not plain."""
+    notes: dict[str, str] = field(default_factory=dict)
+    """A word whose meaning is not plain -> a line that says it."""
+
+    def set(self, values: Mapping[str, str], word: str, note: str = "") -> None:
+        """Raises UserError where another word has set one of these flags."""
+        for name, value in values.items():
+            if name in self.flags:
+                two = f"{spelling(word)} and {spelling(self.written[name])}"
+                raise UserError(f"{two} say the same thing: give one of them")
+            self.flags[name], self.written[name] = value, word
+        if note:
+            self.notes[word] = note
 
 
 def translate(flags: Mapping[str, str], own: Container[str]) -> Translation:
@@ -33,70 +46,94 @@ def translate(flags: Mapping[str, str], own: Container[str]) -> Translation:
 
     Raises UserError for a word whose meaning cannot be had, and where two words set one flag.
     """
-    found = Translation({}, {}, [])
-    for name, value in flags.items():
-        meaning = _meaning(name, value, own)
-        if meaning is not None and meaning.yields and _sets_any(flags.keys() - {name}, meaning, own):
-            if name not in SYNONYMS:
-                continue
-            meaning = None
-        if meaning is None:
-            ours = {our_name(name, own): value}
+    found, yielding = Translation(), []
+    for word, value in flags.items():
+        rule = _rule(word, value, own)
+        if rule is None:
+            found.set({our_name(word, own): value}, word)
+        elif rule.yields:
+            yielding.append((word, value, rule))
         else:
-            ours = meaning.flags_for(value)
-            found.notes.extend(filter(None, [meaning.line(name, value)]))
-        for key, text in ours.items():
-            if key in found.written:
-                first = found.flags[key].lower()
-                if not {(first, text.lower()), (text.lower(), first)} & PRECISER:
-                    raise UserError(
-                        f"{spelling(name)} and {spelling(found.written[key])} say the same thing: give one of"
-                        " them"
-                    )
-                if (first, text.lower()) not in PRECISER:
-                    continue
-            found.flags[key], found.written[key] = text, name
+            found.set(rule.flags, word, rule.note(word, value))
+    for word, value, rule in yielding:
+        if not found.flags.keys() & rule.flags.keys():
+            found.set(rule.flags, word, rule.note(word, value))
+        elif word in SYNONYMS:
+            found.set({SYNONYMS[word]: value}, word)
     return found
 
 
-def _sets_any(flags: Iterable[str], meaning: Meaning, own: Container[str]) -> bool:
-    """Whether the user sets one of these flags, in our words or in those of another tool."""
-    mine = {*(meaning.flags or ())}
-    return any(our_name(name, own) in mine or mine & _flags_set_by(WORDS.get(name, ())) for name in flags)
+class _Rule(NamedTuple):
+    """What a word with a value is here."""
+
+    flags: dict[str, str]
+    remark: str
+    yields: bool
+
+    def note(self, word: str, value: str) -> str:
+        """What the user reads who wrote the word; empty where it is plain."""
+        if word in self.flags.values() or self.flags == {word: value}:
+            return ""
+        if not self.flags:
+            return self.remark and f"{_as_written(word, value)} has no effect: {self.remark}"
+        ours = " ".join(f"{spelling(name)} {text}" for name, text in self.flags.items())
+        return f"{_as_written(word, value)} is {ours}" + (f": {self.remark}" if self.remark else "")
 
 
-def _meaning(name: str, value: str, own: Container[str]) -> Meaning | None:
-    """The meaning of a word with this value; None where name and value mean what they mean here."""
-    is_foreign = name not in own and name in WORDS
-    meanings = WORDS[name] if is_foreign else VALUES.get(our_name(name, own), ())
-    for meaning in meanings:
-        if re.fullmatch(meaning.form.pattern, value.lower()):
-            if meaning.flags is None:
-                raise UserError(f"{as_written(name, value)}: {meaning.remark}")
-            return meaning
+def _rule(word: str, value: str, own: Container[str]) -> _Rule | None:
+    """The rule for a word with this value; None where they mean what they mean here."""
+    is_foreign = word not in own and word in WORDS
+    forms = WORDS[word] if is_foreign else VALUES.get(our_name(word, own), {})
+    for pattern, text in forms.items():
+        if re.fullmatch(pattern, value.lower()):
+            if text.startswith("!"):
+                raise UserError(f"{_as_written(word, value)}: {text[2:]}")
+            flags, _, remark = text.partition("#")
+            pairs = flags.removeprefix("?").split()
+            filled = {n: _filled(v, value) for n, v in zip(pairs[::2], pairs[1::2], strict=True)}
+            return _Rule(filled, remark.strip(), text.startswith("?"))
     if not is_foreign:
         return None
     if isinstance(value, BareValue):
-        raise UserError(f"{spelling(name)}: needs a value")
-    forms = " nor ".join(m.form.name for m in meanings)
-    raise UserError(f"{spelling(name)} {value}: is neither {forms}")
+        raise UserError(f"{spelling(word)}: needs a value")
+    names = " nor ".join(FORMS.get(pattern, pattern.replace("|", " or ")) for pattern in forms)
+    raise UserError(f"{spelling(word)} {value}: is neither {names}")
 
 
-def our_name(name: str, own: Container[str]) -> str:
+def _filled(template: str, value: str) -> str:
+    """The template with the value in its place; a list as Python writes it becomes a,b."""
+    if template == "{%}":
+        return f"{(Decimal(value) * 100).normalize():f}%"
+    if items := re.fullmatch(r"[\[(](.*)[\])]", value):
+        value = ",".join(part.strip(" '\"") for part in items[1].split(",") if part.strip())
+    path = PurePath(value)
+    return template.replace("{parent}", str(path.parent)).replace("{last}", path.name).replace("{}", value)
+
+
+def our_name(word: str, own: Container[str]) -> str:
     """Our name of a flag that a word names; the word itself where it names none. `own`: as in `translate`."""
-    if name in own:
-        return name
-    ours = SYNONYMS.get(name) or SYNONYMS.get(name.lower(), name)  # RecBole writes some in capitals
+    ours = word if word in own else SYNONYMS.get(word, word)
     of_finished = OF_FINISHED_MODELS.get(ours, ours)
     return of_finished if ours not in own and of_finished in own else ours
 
 
 def words_for(known: Iterable[str]) -> set[str]:
-    """Words of other tools that a command with these flags takes or answers."""
+    """Words of other tools that a command with these flags takes."""
     names = set(known)
-    words = {name for name, meanings in WORDS.items() if _flags_set_by(meanings) <= names}
-    return words | {name for name, ours in SYNONYMS.items() if ours in names}
+    return {word for word, ours in SYNONYMS.items() if ours in names} | {
+        word for word, forms in WORDS.items() if _flags_in(forms.values()) <= names
+    }
 
 
-def _flags_set_by(meanings: Iterable[Meaning]) -> set[str]:
-    return {name for meaning in meanings for name in meaning.flags or ()}
+def _flags_in(rules: Iterable[str]) -> set[str]:
+    """The flags that rules set."""
+    return {
+        name
+        for rule in rules
+        if not rule.startswith("!")
+        for name in rule.partition("#")[0].removeprefix("?").split()[::2]
+    }
+
+
+def _as_written(word: str, value: str) -> str:
+    return spelling(word) if isinstance(value, BareValue) else f"{spelling(word)} {value}"

@@ -7,6 +7,7 @@ a text may have commas of its own, and a flag such as --epochs takes a list as i
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import types
 import typing
@@ -17,7 +18,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import BareValue, Interval, choices_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from isobatch.core.flags import Flag
     from isobatch.core.recipe import Recipe
@@ -30,27 +31,27 @@ class Combination:
     """One of a sweep's sets of flags."""
 
     flags: dict[str, str]
-    """As they were written, with one value each."""
+    """With one value each."""
     swept: tuple[str, ...]
-    """Our names of those that had several."""
+    """Those that had several."""
 
 
-def combinations(
-    flags: Mapping[str, str], sweepable: Mapping[str, Flag], our_name: Callable[[str], str]
-) -> list[Combination]:
+def combinations(flags: Mapping[str, str], sweepable: Mapping[str, Flag]) -> list[Combination]:
     """Every combination of the values in `flags`, the last flag changing fastest; one where none has several.
 
-    `sweepable`: our name -> flag, of those that may have several values. Raises UserError for too many.
+    `sweepable`: those that may have several values. Raises UserError for too many.
     """
     values = {
-        name: values_of(sweepable[our_name(name)].kind, text) if our_name(name) in sweepable else [text]
+        name: values_of(sweepable[name].kind, text) if name in sweepable else [text]
         for name, text in flags.items()
     }
-    swept = tuple(sorted(our_name(name) for name, several in values.items() if len(several) > 1))
-    made = list(itertools.islice(itertools.product(*values.values()), MOST_COMBINATIONS + 1))
-    if len(made) > MOST_COMBINATIONS:
+    swept = tuple(sorted(name for name, several in values.items() if len(several) > 1))
+    if math.prod(map(len, values.values())) > MOST_COMBINATIONS:
         raise UserError(f"a sweep has {MOST_COMBINATIONS:,} runs at most, and these lists make more")
-    return [Combination(dict(zip(values, chosen, strict=True)), swept) for chosen in made]
+    return [
+        Combination(dict(zip(values, chosen, strict=True)), swept)
+        for chosen in itertools.product(*values.values())
+    ]
 
 
 def values_of(kind: Any, text: str) -> list[str]:
