@@ -8,6 +8,7 @@ from the run's folder, so that a receipt and a folder are compared by making the
 from __future__ import annotations
 
 import math
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,11 +18,13 @@ from isobatch.core.errors import TrainingError
 from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, list_checkpoints
 from isobatch.engine.loading.sampler import extend_chain, make_sampler
-from isobatch.engine.optimization.left_out import LEAVE_OUT
+from isobatch.engine.optimization.left_out import decided
 from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.metrics_log import LEFT_OUT, SEAL
+from isobatch.engine.runs.step_rows import NEEDED, is_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -38,7 +41,6 @@ FIRST_STEPS = 64
 """Of which the first are all there: they can be redone without a checkpoint."""
 LARGEST = 1e300
 """Losses, rates and norms are below it."""
-FIGURES = ("phase", "step", "loss", "grad_norm", "lr", "samples", "chain")
 DECIDED = ("decision", "of", "first", "last", "reason")
 PARTS = (
     *("receipt", "run", "recipe_hash", "recipe", "facts", "plan", "phases", "log_every", "steps", "left_out"),
@@ -51,9 +53,9 @@ def make_receipt(run: RunFolder, log: LogRecord) -> dict[str, Any]:
     if log.final is None:
         raise TrainingError(f"{run.folder} is {run.status()}, and a receipt is of a finished run")
     rows = list(rows_in(run.metrics))
-    steps = {(row["phase"], row["step"]): row for row in rows if "chain" in row}
-    decisions = list(rows_in(run.decisions)) if run.decisions.exists() else []
-    promised = {(row["phase"], row["step"]): row["log_every"] for row in rows if "log_every" in row}
+    seals = [row for row in rows if SEAL in row and "split" not in row]
+    promised = [row for row in rows if "log_every" in row]
+    kept = list_checkpoints(run.checkpoints, [phase.schedule.name for phase in log.phases])
     made = {
         "receipt": FORM,
         "run": run.identity,
@@ -62,33 +64,26 @@ def make_receipt(run: RunFolder, log: LogRecord) -> dict[str, Any]:
         "facts": {**run.facts.to_dict(), "folder": ""},
         "plan": run.plan.to_dict(),
         "phases": {phase.schedule.name: phase.step for phase in log.phases},
-        "log_every": [[*place, every] for place, every in promised.items()],
+        "log_every": [[row["phase"], row["step"], row["log_every"]] for row in promised],
         "steps": [],
-        "left_out": [
-            {name: row[name] for name in DECIDED} for row in decisions if row.get("decision") == LEAVE_OUT
-        ],
-        "seals": [
-            [row["phase"], row["step"], row[SEAL]] for row in rows if SEAL in row and "split" not in row
-        ],
+        "left_out": [{name: row[name] for name in DECIDED} for row in decided(run)],
+        "seals": [[row["phase"], row["step"], row[SEAL]] for row in seals],
         "checkpoints": log.checkpoints,
         "exported": log.final.get("exported"),
         "final": log.final["final"],
         "metrics": (run.summary() or {}).get("metrics_by_split", {}),
-        "versions": _versions(run),
+        "versions": SavedCheckpoint(kept[-1]).state.get("versions", {}) if kept else {},
     }
-    due = places_due(made)
-    if not steps.keys() >= {*due}:
-        raise TrainingError(f"{run.folder} is of an older version, which did not say which steps it logs")
-    return {**made, "steps": [{name: steps[place][name] for name in FIGURES} for place in due]}
+    steps = {(row["phase"], row["step"]): row for row in rows if is_step(row)}
+    return {**made, "steps": [{name: steps[place][name] for name in NEEDED} for place in places_due(made)]}
 
 
 def places_due(receipt: Mapping[str, Any]) -> list[tuple[str, int]]:
     """(phase, step) of all the figures that a receipt has to have: of each phase the first step and the last,
     those that its log names by `log_every`, without those that are left out, thinned out.
     """
-    due: list[tuple[str, int]] = []
+    due, count = [], 1
     every = {(phase, step): count for phase, step, count in receipt["log_every"]}
-    count = 1
     for phase, done in receipt["phases"].items():
         left_out = left_out_of(receipt, phase)
         for step in range(1, done + 1):
@@ -98,22 +93,12 @@ def places_due(receipt: Mapping[str, Any]) -> list[tuple[str, int]]:
     return _thinned(due)
 
 
-def _thinned(steps: Sequence[Any]) -> list[Any]:
-    """The first rows, the last, and evenly those between."""
+def _thinned(steps: list[tuple[str, int]]) -> list[tuple[str, int]]:
+    """The first, the last, and evenly those between."""
     if len(steps) <= MOST_STEPS:
-        return list(steps)
-    every = math.ceil(len(steps) / (MOST_STEPS - FIRST_STEPS))
-    last = len(steps) - 1
-    return [row for n, row in enumerate(steps) if n < FIRST_STEPS or n % every == 0 or n == last]
-
-
-def _versions(run: RunFolder) -> dict[str, str]:
-    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, list_checkpoints
-
-    names = [phase.name for phase in workload_of(run.recipe).make(run.recipe)[0].phases()]
-    saved = list_checkpoints(run.checkpoints, names)
-    found: dict[str, str] = SavedCheckpoint(saved[-1]).state.get("versions", {}) if saved else {}
-    return found
+        return steps
+    every, last = math.ceil(len(steps) / (MOST_STEPS - FIRST_STEPS)), len(steps) - 1
+    return [step for n, step in enumerate(steps) if n < FIRST_STEPS or n % every == 0 or n == last]
 
 
 def has_form(content: Mapping[str, Any]) -> bool:
@@ -125,11 +110,10 @@ def has_form(content: Mapping[str, Any]) -> bool:
         phases = content["phases"]
         return (
             content.keys() == set(PARTS)
-            and isinstance(content["steps"], list)
-            and isinstance(content["left_out"], list)
-            and all(_is_count(done) for done in phases.values())
-            and all(_is_step(row, phases) for row in content["steps"])
-            and all(_is_stretch(row, phases) for row in content["left_out"])
+            and all(isinstance(content[name], list) for name in ("steps", "left_out", "log_every"))
+            and all(map(_is_count, phases.values()))
+            and all(_is_step(row) and row["phase"] in phases for row in content["steps"])
+            and all(_is_stretch(row) and row["of"] in phases for row in content["left_out"])
             and all(p in phases and _is_count(s) and _is_count(n) for p, s, n in content["log_every"])
         )
     except (AttributeError, KeyError, IndexError, TypeError, ValueError):
@@ -141,28 +125,22 @@ def _is_count(value: Any) -> bool:
     return type(value) is int and value >= 1
 
 
-def _is_step(row: Mapping[str, Any], phases: Mapping[str, int]) -> bool:
-    finite = all(type(row[name]) in (int, float) and abs(row[name]) < LARGEST for name in ("loss", "lr"))
+def _is_step(row: Mapping[str, Any]) -> bool:
+    figures = [row[name] for name in ("loss", "lr", "grad_norm")]
+    numbers = all(type(value) in (int, float) and abs(value) < LARGEST for value in figures)
+    counts = _is_count(row["step"]) and _is_count(row["samples"])
     return (
-        row.keys() == set(FIGURES)
-        and finite
-        and type(row["grad_norm"]) in (int, float)
-        and 0 <= row["grad_norm"] < LARGEST
-        and _is_count(row["step"])
-        and _is_count(row["samples"])
-        and isinstance(row["chain"], str)
-        and row["phase"] in phases
+        row.keys() == set(NEEDED)
+        and numbers
+        and row["grad_norm"] >= 0
+        and counts
+        and type(row["chain"]) is str
     )
 
 
-def _is_stretch(row: Mapping[str, Any], phases: Mapping[str, int]) -> bool:
-    ends = row["first"], row["last"]
-    return (
-        row.keys() == set(DECIDED)
-        and row["of"] in phases
-        and all(map(_is_count, ends))
-        and ends[0] <= ends[1]
-    )
+def _is_stretch(row: Mapping[str, Any]) -> bool:
+    counts = _is_count(row["first"]) and _is_count(row["last"])
+    return row.keys() == set(DECIDED) and counts and row["first"] <= row["last"]
 
 
 def differing_parts(receipt: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
@@ -182,21 +160,19 @@ def order_problems(receipt: Mapping[str, Any], recipe: Recipe, source: Source) -
         return
     samples, claimed = 0, {(row["phase"], row["step"]): row for row in receipt["steps"]}
     for schedule in schedules:
-        left_out = left_out_of(receipt, schedule.name)
-        chain, batches = "", sampler.batches()
-        for step in range(1, receipt["phases"][schedule.name] + 1):
-            batch = next(batches)
+        left_out, chain = left_out_of(receipt, schedule.name), ""
+        for step, batch in enumerate(islice(sampler.batches(), receipt["phases"][schedule.name]), 1):
             if not left_out[step]:
                 chain, samples = extend_chain(chain, batch), samples + len(batch)
-            row = claimed.get((schedule.name, step))
+            row, where = claimed.get((schedule.name, step)), f"phase {schedule.name}, step {step}"
             if row is None:
                 continue
             if (row["chain"], row["samples"]) != (chain, samples):
-                yield f"phase {schedule.name}, step {step}: the samples are not those of recipe and data"
+                yield f"{where}: the samples are not those of recipe and data"
                 return
             rate = learning_rate(recipe, schedule.lr, step - 1, schedule.steps, schedule.steps_per_epoch)
             if not math.isclose(row["lr"], rate, rel_tol=1e-9):
-                yield f"phase {schedule.name}, step {step}: the learning rate is not the recipe's"
+                yield f"{where}: the learning rate is not the recipe's"
                 return
 
 
@@ -217,12 +193,11 @@ def _figures_problem(receipt: Mapping[str, Any]) -> str:
     claimed, due = [(row["phase"], row["step"]) for row in receipt["steps"]], places_due(receipt)
     if claimed == due:
         return "" if due else "it leaves out every step"
-    lacking, more = sorted({*due} - {*claimed}), sorted({*claimed} - {*due})
-    if not lacking and not more:
+    if not (differing := sorted({*due} ^ {*claimed})):
         return "it has the figures of a step twice, or not in their order"
-    phase, step = (lacking or more)[0]
-    how = "it lacks the figures of this step" if lacking else "it has figures of a step that has none"
-    return f"phase {phase}, step {step}: {how}"
+    phase, step = differing[0]
+    how = "lacks the figures of this step" if differing[0] in due else "has figures of a step that has none"
+    return f"phase {phase}, step {step}: it {how}"
 
 
 def left_out_of(receipt: Mapping[str, Any], phase: str) -> np.ndarray:

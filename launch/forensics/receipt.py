@@ -1,31 +1,59 @@
-"""`receipt`: a small file about a finished run, that somebody else can audit; and its signature."""
+"""`receipt make`: a small file about a finished run; `receipt check`: what is true of one from somebody else.
+
+A receipt is signed by ssh keys: `ssh-keygen -Y sign` and `-Y verify`, in the namespace `isobatch`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
-from dataclasses import dataclass
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from isobatch.core import atomic_files
-from isobatch.core.errors import DONE, TrainingError, UserError
+from isobatch.core.errors import DONE, FAILED, TrainingError, UserError
+from isobatch.core.facts import Facts
 from isobatch.core.measures import format_bytes, printable
+from isobatch.core.number_ranges import Positive
+from isobatch.core.plan import Plan
+from isobatch.core.recipe import Recipe
 from isobatch.core.terminal.status import doing
-from isobatch.launch.forensics import signatures
+from isobatch.engine import consent
+from isobatch.engine.forensics import receipt as receipts
+from isobatch.engine.registry import workload_of
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_options import RunOptions
+from isobatch.engine.verification.audit import audit_records, recipe_problems
+from isobatch.engine.verification.proof import within
 from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run
+from isobatch.launch.local.run_setup import (
+    OtherDataError,
+    TrustOptions,
+    compare_source,
+    locate_data,
+    open_run,
+)
+from isobatch.launch.local.verify_run import VerifyOptions, redo_first_steps, verify_run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from isobatch.engine.runs.run_folder import RunFolder
+    from collections.abc import Iterator, Sequence
 
 FILE = "receipt.json"
+NAMESPACE = "isobatch"
+Content = dict[str, Any]
+"""A receipt, as JSON."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReceiptOptions(TrustOptions):
-    """Flags of `receipt`."""
+    """Flags of `receipt make`."""
 
     sign: str | None = None
     """An ssh key, private or public with an agent: writes FILE.sig."""
@@ -37,8 +65,36 @@ class ReceiptOptions(TrustOptions):
     """One JSON object on standard output."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AuditOptions(TrustOptions):
+    """Flags of `receipt check`."""
+
+    run: str | None = None
+    """The run's folder, if it was handed over; by default the receipt's own where it lies in one."""
+    steps: Positive = 3
+    """Least number of steps to make again from each starting point."""
+    processes: Positive = 1
+    """World size to make them in."""
+    data: str | None = None
+    """Where the data lies here."""
+    signers: str | None = None
+    """ssh's allowed_signers: names of people, and their keys."""
+    json: bool = False
+    """One JSON object on standard output."""
+
+
+@dataclass(slots=True)
+class Finding:
+    """What a check found, a sentence each."""
+
+    checked: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    """What was not checked."""
+
+
 def receipt(words: Sequence[str]) -> int:
-    """Usage: receipt RUN [--sign ~/.ssh/id_ed25519] [--out FILE] [--data PATH] [--json]
+    """Usage: receipt make RUN [--sign ~/.ssh/id_ed25519] [--out FILE] [--data PATH] [--json]
 
     The run's records are checked first: a receipt of a run that `verify --level records` refuses is not made.
     """
@@ -51,41 +107,212 @@ def receipt(words: Sequence[str]) -> int:
     file = Path(options.out).expanduser() if options.out else run.folder / FILE
     content = receipt_of(run)
     text = atomic_files.json_text(content, ensure_ascii=False) + "\n"
-    signed = signatures.sign(text, Path(options.sign).expanduser()) if options.sign else None
+    signed = sign(text, Path(options.sign).expanduser()) if options.sign else None
     atomic_files.write_text(file, text)
-    signature = signatures.signature_of(file)
+    signature = signature_of(file)
     if signed is None:
         signature.unlink(missing_ok=True)
     else:
         atomic_files.write_text(signature, signed)
-    said = {"receipt": str(file), "signature": str(signature) if signed else None}
     if options.json:
+        said = {"receipt": str(file), "signature": str(signature) if signed else None}
         print(atomic_files.json_text(said))
-    else:
-        print(printable("\n".join(_lines(content, file, signature if signed else None))))
+        return DONE
+    steps = f"{sum(content['phases'].values()):,} steps, figures of {len(content['steps']):,} of them"
+    print(printable(f"{file}: {format_bytes(file.stat().st_size)}, recipe {content['recipe_hash']}, {steps}"))
+    print(printable(f"{signature}: its signature\n" if signed else ""), end="")
+    print(printable(f"whoever has the data checks it with: isobatch receipt check {file}"))
     return DONE
 
 
-def receipt_of(run: RunFolder) -> dict[str, Any]:
+def receipt_of(run: RunFolder) -> Content:
     """The receipt of a run. Raises TrainingError where its records are wrong, or it is not done."""
-    from isobatch.engine.forensics.receipt import make_receipt
-    from isobatch.engine.verification.audit import audit_records, recipe_problems
-
     doing("checking the records")
-    problems = recipe_problems(run)
-    audit = None if problems else audit_records(run)
-    if problems or audit is None or audit.problems or audit.log is None:
-        found = [*problems, *(audit.problems if audit else [])]
-        raise TrainingError(f"{run.folder} is not what its recipe says: {found[0]}")
-    made: dict[str, Any] = json.loads(atomic_files.json_text(make_receipt(run, audit.log)))
+    problems, log = recipe_problems(run), None
+    if not problems:
+        audited = audit_records(run)
+        problems, log = audited.problems, audited.log
+    if problems or log is None:
+        raise TrainingError(f"{run.folder} is not what its recipe says: {problems[0]}")
+    made: Content = json.loads(atomic_files.json_text(receipts.make_receipt(run, log)))
     return made
 
 
-def _lines(content: dict[str, Any], file: Path, signature: Path | None) -> list[str]:
-    steps = sum(content["phases"].values())
-    lines = [
-        f"{file}: {format_bytes(file.stat().st_size)}, recipe {content['recipe_hash']}, {steps:,} steps,"
-        f" figures of {len(content['steps']):,} of them, {len(content['checkpoints'])} checkpoints"
-    ]
-    lines += [f"{signature}: its signature"] if signature else []
-    return [*lines, f"whoever has the data checks it with: isobatch audit {file}"]
+def audit(words: Sequence[str]) -> int:
+    """Usage: receipt check RECEIPT [--run FOLDER] [--steps 3] [--processes N] [--data PATH] [--signers FILE]
+    [--json]
+
+    Exit 3 where something is not as the receipt says.
+    """
+    positional, flags = split_words(words)
+    if len(positional) != 1:
+        raise UserError(f"receipt check: give one receipt, as in: receipt check {FILE}")
+    options = command_options(flags, AuditOptions, "audit")
+    file = Path(positional[0]).expanduser()
+    found = audit_receipt(file / FILE if file.is_dir() else file, options)
+    if options.json:
+        print(atomic_files.json_text({"holds": not found.problems, **dataclasses.asdict(found)}))
+    else:
+        lines = [f"  {problem}" for problem in found.problems]
+        lines += [f"checked: {'; '.join(found.checked) or 'nothing'}"]
+        lines += [f"not checked: {'; '.join(found.unknown)}"] if found.unknown else []
+        print(printable("\n".join([*lines, f"{file}: {'does NOT hold' if found.problems else 'holds'}"])))
+    return FAILED if found.problems else DONE
+
+
+def audit_receipt(file: Path, options: AuditOptions) -> Finding:
+    """Check a receipt. Raises UserError where it is none, or its data cannot be had."""
+    content, found = read_receipt(file), Finding()
+    _check_signature(file, options.signers, found)
+    recipe = Recipe.from_dict(content["recipe"])
+    if recipe.hash() != content["recipe_hash"]:
+        found.problems.append(f"its recipe hashes to {recipe.hash()}, and it says {content['recipe_hash']}")
+        return found
+    with _folder(file, content, options, found) as (run, handed_over):
+        consent.require(recipe, run.folder, options.trust)
+        doing("looking for the data")
+        try:
+            locate_data(run, recipe, options.data)
+        except OtherDataError as error:
+            found.problems.append(f"the data here is not the receipt's: {error.what}")
+        if not found.problems:
+            _check_order(run, recipe, content, found)
+        if not found.problems:
+            (_check_against_run if handed_over else _check_first_steps)(run, content, options, found)
+    return found
+
+
+def read_receipt(file: Path) -> Content:
+    """A receipt. Raises UserError where the file is none."""
+    if not file.is_file():
+        raise UserError(f"{file}: there is no such file; `isobatch receipt make RUN` writes one")
+    try:
+        content: Any = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        raise UserError(f"{file}: is no JSON") from None
+    is_one = isinstance(content, dict) and content.get("receipt") == receipts.FORM
+    if not is_one or not receipts.has_form(content):
+        raise UserError(f"{file}: is no receipt that this version knows")
+    found: Content = content
+    return found
+
+
+@contextlib.contextmanager
+def _folder(
+    file: Path, content: Content, options: AuditOptions, found: Finding
+) -> Iterator[tuple[RunFolder, bool]]:
+    """(the run's folder, whether it was handed over); else one made of the receipt, for as long as needed."""
+    beside = file.resolve().parent
+    if options.run is not None or (beside / "recipe.json").is_file():
+        run = RunFolder.open(options.run or beside)
+        if run.identity != content["run"]:
+            found.problems.append(f"{run.folder} is another run, {run.identity}: not {content['run']}")
+        yield run, True
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        recipe, facts = Recipe.from_dict(content["recipe"]), Facts.from_dict(content["facts"])
+        run = RunFolder.create(Path(temporary) / "audited", recipe, facts, RunOptions(quiet=True))
+        run.write_plan(Plan.from_dict(content["plan"]))
+        yield run, False
+
+
+def _check_order(run: RunFolder, recipe: Recipe, content: Content, found: Finding) -> None:
+    doing("comparing the samples of every step")
+    _, data = workload_of(recipe).make(recipe)
+    found.problems += receipts.order_problems(content, recipe, data.open(Path(run.facts.folder), "train"))
+    if not found.problems:
+        steps = sum(content["phases"].values())
+        found.checked.append(f"recipe and data, the samples of all {steps:,} steps")
+
+
+def _check_against_run(run: RunFolder, content: Content, options: AuditOptions, found: Finding) -> None:
+    """With the run's folder: it says the same, and is verified."""
+    try:
+        other = receipt_of(run)
+    except TrainingError as error:
+        found.problems.append(str(error))
+        return
+    if parts := receipts.differing_parts(content, other):
+        found.problems.append(f"{run.folder} says otherwise: {', '.join(parts)}")
+        return
+    found.checked.append(f"{run.folder} is the run")
+    report = verify_run(run, VerifyOptions(steps=options.steps, processes=options.processes))
+    found.problems += report["problems"]
+    found.unknown += report["unproven"] + [f"taken on trust: {what}" for what in report["trusted"]]
+    found.checked.append(report["coverage"])
+
+
+def _check_first_steps(run: RunFolder, content: Content, options: AuditOptions, found: Finding) -> None:
+    """Without checkpoints only the steps from the beginning can be made again."""
+    found.unknown += [said for part in compare_source(run, options.data) for said in part]
+    steps = content["phases"]
+    decided = [{**row, "last": min(row["last"], steps[row["of"]])} for row in content["left_out"]]
+    for path, rows in ((run.metrics, receipts.log_rows(content)), (run.decisions, decided)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    trained = np.flatnonzero(~receipts.left_out_of(content, next(iter(steps))))[1:]
+    doing("redoing the first steps")
+    proof = redo_first_steps(run, trained.tolist(), options.steps, options.processes)
+    found.problems += proof.problems
+    if not proof.steps:
+        found.problems.append("no step that it has figures of could be made again")
+    elif not proof.problems:
+        found.checked.append(
+            f"{len(proof.steps)} steps from the beginning made again: {within(proof.largest)}, where"
+            f" {proof.allowed:.0e} is allowed ({run.plan.invariance}, {run.plan.precision})"
+        )
+    found.unknown.append("later steps, the weights and the metrics: --run FOLDER, with its checkpoints")
+
+
+def signature_of(file: Path) -> Path:
+    """Where the signature of a file lies."""
+    return file.with_name(f"{file.name}.sig")
+
+
+def sign(text: str, key: Path) -> str:
+    """A signature by a private key, or a public one whose private key an agent holds. Raises UserError."""
+    done = _ssh_keygen("-Y", "sign", "-f", str(key), "-n", NAMESPACE, text=text)
+    if done.returncode or not done.stdout:
+        raise UserError(f"--sign {key}: {_last_line(done)}")
+    return done.stdout
+
+
+def _check_signature(file: Path, signers: str | None, found: Finding) -> None:
+    """Who signed a receipt; without `signers`, ssh's allowed_signers, only that somebody with a key did."""
+    signature = signature_of(file)
+    if not signature.is_file():
+        missing = f"it is not signed: there is no {signature.name}"
+        (found.problems if signers else found.unknown).append(missing)
+        return
+    common = ["-n", NAMESPACE, "-s", str(signature)]
+    text = file.read_text(encoding="utf-8")
+    if signers is None:
+        done = _ssh_keygen("-Y", "check-novalidate", *common, text=text)
+        words = (done.stdout + done.stderr).split()
+        key = next((word for word in words if word.startswith("SHA256:")), "")
+        checked = f"signed with the key {key}"
+        found.unknown.append("whose key that is: --signers FILE says it")
+    else:
+        known = Path(signers).expanduser()
+        if not known.is_file():
+            raise UserError(f"--signers {signers}: there is no such file")
+        names = _ssh_keygen("-Y", "find-principals", "-s", str(signature), "-f", str(known)).stdout.split()
+        if not names:
+            found.problems.append(f"the signature: its key is none of those in {known}")
+            return
+        done = _ssh_keygen("-Y", "verify", "-f", str(known), "-I", names[0], *common, text=text)
+        checked = f"signed by {names[0]}"
+    if done.returncode:
+        found.problems.append(f"the signature: {_last_line(done)}")
+    else:
+        found.checked.append(checked)
+
+
+def _ssh_keygen(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    if shutil.which("ssh-keygen") is None:
+        raise UserError("there is no ssh-keygen here: install OpenSSH's client (8.2 or newer)")
+    return subprocess.run(["ssh-keygen", *words], input=text, capture_output=True, text=True, check=False)
+
+
+def _last_line(done: subprocess.CompletedProcess[str]) -> str:
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    return lines[-1].strip() if lines else f"ssh-keygen ended with {done.returncode}"

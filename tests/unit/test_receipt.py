@@ -15,8 +15,7 @@ import isobatch
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.recipe import Recipe
 from isobatch.engine.forensics import receipt as receipts
-from isobatch.launch.forensics.audit import AuditOptions, Finding, audit, audit_receipt
-from isobatch.launch.forensics.receipt import receipt
+from isobatch.launch.forensics.receipt import AuditOptions, Finding, audit, audit_receipt, receipt
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.tests.paths import ROOT
 
@@ -365,14 +364,13 @@ def test_what_is_no_receipt_is_one_line(text: str, tmp_path: Path) -> None:
     file.write_text(text)
     with pytest.raises(UserError, match=r"is no JSON|is no receipt that this version knows"):
         audit_receipt(file, AuditOptions())
-    with pytest.raises(UserError, match="there is no such file; `isobatch receipt RUN` writes one"):
+    with pytest.raises(UserError, match="there is no such file; `isobatch receipt make RUN` writes one"):
         audit_receipt(tmp_path / "none.json", AuditOptions())
 
 
 def test_a_long_run_has_a_small_receipt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(receipts, "MOST_STEPS", 100)
-    steps = [{"step": n} for n in range(1, 1001)]
-    kept = [row["step"] for row in receipts._thinned(steps)]  # noqa: SLF001
+    kept = [step for _, step in receipts._thinned([("train", n) for n in range(1, 1001)])]  # noqa: SLF001
     assert len(kept) <= 100
     assert kept[:64] == list(range(1, 65))
     assert kept[-1] == 1000
