@@ -67,7 +67,7 @@ _TABLE = (
     ("seen", "forensics.seen seen Seen", "which steps saw a row or a text, or which rows a step saw"),
     ("diff", "forensics.diff diff Diff", "where two runs part: samples, step, module; exit 3 where they do"),
     ("receipt make", "forensics.receipt receipt Receipt", "a small file that others can check; --sign"),
-    ("receipt check", "forensics.receipt audit Audit", "check one against data, run and redone steps; exit 3"),
+    ("receipt check", "forensics.receipt audit Audit", "check one against data, run, redone steps; exit 3"),
     ("evaluate", "commands.evaluate evaluate Evaluate", "metrics of a finished run on its held-out data"),
     ("export", "commands.export export Export", "a finished model in other forms, each checked"),
     ("inspect", "commands.inspect inspect Listing", "what a received run would execute; executes none"),
