@@ -20,295 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-WARM, CLUSTER = "tests", "tests.slurm"
-"""Commands from a warm process and the Slurm on one machine, which benchmarks use as the tests do."""
-ROOMS: dict[str, set[str]] = {
-    "core": set(),
-    "core.terminal": {"core"},
-    "data.preparation": {"core", "core.terminal"},
-    "data.tables": {"core"},
-    "data": {"core", "core.terminal", "data.preparation", "data.tables"},
-    "data.cleaning": {"core", "data"},
-    "data.interactions": {"core", "data", "data.preparation", "data.tables"},
-    "data.labelled": {"core", "data", "data.preparation"},
-    "data.text": {"core", "data", "data.cleaning", "data.labelled", "data.preparation"},
-    "data.preferences": {"core", "data", "data.text"},
-    "data.streaming": {"core", "core.terminal", "data", "data.cleaning", "data.preparation", "data.text"},
-    "models": {"core"},
-    "models.causal_lm": {"core", "models"},
-    "models.preference": {"core", "models", "models.causal_lm"},
-    "models.encoder": {"core", "models"},
-    "models.classification": {"core", "models", "models.encoder"},
-    "models.compression": {"core", "models", "models.encoder", "models.classification"},
-    "models.recommendation": {"core", "core.terminal", "models", "models.causal_lm"},
-    "models.sequence_vae": {"core", "models", "models.causal_lm"},
-    "engine": {"core", "data", "data.streaming", "models", "models.causal_lm", "models.classification"},
-    "engine.machine": {"core", "core.terminal"},
-    "engine.runs": {"core", "data.streaming"},
-    "engine.profiling": {"core", "engine.machine", "engine.runs"},
-    "engine.distributed": {"core", "engine.profiling"},
-    "engine.checkpointing": {"core", "engine.distributed"},
-    "engine.optimization": {"core", "models", "engine.runs"},
-    "engine.loading": {"core", "core.terminal", "data", "data.preparation", "engine.machine"},
-    "engine.noise": {"core", "models", "engine.loading"},
-    "engine.planning": {"core", "models", "engine.loading", "engine.machine"},
-    "engine.model_setup": {"core", "models", "engine.checkpointing", "engine.loading", "engine.noise"},
-    "engine.strategies": {"core", "engine.checkpointing", "engine.distributed", "engine.model_setup"},
-    "engine.training": {
-        *(
-            "core",
-            "core.terminal",
-            "data",
-            "models",
-            "engine",
-            "engine.checkpointing",
-            "engine.distributed",
-            "engine.loading",
-        ),
-        *(
-            "engine.model_setup",
-            "engine.noise",
-            "engine.optimization",
-            "engine.machine",
-            "engine.planning",
-            "engine.profiling",
-            "engine.runs",
-        ),
-        "engine.strategies",
-    },
-    "engine.verification": {
-        *("core", "data", "engine", "engine.checkpointing", "engine.distributed", "engine.loading"),
-        *("engine.optimization", "engine.runs", "engine.strategies", "engine.training", "models"),
-    },
-    "engine.forensics": {
-        *("core", "data", "models", "engine", "engine.checkpointing", "engine.loading"),
-        *("engine.optimization", "engine.runs", "engine.training", "engine.verification"),
-    },
-    "launch.local.words": {"core", "engine"},
-    "launch.local.observers": {"core", "engine", "engine.distributed", "engine.runs", "engine.training"},
-    "launch.local": {
-        *(
-            "core",
-            "core.terminal",
-            "models",
-            "data",
-            "engine",
-            "engine.distributed",
-            "engine.loading",
-            "engine.optimization",
-        ),
-        *(
-            "engine.machine",
-            "engine.planning",
-            "engine.runs",
-            "engine.strategies",
-            "engine.training",
-            "engine.verification",
-        ),
-        "launch.local.observers",
-        "launch.local.words",
-    },
-    "launch": {"core", "core.terminal", "engine", "engine.distributed", "engine.runs", "launch.local"},
-    "launch.report": {
-        *(
-            "core",
-            "core.terminal",
-            "models",
-            "engine",
-            "engine.machine",
-            "engine.runs",
-            "engine.training",
-            "launch.local",
-        ),
-    },
-    "launch.forensics": {
-        *("core", "core.terminal", "engine", "engine.forensics", "engine.loading", "engine.runs"),
-        *(
-            "engine.checkpointing",
-            "engine.optimization",
-            "engine.verification",
-            "launch.local",
-            "launch.report",
-        ),
-    },
-    "launch.sweeps": {
-        *("core", "core.terminal", "engine", "engine.machine", "engine.runs"),
-        *("launch.local", "launch.local.words", "launch.report"),
-    },
-    "launch.measuring": {
-        *("core", "models", "engine.distributed", "engine.loading", "engine.machine", "engine.planning"),
-        *("engine.profiling", "engine.runs", "engine.training", "launch.local", "launch.report"),
-    },
-    "launch.clusters": {"core", "engine", "engine.runs", "launch.local"},
-    "launch.clusters.kubernetes": {
-        *("core", "engine", "engine.distributed", "engine.runs", "launch.clusters", "launch.local"),
-    },
-    "launch.clusters.slurm": {
-        *("core", "engine", "engine.distributed", "engine.machine", "engine.planning", "engine.runs"),
-        *("launch.clusters", "launch.local", "launch.sweeps"),
-    },
-    "launch.control": {
-        *(
-            "core",
-            "core.terminal",
-            "engine",
-            "engine.optimization",
-            "engine.planning",
-            "engine.runs",
-            "launch.local",
-        ),
-        "launch.local.words",
-    },
-    "launch.planning": {
-        *("core", "models", "engine", "engine.loading", "engine.machine", "engine.optimization"),
-        *("engine.planning", "engine.runs", "launch.local"),
-    },
-    "launch.doctor": {
-        *("core", "engine.checkpointing", "engine.machine", "engine.model_setup"),
-        *("engine.runs", "launch.local", "launch.clusters.slurm", "launch.control"),
-    },
-    "launch.commands": {
-        "launch",
-        *(
-            "core",
-            "core.terminal",
-            "data.preparation",
-            "data.streaming",
-            "data.text",
-            "models",
-            "models.causal_lm",
-            "engine",
-            "engine.checkpointing",
-            "engine.loading",
-            "engine.machine",
-            "engine.planning",
-        ),
-        *(
-            "engine.runs",
-            "engine.training",
-            "engine.verification",
-            "launch.local",
-            "launch.local.words",
-            "launch.planning",
-            "launch.report",
-            "launch.sweeps",
-        ),
-    },
-    "launch.clusters.ray": {
-        *("core", "engine.distributed", "engine.machine", "engine.runs"),
-        *("launch", "launch.clusters", "launch.commands", "launch.local"),
-    },
-    "launch.predicting": {
-        *(
-            "core",
-            "core.terminal",
-            "data",
-            "data.interactions",
-            "data.labelled",
-            "data.text",
-            "engine",
-            "engine.loading",
-            "engine.runs",
-            "engine.verification",
-        ),
-        *(
-            "launch.commands",
-            "launch.local",
-            "models",
-            "models.encoder",
-        ),
-    },
-    "launch.api": {
-        *(
-            "core",
-            "engine",
-            "engine.loading",
-            "engine.machine",
-            "engine.planning",
-            "engine.runs",
-            "engine.verification",
-        ),
-        *("engine.forensics", "launch.forensics", "launch.local", "launch.predicting"),
-    },
-    "launch.serving": {
-        *(
-            "core",
-            "core.terminal",
-            "data",
-            "data.text",
-            "launch.local",
-            "launch.predicting",
-            "models",
-            "models.causal_lm",
-        ),
-    },
-    "benchmarks": {
-        *(
-            "core",
-            "engine",
-            "engine.distributed",
-            "engine.loading",
-            "engine.machine",
-            "engine.planning",
-            "engine.training",
-        ),
-        "launch",
-    },
-    "benchmarks.components": {
-        *("benchmarks", "core", "data", "engine", "engine.checkpointing"),
-        *("engine.forensics", "engine.loading", "engine.noise", "engine.optimization", "engine.runs"),
-        *("engine.verification", "launch.report"),
-    },
-    "benchmarks.scale": {
-        *("benchmarks", "core", "data", "data.preparation", "engine"),
-        *("engine.checkpointing", "engine.loading", "engine.planning"),
-        WARM,
-    },
-    "benchmarks.speed": {
-        *("core", "data", "models.causal_lm", "models.encoder", "models.recommendation"),
-        *("models.sequence_vae", "engine"),
-        *(
-            "engine.checkpointing",
-            "engine.loading",
-            "engine.machine",
-            "engine.planning",
-            "engine.runs",
-            "engine.training",
-        ),
-        *("engine.verification", "launch.local", "launch.measuring", "engine.distributed", "benchmarks"),
-    },
-    "benchmarks.gpu": {
-        *("core", "models", "models.causal_lm", "engine.distributed", "engine.loading", "engine.noise"),
-        *("engine.machine", "engine.planning", "engine.runs", "engine.training", "launch", "launch.local"),
-        *("benchmarks", "benchmarks.speed"),
-    },
-    "benchmarks.quality": {
-        *(
-            "core",
-            "data",
-            "data.interactions",
-            "models",
-            "models.causal_lm",
-            "models.recommendation",
-            "engine",
-        ),
-        "engine.checkpointing",
-        *(
-            "engine.distributed",
-            "engine.loading",
-            "engine.machine",
-            "engine.planning",
-            "engine.training",
-            "benchmarks",
-        ),
-        "engine.runs",
-        "launch.planning",
-        WARM,
-    },
-    "benchmarks.soak": {"core", "engine.runs", CLUSTER},
-}
-"""Room -> the rooms it imports, from the ground up: each imports only what stands above it in this list."""
-FILES = sorted(f for room in ROOMS for f in (ROOT / room.replace(".", "/")).glob("*.py"))
+LAYERS = ("core", "data", "models", "engine", "launch", "benchmarks")
+"""From the ground up: a file imports from its own layer and from those below it; benchmarks are no part
+of the package."""
+FILES = sorted(f for layer in LAYERS for f in (ROOT / layer).rglob("*.py"))
 PACKAGE = [f for f in FILES if f.relative_to(ROOT).parts[0] != "benchmarks"]
 HEAVY = ["torch", "transformers", "accelerate", "deepspeed", "datasets", "peft", "bitsandbytes"]
 ONNX = {"onnx", "onnxruntime", "onnxscript"}
@@ -381,18 +96,27 @@ def rooms_imported(file: Path) -> Iterator[str]:
     yield from map(room_of, files_imported(file))
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_what_it_says_and_only_what_stands_below(room: str) -> None:
-    """No arrow up and no circle; and the list holds no arrow that is not there."""
-    files = [f for f in FILES if room_of(f) == room]
-    assert {r for f in files for r in rooms_imported(f)} - {room} == ROOMS[room]
-    assert ROOMS[room] - {WARM, CLUSTER} <= set(list(ROOMS)[: list(ROOMS).index(room)])
+def test_layers_point_one_way() -> None:
+    """Models know no data: what they get are arrays and facts."""
+    seen = {(name(f), room) for f in FILES for room in rooms_imported(f)}
+    up = [(file, room) for file, room in seen if layer_of(room) > layer_of(file.replace("/", "."))]
+    assert up == []
+    assert [
+        (file, room) for file, room in seen if file.startswith("models/") and room.startswith("data")
+    ] == []
 
 
-def test_every_folder_of_code_is_a_room() -> None:
-    tops = {room.partition(".")[0] for room in ROOMS}
-    found = {room_of(f) for top in tops for f in (ROOT / top).rglob("*.py")}
-    assert found == {*ROOMS}
+def layer_of(room: str) -> int:
+    """Tests, which benchmarks borrow from, stand beside them."""
+    top = room.partition(".")[0]
+    return LAYERS.index(top) if top in LAYERS else len(LAYERS) - 1
+
+
+def test_no_rooms_import_each_other_in_a_circle() -> None:
+    rooms = {room_of(f): set[str]() for f in FILES}
+    for file in FILES:
+        rooms[room_of(file)] |= set(rooms_imported(file)) - {room_of(file)}
+    TopologicalSorter(rooms).prepare()  # raises CycleError
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:
@@ -402,7 +126,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 def test_the_package_holds_every_room() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     configs = {"isobatch.configs.accelerate", "isobatch.configs.deepspeed"}
-    rooms = {f"isobatch.{room}" for room in ROOMS if not room.startswith("benchmarks")}
+    rooms = {f"isobatch.{room_of(f)}" for f in PACKAGE}
     assert set(settings["packages"]) == {"isobatch", *rooms, *configs}
 
 
