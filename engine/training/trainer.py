@@ -17,8 +17,7 @@ from isobatch.core.recipe import DEMO
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
-from isobatch.engine.distributed.rank_record import RankRecord
-from isobatch.engine.distributed.watchdog import Watchdog
+from isobatch.engine.distributed.liveness import Watchdog
 from isobatch.engine.model_setup.compile_model import passed_by, uncompiled
 from isobatch.engine.optimization.loss_trend import ending_remark
 from isobatch.engine.optimization.schedule import remarks, why_lengthened
@@ -67,12 +66,10 @@ def train(context: RunContext, end_process: Callable[[str], None]) -> None:
             context.console.say(line)
         if eager:
             context.console.say(f"{eager}: rename that folder")
-    watchdog = Watchdog(world, context.stop, context.options.hang_timeout, end_process)
-    record = RankRecord(watchdog, run.rank_record)
+    watchdog = Watchdog(world, context.stop, context.options.hang_timeout, end_process, run.rank_record)
     with (
         context.stop,
         watchdog,
-        record,
         context.gpu_monitor,
         context.copies or contextlib.nullcontext(),
         session,

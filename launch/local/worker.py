@@ -80,7 +80,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
 
     from isobatch.core.errors import WorkerLostError
     from isobatch.core.terminal.console import Console
-    from isobatch.engine.distributed.lookout import Lookout
+    from isobatch.engine.distributed.liveness import PeerMonitor
     from isobatch.engine.training.run_context import RunContext
     from isobatch.engine.training.trainer import train
     from isobatch.launch.local.measured_run import remember_run
@@ -91,18 +91,18 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
     console = Console(log, options.quiet or not world.is_main, _mark())
 
     def end_process(reason: str) -> None:
-        """Called by lookout and watchdog: the main thread is blocked and cannot end the process itself."""
+        """Called by peer monitor and watchdog: the main thread is blocked and cannot end it itself."""
         if not run.has_verdict():
             run.write_exit(Verdict(FAILED, reason, WorkerLostError.cause))
             console.say(f"isobatch: {reason}", always=True)
         os._exit(FAILED)
 
-    lookout = Lookout(world, end_process)
+    peers = PeerMonitor(world, end_process)
     try:
         if options.tracker != "none":
             begin_tracking(run, world)
         plotter = Plotter(run, draws=world.is_main)
-        with lookout, torch.autograd.set_detect_anomaly(options.anomaly):
+        with peers, torch.autograd.set_detect_anomaly(options.anomaly):
             context = RunContext(run, world, options, console, owns_process, plotter.start)
             train(context, end_process)
         if world.is_main:
@@ -121,7 +121,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
         code = error.exit_code
         if isinstance(error, WorkerLostError):
             traceback.print_exc()
-            error = WorkerLostError(lookout.reason() or str(error))
+            error = WorkerLostError(peers.reason() or str(error))
         if (code == FAILED or isinstance(error, UserCodeError)) and world.is_main:
             run.mark_failed(str(error))
         doing()

@@ -275,7 +275,7 @@ def test_a_second_interrupt_stops_at_once(training: Any) -> None:
     below = [*made.workers(), *made.child("accelerate")]
     connections = [c for p in {*below} for c in p.net_connections("inet")]
     listening = [c.laddr for c in connections if c.status == psutil.CONN_LISTEN]
-    assert len(listening) >= 3  # of torchrun's agent, of gloo, of the lookout
+    assert len(listening) >= 3  # of torchrun's agent, of gloo, of the peer monitor
     assert {address.ip for address in listening} == {"127.0.0.1"}
     made.process.send_signal(signal.SIGINT)
     time.sleep(0.01)

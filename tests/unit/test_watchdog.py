@@ -1,10 +1,11 @@
-"""Tests of engine/distributed/watchdog.py: the stuck rank is named, whatever clocks say."""
+"""Tests of the watchdog (engine/distributed/liveness.py): the stuck rank is named, whatever clocks say."""
 
 from __future__ import annotations
 
 import inspect
 import itertools
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 from torch import nn
 
+from isobatch.core import atomic_files
+from isobatch.core.errors import StopRequestedError
 from isobatch.engine.distributed.communicator import Communicator
-from isobatch.engine.distributed.watchdog import Watchdog
+from isobatch.engine.distributed.liveness import Watchdog
 
 
 class Store:
@@ -48,9 +51,11 @@ class Clocks:
 
 
 def watch(rank: int, store: Store, **doing: Any) -> Any:
-    position = {"position": f"step {rank}", "waiting": "", "moved_at": 0.0, **doing}
-    world: Any = SimpleNamespace(rank=rank, size=3, store=lambda: store, is_finishing=False, **position)
-    return Watchdog(world, SimpleNamespace(requested=False), 10.0, lambda _: None)  # type: ignore[arg-type]
+    position = {"position": f"step {rank}", "waiting": "", "moved_at": time.monotonic(), **doing}
+    world: Any = SimpleNamespace(rank=rank, size=3, is_main=rank == 0, store=lambda: store, **position)
+    world.is_finishing, world.mark_progress = False, lambda _: None
+    stop: Any = SimpleNamespace(requested=False)
+    return Watchdog(world, stop, 10.0, lambda _: None, doing.get("record", Path("ranks.json")))
 
 
 @pytest.mark.parametrize(
@@ -68,7 +73,7 @@ def test_a_request_to_stop_does_not_end_an_export(
 ) -> None:
     world: Any = SimpleNamespace(moved_at=0.0, waiting=waiting, is_finishing=finishing)
     stop: Any = SimpleNamespace(requested=requested)
-    assert Watchdog(world, stop, 1800, lambda _: None).limit() == limit
+    assert Watchdog(world, stop, 1800, lambda _: None, Path()).limit() == limit
 
 
 def test_the_stuck_rank_is_named_whatever_the_clocks_say(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +84,7 @@ def test_the_stuck_rank_is_named_whatever_the_clocks_say(monkeypatch: pytest.Mon
         for offset, dog in ((1e6, waiting), (-5e5, silent), (7.0, busy)):
             clocks.offset = offset
             if dog is not silent or second < 5:
-                dog._publish_position()  # noqa: SLF001
+                dog._publish()  # noqa: SLF001
     clocks.offset = 1e6
     reason = waiting._reason(19.0)  # noqa: SLF001
     assert "waiting in an all-reduce for the others" in reason
@@ -103,7 +108,7 @@ def test_a_suspension_is_no_standstill(
     dog.end = lambda reason: ended.append(reason) or setattr(dog.world, "moved_at", clocks.seconds)
     dog._stopped = SimpleNamespace(wait=wait, is_set=lambda: False)  # noqa: SLF001
     monkeypatch.setattr("faulthandler.dump_traceback", lambda *_, **__: None)
-    dog._run()  # noqa: SLF001
+    dog._watch()  # noqa: SLF001
     assert len(ended) == ends
 
 
@@ -112,8 +117,44 @@ def test_ranks_that_all_wait_blame_nobody(monkeypatch: pytest.MonkeyPatch) -> No
     store = Store()
     dogs = [watch(rank, store, waiting="a barrier") for rank in range(3)]
     for dog in dogs:
-        dog._publish_position()  # noqa: SLF001
+        dog._publish()  # noqa: SLF001
     assert dogs[0]._reason(3.0).endswith("all of them wait as well")  # noqa: SLF001
+
+
+def test_every_rank_is_recorded_with_its_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, clock = Store(), [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    here, waits = watch(0, store, record=tmp_path / "ranks.json"), watch(1, store, waiting="a barrier")
+    for dog in (waits, here):
+        dog._publish()  # noqa: SLF001
+    clock[0] = 30.0
+    here.write_record()
+    said = atomic_files.read_json(tmp_path / "ranks.json")
+    first, second, third = said["ranks"]
+    assert (first["place"], first["waiting"], first["still_seconds"]) == ("step 0", "", 30.0)
+    assert (second["place"], second["waiting"], second["silent_seconds"]) == ("step 1", "a barrier", 30.0)
+    assert third == {"rank": 2}, "it was never heard of"
+
+
+@pytest.mark.parametrize(("error", "stays"), [(None, False), (StopRequestedError, False), (ValueError, True)])
+def test_it_stays_after_an_error_alone(error: type[Exception] | None, stays: bool, tmp_path: Path) -> None:
+    path = tmp_path / "ranks.json"
+    try:
+        with watch(0, Store(), record=path):
+            deadline = time.monotonic() + 5
+            while not path.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert path.exists()
+            if error:
+                raise error("x")
+    except (StopRequestedError, ValueError):
+        pass
+    assert path.exists() == stays
+
+
+def test_a_full_disk_ends_nothing(tmp_path: Path) -> None:
+    with watch(0, Store(), record=tmp_path / "nowhere" / "ranks.json"):
+        pass
 
 
 class Recorded(Communicator):

@@ -37,7 +37,7 @@ POLL_SECONDS = 0.5
 REPEAT_SIGNAL_SECONDS = 2.0
 """Between two stop signals: one that comes while a process still starts is ignored."""
 SHUTDOWN_SECONDS = 20.0
-"""How long the others of a worker may live after one has failed: their lookout ends them earlier."""
+"""How long the others of a worker may live after one has failed: their peer monitor ends them earlier."""
 VERDICT_SECONDS = 5.0
 """How long rank 0 may take to say why another process has failed."""
 OF_RAYS_GROUP = ("ACCELERATE_TORCH_DEVICE", "OMP_NUM_THREADS")

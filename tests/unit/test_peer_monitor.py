@@ -1,4 +1,4 @@
-"""Tests of engine/distributed/lookout.py: real processes that die, end and stop, without a process group."""
+"""The peer monitor (engine/distributed/liveness.py): real processes that die, end and stop."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.core.errors import StopRequestedError, TrainingError
-from isobatch.engine.distributed import lookout as lookout_module
-from isobatch.engine.distributed.lookout import Lookout
+from isobatch.engine.distributed import liveness
+from isobatch.engine.distributed.liveness import PeerMonitor
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -31,8 +31,8 @@ END_CODE = 3
 @pytest.fixture(autouse=True)
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """No collective of gloo reports an error here: nothing is to be waited for."""
-    monkeypatch.setattr(lookout_module, "OWN_ERROR_SECONDS", 0.2)
-    monkeypatch.setattr(lookout_module, "OTHER_RANKS_LATER_SECONDS", 0.0)
+    monkeypatch.setattr(liveness, "OWN_ERROR_SECONDS", 0.2)
+    monkeypatch.setattr(liveness, "OTHER_RANKS_LATER_SECONDS", 0.0)
 
 
 class Rank:
@@ -63,7 +63,7 @@ class Rank:
             self.say.join_thread()
             os._exit(END_CODE)
 
-        with Lookout(self.world, end):
+        with PeerMonitor(self.world, end):
             self.say.put((self.world.rank, "here"))
             orders.get()
         self.say.put((self.world.rank, "done"))
@@ -163,7 +163,7 @@ def test_a_child_does_not_keep_the_connection_of_a_dead_rank_open(
                 multiprocessing.get_context("fork").Process(target=time.sleep, args=(SOON,)).start()
 
         self.say.put((self.world.rank, "here"))
-        with Lookout(self.world, lambda reason: self.say.put((self.world.rank, reason))):
+        with PeerMonitor(self.world, lambda reason: self.say.put((self.world.rank, reason))):
             fork()
             orders.get()
 
@@ -182,30 +182,30 @@ def test_an_error_is_a_loss_for_those_who_wait_and_a_stop_is_none(error: Excepti
     offers: list[Any] = [queue.Queue(), queue.Queue()]
     reasons: list[str] = []
     first, second = (Rank(rank, 2, offers, None) for rank in range(2))
-    lookouts = [Lookout(rank.world, reasons.append) for rank in (first, second)]
-    with lookouts[0]:
-        lookouts[1].__enter__()
+    monitors = [PeerMonitor(rank.world, reasons.append) for rank in (first, second)]
+    with monitors[0]:
+        monitors[1].__enter__()
         time.sleep(0.2)
-        lookouts[1].__exit__(type(error))
-        for connection in lookouts[1]._connections:  # noqa: SLF001  as the end of its process would
+        monitors[1].__exit__(type(error))
+        for connection in monitors[1]._connections:  # noqa: SLF001  as the end of its process would
             connection.shutdown(socket.SHUT_RDWR)
-        found = lookouts[0].reason(within=1.0)
+        found = monitors[0].reason(within=1.0)
     assert found.startswith("rank 1 is lost") == (noticed == "lost")
     assert reasons == []  # the main thread left by itself
 
 
 def test_a_stranger_is_not_heard() -> None:
     offers: list[Any] = [queue.Queue(), queue.Queue()]
-    with Lookout(Rank(0, 2, offers, None).world, lambda _: None) as lookout:
+    with PeerMonitor(Rank(0, 2, offers, None).world, lambda _: None) as monitor:
         port, _ = offers[1].get()
         with socket.create_connection(("localhost", port), timeout=SOON) as stranger:
             stranger.sendall(b"let-me-in 1\n")
             assert stranger.recv(10) == b""  # shown the door
-        assert lookout.reason(within=0.5) == ""
+        assert monitor.reason(within=0.5) == ""
 
 
-def test_one_process_looks_for_nobody() -> None:
+def test_one_process_monitors_nobody() -> None:
     before = threading.active_count()
-    with Lookout(Rank(0, 1, [], None).world, lambda _: None) as lookout:
+    with PeerMonitor(Rank(0, 1, [], None).world, lambda _: None) as monitor:
         assert threading.active_count() == before
-    assert lookout.reason() == ""
+    assert monitor.reason() == ""
