@@ -28,10 +28,6 @@ BENCHMARKS = {
     ),
     "adapters": ("speed.adapters", "fine-tuning in 16, 8 and 4 bits: memory, steps, checkpoints; cleaning"),
     "compression": ("speed.compression", "pruning and 4-bit training: steps, file sizes, latency"),
-    "advice": (
-        "speed.advice",
-        "bottlenecks that are planted: what `profile` promises, and what following it gains",
-    ),
     "tune": ("speed.tune", "what each commonly named speed-up is worth here, on all tasks, by `tune`"),
     "chosen-plan": (
         "quality.chosen_plan",

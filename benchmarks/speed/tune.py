@@ -32,23 +32,21 @@ def _tune(task: str, minutes: str) -> list[Row]:
         done = subprocess.run(own_command(*words), capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     rows = [_row(task, row) for row in found["rows"]]
-    together = {"measure": "kept together", "flags": " ".join(found["keep"]), **(found["keep_rounds"] or {})}
-    everything = found.get("everything") or {"flags": []}
-    all_of_it = {"measure": "all that helps", **everything, "flags": " ".join(everything["flags"])}
+    keep = {"measure": "together", **(found["keep"] or {"flags": ""})}
     whole = {"measure": "the time asked for", "flags": f"{minutes} minutes", "ratio": found["seconds"] / 60}
     noise = {"measure": "the recipe itself", "flags": "", **found["noise"]}
-    return [*rows, *(_row(task, row) for row in (together, all_of_it, noise, whole))]
+    return [*rows, *(_row(task, row) for row in (keep, noise, whole))]
 
 
 def _row(task: str, row: Row) -> Row:
-    worth = row.get("worth", row.get("ratio"))
+    ratio = row.get("ratio")
     low_high = row.get("quoted")
     return {
         "task": task,
         "measure": row["measure"],
         "tried": row["flags"],
         "quoted": "{}-{}".format(*low_high) if low_high else "",
-        "here": None if worth is None else round(worth, 3),
+        "here": None if ratio is None else round(ratio, 3),
         "spread": None if row.get("spread") is None else round(row["spread"], 3),
         "memory": None if not row.get("memory") else round(row["memory"], 2),
         "problem": row.get("problem", ""),

@@ -18,7 +18,7 @@ class Rule:
     """When a measure is worth a trial, and why."""
 
     measure: str
-    """Name of the measure that `profile` and `tune` try."""
+    """Name of the measure that `tune` tries."""
     applies: Callable[[Findings, Mapping[str, Any]], bool]
     """(findings, the plan's fields) -> whether it may help."""
     sentence: Callable[[Findings, Mapping[str, Any]], str]
@@ -44,11 +44,6 @@ RULES = (
         lambda f, _: f"a step waits {share_of_step(f, 'data wait'):.0%} of its time for data",
     ),
     Rule(
-        "threads",
-        lambda f, p: p["device"] == "cpu" and p["threads"] * p["processes"] < f["cores"],
-        lambda f, p: f"{p['threads']} of {f['cores']} cores compute",
-    ),
-    Rule(
         "micro-batch",
         lambda f, _: f["micro_batches"] > 1 or f["padding"] > PADDING,
         lambda f, _: (
@@ -64,7 +59,7 @@ RULES = (
         lambda *_: "attention keeps its length-squared matrices (eager)",
     ),
     Rule(
-        "fused optimizer",
+        "optimizer",
         lambda f, _: f["fused_optimizer"] is False and share_of_step(f, "optimizer") > OPTIMIZER,
         lambda f, _: (
             f"the optimizer steps parameter by parameter, {share_of_step(f, 'optimizer'):.0%} of a step"
@@ -84,7 +79,7 @@ RULES = (
 )
 
 
-def worth_a_trial(found: Findings, plan: Mapping[str, Any]) -> list[dict[str, str]]:
+def worth_a_trial(found: Findings, plan: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The measure and a sentence (`text`) of each rule that applies."""
     return [{"measure": r.measure, "text": r.sentence(found, plan)} for r in RULES if r.applies(found, plan)]
 
@@ -121,4 +116,11 @@ def profile_lines(found: Findings) -> list[str]:
     lines += ["", *(("  ok      " if row["met"] else "  missed  ") + row["text"] for row in targets(found))]
     if found.get("power_watts"):
         lines.append(f"  power   {found['power_watts']:.0f} W")
-    return lines
+    lines += [
+        "",
+        "worth a trial (`tune` measures what it brings):" if found["advice"] else "nothing is amiss",
+    ]
+    for row in found["advice"]:
+        flags = f": {', '.join(row['flags'])}" if row.get("flags") else ""
+        lines.append(f"  {row['measure']}{flags} ({row['text']})")
+    return [*lines, *(f"{what}: {file}" for what, file in found["files"].items())]

@@ -220,12 +220,8 @@ def write_profile_of_run(context: Any, profiler: StepProfiler) -> None:
     found, phase = profiler.findings, profiler.active
     folder = context.run.folder / FOLDER / phase.schedule.name
     found["files"] = profiler.write(folder)
-    found |= {"cores": profiler.cores * context.world.size, **context.gpu_monitor.latest()}
-    found |= {"targets": targets(found), "phase": phase.schedule.name}
+    found |= {"targets": targets(found), "phase": phase.schedule.name, **context.gpu_monitor.latest()}
     found["advice"] = worth_a_trial(found, phase.session.plan.to_dict())
     atomic_files.write_json(folder / FILE, found)
     for line in profile_lines(found):
         context.console.say(line)
-    for row in found["advice"]:
-        context.console.say(f"  advice  {row['text']} ({row['measure']}: `profile` tries what applies)")
-    context.console.say(f"profile of {found['steps']} steps: {folder}")

@@ -314,6 +314,8 @@ LEFT = {
     "critical_batch": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
     "noise_scale_every": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
     "remember": "type the flags that `tune` prints",
+    "trials": "run `tune` for what each measure brings",
+    "trial_seconds": "run `tune` for what each measure brings",
 }
 """Flags that were taken out -> what to use instead."""
 

@@ -47,8 +47,6 @@ class Variant:
     recipe: Recipe
     plan: Plan
     facts: Facts
-    fused: bool = True
-    """Whether the optimizer may use its fused kernel."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +73,12 @@ class Setup:
         """What the plan of the base was asked for."""
         return self.request.plan
 
-    def variant(
-        self, plan: Mapping[str, Any] = NO_VALUES, recipe: Mapping[str, Any] = NO_VALUES, fused: bool = True
-    ) -> Variant:
+    def variant(self, plan: Mapping[str, Any] = NO_VALUES, recipe: Mapping[str, Any] = NO_VALUES) -> Variant:
         """The base with these options of the plan and fields of the recipe.
 
-        `plan` may name `threads`, which is no option. Raises UserError where the planner refuses it.
+        Raises UserError where the planner refuses it.
         """
-        asked = dataclasses.replace(self.asked, **{k: v for k, v in plan.items() if k != "threads"})
+        asked = dataclasses.replace(self.asked, **plan)
         changed, facts, size = self.recipe, self.facts, self.size
         if recipe:
             common = {k: v for k, v in recipe.items() if k in flags_of(type(changed), "recipe")}
@@ -92,10 +88,7 @@ class Setup:
             task.check()
             facts = prepare(data)
             size = task.model_size(facts)
-        made = _plan(changed, facts, size, self.hardware, asked, self.world)
-        if "threads" in plan:
-            made = dataclasses.replace(made, threads=plan["threads"])
-        return Variant(changed, made, facts, fused)
+        return Variant(changed, _plan(changed, facts, size, self.hardware, asked, self.world), facts)
 
     def weaker(self, variant: Variant) -> str:
         """The invariance of a variant's plan where it is weaker than the base's; else empty."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
 import math
 from dataclasses import dataclass, field
 from statistics import median
@@ -26,7 +25,7 @@ from isobatch.engine.training.session import Session
 from isobatch.models.attention_functions import register_again, registered_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from isobatch.core.plan import Precision
@@ -45,21 +44,6 @@ LEAST_ROUNDS, MOST_ROUNDS = 3, 9
 LEAST_GAIN = 0.03
 """What is less than this faster counts as the same."""
 NO_TIME = "no time was left to measure it"
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Consecutive steps of a trial."""
-
-    seconds: float
-    steps: int
-    samples: int
-    tokens: int
-    """Without padding."""
-
-    def cost(self, unit: Unit) -> float:
-        """Seconds for a sample, or for a token."""
-        return self.seconds / max(1, self.samples if unit == "samples" else self.tokens)
 
 
 class TrialSession:
@@ -85,8 +69,6 @@ class TrialSession:
             self.session.prepare_phase(schedule)
         self.active = self._open.enter_context(self.session.phase(self.session.schedules[-1]))
         self._attention = registered_attention()
-        if not self.variant.fused:
-            forbid_fused(getattr(self.active.strategy, "optimizer", None))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -97,11 +79,6 @@ class TrialSession:
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    @property
-    def fill_steps(self) -> int:
-        """First steps of a round that do not count: the loader begins, its processes bring a batch each."""
-        return 1 + self.variant.plan.workers
-
     def warm_up(self) -> None:
         """First steps: buffers are made, graphs compiled."""
         began = now()
@@ -110,18 +87,21 @@ class TrialSession:
         self.synchronize()
         self.warm_seconds = now() - began
 
-    def round(self, steps: int) -> Round:
-        """So many steps, timed."""
-        began, samples, tokens, fill = 0.0, 0, 0, self.fill_steps
-        for number, loaded in enumerate(self.batches(fill + steps)):
+    def round(self, steps: int, unit: Unit = "samples") -> float:
+        """So many steps: seconds for a sample, or for a token without padding.
+
+        The first steps do not count: the loader begins, and its processes bring a batch each.
+        """
+        began, done, fill = 0.0, 0, 1 + self.variant.plan.workers
+        for number, loaded in enumerate(self.batches(fill + steps), start=1):
             self.active.step(loaded)
-            if number >= fill:
-                samples, tokens = samples + len(loaded.work.samples), tokens + loaded.work.tokens
-            if number == fill - 1:
+            if number > fill:
+                done += len(loaded.work.samples) if unit == "samples" else loaded.work.tokens
+            if number == fill:
                 self.synchronize()
                 began = now()
         self.synchronize()
-        return Round(now() - began, steps, samples, tokens)
+        return (now() - began) / max(1, done)
 
     def batches(self, count: int) -> Iterator[LoadedStep]:
         """The next `count` steps; from the phase's first again where it has no more. No more is fetched."""
@@ -138,22 +118,10 @@ class TrialSession:
             stream.close()
             self._step, count = (self._step + taken) % whole, count - taken
 
-    def peak_of_step(self) -> int:
-        """Most bytes of tensors at once in the phase's first step, beyond those between steps."""
-        self._step = 0
-
-        def step() -> None:
-            for loaded in self.batches(1):
-                self.active.step(loaded)
-
-        return peak_of_tensors(step, self.world.device)
-
     def steps_per_round(self) -> int:
         """As many steps as fit into ROUND_SECONDS by the warm steps; the same on every rank."""
-        step = self.warm_seconds / WARM_STEPS
-        most = min(MOST_STEPS, self.active.schedule.steps - self.fill_steps)
-        steps = max(1, min(most, max(LEAST_STEPS, int(ROUND_SECONDS / step))))
-        return int(self.world.broadcast_object(steps))
+        fitting = int(ROUND_SECONDS * WARM_STEPS / self.warm_seconds)
+        return int(self.world.broadcast_object(min(MOST_STEPS, max(LEAST_STEPS, fitting))))
 
     def synchronize(self) -> None:
         """Wait for the device."""
@@ -177,39 +145,14 @@ class _OwnPrecision:
         return torch.autocast(self._accelerator.device.type, kind)
 
 
-def forbid_fused(optimizer: Any) -> None:
-    """Let torch's optimizer step parameter by parameter, as without its fused kernel."""
-    for group in getattr(optimizer, "param_groups", ()):
-        group.update({name: False for name in ("fused", "foreach") if name in group})
-
-
-def peak_of_tensors(run: Callable[[], None], device: torch.device) -> int:
-    """Most bytes of tensors that live at once while `run` runs, beyond those before; exact on CPU and GPU."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        return torch.cuda.max_memory_allocated(device) - before
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=kinds, profile_memory=True) as profile:
-        run()
-    results: Any = profile.profiler.kineto_results
-    events = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"]
-    return max([0, *itertools.accumulate(change for _, change in sorted(events, key=lambda e: e[0]))])
-
-
 @dataclass(slots=True)
 class PairedRounds:
     """A variant beside the base: `ratios` above 1 are faster."""
 
     ratios: list[float] = field(default_factory=list)
     """Of each round: time of the base over that of the variant, for a sample (or a token)."""
-    step_seconds: list[float] = field(default_factory=list)
-    """Of the variant, in each round."""
     warm_seconds: float = 0.0
     """Of the variant's first steps, with its compilation."""
-    peak: int = 0
-    """Most bytes of tensors at once in a step of the variant, beyond those between steps."""
     problem: str = ""
     """Why there is no figure."""
 
@@ -223,29 +166,18 @@ class PairedRounds:
         """Median distance of a round's ratio from the median, as a share of it."""
         return median(abs(r - self.ratio) for r in self.ratios) / self.ratio if self.ratios else 0.0
 
-    @property
-    def helps(self) -> bool:
-        """Whether it is faster, beyond the noise of the rounds."""
-        enough = not self.problem and len(self.ratios) >= LEAST_ROUNDS
-        return enough and self.ratio > 1 + max(LEAST_GAIN, 2 * self.spread)
-
     def beats(self, noise: PairedRounds) -> bool:
-        """Whether it is faster, and by more than the base beside itself seemed to be."""
-        return self.helps and self.ratio > 1 + abs(noise.ratio - 1) + noise.spread
+        """Whether it is faster, beyond the noise of its rounds, and of the base beside itself."""
+        if self.problem or len(self.ratios) < LEAST_ROUNDS:
+            return False
+        return self.ratio > 1 + max(LEAST_GAIN, 2 * self.spread, abs(noise.ratio - 1) + noise.spread)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         if self.problem:
             return {"problem": self.problem}
-        return {
-            "ratio": self.ratio,
-            "spread": self.spread,
-            "helps": self.helps,
-            "rounds": len(self.ratios),
-            "step_seconds": median(self.step_seconds),
-            "warm_seconds": self.warm_seconds,
-            "peak": self.peak,
-        }
+        rounds = {"ratio": self.ratio, "spread": self.spread, "rounds": len(self.ratios)}
+        return {**rounds, "warm_seconds": self.warm_seconds}
 
 
 def compare(
@@ -262,7 +194,6 @@ def compare(
             trial.warm_up()
             found.warm_seconds = trial.warm_seconds
             alternate(base, trial, found, unit, end, limit)
-            found.peak = trial.peak_of_step()
     except Exception as error:
         known = classify(error)
         text = str(known if known is not None else error).strip() or type(error).__name__
@@ -283,7 +214,6 @@ def alternate(
         if not base.world.broadcast_object(goes_on):  # every rank takes as many as rank 0's clock allows
             return
         order = (base, trial) if rounds % 2 == 0 else (trial, base)
-        timed = {one: one.round(steps) for one in order}
-        found.ratios.append(timed[base].cost(unit) / timed[trial].cost(unit))
-        found.step_seconds.append(timed[trial].seconds / steps)
+        costs = {one: one.round(steps, unit) for one in order}
+        found.ratios.append(costs[base] / costs[trial])
         length = now() - began

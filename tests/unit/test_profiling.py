@@ -18,10 +18,7 @@ from isobatch.engine.profiling.recorder import PARTS, Recorder
 from isobatch.engine.profiling.step_profiler import StepProfiler, is_fused
 from isobatch.engine.runs.run_options import step_window
 from isobatch.launch.commands.auto import auto
-from isobatch.launch.measuring import measures
-from isobatch.launch.measuring import profile as profile_command
 from isobatch.launch.measuring.profile import profile
-from isobatch.launch.measuring.trial import peak_of_tensors
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
@@ -123,11 +120,6 @@ def step(net: nn.Module, found: Recorder, x: torch.Tensor) -> None:
         loss.backward()
 
 
-def test_the_peak_of_a_step_is_of_its_tensors() -> None:
-    net, x = Net(), torch.ones(64, 64)
-    assert 4 * 64 * 512 <= peak_of_tensors(lambda: step(net, Recorder(), x), CPU) < 40 * 64 * 512
-
-
 def test_a_window_has_a_first_and_a_last_step() -> None:
     assert step_window("20:24") == (20, 24)
     for wrong in ("20", "0:5", "5:5", "9:4", "a:b", "3:"):
@@ -201,10 +193,9 @@ PLAN = {
         (
             {"fused_optimizer": False, "parts": {**HEALTHY["parts"], "optimizer": 0.3}},
             {},
-            ["fused optimizer"],
+            ["optimizer"],
         ),
         ({"fused_optimizer": False}, {}, []),
-        ({}, {"threads": 1}, ["threads"]),
         ({}, {"precision": "fp32"}, ["mixed precision"]),
         ({"device_use": 0.5}, {"device": "cuda"}, ["compile"]),
         ({}, {"activation_checkpointing": True}, ["activation checkpointing"]),
@@ -224,45 +215,31 @@ def test_targets_are_named_met_or_missed() -> None:
     assert [row["met"] for row in advice.targets(HEALTHY | slow)] == [False, False, False]
 
 
-@pytest.fixture
-def _one_core(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that wait would take the cores from other tests."""
-    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
-    for module in (measures, profile_command):
-        monkeypatch.setattr(module, "usable_cores", lambda: 1)
-
-
-@pytest.mark.usefixtures("_one_core")
-@pytest.mark.parametrize("trials", ["on", "off"])
-def test_profile_on_a_task(trials: str, say: Say, tmp_path: Path) -> None:
-    words = ("--task", RAGGED, "--out", str(tmp_path), "--device", "cpu", "--quiet", "--json")
-    more = ("--trials", trials, "--trial-seconds", "1", "--timed-steps", "4", "--micro-batch", "2")
-    code, out, _ = say(profile, *words, *more)
-    found = json.loads(out)
+@pytest.mark.parametrize("json_wanted", [True, False])
+def test_profile_on_a_task(
+    json_wanted: bool, say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")  # threads that wait would take the cores from other tests
+    words = ["--task", RAGGED, "--out", str(tmp_path), "--device", "cpu", "--quiet", "--timed-steps", "4"]
+    code, out, _ = say(profile, *words, "--micro-batch", "2", *(["--json"] if json_wanted else []))
     assert code == 0
-    assert sum(found["parts"].values()) == pytest.approx(found["step_seconds"], rel=0.05)
-    assert {row["measure"] for row in found["advice"]} >= {"micro-batch"}
-    if trials == "on":
-        first = found["advice"][0]
-        assert first["ratio"] > 1.2, "micro-batches of 2 samples are slower"
-        assert first["flags"] in first["text"]
+    if json_wanted:
+        found = json.loads(out)
+        assert sum(found["parts"].values()) == pytest.approx(found["step_seconds"], rel=0.05)
+        flags = {row["measure"]: row["flags"] for row in found["advice"]}
+        assert flags["micro-batch"] == ["no --micro-batch"]
+    else:
+        assert "a step takes" in out
+        assert "target: below 10 %" in out
+        assert "no --micro-batch" in out
     for file in ("trace.json", "profile.json"):
         assert list(tmp_path.glob(f"profiles/*/{file}"))
 
 
-@pytest.mark.usefixtures("_one_core")
-def test_profile_for_a_person(say: Say, tmp_path: Path) -> None:
-    words = ("--task", RAGGED, "--out", str(tmp_path), "--trials", "off", "--timed-steps", "3", "--quiet")
-    _, out, _ = say(profile, *words, "--device", "cpu")
-    assert "a step takes" in out
-    assert "target: below 10 %" in out
-    assert "trace.json" in out
-
-
-@pytest.mark.usefixtures("_one_core")
 def test_steps_of_a_run_are_profiled_and_learn_the_same(
     say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
     for name in ("TOKENIZERS_PARALLELISM", "TRANSFORMERS_VERBOSITY"):  # set where a run begins
         monkeypatch.setenv(name, os.environ.get(name, "false" if name.startswith("TOK") else "error"))
     words = ("--task", RAGGED, "--epochs", "2", "--quiet", "--device", "cpu", "--out", str(tmp_path))
