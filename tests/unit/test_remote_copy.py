@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from isobatch.core.errors import StopRequestedError, UserError
-from isobatch.engine.checkpointing import checkpoint, portable_state, remote_copy, remote_store, writer
+from isobatch.engine.checkpointing import checkpoint, portable_state, remote_copy, writer
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-from isobatch.engine.checkpointing.remote_copy import RemoteCopies, fetch_run
-from isobatch.engine.checkpointing.remote_store import open_store
+from isobatch.engine.checkpointing.remote_copy import RemoteCopies, fetch_run, open_store
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.tests.unit.helpers import same
 
@@ -32,7 +31,7 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def _no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_store, "FIRST_DELAY_SECONDS", 0.001)
+    monkeypatch.setattr(remote_copy, "FIRST_DELAY_SECONDS", 0.001)
     monkeypatch.setattr(remote_copy, "WAIT_SECONDS", 10.0)
 
 
