@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
+    import numpy as np
     from torch import Tensor
 
+    from isobatch.engine.checkpointing.portable_state import TensorEntry
     from isobatch.engine.distributed.communicator import Communicator
 
 CHECKSUMS = "checksums.json"
@@ -164,6 +166,46 @@ class SavedCheckpoint:
         return out
 
 
+class SharedReader:
+    """Whole tensors for every rank: all must read the same ones in the same order.
+
+    Over several nodes each rank reads the parts that it has checked and sends them to the others, so that
+    storage gives every byte once. On one node each reads what it needs: the machine keeps what it has read.
+    """
+
+    def __init__(self, saved: SavedCheckpoint, world: Communicator) -> None:
+        self._saved, self._world = saved, world
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        return self._saved.entries
+
+    def read(self, name: str) -> Tensor:
+        """A whole tensor; on the device where it came from other ranks."""
+        import torch
+
+        entry = self.entries[name]
+        count = math.prod(entry.shape)
+        if self._world.nodes == 1 or not count:
+            return self._saved.read(name)
+        found = torch.zeros(count, dtype=getattr(torch, entry.dtype))
+        for first, last in self._own(self._saved.layout.pieces_of(name)):
+            found[first:last] = self._saved.read_slice(name, first, last)
+        found = found.to(self._world.device)
+        # One rank has each element, the others zero: a sum of integers gives the same bits.
+        self._world.all_reduce_sum(found.view(torch.int32 if found.element_size() % 4 == 0 else torch.uint8))
+        return found.view(entry.shape)
+
+    def _own(self, pieces: np.ndarray) -> list[list[int]]:
+        """[first element, last + 1] of those pieces that this rank reads for all."""
+        found: list[list[int]] = []
+        for number in self._saved.own_parts(self._world.rank, self._world.size):
+            part = self._saved.layout.parts[number]
+            of_part = (pieces[:, 2] == part.file) & (pieces[:, 3] >= part.start) & (pieces[:, 3] < part.stop)
+            found += pieces[of_part, :2].tolist()
+        return found
+
+
 def _close(opened: dict[int, int]) -> None:
     for descriptor in opened.values():
         os.close(descriptor)
@@ -212,24 +254,14 @@ def phase_and_step(name: str) -> tuple[str, int]:
     return phase, int(step)
 
 
-def replace_state(folder: Path, facts: Mapping[str, Any]) -> None:
-    """Write other facts into a checkpoint's state.json; its tensors stay."""
-    recorded = atomic_files.read_json(folder / CHECKSUMS)
-    atomic_files.write_json(folder / "state.json", facts)
-    sums = {**recorded, "state.json": atomic_files.crc32(folder / "state.json")}
-    atomic_files.write_json(folder / CHECKSUMS, sums)
-
-
 def list_checkpoints(folder: Path, phases: list[str]) -> list[Path]:
-    """Complete checkpoints, oldest first: by phase, then step."""
-    found = [p for p in folder.glob("*-*") if (p / "index.json").exists() and not p.name.startswith(".")]
-    return sorted((p for p in found if _order(p, phases)[0] >= 0), key=lambda p: _order(p, phases))
-
-
-def _order(path: Path, phases: list[str]) -> tuple[int, int]:
-    """(index of the phase, step); the index is -1 where the name is not a checkpoint's."""
-    phase, _, step = path.name.rpartition("-")
-    return (phases.index(phase), int(step)) if phase in phases and step.isdigit() else (-1, 0)
+    """Complete checkpoints, oldest first: by phase, then step. Other names are no checkpoints'."""
+    found = {}
+    for path in (index.parent for index in folder.glob("[!.]*-*/index.json")):
+        phase, _, step = path.name.rpartition("-")
+        if phase in phases and step.isdigit():
+            found[phases.index(phase), int(step)] = path
+    return [found[place] for place in sorted(found)]
 
 
 def delete_old(folder: Path, phases: list[str], keep: int, spare: set[str]) -> None:

@@ -29,11 +29,8 @@ def file_digest(path: Path) -> str:
 
 def bytes_digest(path: Path) -> str:
     """The digest of a file's bytes."""
-    digest = hashlib.sha256()
     with path.open("rb") as stream:
-        while block := stream.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _tensors_digest(path: Path) -> str | None:

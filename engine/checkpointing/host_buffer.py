@@ -19,10 +19,11 @@ import itertools
 import mmap
 import os
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from isal import isal_zlib
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from isobatch.engine.checkpointing.layout import SECTOR, whole_sectors
 
@@ -42,9 +43,20 @@ class HostBuffer:
     def __init__(self, device: torch.device | None = None) -> None:
         """`device`: where the tensors are that training changes; the host where it is not given."""
         self._memory = mmap.mmap(-1, SECTOR)
-        self._copies = _DeviceCopies(device) if device is not None and device.type == "cuda" else None
-        if self._copies is not None:
-            weakref.finalize(self, self._copies.unpin).atexit = False  # before the memory is gone
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._pinned: list[int] = []
+        """Address of the page-locked memory."""
+        self._copied: torch.cuda.Event | None = None
+        """Recorded after the last copy from the device."""
+        self._fenced = True
+        self._sources: list[Tensor] = []
+        """Kept until they are copied: freed memory would be used again."""
+        if self._device is not None:
+            self._stream = torch.cuda.Stream(self._device)
+            me = weakref.WeakMethod(self._fence)
+            hook = register_optimizer_step_pre_hook(lambda *_: me() and me()())  # type: ignore[misc]
+            weakref.finalize(self, hook.remove)
+            weakref.finalize(self, _unpin, self._pinned).atexit = False  # before the memory is gone
 
     def fill(self, parts: Mapping[str, Tensor], unstable: Collection[str] = (), header: bytes = b"") -> int:
         """Start to copy 1-d tensors, by name, into the buffer, behind `header`; returns its size in bytes.
@@ -63,71 +75,17 @@ class HostBuffer:
             name: flat[start:stop].view(tensor.dtype)
             for (name, tensor), (start, stop) in zip(parts.items(), itertools.pairwise(stops), strict=True)
         }
-        if self._copies is None:
+        if self._device is None:
             for name, place in places.items():
                 place.copy_(parts[name])
         else:
-            self._copies.start(places, parts, unstable)
+            self._copy_from_device(places, parts, unstable)
         return size
 
-    def _reserve(self, size: int) -> None:
-        if size > len(self._memory):
-            if self._copies is not None:
-                self._copies.unpin()
-            self._memory = mmap.mmap(-1, -(-size // SECTOR) * SECTOR)
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-            if self._copies is not None:
-                self._copies.pin(self._memory)
-
-    def write(self, path: Path, start: int, size: int, total: int) -> dict[str, int | str]:
-        """Write the first `size` bytes to the bytes from `start` on of a file of `total` bytes, and sync.
-
-        Returns their number and sums. Other processes may write other parts of the file at the same time.
-        Waits for the copies first, so that it may run in a thread.
-        """
-        if self._copies is not None:
-            self._copies.wait()
-        with memoryview(self._memory) as memory:
-            if size:
-                try:
-                    _write(path, memory[:size], start, total, os.O_DIRECT)
-                except (AttributeError, OSError) as error:  # O_DIRECT is not supported everywhere
-                    if isinstance(error, OSError) and error.errno != errno.EINVAL:
-                        raise
-                    _write(path, memory[:size], start, total, 0)
-            crc, digest = isal_zlib.crc32(memory[:size]), hashlib.sha256(memory[:size]).hexdigest()
-        return {"bytes": size, "crc32": crc, "sha256": digest}
-
-
-class _DeviceCopies:
-    """Copies from a CUDA device on a stream of their own, beside the training stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._pinned = 0
-        """Address of the page-locked memory; 0 for none."""
-        self._copied: torch.cuda.Event | None = None
-        """Recorded after the last copy."""
-        self._fenced = True
-        self._sources: list[Tensor] = []
-        """Kept until they are copied: freed memory would be used again."""
-        me = weakref.ref(self)
-
-        def before_update(*_: Any) -> None:
-            if (copies := me()) is not None:
-                copies.fence()
-
-        handle = register_optimizer_step_pre_hook(before_update)
-        weakref.finalize(self, handle.remove)
-
-    def start(
+    def _copy_from_device(
         self, places: Mapping[str, Tensor], parts: Mapping[str, Tensor], unstable: Collection[str]
     ) -> None:
-        """Issue the copies. The training stream waits for `unstable` ones at once, for others in `fence`."""
+        """Issue the copies. The training stream waits for `unstable` ones at once, for others in `_fence`."""
         training = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(training)
         for later in (False, True):
@@ -141,32 +99,56 @@ class _DeviceCopies:
                 training.wait_event(self._copied)
         self._fenced, self._sources = False, list(parts.values())
 
-    def fence(self) -> None:
+    def _fence(self) -> None:
         """Let the training stream wait for the copies, before the tensors change."""
         if self._copied is not None and not self._fenced:
             torch.cuda.current_stream(self._device).wait_event(self._copied)
             self._fenced = True
 
-    def wait(self) -> None:
-        """Let the host wait for the copies."""
+    def _reserve(self, size: int) -> None:
+        if size <= len(self._memory):
+            return
+        _unpin(self._pinned)
+        self._memory = mmap.mmap(-1, size)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._memory.madvise(mmap.MADV_HUGEPAGE)
+        if self._device is None:
+            return
+        # Else copies go through the driver's own memory, and the host waits for them.
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        if not int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
+            self._pinned.append(address)
+            return
+        # A limit on locked memory costs speed alone. CUDA keeps the error for whoever asks next: let it be a
+        # kernel that nobody needs.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self._device)
+
+    def write(self, path: Path, start: int, size: int, total: int) -> dict[str, int | str]:
+        """Write the first `size` bytes to the bytes from `start` on of a file of `total` bytes, and sync.
+
+        Returns their number and sums. Other processes may write other parts of the file at the same time.
+        Waits for the copies first, so that it may run in a thread.
+        """
         if self._copied is not None:
             self._copied.synchronize()
         self._sources = []
+        with memoryview(self._memory)[:size] as memory:
+            if size:
+                try:
+                    _write(path, memory, start, total, getattr(os, "O_DIRECT", 0))
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    _write(path, memory, start, total, 0)  # O_DIRECT is not supported everywhere
+            crc, digest = isal_zlib.crc32(memory), hashlib.sha256(memory).hexdigest()
+        return {"bytes": size, "crc32": crc, "sha256": digest}
 
-    def pin(self, memory: mmap.mmap) -> None:
-        """Lock the memory's pages, else copies go through the driver's own and the host waits for them."""
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        refused = int(torch.cuda.cudart().cudaHostRegister(address, len(memory), 0))
-        self._pinned = 0 if refused else address  # a limit on locked memory costs speed alone
-        if refused:  # CUDA keeps the error for whoever asks next: let it be a kernel that nobody needs
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device=self._device)
 
-    def unpin(self) -> None:
-        """Let go of the memory that is about to be replaced."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned)
-        self._pinned = 0
+def _unpin(pinned: list[int]) -> None:
+    """Let go of memory that is about to be replaced."""
+    while pinned:
+        torch.cuda.cudart().cudaHostUnregister(pinned.pop())
 
 
 def _write(path: Path, memory: memoryview, start: int, total: int, flags: int) -> None:

@@ -109,14 +109,9 @@ class Layout:
         return json.dumps({**index, "pieces": pieces})
 
 
-def entries_in(index: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    """The entries that index.json lists."""
-    return {n: TensorEntry(tuple(e["shape"]), e["dtype"]) for n, e in index["tensors"].items()}
-
-
 def layout_in(index: Mapping[str, Any]) -> Layout:
     """The layout that index.json describes. Raises ValueError, KeyError or TypeError where it does not."""
-    entries = entries_in(index)
+    entries = {n: TensorEntry(tuple(e["shape"]), e["dtype"]) for n, e in index["tensors"].items()}
     tables = [
         np.insert(np.array(index["pieces"][name], np.int64).reshape(-1, 4), 0, number, axis=1)
         for number, name in enumerate(entries)

@@ -1,12 +1,14 @@
-"""Weights as they lie on disk, in a run's checkpoint or export or in a folder of transformers, and how two
-of them differ.
+"""Weights as they lie on disk, in a run's checkpoint or export or in a folder of transformers: how two of
+them differ, and how a run begins from them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +19,11 @@ from safetensors import SafetensorError, safe_open
 
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing.checkpoint import CHECKSUMS, SavedCheckpoint
-from isobatch.engine.checkpointing.portable_state import WEIGHT
+from isobatch.engine.checkpointing.digests import bytes_digest
+from isobatch.engine.checkpointing.portable_state import WEIGHT, saved_weight_names
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
 Weights = Mapping[str, Callable[[], "Tensor"]]
 """Parameter or buffer -> what reads it."""
@@ -144,11 +147,7 @@ class WeightsDifference:
         return bool(self.tensors) and not (any(self.alone) or self.shapes or self.differs)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            **{"tensors": self.tensors, "same": self.same, "alone": list(self.alone)},
-            **{"shapes": self.shapes, "difference": self.difference, "beyond": self.beyond},
-            "largest": [list(one) for one in self.largest],
-        }
+        return dataclasses.asdict(self)
 
 
 MOST_NAMED = 10
@@ -229,3 +228,42 @@ def _epsilon(a: Tensor, b: Tensor) -> float:
 
 def _is_tied(values: Tensor, other: Weights) -> bool:
     return any(values.shape == (found := read()).shape and values.equal(found) for read in other.values())
+
+
+def load_start_weights(origin: Mapping[str, Any], model: nn.Module) -> None:
+    """Set the model's weights to those of the checkpoint that `starts_from` names.
+
+    What that run did not train keeps its values. Raises UserError where the checkpoint is gone or another
+    one, or where its weights are not this model's.
+    """
+    import torch
+
+    folder = Path(origin["run"]) / "checkpoints" / origin["checkpoint"]
+    if not (folder / CHECKSUMS).is_file():
+        raise UserError(f"the recipe starts from {folder}, and it is not there: put it back")
+    if bytes_digest(folder / CHECKSUMS) != origin["digest"]:
+        raise UserError(f"the recipe starts from {folder}, and that is another checkpoint now")
+    saved = SavedCheckpoint(folder)
+    targets = dict(model.named_parameters()) | dict(model.named_buffers())
+    names = saved_weight_names(saved)
+    kinds = {_layer_kind(name) for name in names}
+    further = [n for n, _ in model.named_parameters() if n not in names and _layer_kind(n) in kinds]
+    if further:
+        raise UserError(
+            f"--from {origin['run']}: this model has more layers ({further[0]}): keep the flags that make it"
+        )
+    with torch.no_grad():
+        for name in sorted(names):
+            shape = saved.entries[WEIGHT + name].shape
+            if name not in targets or tuple(targets[name].shape) != shape:
+                found = f"shape {tuple(targets[name].shape)}" if name in targets else "none of that name"
+                raise UserError(
+                    f"--from {origin['run']}: its weights are not this model's: {name} has shape {shape}"
+                    f" there, and here {found}; keep the flags that make the model"
+                )
+            targets[name].copy_(saved.read(WEIGHT + name))
+
+
+def _layer_kind(name: str) -> str:
+    """The name without the numbers of layers."""
+    return re.sub(r"\d+", "#", name)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import portable_state
-from isobatch.engine.checkpointing.shared_reader import SharedReader
+from isobatch.engine.checkpointing.checkpoint import SharedReader
 from isobatch.engine.model_setup.compile_model import compile_model, run_uncompiled
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 from isobatch.engine.strategies.gradient_norm import gradient_norm

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing import portable_state
+from isobatch.engine.checkpointing.checkpoint import SharedReader
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, TensorEntry, TensorPiece
-from isobatch.engine.checkpointing.shared_reader import SharedReader
 from isobatch.engine.model_setup.layer_blocks import matmul_parameters
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 from isobatch.engine.strategies.deepspeed_engine import config_for, make_engine

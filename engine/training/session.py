@@ -26,7 +26,7 @@ from isobatch.core.terminal.status import doing
 from isobatch.data.digests import PreparedFolder
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, open_on_all
-from isobatch.engine.checkpointing.start_weights import load_start_weights
+from isobatch.engine.checkpointing.weight_files import load_start_weights
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
