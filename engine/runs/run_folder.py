@@ -57,37 +57,19 @@ class RunFolder:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._facts: Facts | None = None
-        self._plan: Plan | None = None
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
-    @property
-    def final(self) -> Path:
-        return self.folder / "final"
-
-    @property
-    def metrics(self) -> Path:
-        return self.folder / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.folder / "samples.bin"
-
-    @property
-    def decisions(self) -> Path:
-        return self.folder / "decisions.jsonl"
-
-    @property
-    def rank_record(self) -> Path:
+        self.checkpoints, self.final = folder / "checkpoints", folder / "final"
+        self.metrics, self.decisions = folder / "metrics.jsonl", folder / "decisions.jsonl"
+        self.samples = folder / "samples.bin"
+        self.rank_record = folder / "ranks.json"
         """Where every rank is; there while the run trains, and after an error."""
-        return self.folder / "ranks.json"
 
     def ranks(self) -> dict[str, Any] | None:
         """The content of ranks.json; None where there is none."""
-        return atomic_files.read_json(self.rank_record) if self.rank_record.exists() else None
+        return self._record("ranks.json")
+
+    def _record(self, name: str) -> dict[str, Any] | None:
+        path = self.folder / name
+        return atomic_files.read_json(path) if path.exists() else None
 
     @classmethod
     def open(cls, folder: str | Path) -> RunFolder:
@@ -136,12 +118,10 @@ class RunFolder:
             finally:
                 lock.release()
         except Timeout:
-            if role in ("export", "submit"):
-                doing = {"export": "exported", "submit": "submitted"}[role]
-                raise UserError(f"{self.folder} is being {doing} by another process: wait for it") from None
+            doing = {"export": "exported", "submit": "submitted"}.get(role, "trained")
             raise UserError(
-                f"{self.folder} is being trained by another process (one whose command was killed saves and"
-                " ends within a minute: try again then)"
+                f"{self.folder} is being {doing} by another process: wait for it (where its command was killed it"
+                " saves and ends within a minute)"
             ) from None
 
     def refuse_if_training(self) -> None:
@@ -171,39 +151,32 @@ class RunFolder:
         """The run's own name among those of its recipe, as a receipt has it."""
         return str(self._recipe_record.get("run", self.recorded_hash))
 
-    @property
+    @functools.cached_property
     def facts(self) -> Facts:
-        if self._facts is None:
-            self._facts = Facts.from_dict(atomic_files.read_json(self.folder / "facts.json"))
-        return self._facts
+        """Assigned, they count in this process alone: who judges a run changes no file of it."""
+        return Facts.from_dict(atomic_files.read_json(self.folder / "facts.json"))
 
     def write_facts(self, facts: Facts) -> None:
         """Replace facts.json: the same data, prepared in another folder."""
         if facts != self.facts:
             atomic_files.write_json(self.folder / "facts.json", facts.to_dict())
-        self._facts = facts
-
-    def use_facts(self, facts: Facts) -> None:
-        """As `write_facts`, in this process alone: who judges a run changes no file of it."""
-        self._facts = facts
+        self.facts = facts
 
     @property
     def has_plan(self) -> bool:
-        return self._plan is not None or (self.folder / "plan.json").exists()
+        return "plan" in self.__dict__ or (self.folder / "plan.json").exists()
 
-    @property
+    @functools.cached_property
     def plan(self) -> Plan:
-        if self._plan is None:
-            self._plan = Plan.from_dict(atomic_files.read_json(self.folder / "plan.json"))
-        return self._plan
+        return Plan.from_dict(atomic_files.read_json(self.folder / "plan.json"))
 
     def write_plan(self, plan: Plan) -> None:
         atomic_files.write_json(self.folder / "plan.json", plan.to_dict())
-        self._plan = plan
+        self.plan = plan
 
     def forget_plan(self) -> None:
         """Read plan.json again at the next use: another process may have replaced it."""
-        self._plan = None
+        self.__dict__.pop("plan", None)
 
     def options(self) -> RunOptions:
         """The options of the newest launch; fields that this version does not know are ignored."""
@@ -216,8 +189,7 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """The content of summary.json; None where there is none yet."""
-        path = self.folder / "summary.json"
-        return atomic_files.read_json(path) if path.exists() else None
+        return self._record("summary.json")
 
     def exported_weights(self) -> dict[str, str]:
         """The checkpoint that final/ was made of, as a recipe's `starts_from`. Raises UserError."""
@@ -263,34 +235,22 @@ class RunFolder:
         The first verdict of a launch is kept: later ranks fail only because the first one exited.
         """
         if not self.has_verdict():
-            nonce = os.environ.get(NONCE, "")
-            atomic_files.write_json(
-                self.folder / "exit.json", {"nonce": nonce, **dataclasses.asdict(verdict)}
-            )
+            record = {"nonce": os.environ.get(NONCE, ""), **dataclasses.asdict(verdict)}
+            atomic_files.write_json(self.folder / "exit.json", record)
 
     def has_verdict(self) -> bool:
         """Whether a process of the current launch has written exit.json."""
         nonce = os.environ.get(NONCE, "")
         return bool(nonce) and self.read_exit(nonce) is not None
 
-    def read_exit(self, nonce: str) -> Verdict | None:
-        """The verdict in exit.json, if the launch with this nonce wrote it."""
-        found = self._exit_record()
-        return found[1] if found and found[0] == nonce else None
-
-    def last_verdict(self) -> Verdict | None:
-        """The verdict of the last attempt that wrote one, whoever waits for it."""
-        found = self._exit_record()
-        return found[1] if found else None
-
-    def _exit_record(self) -> tuple[str, Verdict] | None:
-        """The nonce and the verdict in exit.json; None where there is none, or it is damaged."""
+    def read_exit(self, nonce: str | None = None) -> Verdict | None:
+        """The verdict in exit.json, of the launch with this nonce or of any; None where it is damaged."""
         try:
             said = atomic_files.read_json(self.folder / "exit.json")
             verdict = Verdict(int(said["code"]), str(said["reason"]), str(said.get("cause", "")))
         except (UserError, KeyError, TypeError, ValueError):
             return None
-        return str(said.get("nonce")), verdict
+        return verdict if nonce in (None, str(said.get("nonce"))) else None
 
     def truncate_rows(self, phase_order: list[str], phase: str, step: int) -> None:
         """Remove the rows after `step` of `phase` from metrics.jsonl: a resumed run writes them again."""

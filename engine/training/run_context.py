@@ -87,7 +87,7 @@ class RunContext:
         self.checkpoints_to_keep: Callable[[], set[str]] = set
         """Returns the names of those that early stopping needs; set by the phase loop."""
         uuid = gpu_uuid(world.device)
-        self.gpu_monitor = GpuMonitor(uuid if world.is_main else "", console.say)
+        self.gpu_monitor = GpuMonitor(uuid if world.is_main else "")
         self.flop_utilisation = self._flop_utilisation()
 
     def _flop_utilisation(self) -> FlopUtilisation | None:

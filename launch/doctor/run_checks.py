@@ -166,7 +166,7 @@ def remedy_of(reason: str, folder: Path) -> str:
 def check_end(run: RunFolder, training: bool) -> Iterator[Check]:
     """What the last attempt wrote when it ended, and how often it began anew."""
     if not training and run.status_or_none() not in ("done", "stopped"):
-        verdict = run.last_verdict() or dead_process(run.folder / "launcher.log")
+        verdict = run.read_exit() or dead_process(run.folder / "launcher.log")
         if verdict is not None and verdict.code not in (DONE, STOPPED) and verdict.reason not in _reason(run):
             text = f"exit code {verdict.code}: {verdict.reason}"
             yield broken("last attempt", text, remedy_of(verdict.reason, run.folder))

@@ -99,6 +99,6 @@ def redo_task_file(folder: Path) -> int:
     task = atomic_files.read_json(folder / "task.json")
     jobs = [(Plan.from_dict(asked["plan"]), Job.from_dict(asked["job"])) for asked in task["jobs"]]
     run = open_run(task["run"])
-    run.use_facts(Facts.from_dict(task["facts"]))
+    run.facts = Facts.from_dict(task["facts"])
     _redo_here(run, jobs, folder)
     return DONE

@@ -262,7 +262,7 @@ def locate_data(run: RunFolder, recipe: Recipe, data: str | None, mend: bool = F
     if here and mend and changed_file(Path(here.folder), CHECK_SECONDS):
         here = None  # it is read anew, so asked for
     consent.require_reading(recipe, run.folder, READ_ONCE if here else ("data",) if data else ())
-    keep = run.write_facts if mend else run.use_facts
+    keep = run.write_facts if mend else partial(setattr, run, "facts")
     if here:
         keep(here)
         return

@@ -66,7 +66,7 @@ def measure(setup: Setup, world: Communicator) -> dict[str, Any]:
     with TrialSession(setup.base, world) as base:
         base.warm_up()
         profiler = StepProfiler(base.active, 1, steps + 1, max(1, cores // setup.plan.processes))
-        with GpuMonitor(gpu_uuid(device), lambda _: None) as monitor:
+        with GpuMonitor(gpu_uuid(device)) as monitor:
             for number, loaded in enumerate(base.batches(steps + 2)):
                 base.active.step(loaded)
                 profiler.step_ended(number, loaded.work)

@@ -96,12 +96,8 @@ def test_errors_of_nvml_leave_figures_out(init: str, tmp_path: Path) -> None:
     run = asked(tmp_path, "run", "--lr", "1e-4", steps=60, PYTHONPATH=path)
     steps = [row for row in rows(run) if "lr" in row]
     assert not [row for row in steps if "gpu_utilisation" in row]
-    said = (run / "log.txt").read_text()
-    if init == "pass":
-        assert {row["power_watts"] for row in steps if "power_watts" in row} == {300.0}
-        assert said.count("this GPU does not report gpu_utilisation") == 1
-    else:
-        assert said.count("metrics have no GPU utilisation or power: Unknown Error") == 1
+    power = {row["power_watts"] for row in steps if "power_watts" in row}
+    assert power == ({300.0} if init == "pass" else set())
 
 
 @gpu_only

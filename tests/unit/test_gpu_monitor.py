@@ -30,9 +30,6 @@ class FakeNvml(ModuleType):
     class NVMLError_NotSupported(NVMLError):  # noqa: N818
         """As on MIG slices."""
 
-    class NVMLError_LibraryNotFound(NVMLError):  # noqa: N818
-        """As in a container without the driver's utilities."""
-
     def __init__(self, errors: dict[str, Exception], seconds: float = 0.0) -> None:
         super().__init__("pynvml")
         self.errors, self.seconds = errors, seconds
@@ -60,82 +57,55 @@ class FakeNvml(ModuleType):
 
 
 def monitored(
-    fake: FakeNvml | None, monkeypatch: pytest.MonkeyPatch, until: Callable[[GpuMonitor, list[str]], bool]
-) -> tuple[dict[str, float], list[str], float]:
-    """(last figures, lines for the user, longest seconds of a call) of a monitor that is asked `until`."""
+    fake: FakeNvml | None, monkeypatch: pytest.MonkeyPatch, until: Callable[[GpuMonitor], bool]
+) -> tuple[dict[str, float], float]:
+    """(last figures, longest seconds of a call) of a monitor that is asked `until`."""
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(gpu_monitor, "SECONDS_BETWEEN_READINGS", 0.02)
-    lines: list[str] = []
     longest, figures = 0.0, {}
-    with GpuMonitor(UUID, lines.append) as monitor:
+    with GpuMonitor(UUID) as monitor:
         end = time.monotonic() + 20
         while time.monotonic() < end:
             began = time.perf_counter()
             figures = monitor.latest()
             longest = max(longest, time.perf_counter() - began)
-            if until(monitor, lines):
+            if until(monitor):
                 break
             time.sleep(0.005)
     monitor.thread.join(5)
     assert not monitor.thread.is_alive()
-    return figures, lines, longest
+    return figures, longest
 
 
 def test_figures_are_read_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeNvml({})
-    figures, lines, _ = monitored(
-        fake, monkeypatch, lambda monitor, _: fake.count("nvmlDeviceGetPowerUsage") > 2
-    )
-    assert figures == {
-        "gpu_utilisation": 97,
-        "power_watts": 412.5,
-        "gpu_temperature": 61,
-        "gpu_memory_bytes": 5 * 2**30,
-    }
-    assert lines == []
+    figures, _ = monitored(fake, monkeypatch, lambda _: fake.count("nvmlDeviceGetPowerUsage") > 2)
+    expected = {"gpu_utilisation": 97, "power_watts": 412.5, "gpu_temperature": 61}
+    assert figures == {**expected, "gpu_memory_bytes": 5 * 2**30}
     assert (fake.count("nvmlInit"), fake.count("nvmlShutdown")) == (1, 1)
     assert threading.get_ident() not in {thread for _, thread in fake.calls}
 
 
-@pytest.mark.parametrize(
-    "error", [FakeNvml.NVMLError_NotSupported("Not Supported"), FakeNvml.NVMLError("Not Supported")]
-)
-def test_what_is_not_supported_is_left_out_and_said_once(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_supported_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = FakeNvml.NVMLError_NotSupported("Not Supported")
     fake = FakeNvml({"nvmlDeviceGetUtilizationRates": error, "nvmlDeviceGetTemperature": error})
-    figures, lines, _ = monitored(
-        fake, monkeypatch, lambda monitor, _: fake.count("nvmlDeviceGetPowerUsage") > 3
-    )
+    figures, _ = monitored(fake, monkeypatch, lambda _: fake.count("nvmlDeviceGetPowerUsage") > 3)
     assert figures.keys() == {"power_watts", "gpu_memory_bytes"}
-    assert lines == [
-        "this GPU does not report gpu_utilisation, gpu_temperature (Not Supported): metrics leave them out"
-    ]
 
 
-@pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
-@pytest.mark.parametrize("error", [FakeNvml.NVMLError("Unknown Error"), OSError("no such file")])
-def test_without_a_handle_there_are_no_figures(
-    name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = FakeNvml({name: error})
-    figures, lines, _ = monitored(fake, monkeypatch, lambda monitor, lines: bool(lines))
-    assert figures == {}
-    assert lines == [f"metrics have no GPU utilisation or power: {error}"]
-    assert fake.count("nvmlShutdown") == (name != "nvmlInit")
-
-
-@pytest.mark.parametrize("fake", [None, FakeNvml({"nvmlInit": FakeNvml.NVMLError_LibraryNotFound("none")})])
-def test_without_the_library_nothing_is_said(fake: FakeNvml | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetHandleByUUID", "import"])
+def test_without_a_handle_there_are_no_figures(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`None` in sys.modules makes the import fail."""
-    figures, lines, _ = monitored(fake, monkeypatch, lambda monitor, _: not monitor.thread.is_alive())
-    assert (figures, lines) == ({}, [])
+    fake = FakeNvml({name: OSError("no such file")})
+    held = None if name == "import" else fake
+    assert monitored(held, monkeypatch, lambda monitor: not monitor.thread.is_alive())[0] == {}
+    assert fake.count("nvmlShutdown") == (name == "nvmlDeviceGetHandleByUUID")
 
 
 def test_a_slow_call_makes_nobody_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeNvml({}, seconds=0.3)
     began = time.perf_counter()
-    figures, _, longest = monitored(fake, monkeypatch, lambda monitor, _: bool(monitor.latest()))
+    figures, longest = monitored(fake, monkeypatch, lambda monitor: bool(monitor.latest()))
     assert figures == {} or figures.keys() == READINGS.keys()
     assert longest < 0.1
     assert time.perf_counter() - began > 6 * 0.3  # handle, four readings and the end: they were that slow
@@ -147,7 +117,7 @@ def test_old_figures_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = FakeNvml({})
     seen: list[bool] = []
 
-    def gone(monitor: GpuMonitor, _: list[str]) -> bool:
+    def gone(monitor: GpuMonitor) -> bool:
         seen.append(bool(monitor.latest()))
         fake.seconds = 0.5 if any(seen) else 0.0
         return any(seen) and not seen[-1]
@@ -157,6 +127,6 @@ def test_old_figures_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_no_gpu_no_thread() -> None:
-    with GpuMonitor("", lambda line: pytest.fail(line)) as monitor:
+    with GpuMonitor("") as monitor:
         assert monitor.latest() == {}
         assert not monitor.thread.is_alive()

@@ -104,7 +104,7 @@ def exit_code(run: RunFolder, has_verdict: bool) -> int:
     """
     if run.status_or_none() == "done":
         return DONE
-    verdict = run.last_verdict() if has_verdict else None
+    verdict = run.read_exit() if has_verdict else None
     if verdict is None:
         return BUG
     if verdict.code in (WRONG_INPUT, FAILED):
