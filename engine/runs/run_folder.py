@@ -120,8 +120,8 @@ class RunFolder:
         except Timeout:
             doing = {"export": "exported", "submit": "submitted"}.get(role, "trained")
             raise UserError(
-                f"{self.folder} is being {doing} by another process: wait for it (where its command was killed it"
-                " saves and ends within a minute)"
+                f"{self.folder} is being {doing} by another process: wait for it (what was left by a killed"
+                " command saves and ends within a minute)"
             ) from None
 
     def refuse_if_training(self) -> None:
