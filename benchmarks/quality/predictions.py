@@ -21,7 +21,7 @@ from isobatch.core.package import own_command
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.planning.run_time import run_time
+from isobatch.launch.planning.estimate import run_time
 
 LONG = "--max-length 128 --batch-size 8 --micro-batch 8 --data words.txt"
 WIDE = "--head mlp --dim 256 --layers 512,256 --batch-size 4096"

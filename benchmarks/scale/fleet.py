@@ -18,7 +18,7 @@ from isobatch.core.measures import peak_resident_bytes
 from isobatch.data.base import Source
 from isobatch.engine.loading.microbatching import MicroBatchBudget, cut_batch
 from isobatch.engine.loading.sampler import Sampler
-from isobatch.engine.planning.checkpoint_interval import best_interval
+from isobatch.engine.planning.cost_model import best_interval
 
 if TYPE_CHECKING:
     from collections.abc import Callable

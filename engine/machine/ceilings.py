@@ -74,9 +74,6 @@ class Ceilings:
         rates = self.matmul_bf16 if bf16 else self.matmul
         return float(np.interp(np.log(max(width, 1.0)), np.log(WIDTHS), rates))
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def ceilings_of(hardware: Hardware, folder: Path) -> Ceilings | None:
     """The ceilings of this machine, measured on first use and then read from `folder`; None elsewhere.
@@ -88,7 +85,7 @@ def ceilings_of(hardware: Hardware, folder: Path) -> Ceilings | None:
         return None
     file = folder / f"ceilings-{machine_key(hardware)}.json"
     kept = None
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
         kept = _from_dict(json.loads(file.read_text()))
         if not kept.disturbed or time.time() - file.stat().st_mtime < DISTURBED_SECONDS:
             return kept
@@ -98,40 +95,42 @@ def ceilings_of(hardware: Hardware, folder: Path) -> Ceilings | None:
         found = _best(found, kept)
     with contextlib.suppress(OSError):  # a folder that cannot be written: measured again next time
         folder.mkdir(parents=True, exist_ok=True)
-        atomic_files.write_json(file, found.to_dict())
+        atomic_files.write_json(file, dataclasses.asdict(found))
     return found
 
 
 def _best(left: Ceilings, right: Ceilings) -> Ceilings:
     """The higher of each rate and the shorter of each time: other programs can only slow them down."""
     values: dict[str, Any] = {}
-    for name in (f.name for f in dataclasses.fields(Ceilings)):
-        pair = getattr(left, name), getattr(right, name)
-        if name.startswith("matmul"):
-            values[name] = tuple(map(max, zip(*pair, strict=True)))
+    for name, rate in dataclasses.asdict(left).items():
+        other = getattr(right, name)
+        if isinstance(rate, tuple):
+            values[name] = tuple(map(max, rate, other))
         else:
-            values[name] = min(pair) if name.endswith("seconds") or name == "waited" else max(pair)
+            values[name] = (min if name.endswith("seconds") or name == "waited" else max)(rate, other)
     return Ceilings(**values)
 
 
-def _from_dict(values: Any) -> Ceilings:
-    if not isinstance(values, dict):
-        raise TypeError("is no object")
-    lists: dict[str, Any] = {name: tuple(map(float, values.pop(name))) for name in ("matmul", "matmul_bf16")}
-    if any(len(rates) != len(WIDTHS) for rates in lists.values()):
+def _from_dict(values: dict[str, Any]) -> Ceilings:
+    """Raises what broken values raise."""
+    rates = {
+        name: tuple(map(float, value)) if isinstance(value, list) else float(value)
+        for name, value in values.items()
+    }
+    found = Ceilings(**rates)  # type: ignore[arg-type]
+    if not len(found.matmul) == len(found.matmul_bf16) == len(WIDTHS):
         raise ValueError("measured at other widths")
-    rates: dict[str, Any] = {name: float(value) for name, value in values.items()}
-    return Ceilings(**lists, **rates)
+    return found
 
 
 def machine_key(hardware: Hardware) -> str:
     """A name for what measured figures depend on: processor, cores, GPUs, the version of torch."""
     gpus = sorted(gpu.name for gpu in hardware.gpus)
-    parts = [processor_name(), hardware.cpus, gpus, importlib.metadata.version("torch")]
+    parts = [_processor_name(), hardware.cpus, gpus, importlib.metadata.version("torch")]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:12]
 
 
-def processor_name() -> str:
+def _processor_name() -> str:
     """The processor's name and features; no host name."""
     with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -148,21 +147,19 @@ def measure(hardware: Hardware) -> Ceilings:
     torch.set_num_threads(hardware.cpus)
     wait = CoreWait()
     try:
-        seconds = _fastest({name: make() for name, make in _kernels().items()})
+        seconds = _fastest(_kernels())
     finally:
         torch.set_num_threads(threads)
-    waited = wait.share()
-    flops = [2.0 * ROWS * width**2 for width in WIDTHS]
     return Ceilings(
-        matmul=tuple(n / seconds[f"fp32 {width}"] for n, width in zip(flops, WIDTHS, strict=True)),
-        matmul_bf16=tuple(n / seconds[f"bf16 {width}"] for n, width in zip(flops, WIDTHS, strict=True)),
+        matmul=tuple(2.0 * ROWS * width**2 / seconds[f"fp32 {width}"] for width in WIDTHS),
+        matmul_bf16=tuple(2.0 * ROWS * width**2 / seconds[f"bf16 {width}"] for width in WIDTHS),
         bandwidth=12.0 * LARGE / seconds["addition"],
         cached_bandwidth=12.0 * SMALL / seconds["cached addition"],
         gelu=SMALL / seconds["gelu"],
         call_seconds=seconds["calls"] / CALLS,
         recurrent_seconds=seconds["recurrent"] / RECURRENT_STEPS,
         adamw=UPDATED / seconds["adamw"],
-        waited=waited,
+        waited=wait.share(),
     )
 
 
@@ -183,68 +180,31 @@ def _seconds(kernel: Callable[[], object], repeats: int) -> float:
     return (time.perf_counter() - began) / repeats
 
 
-def _kernels() -> dict[str, Callable[[], Callable[[], object]]]:
-    """Name -> a function that makes the kernel."""
+def _kernels() -> dict[str, Callable[[], object]]:
     import torch
 
-    products = {
-        f"{name} {width}": partial(_product, width, dtype)
-        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
-        for width in WIDTHS
-    }
-    additions = {"addition": partial(_addition, LARGE), "cached addition": partial(_addition, SMALL)}
-    return {
-        **products, **additions, "gelu": _gelu, "calls": _calls, "recurrent": _recurrent, "adamw": _adamw,
-    }  # fmt: skip
-
-
-def _product(width: int, dtype: Any) -> Callable[[], object]:
-    import torch
-
-    tokens, weight = torch.randn(ROWS, width, dtype=dtype), torch.randn(width, width, dtype=dtype)
-    return lambda: torch.nn.functional.linear(tokens, weight)
-
-
-def _addition(elements: int) -> Callable[[], object]:
-    import torch
-
-    left, right, out = torch.ones(elements), torch.ones(elements), torch.empty(elements)
-    return lambda: torch.add(left, right, out=out)
-
-
-def _gelu() -> Callable[[], object]:
-    import torch
-
-    values = torch.randn(SMALL, requires_grad=True)
-    ones = torch.ones_like(values)
-    return lambda: torch.nn.functional.gelu(values).backward(ones)
-
-
-def _calls() -> Callable[[], object]:
-    import torch
-
-    value = torch.ones(8, requires_grad=True)
-
-    def chain() -> None:
-        result = value
+    def calls() -> None:
+        result = one
         for _ in range(CALLS):
             result = result * 1.0
         result.sum().backward()
 
-    return chain
-
-
-def _recurrent() -> Callable[[], object]:
-    import torch
-
-    layer = torch.nn.GRU(64, 64, batch_first=True)
-    tokens = torch.randn(4, RECURRENT_STEPS, 64)
-    return lambda: layer(tokens)[0].sum().backward()
-
-
-def _adamw() -> Callable[[], object]:
-    import torch
-
+    kernels: dict[str, Callable[[], object]] = {}
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        for width in WIDTHS:
+            tokens, square = torch.randn(ROWS, width, dtype=dtype), torch.randn(width, width, dtype=dtype)
+            kernels[f"{name} {width}"] = partial(torch.nn.functional.linear, tokens, square)
+    for name, elements in (("addition", LARGE), ("cached addition", SMALL)):
+        left, right, out = torch.ones(elements), torch.ones(elements), torch.empty(elements)
+        kernels[name] = partial(torch.add, left, right, out=out)
+    values, ones = torch.randn(SMALL, requires_grad=True), torch.ones(SMALL)
+    one = torch.ones(8, requires_grad=True)
+    layer, row = torch.nn.GRU(64, 64, batch_first=True), torch.randn(4, RECURRENT_STEPS, 64)
     weight = torch.nn.Parameter(torch.ones(UPDATED))
     weight.grad = torch.ones_like(weight)
-    return torch.optim.AdamW([weight], fused=True).step
+    return kernels | {
+        "gelu": lambda: torch.nn.functional.gelu(values).backward(ones),
+        "calls": calls,
+        "recurrent": lambda: layer(row)[0].sum().backward(),
+        "adamw": torch.optim.AdamW([weight], fused=True).step,
+    }

@@ -1,25 +1,60 @@
 """Detect this machine's hardware: cores and memory within cgroup and SLURM limits, GPUs. Imports no torch.
 
-The root folder and the environment are arguments, so that tests can run every rule on fixture folders.
+The root folder and the environment are arguments, so that tests can run every rule on fixture folders. GPUs
+are found by nvidia-smi, or by device files, and by torch in another process: nvidia-smi is missing in
+containers without the driver capability `utility`, under WSL's usual PATH and on AMD's machines, and what
+torch can use decides there.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from isobatch.engine.machine.detect_nvidia import CommandRunner, detect_gpus, positive, run_command
-from isobatch.engine.machine.hardware import MIB, Hardware, apple_machine
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
+from isobatch.engine.machine.gpu_table import PCIE, find_gpu_model, is_mobile
+from isobatch.engine.machine.hardware import MIB, Gpu, Hardware, apple_machine
 
 GRANTED_CPUS = "ISOBATCH_CPUS"
 """Environment variable with the cores that a launcher grants our processes on this machine."""
+CommandRunner = Callable[[list[str]], str | None]
+"""Command line -> its standard output, or None where it fails."""
+QUERY = "index,uuid,name,memory.total,compute_cap,power.limit"
+PROBE = """
+import json, torch
+failure, p = "", []
+try:
+    torch.cuda.init()
+    p = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+except Exception as error:
+    failure = str(error)
+print(json.dumps({
+    "architectures": torch.cuda.get_arch_list(),
+    "devices": [[q.name, q.total_memory, q.major, q.minor] for q in p],
+    "chips": [getattr(q, "gcnArchName", "").split(":")[0] for q in p],
+    "failure": failure,
+    "build": torch.version.cuda or torch.version.hip or "",
+}))
+"""
+OWN_FILES = "dev/nvidia[0-9]*"
+"""There is one for each NVIDIA GPU. The others may stand for a GPU that torch is not made for."""
+SHARED_FILES = ("dev/dxg", "dev/kfd")
+
+
+def run_command(command: list[str]) -> str | None:
+    """The standard output of a command, or None where it is missing, fails or takes over 60 s."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout
 
 
 def detect(
@@ -41,7 +76,6 @@ def detect(
         nodes=nodes or world_nodes(env),
         cpus=cpus,
         ram_bytes=ram,
-        shm_bytes=_free_bytes(root / "dev/shm"),
         cpu_bf16=bool(features & {"amx_bf16", "avx512_bf16"}),
         cpu_amx="amx_bf16" in features,
         wsl="microsoft" in _read(root / "proc/version").lower(),
@@ -66,8 +100,8 @@ def allowed_cpus(root: Path, env: Mapping[str, str]) -> int:
 
 def allowed_ram(root: Path, env: Mapping[str, str]) -> int:
     """Usable memory in bytes: the least of physical memory, cgroup limit and SLURM's allocation."""
-    cgroup = _least(map(positive, cgroup_values(root, "memory.max", "memory", "memory.limit_in_bytes")))
-    limits = [_physical_ram(root), cgroup, _slurm_ram(env)]
+    cgroups = map(positive, cgroup_values(root, "memory.max", "memory", "memory.limit_in_bytes"))
+    limits = [_physical_ram(root), _slurm_ram(env), *cgroups]
     return int(min(limit for limit in limits if limit))
 
 
@@ -78,16 +112,12 @@ def _affinity() -> int:
 
 
 def _cpu_quota(root: Path) -> float | None:
+    """Cores from quotas over their periods in microseconds; "max" and -1 mean no limit."""
     version2 = [line.split() for line in cgroup_values(root, "cpu.max")]
     periods = cgroup_values(root, "", "cpu", "cpu.cfs_period_us")
     version1 = zip(cgroup_values(root, "", "cpu", "cpu.cfs_quota_us"), periods, strict=False)
-    return _least(_share(*pair) for pair in [*version2, *version1] if len(pair) == 2)
-
-
-def _share(quota: str, period: str) -> float | None:
-    """Cores from a quota and its period in microseconds; "max" and -1 mean no limit."""
-    cores, length = positive(quota), positive(period)
-    return cores / length if cores and length else None
+    limits = [(positive(pair[0]), positive(pair[1])) for pair in [*version2, *version1] if len(pair) == 2]
+    return min((quota / period for quota, period in limits if quota and period), default=None)
 
 
 def cgroup_values(root: Path, unified: str, controller: str = "", legacy: str = "") -> list[str]:
@@ -143,13 +173,145 @@ def _read(path: Path) -> str:
         return ""
 
 
-def _least(values: Iterable[float | None]) -> float | None:
-    return min((v for v in values if v), default=None)
+@dataclass(frozen=True, slots=True)
+class VisibleDevices:
+    """What torch sees, asked in another process because importing torch here would be slow."""
+
+    architectures: list[str] = field(default_factory=list)
+    devices: list[tuple[str, int, int, int]] = field(default_factory=list)
+    """(name, memory in bytes, major, minor) of each visible device, MIG slices included."""
+    chips: list[str] = field(default_factory=list)
+    """AMD's name of each device's architecture; empty for NVIDIA's."""
+    failure: str = ""
+    """Why torch cannot use a GPU, in its own words."""
+    build: str = ""
+    """The CUDA or ROCm version that torch was built for; empty for a build for CPUs."""
+
+    @property
+    def why_unusable(self) -> str:
+        """Why none is seen, as the end of a sentence; empty where torch gave no reason."""
+        if not self.build and (self.failure or not self.architectures):
+            return "this torch is a build for CPUs: install one for CUDA (pytorch.org)"
+        if "too old" in self.failure:
+            found = re.search(r"found version (\d+)", self.failure)
+            old = f" (CUDA {int(found[1]) // 1000}.{int(found[1]) % 1000 // 10})" if found else ""
+            return (
+                f"the NVIDIA driver{old} is too old for this torch (CUDA {self.build}): install a newer"
+                " driver, or a torch for an older CUDA"
+            )
+        return f"torch cannot use it: {self.failure.splitlines()[0]}" if self.failure else ""
 
 
-def _free_bytes(path: Path) -> int:
+def detect_gpus(env: Mapping[str, str], execute: CommandRunner, root: Path = Path("/")) -> tuple[Gpu, ...]:
+    """The visible GPUs. torch is asked only where nvidia-smi lists one, or `root` has a GPU's device file."""
+    table = execute(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]) or ""
+    listed = [
+        [cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.count(",") == 5
+    ]
+    rows = visible_rows(listed, env.get("CUDA_VISIBLE_DEVICES"))
+    own = len(list(root.glob(OWN_FILES)))
+    if not rows and (listed or not (own or any((root / name).exists() for name in SHARED_FILES))):
+        return ()
+    answer = execute([sys.executable, "-c", PROBE])
+    seen = VisibleDevices(**json.loads(answer.splitlines()[-1])) if answer else None
+    if seen and seen.devices:  # torch's order differs from nvidia-smi's where GPUs differ
+        watts, chips = {row[2]: positive(row[5]) for row in rows}, seen.chips or [""] * len(seen.devices)
+        return tuple(
+            make_gpu(name, memory, (major, minor), watts.get(name), seen.architectures, chip)
+            for (name, memory, major, minor), chip in zip(seen.devices, chips, strict=True)
+        )
+    if rows:
+        return tuple(_from_row(row, seen) for row in rows)
+    hidden = env.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    return () if hidden or seen is None else _unlisted(own, seen)
+
+
+def _unlisted(count: int, seen: VisibleDevices) -> tuple[Gpu, ...]:
+    """GPUs of which only their device files are known; torch cannot use them.
+
+    Where there is none of NVIDIA's own files, the GPU may be one that torch is not made for: no GPU then,
+    unless torch complains of its driver.
+    """
+    if not count and "driver" not in seen.why_unusable:
+        return ()
+    gpu = make_gpu("NVIDIA GPU", 0, (0, 0), None, [], why_unusable=seen.why_unusable)
+    return (gpu,) * max(1, count)
+
+
+def visible_rows(rows: list[list[str]], asked: str | None) -> list[list[str]]:
+    """The rows that CUDA_VISIBLE_DEVICES selects: indices or UUID prefixes, up to the first invalid one."""
+    if asked is None:
+        return rows
+    chosen = []
+    for word in (part.strip() for part in asked.split(",")):
+        row = next((r for r in rows if word and (r[0] == word or r[1].startswith(word))), None)
+        if row is None and word.startswith("MIG-"):
+            row = rows[0] if rows else None
+        if row is None:
+            break
+        chosen.append(row)
+    return chosen
+
+
+def _from_row(row: list[str], seen: VisibleDevices | None) -> Gpu:
+    _, _, name, memory, capability, watts = row
+    known, digits = find_gpu_model(name), re.fullmatch(r"(\d+)\.(\d+)", capability)
+    pair = (int(digits[1]), int(digits[2])) if digits else known.capability if known else (0, 0)
+    architectures, why = (seen.architectures, seen.why_unusable) if seen else (None, "")
+    size = int((positive(memory) or 0) * MIB)
+    return make_gpu(name, size, pair, positive(watts), architectures, why_unusable=why)
+
+
+def make_gpu(
+    name: str,
+    memory: int,
+    capability: tuple[int, int],
+    watts: float | None,
+    architectures: list[str] | None,
+    chip: str = "",
+    why_unusable: str = "",
+) -> Gpu:
+    """A detected GPU with the rates of the GPU table, or low estimates where it is not in the table.
+
+    `memory` in bytes; `architectures` that torch has kernels for, None where nothing is known of it; `chip`:
+    AMD's name of the architecture.
+    """
+    known, half = find_gpu_model(name), 30e12 if capability >= (7, 0) else None
+    cautious = {"fp32": 8e12, "fp16": half, "bf16": half if capability >= (8, 0) else None}
+    by_number = not chip and (architectures is None or is_supported(capability, architectures))
+    runs = by_number or architectures is None or chip in architectures
+    return Gpu(
+        name=name,
+        memory_bytes=memory,
+        compute_capability=capability,
+        mobile=is_mobile(name),
+        power_limit_watts=watts,
+        supported=runs and not why_unusable,
+        why_unusable=why_unusable,
+        peak_flops=known.peaks() if known else cautious,
+        memory_bandwidth=known.memory_bandwidth if known else 300e9,
+        link_bandwidth=PCIE if known is None or "pcie" in name.lower() else known.link,
+    )
+
+
+def is_supported(capability: tuple[int, int], architectures: list[str]) -> bool:
+    """Whether a torch build with kernels for `architectures` runs on a GPU of this compute capability.
+
+    Machine code (sm) runs within its major version, PTX (compute) on anything newer, `a` and `f` builds on
+    that chip alone (CUDA C++ Programming Guide, "Application Compatibility").
+    """
+    for kind, major, minor, only in re.findall(r"\b(sm|compute)_(\d+)(\d)([af]?)\b", " ".join(architectures)):
+        built = (int(major), int(minor))
+        newer = built < capability and not only and (kind == "compute" or built[0] == capability[0])
+        if built == capability or newer:
+            return True
+    return False
+
+
+def positive(text: Any) -> float | None:
+    """The number that `text` holds if it is positive; None for nothing, "max", -1, "[N/A]" and 0."""
     try:
-        status = os.statvfs(path)
-    except OSError:
-        return 0
-    return status.f_bavail * status.f_frsize
+        value = float(text)
+    except (TypeError, ValueError):
+        return None
+    return value if value > 0 else None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
@@ -69,8 +68,6 @@ class Hardware:
     """Cores this process may use."""
     ram_bytes: int
     """Memory this process may use."""
-    shm_bytes: int = 0
-    """Free space of /dev/shm."""
     node_bandwidth: float = 1.25e8
     """Bytes/s between nodes."""
     cpu_bf16: bool = False
@@ -99,9 +96,6 @@ class Hardware:
         per_node = f"{len(self.gpus)} x {self.gpu.name}" if len(self.gpus) > 1 else self.gpu.name
         where = f"{self.nodes} nodes of {per_node}" if self.nodes > 1 else per_node
         return f"{where} ({format_bytes(self.gpu.memory_bytes)} each)"
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 UNITS = {"gb": GIB, "tb": 1024 * GIB}
@@ -143,20 +137,7 @@ def _model(text: str, name: str) -> GpuModel:
 
 def make_machine(model: GpuModel, nodes: int, gpus: int) -> Hardware:
     """Nodes of equal GPUs, with the host that they are usually part of."""
-    return Hardware(
-        kind="cuda",
-        gpus=(gpu_of(model),) * gpus,
-        nodes=nodes,
-        cpus=model.cpus * gpus,
-        ram_bytes=model.ram_gib * gpus * GIB,
-        shm_bytes=model.ram_gib * gpus * GIB // 2,
-        node_bandwidth=model.node_bandwidth,
-    )
-
-
-def gpu_of(model: GpuModel) -> Gpu:
-    """One GPU of a row of the table."""
-    return Gpu(
+    gpu = Gpu(
         name=model.name,
         memory_bytes=model.memory_mib * MIB,
         compute_capability=model.capability,
@@ -165,6 +146,14 @@ def gpu_of(model: GpuModel) -> Gpu:
         peak_flops=model.peaks(),
         memory_bandwidth=model.memory_bandwidth,
         link_bandwidth=model.link,
+    )
+    return Hardware(
+        kind="cuda",
+        gpus=(gpu,) * gpus,
+        nodes=nodes,
+        cpus=model.cpus * gpus,
+        ram_bytes=model.ram_gib * gpus * GIB,
+        node_bandwidth=model.node_bandwidth,
     )
 
 

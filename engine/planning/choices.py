@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.plan import MEMORY_LIMIT, PRECISION_WORDS, UNITS
+from isobatch.core.flags import flags_of
+from isobatch.core.plan import MEMORY_LIMIT, PRECISION_WORDS, UNITS, PlanOptions
 from isobatch.engine.planning.cost_model import PlanningCase, run_steps
 from isobatch.models.flops import layers_and_width
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from isobatch.core.plan import Invariance, PlanOptions, Precision
+    from isobatch.core.plan import Invariance, Plan, Precision
     from isobatch.core.recipe import Recipe
     from isobatch.engine.machine.hardware import Hardware
     from isobatch.engine.planning.calibration import GpuConstants
@@ -24,54 +25,53 @@ if TYPE_CHECKING:
 DeviceKind = Literal["cpu", "cuda", "mps"]
 AttentionKernel = Literal["sdpa", "eager", "flash"]
 CompileMode = Literal["on", "off", "reduce-overhead"]
+PlanFields = dict[str, tuple[Any, str]]
+"""Field of the plan -> (value, reason)."""
 SHAPES = 8
 """Most padded lengths that a compiled model sees: each is compiled anew."""
+STREAM_CACHE = "20gb"
 
 
 def choose_device(hardware: Hardware, asked: PlanOptions) -> tuple[DeviceKind, str]:
     """The device that trains. Raises UserError where the one asked for is not there or not usable."""
     wants_gpu = asked.device == "cuda" or (asked.device == "auto" and hardware.kind == "cpu")
     if wants_gpu and hardware.gpus and hardware.kind != "cuda":
-        raise UserError(f"{hardware.gpu.name}: {_why_unusable(hardware)}; --device cpu trains without it")
+        gpu = hardware.gpu
+        chip = "compute capability {}.{}".format(*gpu.compute_capability)
+        lacks = f"this torch build has no kernels for it ({chip}): install one that has"
+        raise UserError(f"{gpu.name}: {gpu.why_unusable or lacks}; --device cpu trains without it")
     if asked.device == "auto":
-        return hardware.kind, _what_was_found(hardware)
-    if asked.device == "cuda" and not hardware.gpus:
-        raise UserError(
-            "--device cuda: there is no NVIDIA GPU here; leave the flag out to train on what there is"
-        )
-    if asked.device == "mps" and hardware.kind != "mps":
-        raise UserError(
-            "--device mps: this is not an Apple machine; leave the flag out to train on what there is"
-        )
+        found = f"{hardware.source}: {hardware.describe()}"
+        return hardware.kind, found if hardware.gpus else f"{found}, no GPU"
+    missing = {
+        "cuda": "" if hardware.gpus else "there is no NVIDIA GPU here",
+        "mps": "" if hardware.kind == "mps" else "this is not an Apple machine",
+    }.get(asked.device)
+    if missing:
+        way = "leave the flag out to train on what there is"
+        raise UserError(f"--device {asked.device}: {missing}; {way}")
     return asked.device, asked.why("device")
-
-
-def _what_was_found(hardware: Hardware) -> str:
-    return f"{hardware.source}: {hardware.describe()}" + ("" if hardware.gpus else ", no GPU")
-
-
-def _why_unusable(hardware: Hardware) -> str:
-    major, minor = hardware.gpu.compute_capability
-    return hardware.gpu.why_unusable or (
-        f"this torch build has no kernels for it (compute capability {major}.{minor}): install one that has"
-    )
 
 
 def choose_precision(hardware: Hardware, device: DeviceKind, asked: PlanOptions) -> tuple[Precision, str]:
     """The number format of the arithmetic. Raises UserError where the device lacks the one asked for."""
     wanted = PRECISION_WORDS.get(asked.precision, asked.precision)
     if wanted == "auto":
-        return {"cuda": _cuda_precision, "cpu": _cpu_precision, "mps": _mps_precision}[device](hardware)
+        return _best_precision(hardware, device)
     lack = _why_no_arithmetic(hardware, device, wanted)
     if lack and asked.precision.endswith("-mixed"):
         return "fp32", f"{lack}, so this is fp32"
+    why = asked.why("precision")
     if wanted == "bf16":
-        return "bf16", _reason_for_bf16(hardware, device, asked)
+        if lack and device == "cuda":
+            raise UserError(f"--precision {asked.precision}: {lack}; use fp16 or fp32")
+        slow = "; without AMX or AVX512_BF16 it is about 5 times slower than fp32" if lack else ""
+        return "bf16", why + slow
     if wanted == "fp16":
         if device == "cpu":
             raise UserError(f"--precision {asked.precision}: {lack}; use fp32 or bf16 on a CPU")
-        return "fp16", f"{asked.why('precision')}; a loss scale guards against underflow"
-    return "fp32", f"{asked.why('precision')}; TF32 stays off"
+        return "fp16", f"{why}; a loss scale guards against underflow"
+    return "fp32", f"{why}; TF32 stays off"
 
 
 def _why_no_arithmetic(hardware: Hardware, device: DeviceKind, precision: str) -> str:
@@ -86,7 +86,17 @@ def _why_no_arithmetic(hardware: Hardware, device: DeviceKind, precision: str) -
     return ""
 
 
-def _cuda_precision(hardware: Hardware) -> tuple[Precision, str]:
+def _best_precision(hardware: Hardware, device: DeviceKind) -> tuple[Precision, str]:
+    if device == "mps":
+        saves = "half precision on Apple GPUs saves memory but hardly time"
+        return "fp32", f"{saves}; fp32 keeps the result exact"
+    if device == "cpu" and hardware.cpu_amx:
+        return "bf16", "the processor has a matrix unit for it (AMX); --precision fp32 is exact and slower"
+    if device == "cpu" and hardware.cpu_bf16:
+        faster = "--precision bf16 would be about twice as fast here (AVX512_BF16) and less exact"
+        return "fp32", f"exact; {faster}"
+    if device == "cpu":
+        return "fp32", "this processor has no fast half precision"
     gpu = hardware.gpu
     capability = "compute capability {}.{}".format(*gpu.compute_capability)
     if gpu.native_bf16:
@@ -97,48 +107,21 @@ def _cuda_precision(hardware: Hardware) -> tuple[Precision, str]:
     return "fp32", f"{gpu.name} has no tensor cores ({capability})"
 
 
-def _cpu_precision(hardware: Hardware) -> tuple[Precision, str]:
-    if hardware.cpu_amx:
-        return "bf16", "the processor has a matrix unit for it (AMX); --precision fp32 is exact and slower"
-    if hardware.cpu_bf16:
-        return (
-            "fp32",
-            "exact; --precision bf16 would be about twice as fast here (AVX512_BF16) and less exact",
-        )
-    return "fp32", "this processor has no fast half precision"
-
-
-def _mps_precision(_: Hardware) -> tuple[Precision, str]:
-    return "fp32", "half precision on Apple GPUs saves memory but hardly time; fp32 keeps the result exact"
-
-
-def _reason_for_bf16(hardware: Hardware, device: DeviceKind, asked: PlanOptions) -> str:
-    """The reason where bf16 was asked for. Raises UserError on a GPU that only emulates it."""
-    lack = _why_no_arithmetic(hardware, device, "bf16")
-    if lack and device == "cuda":
-        raise UserError(f"--precision {asked.precision}: {lack}; use fp16 or fp32")
-    slow = "; without AMX or AVX512_BF16 it is about 5 times slower than fp32" if lack else ""
-    return asked.why("precision") + slow
-
-
 def choose_attention(
     hardware: Hardware, device: DeviceKind, precision: str, asked: PlanOptions
 ) -> tuple[AttentionKernel, str]:
     """The attention kernel. Raises UserError where flash attention cannot run."""
     if asked.attention == "auto":
         return "sdpa", "torch's fused kernel: no length-squared matrix is kept"
-    if asked.attention == "flash" and (
-        device != "cuda" or precision == "fp32" or not hardware.gpu.native_bf16
-    ):
-        raise UserError(
-            "--attention flash: needs an NVIDIA GPU of compute capability 8.0 and bf16 or fp16; use sdpa here"
-        )
-    if asked.attention == "eager":
-        return (
-            "eager",
-            f"{asked.why('attention')}; it keeps length-squared matrices, so it costs memory and time",
-        )
-    return asked.attention, asked.why("attention")
+    if asked.attention == "flash" and not _has_flash(hardware, device, precision):
+        needs = "needs an NVIDIA GPU of compute capability 8.0 and bf16 or fp16"
+        raise UserError(f"--attention flash: {needs}; use sdpa here")
+    costs = "; it keeps length-squared matrices, so it costs memory and time"
+    return asked.attention, asked.why("attention") + (costs if asked.attention == "eager" else "")
+
+
+def _has_flash(hardware: Hardware, device: DeviceKind, precision: str) -> bool:
+    return device == "cuda" and precision != "fp32" and hardware.gpu.native_bf16
 
 
 def choose_pack(case: PlanningCase, asked: PlanOptions, padding: float) -> tuple[bool, str]:
@@ -148,18 +131,16 @@ def choose_pack(case: PlanningCase, asked: PlanOptions, padding: float) -> tuple
     """
     padded = f"cut by length, {padding:.1%} of a usual batch's tokens are padding"
     if asked.pack != "on":
-        return False, padded + (
-            "; --pack on computes none of it" if case.model_size.packs and padding else ""
-        )
+        offer = "; --pack on computes none of it" if case.model_size.packs and padding else ""
+        return False, padded + offer
     if not case.model_size.packs:
         raise UserError("--pack on: this model's attention cannot be told where a sample ends: leave it out")
     if asked.compile not in ("auto", "off"):
         raise UserError(f"--pack on: rows change their length, so --compile {asked.compile} never ends")
     if case.device == "cpu":
-        return True, (
-            f"{asked.why('pack')}; attention alone is padded, as CPUs have no kernel for it; {padded}"
-        )
-    if case.device != "cuda" or case.precision == "fp32" or not case.hardware.gpu.native_bf16:
+        kernel = "attention alone is padded, as CPUs have no kernel for it"
+        return True, f"{asked.why('pack')}; {kernel}; {padded}"
+    if not _has_flash(case.hardware, case.device, case.precision):
         raise UserError("--pack on: needs an NVIDIA GPU of compute capability 8.0 and bf16 or fp16, or a CPU")
     return True, f"{asked.why('pack')}; {padded}"
 
@@ -213,50 +194,41 @@ def choose_padding(case: PlanningCase, compiled: bool) -> tuple[int, str]:
     return base, "no alignment helps here, so nothing is padded beyond the longest of a micro-batch"
 
 
-def choose_workers(asked: PlanOptions) -> tuple[int, str]:
-    """Loader processes per worker process; 0 loads in a thread."""
-    if asked.workers is None:
-        return (
-            0,
-            "data is memory-mapped and gathered by one vectorised fetch in a thread, which beats workers",
+def choose_loading(case: PlanningCase, asked: PlanOptions, processes: int) -> PlanFields:
+    """The loader's fields, and the compute threads: the cores of a node divided by its processes."""
+    thread = "data is memory-mapped and gathered by one vectorised fetch in a thread, which beats workers"
+    ready = "one micro-batch in use and one ready hide the loading"
+    cpus, local = case.hardware.cpus, case.local(processes)
+    sharing = f"all {cpus} cores serve the one process"
+    if local > 1:
+        sharing = f"{cpus} cores shared by {local} processes on a node"
+    fields: PlanFields = {
+        "workers": (0, thread) if asked.workers is None else (asked.workers, asked.why("workers")),
+        "prefetch": (2, ready) if asked.prefetch is None else (asked.prefetch, asked.why("prefetch")),
+        "pin_memory": _choose_pin_memory(case, asked),
+        "threads": (max(1, cpus // local), sharing),
+    }
+    if case.facts.is_streamed:
+        match = re.fullmatch(MEMORY_LIMIT, (asked.stream_cache or STREAM_CACHE).strip().lower())
+        assert match is not None, "PlanOptions checks it"
+        why = (
+            asked.why("stream_cache")
+            if asked.stream_cache
+            else "as tokens; what is still there is not read again"
         )
-    return asked.workers, asked.why("workers")
+        fields["stream_cache_bytes"] = (int(float(match[1]) * UNITS[match[2]]), why)
+    return fields
 
 
-def choose_stream_cache(asked: PlanOptions) -> tuple[int, str]:
-    """Bytes of data from a store that a node keeps on its disk."""
-    if asked.stream_cache is None:
-        return int(20 * UNITS["gb"]), "as tokens; what is still there is not read again"
-    match = re.fullmatch(MEMORY_LIMIT, asked.stream_cache.strip().lower())
-    assert match is not None, "PlanOptions checks it"
-    return int(float(match[1]) * UNITS[match[2]]), asked.why("stream_cache")
-
-
-def choose_prefetch(asked: PlanOptions) -> tuple[int, str]:
-    """Micro-batches kept ready."""
-    if asked.prefetch is None:
-        return 2, "one micro-batch in use and one ready hide the loading"
-    return asked.prefetch, asked.why("prefetch")
-
-
-def choose_pin_memory(hardware: Hardware, device: DeviceKind, asked: PlanOptions) -> tuple[bool, str]:
+def _choose_pin_memory(case: PlanningCase, asked: PlanOptions) -> tuple[bool, str]:
     """Whether batches are copied from page-locked memory."""
-    if device != "cuda":
+    if case.device != "cuda":
         return False, "only copies to an NVIDIA GPU gain from it, so it stays off"
     if asked.pin_memory != "auto":
         return asked.pin_memory == "on", asked.why("pin_memory")
-    if hardware.wsl:
+    if case.hardware.wsl:
         return False, "page-locked memory is scarce under WSL"
     return True, "copies to the GPU overlap with its work"
-
-
-def choose_threads(case: PlanningCase, processes: int) -> tuple[int, str]:
-    """Compute threads per process: the cores of a node divided by its processes."""
-    cpus, local = case.hardware.cpus, case.local(processes)
-    threads = max(1, cpus // local)
-    if local == 1:
-        return threads, f"all {cpus} cores serve the one process"
-    return threads, f"{cpus} cores shared by {local} processes on a node"
 
 
 def choose_reduction(
@@ -270,14 +242,12 @@ def choose_reduction(
         return "explicit", "one process has nothing to exchange"
     if graphs:
         return "explicit", "CUDA graphs and DDP's hooks exclude each other"
-    if case.device == "cuda" and choices.traits.overlaps_reduction:
+    if case.device != "cuda":
+        slower = "on CPUs transport would take the cores from the arithmetic"
+        return "explicit", f"{slower}; once after the last is as fast"
+    if choices.traits.overlaps_reduction:
         return "overlapped", "gradients cross processes while the last backward pass still runs"
-    if case.device == "cuda":
-        return "explicit", "partitioned gradients are reduced once, after the last micro-batch"
-    return (
-        "explicit",
-        "on CPUs transport would take the cores from the arithmetic; once after the last is as fast",
-    )
+    return "explicit", "partitioned gradients are reduced once, after the last micro-batch"
 
 
 def choose_invariance(
@@ -289,19 +259,53 @@ def choose_invariance(
     What differs most is stated: other random draws differ far more than other rounding.
     """
     if recipe.noise == "native" or foreign:
-        source = (
-            "the recipe asks for torch's own noise"
-            if recipe.noise == "native"
-            else "the model draws its own noise"
-        )
+        asks = "the recipe asks for torch's own noise"
+        source = asks if recipe.noise == "native" else "the model draws its own noise"
         return "noise", f"{source}: another cut gives other draws of the same distribution"
     if precision != "fp32":
         return "precision", f"{precision} rounds differently from fp32, and so does another cut in it"
     if compiled:
         return "precision", "compiled kernels round differently"
     if rounds:
-        return (
-            "rounding",
-            "fp32, rounded to levels: the order of float sums moves a value to the next at times",
-        )
+        moves = "the order of float sums moves a value to the next at times"
+        return "rounding", f"fp32, rounded to levels: {moves}"
     return "exact", "fp32 without compiled kernels: only the order of float sums depends on this plan"
+
+
+def fixed_loader_settings(plan: Plan) -> dict[str, tuple[bool, str]]:
+    """Loader settings that follow from the plan and are no choice: name -> (whether it is so, why)."""
+    loaders = (
+        f"the {plan.workers} loader processes live"
+        if plan.workers
+        else "no loader processes: one thread loads"
+    )
+    persistent = f"{loaders} as long as a phase{'' if plan.workers else ' lasts'}, through all its epochs"
+    multiple = f", up to a multiple of {plan.pad_multiple}" if plan.pad_multiple > 1 else ""
+    padded = f"samples are padded to the longest of their micro-batch{multiple}, and cut so that it is little"
+    packed = "samples are packed end to end, so batches are not padded"
+    return {
+        "persistent_workers": (True, persistent),
+        "dynamic_padding": (not plan.pack, packed if plan.pack else padded),
+    }
+
+
+PLANNED_AS = {"micro_batch": "micro_batch_samples"}
+"""Options whose field in the plan has another name."""
+
+
+def unmet_wishes(asked: PlanOptions, plan: Plan) -> list[str]:
+    """A line for each option that the plan does not follow, with the plan's reason."""
+    lines = []
+    for name, flag in flags_of(PlanOptions, "plan").items():
+        wish, field = getattr(asked, name), PLANNED_AS.get(name, name)
+        if wish == flag.default or field not in plan.reasons:
+            continue
+        value = getattr(plan, field)
+        wanted = wish == "on" if isinstance(value, bool) else PRECISION_WORDS.get(wish, wish)
+        if wanted != value:
+            preset = asked.preset_options.get(name)
+            who = f"the preset {preset}, " if preset else ""
+            lines.append(f"{who}{flag.spelling} {wish}: {plan.reasons[field]}")
+    if asked.stream_cache is not None and not plan.stream_cache_bytes:
+        lines.append(f"--stream-cache {asked.stream_cache}: the data is on this machine, and nothing is kept")
+    return lines

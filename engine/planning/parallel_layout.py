@@ -1,20 +1,30 @@
-"""Parallel layout: how many processes, which strategy, and how much fits into one micro-batch."""
+"""Parallel layout: how many processes, which strategy, and how much fits into one micro-batch; and why."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
+from isobatch.core.measures import format_bytes
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import MEMORY_LIMIT, UNITS, PlanOptions, StrategyName
 from isobatch.core.strategies import STRATEGIES, traits_of
-from isobatch.engine.machine.history import Correction
-from isobatch.engine.planning.corrections import correct_bytes, correction_for, uncorrected_limit
+from isobatch.engine.planning.calibration import (
+    Correction,
+    correct_bytes,
+    correction_for,
+    uncorrected_limit,
+)
 from isobatch.engine.planning.cost_model import PlanningCase, largest_micro_batch, step_seconds
-from isobatch.engine.planning.memory_model import ExecutionChoices, memory_footprint
+from isobatch.engine.planning.memory_model import ExecutionChoices, MemoryFootprint, memory_footprint
+
+if TYPE_CHECKING:
+    from isobatch.core.facts import Facts
 
 CPU_TENSOR_BYTES = 24 * 2**20
 """Blocks of 32 MiB are mapped and page-faulted anew each time (glibc's DEFAULT_MMAP_THRESHOLD_MAX).
@@ -53,7 +63,7 @@ class ParallelLayout:
     correction: Correction
     """What this machine's history makes of the predictions."""
     bound: str
-    """What limits the token budget: a key of the reasons in `explanations.why_tokens`."""
+    """What limits the token budget: a key of the reasons in `why_tokens`."""
 
 
 def device_memory(case: PlanningCase, processes: int) -> int:
@@ -111,19 +121,14 @@ def why_not_fit(case: PlanningCase, strategy: StrategyName) -> str:
     return ""
 
 
-def zero_savings(case: PlanningCase, choices: ExecutionChoices) -> tuple[float, float]:
-    """Bytes of weights, gradients and moments per process in DDP, and those that this strategy saves."""
-    ddp = dataclasses.replace(choices, strategy="ddp")
-    unsharded = memory_footprint(case.recipe, case.model_size, ddp, 0, case.longest).state
-    sharded = memory_footprint(case.recipe, case.model_size, choices, 0, case.longest).state
-    return unsharded, unsharded - sharded
-
-
 def saves_enough(case: PlanningCase, choices: ExecutionChoices) -> bool:
-    """ZeRO's copies of the trained parameters may take more memory than sharding their moments saves."""
-    unsharded, saved = zero_savings(case, choices)
-    only_moments = choices.traits.shards and not choices.traits.shards_weights
-    return not only_moments or saved >= LEAST_SAVING * unsharded
+    """Whether a strategy saves memory: ZeRO's copies of the trained parameters may take more than sharding
+    their moments saves.
+    """
+    if not choices.traits.shards or choices.traits.shards_weights:
+        return True
+    unsharded = _footprint(case, dataclasses.replace(choices, strategy="ddp"), 0).state
+    return unsharded - _footprint(case, choices, 0).state >= LEAST_SAVING * unsharded
 
 
 def find_layout(case: PlanningCase, asked: PlanOptions, processes: int) -> ParallelLayout | None:
@@ -133,10 +138,10 @@ def find_layout(case: PlanningCase, asked: PlanOptions, processes: int) -> Paral
     """
     found = []
     for strategy, recompute in strategies_to_try(case, asked, processes):
-        choices = make_choices(case, processes, strategy, recompute)
+        choices = _choices(case, processes, strategy, recompute)
         tokens, bound = token_budget(case, asked, choices)
         useful = asked.strategy != "auto" or saves_enough(case, choices)
-        if useful and tokens >= case.longest and host_memory_suffices(case, choices):
+        if useful and tokens >= case.longest and _host_memory_suffices(case, choices):
             found.append(_layout(case, asked, choices, tokens, bound))
     return fastest_layout(found) if found else None
 
@@ -151,24 +156,20 @@ def _layout(
         tokens=tokens,
         samples=samples,
         seconds=step_seconds(case, choices, samples, tokens),
-        stages=memory_footprint(
-            case.recipe, case.model_size, choices, typical, case.longest, evaluated=tokens
-        ).stages,
-        most=_most_bytes(case, choices, tokens),
+        stages=_footprint(case, choices, typical, evaluated=tokens).stages,
+        most=math.ceil(LARGEST_EXCESS * _footprint(case, choices, tokens).peak),
         correction=correction_for(case, choices),
         bound=bound,
     )
 
 
-def _most_bytes(case: PlanningCase, choices: ExecutionChoices, tokens: int) -> int:
-    footprint = memory_footprint(case.recipe, case.model_size, choices, tokens, case.longest)
-    return math.ceil(LARGEST_EXCESS * footprint.peak)
+def _footprint(
+    case: PlanningCase, choices: ExecutionChoices, tokens: float, evaluated: float | None = None
+) -> MemoryFootprint:
+    return memory_footprint(case.recipe, case.model_size, choices, tokens, case.longest, evaluated)
 
 
-def make_choices(
-    case: PlanningCase, processes: int, strategy: StrategyName, recompute: bool
-) -> ExecutionChoices:
-    """The case's choices with a strategy; `recompute` is activation checkpointing."""
+def _choices(case: PlanningCase, processes: int, strategy: StrategyName, recompute: bool) -> ExecutionChoices:
     return ExecutionChoices(
         device=case.device,
         processes=processes,
@@ -186,63 +187,57 @@ def token_budget(case: PlanningCase, asked: PlanOptions, choices: ExecutionChoic
     """
     limit = memory_limit(case, asked, choices.processes)
     limit = uncorrected_limit(case, limit, correction_for(case, choices))
-    empty = memory_footprint(case.recipe, case.model_size, choices, 0, case.longest)
-    per_token = memory_footprint(case.recipe, case.model_size, choices, 1, case.longest)
-    full = memory_footprint(case.recipe, case.model_size, choices, MANY, case.longest)
+    empty, per_token, full = (_footprint(case, choices, tokens) for tokens in (0, 1, MANY))
     free = limit - empty.resident - empty.activations - empty.tables
     token_bytes = per_token.activations - empty.activations
     # Logits grow with the tokens, up to one chunk of them where the head computes in chunks.
     most = max(free / max(token_bytes + per_token.logits, 1.0), (free - full.logits) / max(token_bytes, 1.0))
-    memory = -1.0 if empty.peak > limit else most
-    bounds = [(math.floor(memory), "memory"), *_other_bounds(case, asked, choices.processes)]
-    return min(bounds)
-
-
-def _other_bounds(case: PlanningCase, asked: PlanOptions, processes: int) -> list[tuple[int, str]]:
-    widest = max(case.model_size.vocabulary, case.model_size.intermediate, 4 * case.model_size.hidden, 1)
-    bounds = [(max(case.longest, INDEX_LIMIT // widest), "index")]
-    bounds.append((case.longest * math.ceil(case.recipe.batch_size / processes), "batch"))
+    size, longest = case.model_size, case.longest
+    widest = max(size.vocabulary, size.intermediate, 4 * size.hidden, 1)
+    bounds = [
+        (math.floor(-1.0 if empty.peak > limit else most), "memory"),
+        (max(longest, INDEX_LIMIT // widest), "index"),
+        (longest * math.ceil(case.recipe.batch_size / choices.processes), "batch"),
+    ]
     if asked.micro_batch:
-        bounds.append((case.longest * asked.micro_batch, "asked"))
+        bounds.append((longest * asked.micro_batch, "asked"))
     elif case.device == "cpu":
         low, high = CPU_TOKENS
         cached = min(high, max(low, CPU_TENSOR_BYTES // (4 * widest)))
-        bounds.append((max(case.longest, cached), "cache"))
-    return bounds
+        bounds.append((max(longest, cached), "cache"))
+    return min(bounds)
 
 
-def host_memory_suffices(case: PlanningCase, choices: ExecutionChoices) -> bool:
+def _host_memory_suffices(case: PlanningCase, choices: ExecutionChoices) -> bool:
     """Whether what is offloaded to a node fits into 80 % of its RAM."""
-    return (
-        not choices.traits.offloads
-        or offloaded_bytes(case, choices.processes) <= 0.8 * case.hardware.ram_bytes
-    )
+    offloaded = offloaded_bytes(case, choices.processes) if choices.traits.offloads else 0.0
+    return offloaded <= 0.8 * case.hardware.ram_bytes
 
 
 def offloaded_bytes(case: PlanningCase, processes: int) -> float:
     """Bytes of offloaded fp32 weights, gradients and moments on one node."""
     per_trained = 4.0 + OPTIMIZERS[case.recipe.optimizer].state_bytes
-    return (4.0 * case.model_size.parameters + per_trained * case.model_size.trainable) / case.nodes(
-        processes
-    )
+    whole = 4.0 * case.model_size.parameters + per_trained * case.model_size.trainable
+    return whole / case.nodes(processes)
 
 
 def candidate_process_counts(case: PlanningCase, asked: PlanOptions, world: int | None) -> list[int]:
     """Numbers of processes to compare: powers of two within a node and of nodes, and all of both."""
-    fixed = world or asked.processes
-    if fixed:
+    if fixed := world or asked.processes:
         return [fixed]
     traits = None if asked.strategy == "auto" else traits_of(asked.strategy)
     if case.device != "cuda" or (traits and traits.most_processes == 1):
         return [1]
     node = len(case.hardware.gpus)
-    inside = {2**power for power in range(node.bit_length()) if 2**power <= node} | {node}
-    across = {
-        2**power for power in range(1, case.hardware.nodes.bit_length()) if 2**power <= case.hardware.nodes
-    }
-    counts = sorted(inside | {node * nodes for nodes in across | {case.hardware.nodes}})
+    across = [node * nodes for nodes in _powers_to(case.hardware.nodes)]
+    counts = sorted({*_powers_to(node), *across})
     shared = [count for count in counts if count > 1] if traits and traits.least_processes > 1 else counts
     return [count for count in shared if count <= case.recipe.batch_size] or shared[:1] or [1]
+
+
+def _powers_to(most: int) -> set[int]:
+    """The powers of two up to `most`, and `most`."""
+    return {most, *itertools.takewhile(lambda power: power <= most, (2**k for k in itertools.count()))}
 
 
 def fastest_layout(layouts: list[ParallelLayout]) -> ParallelLayout:
@@ -251,15 +246,117 @@ def fastest_layout(layouts: list[ParallelLayout]) -> ParallelLayout:
     return next(layout for layout in layouts if layout.seconds <= AS_GOOD * fastest)
 
 
-def least_memory(case: PlanningCase, asked: PlanOptions, processes: int) -> int:
-    """Peak bytes per process of a micro-batch of one longest sample under the setting that needs least."""
-    settings = [
-        make_choices(case, processes, *measure) for measure in strategies_to_try(case, asked, processes)
-    ]
-    return min(_least_peak(case, choices) for choices in settings)
+def length_flag(facts: Facts) -> str:
+    """The flag that says how long samples are."""
+    return "--assume-length" if facts.extra.get("assumed") else "--max-length"
 
 
-def _least_peak(case: PlanningCase, choices: ExecutionChoices) -> int:
-    """Corrected peak bytes of a micro-batch of one longest sample."""
-    footprint = memory_footprint(case.recipe, case.model_size, choices, case.longest, case.longest)
-    return math.ceil(correct_bytes(case, footprint.peak, correction_for(case, choices)))
+def does_not_fit(case: PlanningCase, asked: PlanOptions, processes: int) -> str:
+    """The error message where the longest sample does not fit on this many processes."""
+    limit = memory_limit(case, asked, processes)
+    settings = (_choices(case, processes, *one) for one in strategies_to_try(case, asked, processes))
+    peaks = (
+        (_footprint(case, choices, case.longest).peak, correction_for(case, choices)) for choices in settings
+    )
+    need = min(math.ceil(correct_bytes(case, peak, correction)) for peak, correction in peaks)
+    if need <= limit:
+        return (
+            f"--strategy zero3-offload: it takes {format_bytes(offloaded_bytes(case, processes))} of RAM a"
+            f" node, and there are {format_bytes(case.hardware.ram_bytes)}; take a smaller model or more"
+            " memory"
+        )
+    flag = length_flag(case.facts)
+    value = "" if case.facts.extra.get("assumed") else f" {case.recipe.max_length}"
+    return (
+        f"{flag}{value}: one sample of {case.longest} tokens needs "
+        f"{format_bytes(need)} on {case.device} with every measure allowed, and {format_bytes(limit)} may be "
+        f"used; lower {flag}, take a smaller model or more memory"
+    )
+
+
+def why_processes(
+    case: PlanningCase,
+    asked: PlanOptions,
+    chosen: ParallelLayout,
+    layouts: list[ParallelLayout],
+    world: int | None,
+) -> str:
+    """The reason for the number of processes. `layouts`: all that were compared; `world`: see `make_plan`."""
+    count, batch, have = chosen.choices.processes, case.recipe.batch_size, case.hardware.devices
+    time = _milliseconds(chosen.seconds)
+    if world or asked.processes:
+        why = "the launcher formed this world" if world else asked.why("processes")
+        if count > batch:
+            why += f"; {count - batch} of them idle, as a batch of {batch} has fewer samples"
+        alone = find_layout(case, PlanOptions(), 1) if count > 1 else None
+        if alone and alone.seconds < chosen.seconds:
+            why += f"; one process would be faster: {_milliseconds(alone.seconds)} a step against {time}"
+        return why
+    if case.device == "cpu":
+        return "one process with all cores: its threads share one copy of the model; --processes N splits it"
+    if have == 1:
+        return "there is one GPU"
+    used = f"I use all {have} GPUs" if count == have else f"I use {count} of {have} GPUs"
+    if asked.strategy == "single":
+        return f"{used}: --strategy single is one process"
+    if len(layouts) == 1:
+        return f"{used}: other numbers of processes do not fit, or a batch of {batch} leaves them idle"
+    other = layouts[-1] if chosen is not layouts[-1] else layouts[0]
+    end = "; so little gain is not worth them" if other.seconds < chosen.seconds else ""
+    rival = f"{_milliseconds(other.seconds)} on {other.choices.processes}"
+    return f"{used}: this batch of {batch} takes {rival}, {time} on {count}{end}"
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def why_strategy(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> str:
+    strategy, processes = chosen.choices.strategy, chosen.choices.processes
+    if strategy == "single":
+        wish = "; --strategy ddp takes effect with --processes 2 or more" if asked.strategy == "ddp" else ""
+        return f"one process needs no wrapper{wish}"
+    if asked.strategy == strategy:
+        return asked.why("strategy")
+    if strategy == "ddp":
+        return f"the whole model fits on each of {processes} processes"
+    whole = dataclasses.replace(asked, strategy="single" if processes == 1 else "ddp")
+    if plain := find_layout(case, whole, processes):
+        return f"faster: {_milliseconds(chosen.seconds)} a step, {_milliseconds(plain.seconds)} undivided"
+    memory = format_bytes(device_memory(case, processes))
+    then = "they stay in host memory" if chosen.choices.traits.offloads else "they are partitioned"
+    return f"weights, gradients and moments do not fit whole into {memory}, so {then}"
+
+
+def why_checkpointing(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> str:
+    if asked.activation_checkpointing != "auto":
+        return asked.why("activation_checkpointing")
+    if not chosen.choices.activation_checkpointing:
+        return "activations fit, so nothing need be computed twice"
+    kept = dataclasses.replace(asked, strategy=chosen.choices.strategy, activation_checkpointing="off")
+    without = find_layout(case, kept, chosen.choices.processes)
+    if without is None:
+        return "the longest sample fits only if activations are computed again in the backward pass"
+    rival, time = _milliseconds(without.seconds), _milliseconds(chosen.seconds)
+    return f"it allows fewer, larger micro-batches: {time} a step, {rival} without"
+
+
+def why_samples(case: PlanningCase, asked: PlanOptions) -> str:
+    batch = case.recipe.batch_size
+    if asked.micro_batch is None:
+        return f"up to all {batch} of the global batch at once, as far as micro_batch_tokens allows"
+    if asked.micro_batch > batch:
+        return f"--micro-batch {asked.micro_batch} is more than the global batch of {batch}, so it is {batch}"
+    return asked.why("micro_batch")
+
+
+def why_tokens(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> str:
+    limit = format_bytes(memory_limit(case, asked, chosen.choices.processes))
+    memory = format_bytes(device_memory(case, chosen.choices.processes))
+    return {
+        "memory": f"fills the {limit} that may be used of {memory}",
+        "batch": f"holds a process's share of the global batch, which fits into {limit}",
+        "asked": f"--micro-batch times the longest sample of {case.longest} tokens",
+        "cache": "larger micro-batches are slower on a CPU: their tensors are mapped anew each time",
+        "index": "larger tensors would pass 2^31 elements, which some kernels cannot index",
+    }[chosen.bound]

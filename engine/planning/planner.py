@@ -12,35 +12,14 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.strategies import traits_of
-from isobatch.engine.machine.history import MachineRecord
 from isobatch.engine.planning import choices as choose
-from isobatch.engine.planning.calibration import MEASURED
-from isobatch.engine.planning.corrections import correct_bytes, history_key
+from isobatch.engine.planning import parallel_layout as layout
+from isobatch.engine.planning.calibration import MEASURED, MachineRecord, correct_bytes, history_key
 from isobatch.engine.planning.cost_model import (
     PlanningCase,
     expected_padding,
     fixed_tokens,
     micro_batch_seconds,
-    steps_per_epoch,
-)
-from isobatch.engine.planning.explanations import (
-    does_not_fit,
-    why_checkpointing,
-    why_processes,
-    why_samples,
-    why_strategy,
-    why_tokens,
-)
-from isobatch.engine.planning.parallel_layout import (
-    LARGEST_EXCESS,
-    ParallelLayout,
-    candidate_process_counts,
-    device_memory,
-    fastest_layout,
-    find_layout,
-    saves_enough,
-    why_not_fit,
-    zero_savings,
 )
 from isobatch.models.head_chunks import chunk_bytes
 
@@ -49,12 +28,10 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.engine.machine.ceilings import Ceilings
     from isobatch.engine.machine.hardware import Hardware
-    from isobatch.engine.machine.history import Correction
-    from isobatch.engine.planning.memory_model import ExecutionChoices
+    from isobatch.engine.planning.calibration import Correction
+    from isobatch.engine.planning.choices import PlanFields
+    from isobatch.engine.planning.parallel_layout import ParallelLayout
     from isobatch.models.base import ModelSize
-
-SCALES = (1, 2, 4, 8)
-"""Factors of the batch size in `batch_size_frontier`."""
 
 
 def make_plan(
@@ -74,81 +51,62 @@ def make_plan(
     noise from torch's generators. `measured`: what was measured on this hardware, if anything. Raises
     UserError where the recipe or an option cannot be met.
     """
-    case, fields = _case(recipe, facts, model_size, hardware, asked, world)
-    case = dataclasses.replace(case, measured=measured or MachineRecord())
-    _check_processes(case, asked, world)
-    eager = _layouts(case, asked, world)
-    with_compile, _ = _with_compile(case, True)
-    compiled = choose.choose_compile(
-        with_compile, asked, fastest_layout(eager).seconds, _compiled_seconds(with_compile, asked, world)
+    fields: PlanFields = {"device": choose.choose_device(hardware, asked)}
+    device = fields["device"][0]
+    if device == "cuda" and world and world > hardware.devices:
+        # A launcher started processes on more machines than this one can see.
+        hardware = dataclasses.replace(hardware, nodes=-(-world // len(hardware.gpus)))
+    fields["precision"] = choose.choose_precision(hardware, device, asked)
+    precision = fields["precision"][0]
+    fields["attention"] = choose.choose_attention(hardware, device, precision, asked)
+    if device == "cuda" and model_size.head_bytes:  # the chunks that the head makes on this device
+        model_size = dataclasses.replace(model_size, head_bytes=chunk_bytes(hardware.gpu.memory_bytes))
+    case = PlanningCase(
+        recipe=recipe,
+        facts=facts,
+        model_size=model_size,
+        hardware=hardware,
+        device=device,
+        precision=precision,
+        attention=fields["attention"][0],
+        world_nodes=hardware.nodes if world and hardware.source == "detected" else None,
+        measured=measured or MachineRecord(),
     )
-    case, padding = _with_compile(case, compiled[0] != "off")
-    layouts = _layouts(case, asked, world) if case.compile else eager
-    chosen = fastest_layout(layouts)
-    graphs = compiled[0] == "reduce-overhead"
+    _check_processes(case, asked, world)
+    eager, compiled = _with_compile(case, False), _with_compile(case, True)
+    layouts, others = _layouts(eager, asked, world), _layouts(compiled, asked, world)
+    fastest = layout.fastest_layout(others)
+    fields["compile"] = choose.choose_compile(
+        compiled,
+        asked,
+        layout.fastest_layout(layouts).seconds,
+        fastest.seconds if fastest.choices.traits.compiles else None,
+    )
+    compiles, graphs = fields["compile"][0] != "off", fields["compile"][0] == "reduce-overhead"
+    case, layouts = (compiled, others) if compiles else (eager, layouts)
+    chosen = layout.fastest_layout(layouts)
     if graphs and chosen.choices.traits.shards:
         raise UserError(
             f"--compile reduce-overhead: under {chosen.choices.strategy} gradients leave the memory of CUDA"
             " graphs; use --compile on, or --strategy ddp"
         )
-    fields |= {"compile": compiled, "pad_multiple": padding}
+    fields["pad_multiple"] = choose.choose_padding(case, compiles)
     fields |= _layout_fields(case, asked, chosen, layouts, world)
-    fields |= _runtime_fields(case, asked, chosen, graphs)
+    fields |= choose.choose_loading(case, asked, chosen.choices.processes)
+    padding = expected_padding(case, chosen.choices, chosen.samples, chosen.tokens)
+    fields["pack"] = choose.choose_pack(case, asked, padding)
+    fields["reduction"] = choose.choose_reduction(case, chosen.choices, graphs)
     fields["invariance"] = choose.choose_invariance(
-        recipe, case.precision, compiled[0] != "off", foreign_noise, model_size.rounds
+        recipe, precision, compiles, foreign_noise, model_size.rounds
     )
     fields |= _prediction_fields(case, chosen)
     values: dict[str, Any] = {name: value for name, (value, _) in fields.items()}
     return Plan(**values, reasons={name: reason for name, (_, reason) in fields.items()})
 
 
-def _compiled_seconds(case: PlanningCase, asked: PlanOptions, world: int | None) -> float | None:
-    """Seconds of a step of the compiled model; None where the strategy that is fastest then has none."""
-    fastest = fastest_layout(_layouts(case, asked, world))
-    return fastest.seconds if fastest.choices.traits.compiles else None
-
-
-PlanFields = dict[str, tuple[Any, str]]
-"""Field of the plan -> (value, reason)."""
-
-
-def _case(
-    recipe: Recipe,
-    facts: Facts,
-    model_size: ModelSize,
-    hardware: Hardware,
-    asked: PlanOptions,
-    world: int | None,
-) -> tuple[PlanningCase, PlanFields]:
-    device = choose.choose_device(hardware, asked)
-    if device[0] == "cuda" and world and world > hardware.devices:
-        # A launcher started processes on more machines than this one can see.
-        hardware = dataclasses.replace(hardware, nodes=-(-world // len(hardware.gpus)))
-    precision = choose.choose_precision(hardware, device[0], asked)
-    attention = choose.choose_attention(hardware, device[0], precision[0], asked)
-    case = PlanningCase(
-        recipe=recipe,
-        facts=facts,
-        model_size=_with_head_chunks(model_size, hardware, device[0]),
-        hardware=hardware,
-        device=device[0],
-        precision=precision[0],
-        attention=attention[0],
-        world_nodes=hardware.nodes if world and hardware.source == "detected" else None,
-    )
-    return _with_compile(case, False)[0], {"device": device, "precision": precision, "attention": attention}
-
-
-def _with_head_chunks(size: ModelSize, hardware: Hardware, device: str) -> ModelSize:
-    """The size with the chunks that its head, if it works in chunks, makes on this device."""
-    if device != "cuda" or not size.head_bytes:
-        return size
-    return dataclasses.replace(size, head_bytes=chunk_bytes(hardware.gpu.memory_bytes))
-
-
-def _with_compile(case: PlanningCase, compiled: bool) -> tuple[PlanningCase, tuple[int, str]]:
-    padding = choose.choose_padding(case, compiled)
-    return dataclasses.replace(case, compile=compiled, pad_multiple=padding[0]), padding
+def _with_compile(case: PlanningCase, compiled: bool) -> PlanningCase:
+    padding, _ = choose.choose_padding(case, compiled)
+    return dataclasses.replace(case, compile=compiled, pad_multiple=padding)
 
 
 def _check_processes(case: PlanningCase, asked: PlanOptions, world: int | None) -> None:
@@ -173,7 +131,7 @@ def _check_processes(case: PlanningCase, asked: PlanOptions, world: int | None) 
         raise UserError(
             f"--strategy {asked.strategy}: one process has nobody to share with; use single, zero3-offload"
         )
-    if why := why_not_fit(case, asked.strategy):
+    if why := layout.why_not_fit(case, asked.strategy):
         raise UserError(f"--strategy {asked.strategy}: {why}")
     if case.device not in traits.devices:
         library = traits.library
@@ -181,24 +139,11 @@ def _check_processes(case: PlanningCase, asked: PlanOptions, world: int | None) 
 
 
 def _layouts(case: PlanningCase, asked: PlanOptions, world: int | None) -> list[ParallelLayout]:
-    counts = candidate_process_counts(case, asked, world)
-    layouts = [layout for count in counts if (layout := find_layout(case, asked, count))]
+    counts = layout.candidate_process_counts(case, asked, world)
+    layouts = [found for count in counts if (found := layout.find_layout(case, asked, count))]
     if not layouts:
-        raise UserError(does_not_fit(case, asked, counts[-1]))
-    useful = [layout for layout in layouts if saves_enough(case, layout.choices)]
-    if not useful:
-        raise UserError(_saves_too_little(case, layouts[-1].choices))
-    return useful
-
-
-def _saves_too_little(case: PlanningCase, choices: ExecutionChoices) -> str:
-    unsharded, saved = zero_savings(case, choices)
-    return (
-        f"--strategy {choices.strategy}: saves {max(0.0, saved) / 1e6:.1f} MB of the"
-        f" {unsharded / 1e6:.1f} MB of weights, gradients and moments on each of {choices.processes}"
-        f" processes, as {case.model_size.trainable:,} of {case.model_size.parameters:,} parameters are"
-        f" trained with {case.recipe.optimizer}: use ddp, which is faster, or zero3"
-    )
+        raise UserError(layout.does_not_fit(case, asked, counts[-1]))
+    return layouts
 
 
 def _layout_fields(
@@ -208,44 +153,23 @@ def _layout_fields(
     layouts: list[ParallelLayout],
     world: int | None,
 ) -> PlanFields:
-    processes = chosen.choices.processes
-    nodes = case.nodes(processes)
+    choices, processes = chosen.choices, chosen.choices.processes
+    nodes, remark = case.nodes(processes), case.model_size.remark
+    per_node = f"{case.local(processes)} processes a node" if nodes > 1 else "everything runs on one node"
+    strategy = layout.why_strategy(case, asked, chosen)
+    exchange = "exchange weights" if choices.traits.shards_weights else "add its gradients"
+    launch = f"{micro_batch_seconds(case, choices) * 1e3:.1f} ms to launch a micro-batch, {exchange}"
     return {
-        "processes": (processes, why_processes(case, asked, chosen, layouts, world)),
-        "nodes": (
-            nodes,
-            f"{case.local(processes)} processes a node" if nodes > 1 else "everything runs on one node",
-        ),
-        "strategy": (
-            chosen.choices.strategy,
-            "; ".join(filter(None, (why_strategy(case, asked, chosen), case.model_size.remark))),
-        ),
+        "processes": (processes, layout.why_processes(case, asked, chosen, layouts, world)),
+        "nodes": (nodes, per_node),
+        "strategy": (choices.strategy, f"{strategy}; {remark}" if remark else strategy),
         "activation_checkpointing": (
-            chosen.choices.activation_checkpointing,
-            why_checkpointing(case, asked, chosen),
+            choices.activation_checkpointing,
+            layout.why_checkpointing(case, asked, chosen),
         ),
-        "micro_batch_samples": (chosen.samples, why_samples(case, asked)),
-        "micro_batch_tokens": (chosen.tokens, why_tokens(case, asked, chosen)),
-        "micro_batch_cost": (
-            round(fixed_tokens(case, chosen.choices), 1),
-            f"{micro_batch_seconds(case, chosen.choices) * 1e3:.1f} ms to launch a micro-batch,"
-            f" {'exchange weights' if chosen.choices.traits.shards_weights else 'add its gradients'}",
-        ),
-    }
-
-
-def _runtime_fields(
-    case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout, graphs: bool
-) -> PlanFields:
-    padding = expected_padding(case, chosen.choices, chosen.samples, chosen.tokens)
-    return {
-        "workers": choose.choose_workers(asked),
-        "prefetch": choose.choose_prefetch(asked),
-        "pin_memory": choose.choose_pin_memory(case.hardware, case.device, asked),
-        "threads": choose.choose_threads(case, chosen.choices.processes),
-        "reduction": choose.choose_reduction(case, chosen.choices, graphs),
-        "pack": choose.choose_pack(case, asked, padding),
-        **({"stream_cache_bytes": choose.choose_stream_cache(asked)} if case.facts.is_streamed else {}),
+        "micro_batch_samples": (chosen.samples, layout.why_samples(case, asked)),
+        "micro_batch_tokens": (chosen.tokens, layout.why_tokens(case, asked, chosen)),
+        "micro_batch_cost": (round(fixed_tokens(case, choices), 1), launch),
     }
 
 
@@ -253,6 +177,7 @@ def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields
     correction = chosen.correction
     measured, basis = _basis(case, correction)
     stages = {stage: math.ceil(correct_bytes(case, b, correction)) for stage, b in chosen.stages.items()}
+    worst = max(stages, key=lambda stage: stages[stage])
     key, kind, size = history_key(case, chosen.choices)
     kept = {
         "memory": correction.memory,
@@ -262,23 +187,19 @@ def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields
         "kind": kind,
         "size": size,
     }
-    worst = max(stages, key=lambda stage: stages[stage])
+    bound = (
+        f"micro-batches of {chosen.tokens} tokens, the most that the budget allows, and"
+        f" {layout.LARGEST_EXCESS - 1:.0%} for what no model foresees"
+    )
+    memory = layout.device_memory(case, chosen.choices.processes)
+    of = "a process's share of the RAM" if case.device == "cpu" else "the GPU's memory"
+    seconds = chosen.seconds * correction.seconds
     return {
         "predicted_peak_memory_bytes": (stages[worst], f"the peak of the stage {worst}; {basis}"),
-        "memory_bound_bytes": (
-            math.ceil(correct_bytes(case, chosen.most, correction)),
-            f"micro-batches of {chosen.tokens} tokens, the most that the budget allows, and"
-            f" {LARGEST_EXCESS - 1:.0%} for what no model foresees",
-        ),
-        "device_memory_bytes": (
-            device_memory(case, chosen.choices.processes),
-            "a process's share of the RAM" if case.device == "cpu" else "the GPU's memory",
-        ),
+        "memory_bound_bytes": (math.ceil(correct_bytes(case, chosen.most, correction)), bound),
+        "device_memory_bytes": (memory, of),
         "predicted_memory_by_stage": (stages, "the peak of each stage by itself"),
-        "predicted_step_seconds": (
-            chosen.seconds * correction.seconds,
-            f"arithmetic, launches, exchange and update; {basis}",
-        ),
+        "predicted_step_seconds": (seconds, f"arithmetic, launches, exchange and update; {basis}"),
         "calibrated": (measured, basis),
         "correction": (kept, basis),
     }
@@ -331,40 +252,3 @@ def with_smaller_budget(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:
         f"out of memory with one sample of {longest} tokens and activation checkpointing: lower --max-length,"
         " take a smaller model or more memory; --strategy zero3-offload holds the least on the device"
     )
-
-
-def batch_size_frontier(
-    recipe: Recipe,
-    facts: Facts,
-    model_size: ModelSize,
-    hardware: Hardware,
-    asked: PlanOptions,
-    measured: MachineRecord | None = None,
-) -> list[dict[str, Any]]:
-    """Cost of larger global batches: processes, step seconds, hours and updates per epoch.
-
-    A larger batch is another recipe (--scale-batch), so the planner only lists it.
-    """
-    return [
-        _frontier_row(recipe.scaled(scale, "none"), facts, model_size, hardware, asked, measured)
-        for scale in SCALES
-    ]
-
-
-def _frontier_row(
-    recipe: Recipe,
-    facts: Facts,
-    model_size: ModelSize,
-    hardware: Hardware,
-    asked: PlanOptions,
-    measured: MachineRecord | None,
-) -> dict[str, Any]:
-    plan = make_plan(recipe, facts, model_size, hardware, asked, measured=measured)
-    updates = steps_per_epoch(recipe, facts)
-    return {
-        "batch_size": recipe.batch_size,
-        "processes": plan.processes,
-        "step_seconds": plan.predicted_step_seconds,
-        "epoch_hours": updates * plan.predicted_step_seconds / 3600,
-        "updates_per_epoch": updates,
-    }

@@ -10,43 +10,34 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.flags import build_options, flags_of
-from isobatch.core.package import cache_folder
 from isobatch.data.preparation.encoding import Share
 from isobatch.engine.loading.prepare import prepare as prepare_data
 from isobatch.engine.loading.prepare import prepare_share
-from isobatch.engine.machine.history import machine_record
-from isobatch.engine.planning.alternatives import memory_alternatives
-from isobatch.engine.planning.explanations import fixed_loader_settings
-from isobatch.engine.planning.planner import batch_size_frontier
-from isobatch.engine.planning.reading import reading_alternatives
+from isobatch.engine.planning.alternatives import memory_alternatives, reading_alternatives
+from isobatch.engine.planning.choices import fixed_loader_settings
+from isobatch.engine.planning.cost_model import steps_per_epoch
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.local.arguments import Request, parse_request, task_name
 from isobatch.launch.local.run_setup import TrustOptions
-from isobatch.launch.planning.compare import compare_targets
-from isobatch.launch.planning.comparison import short_duration
-from isobatch.launch.planning.estimate import estimate, with_what_would_fit
-from isobatch.launch.planning.machines import HERE, parse_machine
+from isobatch.launch.planning.comparison import compare_targets, short_duration
+from isobatch.launch.planning.estimate import estimate, failures, with_what_would_fit
+from isobatch.launch.planning.machines import HERE, parse_machine, parse_prices
 from isobatch.launch.planning.plan_text import format_plan
-from isobatch.launch.planning.prices import parse_prices
-from isobatch.launch.planning.run_time import failures
-from isobatch.launch.planning.targets import (
-    PlanCommandOptions,
-    parse_deadline,
-    parse_mtbf,
-    print_notes,
-    say,
-    target_of,
-)
+from isobatch.launch.planning.targets import PlanCommandOptions, print_notes, say, target_of
 from isobatch.launch.sweeps.chain import parse_chain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from isobatch.launch.planning.targets import Target
     from isobatch.launch.sweeps.chain import Chain
+    from isobatch.models.base import ModelSize
 
 
 TRAINING = "train"
 """The first phase of a stage that is given no trained model."""
+SCALES = (1, 2, 4, 8)
+"""Factors of the global batch that a plan lists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,7 +62,7 @@ def plan(words: Sequence[str]) -> int:
 def show_plan(request: Request, options: PlanCommandOptions, words: Sequence[str] = ()) -> int:
     """Print the plan of a request. `words`: those typed, from which --compare makes its variants."""
     if options.compare:
-        return _compare(request, options, words)
+        return compare_targets(words, request, options)
     result, text = plan_of(request, options)
     print(atomic_files.json_text(result, ensure_ascii=False) if options.json else text)
     return 0
@@ -113,52 +104,46 @@ def _without_training(request: Request) -> Request:
     return dataclasses.replace(request, recipe=recipe)
 
 
-def _compare(request: Request, options: PlanCommandOptions, words: Sequence[str]) -> int:
-    parse_machine(options.hardware or HERE, "--hardware")
-    if options.mtbf:
-        raise UserError(f"--mtbf {options.mtbf}: is about the machines of one run; leave out --compare")
-    print_notes(request)
-    return compare_targets(
-        words, request, options, parse_prices(options.price), parse_deadline(options.deadline)
-    )
-
-
 def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, Any], str]:
     """The plan of a request, as JSON and as text. Raises UserError where there is none."""
-    prices, deadline = parse_prices(options.price), parse_deadline(options.deadline)
-    mtbf = parse_mtbf(options.mtbf)
+    prices, deadline, mtbf = parse_prices(options.price), options.seconds("deadline"), options.seconds("mtbf")
     machine = parse_machine(options.hardware or HERE, "--hardware")
     print_notes(request)
     target = target_of(request, options, machine)
-    for note in request.workload.make(target.recipe)[0].notes(target.facts):
+    recipe, facts = target.recipe, target.facts
+    for note in target.task.notes(facts):
         say(request)(note)
     found = estimate(target, prices)
-    if found.plan is None or (model_size := found.model_size) is None:
+    plan, size, time = found.plan, found.model_size, found.time
+    if plan is None or size is None or time is None:
         raise UserError(with_what_would_fit(found))
-    record = machine_record(target.hardware, cache_folder())
-    frontier = batch_size_frontier(
-        target.recipe, target.facts, model_size, target.hardware, target.asked, record
-    )
-    alternatives = memory_alternatives(
-        lambda recipe: request.workload.make(recipe)[0], target.recipe, target.facts, model_size, found.plan
-    )
-    reading = reading_alternatives(found.plan, target.recipe, target.facts, found.rate) if found.rate else []
-    loader = fixed_loader_settings(found.plan)
-    failing = failures(found.time, mtbf) if found.time and mtbf else None
-    result = {
-        "recipe": {**target.recipe.to_dict(), "hash": target.recipe.hash()},
-        "global_batch": target.recipe.batch_size,
-        "plan": found.plan.to_dict(),
-        "reasons": found.plan.reasons,
-        "invariance": found.plan.invariance,
+    loader = fixed_loader_settings(plan)
+    answer = {
+        "recipe": {**recipe.to_dict(), "hash": recipe.hash()},
+        "global_batch": recipe.batch_size,
+        "plan": plan.to_dict(),
+        "reasons": plan.reasons,
+        "invariance": plan.invariance,
         "run": found.to_dict(deadline),
-        "failures": failing and failing.to_dict(),
-        "frontier": frontier,
-        "savings": alternatives,
-        "reading": reading,
+        "failures": failures(time, mtbf) if mtbf else None,
+        "frontier": [_frontier_row(target.scaled(scale), size) for scale in SCALES],
+        "savings": memory_alternatives(lambda r: request.workload.make(r)[0], recipe, facts, size, plan),
+        "reading": reading_alternatives(plan, recipe, facts, found.rate) if found.rate else [],
         "loader": {name: {"value": value, "reason": reason} for name, (value, reason) in loader.items()},
     }
-    return result, format_plan(found, deadline, frontier, alternatives, reading, failing)
+    return answer, format_plan(found, deadline, answer)
+
+
+def _frontier_row(target: Target, size: ModelSize) -> dict[str, Any]:
+    """What a larger global batch costs: another recipe (--scale-batch), which is only listed."""
+    plan, updates = target.plan(size), steps_per_epoch(target.recipe, target.facts)
+    return {
+        "batch_size": target.recipe.batch_size,
+        "processes": plan.processes,
+        "step_seconds": plan.predicted_step_seconds,
+        "epoch_hours": updates * plan.predicted_step_seconds / 3600,
+        "updates_per_epoch": updates,
+    }
 
 
 def prepare(words: Sequence[str]) -> int:

@@ -8,8 +8,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import format_bytes
-from isobatch.engine.machine.detect import cgroup_values
-from isobatch.engine.machine.detect_nvidia import positive
+from isobatch.engine.machine.detect import cgroup_values, positive
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.doctor.probes import Probe
 from isobatch.launch.doctor.software import pip

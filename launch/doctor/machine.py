@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core import hub_cache
 from isobatch.core.package import cache_folder
-from isobatch.engine.machine.detect import detect
-from isobatch.engine.machine.detect_nvidia import OWN_FILES
+from isobatch.engine.machine.detect import OWN_FILES, detect
 from isobatch.launch.doctor import devices, software, storage
 from isobatch.launch.doctor.probes import Child, Probe
 from isobatch.launch.doctor.software import reinstall

@@ -9,7 +9,7 @@ import tomllib
 from typing import TYPE_CHECKING
 
 from isobatch.core.package import ROOT
-from isobatch.engine.machine.detect_nvidia import positive
+from isobatch.engine.machine.detect import positive
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.hub_cache import OFFLINE, TRUE
 from isobatch.core.measures import format_bytes
-from isobatch.engine.machine.detect_nvidia import positive
+from isobatch.engine.machine.detect import positive
 from isobatch.engine.runs.slurm_queue import run_slurm
 from isobatch.launch.clusters.slurm.client import is_usable
 from isobatch.launch.doctor.check import Check, broken, ok, warning

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.package import cache_folder
-from isobatch.engine.machine import history
 from isobatch.engine.machine.detect import detect
-from isobatch.engine.planning.corrections import measured_run
+from isobatch.engine.planning import calibration
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
@@ -30,9 +29,10 @@ def remember_run(run: RunFolder) -> None:
     if len(seconds) < LEAST_STEPS or not summary.get("peak_memory_bytes"):
         return
     disturbed = summary.get("core_wait", 0.0) > DISTURBED_RUN
-    row = measured_run(run.plan, summary["peak_memory_bytes"], None if disturbed else median(seconds))
+    step = None if disturbed else median(seconds)
+    row = calibration.measured_run(run.plan, summary["peak_memory_bytes"], step)
     if row is not None:
-        history.append(history.history_file(cache_folder(), detect()), row)
+        calibration.append(calibration.history_file(cache_folder(), detect()), row)
 
 
 def _step_seconds(run: RunFolder) -> list[float]:

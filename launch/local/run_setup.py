@@ -24,8 +24,8 @@ from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
 from isobatch.engine.loading.prepare import CHECK_SECONDS, folder_of, prepare
 from isobatch.engine.machine.detect import detect
-from isobatch.engine.machine.history import machine_record
-from isobatch.engine.planning.explanations import unmet_wishes
+from isobatch.engine.planning.calibration import machine_record
+from isobatch.engine.planning.choices import unmet_wishes
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name

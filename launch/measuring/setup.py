@@ -24,7 +24,7 @@ from isobatch.engine.distributed.communicator import Communicator, rank_and_worl
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import Hardware
-from isobatch.engine.machine.history import machine_record
+from isobatch.engine.planning.calibration import machine_record
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.launch.local.accelerate_launcher import launch_workers

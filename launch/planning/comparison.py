@@ -4,20 +4,102 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import format_bytes, format_duration
+from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.planning.estimate import Estimate, estimate, with_what_would_fit
-from isobatch.launch.planning.prices import MEANING, machine_key
+from isobatch.launch.planning.machines import HERE, MEANING, machine_key, parse_machine, parse_prices
+from isobatch.launch.planning.targets import PlanCommandOptions, print_notes, target_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from isobatch.launch.planning.estimate import Target
-    from isobatch.launch.planning.prices import Prices
+    from isobatch.engine.machine.hardware import Hardware
+    from isobatch.launch.local.arguments import Request
+    from isobatch.launch.planning.machines import Prices
+    from isobatch.launch.planning.targets import Target
     from isobatch.models.base import ModelSize
+
+MODES = ("full", "fast")
+
+
+def compare_targets(words: Sequence[str], request: Request, options: PlanCommandOptions) -> int:
+    """Print the machines or modes of --compare side by side. Raises UserError where none of them fits."""
+    parse_machine(options.hardware or HERE, "--hardware")
+    flag, deadline, prices = (
+        f"--compare {options.compare}",
+        options.seconds("deadline"),
+        parse_prices(options.price),
+    )
+    if options.mtbf:
+        raise UserError(f"--mtbf {options.mtbf}: is about the machines of one run; leave out --compare")
+    print_notes(request)
+    names = [name.strip() for name in str(options.compare).split(",")]
+    if "" in names or len(set(names)) < len(names):
+        raise UserError(f"{flag}: give names of machines, each once, as in rtx4080-laptop,8xh100,here")
+    if not set(names) & set(MODES):
+        tables = {"machine": _machines(request, options, names)}
+    elif set(names) <= set(MODES):
+        tables = _modes(words, request, options, names)
+    else:
+        raise UserError(f"{flag}: {_why_neither(names)}")
+    results = {column: compare(flag, targets, prices, deadline) for column, targets in tables.items()}
+    if "scheme" in results:
+        results["scheme"] = results["scheme"].ranked()
+    if options.json:
+        answer = {f"{column}s": found.to_dict() for column, found in results.items()}
+        print(atomic_files.json_text(answer, ensure_ascii=False))
+    else:
+        print("\n\n".join(format_comparison(found, column) for column, found in results.items()))
+    return 0
+
+
+def _why_neither(names: Sequence[str]) -> str:
+    """Why names, some of them of modes, cannot be compared."""
+    for name in (name for name in names if name not in MODES):
+        if hint := nearest_hint(name, MODES):
+            return f"{name} is no mode{hint}"
+    return f"compare machines or modes ({', '.join(MODES)}), not both at once"
+
+
+def _machines(request: Request, options: PlanCommandOptions, names: Sequence[str]) -> list[Target]:
+    if options.hardware:
+        raise UserError(f"--hardware {options.hardware}: --compare names the machines; leave one of them out")
+    machines = {name: parse_machine(name, "--compare") for name in names}
+    first = target_of(request, options, machines[names[0]])
+    return [replace(first, name=name, hardware=machine) for name, machine in machines.items()]
+
+
+def _modes(
+    words: Sequence[str], request: Request, options: PlanCommandOptions, modes: Sequence[str]
+) -> dict[str, list[Target]]:
+    """The recipe in each mode, and in the first of them the task's own schemes."""
+    machine = parse_machine(options.hardware or HERE, "--hardware")
+    variants = {mode: parse_request([*words, "--mode", mode], "plan", PlanCommandOptions) for mode in modes}
+    for found in variants.values():
+        print_notes(found, but=request.notes)
+    targets = [target_of(found, options, machine, mode) for mode, found in variants.items()]
+    return {"mode": targets} | _schemes([*words, "--mode", modes[0]], request, options, machine)
+
+
+def _schemes(
+    words: Sequence[str], request: Request, options: PlanCommandOptions, machine: Hardware
+) -> dict[str, list[Target]]:
+    """The task's own schemes of training, if it has any and the user chose none."""
+    found = []
+    for name, values in request.workload.task.schemes.items():
+        flags = [word for field, value in values.items() for word in (f"--{field.replace('_', '-')}", value)]
+        try:
+            scheme = parse_request([*words, *flags], "plan", PlanCommandOptions)
+        except UserError:  # the user chose a scheme
+            return {}
+        found.append(target_of(scheme, options, machine, name))
+    return {"scheme": found} if found else {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,51 +153,43 @@ def compare(
         found.append(estimate(target, prices, sizes.get(key)))
         sizes[key] = found[-1].model_size
     if not any(e.fits for e in found):
-        raise UserError(_fits_nowhere(flag, found))
+        largest = max(found, key=lambda e: e.memory * e.target.hardware.devices)
+        why = f"{largest.target.name}: {with_what_would_fit(largest)}"
+        raise UserError(f"{flag}: the recipe fits none of them; {why}")
     of_gpu = prices is not None and prices.per_gpu is not None
     one_price = of_gpu and len({machine_key(e.target.hardware)[2] for e in found}) > 1
     return Comparison(estimates=found, deadline=deadline, priced=bool(prices), one_price=one_price)
 
 
-def _fits_nowhere(flag: str, estimates: list[Estimate]) -> str:
-    """The error where none fits: what is missing on the machine with the most memory, and what would fit."""
-    largest = max(estimates, key=lambda e: e.memory * e.target.hardware.devices)
-    return f"{flag}: the recipe fits none of them; {largest.target.name}: {with_what_would_fit(largest)}"
-
-
 def format_comparison(found: Comparison, column: str) -> str:
     """The table and what follows from it; `column` heads the names."""
-    rows = [[column, "fits", "GPUs used", "a step", "whole run", "memory"]]
-    rows += [_cells(e) for e in found.estimates]
-    if found.priced:
-        for row, values in zip(rows, [["an hour", "cost"], *map(_price_cells, found.estimates)], strict=True):
-            row += values
-    if found.deadline is not None:
-        answers = ["yes" if e.meets(found.deadline) else "no" for e in found.estimates]
-        heads = [f"within {format_duration(found.deadline)}", *answers]
-        rows = [[*row, answer] for row, answer in zip(rows, heads, strict=True)]
+    heads = [column, "fits", "GPUs used", "a step", "whole run", "memory"]
+    heads += ["an hour", "cost"] if found.priced else []
+    heads += [] if found.deadline is None else [f"within {format_duration(found.deadline)}"]
+    rows = [heads, *(_cells(e, found) for e in found.estimates)]
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    aligned = (("  ".join(map(str.ljust, row, widths))).rstrip() for row in rows)
     reasons = [f"{e.target.name}: {e.why_not}" for e in found.estimates if not e.fits]
-    return "\n".join([*_aligned(rows), "", *reasons, *_conclusions(found)])
+    return "\n".join([*(f"  {line}" for line in aligned), "", *reasons, *_conclusions(found)])
 
 
-def _cells(e: Estimate) -> list[str]:
-    if e.plan is None or e.seconds is None:
-        return [e.target.name, "no", "", "", "", ""]
-    device = e.target.hardware.devices if e.target.hardware.gpus else 0
-    return [
-        e.target.name,
-        "yes",
-        f"{e.plan.processes} of {device}" if device else "none",
-        f"{e.plan.predicted_step_seconds:.3g} s",
-        short_duration(e.seconds) + ("" if e.plan.calibrated else " ~"),
-        f"{format_bytes(e.plan.predicted_peak_memory_bytes)} of {format_bytes(e.memory)}",
-    ]
-
-
-def _price_cells(e: Estimate) -> list[str]:
-    if e.price is None:
-        return ["no price", ""]
-    return [f"{e.price:.2f}", "" if e.cost is None else format_cost(e.cost)]
+def _cells(e: Estimate, found: Comparison) -> list[str]:
+    cells = [e.target.name, "no", "", "", "", ""]
+    if e.plan is not None and e.seconds is not None:
+        device = e.target.hardware.devices if e.target.hardware.gpus else 0
+        cells[1:] = [
+            "yes",
+            f"{e.plan.processes} of {device}" if device else "none",
+            f"{e.plan.predicted_step_seconds:.3g} s",
+            short_duration(e.seconds) + ("" if e.plan.calibrated else " ~"),
+            f"{format_bytes(e.plan.predicted_peak_memory_bytes)} of {format_bytes(e.memory)}",
+        ]
+    if found.priced:
+        price = "no price" if e.price is None else f"{e.price:.2f}"
+        cells += [price, "" if e.cost is None else format_cost(e.cost)]
+    if found.deadline is not None:
+        cells.append("yes" if e.meets(found.deadline) else "no")
+    return cells
 
 
 def format_cost(cost: float) -> str:
@@ -123,26 +197,22 @@ def format_cost(cost: float) -> str:
     return f"{cost:.2f}" if cost >= 0.1 else f"{cost:.2g}"
 
 
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+def short_duration(seconds: float) -> str:
+    """A duration, below a minute with a tenth of a second."""
+    return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
 
 
 def _conclusions(found: Comparison) -> list[str]:
-    lines = []
     within = f" within {format_duration(found.deadline)}" if found.deadline is not None else ""
-    in_time = [e for e in found.estimates if e.meets(found.deadline)]
-    if not in_time:
-        fastest = found.fastest
-        lines.append(f"none ends{within}: the fastest, {fastest.target.name}, takes {_time(fastest)}")
-    elif (cheapest := found.cheapest) is not None and cheapest.cost is not None:
-        cost = format_cost(cheapest.cost)
-        lines.append(f"cheapest{within}: {cheapest.target.name}, {cost} for {_time(cheapest)}")
+    cheapest, fastest = found.cheapest, found.fastest
+    name, time = fastest.target.name, short_duration(fastest.seconds or 0.0)
+    if not any(e.meets(found.deadline) for e in found.estimates):
+        lines = [f"none ends{within}: the fastest, {name}, takes {time}"]
+    elif cheapest is not None and cheapest.cost is not None:
+        cost = f"{format_cost(cheapest.cost)} for {short_duration(cheapest.seconds or 0.0)}"
+        lines = [f"cheapest{within}: {cheapest.target.name}, {cost}"]
     else:
-        lines.append(f"fastest{within}: {found.fastest.target.name}, {_time(found.fastest)}")
+        lines = [f"fastest{within}: {name}, {time}"]
     if found.one_price:
         lines.append(
             "which is cheapest, one price for several kinds of card does not say: give a file, --price"
@@ -153,12 +223,3 @@ def _conclusions(found: Comparison) -> list[str]:
     if any(e.plan and not e.plan.calibrated for e in found.estimates):
         lines.append("~ uncalibrated: no measurement on this kind of device stands behind it")
     return lines
-
-
-def _time(e: Estimate) -> str:
-    return short_duration(e.seconds or 0.0)
-
-
-def short_duration(seconds: float) -> str:
-    """A duration, below a minute with a tenth of a second."""
-    return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)

@@ -1,66 +1,123 @@
-"""What a recipe takes on a machine: whether it fits, the hours of the whole run, and its cost."""
+"""What a recipe takes on a machine: whether it fits, how long the whole run takes, its energy and cost."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.facts import Facts
 from isobatch.core.optimizers import OPTIMIZERS
-from isobatch.core.package import cache_folder
-from isobatch.core.plan import Plan, PlanOptions
-from isobatch.core.recipe import Recipe
-from isobatch.engine.loading.data_rate import DataRate, measure_data_rate
-from isobatch.engine.machine.hardware import Hardware
-from isobatch.engine.machine.history import machine_record
-from isobatch.engine.planning.explanations import length_flag
-from isobatch.engine.planning.planner import make_plan
-from isobatch.engine.registry import Workload
-from isobatch.launch.planning.run_time import RunTime, most_energy, run_time
+from isobatch.core.plan import REHEARSED_STEPS, Plan
+from isobatch.engine.loading.data_rate import DataRate
+from isobatch.engine.optimization.schedule import phase_schedules
+from isobatch.engine.planning.alternatives import seconds_of_waiting
+from isobatch.engine.planning.calibration import gpu_constants
+from isobatch.engine.planning.choices import compile_seconds
+from isobatch.engine.planning.cost_model import best_interval, expected_goodput, steps_per_epoch
+from isobatch.engine.planning.parallel_layout import length_flag
+from isobatch.engine.runs.summary import HELD_OUT_SPLITS
+from isobatch.launch.planning.targets import Target
 from isobatch.models.base import ModelSize
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from isobatch.launch.planning.prices import Prices
+    from isobatch.core.facts import Facts
+    from isobatch.core.recipe import Recipe
+    from isobatch.engine.machine.hardware import Hardware
+    from isobatch.launch.planning.machines import Prices
     from isobatch.models.base import Task
 
 SHORTEST = 16
 """Tokens below which nobody would cut a sample to make it fit."""
+START_SECONDS, CHILDREN_SECONDS = 5.5, 6.0
+"""To import the libraries and build a small model; what a launcher of processes adds (measured)."""
+LOAD_BANDWIDTH = 1e8
+"""Bytes/s of weights that are opened, checked and copied (measured: 0.1 to 0.5 GB on a CPU)."""
+FIRST_STEP = 0.6
+"""What the first step takes longer, in steps: it allocates and reads for the first time (measured)."""
+ROUNDED_EVALUATIONS = 3
+"""Evaluations at the end of a run that rounds: the model, its rounded form and the written file."""
+EXPORT_SECONDS = 1.5
+"""To write final/ and its sample, apart from its bytes (measured)."""
+DISK_BANDWIDTH = 5e8
+"""Bytes/s of a checkpoint or an export (uncalibrated)."""
+FORWARD_SHARE = 1 / 3
+"""Of a step's arithmetic: an evaluation has no backward pass."""
+LEAST_GOODPUT = 0.01
+"""Below it a run is not said to end: the estimate holds for failures that are rare beside a save."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """A recipe with its data's facts, for one machine."""
+class RunTime:
+    """How long a run takes."""
 
-    name: str
-    """The machine, or the mode: what tells it from those beside it."""
-    workload: Workload
-    recipe: Recipe
-    facts: Facts
-    hardware: Hardware
-    asked: PlanOptions
+    steps: int
+    """Optimizer steps of all phases."""
+    parts: dict[str, float]
+    """Seconds of its start, compile, train, read (what training waits for its samples), evaluate, save (what
+    its end waits for the last checkpoint; the others are written meanwhile) and export."""
 
     @property
-    def task(self) -> Task:
-        """The task object of the recipe."""
-        return self.workload.make(self.recipe)[0]
+    def total(self) -> float:
+        """Seconds from the command to the end."""
+        return sum(self.parts.values())
 
-    def plan(self, model_size: ModelSize | None = None) -> Plan:
-        """The plan. Raises UserError where none fits."""
-        size = model_size or self.task.model_size(self.facts)
-        record = machine_record(self.hardware, cache_folder())
-        return make_plan(self.recipe, self.facts, size, self.hardware, self.asked, measured=record)
 
-    def data_rate(self) -> DataRate | None:
-        """How fast samples are read here: a measurement of 0.1 s. None for a machine that is elsewhere."""
-        if self.hardware.source != "detected" or not self.facts.folder:
-            return None
-        data = self.workload.make(self.recipe)[1]
-        return measure_data_rate(data.open(Path(self.facts.folder), "train"), self.recipe.batch_size)
+def run_time(
+    plan: Plan,
+    recipe: Recipe,
+    facts: Facts,
+    task: Task,
+    size: ModelSize,
+    hardware: Hardware,
+    rate: DataRate | None = None,
+) -> RunTime:
+    """Predicted seconds of a run by its plan. `rate`: how fast samples are read, if that was measured."""
+    step = plan.predicted_step_seconds
+    schedules = phase_schedules(recipe, task.phases(), steps_per_epoch(recipe, facts))
+    steps = sum(schedule.steps for schedule in schedules)
+    # Where a phase rounds, its first steps are computed twice before.
+    first = FIRST_STEP + (2 * REHEARSED_STEPS if size.rounds else 0)
+    start = START_SECONDS + (CHILDREN_SECONDS if plan.processes > 1 else 0.0)
+    constants = gpu_constants(hardware.gpu.card if hardware.gpus else None)
+    lengths = {math.ceil(n / plan.pad_multiple) for n in facts.lengths}
+    # The evaluation at a phase's end belongs to the run's end.
+    often = sum((s.steps - 1) // max(1, s.eval_every) for s in schedules)
+    valid = math.ceil(facts.samples.get("valid", 0) * recipe.eval_fraction)
+    held_out = sum(facts.samples.get(split, 0) for split in HELD_OUT_SPLITS)
+    evaluated = often * valid + (ROUNDED_EVALUATIONS if size.rounds else 1) * held_out
+    parts = {
+        "start": start + size.weight_bytes / LOAD_BANDWIDTH + first * step,
+        "compile": compile_seconds(size, constants, lengths) if plan.compile != "off" else 0.0,
+        "train": steps * step,
+        "read": 0.0 if rate is None else steps * seconds_of_waiting(plan, recipe, facts, rate),
+        "evaluate": evaluated * (FORWARD_SHARE * step / recipe.batch_size),
+        "save": (size.weight_bytes + 8.0 * size.trainable) / DISK_BANDWIDTH,
+        "export": EXPORT_SECONDS + size.weight_bytes / DISK_BANDWIDTH,
+    }
+    return RunTime(steps=steps, parts=parts)
+
+
+def failures(time: RunTime, between: float) -> dict[str, Any]:
+    """What failures take of a run that saves as often as loses least; `between`: mean seconds between two.
+
+    Training goes on while a checkpoint is written: what it waits is less than `save_seconds`.
+    """
+    save, restart = time.parts["save"], time.parts["start"] + time.parts["compile"]
+    interval = best_interval(save, between)
+    goodput = expected_goodput(interval, save, restart, between)
+    minutes = interval / 60
+    return {
+        "mtbf_seconds": between,
+        "save_seconds": save,
+        "restart_seconds": restart,
+        "save_every": f"{max(0.1, minutes):.1f}m" if minutes < 10 else f"{minutes:.0f}m",
+        "goodput": goodput,
+        "run_seconds": time.total / goodput if goodput >= LEAST_GOODPUT else None,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,11 +135,6 @@ class Estimate:
     """Of the machine for an hour; None where it is not known."""
 
     @property
-    def steps(self) -> int | None:
-        """Optimizer steps of all phases."""
-        return self.time.steps if self.time else None
-
-    @property
     def seconds(self) -> float | None:
         """Of the whole run, from the command to its end."""
         return self.time.total if self.time else None
@@ -90,9 +142,11 @@ class Estimate:
     @property
     def energy(self) -> float | None:
         """kWh of the GPUs at their power limit, an upper bound; None where none is known."""
-        if self.plan is None or self.seconds is None:
+        gpus, plan = self.target.hardware.gpus, self.plan
+        if plan is None or self.seconds is None or not gpus or plan.device == "cpu":
             return None
-        return most_energy(self.seconds, self.plan, self.target.hardware)
+        watts = self.target.hardware.gpu.power_limit_watts
+        return None if watts is None else plan.processes * watts * self.seconds / 3.6e6
 
     @property
     def fits(self) -> bool:
@@ -116,7 +170,7 @@ class Estimate:
 
     def to_dict(self, deadline: float | None) -> dict[str, Any]:
         """The row of the JSON answer."""
-        plan = self.plan
+        plan, time = self.plan, self.time
         return {
             "name": self.target.name,
             "machine": self.target.hardware.describe(),
@@ -126,10 +180,10 @@ class Estimate:
             "why_not": self.why_not,
             "devices": self.target.hardware.devices,
             "devices_used": plan and plan.processes,
-            "steps": self.steps,
+            "steps": time and time.steps,
             "step_seconds": plan and plan.predicted_step_seconds,
             "run_seconds": self.seconds,
-            "run_seconds_by_part": self.time and self.time.to_dict(),
+            "run_seconds_by_part": time and {name: round(part, 3) for name, part in time.parts.items()},
             "most_energy_kwh": self.energy,
             "peak_memory_bytes": plan and plan.predicted_peak_memory_bytes,
             "memory_bytes": self.memory,
@@ -151,25 +205,19 @@ def estimate(target: Target, prices: Prices | None, model_size: ModelSize | None
     except UserError as error:
         return Estimate(target=target, model_size=model_size, why_not=str(error), price=price)
     rate = target.data_rate()
-    return Estimate(
-        target=target,
-        model_size=model_size,
-        plan=plan,
-        time=run_time(plan, target.recipe, target.facts, task, model_size, target.hardware, rate),
-        rate=rate,
-        price=price,
-    )
-
-
-def what_would_fit(target: Target) -> list[str]:
-    """Flags under which a recipe that does not fit on the target would; each is another recipe."""
-    return [flags for flags, other in _smaller(target) if _fits(other)]
+    time = run_time(plan, target.recipe, target.facts, task, model_size, target.hardware, rate)
+    return Estimate(target=target, model_size=model_size, plan=plan, time=time, rate=rate, price=price)
 
 
 def with_what_would_fit(found: Estimate) -> str:
     """The error of an estimate that does not fit, with the flags under which it would."""
     smaller = what_would_fit(found.target)
     return found.why_not + (f"; it fits with {' or '.join(smaller)}" if smaller else "")
+
+
+def what_would_fit(target: Target) -> list[str]:
+    """Flags under which a recipe that does not fit on the target would; each is another recipe."""
+    return [flags for flags, other in _smaller(target) if _fits(other)]
 
 
 def _fits(target: Target) -> bool:
@@ -182,29 +230,21 @@ def _fits(target: Target) -> bool:
 
 def _smaller(target: Target) -> Iterator[tuple[str, Target]]:
     """Recipes that need less memory: (flags, target); of sample lengths only the longest that fits."""
-    recipe = target.recipe
+    recipe, facts, rows = target.recipe, target.facts, target.workload.task.rows_per_sample
+
+    def changed(**values: Any) -> Target:
+        return dataclasses.replace(target, recipe=dataclasses.replace(recipe, **values))
+
     for flags, values in target.task.memory_saving_flags().items():
-        other = dataclasses.replace(recipe, options={**recipe.options, **values})
-        yield flags, dataclasses.replace(target, recipe=other)
+        yield flags, changed(options={**recipe.options, **values})
     if recipe.optimizer == "adamw":
         for name in (name for name, traits in OPTIMIZERS.items() if traits.remark):
-            yield (
-                f"--optimizer {name}",
-                dataclasses.replace(target, recipe=dataclasses.replace(recipe, optimizer=name)),
-            )
-    length = target.facts.longest // target.workload.task.rows_per_sample // 2
-    while length >= SHORTEST and not _fits(cut := _with_length(target, length)):
+            yield f"--optimizer {name}", changed(optimizer=name)
+    length = facts.longest // rows // 2
+    while length >= SHORTEST:
+        short = dataclasses.replace(facts, lengths=tuple(min(length * rows, n) for n in facts.lengths))
+        cut = dataclasses.replace(changed(max_length=length), facts=short)
+        if _fits(cut):
+            yield f"{length_flag(facts)} {length}", cut
+            return
         length //= 2
-    if length >= SHORTEST:
-        yield f"{length_flag(target.facts)} {length}", cut
-
-
-def _with_length(target: Target, length: int) -> Target:
-    """The target with rows of at most `length` tokens."""
-    of_sample = length * target.workload.task.rows_per_sample
-    lengths = tuple(min(of_sample, found) for found in target.facts.lengths)
-    return dataclasses.replace(
-        target,
-        recipe=dataclasses.replace(target.recipe, max_length=length),
-        facts=dataclasses.replace(target.facts, lengths=lengths),
-    )

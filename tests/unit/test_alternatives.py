@@ -14,7 +14,7 @@ from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.alternatives import memory_alternatives
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
-from isobatch.launch.planning.plan_text import _format_alternatives
+from isobatch.launch.planning.plan_text import format_alternatives
 
 PARAMETERS = 124_439_808
 LORA = 294_912
@@ -82,6 +82,9 @@ def test_alternatives_that_hardly_differ_are_not_shown() -> None:
     def rows(*peaks: int) -> list[dict[str, Any]]:
         return [{"flags": f"--n {p}", "peak_memory_bytes": p, "remark": ""} for p in peaks]
 
-    shown = _format_alternatives(rows(1000, 985, 1015, 900, 1200))
-    assert [line.split()[1] for line in shown[1:-1]] == ["1000", "900", "1200"]
-    assert _format_alternatives(rows(1000, 985)) == []
+    def shown(*peaks: int) -> list[str]:
+        lines = format_alternatives("", "peak_memory_bytes", rows(*peaks), lambda _: "")
+        return [line.split()[1] for line in lines[1:-1]]
+
+    assert shown(1000, 985, 1015, 900, 1200) == ["1000", "900", "1200"]
+    assert shown(1000, 985) == []

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from isobatch.engine.machine.detect_nvidia import make_gpu
+from isobatch.engine.machine.detect import make_gpu
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.launch.doctor import command, devices, machine, probes, software, storage
 from isobatch.launch.doctor.check import Check, broken, ok, warning

@@ -8,7 +8,7 @@ import pytest
 
 from isobatch.benchmarks import child_process
 from isobatch.benchmarks.scale.fleet import measure, simulated_goodput
-from isobatch.engine.planning.checkpoint_interval import best_interval, expected_goodput
+from isobatch.engine.planning.cost_model import best_interval, expected_goodput
 
 YEARS = 30 * 365 * 86_400.0
 

@@ -9,7 +9,7 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.core.plan import PlanOptions
-from isobatch.engine.machine import detect, detect_nvidia
+from isobatch.engine.machine import detect
 from isobatch.engine.machine.gpu_table import MACHINES, find_gpu_model
 from isobatch.engine.machine.hardware import GIB, MIB, parse_hardware
 from isobatch.engine.planning.choices import choose_device
@@ -210,7 +210,7 @@ def answers(smi: str | None, probe: object = None) -> Callable[[list[str]], str 
 
 
 def test_gpus_from_nvidia_smi() -> None:
-    laptop, t4 = detect_nvidia.detect_gpus({}, answers(SMI))
+    laptop, t4 = detect.detect_gpus({}, answers(SMI))
     assert (laptop.mobile, laptop.native_bf16, laptop.power_limit_watts) == (True, True, 150.0)
     assert laptop.memory_bytes == 12282 * MIB
     assert (t4.mobile, t4.native_bf16, t4.power_limit_watts) == (False, False, None)
@@ -220,12 +220,12 @@ def test_gpus_from_nvidia_smi() -> None:
     ("asked", "count"), [("", 0), ("-1", 0), ("1", 1), ("1,0", 2), ("0,7,1", 1), ("GPU-b", 1), ("MIG-1", 1)]
 )
 def test_cuda_visible_devices(asked: str, count: int) -> None:
-    assert len(detect_nvidia.detect_gpus({"CUDA_VISIBLE_DEVICES": asked}, answers(SMI))) == count
+    assert len(detect.detect_gpus({"CUDA_VISIBLE_DEVICES": asked}, answers(SMI))) == count
 
 
 def test_what_torch_sees_comes_first_and_a_build_without_kernels_is_noticed(tmp_path: Path) -> None:
     probe = {"architectures": ["sm_80", "sm_90"], "devices": [["NVIDIA H100 MIG 1g.10gb", 10 * GIB, 9, 0]]}
-    (slice_,) = detect_nvidia.detect_gpus({}, answers(SMI, probe))
+    (slice_,) = detect.detect_gpus({}, answers(SMI, probe))
     assert (slice_.memory_bytes, slice_.supported) == (10 * GIB, True)
     cpu_build = answers(SMI, {"architectures": [], "devices": []})
     machine = detect.detect(root=fixture(tmp_path), env={}, execute=cpu_build)
@@ -244,7 +244,7 @@ def test_what_torch_sees_comes_first_and_a_build_without_kernels_is_noticed(tmp_
     ],
 )
 def test_which_builds_run_where(capability: tuple[int, int], built: list[str], runs: bool) -> None:
-    assert detect_nvidia.is_supported(capability, built) is runs
+    assert detect.is_supported(capability, built) is runs
 
 
 def test_a_machine_without_gpu_asks_torch_nothing(tmp_path: Path) -> None:

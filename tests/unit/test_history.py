@@ -1,4 +1,4 @@
-"""Tests of engine/machine/ceilings.py and history.py, and of how plans are corrected by them."""
+"""Tests of engine/machine/ceilings.py and engine/planning/calibration.py, which correct plans."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ import pytest
 from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.engine.machine import ceilings, history
+from isobatch.engine.machine import ceilings
 from isobatch.engine.machine.ceilings import WIDTHS, Ceilings
 from isobatch.engine.machine.core_wait import DISTURBED, CoreWait
 from isobatch.engine.machine.hardware import Hardware
-from isobatch.engine.machine.history import MachineRecord, Measured, RunHistory
-from isobatch.engine.planning.calibration import typical_ceilings
-from isobatch.engine.planning.corrections import measured_run
+from isobatch.engine.planning import calibration
+from isobatch.engine.planning.calibration import (
+    MachineRecord,
+    Measured,
+    RunHistory,
+    measured_run,
+    typical_ceilings,
+)
 from isobatch.engine.planning.memory_model import CONTEXT_BYTES
 from isobatch.engine.planning.planner import make_plan
 from isobatch.models.base import ModelSize
@@ -142,7 +147,7 @@ def test_the_same_run_counts_before_its_kind_and_the_newest_before_the_others() 
     assert "the same run" in found.correction("a", "k", 1e9).basis
     assert found.correction("c", "k", 1e9).memory == pytest.approx((1.2 + 3.0) / 2)
     assert "2 runs of this kind" in found.correction("c", "k", 1e9).basis
-    assert found.correction("c", "other", 1e9) == history.Correction()
+    assert found.correction("c", "other", 1e9) == calibration.Correction()
 
 
 def test_of_a_kind_the_nearest_in_size_count() -> None:
@@ -155,8 +160,8 @@ def test_of_a_kind_the_nearest_in_size_count() -> None:
 
 def test_a_file_keeps_runs_and_leaves_out_what_cannot_be_true(tmp_path: Path) -> None:
     file = tmp_path / "new" / "history.jsonl"
-    history.append(file, row())
-    history.append(file, row(seconds=50.0))
+    calibration.append(file, row())
+    calibration.append(file, row(seconds=50.0))
     with file.open("a") as lines:
         lines.write('{"key": 1}\nnot json\n{"key":"a","kind":"k","size":-1,"memory":1,"seconds":1}\n')
     assert RunHistory.read(file).rows == (row(),)
@@ -205,5 +210,5 @@ def test_a_run_that_took_more_memory_than_predicted_gets_a_smaller_micro_batch()
 
 
 def test_a_machine_that_is_only_named_has_no_record(tmp_path: Path) -> None:
-    assert history.machine_record(dataclasses.replace(HERE, source="asked"), tmp_path) == MachineRecord()
+    assert calibration.machine_record(dataclasses.replace(HERE, source="asked"), tmp_path) == MachineRecord()
     assert list(tmp_path.iterdir()) == []

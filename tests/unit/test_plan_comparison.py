@@ -18,8 +18,9 @@ from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.commands.plan import plan
 from isobatch.launch.planning.comparison import Comparison, compare, format_comparison
-from isobatch.launch.planning.estimate import Target, estimate, what_would_fit
-from isobatch.launch.planning.prices import Prices, machine_key, parse_prices
+from isobatch.launch.planning.estimate import estimate, what_would_fit
+from isobatch.launch.planning.machines import Prices, machine_key, parse_prices
+from isobatch.launch.planning.targets import Target
 
 if TYPE_CHECKING:
     from pathlib import Path

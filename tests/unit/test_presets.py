@@ -10,7 +10,7 @@ import pytest
 import isobatch
 from isobatch.core.errors import UserError
 from isobatch.core.plan import Plan, PlanOptions
-from isobatch.engine.planning.explanations import unmet_wishes
+from isobatch.engine.planning.choices import unmet_wishes
 from isobatch.launch.clusters.slurm.options import SlurmOptions
 from isobatch.launch.commands.plan import PlanCommandOptions
 from isobatch.launch.local.arguments import Request, parse_request

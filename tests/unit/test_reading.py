@@ -14,7 +14,7 @@ import pytest
 from isobatch.core.facts import Facts
 from isobatch.data.base import ArraySource
 from isobatch.engine.loading.data_rate import DataRate, measure_data_rate
-from isobatch.engine.planning.reading import (
+from isobatch.engine.planning.alternatives import (
     reading_alternatives,
     seconds_of_waiting,
     step_with_reading,
