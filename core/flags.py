@@ -386,6 +386,16 @@ def to_json_value(value: Any) -> Any:
     return value
 
 
+def value_text(value: Any) -> str:
+    """A value of a flag as it would be typed."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    value = to_json_value(value)
+    if isinstance(value, list):
+        return ",".join(map(value_text, value))
+    return repr(value) if isinstance(value, float) else str(value)
+
+
 def options_to_dict(options: Any) -> dict[str, Any]:
     """Field -> its value as JSON."""
     return {f.name: to_json_value(getattr(options, f.name)) for f in dataclasses.fields(options)}

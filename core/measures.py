@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that steer a terminal, or turn the direction of text; not the tab and the line break."""
@@ -68,6 +68,12 @@ def format_fields(values: Mapping[str, Any]) -> str:
 def printable(text: object) -> str:
     r"""Text from anywhere, for a terminal or a log: characters that would steer it are written as \x1b."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(text))
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of one length as lines with their columns below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 DURATION = "".join(rf"(?:(\d+(?:\.\d+)?){unit})?" for unit in "dhms")

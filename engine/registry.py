@@ -8,12 +8,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import Flag, build_options, convert, flags_of, nearest_hint, to_json_value
+from isobatch.core.flags import (
+    Flag,
+    build_options,
+    convert,
+    flags_of,
+    nearest_hint,
+    spelling,
+    to_json_value,
+    value_text,
+)
+from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import DEMO, SHORT_MODEL_NAMES, TASK_CODE, Recipe
 from isobatch.data.base import Data
 from isobatch.data.streaming.store import is_remote
-from isobatch.engine import consent, unread_fields
+from isobatch.engine import consent
 from isobatch.engine.task_files import is_task_file, load_task_class, task_file_hash
 from isobatch.models.base import Task
 
@@ -75,8 +85,8 @@ TASKS = {
         "a variational autoencoder over sequences, watched for posterior collapse",
     ),
 }
-
-
+DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Recipe)}
+"""Field of a recipe -> its common default."""
 CHAINS = {"compress": ("classifier", "pruning", "qat")}
 """Names of sequences of tasks that `auto` runs one after the other."""
 ELSEWHERE = {
@@ -105,19 +115,19 @@ class Workload:
         """The task and data objects of a recipe. Raises UserError where its code may not run."""
         consent.check(recipe)
         convert(flags_of(Recipe, "recipe")["optimizer"], recipe.optimizer)  # the task's file may register it
-        task_options = _options(self.task.Options, recipe.options, self.name)
-        data_options = _options(self.data.Options, recipe.options, self.name)
-        return self.task(recipe, task_options), self._data_class(recipe.data)(recipe, data_options)
+        task, data = self._options(self.task.Options, recipe), self._options(self.data.Options, recipe)
+        return self.task(recipe, task), self._data_class(recipe.data)(recipe, data)
+
+    def _options(self, kind: type, recipe: Recipe) -> Any:
+        known = flags_of(kind, self.name)
+        return build_options(kind, {k: v for k, v in recipe.options.items() if k in known}, self.name)
 
     def _data_class(self, data: str) -> type[Data]:
         """Raises UserError where the data is in a store and this task reads local data only."""
         if not is_remote(data) or is_task_file(self.name):
             return self.data
         if self.streamed is None:
-            able = ", ".join(name for name, entry in TASKS.items() if entry.streamed)
-            raise UserError(
-                f"--data {data}: {self.name} reads files on this machine: copy it here; {able} streams"
-            )
+            raise UserError(f"--data {data}: {self.name} reads files on this machine: copy it here")
         return self.streamed
 
     def complete(self, asked: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
@@ -145,21 +155,49 @@ class Workload:
         recipe, left_out = self._without_unread(recipe, asked)
         return recipe, [*notes, *self._fast_notes(asked, left_out), *filter(None, left_out.values())]
 
+    def unread(self, recipe: Recipe, task: Task, data: Data) -> dict[str, str]:
+        """Fields that change nothing and have another value than the common default -> why they do not.
+
+        A field that nothing reads would give a run another hash and the same training. A task names its own
+        in `Task.unread`; one in a user's own file may read any other.
+        """
+        phases = task.phases()
+        stops_early = any(p.early_stopping for p in phases if recipe.phase in (None, p.name))
+        rules = (
+            (recipe.data == DEMO and not is_task_file(recipe.task), "format", "the demo's data has one form"),
+            (
+                not OPTIMIZERS[recipe.optimizer].takes_betas,
+                "adam_beta1 adam_beta2 adam_eps",
+                f"{recipe.optimizer} has none",
+            ),
+            (recipe.schedule != "cosine", "lr_floor", "it is the end of --schedule cosine"),
+            (not data.has_groups, "order", "all of the data is on this machine, one row as near as the next"),
+            (recipe.order != "shards", "shuffle_window", "it is that of --order shards"),
+            (recipe.steps is not None, "least_steps", "it lengthens --epochs, and --steps is given"),
+            (type(task).after_step is not Task.after_step, "on_spike", "this task can leave out no step"),
+            ([p.name for p in phases] == [recipe.phase], "phase", "this task has no other"),
+            (not stops_early, "patience", "no phase that trains here stops early"),
+            (not recipe.patience or not stops_early, "min_delta", "it counts with --patience"),
+        )
+        said = {name: why for applies, names, why in rules if applies for name in names.split()}
+        found = {**task.unread(), **said}
+        return {name: why for name, why in found.items() if getattr(recipe, name) != DEFAULTS[name]}
+
     def _without_unread(self, recipe: Recipe, asked: Mapping[str, Any]) -> tuple[Recipe, dict[str, str]]:
         """The recipe without values that change nothing, and a note on each of its preset's.
 
         Raises UserError where the user gave one.
         """
-        unread = unread_fields.unread_values(recipe, *self.make(recipe))
+        unread = self.unread(recipe, *self.make(recipe))
         preset = self.task.presets.get(recipe.preset or "", {})
         notes = dict.fromkeys(unread, "")
         for name, why in unread.items():
-            typed = unread_fields.as_typed(recipe, name)
+            typed = f"{spelling(name)} {value_text(getattr(recipe, name))}"
             if name in asked:
                 raise UserError(f"{typed}: {why}; leave it out")
             if name in preset:
                 notes[name] = f"{typed} of --preset {recipe.preset} is left out: {why}"
-        return unread_fields.without(recipe, unread), notes
+        return dataclasses.replace(recipe, **{name: DEFAULTS[name] for name in unread}), notes
 
     def _fast_notes(self, asked: Mapping[str, Any], left_out: Collection[str]) -> list[str]:
         if asked.get("mode") != "fast":
@@ -226,11 +264,6 @@ def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 merged.pop(other, None)
         merged.update(layer)
     return merged
-
-
-def _options(kind: type, values: dict[str, Any], group: str) -> Any:
-    names = flags_of(kind, group)
-    return build_options(kind, {k: v for k, v in values.items() if k in names}, group)
 
 
 def workload_of(recipe: Recipe) -> Workload:

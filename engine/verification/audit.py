@@ -20,7 +20,6 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.ledger import read_ledger
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.training.run_context import DATA_WRITTEN
-from isobatch.engine.unread_fields import unread_values
 from isobatch.engine.verification.log_audit import LogRecord, audit_log
 
 if TYPE_CHECKING:
@@ -81,9 +80,10 @@ def _audit(run: RunFolder) -> Audit:
     if found := _data_problems(run):
         return Audit(found)
     recipe = run.recipe
-    task, data = workload_of(recipe).make(recipe)
+    chosen = workload_of(recipe)
+    task, data = chosen.make(recipe)
     sampler = make_sampler(recipe, data.open(Path(run.facts.folder), "train"), task.cohort)
-    if unread := unread_values(recipe, task, data):
+    if unread := chosen.unread(recipe, task, data):
         return Audit([f"recipe.json sets {', '.join(unread)}, which changes nothing: no launch writes that"])
     schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
     log = audit_log(run, sampler, schedules, task.best_metric)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.flags import Flag, flags_of, to_json_value
+from isobatch.core.flags import Flag, flags_of, to_json_value, value_text
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.machine.gpu_table import MACHINES
@@ -15,7 +15,6 @@ from isobatch.engine.registry import CHAINS, TASKS, workload
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.cli import ALIASES, COMMANDS
 from isobatch.launch.local.arguments import BatchScaling, FlagFiles, command_options, split_words
-from isobatch.launch.local.words.config_files import value_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -1,7 +1,8 @@
-"""`cancel`: ends a run that waits, trains in a Slurm job or trains here; it saves first unless --now."""
+"""`runs cancel`: ends a run that waits, trains in a Slurm job or trains here; it saves first unless --now."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
@@ -13,7 +14,6 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.slurm_queue import run_slurm, update_job_record
 from isobatch.launch.control.run_state import RunView, look, one_run
-from isobatch.launch.local.arguments import command_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ SECOND_SIGNAL_SECONDS = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CancelOptions:
-    """Flags of `cancel`."""
+    """Flags of `runs cancel`."""
 
     now: bool = False
     """Do not wait for a save: what was saved before is kept."""
@@ -39,22 +39,17 @@ class CancelOptions:
 
 
 def cancel(words: Sequence[str]) -> int:
-    """Usage: cancel RUN [--now] [--json]
+    """Usage: runs cancel RUN [--now] [--json]
 
     A run that trains saves and ends; --now ends it at once. One that waits in Slurm's queue leaves it.
     """
-    run, flags = one_run(words, "cancel")
-    options = command_options(flags, CancelOptions, "cancel")
+    run, options = one_run(words, CancelOptions, "runs cancel")
     seen = look(run.folder)
-    if seen.state == "unknown":
-        raise UserError(
-            f"{run.folder}: Slurm does not answer for job {seen.job}: cancel again when squeue does"
-        )
     end, text = _cancel(seen, options.now)
-    step, checkpoint = end.progress.step, _newest_checkpoint(run)
-    facts = {"run": str(run.folder), "job": seen.job, "before": seen.state, "state": end.state}
     if options.json:
-        print(atomic_files.json_text({**facts, "step": step, "checkpoint": checkpoint, "text": text}))
+        facts = {"run": str(run.folder), "job": seen.job, "before": seen.state, "state": end.state}
+        step = {"step": end.progress.step, "checkpoint": _newest_checkpoint(run)}
+        print(atomic_files.json_text({**facts, **step, "text": text}))
     else:
         print(text)
     return DONE
@@ -62,30 +57,28 @@ def cancel(words: Sequence[str]) -> int:
 
 def _cancel(seen: RunView, now: bool) -> tuple[RunView, str]:
     """End the run; how it stands then, and a line about it. Raises UserError where it cannot be ended."""
-    folder = seen.run.folder
-    if seen.status is not None and seen.status.waits:
-        _scancel(seen.job)
-        saved = f"; {_kept(seen.run)}" if _newest_checkpoint(seen.run) else ""
-        return look(folder), f"{folder}: job {seen.job} was {seen.status}, and is cancelled{saved}"
-    if seen.in_job and now:
-        _scancel(seen.job)
-    elif seen.in_job:
-        _ask_job_to_save(seen)
-    elif seen.state == "running":
-        _interrupt_launcher(seen.run, now)
-    else:
+    folder, job, status = seen.run.folder, seen.job, seen.status
+    if seen.state == "unknown":
+        raise UserError(f"{folder}: Slurm does not answer for job {job}: cancel again when squeue does")
+    if seen.is_over:
         return seen, f"{folder} is {seen.state}: there is nothing to cancel"
+    if status is not None and status.waits:
+        _scancel(job)
+        saved = f"; {_kept(seen.run)}" if _newest_checkpoint(seen.run) else ""
+        return look(folder), f"{folder}: job {job} was {status}, and is cancelled{saved}"
+    if not seen.in_job:
+        _interrupt_launcher(seen.run, now)
+    elif now:
+        _scancel(job)
+    elif status is not None and status.state == "SUSPENDED":
+        raise UserError(
+            f"job {job} is suspended and cannot save: scontrol resume {job} first, or cancel --now"
+        )
+    else:
+        update_job_record(seen.run, cancel="save")  # first: the job reads it when the signal comes
+        _scancel(job, "--batch", "--signal=INT")
     end = _wait_for_end(seen)
     return end, f"{folder}: {_outcome(end, now)}"
-
-
-def _ask_job_to_save(seen: RunView) -> None:
-    if seen.status is not None and seen.status.state == "SUSPENDED":
-        raise UserError(
-            f"job {seen.job} is suspended and cannot save: scontrol resume {seen.job} first, or cancel --now"
-        )
-    update_job_record(seen.run, cancel="save")  # first: the job reads it when the signal comes
-    _scancel(seen.job, "--batch", "--signal=INT")
 
 
 def _scancel(job: str, *flags: str) -> None:
@@ -120,20 +113,15 @@ def _launcher(run: RunFolder) -> psutil.Process | None:
 
     for role in ("launch", "train"):
         path = str((run.folder / f".{role}.lock").resolve())
-        holders = {p.pid: p for p in psutil.process_iter() if _has_open(p, path)}
+        holders = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # another user's, or it has just ended
+                if any(file.path == path for file in process.open_files()):
+                    holders[process.pid] = process
         # Loader processes are forked with the lock open.
         if first := [p for p in holders.values() if p.ppid() not in holders]:
             return first[0]
     return None
-
-
-def _has_open(process: psutil.Process, path: str) -> bool:
-    import psutil
-
-    try:
-        return any(file.path == path for file in process.open_files())
-    except psutil.Error:  # another user's, or it has just ended
-        return False
 
 
 def _wait_for_end(seen: RunView) -> RunView:

@@ -1,4 +1,4 @@
-"""`compare`: runs side by side, first what their recipes and plans differ in, then what they came to."""
+"""`runs compare`: runs side by side, first what their recipes and plans differ in, then what they came to."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
-from isobatch.core.measures import printable
+from isobatch.core.flags import value_text
+from isobatch.core.measures import aligned, printable
 from isobatch.engine.runs.run_folder import RunFolder, list_runs
-from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.words.config_files import value_text
+from isobatch.launch.local.arguments import read_command
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -19,25 +19,24 @@ if TYPE_CHECKING:
 PLAN = ("device", "processes", "strategy", "precision", "compile", "invariance")
 """Fields of a plan that may move results by rounding."""
 SWEEP_FILE = "sweep.json"
-TOO_FEW = "compare: give two runs or more, as in: compare runs/a runs/b (`runs` lists them)"
+TOO_FEW = "runs compare: give two runs or more, as in: runs compare runs/a runs/b (`runs` lists them)"
 FIGURES = ("steps", "train_seconds", "peak_memory_bytes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompareOptions:
-    """Flags of `compare`."""
+    """Flags of `runs compare`."""
 
     json: bool = False
     """One JSON object on standard output."""
 
 
 def compare(words: Sequence[str]) -> int:
-    """Usage: compare RUN RUN... [--json]: what differs between runs, and their metrics side by side.
+    """Usage: runs compare RUN RUN... [--json]: what differs between runs, and their metrics side by side.
 
     A folder of runs stands for all of them.
     """
-    positional, flags = split_words(words)
-    options = command_options(flags, CompareOptions, "compare")
+    positional, options = read_command(words, CompareOptions, "runs compare")
     runs = [run for place in positional for run in _runs_at(place, alone=len(positional) == 1)]
     if len(runs) < 2:
         raise UserError(TOO_FEW)
@@ -65,14 +64,14 @@ def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:
     summaries = [run.summary() or {} for run in runs]
     metrics = [_numbers_and_words(s.get("metrics")) for s in summaries]
     plans = [run.plan.to_dict() if run.has_plan else {} for run in runs]
-    data = [{"data": run.facts.fingerprint, "held-out split": s.get("split")}
-            for run, s in zip(runs, summaries, strict=True)]  # fmt: skip
+    pairs = zip(runs, summaries, strict=True)
+    data = _differing([{"data": run.facts.fingerprint, "held-out split": s.get("split")} for run, s in pairs])
     return {
         "runs": [str(run.folder) for run in runs],
         "recipe": _differing([run.recipe.to_compare() for run in runs]),
-        "data": _differing(data),
+        "data": data,
         "plan": _differing([{name: plan.get(name) for name in PLAN} for plan in plans]),
-        "split": None if "held-out split" in _differing(data) else summaries[0].get("split"),
+        "split": None if "held-out split" in data else summaries[0].get("split"),
         "metrics": _side_by_side(metrics),
         "figures": _side_by_side([{name: s.get(name) for name in FIGURES} for s in summaries]),
     }
@@ -103,14 +102,10 @@ def printable_lines(found: Mapping[str, Any]) -> str:
     cells = [["", *found["runs"]]]
     for part in ("recipe", "data", "plan"):
         cells += _section(part, found[part], lambda value: "" if value is None else value_text(value))
-    for part, title in (
-        ("metrics", f"metrics, {found['split']}" if found["split"] else "metrics"),
-        ("figures", "figures"),
-    ):
-        cells += _section(title, found[part], _figure)
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-    return "\n".join([*map(printable, lines), *([remark] if remark else [])])
+    metrics = f"metrics, {found['split']}" if found["split"] else "metrics"
+    for title, rows in ((metrics, found["metrics"]), ("figures", found["figures"])):
+        cells += _section(title, rows, _figure)
+    return "\n".join([*map(printable, aligned(cells)), *([remark] if remark else [])])
 
 
 def _section(part: str, rows: Mapping[str, list[Any]], form: Callable[[Any], str]) -> list[list[str]]:

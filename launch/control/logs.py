@@ -1,4 +1,4 @@
-"""`logs`: what a run says, or a node of its Slurm job; with -f until the run ends, over all legs."""
+"""`runs logs`: what a run says, or a node of its Slurm job; with -f until the run ends, over all legs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Positive
 from isobatch.core.terminal.status import doing
 from isobatch.launch.control.run_state import RunView, look, one_run
-from isobatch.launch.local.arguments import command_options
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +28,7 @@ EXIT_CODES = {"done": DONE, "failed": FAILED}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LogsOptions:
-    """Flags of `logs`."""
+    """Flags of `runs logs`."""
 
     follow: bool = False
     """Go on with what is written, over requeues, until the run ends (-f)."""
@@ -40,12 +39,11 @@ class LogsOptions:
 
 
 def logs(words: Sequence[str]) -> int:
-    """Usage: logs RUN [-f] [--lines N] [--node NAME]
+    """Usage: runs logs RUN [-f] [--lines N] [--node NAME]
 
     With -f the exit code is the run's: 0 done, 3 failed, 75 stopped.
     """
-    run, flags = one_run(["--follow" if word == "-f" else word for word in words], "logs")
-    options = command_options(flags, LogsOptions, "logs")
+    run, options = one_run(["--follow" if word == "-f" else word for word in words], LogsOptions, "runs logs")
     path = _node_log(run, options.node) if options.node else run.folder / "log.txt"
     if not options.follow:
         if not path.exists():

@@ -1,4 +1,4 @@
-"""`rm`: removes the folders of runs that nobody trains."""
+"""`runs rm`: removes the folders of runs that nobody trains."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from isobatch.core.measures import format_bytes
 from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.control.run_state import look
-from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.arguments import read_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,21 +21,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoveOptions:
-    """Flags of `rm`."""
+    """Flags of `runs rm`."""
 
     yes: bool = False
     """Do not ask."""
 
 
 def remove(words: Sequence[str]) -> int:
-    """Usage: rm RUN... [--yes]: removes runs for good, with their checkpoints; asks first on a terminal."""
-    positional, flags = split_words(words)
-    options = command_options(flags, RemoveOptions, "rm")
+    """Usage: runs rm RUN... [--yes]: removes runs with their checkpoints; asks first on a terminal."""
+    positional, options = read_command(words, RemoveOptions, "runs rm")
     if not positional:
-        raise UserError("rm: give the folders of runs, as in: rm runs/old (`runs` lists them)")
+        raise UserError("runs rm: give the folders of runs, as in: runs rm runs/old (`runs` lists them)")
     runs = [RunFolder.open(place) for place in positional]
     for run in runs:
-        _refuse_in_use(run)
+        if run.folder.is_symlink():
+            raise UserError(f"rm: {run.folder} is a link; remove what it points to, or the link itself")
+        if not (seen := look(run.folder)).is_over:
+            raise UserError(f"rm: {run.folder} is {seen.state}: `runs cancel {run.folder}` ends it first")
     for run in runs:
         size = format_bytes(sum(p.stat().st_size for p in run.folder.rglob("*") if p.is_file()))
         if not options.yes and not _agreed(f"remove {run.folder} ({size})?"):
@@ -46,14 +48,6 @@ def remove(words: Sequence[str]) -> int:
             shutil.rmtree(run.folder)
         print(f"removed {run.folder} ({size})")
     return DONE
-
-
-def _refuse_in_use(run: RunFolder) -> None:
-    if run.folder.is_symlink():
-        raise UserError(f"rm: {run.folder} is a link; remove what it points to, or the link itself")
-    seen = look(run.folder)
-    if not seen.is_over:
-        raise UserError(f"rm: {run.folder} is {seen.state}: `runs cancel {run.folder}` ends it first")
 
 
 def _agreed(question: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +13,7 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.slurm_queue import JobStatus, SlurmSilentError, job_statuses, last_job_of
-from isobatch.launch.local.arguments import split_words
+from isobatch.launch.local.arguments import read_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -74,14 +73,14 @@ def look(folder: Path) -> RunView:
     return RunView(run=run, state=state, progress=progress, job=job, status=status)
 
 
-def one_run(words: Sequence[str], command: str) -> tuple[RunFolder, dict[str, str]]:
-    """The run and the flags in a command's words. Raises UserError."""
-    positional, flags = split_words(words)
+def one_run(words: Sequence[str], kind: type, command: str) -> tuple[RunFolder, Any]:
+    """The run and the options in a command's words. Raises UserError."""
+    positional, options = read_command(words, kind, command)
     if len(positional) != 1:
         raise UserError(
             f"{command}: give the folder of one run (`runs` lists them), as in: {command} runs/mine"
         )
-    return RunFolder.open(positional[0]), flags
+    return RunFolder.open(positional[0]), options
 
 
 def run_state(run: RunFolder, progress: RunProgress, job: JobStatus | None) -> RunState:
@@ -109,7 +108,7 @@ def run_progress(run: RunFolder) -> RunProgress:
     lengths = _phase_lengths(run)
     saved = (file.parent.name.rpartition("-") for file in run.checkpoints.glob("[!.]*-*/index.json"))
     placed = [{"phase": p, "step": int(step)} for p, _, step in saved if step.isdecimal()] + rows[-1:]
-    total = sum(lengths.values()) or _length_by_recipe(run)
+    total = sum(lengths.values()) or None
     summary = run.summary() or {}
     step = summary.get("steps") if summary.get("status") == "done" or not placed else None
     step = max(_steps_until(row, lengths) for row in placed) if placed and step is None else step
@@ -135,14 +134,3 @@ def _phase_lengths(run: RunFolder) -> dict[str, int]:
         schedules = phase_schedules(recipe, task.phases(), steps_per_epoch(recipe, run.facts))
         return {schedule.name: schedule.steps for schedule in schedules}
     return {}
-
-
-def _length_by_recipe(run: RunFolder) -> int | None:
-    """Optimizer steps of all phases, as far as the recipe alone says."""
-    recipe = run.recipe
-    if recipe.steps is not None:
-        return round(sum(recipe.steps))
-    if recipe.epochs is None:
-        return None
-    steps = sum(math.ceil(epochs * steps_per_epoch(recipe, run.facts)) for epochs in recipe.epochs)
-    return max(recipe.least_steps, steps)

@@ -6,19 +6,18 @@ import contextlib
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.core.measures import format_duration, printable
-from isobatch.engine.registry import TASKS, workload, workload_of
+from isobatch.core.flags import value_text
+from isobatch.core.measures import aligned, format_duration, printable
+from isobatch.engine.registry import TASKS, workload_of
 from isobatch.engine.runs.run_folder import RunFolder, list_runs
 from isobatch.engine.runs.slurm_queue import JobStatus, SlurmSilentError, job_statuses, last_job_of
 from isobatch.launch.control.run_state import run_progress, run_state
-from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.words.config_files import value_text
+from isobatch.launch.local.arguments import read_command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,14 +37,17 @@ class RunsOptions:
 
 def runs(words: Sequence[str]) -> int:
     """Usage: runs [FOLDER] [--json]: what each run does or came to, how far it is, and its Slurm job."""
-    positional, flags = split_words(words)
-    options = command_options(flags, RunsOptions, "runs")
+    positional, options = read_command(words, RunsOptions, "runs")
     folder = Path(positional[0] if positional else options.out).expanduser()
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     found = list(list_runs(folder))
     jobs = [_job_or_none(run) for run in found]
-    statuses = _statuses([job for job in jobs if job])
+    statuses: dict[str, JobStatus] | None = None
+    try:
+        statuses = job_statuses([job for job in jobs if job])
+    except SlurmSilentError as error:
+        print(f"isobatch: {error}: whether jobs wait or run is not known", file=sys.stderr)
     rows = [_row_or_unreadable(run, job, statuses) for run, job in zip(found, jobs, strict=True)]
     if options.json:
         print(atomic_files.json_text({"runs": rows}))
@@ -63,12 +65,9 @@ HEAD = ("run", "made", "task", "state", "steps", "result", "what differs")
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The rows as text, with their heads; what belongs to one run alone stands behind its line."""
     differs = differences([row["recipe"] for row in rows])
-    cells = [HEAD] + [(*_cells(row), different) for row, different in zip(rows, differs, strict=True)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
-    return (
-        [line.rstrip() + _remark(row) for line, row in zip(lines, [None, *rows], strict=True)] if rows else []
-    )
+    lines = aligned([HEAD, *((*_cells(row), text) for row, text in zip(rows, differs, strict=True))])
+    behind = ["", *map(_remark, rows)] if rows else []
+    return [line + remark for line, remark in zip(lines, behind, strict=False)]
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -79,61 +78,31 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return row["folder"], made, row["task"] or "", row["state"], steps, result
 
 
-def _remark(row: dict[str, Any] | None) -> str:
-    if row is None:
-        return ""
-    return (
-        ("" if row["seconds_left"] is None else f"  ETA {format_duration(row['seconds_left'])}")
-        + _job_text(row)
-        + (f"  {row['reason']}" if row["state"] == "failed" and row["reason"] else "")
-    )
+def _remark(row: dict[str, Any]) -> str:
+    parts = [] if row["seconds_left"] is None else [f"ETA {format_duration(row['seconds_left'])}"]
+    if row["job_state"] is None:
+        parts.append(f"job {row['job']} (Slurm does not answer)")
+    elif row["job"]:
+        status = JobStatus(row["job_state"], row["job_reason"], (row["leg"] or 1) - 1)
+        parts.append(f"job {row['job']} {status}".rstrip())
+    parts += [row["reason"]] if row["state"] == "failed" and row["reason"] else []
+    return "".join(f"  {part}" for part in parts)
 
 
 MOST_DIFFERENCES = 5
 
 
 def differences(recipes: Sequence[dict[str, Any]]) -> list[str]:
-    """Of each recipe the values in which the recipes of its task differ, the first few in words.
-
-    Where they differ in their preset, it stands for what it sets: its values, and in runs without it the
-    usual ones, come last.
-    """
+    """Of each recipe the values in which the recipes of its task differ, the preset and the first few."""
     found = []
     for recipe in recipes:
         alike = [other for other in recipes if other.get("task") == recipe.get("task")]
         given = [name for name, value in recipe.items() if value is not None]
         names = [n for n in given if any(other.get(n) != recipe[n] for other in alike)]
-        siblings = [other for other in alike if other.get("preset") == recipe.get("preset")]
-        names.sort(key=partial(_rank_of_difference, recipe, siblings, _presets_of(alike)))
+        names.sort(key=lambda name: name != "preset")
         shown = [f"{name.replace('_', '-')} {value_text(recipe[name])}" for name in names[:MOST_DIFFERENCES]]
         found.append(", ".join(shown) + (" ..." if len(names) > MOST_DIFFERENCES else ""))
     return found
-
-
-def _presets_of(recipes: Sequence[dict[str, Any]]) -> Mapping[str, Mapping[str, Any]]:
-    """The presets of these recipes of one task, if they differ in them."""
-    task, named = recipes[0].get("task"), {recipe.get("preset") for recipe in recipes}
-    if task not in TASKS or len(named) < 2:
-        return {}
-    return {name: values for name, values in workload(task).task.presets.items() if name in named}
-
-
-def _rank_of_difference(
-    recipe: dict[str, Any],
-    siblings: Sequence[dict[str, Any]],
-    presets: Mapping[str, Mapping[str, Any]],
-    name: str,
-) -> int:
-    """0 for the preset, 1 for what somebody chose, 2 for what follows from the preset or from its absence.
-
-    `siblings`: the recipes with the same preset.
-    """
-    if name == "preset":
-        return 0
-    own = presets.get(recipe.get("preset") or "", {})
-    chosen = name in own and own[name] != recipe[name]
-    differ = any(other.get(name) != recipe[name] for other in siblings)
-    return 2 if any(name in of for of in presets.values()) and not chosen and not differ else 1
 
 
 def _reason(state: str, status: JobStatus | None, summary: dict[str, Any]) -> str:
@@ -143,29 +112,11 @@ def _reason(state: str, status: JobStatus | None, summary: dict[str, Any]) -> st
     return str(summary.get("reason", "")) if state in ("failed", "stopped") else ""
 
 
-def _job_text(row: dict[str, Any]) -> str:
-    if not row["job"]:
-        return ""
-    if row["job_state"] is None:
-        return f"  job {row['job']} (Slurm does not answer)"
-    status = JobStatus(row["job_state"], row["job_reason"], (row["leg"] or 1) - 1)
-    return f"  job {row['job']} {status}".rstrip()
-
-
 def _job_or_none(run: RunFolder) -> str:
     try:
         return last_job_of(run)
     except UserError:
         return ""
-
-
-def _statuses(jobs: Sequence[str]) -> dict[str, JobStatus] | None:
-    """Job -> status by one call of squeue; None, with a line for the user, where Slurm does not answer."""
-    try:
-        return job_statuses(jobs)
-    except SlurmSilentError as error:
-        print(f"isobatch: {error}: whether jobs wait or run is not known", file=sys.stderr)
-        return None
 
 
 def _row_or_unreadable(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dict[str, Any]:
@@ -174,11 +125,10 @@ def _row_or_unreadable(run: RunFolder, job: str, statuses: dict[str, JobStatus] 
         return _row(RunFolder.open(run.folder), job, statuses)
     except UserError as error:
         print(printable(f"isobatch: {error}"), file=sys.stderr)
-        nothing = dict.fromkeys(("task", "steps", "step", "steps_total", "seconds_left"))
+        unknown = ("task", "steps", "step", "steps_total", "seconds_left", "made", "split", "leg")
         unreadable = {"status": "unreadable", "state": "unreadable", "reason": str(error)}
-        job_fields = {"job": "", "job_state": "", "job_reason": "", "leg": None}
-        unknown: dict[str, Any] = {"made": None, "recipe": {}, "metric": "loss", "split": None, "metrics": {}}
-        return {"folder": str(run.folder), **nothing, **unreadable, **unknown, **job_fields}
+        empty = {"recipe": {}, "metric": "loss", "metrics": {}, "job": "", "job_state": "", "job_reason": ""}
+        return {"folder": str(run.folder), **dict.fromkeys(unknown), **unreadable, **empty}
 
 
 def _row(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dict[str, Any]:

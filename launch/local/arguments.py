@@ -153,6 +153,12 @@ def command_options(flags: Mapping[str, str], kind: type, command: str) -> Any:
     return kind(**{f"{n}_" if keyword.iskeyword(n) else n: v for n, v in values[command].items()})
 
 
+def read_command(words: Sequence[str], kind: type, command: str) -> tuple[list[str], Any]:
+    """(positional words, options) of a command without a recipe. Raises UserError."""
+    positional, flags = split_words(words)
+    return positional, command_options(flags, kind, command)
+
+
 def task_name(words: Sequence[str]) -> str:
     """The value of --task in lower case, typed or in a file; empty where there is none."""
     flags = split_words(words)[1]

@@ -10,13 +10,12 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import flags_of
+from isobatch.core.flags import flags_of, value_text
 from isobatch.core.package import own_command
 from isobatch.core.plan import PlanOptions
 from isobatch.core.terminal.status import doing
 from isobatch.engine import consent
 from isobatch.engine.machine.detect import detect
-from isobatch.launch.local.words.config_files import value_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

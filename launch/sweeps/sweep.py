@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, STOPPED
 from isobatch.core.flags import to_json_value
-from isobatch.core.measures import printable
+from isobatch.core.measures import aligned, printable
 from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
@@ -184,9 +184,7 @@ def format_sweep(found: Mapping[str, Any]) -> str:
         mark = "best" if row["values"] == best and len(rows) > 1 else ""
         figures = [_figure(row, name) for name in names[:MOST_COLUMNS]]
         cells.append([mark, *(str(row["values"][n]) for n in swept), *figures, _run_names(row)])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
-    lines += ["", *_legend(found, names[:MOST_COLUMNS])]
+    lines = [*aligned(cells), "", *_legend(found, names[:MOST_COLUMNS])]
     return "\n".join(map(printable, lines))
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import value_text
 from isobatch.engine.registry import TASKS
 from isobatch.launch.commands.auto import auto
 from isobatch.launch.local.arguments import Request, parse_request, parse_sweep, request_text, task_name
-from isobatch.launch.local.words.config_files import value_text
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,11 +1,10 @@
-"""Tests of engine/unread_fields.py: a field of the recipe changes something for a task, or it is refused."""
+"""Tests of engine/registry.py: a field of the recipe changes something for a task, or it is refused."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import re
-import sys
 from functools import cache
 from typing import Any
 
@@ -60,7 +59,6 @@ OTHER: dict[str, Any] = {
     "lr_floor": 0.5,
 }
 """Another value of every field that can change what is learnt, without a download."""
-TASKS_OF_TESTS = ROOT / "tests" / "tasks"
 NAMES = {
     "task",
     "mode",
@@ -183,27 +181,3 @@ def test_what_changes_something_is_taken(task: str, asked: dict[str, Any]) -> No
 def test_what_a_preset_or_fast_mode_sets_for_nothing_is_left_out() -> None:
     assert workload("recommender").complete({"mode": "fast"})[0].min_delta == 0
     assert workload("pruning").complete({"recover": 0, "data": "rows.csv"})[0].patience == 0  # 5 by default
-    own = workload(f"{TASKS_OF_TESTS}/preset.py:Line")
-    recipe, notes = own.complete({"preset": "idle"})
-    assert recipe == dataclasses.replace(own.complete({})[0], preset="idle")
-    assert notes == ["--dropout 0.3 of --preset idle is left out: no file of this task reads it"]
-
-
-def test_fields_of_ones_own_task_are_found_in_its_files() -> None:
-    with pytest.raises(UserError, match=r"--dropout 0\.1: no file of this task reads it; leave it out"):
-        workload(f"{TASKS_OF_TESTS}/preset.py:Line").complete({"dropout": 0.1})
-    mine = workload(str(ROOT / "examples/own_task/mine.py:Mine"))
-    assert mine.complete({"dropout": 0.2})[0].dropout == 0.2
-    with pytest.raises(UserError, match=r"--tokenizer t\.json: no file of this task reads it"):
-        mine.complete({"tokenizer": "t.json"})
-
-
-def test_another_project_in_between_changes_nothing() -> None:
-    name = f"{TASKS_OF_TESTS}/preset.py:Line"
-    if sys.modules.pop("isobatch.tests.tasks.failing", None):  # so that it is the task file that imports it
-        del sys.modules["isobatch.tests.tasks"].failing  # type: ignore[attr-defined]
-    workload(str(ROOT / "examples/own_task/mine.py:Mine")).complete({})
-    workload(name).complete({})
-    workload(str(ROOT / "examples/own_task/mine.py:Mine")).complete({})
-    with pytest.raises(UserError, match=r"--dropout 0\.1: no file of this task reads it"):
-        workload(name).complete({"dropout": 0.1})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.core.flags import BareValue, Flag, is_on, nearest_hint, to_json_value
+from isobatch.core.flags import BareValue, Flag, is_on, nearest_hint, value_text
 from isobatch.core.recipe import TASK_CODE, Recipe
 from isobatch.engine import consent
 from isobatch.launch.local.words.foreign_words import Translation, words_for
@@ -101,16 +101,6 @@ def flags_of_recipe(recipe: Recipe) -> dict[str, str]:
     values = {name: value for name, value in recipe.values().items() if name != TASK_CODE}
     found = {name: value_text(value) for name, value in values.items() if value is not None}
     return found | ({"from": recipe.starts_from["run"]} if recipe.starts_from else {})
-
-
-def value_text(value: Any) -> str:
-    """A value of a flag as it would be typed."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    value = to_json_value(value)
-    if isinstance(value, list):
-        return ",".join(map(value_text, value))
-    return repr(value) if isinstance(value, float) else str(value)
 
 
 def join(file: str, base: Translation, typed: Translation, known: Collection[str]) -> Translation:
