@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DONE = 0
 BUG = 1
@@ -32,6 +35,13 @@ class UserError(IsobatchError, ValueError):
     """The user's input is wrong: one line on standard error with the way out, exit 2."""
 
     exit_code = WRONG_INPUT
+
+
+def refuse(wrong: Mapping[str, object]) -> None:
+    """Raise UserError with the first message whose condition, its value, is true."""
+    for message, is_wrong in wrong.items():
+        if is_wrong:
+            raise UserError(message)
 
 
 class UserCodeError(UserError):

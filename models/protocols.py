@@ -62,67 +62,15 @@ class Generates(Protocol):
         """
 
 
-class ItemLists(Protocol):
-    """A trained recommender, read once. `top`: length of a list."""
-
-    users: list[str]
-    """The ids of all users."""
-    by: str
-    """What ranks the items: `model`, or a baseline."""
-
-    def recommend(self, user: str, top: int) -> list[dict[str, Any]]:
-        """`item` (its id), `title` and `score` of the best items for a user. Raises UserError."""
-
-    def for_items(self, items: Sequence[str], top: int) -> list[dict[str, Any]]:
-        """The same list for a user who was not in training and took these items (ids or titles).
-
-        Raises UserError for an unknown item, and where the model's head has no vector for a new user.
-        """
-
-    def restrict(self, only: Sequence[str] | None, without: Sequence[str], with_seen: bool) -> list[str]:
-        """From now on lists hold items of `only`, none of `without`, and `with_seen` also what users had.
-
-        A title stands for all items that have it. Returns the names that no item has.
-        """
-
-    @property
-    def offered(self) -> int:
-        """How many items lists may hold, apart from what a user had."""
-
-    def knows_item(self, item: str) -> bool:
-        """Whether it is the id or title of an item of which something is known."""
-
-    def knows_user(self, user: str) -> bool:
-        """Whether it is the id of a user."""
-
-    def remarks(self, items: Sequence[str]) -> list[str]:
-        """Lines for a person on which of these items tell nothing, or little, of what is like them."""
-
-    def split_items(self, text: str) -> list[str]:
-        """The ids and titles in a text that commas part; a title may hold commas itself."""
-
-    def split_users(self, text: str) -> list[str]:
-        """The ids of users in a text that commas part."""
-
-    def similar_to_all(self, top: int) -> Iterable[tuple[str, list[dict[str, Any]]]]:
-        """(item, what `similar` gives) of every item of which something is known."""
-
-    def recommend_to_all(self, top: int) -> Iterable[tuple[str, list[dict[str, Any]]]]:
-        """(user, the same list) of every user."""
-
-    def similar(self, item: str, top: int) -> list[dict[str, Any]]:
-        """The items whose vectors are most alike (cosine) to that of an item, by its id or title.
-
-        Raises UserError for an unknown one.
-        """
-
-
 @runtime_checkable
 class OpensItemLists(Protocol):
     """`isobatch recommend`, `predict` and `serve` of a recommender."""
 
-    def open_lists(self, final: Path, by: str = "model") -> ItemLists:
-        """The model in `final`, a baseline kept beside it, or the `best` of them. Raises UserError."""
+    def open_lists(self, final: Path, by: str = "model") -> Any:
+        """`Recommendations` (models/recommendation/recommendations.py) whose errors are UserErrors.
+
+        Lists are by the model in `final`, a baseline kept beside it, or the `best` of them.
+        """
 
     def better_baseline(self, metrics: Mapping[str, Any]) -> str:
         """A line on the baseline that ranks better than the model beyond doubt; empty where none does."""

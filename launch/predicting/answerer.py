@@ -35,7 +35,6 @@ from isobatch.models.encoder.evaluation import has_text_pairs
 from isobatch.models.protocols import (
     EncodesLatents,
     Generates,
-    ItemLists,
     OpensItemLists,
     Predictor,
     Predicts,
@@ -46,6 +45,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from isobatch.models.base import Task
+    from isobatch.models.recommendation.recommendations import Recommendations
 
 REFUSAL = "predicts nothing: give its task a method predict(model, batch) and train again"
 
@@ -216,7 +216,7 @@ def _writer(model: LanguageModel, reader: PromptReader, options: ModelOptions) -
     return Answerer(write, reader, write_text=write_text)
 
 
-def _recommend(lists: ItemLists, top: int, users: Sequence[str | list[str]]) -> list[dict[str, Any]]:
+def _recommend(lists: Recommendations, top: int, users: Sequence[str | list[str]]) -> list[dict[str, Any]]:
     """`users`: ids; or, of users who were not in training, the items they took."""
     answers = []
     for number, user in enumerate(users):

@@ -12,7 +12,7 @@ from isobatch.launch.predicting import tables
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from isobatch.models.protocols import ItemLists
+    from isobatch.models.recommendation.recommendations import Recommendations
 
 TEXT_LINE = "text"
 """The column of a .txt file, which has an item a line."""
@@ -20,7 +20,7 @@ MOST_NAMED = 5
 
 
 def restrict(
-    lists: ItemLists, only: str | None, without: str | None, with_seen: bool, column: str | None
+    lists: Recommendations, only: str | None, without: str | None, with_seen: bool, column: str | None
 ) -> list[str]:
     """Restrict the lists as the flags say; lines on items that training did not know. Raises UserError.
 
@@ -50,7 +50,7 @@ def _is_table(text: str) -> bool:
     return Path(text).suffix.lower() in tables.ROW_ENDINGS
 
 
-def _named_items(lists: ItemLists, flag: str, text: str, column: str | None) -> list[str]:
+def _named_items(lists: Recommendations, flag: str, text: str, column: str | None) -> list[str]:
     if not _is_table(text):
         return lists.split_items(text)
     rows = list(tables.read_table(text, flag, [column]))

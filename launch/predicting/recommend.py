@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-    from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.models.protocols import ItemLists
+    from isobatch.models.recommendation.recommendations import Recommendations
+
+    Named = tuple[str, list[dict[str, Any]]]
+    """A user, or an item that others are like, and the list."""
 
 REFUSAL = "recommends nothing"
 USERS_AT_A_TIME = 1000
@@ -69,7 +72,11 @@ def recommend(words: Sequence[str]) -> int:
     lists = task.open_lists(run.final, options.by)
     column = run.recipe.options.get("item_column")
     left_out = item_choice.restrict(lists, options.only, options.without, options.with_seen, column)
-    return _answer(lists, options, out, [*left_out, *_ranked_by(run, task, lists, options)])
+    metrics = (run.summary() or {}).get("metrics", {})
+    metrics = metrics if isinstance(metrics, dict) else {}
+    ranked_by = task.better_baseline(metrics) if options.by == "model" else f"ranked by {lists.by}"
+    remarks = [*left_out, ranked_by] if ranked_by and not options.json else left_out  # --json has it inside
+    return _answer(lists, options, out, remarks)
 
 
 def _refuse_contradictions(options: RecommendOptions) -> None:
@@ -86,48 +93,58 @@ def _refuse_contradictions(options: RecommendOptions) -> None:
         raise UserError("--with-seen: changes nothing of --similar-to; leave it out")
 
 
-def _answer(lists: ItemLists, options: RecommendOptions, out: Path | None, remarks: list[str]) -> int:
+def _answer(lists: Recommendations, options: RecommendOptions, out: Path | None, remarks: list[str]) -> int:
     """Answer the question. `remarks` on the lists are said before an answer, and not before an error."""
-    if options.similar_to == "all" and not lists.knows_item("all"):
+    top, similar_to = options.top, options.similar_to
+    found: list[dict[str, Any]] = []
+    several: Iterable[Named] | None = None
+    given: dict[str, Any] = {}
+    if similar_to == "all" and not lists.knows_item("all"):
         if out is None:
             raise UserError("--similar-to all: is a list for each item: give --out similar.parquet")
-        _say(remarks)
-        return _write_all("similar_to", lists.similar_to_all(options.top), out, options)
-    given: dict[str, Any]
-    if options.similar_to is not None:
-        found, given = lists.similar(options.similar_to, options.top), {"similar_to": options.similar_to}
-        remarks = [*remarks, *lists.remarks([options.similar_to])]
+        several = lists.similar_to_all(top)
+    elif similar_to is not None:
+        found, given = lists.similar(similar_to, top), {"similar_to": similar_to}
+        remarks = [*remarks, *lists.remarks([similar_to])]
     elif options.items is not None:
         taken = lists.split_items(options.items)
-        found, given = lists.for_items(taken, options.top), {"taken": taken}
+        found, given = lists.for_items(taken, top), {"taken": taken}
         remarks = [*remarks, *lists.remarks(taken)]
-    elif options.user is not None:
-        users = lists.split_users(options.user)
-        if len(users) > 1:
-            several = [(user, lists.recommend(user, options.top)) for user in users]
-            _say(remarks)
-            return _answer_users(several, lists.by, out, options)
-        found, given = lists.recommend(users[0], options.top), {"user": users[0]}
+    elif options.user is None:
+        several = lists.recommend_to_all(top)
     else:
-        assert out is not None, "else refused"
-        _say(remarks)
-        return _write_all("user", lists.recommend_to_all(options.top), out, options)
-    if not found:
+        answers = [(user, lists.recommend(user, top)) for user in lists.split_users(options.user)]
+        several = answers if len(answers) > 1 else None
+        user, found = answers[0]
+        given = {"user": user}
+        if several and not any(items for _, items in answers):
+            raise UserError(EMPTY_LIST)
+    if several is None and not found:
         raise UserError(EMPTY_LIST)
     _say(remarks)
+    if several is not None and out is not None:
+        return _write_all("user" if similar_to is None else "similar_to", several, out, options)
     if out is not None:
-        return _write_one(found, out, options)
-    return _print(found, {**given, "by": lists.by}, options)
+        tables.write_rows(out, [[{"rank": rank, **entry} for rank, entry in enumerate(found, 1)]])
+        return _done({"items": len(found), "out": str(out)}, f"{len(found):,} items -> {out}", options)
+    if options.json:
+        users = [{"user": user, "items": items} for user, items in several or ()]
+        answer = {"by": lists.by, "users": users} if users else {**given, "by": lists.by, "items": found}
+        print(atomic_files.json_text(answer, ensure_ascii=False))
+        return 0
+    for user, items in several or [("", found)]:
+        width = max((len(entry["item"]) for entry in items), default=0)
+        lines = [f"{user}:"] if user else []
+        for entry in items:
+            named = [entry["item"].ljust(width)] if entry["item"] != entry["title"] else []
+            lines.append("  ".join([f"{entry['score']:8.3f}", *named, entry["title"]]))
+        print("\n".join(map(printable, lines)))
+    return 0
 
 
-def _ranked_by(
-    run: RunFolder, task: OpensItemLists, lists: ItemLists, options: RecommendOptions
-) -> list[str]:
-    """A line that says what ranks the items, or that a baseline ranks them better; --json has it inside."""
-    metrics = (run.summary() or {}).get("metrics", {})
-    metrics = metrics if isinstance(metrics, dict) else {}
-    said = task.better_baseline(metrics) if options.by == "model" else f"ranked by {lists.by}"
-    return [said] if said and not options.json else []
+def _done(found: dict[str, Any], said: str, options: RecommendOptions) -> int:
+    print(atomic_files.json_text(found) if options.json else said)
+    return 0
 
 
 def _say(lines: Iterable[str]) -> None:
@@ -135,49 +152,13 @@ def _say(lines: Iterable[str]) -> None:
         print(printable(line), file=sys.stderr)
 
 
-def _answer_users(
-    found: list[tuple[str, list[dict[str, Any]]]], by: str, out: Path | None, options: RecommendOptions
-) -> int:
-    if out is not None:
-        return _write_all("user", found, out, options)
-    if not any(items for _, items in found):
-        raise UserError(EMPTY_LIST)
-    if options.json:
-        users = [{"user": user, "items": items} for user, items in found]
-        print(atomic_files.json_text({"by": by, "users": users}, ensure_ascii=False))
-        return 0
-    for user, items in found:
-        print(printable(f"{user}:"))
-        _print(items, {}, options)
-    return 0
-
-
-def _write_one(items: list[dict[str, Any]], out: Path, options: RecommendOptions) -> int:
-    tables.write_rows(out, [[{"rank": rank, **entry} for rank, entry in enumerate(items, 1)]])
-    said = {"items": len(items), "out": str(out)}
-    print(atomic_files.json_text(said) if options.json else f"{len(items):,} items -> {out}")
-    return 0
-
-
-def _print(items: list[dict[str, Any]], asked: dict[str, Any], options: RecommendOptions) -> int:
-    if options.json:
-        print(atomic_files.json_text({**asked, "items": items}, ensure_ascii=False))
-    width = max((len(entry["item"]) for entry in items), default=0)
-    for entry in [] if options.json else items:
-        named = [entry["item"].ljust(width)] if entry["item"] != entry["title"] else []
-        print(printable("  ".join([f"{entry['score']:8.3f}", *named, entry["title"]])))
-    return 0
-
-
-def _write_all(
-    column: str, found: Iterable[tuple[str, list[dict[str, Any]]]], out: Path, options: RecommendOptions
-) -> int:
+def _write_all(column: str, found: Iterable[Named], out: Path, options: RecommendOptions) -> int:
     """Write the lists of users, or of items that others are similar to, whose names stand in `column`."""
-    what, done, empty = "users" if column == "user" else "items", 0, 0
+    what, done, empty, waiting = "users" if column == "user" else "items", 0, 0, iter(found)
 
     def rows() -> Iterator[list[dict[str, Any]]]:
         nonlocal done, empty
-        for block in _blocks(found):
+        while block := list(itertools.islice(waiting, USERS_AT_A_TIME)):
             yield [row for name, entries in block for row in ranked(column, name, entries)]
             done, empty = done + len(block), empty + sum(not entries for _, entries in block)
             doing(f"recommending: {done:,} {what} done")
@@ -187,11 +168,8 @@ def _write_all(
     tables.write_rows(out, rows())
     if empty:
         _say([f"{empty:,} of {done:,} {what} have no list: {NOTHING_LEFT}"])
-    said = {what: done, "top": options.top, "out": str(out)}
-    print(
-        atomic_files.json_text(said) if options.json else f"{done:,} {what}, the best {options.top} -> {out}"
-    )
-    return 0
+    said = f"{done:,} {what}, the best {options.top} -> {out}"
+    return _done({what: done, "top": options.top, "out": str(out)}, said, options)
 
 
 def ranked(column: str, name: str, entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -219,13 +197,3 @@ def listed(
             yield found
     if empty:
         _say([f"{counted(empty, 'row')} without a list: {NOTHING_LEFT}"])
-
-
-def _blocks(
-    found: Iterable[tuple[str, list[dict[str, Any]]]],
-) -> Iterator[list[tuple[str, list[dict[str, Any]]]]]:
-    import itertools
-
-    waiting = iter(found)
-    while block := list(itertools.islice(waiting, USERS_AT_A_TIME)):
-        yield block

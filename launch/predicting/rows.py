@@ -17,7 +17,6 @@ from isobatch.data.labelled.columns import PAIR_COLUMNS, TEXT_COLUMNS
 from isobatch.data.labelled.rows import MAX_TEXT_CHARACTERS
 from isobatch.data.sequence_sources import INTEGERS, TEXT, USUAL_COLUMNS
 from isobatch.data.text.chat_templates import ChatTemplate
-from isobatch.models.protocols import ItemLists
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -125,8 +124,8 @@ class SequenceReader(RowReader):
 class UserReader(RowReader):
     """Ids of users; or, of users who were not in training, the items that each took."""
 
-    known: ItemLists | None = None
-    """With --skip-unknown: items that it does not know are left out, and rows of which nothing is left."""
+    known: Any = None
+    """With --skip-unknown, `Recommendations`: what it does not know is left out, and rows with nothing else."""
     left_out: list[str] = field(default_factory=list)
     """The items left out so far, each with its place."""
     split: Callable[[str], list[str]] = lambda text: text.split(",")

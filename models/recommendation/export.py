@@ -1,4 +1,4 @@
-"""Export of a trained recommender: vectors, head and names, as `Recommendations` reads them."""
+"""Export of a trained recommender as `Recommendations` reads it, and training that starts from one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isobatch.core.errors import refuse
 from isobatch.models.recommendation import catalogue, recommendations
+from isobatch.models.recommendation.task import TRAINING_FILE
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from isobatch.core.facts import Facts
-
-TRAINING_FILE = "training.safetensors"
-"""The trained parameters by name, for --start of another training."""
 
 
 def export_recommender(net: Any, folder: Path, facts: Facts) -> None:
@@ -44,3 +43,33 @@ def export_recommender(net: Any, folder: Path, facts: Facts) -> None:
     config = {"model_type": "isobatch-recommender", "head": net.head, "encoder": encoder}
     (folder / recommendations.CONFIG_FILE).write_text(json.dumps(config))
     shutil.copy(recommendations.__file__, folder / "recommendations.py")
+
+
+def load_trained(net: Any, start: str, weights: Path, facts: Facts, data: str) -> None:
+    """Load another run's trained parameters; those that it lacks, such as LoRA's, stay as they are.
+
+    `start`: what the user named. Raises UserError unless users, items, encoder and shapes are the same.
+    """
+    from safetensors.torch import load_file
+
+    names, config = (
+        json.loads((weights.parent / file).read_text())
+        for file in (recommendations.NAMES_FILE, recommendations.CONFIG_FILE)
+    )
+    own_names = catalogue.read_names(facts.folder)
+    encoder = None if net.encoder is None else net.encoder.weights_identity()
+    found, own = load_file(weights), net.state_dict()
+    other = {n: value for n, value in found.items() if n in own and own[n].shape != value.shape}
+    refuse(
+        {
+            f"--start {start}: its users or items are others than those of {data}": any(
+                names[kind] != own_names[kind] for kind in ("users", "items")
+            ),
+            f"--start {start}: its texts were read by another encoder: give its --text-model and --tokenizer,"
+            " and for one with random weights its --seed": None not in (config["encoder"], encoder)
+            and config["encoder"] != encoder,
+            f"--start {start}: has other shapes of {', '.join(other)}: it was trained on other data or with"
+            " other --dim, --head or --layers": other,
+        }
+    )
+    net.load_state_dict({k: v for k, v in found.items() if k in own}, strict=False)

@@ -7,14 +7,42 @@ from __future__ import annotations
 
 import math
 import zlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from isobatch.models.recommendation.model_size import num_negatives
+
+if TYPE_CHECKING:
+    from isobatch.models.base import StepContext
+
 NEGATIVE_INFINITY = float("-inf")
+
+
+def ranking_loss(
+    model: Any, user: Tensor, item: Tensor, options: Any, step: StepContext, seed: int
+) -> tuple[Tensor, Tensor | float]:
+    """(the loss that the flags ask for, with --l2 also the squared id vectors), sums over (B,) pairs."""
+    net, count = getattr(model, "module", model), num_negatives(options)
+    items, pairs = len(net.item_text), item[:, None]
+    if options.cohort:
+        total = in_batch_softmax(model, user, item, options.cohort)
+    elif options.loss == "sampled-softmax":
+        shared = draw_shared_negatives(count, items, (seed, step.phase, step.number))
+        total = sampled_softmax(model, user, item, shared.to(user.device))
+    else:
+        drawn = step.noise.integers("negatives", (count, 2), items)
+        negatives, is_positive = avoid_positives(net, user, drawn)
+        if options.loss == "bpr":
+            total = pairwise_logistic(model, user, item, negatives, is_positive)
+        else:
+            calibration = options.gbce_t if options.loss == "gbce" else 0.0
+            total = binary_cross_entropy(model, user, item, negatives, is_positive, calibration)
+        pairs = torch.cat([pairs, negatives], 1)
+    return total, squared_norms(net, user, pairs) if options.l2 else 0.0
 
 
 def draw_shared_negatives(count: int, items: int, step_key: tuple[int, str, int]) -> Tensor:

@@ -33,8 +33,6 @@ BASELINES = {POPULARITY: "popularity alone", KNN: "item-kNN", EASE: "EASE"}
 """Baselines of the same interactions -> their names in a sentence."""
 UNTRAINED = "nobody took it in training, and no text of it was read"
 WAY_OUT = "train again when it has interactions, or with texts of items"
-MAX_SCORES_AT_ONCE = 1 << 22
-"""Numbers of a block of users by all items."""
 NEWTON_STEPS = 30
 TOLERANCE = 1e-6
 """The largest step at which a new user's vector is found."""
@@ -49,58 +47,25 @@ class RecommendationError(ValueError):
     """What is asked cannot be answered."""
 
 
-class UnknownUserError(RecommendationError):
-    """A user id that is not in the training data."""
-
-
-class UnknownItemError(RecommendationError):
-    """Neither the id nor the title of an item in the training data."""
-
-
-class SharedTitleError(RecommendationError):
-    """A title that several items have, where one is asked for."""
-
-
-class UntrainedItemError(RecommendationError):
-    """An item of which nothing is known: nobody took it in training, and no text of it was read."""
-
-
-class HeadError(RecommendationError):
-    """A head for which a new user has no vector."""
-
-
-class BaselineError(RecommendationError):
-    """A baseline that is not kept beside the model."""
-
-
 def open_recommendations(folder: str | Path, by: str = MODEL) -> Recommendations:
     """Lists by the model, by one of BASELINES, or by the `best` of them all on the validation data.
 
-    Raises BaselineError.
+    Where none was held out, the best is what the recipe names (--best-by), else the model. Raises
+    RecommendationError.
     """
-    by = best_by(folder) if by == BEST else by
+    if by == BEST:
+        from safetensors import safe_open
+
+        with safe_open(Path(folder) / BASELINES_FILE, "numpy") as file:
+            by = file.metadata()["best"]
     return Recommendations(folder) if by == MODEL else BaselineRecommendations(folder, by)
 
 
-def best_by(folder: str | Path) -> str:
-    """What ranked the validation data best, as full_ndcg has it. Where none was held out, what the recipe
-    names (--best-by), else the model."""
-    from safetensors import safe_open
-
-    with safe_open(_baselines_file(folder), "numpy") as file:
-        best: str = file.metadata()["best"]
-    return best
-
-
-def _baselines_file(folder: str | Path) -> Path:
-    file = Path(folder) / BASELINES_FILE
-    if not file.is_file():
-        raise BaselineError(f"there is no {BASELINES_FILE} beside the model: an older version trained it")
-    return file
-
-
 class Recommendations:
-    """Exact recommendation lists: every item is scored, and items that the user had are left out."""
+    """Exact recommendation lists: every item is scored, and items that the user had are left out.
+
+    What cannot be answered raises RecommendationError.
+    """
 
     by = MODEL
     """What ranks the items."""
@@ -120,15 +85,10 @@ class Recommendations:
         for number, title in enumerate(self.titles):
             self._item_numbers.setdefault(title, []).append(number)
         self._item_numbers |= {item: [number] for number, item in enumerate(self.items)}
-        config = json.loads((folder / CONFIG_FILE).read_text())
-        self.head: str = config["head"]
-        # Older files lack the next two: held-out interactions count then, and a read text is every item's.
-        if "counts" not in names:
-            names["counts"] = np.bincount(self.arrays["had"] % len(self.items), minlength=len(self.items))
-        self.counts = np.asarray(names["counts"])
+        self.head: str = json.loads((folder / CONFIG_FILE).read_text())["head"]
+        self.counts = np.array(names["counts"])
         """(items,) training interactions."""
-        reads = [config.get("encoder") is not None] * len(self.items)
-        self.described = np.array(names.get("described", reads), bool)
+        self.described = np.array(names["described"], bool)
         """(items,) whether the model reads a text of the item."""
         self._offered = np.ones(len(self.items), bool)
         self._with_seen = False
@@ -153,90 +113,67 @@ class Recommendations:
         """How many items lists may hold."""
         return int(self._offered.sum())
 
-    def scores(self, user: int) -> np.ndarray:
+    def scores(self, user: int) -> Any:
         """(items,) scores of a user by number."""
-        u, v = self.arrays["users"][user], self.arrays["items"]
+        u, v, bias = self.arrays["users"][user], self.arrays["items"], self.arrays["bias"]
         if self.head == "dot":
-            pair_scores = v @ u
-        elif self.head == "mlp":
-            pair_scores = self._mlp(np.concatenate([np.broadcast_to(u, v.shape), v], 1))
-        else:
-            half = v.shape[1] // 2
-            product = (v[:, :half] * u[:half]) @ self.arrays["product.weight"][0]
-            pairs = np.concatenate([np.broadcast_to(u[half:], v[:, half:].shape), v[:, half:]], 1)
-            pair_scores = product + self._mlp(pairs)
-        scores: np.ndarray = pair_scores + self.arrays["bias"]
-        return scores
-
-    def block_scores(self, users: np.ndarray) -> np.ndarray:
-        """(len(users), items) scores of users by number: as `scores`, up to float rounding."""
-        if self.head != "dot":
-            return np.stack([self.scores(int(user)) for user in users])
-        found: np.ndarray = self.arrays["users"][users] @ self.arrays["items"].T + self.arrays["bias"]
-        return found
+            return v @ u + bias
+        if self.head == "mlp":
+            return self._mlp(np.concatenate([np.broadcast_to(u, v.shape), v], 1)) + bias
+        half = v.shape[1] // 2
+        product = (v[:, :half] * u[:half]) @ self.arrays["product.weight"][0]
+        pairs = np.concatenate([np.broadcast_to(u[half:], v[:, half:].shape), v[:, half:]], 1)
+        return product + self._mlp(pairs) + bias
 
     def _mlp(self, x: np.ndarray) -> np.ndarray:
         """(items,) outputs of the head's MLP for (items, width) inputs."""
-        layer_numbers = sorted(
-            {int(name.split(".")[1]) for name in self.arrays if name.startswith("mlp_layers.")}
-        )
-        for number in layer_numbers:
-            weight, bias = (self.arrays[f"mlp_layers.{number}.{part}"] for part in ("weight", "bias"))
-            x = x @ weight.T + bias
-            if number != layer_numbers[-1]:
-                x = np.maximum(x, 0)
+        weights = [n for n in self.arrays if n.startswith("mlp_layers.") and n.endswith(".weight")]
+        *hidden, last = sorted(weights, key=lambda name: int(name.split(".")[1]))
+        for name in (*hidden, last):
+            x = x @ self.arrays[name].T + self.arrays[name.replace("weight", "bias")]
+            x = x if name == last else np.maximum(x, 0)
         return x[:, 0]
 
     def top(self, user: str, count: int) -> list[tuple[str, float]]:
-        """(title, score) of the best items for a user by id, best first, without items that the user had.
-
-        Raises UnknownUserError.
-        """
+        """(title, score) of the best items for a user by id, best first, without items that the user had."""
         return [(entry["title"], entry["score"]) for entry in self.recommend(user, count)]
 
     def recommend(self, user: str, top: int) -> list[dict[str, Any]]:
-        """`item`, `title` and `score` of the same items. Raises UnknownUserError."""
+        """`item`, `title` and `score` of the same items."""
         number = self._user_numbers.get(_as_known(user, self._user_numbers))
         if number is None:
             shown = ", ".join(self.users[:5])
-            raise UnknownUserError(f"user {user}: is not in the training data (ids such as {shown})")
-        return self._best(self._without_had(number, self.scores(number)), top)
+            raise RecommendationError(f"user {user}: is not in the training data (ids such as {shown})")
+        return self._best(self.scores(number), top, self._had(number))
 
     def recommend_to_all(self, top: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """(user, what `recommend` gives) of every user, computed in blocks."""
-        rows = max(1, MAX_SCORES_AT_ONCE // max(1, len(self.items)))
-        for start in range(0, len(self.users), rows):
-            numbers = np.arange(start, min(start + rows, len(self.users)))
-            for number, scores in zip(numbers.tolist(), self.block_scores(numbers), strict=True):
-                yield self.users[number], self._best(self._without_had(number, scores), top)
+        """(user, what `recommend` gives) of every user."""
+        for number, user in enumerate(self.users):
+            yield user, self._best(self.scores(number), top, self._had(number))
 
     def for_items(self, items: Sequence[str], top: int) -> list[dict[str, Any]]:
         """What `recommend` gives, for a user who was not in training and took these items (ids or titles).
 
-        An item counts once however often it is given. Raises UnknownItemError; SharedTitleError;
-        UntrainedItemError where none of them tells anything; HeadError where a score is more than a product
-        of two vectors.
+        An item counts once however often it is given. It needs an item that tells something, and a head that
+        is a product of two vectors.
         """
-        taken, telling = self._taken_numbers(items)
-        scores = self.arrays["items"] @ self.new_user(telling) + self.arrays["bias"]
-        return self._best(self._without_taken(taken, scores), top)
-
-    def _taken_numbers(self, items: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-        """(the numbers of these items, those of them that tell something of a user who took them)."""
         taken = np.array([*dict.fromkeys(self._item_number(item) for item in items)])
         telling = taken[self._known[taken]]
         if not len(telling):
             names = f"item {items[0]}" if len(items) == 1 else f"items {', '.join(items[:3])}"
-            raise UntrainedItemError(
+            raise RecommendationError(
                 f"{names}: {UNTRAINED}, so that nothing is told of a user by it: {WAY_OUT}"
             )
-        return taken, telling
+        return self._best(self._scores_for(telling), top, taken)
+
+    def _scores_for(self, taken: np.ndarray) -> Any:
+        """(items,) scores for a user who was not in training and took these different items, by number."""
+        return self.arrays["items"] @ self.new_user(taken) + self.arrays["bias"]
 
     @cached_property
-    def _known(self) -> np.ndarray:
+    def _known(self) -> Any:
         """(items,) whether anything is known of an item: an interaction in training, or a text."""
-        known: np.ndarray = (self.counts > 0) | self.described
-        return known
+        return (self.counts > 0) | self.described
 
     def remarks(self, items: Sequence[str]) -> list[str]:
         """Lines for a person on which of these items, given by id or title, tell nothing or little."""
@@ -252,13 +189,15 @@ class Recommendations:
         return found
 
     def new_user(self, taken: np.ndarray) -> np.ndarray:
-        """(dim,) the likeliest vector of a user who took these items, by number. Raises HeadError.
+        """(dim,) the likeliest vector of a user who took these items, by number.
 
         Each item taken has the probability softmax(V u + b), and u itself, before anything is known, the
         normal distribution of the trained users' vectors.
         """
         if self.head != "dot":
-            raise HeadError(f"a new user's vector needs --head dot; this model has --head {self.head}")
+            raise RecommendationError(
+                f"a new user's vector needs --head dot; this model has --head {self.head}"
+            )
         v, b, users = (self.arrays[name].astype(np.float64) for name in ("items", "bias", "users"))
         mean, covariance = users.mean(0), np.atleast_2d(np.cov(users.T, ddof=0))
         scale = covariance.trace() / len(mean) or 1.0
@@ -267,18 +206,18 @@ class Recommendations:
 
     def _item_number(self, item: str) -> int:
         numbers = self._numbers_of(item)
-        if len(numbers) > 1:
-            ids = ", ".join(self.items[n] for n in numbers[:5])
-            raise SharedTitleError(
+        if len(numbers) == 1:
+            return numbers[0]
+        ids = ", ".join(self.items[n] for n in numbers[:5] or range(min(5, len(self.items))))
+        if numbers:
+            raise RecommendationError(
                 f"item {item}: {len(numbers)} items have this title: give one by its id ({ids})"
             )
-        if not numbers:
-            # An id that is much like another one is still another item: titles alone are guessed.
-            titles = [] if self.titles == self.items else self.titles
-            close = difflib.get_close_matches(item, titles, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"ids such as {', '.join(self.items[:5])}"
-            raise UnknownItemError(f"item {item}: is not in the training data ({hint})")
-        return numbers[0]
+        # An id that is much like another one is still another item: titles alone are guessed.
+        titles = [] if self.titles == self.items else self.titles
+        close = difflib.get_close_matches(item, titles, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"ids such as {ids}"
+        raise RecommendationError(f"item {item}: is not in the training data ({hint})")
 
     def _numbers_of(self, item: str) -> list[int]:
         return self._item_numbers.get(_as_known(item, self._item_numbers), [])
@@ -303,64 +242,52 @@ class Recommendations:
         """The items with the largest cosine of their vectors to an item's, by its id or title; not itself.
 
         Cosines of items without text are shrunk, see SHRINKAGE; items of which nothing is known are none.
-        Raises UnknownItemError and UntrainedItemError.
         """
         number = self._item_number(item)
         if not self._known[number]:
-            raise UntrainedItemError(
+            raise RecommendationError(
                 f"item {item}: {UNTRAINED}, so that nothing is known to be like it: {WAY_OUT}"
             )
         return self._best_similar(number, top)
 
     def similar_to_all(self, top: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         """(item, what `similar` gives) of every item of which something is known."""
-        for number in np.flatnonzero(self._known).tolist():
-            yield self.items[number], self._best_similar(number, top)
+        self._similarities(0)  # what has no such lists says so here, before the first of them
+        return ((self.items[n], self._best_similar(n, top)) for n in np.flatnonzero(self._known).tolist())
 
     def _best_similar(self, number: int, top: int) -> list[dict[str, Any]]:
-        scores = self._similarities(number)
+        scores = np.where(self._known, self._similarities(number), -np.inf)
         scores[number] = -np.inf
-        scores[~self._known] = -np.inf
         return self._best(scores, top)
 
-    def _similarities(self, number: int) -> np.ndarray:
+    def _similarities(self, number: int) -> Any:
         """(items,) how alike each item is to this one."""
         trust = np.where(self.described, 1.0, self.counts / (self.counts + SHRINKAGE))
-        found: np.ndarray = self._directions @ self._directions[number] * trust
-        return found
+        return self._directions @ self._directions[number] * trust
 
     @cached_property
-    def _directions(self) -> np.ndarray:
+    def _directions(self) -> Any:
         """(items, dim) vectors of items with length 1."""
         v = self.arrays["items"]
-        directions: np.ndarray = v / np.maximum(
-            np.linalg.norm(v, axis=1, keepdims=True), np.finfo(v.dtype).tiny
-        )
-        return directions
+        return v / np.maximum(np.linalg.norm(v, axis=1, keepdims=True), np.finfo(v.dtype).tiny)
 
-    def _without_taken(self, taken: np.ndarray, scores: np.ndarray) -> np.ndarray:
-        """Scores with minus infinity for these items, if lists leave out what users had."""
-        if not self._with_seen:
-            scores[taken] = -np.inf
-        return scores
+    def _had(self, user: int) -> np.ndarray:
+        """Numbers of the items that a user had, ascending."""
+        had, first = self.arrays["had"], user * len(self.items)
+        start, stop = np.searchsorted(had, [first, first + len(self.items)])
+        return had[start:stop] - first
 
-    def _without_had(self, user: int, scores: np.ndarray) -> np.ndarray:
-        """Scores with minus infinity for the items that the user had, if lists leave them out."""
-        if self._with_seen:
-            return scores
-        had, items = self.arrays["had"], len(self.items)
-        start, stop = np.searchsorted(had, [user * items, (user + 1) * items])
-        scores[had[start:stop] - user * items] = -np.inf
-        return scores
+    def _best(self, scores: np.ndarray, count: int, taken: Any = ()) -> list[dict[str, Any]]:
+        """The largest scores, the first item first where two are equal; infinite ones are left out.
 
-    def _best(self, scores: np.ndarray, count: int) -> list[dict[str, Any]]:
-        """The largest scores, the first item first where two are equal; infinite ones are left out."""
+        So are items that were `taken`, unless lists hold those too.
+        """
         scores = np.where(self._offered, scores, -np.inf)
+        if len(taken) and not self._with_seen:
+            scores[taken] = -np.inf
+        found = np.arange(len(scores))
         if count < len(scores):  # to sort all items takes ten times as long
-            least = np.partition(scores, -count)[-count]
-            found = np.flatnonzero(scores >= least)
-        else:
-            found = np.arange(len(scores))
+            found = np.flatnonzero(scores >= np.partition(scores, -count)[-count])
         best = found[np.argsort(-scores[found], kind="stable")][:count]
         return [
             {"item": self.items[i], "title": self.titles[i], "score": float(scores[i])}
@@ -373,43 +300,32 @@ class BaselineRecommendations(Recommendations):
     """Lists by popularity, or by item-kNN or EASE (Steck 2019): sums of weights of what the user had."""
 
     def __init__(self, folder: str | Path, by: str) -> None:
-        from safetensors import safe_open
+        from safetensors.numpy import load_file
 
         super().__init__(folder)
         self.by = by
         self.described[:] = False
-        with safe_open(_baselines_file(folder), "numpy") as file:
-            names = [name for name in file.keys() if name.partition(".")[0] == by]  # noqa: SIM118 (no mapping)
-            self._kept = {name.removeprefix(f"{by}."): file.get_tensor(name) for name in names}
-        if not names:
-            raise BaselineError(f"{BASELINES.get(by, by)} was not fitted: the catalogue is too large")
+        arrays = load_file(Path(folder) / BASELINES_FILE)
+        self._kept = {n.removeprefix(f"{by}."): a for n, a in arrays.items() if n.partition(".")[0] == by}
+        if not self._kept:
+            raise RecommendationError(f"{BASELINES.get(by, by)} was not fitted: the catalogue is too large")
 
-    def scores(self, user: int) -> np.ndarray:
-        items = len(self.items)
-        start, stop = np.searchsorted(self.arrays["had"], [user * items, (user + 1) * items])
-        return self._scores_for(self.arrays["had"][start:stop] - user * items)
+    def scores(self, user: int) -> Any:
+        return self._scores_for(self._had(user))
 
-    def block_scores(self, users: np.ndarray) -> np.ndarray:
-        return np.stack([self.scores(int(user)) for user in users])
-
-    def _scores_for(self, taken: np.ndarray) -> np.ndarray:
-        """(items,) scores for a user who took these different items."""
+    def _scores_for(self, taken: np.ndarray) -> Any:
         if self.by == POPULARITY:
             return self._kept[POPULARITY].astype(np.float64)
         starts = self._kept["starts"]
-        places = np.concatenate([np.arange(0), *(np.arange(starts[n], starts[n + 1]) for n in taken)])
+        rows = (np.arange(starts[n], starts[n + 1]) for n in np.sort(taken))
+        places = np.concatenate([np.arange(0), *rows])
         targets, weights = (self._kept[name][places] for name in ("targets", "values"))
         return np.bincount(targets, weights, len(self.items))
 
-    def for_items(self, items: Sequence[str], top: int) -> list[dict[str, Any]]:
-        """What `recommend` gives, for a new user who took these items. Raises as the model's does."""
-        taken, telling = self._taken_numbers(items)
-        return self._best(self._without_taken(taken, self._scores_for(np.unique(telling))), top)
-
-    def _similarities(self, number: int) -> np.ndarray:
-        """(items,) for which an item speaks most: its weights. Raises BaselineError for popularity."""
+    def _similarities(self, number: int) -> Any:
+        """(items,) for which an item speaks most: its weights."""
         if self.by == POPULARITY:
-            raise BaselineError("popularity knows no items like another: ask by the model, knn or ease")
+            raise RecommendationError("popularity knows no items like another: ask by the model, knn or ease")
         scores = self._scores_for(np.array([number]))
         return np.where(scores > 0, scores, -np.inf)
 
@@ -443,19 +359,17 @@ def _likeliest(
 
     def posterior(u: np.ndarray) -> float:
         scores, off = v @ u + b, u - mean
-        highest = scores.max()
-        log_total = highest + np.log(np.exp(scores - highest).sum())
+        log_total = scores.max() + np.log(np.exp(scores - scores.max()).sum())
         return float(observed @ u - count * log_total - off @ precision @ off / 2)
 
-    def newton_step(u: np.ndarray) -> np.ndarray:
+    def newton_step(u: np.ndarray) -> Any:
         scores = v @ u + b
         shares = np.exp(scores - scores.max())
         shares /= shares.sum()
         expected = shares @ v
         gradient = observed - count * expected - precision @ (u - mean)
         spread = (v * shares[:, None]).T @ v - np.outer(expected, expected)
-        step: np.ndarray = np.linalg.solve(count * spread + precision, gradient)
-        return step
+        return np.linalg.solve(count * spread + precision, gradient)
 
     u = mean
     for _ in range(NEWTON_STEPS):

@@ -6,31 +6,30 @@ python -m launch auto --task recommender --data FOLDER --text lora --text-model 
 
 from __future__ import annotations
 
-import json
+import contextlib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from isobatch.core.errors import UserError
-from isobatch.core.number_ranges import AboveZero
+from isobatch.core.errors import UserError, refuse
+from isobatch.core.number_ranges import AboveZero, Positive
 from isobatch.core.recipe import DEMO
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
 from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.model_card import ModelDescription
-from isobatch.models.recommendation import model_size
+from isobatch.models.recommendation import model_size, recommendations
 from isobatch.models.recommendation.recommendations import BASELINES, BASELINES_FILE, EASE, KNN, MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import nn
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
-    from isobatch.models.recommendation.item_lists import RecommendationLists
 
 TRAINABLE_PARTS = ("projection", "fusion", "mlp", "ids")
 """What --trainable can name: the parts of the network that train besides the encoder."""
@@ -45,6 +44,8 @@ trained = open_recommendations(".")  # by="ease", "knn" or "popularity": a basel
 for title, score in trained.top(trained.users[0], 10):
     print(f"{score:8.3f}  {title}")
 """
+TRAINING_FILE = "training.safetensors"
+"""The trained parameters by name, for --start of another training."""
 TEXT_CACHE_FOLDER = "encoded"
 """Folder beside the prepared data for the states that enter the lowest trained block."""
 
@@ -61,13 +62,13 @@ class RecommenderOptions:
     trained block for lora. off computes it anew for each batch."""
     text_dedup: bool = True
     """Encode a text once however many rows of a batch want it."""
-    text_chunk: int = 4096
+    text_chunk: Positive = 4096
     """Tokens that the encoder computes at a time; more than one chunk are encoded again in the backward."""
     start: str | None = None
     """A finished recommender, a run or its final/, whose weights training begins with; see --phase."""
-    lora_blocks: int | None = None
+    lora_blocks: Positive | None = None
     """The top blocks of the encoder that get LoRA; by default 4, or all of a smaller one."""
-    lora_r: int = 8
+    lora_r: Positive = 8
     """Rank of LoRA."""
     lora_alpha: int = 16
     """LoRA's update is scaled by alpha / r."""
@@ -77,7 +78,7 @@ class RecommenderOptions:
     """The parts that train besides the encoder."""
     head: Literal["dot", "mlp", "neumf"] = "dot"
     """How two vectors make a score."""
-    dim: int = 64
+    dim: Positive = 64
     """Width of users' and items' vectors."""
     layers: str = "128,64"
     """Widths of the MLP of heads mlp and neumf."""
@@ -97,7 +98,7 @@ class RecommenderOptions:
     also where the loss leaves that out as taken too (half the regularization of Rendle et al. 2020)."""
     pooling: Literal["mean", "last"] = "mean"
     """A text's vector: the mean of its tokens' states, or the last one's."""
-    top_k: int = 10
+    top_k: Positive = 10
     """Length of the list in which a hit counts."""
     ease_lambda: AboveZero | None = None
     """EASE's regularization; by default that with the best full_ndcg on the validation data. --like takes
@@ -120,34 +121,24 @@ class Recommender(Task):
     those of baselines, by the same protocol.
     """
 
-    Options: ClassVar[type] = RecommenderOptions
-    measured_files: ClassVar[tuple[str, ...]] = (BASELINES_FILE,)
-    monitor: ClassVar[tuple[str, str]] = ("ndcg@10", "max")
-    told_once: ClassVar[tuple[str, ...]] = ("popularity_", "full_popularity_", "protocol")
-    set_beside: ClassVar[tuple[str, ...]] = (*(f"full_{one}" for one in OTHERS), "full", *OTHERS)
-    defaults: ClassVar[Mapping[str, Any]] = {
-        "model": "small",
-        "batch_size": 2048,
-        "max_length": 64,
-        "lr": 1e-3,
-        "weight_decay": 0.0,
-        "clip": 0.0,
+    Options: ClassVar = RecommenderOptions
+    measured_files: ClassVar = (BASELINES_FILE,)
+    monitor: ClassVar = ("ndcg@10", "max")
+    told_once: ClassVar = ("popularity_", "full_popularity_", "protocol")
+    set_beside: ClassVar = (*(f"full_{one}" for one in OTHERS), "full", *OTHERS)
+    defaults: ClassVar = {
+        **{"model": "small", "batch_size": 2048, "max_length": 64},
+        **{"lr": 1e-3, "weight_decay": 0.0, "clip": 0.0},
     }
-    demo: ClassVar[Mapping[str, Any]] = {
-        "model": "tiny",
-        "batch_size": 256,
-        "lr": 3e-3,
-        "epochs": [12],
-        "lora_blocks": 1,
-    }
-    fast: ClassVar[Mapping[str, Any]] = {"train_fraction": 0.3, "eval_fraction": 0.5, "min_delta": 0.002}
-    schemes: ClassVar[Mapping[str, Mapping[str, str]]] = {
+    demo: ClassVar = {"model": "tiny", "batch_size": 256, "lr": 3e-3, "epochs": [12], "lora_blocks": 1}
+    fast: ClassVar = {"train_fraction": 0.3, "eval_fraction": 0.5, "min_delta": 0.002}
+    schemes: ClassVar = {
         "frozen": {"text": "frozen", "text_cache": "off"},
         "cached": {"text": "frozen", "text_cache": "on"},
         "lora": {"text": "lora"},
         "full": {"text": "full"},
     }
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    presets: ClassVar = {
         "ids": {  # Rendle et al. 2020: a product of vectors, logistic loss, regularized, wide
             "text": "off",
             "loss": "bce",
@@ -169,13 +160,10 @@ class Recommender(Task):
 
     def phases(self) -> list[Phase]:
         lora = Phase(name="lora", epochs=1.0, lr=self.options.lora_lr, share=0.25)
-        match self.options.text:
-            case None:
-                return [Phase(name="frozen", epochs=10.0), lora]
-            case "lora":
-                return [lora]
-            case other:
-                return [Phase(name=other if other != "off" else "ids", epochs=10.0)]
+        if self.options.text == "lora":
+            return [lora]
+        name = {None: "frozen", "off": "ids"}.get(self.options.text, self.options.text)
+        return [Phase(name=name, epochs=10.0), *([] if self.options.text else [lora])]
 
     def unread(self) -> Mapping[str, str]:
         found = {"dropout": "a recommender has none", "label_smoothing": "a pair has no label"}
@@ -187,37 +175,43 @@ class Recommender(Task):
         return found
 
     def check(self) -> None:
-        options = self.options
-        trains = options.text in (None, "lora", "full")
-        if options.text_cache == "on" and trains:
-            how = "the phase lora" if options.text is None else f"--text {options.text}"
-            raise UserError(
-                f"--text-cache on: a cached vector passes no gradient, so {how} would learn nothing of texts;"
-                " leave it out (texts are encoded once a batch, what lies below LoRA once and for all), or"
-                " use --text frozen"
-            )
-        if options.start is not None and not _training_weights_file(options.start).is_file():
-            raise UserError(f"--start {options.start}: is no finished recommender (a run, or its final/)")
-        if options.sparse_tables and self.recipe.optimizer != "adamw":
-            raise UserError(
-                f"--sparse-tables: rows are updated by Adam; leave out --optimizer {self.recipe.optimizer}"
-            )
-        for flag in ("dim", "lora_blocks", "lora_r", "top_k", "text_chunk"):
-            value = getattr(options, flag)
-            if value is not None and value < 1:
-                raise UserError(f"--{flag.replace('_', '-')} {getattr(options, flag)}: must be at least 1")
-        if options.head == "neumf" and options.dim % 2:
-            raise UserError(f"--dim {options.dim}: neumf halves it, so it must be even")
-        if unknown := set(self._trainable) - set(TRAINABLE_PARTS):
-            raise UserError(f"--trainable {unknown.pop()}: is not one of {', '.join(TRAINABLE_PARTS)}")
-        if options.cohort == 1 or options.cohort < 0:
-            raise UserError(f"--cohort {options.cohort}: must be 0 or at least 2")
-        if options.cohort and options.loss != "sampled-softmax":
-            raise UserError(f"--cohort {options.cohort}: in-batch negatives are for --loss sampled-softmax")
-        if options.cohort and self.recipe.batch_size % options.cohort:
-            raise UserError(f"--cohort {options.cohort}: must divide --batch-size {self.recipe.batch_size}")
+        options, recipe = self.options, self.recipe
+        cohort, dim, start = options.cohort, options.dim, options.start
+        is_shared, learns_texts = options.loss == "sampled-softmax", options.text in (None, "lora", "full")
+        unknown = set(self._trainable) - set(TRAINABLE_PARTS)
+        refuse(
+            {
+                "--text-cache on: a cached vector passes no gradient, so the encoder learns nothing: leave"
+                " it out (texts are encoded once a batch, and once for all below LoRA), or say --text"
+                " frozen": learns_texts and options.text_cache == "on",
+                f"--start {start}: is no finished recommender (a run, or its final/)": start is not None
+                and not training_weights_file(start).is_file(),
+                f"--sparse-tables: rows are updated by Adam; leave out --optimizer {recipe.optimizer}": (
+                    options.sparse_tables and recipe.optimizer != "adamw"
+                ),
+                f"--dim {dim}: neumf halves it, so it must be even": options.head == "neumf" and dim % 2,
+                f"--trainable {','.join(unknown)}: is not one of {', '.join(TRAINABLE_PARTS)}": unknown,
+                f"--cohort {cohort}: must be 0 or at least 2": cohort == 1 or cohort < 0,
+                f"--cohort {cohort}: in-batch negatives are for --loss sampled-softmax": (
+                    cohort and not is_shared
+                ),
+                f"--cohort {cohort}: must divide --batch-size {recipe.batch_size}": (
+                    cohort and recipe.batch_size % cohort
+                ),
+            }
+        )
         model_size.parse_layer_widths(options.layers)
-        self._check_text_model()
+        name = self._text_model
+        if options.text == "off" or name in PRESETS:
+            return
+        if Path(name).expanduser().is_dir():
+            hub.check_folder(Path(name).expanduser(), recipe.tokenizer)
+        elif hub.is_id(name):
+            hub.require_available(name, recipe.revision, "--text-model")
+        else:
+            raise UserError(
+                f"--text-model {name}: is no preset ({', '.join(PRESETS)}), folder or hub id (owner/name)"
+            )
 
     @property
     def _text_model(self) -> str:
@@ -227,20 +221,6 @@ class Recommender(Task):
     def fetch(self) -> None:
         if self.options.text != "off" and self._text_model not in PRESETS:
             hub.fetch_weights(self._text_model, self.recipe.revision, "--text-model")
-
-    def _check_text_model(self) -> None:
-        name = self._text_model
-        if self.options.text == "off" or name in PRESETS:
-            return
-        folder = Path(name).expanduser()
-        if folder.is_dir():
-            hub.check_folder(folder, self.recipe.tokenizer)
-        elif hub.is_id(name):
-            hub.require_available(name, self.recipe.revision, "--text-model")
-        else:
-            raise UserError(
-                f"--text-model {name}: is no preset ({', '.join(PRESETS)}), folder or hub id (owner/name)"
-            )
 
     @classmethod
     def inherit(cls, values: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -290,43 +270,11 @@ class Recommender(Task):
         pointwise = options.loss in model_size.POINTWISE
         net = RecommenderNet(catalogue, options.dim, layers, options.head, encoder, user_bias=pointwise)
         net.deduplicate = options.text_dedup
-        if self.options.start is not None:
-            self._load_start_weights(net, self.options.start, facts)
+        if options.start is not None:
+            from isobatch.models.recommendation.export import load_trained
+
+            load_trained(net, options.start, training_weights_file(options.start), facts, self.recipe.data)
         return net
-
-    def _load_start_weights(self, net: Any, start: str, facts: Facts) -> None:
-        """Load the weights of another run; parameters that it lacks, such as LoRA, stay as they are.
-
-        Raises UserError unless its users, items, encoder and shapes are the same.
-        """
-        from safetensors.torch import load_file
-
-        from isobatch.models.recommendation.catalogue import read_names
-        from isobatch.models.recommendation.recommendations import CONFIG_FILE, NAMES_FILE
-
-        folder = _training_weights_file(start).parent
-        start_names, start_config = (
-            json.loads((folder / file).read_text()) for file in (NAMES_FILE, CONFIG_FILE)
-        )
-        own_names = read_names(facts.folder)
-        if any(start_names[kind] != own_names[kind] for kind in ("users", "items")):
-            raise UserError(
-                f"--start {start}: its users or items are others than those of {self.recipe.data}"
-            )
-        own_encoder = None if net.encoder is None else net.encoder.weights_identity()
-        if None not in (start_config.get("encoder"), own_encoder) and start_config["encoder"] != own_encoder:
-            raise UserError(
-                f"--start {start}: its texts were read by another encoder: give its --text-model and"
-                " --tokenizer, and for one with random weights its --seed"
-            )
-        found, own = load_file(_training_weights_file(start)), net.state_dict()
-        for name, value in found.items():
-            if name in own and own[name].shape != value.shape:
-                raise UserError(
-                    f"--start {start}: its {name} is {tuple(value.shape)}, here {tuple(own[name].shape)}: it"
-                    " was trained on other data or with other --dim, --head or --layers"
-                )
-        net.load_state_dict({k: v for k, v in found.items() if k in own}, strict=False)
 
     def _build_encoder(self, facts: Facts, catalogue: Any) -> Any:
         from transformers import AutoConfig
@@ -342,9 +290,8 @@ class Recommender(Task):
             place = hub.fetch_weights(name, self.recipe.revision, "--text-model")
             config_there = AutoConfig.from_pretrained(place, **hub.remote_code_kwargs(False))
             net = load_text_model(config_there, place, self.recipe.revision)
-        encoder = TextEncoder(
-            net, catalogue, options.pooling, options.text_cache != "off", options.text_chunk
-        )
+        caches = options.text_cache != "off"
+        encoder = TextEncoder(net, catalogue, options.pooling, caches, options.text_chunk)
         self._first_lora_block = 0
         if options.text in (None, "lora"):
             blocks = len(encoder.blocks[2])
@@ -362,12 +309,7 @@ class Recommender(Task):
         tables = (model.user_ids, model.item_ids, model.item_bias, model.user_bias)
         return [t.weight for t in tables if t is not None] if self.options.sparse_tables else []
 
-    def begin_phase(
-        self,
-        model: Any,
-        phase: str,
-        first: Callable[[int], Iterable[Batch]],
-    ) -> None:
+    def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
         """Choose what trains, and compute once what will not change in this phase."""
         for kind, parameters in model.trainable_parts().items():
             for p in parameters:
@@ -384,34 +326,13 @@ class Recommender(Task):
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: user (B,), item (B,)."""
-        import torch
+        from isobatch.models.recommendation.losses import ranking_loss
 
-        from isobatch.models.recommendation import losses
-
-        user, item = batch["user"].long(), batch["item"].long()
-        options, count = self.options, model_size.num_negatives(self.options)
-        net: Any = getattr(model, "module", model)
-        pairs = item[:, None]
-        if options.cohort:
-            total = losses.in_batch_softmax(model, user, item, options.cohort)
-        elif options.loss == "sampled-softmax":
-            shared = losses.draw_shared_negatives(
-                count, len(net.item_text), (self.recipe.seed, step.phase, step.number)
-            )
-            total = losses.sampled_softmax(model, user, item, shared.to(user.device))
-        else:
-            drawn = step.noise.integers("negatives", (count, 2), len(net.item_text))
-            negatives, is_positive = losses.avoid_positives(net, user, drawn)
-            if options.loss == "bpr":
-                total = losses.pairwise_logistic(model, user, item, negatives, is_positive)
-            else:
-                calibration = options.gbce_t if options.loss == "gbce" else 0.0
-                total = losses.binary_cross_entropy(model, user, item, negatives, is_positive, calibration)
-            pairs = torch.cat([pairs, negatives], 1)
+        user, item, options = batch["user"].long(), batch["item"].long(), self.options
+        total, penalty = ranking_loss(model, user, item, options, step, self.recipe.seed)
         if not options.l2:
             return {"loss": Loss(total, "sample")}
-        penalty = options.l2 * losses.squared_norms(net, user, pairs)
-        return {"ranking": Loss(total, "sample"), "l2": Loss(penalty, "sample")}
+        return {"ranking": Loss(total, "sample"), "l2": Loss(options.l2 * penalty, "sample")}
 
     def observe(self, model: Any, step: StepContext) -> Mapping[str, float]:
         """Raise if no LoRA parameter receives a gradient within LORA_GRADIENT_STEPS."""
@@ -450,27 +371,21 @@ class Recommender(Task):
         return {**found, "protocol": f"{facts.extra['protocol']}{some}"}
 
     def final_metrics(
-        self,
-        model: Any,
-        final: Path,
-        facts: Facts,
-        batches: Callable[..., Iterable[Batch]],
+        self, model: Any, final: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """What chance hits, and metrics of baselines of the same interactions, which `final` keeps."""
         from isobatch.models.recommendation import baselines
 
-        validation = partial(batches, "valid") if {"valid", "test"} <= facts.samples.keys() else None
-        return baselines.final_figures(
-            model, final, batches, validation, self.options.top_k, self._chosen_settings
-        )
+        valid = partial(batches, "valid") if {"valid", "test"} <= facts.samples.keys() else None
+        chosen, k = self._chosen_settings, self.options.top_k
+        return baselines.final_figures(model, final, batches, valid, k, chosen)
 
     def finish_unmeasured(self, model: Any, final: Path) -> str:
         """Fit the baselines to all interactions; say what another run measured of them, if one did."""
         from isobatch.models.recommendation import baselines
 
         baselines.fit_unmeasured(model, final, self._chosen_settings, self.options.best_by or MODEL)
-        ways = ": `isobatch recommend RUN --by best` gives its lists" if self._inherited_baseline else ""
-        return f"{self._said_unmeasured}{ways}"
+        return self._said_unmeasured("`isobatch recommend RUN --by best`")
 
     @property
     def _chosen_settings(self) -> dict[str, float]:
@@ -478,22 +393,15 @@ class Recommender(Task):
         named = {KNN: self.options.knn_shrinkage, EASE: self.options.ease_lambda}
         return {name: value for name, value in named.items() if value is not None}
 
-    @property
-    def _inherited_baseline(self) -> str | None:
-        """The baseline that ranked better than the model where that was measured; None where none did."""
-        return self.options.best_by if self.options.best_by in BASELINES else None
-
-    @property
-    def _said_unmeasured(self) -> str:
+    def _said_unmeasured(self, way: str) -> str:
+        """What another run measured of the baselines, if one did; `way`: what gives the best one's lists."""
         best = self.options.best_by
         if best is None:
             return "nothing tells whether the model or a baseline ranks better: choose by a run with a split"
+        said = "ranked the validation data of the run that this is like"
         if best == MODEL:
-            return "the model ranked the validation data of the run that this is like best (--best-by model)"
-        return (
-            f"{BASELINES[best]} ranked the validation data of the run that this is like better than the model"
-            f" (--best-by {best})"
-        )
+            return f"the model {said} best (--best-by model)"
+        return f"{BASELINES[best]} {said} better than the model (--best-by {best}): {way} gives its lists"
 
     def kept_metrics(
         self, model: Any, final: Path, batches: Callable[[], Iterable[Batch]]
@@ -516,28 +424,24 @@ class Recommender(Task):
                 " order of the times, or take --split random"
             )
         name, said, is_better = _verdict(metrics, k)
-        said += _on_test_another(metrics, k, name)
         tries = [] if self.recipe.preset == "ids" else ["try --preset ids"]
         tries += [f"`isobatch recommend RUN --by {name}` gives its lists"]
         return f"{said}: {', or '.join(tries)}" if is_better else said
 
     def better_baseline(self, metrics: Mapping[str, Any]) -> str:
         if not metrics and self.recipe.options.get("split") == "none":
-            ways = ": --by best gives its lists" if self._inherited_baseline else ""
-            return f"nothing was measured here; {self._said_unmeasured}{ways}"
+            return f"nothing was measured here; {self._said_unmeasured('--by best')}"
         name, said, is_better = _verdict(metrics, self.options.top_k)
         return f"{said}: --by {name} gives its lists" if is_better else ""
 
-    def open_lists(self, final: Path, by: str = MODEL) -> RecommendationLists:
-        from isobatch.models.recommendation.item_lists import RecommendationLists
-
-        return RecommendationLists(final, by)
+    def open_lists(self, final: Path, by: str = MODEL) -> recommendations.Recommendations:
+        with hub.reading(final), _users_errors(f"--by {by}: "):
+            found: Any = _UsersLists(recommendations.open_recommendations(final, by))
+        return found  # type: ignore[no-any-return]
 
     def sample(self, model: Any, facts: Facts, folder: Path) -> str | None:
         """The first user's recommendations."""
-        from isobatch.models.recommendation.recommendations import Recommendations
-
-        found = Recommendations(folder)
+        found = recommendations.Recommendations(folder)
         lines = [f"  {title}  {score:.2f}" for title, score in found.top(found.users[0], 5)]
         return "\n".join([f"for user {found.users[0]}:", *lines])
 
@@ -553,6 +457,25 @@ class Recommender(Task):
             usage=USAGE,
             remark="with numpy and safetensors alone",
         )
+
+
+@contextlib.contextmanager
+def _users_errors(before: str = "") -> Iterator[None]:
+    try:
+        yield
+    except recommendations.RecommendationError as error:
+        raise UserError(f"{before}{error}") from None
+
+
+class _UsersLists:
+    """`Recommendations` whose errors are the user's, in one line."""
+
+    def __init__(self, found: recommendations.Recommendations) -> None:
+        self._found = found
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._found, name)
+        return _users_errors()(value) if callable(value) else value
 
 
 def _verdict(metrics: Mapping[str, Any], k: int) -> tuple[str, str, bool]:
@@ -582,21 +505,7 @@ def _verdict(metrics: Mapping[str, Any], k: int) -> tuple[str, str, bool]:
     return best, f"{said} (difference, {shown})", False
 
 
-def _on_test_another(metrics: Mapping[str, Any], k: int, name: str) -> str:
-    """In brackets the baseline with a larger figure than `name`, the best on the validation data."""
-    if name != metrics.get("best_on_validation"):
-        return ""
-    figures = {n: metrics.get(f"full_{n}_ndcg@{k}") for n in BASELINES}
-    known = {n: f for n, f in figures.items() if isinstance(f, float)}
-    best = max(known, key=lambda n: known[n], default=name)
-    if best == name:
-        return ""
-    return f" (chosen on the validation data; here {BASELINES[best]} has {known[best]:.4f})"
-
-
-def _training_weights_file(start: str) -> Path:
+def training_weights_file(start: str) -> Path:
     """The file of a run, or of its final/, that training can start from."""
-    from isobatch.models.recommendation.export import TRAINING_FILE
-
     folder = Path(start).expanduser()
     return (folder / "final" if (folder / "final").is_dir() else folder) / TRAINING_FILE

@@ -8,8 +8,8 @@ not grow with the number of texts.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from isobatch.models.activations import fuse_gelu
 from isobatch.models.lora import quiet_bitsandbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from isobatch.models.recommendation.catalogue import Catalogue
@@ -54,14 +54,16 @@ class TextEncoder(nn.Module):
         self.prefix: Tensor | None = None
         """(all tokens, hidden) states that enter block `num_prefix_blocks`, if they are cached."""
         self.chunk_tokens = chunk_tokens
-        self.chunked: bool | None = None
-        """Whether the backward runs in chunks; None: if there is more than one chunk."""
 
     @property
     def hidden(self) -> int:
         """Width of a vector."""
-        config: Any = self.net.config
-        return int(config.hidden_size)
+        return int(self.config.hidden_size)
+
+    @property
+    def config(self) -> Any:
+        """That of the transformers model."""
+        return self.net.config
 
     @property
     def blocks(self) -> tuple[nn.Module, str, nn.ModuleList]:
@@ -69,12 +71,11 @@ class TextEncoder(nn.Module):
 
         Raises UserError if there is none.
         """
-        config: Any = self.net.config
         for name, module in self.net.named_modules():
-            if isinstance(module, nn.ModuleList) and len(module) >= int(config.num_hidden_layers):
+            if isinstance(module, nn.ModuleList) and len(module) >= int(self.config.num_hidden_layers):
                 parent, _, last = name.rpartition(".")
                 return self.net.get_submodule(parent), last, module
-        raise UserError(f"--text-model: a {config.model_type} has no list of blocks")
+        raise UserError(f"--text-model: a {self.config.model_type} has no list of blocks")
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         return [p for p in self.net.parameters() if p.requires_grad]
@@ -84,7 +85,7 @@ class TextEncoder(nn.Module):
         order = torch.argsort(self.lengths[numbers.cpu()], stable=True).to(numbers.device)
         chunks = self.split_into_chunks(numbers[order].cpu())
         trained = self.trainable_parameters() if torch.is_grad_enabled() else []
-        if trained and (self.chunked or (self.chunked is None and len(chunks) > 1)):
+        if trained and len(chunks) > 1:
             vectors = ChunkedEncoding.apply(self._encode, chunks, numbers.device, *trained)
         else:
             vectors = torch.cat([self._encode(chunk, numbers.device) for chunk in chunks])
@@ -107,27 +108,28 @@ class TextEncoder(nn.Module):
         positions = (self.starts[numbers][:, None] + columns).masked_fill(~mask, 0)
         mask = mask.to(device)
         if self.prefix is None:
-            states = self._run_network(mask, input_ids=self.tokens[positions].to(device))
-        else:
-            rows = self.prefix[positions.to(self.prefix.device)].to(device)
-            states = self._run_upper_blocks(rows, mask)
-        return self._pool(states, mask)
+            return self._pool(self._run_network(mask, input_ids=self.tokens[positions].to(device)), mask)
+        rows = self.prefix[positions.to(self.prefix.device)].to(device)
+        return self._pool(self._run_upper_blocks(rows, mask), mask)
 
-    def _run_network(self, mask: Tensor, **arguments: Tensor) -> Tensor:
-        config: Any = self.net.config
-        cache = {"use_cache": False} if getattr(config, "use_cache", None) is not None else {}
-        found = self.net(attention_mask=mask.long(), **cache, **arguments)
-        states: Tensor = found.last_hidden_state
-        return states
+    def _run_network(self, mask: Tensor, **arguments: Tensor) -> Any:
+        """(n, T, hidden) states."""
+        cache = {"use_cache": False} if getattr(self.config, "use_cache", None) is not None else {}
+        return self.net(attention_mask=mask.long(), **cache, **arguments).last_hidden_state
 
-    def _run_upper_blocks(self, states: Tensor, mask: Tensor) -> Tensor:
+    def _run_upper_blocks(self, states: Tensor, mask: Tensor) -> Any:
         """Run the model from the states that enter block `num_prefix_blocks`.
 
         The lower blocks are taken out meanwhile, so that masks and positions are made by the model itself.
         """
         parent, name, blocks = self.blocks
-        first = blocks[self.num_prefix_blocks]
-        handle = first.register_forward_pre_hook(_replace_input(states), with_kwargs=True)
+
+        def replace_input(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            if arguments:
+                return (states, *arguments[1:]), named
+            return arguments, {**named, "hidden_states": states}
+
+        handle = blocks[self.num_prefix_blocks].register_forward_pre_hook(replace_input, with_kwargs=True)
         setattr(parent, name, blocks[self.num_prefix_blocks :])
         try:
             return self._run_network(mask, inputs_embeds=states)
@@ -154,100 +156,60 @@ class TextEncoder(nn.Module):
         self.prefix, self.num_prefix_blocks = None, 0
         if not self.use_prefix_cache or num_prefix_blocks == 0:
             return
+        from filelock import FileLock
+
         device = next(self.net.parameters()).device
-        file = folder / f"prefix-{self._prefix_identity(num_prefix_blocks)}.bin"
-        states = _load_or_compute(
-            file, (len(self.tokens), self.hidden), lambda: self._compute_prefix(num_prefix_blocks, device)
-        )
-        self.prefix, self.num_prefix_blocks = _move_if_it_fits(states, device), num_prefix_blocks
+        file, size = folder / f"prefix-{self._prefix_identity(num_prefix_blocks)}.bin", len(self.tokens)
+        folder.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{file}.lock"):  # one process computes it, and all map the file
+            if not file.is_file():
+                temporary = file.with_suffix(".tmp")
+                self._compute_prefix(num_prefix_blocks, device).numpy().tofile(temporary)
+                temporary.replace(file)
+        states = torch.from_file(str(file), shared=False, size=size * self.hidden).view(size, self.hidden)
+        if device.type == "cuda" and states.nbytes < torch.cuda.mem_get_info(device)[0] // 4:
+            states = states.to(device)
+        self.prefix, self.num_prefix_blocks = states, num_prefix_blocks
 
     def _compute_prefix(self, num_prefix_blocks: int, device: torch.device) -> Tensor:
         """(all tokens, hidden) fp32 states that enter a block."""
-        _, _, blocks = self.blocks
         found = torch.empty(len(self.tokens), self.hidden)
         seen: list[Tensor] = []
-        handle = blocks[num_prefix_blocks].register_forward_pre_hook(_record_input(seen), with_kwargs=True)
-        try:
-            order = torch.argsort(self.lengths, stable=True)
-            for chunk in self.split_into_chunks(order):
-                seen.clear()
-                self._encode(chunk, device)
-                for text, states in zip(chunk.tolist(), seen[0].float().cpu(), strict=True):
-                    start, length = int(self.starts[text]), int(self.lengths[text])
-                    found[start : start + length] = states[:length]
-        finally:
-            handle.remove()
+
+        def record_input(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+            seen[:] = [arguments[0] if arguments else named["hidden_states"]]
+
+        block = self.blocks[2][num_prefix_blocks]
+        handle = block.register_forward_pre_hook(record_input, with_kwargs=True)
+        for chunk in self.split_into_chunks(torch.argsort(self.lengths, stable=True)):
+            self._encode(chunk, device)
+            for text, states in zip(chunk.tolist(), seen[0].float().cpu(), strict=True):
+                start, length = int(self.starts[text]), int(self.lengths[text])
+                found[start : start + length] = states[:length]
+        handle.remove()
         return found
 
     def weights_identity(self) -> str | None:
         """Hash of the weights as they were loaded or drawn; None if they are trained themselves."""
-        base = [(n, p) for n, p in sorted(self.net.named_parameters()) if "lora_" not in n]
-        if any(p.requires_grad for _, p in base):
+        base = {n: p for n, p in self.net.named_parameters() if "lora_" not in n}
+        if any(p.requires_grad for p in base.values()):
             return None
-        digest = hashlib.blake2b(digest_size=12)
-        _hash_weights(digest, ((name.replace(".base_layer", ""), p) for name, p in base))
-        return digest.hexdigest()
+        return _hash({name.replace(".base_layer", ""): base[name] for name in sorted(base)})
 
     def _prefix_identity(self, num_prefix_blocks: int) -> str:
         """Hash of texts, frozen weights, block and precision: all that the prefix depends on."""
-        digest = hashlib.blake2b(digest_size=12)
-        digest.update(repr((num_prefix_blocks, self.pooling, torch.is_autocast_enabled("cpu"))).encode())
-        for tensor in (self.tokens, self.starts):
-            digest.update(tensor.numpy().tobytes())
-        _hash_weights(digest, ((n, p) for n, p in sorted(self.net.named_parameters()) if not p.requires_grad))
-        return digest.hexdigest()
+        frozen = {n: p for n, p in sorted(self.net.named_parameters()) if not p.requires_grad}
+        of_the_rest = repr((num_prefix_blocks, self.pooling, torch.is_autocast_enabled("cpu")))
+        texts = self.tokens.numpy().tobytes() + self.starts.numpy().tobytes()
+        return _hash(frozen, of_the_rest.encode() + texts)
 
 
-def _hash_weights(digest: Any, weights: Iterable[tuple[str, Tensor]]) -> None:
-    for name, p in weights:
+def _hash(weights: Mapping[str, Tensor], before: bytes = b"") -> str:
+    digest = hashlib.blake2b(before, digest_size=12)
+    for name, p in weights.items():
         digest.update(name.encode())
         digest.update(p.detach().float().cpu().contiguous().numpy().tobytes())
-
-
-def _replace_input(states: Tensor) -> Callable[..., Any]:
-    """A forward pre-hook: the block gets these states as its input."""
-
-    def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> tuple[Any, Any]:
-        if arguments:
-            return (states, *arguments[1:]), keywords
-        return arguments, {**keywords, "hidden_states": states}
-
-    return hook
-
-
-def _record_input(seen: list[Tensor]) -> Callable[..., None]:
-    """A forward pre-hook: the block's input is appended to `seen`."""
-
-    def hook(_: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
-        seen.append(arguments[0] if arguments else keywords["hidden_states"])
-
-    return hook
-
-
-def _load_or_compute(file: Path, size: tuple[int, int], compute: Callable[[], Tensor]) -> Tensor:
-    """A float32 tensor, memory-mapped from a file that one process writes if it is missing."""
-    from filelock import FileLock
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{file}.lock"):
-        if not file.is_file():
-            temporary = file.with_suffix(".tmp")
-            compute().contiguous().numpy().tofile(temporary)
-            temporary.replace(file)
-    return torch.from_file(str(file), shared=False, size=size[0] * size[1]).view(size)
-
-
-def _move_if_it_fits(states: Tensor, device: torch.device) -> Tensor:
-    """On the GPU if it takes less than a quarter of the free memory; else in pinned memory or as it is."""
-    if device.type != "cuda":
-        return states
-    size = states.numel() * 4
-    free, _ = torch.cuda.mem_get_info(device)
-    if size < free // 4:
-        return states.to(device)
-    with contextlib.suppress(RuntimeError):
-        return states.pin_memory()
-    return states
+    return digest.hexdigest()
 
 
 class ChunkedEncoding(torch.autograd.Function):
@@ -262,7 +224,9 @@ class ChunkedEncoding(torch.autograd.Function):
         *trained: Tensor,
     ) -> Tensor:
         ctx.encode, ctx.chunks, ctx.device, ctx.trained = encode, chunks, device, trained
-        ctx.precision = _current_autocast(device)
+        kind = device.type
+        autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
+        ctx.precision = partial(torch.autocast, kind, **autocast)
         with torch.no_grad():
             return torch.cat([encode(chunk, device) for chunk in chunks])
 
@@ -280,13 +244,6 @@ class ChunkedEncoding(torch.autograd.Function):
         return (None, None, None, *totals)
 
 
-def _current_autocast(device: torch.device) -> Callable[[], Any]:
-    """Makes the autocast context that is on now, to be entered again in a backward."""
-    kind = device.type
-    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-    return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled)
-
-
 def add_lora(encoder: TextEncoder, blocks: int, rank: int, alpha: int) -> int:
     """Add LoRA (Hu et al. 2021) to the attention projections of the top `blocks`, in place.
 
@@ -295,36 +252,21 @@ def add_lora(encoder: TextEncoder, blocks: int, rank: int, alpha: int) -> int:
     quiet_bitsandbytes()
     from peft import LoraConfig, inject_adapter_in_model
 
-    _, _, all_blocks = encoder.blocks
+    _, name, all_blocks = encoder.blocks
     lowest = len(all_blocks) - blocks
-    wanted = {
-        f"{path}.{name}"
-        for path, block in _numbered_blocks(encoder)
-        if _block_number(path) >= lowest
-        for name, module in block.named_modules()
-        if name.rpartition(".")[2] in LORA_TARGETS and hasattr(module, "weight")
-    }
-    if not wanted:
-        raise UserError("--text lora: this text model has no attention projections that LoRA knows")
-    config: Any = encoder.net.config
-    is_conv1d = config.model_type == "gpt2"
-    lora = LoraConfig(
-        r=rank, lora_alpha=alpha, lora_dropout=0.0, target_modules=sorted(wanted), fan_in_fan_out=is_conv1d
+    numbers = "|".join(map(str, range(lowest, len(all_blocks))))
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=0.0,
+        target_modules=rf"(.*\.)?{name}\.({numbers})\.(.*\.)?({'|'.join(LORA_TARGETS)})",
+        fan_in_fan_out=encoder.config.model_type == "gpt2",
     )
-    inject_adapter_in_model(lora, encoder.net)
+    try:
+        inject_adapter_in_model(config, encoder.net)
+    except ValueError:
+        raise UserError("--text lora: this text model has no attention projections that LoRA knows") from None
     return lowest
-
-
-def _numbered_blocks(encoder: TextEncoder) -> Iterator[tuple[str, nn.Module]]:
-    """(full name, block) of all transformer blocks."""
-    _, _, all_blocks = encoder.blocks
-    for name, module in encoder.net.named_modules():
-        if module is all_blocks:
-            yield from ((f"{name}.{n}", block) for n, block in enumerate(all_blocks))
-
-
-def _block_number(path: str) -> int:
-    return int(path.rpartition(".")[2])
 
 
 def load_text_model(config: Any, path: str | None, revision: str | None) -> nn.Module:
@@ -340,12 +282,6 @@ def load_text_model(config: Any, path: str | None, revision: str | None) -> nn.M
             setattr(config, name, 0.0)
     if path is None:
         return AutoModel.from_config(config, dtype=torch.float32)
-    found = AutoModel.from_pretrained(
-        path,
-        config=config,
-        revision=revision or "main",
-        dtype=torch.float32,
-        **hub.remote_code_kwargs(False),
-    )
-    made: nn.Module = found
+    how = {"config": config, "revision": revision or "main", "dtype": torch.float32}
+    made: nn.Module = AutoModel.from_pretrained(path, **how, **hub.remote_code_kwargs(False))
     return made

@@ -1,8 +1,9 @@
-"""Sequences from latent vectors: reconstruction, interpolation, and samples from the prior."""
+"""What a trained model is asked: latent vectors, sequences from them, and the likelihood of sequences."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,16 +12,21 @@ import torch
 from torch import Tensor
 
 from isobatch.core.errors import UserError
+from isobatch.models.causal_lm.perplexity import finite_exp
 from isobatch.models.sequence_vae.network import NetworkConfig, VAENetwork
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
-    from isobatch.models.sequence_vae.posterior import Posterior
+    from isobatch.models.base import Batch
+    from isobatch.models.sequence_vae.monitor import Posterior
 
 ROWS_AT_A_TIME = 64
 """Rows that are encoded together."""
+DECODED_TOKENS = 1 << 11
+"""Tokens that are decoded at a time for the likelihood."""
+_SEED = 0x1A11
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +38,18 @@ class SequenceCodec:
 
     @classmethod
     def open(cls, final: Path) -> SequenceCodec:
-        """From the folder that `export` wrote."""
-        return cls(open_model(final), open_tokenizer(final / "tokenizer.json"))
+        """From the folder that `export` wrote. Raises UserError where there is no model."""
+        from safetensors.torch import load_file
+        from tokenizers import Tokenizer
+
+        if not (final / "config.json").is_file():
+            raise UserError(f"{final} holds no trained model (config.json): has the run finished?")
+        sizes = json.loads((final / "config.json").read_text())
+        del sizes["model_type"]
+        model = VAENetwork(NetworkConfig(**sizes))
+        model.load_state_dict(load_file(final / "model.safetensors"))
+        tokenizer = final / "tokenizer.json"
+        return cls(model.eval(), Tokenizer.from_file(str(tokenizer)) if tokenizer.is_file() else None)
 
     def __call__(self, sequences: Sequence[str | Sequence[int]]) -> list[dict[str, Any]]:
         """The posterior of each: `latent` (L,), its mean; `log_variance` (L,); `kl` in nats.
@@ -42,7 +58,9 @@ class SequenceCodec:
         """
         rows = [self._row(" ".join(map(str, s)) if not isinstance(s, str) else s) for s in sequences]
         found: list[dict[str, Any]] = [{}] * len(rows)
-        for places in _batches(rows):
+        by_length = sorted(range(len(rows)), key=lambda place: len(rows[place]))
+        for start in range(0, len(rows), ROWS_AT_A_TIME):
+            places = by_length[start : start + ROWS_AT_A_TIME]
             posterior = self._posterior([rows[place] for place in places])
             values = zip(posterior.mean.tolist(), posterior.logvar.tolist(), posterior.kl(), strict=True)
             for place, (mean, logvar, kl) in zip(places, values, strict=True):
@@ -103,24 +121,6 @@ class SequenceCodec:
         return written
 
 
-def open_model(final: Path) -> VAENetwork:
-    """The model in a run's final/, ready to evaluate. Raises UserError where there is none."""
-    from safetensors.torch import load_file
-
-    if not (final / "config.json").is_file():
-        raise UserError(f"{final} holds no trained model (config.json): has the run finished?")
-    model = VAENetwork(NetworkConfig.from_dict(json.loads((final / "config.json").read_text())))
-    model.load_state_dict(load_file(final / "model.safetensors"))
-    return model.eval()
-
-
-def open_tokenizer(file: Path) -> Any | None:
-    """The tokenizer in a file; None where there is no such file."""
-    from tokenizers import Tokenizer
-
-    return Tokenizer.from_file(str(file)) if file.is_file() else None
-
-
 @torch.no_grad()
 def decode(
     model: VAENetwork,
@@ -147,15 +147,41 @@ def decode(
         ended |= following[:, 0] == config.eos
         if ended.all():
             break
-    return [_until(row[1:], config.eos) for row in rows.tolist()]
+    return [row[1 : row.index(config.eos) if config.eos in row else None] for row in rows.tolist()]
 
 
-def _batches(rows: Sequence[list[int]]) -> Iterator[list[int]]:
-    """Places of the rows of a batch, by length."""
-    order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
-    for start in range(0, len(order), ROWS_AT_A_TIME):
-        yield order[start : start + ROWS_AT_A_TIME]
+@torch.no_grad()
+def importance_weighted_nll(
+    model: VAENetwork, batches: Iterable[Batch], draws: int, seed: int
+) -> Mapping[str, float]:
+    """-log (1/K sum_k p(x|z_k) p(z_k) / q(z_k|x)), K = `draws`: `iw_nll` and `iw_perplexity`.
+
+    Means over samples, nats. The draws are keyed by seed and sample, so that batches do not matter. As papers
+    report the likelihood (He et al. 2019: 500 draws); never below the true -log p(x) on average.
+    """
+    device = next(model.parameters()).device
+    total, samples, tokens = 0.0, 0, 0
+    for batch in batches:
+        for row in range(len(batch["index"])):
+            length = int(batch["length"][row])
+            drawn = np.random.default_rng([_SEED, seed, int(batch["index"][row])])
+            noise = torch.from_numpy(drawn.standard_normal((draws, model.config.latent), np.float32))
+            one = batch["tokens"][row : row + 1, :length].long().to(device)
+            total -= _log_likelihood(model, one, noise.to(device))
+            samples, tokens = samples + 1, tokens + length
+    return {"iw_nll": total / samples, "iw_perplexity": finite_exp(total / tokens), "iw_samples": draws}
 
 
-def _until(row: Sequence[int], eos: int) -> list[int]:
-    return list(row[: row.index(eos)] if eos in row else row)
+def _log_likelihood(model: VAENetwork, tokens: Tensor, noise: Tensor) -> float:
+    """log p(x) of one sequence, tokens (1, T), by the draws `noise` (K, L)."""
+    length = torch.tensor([tokens.shape[1]], device=tokens.device)
+    posterior = model.encoder(tokens, length)
+    inputs, targets = model.inputs_and_targets(tokens, length)
+    weights = []
+    for part in noise.split(max(1, DECODED_TOKENS // tokens.shape[1])):
+        z = posterior.sample(part)
+        decoded = model.decoder.log_likelihood(inputs.expand(len(part), -1), z, targets.expand(len(part), -1))
+        # log p(z) - log q(z|x): the constants of both Gaussians cancel.
+        prior_over_posterior = 0.5 * (part.square() + posterior.logvar - z.square()).sum(1)
+        weights.append(decoded.double() + prior_over_posterior.double())
+    return float(torch.logsumexp(torch.cat(weights), 0)) - math.log(len(noise))

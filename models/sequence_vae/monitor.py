@@ -2,26 +2,30 @@
 
 A step's sums ride in the reduction of its losses, so that a window is the same on any number of processes.
 It lies in buffers of the model, so that checkpoints hold it.
+
+Letters: B or N samples, L latent dimensions.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isobatch.models.sequence_vae import posterior
-from isobatch.models.sequence_vae.posterior import Posterior
-from isobatch.models.sequence_vae.verdict import Figures, History, judge
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
+    from isobatch.models.base import StepContext
     from isobatch.models.sequence_vae.options import MonitorPace
 
+ACTIVE = 0.01
+"""Variance of the posterior mean over the data above which a dimension is active (Burda et al. 2016)."""
+ROWS_AT_A_TIME = 512
+"""Rows of the N x N table of densities that are computed at once."""
 TOTALS, STEP, COMPARED = "totals", "monitor.step", "monitor.compared"
 """Names of what a step records. TOTALS, always: samples, their tokens, KL and -log p(x|z)."""
 LEAST_SAMPLES = 1024
@@ -30,6 +34,222 @@ COMPARED_SAMPLES, COMPARISONS = 8, 8
 """Samples of a batch that are decoded with their own and another's latent vector; batches that are kept."""
 SHOWN_POINTS = 256
 """Points of a latent projection in metrics.jsonl."""
+State = Literal["starting", "healthy", "collapsing", "collapsed"]
+STATES: tuple[State, ...] = ("starting", "healthy", "collapsing", "collapsed")
+COLLAPSED_KL = 0.1
+"""Nats per sample below which a posterior without active units has collapsed, and another is collapsing."""
+RECOVERED_KL = 0.2
+"""Nats per sample above which a posterior that was collapsing is healthy again."""
+FALLING_REPORTS, FALL = 3, 0.98
+"""A KL falls where each of so many reports in a row has less than this share of the one before."""
+FORECAST_REPORTS = 10
+"""A KL that falls is collapsing where, at this rate, it is below COLLAPSED_KL within so many reports."""
+IDLE_KL, IDLE_SHARE = 1.0, 0.25
+"""A KL above so many nats of which less than this share is mutual information is paid for little."""
+NAMED_DIMENSIONS = 8
+"""Dimensions that a sentence lists."""
+
+
+class Posterior(NamedTuple):
+    """q(z|x): a Gaussian with independent dimensions. Both (B, L), fp32."""
+
+    mean: Tensor
+    logvar: Tensor
+
+    def kl(self) -> Tensor:
+        """(B, L) nats: KL(q(z|x) || N(0, 1)) per dimension (Kingma and Welling 2014, appendix B)."""
+        return 0.5 * (self.mean.square() + self.logvar.exp() - 1 - self.logvar)
+
+    def sample(self, noise: Tensor) -> Tensor:
+        """(B, L): mean + noise times the standard deviation; `noise` (B, L) is standard normal."""
+        return self.mean + noise * (0.5 * self.logvar).exp()
+
+
+def mean_variance(total: Tensor, squares: Tensor, count: Tensor | float) -> Tensor:
+    """(L,) variance over the data of the posterior mean, from its sums and sums of squares (L,)."""
+    return squares / count - (total / count).square()
+
+
+def variance_within(total: Tensor, squares: Tensor, count: Tensor) -> Tensor:
+    """(L,) variance over the data of the posterior mean, within S batches: (S, L), (S, L) and (S, 1).
+
+    A mean that drifts from step to step while the encoder trains does not count. Where no batch has two
+    samples there is no such variance, and it is that of all.
+    """
+    freedom = (count - 1).clamp(min=0).sum()
+    if float(freedom) == 0:
+        return mean_variance(total.sum(0), squares.sum(0), count.sum().clamp(min=1))
+    return (squares - total.square() / count.clamp(min=1)).sum(0) / freedom
+
+
+def mutual_information(mean: Tensor, logvar: Tensor, noise: Tensor) -> float:
+    """Nats: E[log q(z|x) - log q(z)] under the aggregate posterior of these N samples.
+
+    mean, logvar, noise (N, L); one z is drawn for a sample, by `noise`. Hoffman and Johnson 2016,
+    estimated as by He et al. 2019, but with the same draws in both terms: their errors cancel. At most log N.
+    """
+    z = Posterior(mean, logvar).sample(noise)
+    # log q(z_i|x_j) without the constant: -0.5 sum_l ((z_il - mean_jl)^2 / var_jl + logvar_jl), as products.
+    conditional = -0.5 * (noise.square() + logvar).sum(1)
+    precision = (-logvar).exp()
+    scaled = mean * precision
+    of_other = (mean * scaled + logvar).sum(1)
+    aggregate = [
+        torch.logsumexp(-0.5 * (rows.square() @ precision.T - 2 * rows @ scaled.T + of_other), dim=1)
+        for rows in z.split(ROWS_AT_A_TIME)
+    ]
+    return float((conditional - torch.cat(aggregate)).mean()) + math.log(len(z))
+
+
+def projection(mean: Tensor) -> Tensor:
+    """(N, 2): posterior means on their two first principal components; (N, 1) padded for one dimension."""
+    centred = mean - mean.mean(0)
+    _, axes = torch.linalg.eigh(centred.T @ centred)
+    largest = axes[:, -2:].flip(1)
+    # An eigenvector's sign is arbitrary: its largest entry is made positive, so that plots do not jump.
+    signs = largest.gather(0, largest.abs().argmax(0, keepdim=True)).sign()
+    points = centred @ (largest * signs)
+    return nn.functional.pad(points, (0, 2 - points.shape[1]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """One report: means over the window; nats per sample unless said otherwise."""
+
+    step: int
+    """Optimizer steps taken."""
+    full: bool
+    """Whether the window is full, or the phase ends."""
+    kl_per_dimension: list[float]
+    variance: list[float]
+    """Of the posterior mean over the data, per dimension."""
+    reconstruction: float
+    """-log p(x|z)."""
+    mutual_information: float
+    ceiling: float
+    """Log of the number of samples in the window: the largest mutual information it can show."""
+    shuffle_gap: float | None = None
+    """How much worse the decoder predicts with another sample's latent vector; None before it is known."""
+    points: list[list[float]] | None = None
+    """A projection of posterior means to two dimensions."""
+
+    @property
+    def kl(self) -> float:
+        return sum(self.kl_per_dimension)
+
+    @property
+    def active(self) -> list[int]:
+        """Numbers of the active dimensions."""
+        return [number for number, value in enumerate(self.variance) if value > ACTIVE]
+
+    def metrics(self) -> dict[str, Any]:
+        """The fields of a report in metrics.jsonl."""
+        found = {
+            "window_kl": self.kl,
+            "window_reconstruction": self.reconstruction,
+            "active_units": len(self.active),
+            "mutual_information": self.mutual_information,
+            "mutual_information_ceiling": self.ceiling,
+            "kl_per_dimension": [round(v, 6) for v in self.kl_per_dimension],
+            "shuffle_gap": self.shuffle_gap,
+            "latent_projection": self.points,
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+
+class History(NamedTuple):
+    """What a verdict needs of earlier reports."""
+
+    state: State = "starting"
+    since: int = 0
+    """Step of the report in which the state began; for collapsing, in which the KL began to fall."""
+    kl: float = 0.0
+    """Of the report before."""
+    falling: int = 0
+    """Reports in a row in which the KL fell."""
+    falling_since: int = 0
+    last_active: tuple[int, ...] = ()
+    """Dimension -> step of the last report in which it was active; 0 for never."""
+
+    def pack(self) -> list[float]:
+        """As numbers, for a buffer: five and one a dimension."""
+        return [STATES.index(self.state), *self[1:5], *self.last_active]
+
+    @classmethod
+    def unpack(cls, values: Sequence[float]) -> History:
+        state, since, kl, falling, falling_since, *last_active = values
+        counts = int(falling), int(falling_since), tuple(map(int, last_active))
+        return cls(STATES[int(state)], int(since), float(kl), *counts)
+
+
+def has_collapsed(active: int, kl: float, mutual_information: float) -> bool:
+    """No unit is active, and either the KL or what it says of the input is nothing."""
+    return active == 0 and min(kl, mutual_information) < COLLAPSED_KL
+
+
+def judge(figures: Figures, before: History) -> History:
+    """The history with this report: its state is the verdict."""
+    step, active = figures.step, set(figures.active)
+    falls = figures.full and before.kl > 0 and figures.kl < FALL * before.kl
+    falling = before.falling + 1 if falls else 0
+    falling_since = (before.falling_since or step) if falls else 0
+    state, since = _state(figures, before, falling), before.since
+    if state != before.state:
+        since = (falling_since or step) if state == "collapsing" else step
+    last_active = tuple(step if n in active else last for n, last in enumerate(before.last_active))
+    return History(state, since, figures.kl, falling, falling_since, last_active)
+
+
+def _state(figures: Figures, before: History, falling: int) -> State:
+    if not figures.full:
+        return "starting"
+    if has_collapsed(len(figures.active), figures.kl, figures.mutual_information):
+        return "collapsed"
+    least = COLLAPSED_KL if before.state in ("starting", "healthy") else RECOVERED_KL
+    if min(figures.kl, figures.mutual_information) < least:
+        rises = before.state == "starting" and figures.kl > before.kl
+        return "starting" if rises else "collapsing"
+    if falling >= FALLING_REPORTS:
+        forecast = figures.kl * (figures.kl / before.kl) ** FORECAST_REPORTS
+        return "collapsing" if forecast < COLLAPSED_KL else "healthy"
+    return "healthy"
+
+
+def sentence(figures: Figures, now: History, advice: str) -> str:
+    """The verdict in plain words; `advice`: what to try where it is bad, empty for nothing."""
+    kl, information = figures.kl, figures.mutual_information
+    units = f"KL {kl:.2f} nats, {len(figures.active) or 'none'} of {len(figures.variance)} units active"
+    falls = units.replace(" nats,", " nats and falling,", 1) if now.falling else units
+    carried = f"{units}, mutual information {information:.2f} of at most {figures.ceiling:.2f} nats"
+    silent = [str(n) for n, last in enumerate(now.last_active) if last and n not in figures.active]
+    named = ", ".join(silent[:NAMED_DIMENSIONS] + ["..."] * (len(silent) > NAMED_DIMENSIONS))
+    said = {
+        "starting": f"no verdict on the posterior yet: {units}",
+        "healthy": f"the posterior is healthy: {carried}",
+        "collapsing": f"the posterior is collapsing since step {now.since}: {falls}",
+        "collapsed": f"the posterior has collapsed (step {now.since}): {carried}: the decoder ignores the"
+        " latent vector",
+    }[now.state]
+    if now.state == "starting" or (
+        now.state == "healthy" and (kl < IDLE_KL or information > IDLE_SHARE * kl)
+    ):
+        return said
+    if now.state == "healthy":
+        said += "; most of this KL says nothing of the input"
+    elif now.state == "collapsing" and silent:
+        said += f"; no longer active: dimensions {named}"
+    return f"{said}; {advice}" if advice else said
+
+
+class OtherLatents(NamedTuple):
+    """Latent vectors of other samples, with which some rows are decoded as well."""
+
+    rows: Tensor
+    """(C,) rows of the micro-batch."""
+    z: Tensor
+    """(C, L)."""
+    counts: bool
+    """Whether the rows count, or are there only because every process must compute some."""
 
 
 class PosteriorMonitor(nn.Module):
@@ -46,32 +266,30 @@ class PosteriorMonitor(nn.Module):
     compared: Tensor
     """(COMPARISONS, 3): samples, their -log p(x|z), and the same with others' latent vectors."""
     history: Tensor
-    """(History.size(L),): what the verdict needs of earlier reports."""
+    """(5 + L,): what the verdict needs of earlier reports."""
 
     def __init__(self, pace: MonitorPace, latent: int, batch_size: int) -> None:
         super().__init__()
         self.pace, self.latent = pace, latent
+        self.has_recorded = False
+        """Whether this process has recorded, in this phase, all that it ever records."""
         self.rows_per_step = min(batch_size, -(-LEAST_SAMPLES // pace.window))
         self.blocks = -(-LEAST_SAMPLES // self.rows_per_step)
         """Steps after which all rows are replaced."""
         self.register_buffer("sums", torch.zeros(pace.window, 4 + 4 * latent))
         self.register_buffer("rows", torch.zeros(self.blocks * self.rows_per_step, 4 * latent))
         self.register_buffer("compared", torch.zeros(COMPARISONS, 3))
-        self.register_buffer("history", torch.zeros(History.size(latent)))
+        self.register_buffer("history", torch.zeros(5 + latent))
 
     def reset(self) -> None:
         """Forget everything: a new phase begins."""
-        for state in (self.sums, self.rows, self.compared, self.history):
+        self.has_recorded = False
+        for state in self.buffers():
             state.zero_()
 
     def reports_at(self, step: int, total: int) -> bool:
         """Whether a report follows step `step` (from 0) of `total`: in the phase's last step always."""
         return (step + 1) % self.pace.report_every == 0 or step + 1 == total
-
-    def plots_at(self, step: int, total: int) -> bool:
-        """Whether the report after step `step` (from 0) of `total` holds a latent projection."""
-        regular = (step + 1) % self.pace.report_every == 0 and (step + 1) % self.pace.plot_every == 0
-        return regular or step + 1 == total
 
     def watches(self, step: int, total: int) -> bool:
         """Whether the next report looks back as far as step `step` (from 0) of `total`."""
@@ -82,18 +300,41 @@ class PosteriorMonitor(nn.Module):
         """Whether step `step` (from 0) also decodes with the latent vectors of other samples."""
         return (step + 1) % self.pace.compare_every == 0 and step >= self.blocks
 
-    def posteriors(self, chosen: Tensor, step: int) -> Posterior:
-        """Those of the window with these numbers (B,), moved to where posteriors are before step `step`.
+    def others(self, step: StepContext) -> OtherLatents | None:
+        """In steps that compare: latent vectors from the window, for the batch's first samples.
 
-        The window is the same on every process, and the numbers are keyed by the sample, so that the division
-        into micro-batches does not matter.
+        The window is the same on every process, and the choice is keyed by the sample, so that the division
+        into micro-batches does not matter. The vectors are moved to where posteriors are before this step.
         """
-        newest = self.sums[(step - 1) % len(self.sums)]
-        mean, logvar = self._posteriors(self.rows[chosen])
-        return Posterior(mean + newest[4 : 4 + self.latent] / newest[0].clamp(min=1), logvar)
+        if not self.compares_at(step.number):
+            return None
+        assert step.positions is not None
+        rows = (step.positions < COMPARED_SAMPLES).nonzero()[0]
+        counts = len(rows) > 0
+        # Where a forward gathers shards, every process must compute as many.
+        taken = step.to_device(rows if counts else np.zeros(1, np.int64))
+        chosen = step.noise.integers("monitor.other", (), len(self.rows))
+        noise = step.noise.normal("monitor.noise", (self.latent,))
+        newest = self.sums[(step.number - 1) % len(self.sums)]
+        mean, logvar = self._posteriors(self.rows[chosen[taken]])
+        found = Posterior(mean + newest[4 : 4 + self.latent] / newest[0].clamp(min=1), logvar)
+        return OtherLatents(taken, found.sample(noise[taken]), counts)
 
     def _posteriors(self, rows: Tensor) -> Posterior:
         return Posterior(rows[:, : self.latent], rows[:, self.latent : 2 * self.latent])
+
+    def record(self, found: Posterior, compared: Tensor | None, kl: Tensor, step: StepContext) -> None:
+        """Record what the window needs of a micro-batch. `kl` (B, L); `compared`: see network.Output."""
+        assert step.positions is not None
+        if self.watches(step.number, step.total_steps):
+            step.record(STEP, self.measure(found, kl, step.positions, step.to_device))
+        if compared is not None:
+            step.record(COMPARED, compared)
+        if not self.has_recorded:  # the engine learns from a first step what may be recorded in later ones
+            self.has_recorded = True
+            nothing = self.rows.new_zeros(1 + self.rows_per_step, self.rows.shape[1])
+            step.record(STEP, nothing)
+            step.record(COMPARED, nothing.new_zeros(3))
 
     @torch.no_grad()
     def measure(
@@ -109,17 +350,11 @@ class PosteriorMonitor(nn.Module):
         the samples; then come the samples of the first positions of the global batch, each in its row.
         """
         each = torch.cat([found.mean, found.logvar, found.mean.square(), kl], dim=1).to(self._double)
-        out = torch.zeros(1 + self.rows_per_step, each.shape[1], dtype=each.dtype, device=each.device)
+        out = each.new_zeros(1 + self.rows_per_step, each.shape[1])
         torch.sum(each, 0, out=out[0])
         chosen = np.flatnonzero(positions < self.rows_per_step)
         out[to_device(1 + positions[chosen])] = each[to_device(chosen)]
         return out
-
-    def nothing(self) -> dict[str, Tensor]:
-        """Name -> what changes no sum."""
-        device = self.rows.device
-        step = torch.zeros(1 + self.rows_per_step, self.rows.shape[1], device=device)
-        return {STEP: step, COMPARED: torch.zeros(3, device=device)}
 
     @property
     def _double(self) -> torch.dtype:
@@ -145,56 +380,42 @@ class PosteriorMonitor(nn.Module):
             self.compared[number] = recorded[COMPARED].to(self.compared.dtype)
 
     def report(self, step: int, steps: int, seed: int) -> Figures:
-        """The figures of the window after step `step` (from 0) of `steps`. It waits for the device."""
-        sums = self.sums.to(self._double)
+        """The figures of the window after step `step` (from 0) of `steps`. It waits for the device.
+
+        A latent projection is in the reports of the steps that draw, and in the last one.
+        """
+        sums, last = self.sums.to(self._double), step + 1 == steps
         total = sums.sum(0)
-        kl = total[4 + 3 * self.latent :]
         mean, _, squares = sums[:, 4 : 4 + 3 * self.latent].view(len(sums), 3, self.latent).unbind(1)
-        variance = posterior.variance_within(mean, squares, sums[:, :1])
-        window = self._posteriors(self.rows[_present(self.rows)[:, 0]].to(self._double))
-        means = window.mean
+        variance = variance_within(mean, squares, sums[:, :1])
+        means, logvar = self._posteriors(self.rows[_present(self.rows)[:, 0]].to(self._double))
         drawn = np.random.default_rng([seed, step]).standard_normal(tuple(means.shape))
-        noise = torch.from_numpy(drawn).to(means)
-        points = posterior.projection(means[:SHOWN_POINTS]) if self.plots_at(step, steps) else None
+        information = mutual_information(means, logvar, torch.from_numpy(drawn).to(means))
+        regular = not (step + 1) % self.pace.report_every and not (step + 1) % self.pace.plot_every
+        points = projection(means[:SHOWN_POINTS]).tolist() if regular or last else None
         compared = self.compared.to(self._double).sum(0)
-        flat = torch.cat([total[:4], compared, kl, variance]).tolist()
-        count, _, _, nll, compared_count, own_nll, other_nll = flat[:7]
-        per_dimension = np.array(flat[7:]).reshape(2, self.latent)
+        flat = torch.cat([total[:4], compared, total[4 + 3 * self.latent :], variance]).tolist()
+        count, _, _, nll, compared_count, own_nll, other_nll, *per_dimension = flat
         return Figures(
             step=step + 1,
-            full=step + 1 >= max(len(self.sums), self.blocks) or step + 1 == steps,
-            kl_per_dimension=(per_dimension[0] / count).tolist(),
-            variance=per_dimension[1].tolist(),
+            full=step + 1 >= max(len(self.sums), self.blocks) or last,
+            kl_per_dimension=[value / count for value in per_dimension[: self.latent]],
+            variance=per_dimension[self.latent :],
             reconstruction=nll / count,
-            mutual_information=posterior.mutual_information(means, window.logvar, noise),
+            mutual_information=information,
             ceiling=math.log(len(means)),
             shuffle_gap=(other_nll - own_nll) / compared_count if compared_count else None,
-            points=None if points is None else [[round(v, 3) for v in point] for point in points.tolist()],
+            points=None if points is None else [[round(v, 3) for v in point] for point in points],
         )
 
     def judge(self, figures: Figures) -> tuple[History, bool]:
         """(the history with this report, whether the verdict has changed)."""
         before = History.unpack(self.history.tolist())
         now = judge(figures, before)
-        self.history.copy_(torch.from_numpy(now.pack()))
+        self.history.copy_(torch.tensor(now.pack(), dtype=torch.float64))
         return now, now.state != before.state
 
 
 def _present(rows: Tensor) -> Tensor:
     """(N, 1) bool: whether a row is a sample's."""
     return (rows != 0).any(1, keepdim=True)
-
-
-def metrics_of(figures: Figures) -> dict[str, Any]:
-    """The fields of a report in metrics.jsonl."""
-    found: dict[str, Any] = {
-        "window_kl": figures.kl,
-        "window_reconstruction": figures.reconstruction,
-        "active_units": len(figures.active),
-        "mutual_information": figures.mutual_information,
-        "mutual_information_ceiling": figures.ceiling,
-        "kl_per_dimension": [round(v, 6) for v in figures.kl_per_dimension],
-    }
-    if figures.shuffle_gap is not None:
-        found["shuffle_gap"] = figures.shuffle_gap
-    return found | ({"latent_projection": figures.points} if figures.points is not None else {})

@@ -1,38 +1,42 @@
-"""The network of a sequence VAE: an encoder to a Gaussian posterior, and an autoregressive decoder.
+"""The network of a sequence VAE: encoder to a Gaussian posterior, autoregressive decoder, objective.
 
 Letters: B samples, T tokens of a row, D hidden width, L latent dimensions, V vocabulary.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isobatch.models.causal_lm.chunked_cross_entropy import IGNORE_INDEX, chunked_loss
-from isobatch.models.sequence_vae.posterior import Posterior
+from isobatch.models.sequence_vae.monitor import OtherLatents, Posterior, PosteriorMonitor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from isobatch.models.sequence_vae.options import SequenceVAEOptions
 
-    from isobatch.models.sequence_vae.monitor import PosteriorMonitor
-    from isobatch.models.sequence_vae.objective import Objective
-
-Backbone = Literal["gru", "transformer"]
 HEAD_WIDTH = 64
 """Width of an attention head, where the hidden width is a multiple of it."""
 EMBEDDING_RANGE = 0.1
 """Embeddings begin uniform in +-0.1, as in He et al. 2019."""
+RISING = 0.5
+"""Share of a cycle in which the weight of the KL rises (Fu et al. 2019: R = 0.5)."""
+CONTROL_RATE = 0.01
+"""How fast the logarithm of a controlled weight follows the relative error of the KL, per step."""
+LARGEST_WEIGHT, SMALLEST_WEIGHT = 10.0, 1e-4
+"""Bounds of a controlled weight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NetworkConfig:
     """The sizes of the network: config.json in final/."""
 
-    backbone: Backbone
+    backbone: str
+    """gru or transformer."""
     vocabulary: int
     bos: int
     eos: int
@@ -47,11 +51,6 @@ class NetworkConfig:
     def heads(self) -> int:
         """Attention heads of a transformer layer."""
         return self.hidden // HEAD_WIDTH if self.hidden % HEAD_WIDTH == 0 else 1
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> NetworkConfig:
-        """From config.json; what this version does not know is ignored."""
-        return cls(**{k: v for k, v in values.items() if k in cls.__dataclass_fields__})
 
 
 class CausalBlock(nn.Module):
@@ -213,15 +212,53 @@ class Output(NamedTuple):
     """(3,): samples that were compared, their -log p(x|z), and that with others' latent vectors."""
 
 
-class OtherLatents(NamedTuple):
-    """Latent vectors of other samples, with which some rows are decoded as well."""
+class Objective(nn.Module):
+    """What of the objective is decided while training: free bits, and the weight under --target-kl.
 
-    rows: Tensor
-    """(C,) rows of the micro-batch."""
-    z: Tensor
-    """(C, L)."""
-    counts: bool
-    """Whether the rows count, or are there only because every process must compute some."""
+    They are buffers, so that checkpoints hold them and every process has the same.
+    """
+
+    free_bits: Tensor
+    log_weight: Tensor
+
+    def __init__(self, options: SequenceVAEOptions) -> None:
+        super().__init__()
+        self.options = options
+        self.register_buffer("free_bits", torch.tensor(float(options.free_bits)))
+        self.register_buffer("log_weight", torch.tensor(math.log(max(options.beta, SMALLEST_WEIGHT))))
+
+    def weight(self, step: int, total: int) -> float:
+        """The scheduled weight of the KL at step `step` (from 0) of `total`.
+
+        constant: `beta` (1: the ELBO of Kingma and Welling 2014; else Higgins et al. 2017). linear: from 0 to
+        `beta` over the first `kl_warmup` of the steps (Bowman et al. 2016). cyclical: `kl_cycles` times from
+        0 to `beta` over half a cycle, then `beta` (Fu et al. 2019).
+        """
+        options, done = self.options, step / max(1, total)
+        if options.kl_schedule == "linear":
+            return options.beta * min(1.0, done / options.kl_warmup)
+        if options.kl_schedule == "cyclical":
+            return options.beta * min(1.0, math.modf(done * options.kl_cycles)[0] / RISING)
+        return options.beta
+
+    def kl_term(self, kl: Tensor, step: int, total: int) -> Tensor:
+        """0-d: the sum over samples of the weighted KL. `kl` (B,): nats per sample, summed over dimensions.
+
+        Free bits (Kingma et al. 2016) hold for the whole KL of a sample: below them it costs nothing more.
+        """
+        weight = self.log_weight.exp() if self.options.target_kl else self.weight(step, total)
+        return weight * torch.maximum(kl, self.free_bits).sum()
+
+    def control(self, mean_kl: Tensor) -> None:
+        """After a step, with a target: raise the weight where the KL is above it, lower it where it is below.
+
+        `mean_kl`: 0-d, nats per sample of the global batch. Dual ascent on the constraint KL = target, as in
+        Rezende and Viola 2018 ("Taming VAEs").
+        """
+        assert self.options.target_kl
+        error = (mean_kl.to(self.log_weight.dtype) / self.options.target_kl - 1).clamp(-1, 1)
+        bounds = math.log(SMALLEST_WEIGHT), math.log(LARGEST_WEIGHT)
+        self.log_weight.add_(CONTROL_RATE * error).clamp_(*bounds)
 
 
 class VAENetwork(nn.Module):

@@ -71,12 +71,9 @@ class SequenceVAEOptions:
             return None
         pace = PACES[self.monitor]
         every = self.monitor_every or pace.report_every
-        return MonitorPace(
-            report_every=every,
-            compare_every=every * (pace.compare_every // pace.report_every),
-            plot_every=self.plot_every or pace.plot_every,
-            window=self.monitor_window or pace.window,
-        )
+        compare_every = every * (pace.compare_every // pace.report_every)
+        window = self.monitor_window or pace.window
+        return MonitorPace(every, compare_every, self.plot_every or pace.plot_every, window)
 
     @property
     def remedy_nats(self) -> float:

@@ -11,7 +11,7 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import refuse
 from isobatch.models import hub
 from isobatch.models.base import Batch, Change, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
 from isobatch.models.head_chunks import CHUNK_BYTES
@@ -23,14 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
-    import numpy as np
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts
-    from isobatch.core.recipe import Recipe
     from isobatch.models.sequence_vae.generation import SequenceCodec
-    from isobatch.models.sequence_vae.monitor import PosteriorMonitor
-    from isobatch.models.sequence_vae.network import OtherLatents, Output
 
 AUTOENCODER, VAE = "autoencoder", "vae"
 """Names of the phases."""
@@ -55,9 +51,9 @@ class SequenceVAE(Task):
     rows of the steps that a report follows.
     """
 
-    Options: ClassVar[type] = SequenceVAEOptions
-    forms: ClassVar[tuple[str, ...]] = ("torch",)
-    defaults: ClassVar[Mapping[str, Any]] = {
+    Options: ClassVar = SequenceVAEOptions
+    forms: ClassVar = ("torch",)
+    defaults: ClassVar = {
         "batch_size": 32,
         "max_length": 128,
         "lr": 1e-3,
@@ -65,13 +61,8 @@ class SequenceVAE(Task):
         "clip": 5.0,
         "epochs": [10],
     }
-    fast: ClassVar[Mapping[str, Any]] = {
-        "train_fraction": 0.3,
-        "eval_fraction": 0.1,
-        "min_delta": 0.01,
-        "monitor": "fast",
-    }
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    fast: ClassVar = {"train_fraction": 0.3, "eval_fraction": 0.1, "min_delta": 0.01, "monitor": "fast"}
+    presets: ClassVar = {
         "recommended": {"batch_size": 4, "max_length": 1000, "monitor": "fast", "precision": "16-mixed"},
         "max-speed": {"batch_size": 4, "max_length": 1000, "monitor": "off", **_FAST_ARITHMETIC},
         "low-memory": {"batch_size": 2, "max_length": 500, "monitor": "fast", "precision": "16-mixed"},
@@ -80,7 +71,7 @@ class SequenceVAE(Task):
             **{"precision": "fp32", "workers": 2},
         },
     }
-    demo: ClassVar[Mapping[str, Any]] = {
+    demo: ClassVar = {
         "hidden": 128,
         "latent": 16,
         "max_length": 48,
@@ -88,11 +79,6 @@ class SequenceVAE(Task):
         "free_bits": 4.0,
         "lr": 3e-3,
     }
-
-    def __init__(self, recipe: Recipe, options: Any) -> None:
-        super().__init__(recipe, options)
-        self._has_recorded = False
-        """Whether this process has recorded, in this phase, all that it ever records."""
 
     @property
     def plot_every(self) -> int:
@@ -106,57 +92,52 @@ class SequenceVAE(Task):
 
     def phases(self) -> list[Phase]:
         share = self.options.pretrain
-        phases = [
-            Phase(name=AUTOENCODER, share=share, early_stopping=False),
-            Phase(name=VAE, share=1 - share),
-        ]
-        return phases if share else phases[1:]
+        first = [Phase(name=AUTOENCODER, share=share, early_stopping=False)] if share else []
+        return [*first, Phase(name=VAE, share=1 - share)]
 
     def unread(self) -> Mapping[str, str]:
-        found = {"model": "a sequence VAE is trained from scratch, see --backbone"}
-        found["label_smoothing"] = "the evidence lower bound is of the plain likelihood"
-        found["noise"] = "this task draws noise, which is keyed"
-        return found | hub.unread_revision(self.recipe.tokenizer)
+        return {
+            "model": "a sequence VAE is trained from scratch, see --backbone",
+            "label_smoothing": "the evidence lower bound is of the plain likelihood",
+            "noise": "this task draws noise, which is keyed",
+            **hub.unread_revision(self.recipe.tokenizer),
+        }
 
     def check(self) -> None:
-        options = self.options
-        if self.recipe.max_length < 2:
-            raise UserError(f"--max-length {self.recipe.max_length}: a row needs a token and the end token")
-        if options.pretrain == 1:
-            raise UserError("--pretrain 1: leaves no step to train the VAE: give a share below 1")
-        if options.target_kl and options.free_bits:
-            raise UserError("--target-kl and --free-bits both hold the KL up: give one of them")
-        if options.target_kl and options.kl_schedule != "constant":
-            raise UserError(
-                f"--kl-schedule {options.kl_schedule}: --target-kl steers the weight: give one of them"
-            )
-        if options.target_kl and options.on_collapse == "remedy":
-            raise UserError("--on-collapse remedy: switches free bits on, beside which --target-kl cannot be")
-        if options.monitor == "off" and options.on_collapse != "warn":
-            raise UserError(f"--on-collapse {options.on_collapse}: the monitor is off: leave --monitor out")
+        options, longest = self.options, self.recipe.max_length
+        schedule, on_collapse = options.kl_schedule, options.on_collapse
+        steers = f"--kl-schedule {schedule}: --target-kl steers the weight: give one of them"
+        remedies = "--on-collapse remedy: switches free bits on, beside which --target-kl cannot be"
+        refuse(
+            {
+                f"--max-length {longest}: a row needs a token and the end token": longest < 2,
+                "--pretrain 1: leaves no step to train the VAE: give a share below 1": options.pretrain == 1,
+                "--target-kl and --free-bits both hold the KL up: give one": options.target_kl
+                and options.free_bits,
+                steers: options.target_kl and schedule != "constant",
+                remedies: options.target_kl and on_collapse == "remedy",
+                f"--on-collapse {on_collapse}: the monitor is off: leave --monitor out": on_collapse != "warn"
+                and options.monitor == "off",
+            }
+        )
 
     def build_model(self, facts: Facts) -> nn.Module:
-        from isobatch.models.sequence_vae import monitor, network, objective
+        from isobatch.models.sequence_vae import network
 
         options, extra = self.options, facts.extra
+        sizes = {name: getattr(options, name) for name in ("backbone", "hidden", "layers", "latent")}
         config = network.NetworkConfig(
-            backbone=options.backbone,
-            hidden=options.hidden,
-            layers=options.layers,
-            latent=options.latent,
             max_length=self.recipe.max_length,
             dropout=DROPOUT if self.recipe.dropout is None else self.recipe.dropout,
+            **sizes,
             **{name: extra[name] for name in ("vocabulary", "bos", "eos", "unk")},
         )
         model = network.VAENetwork(config)
         if model.decoder.head.weight.device.type != "meta":
             network.initialize(model, self.recipe.seed)
-        schedule = objective.KLSchedule(
-            options.kl_schedule, options.beta, options.kl_warmup, options.kl_cycles
-        )
-        model.objective = objective.Objective(schedule, options.free_bits, options.target_kl)
+        model.objective = network.Objective(options)
         if options.pace is not None:
-            model.monitor = monitor.PosteriorMonitor(options.pace, options.latent, self.recipe.batch_size)
+            model.monitor = network.PosteriorMonitor(options.pace, options.latent, self.recipe.batch_size)
         return model
 
     def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
@@ -167,7 +148,6 @@ class SequenceVAE(Task):
             initialize(model.decoder, self.recipe.seed + DECODER_SEED)
         if model.monitor is not None:
             model.monitor.reset()
-        self._has_recorded = False
 
     def model_size(self, facts: Facts) -> ModelSize:
         options, size = self.options, super().model_size(facts)
@@ -195,7 +175,7 @@ class SequenceVAE(Task):
             nll = model(tokens, length, None, dropped, None, _token_count(step)).nll
             return {"reconstruction": Loss(nll, "sample")}
         monitor = network.monitor if step.positions is not None else None
-        others = self._others(monitor, step) if monitor is not None else None
+        others = None if monitor is None else monitor.others(step)
         noise = step.noise.normal("posterior", (self.options.latent,))
         output = model(tokens, length, noise, dropped, others, _token_count(step))
         kl = output.posterior.kl()
@@ -203,7 +183,7 @@ class SequenceVAE(Task):
         count = torch.full_like(output.nll, len(tokens))
         step.record("totals", torch.stack([count, length.sum(), per_sample.sum(), output.nll]))
         if monitor is not None:
-            self._record(monitor, output, kl, step)
+            monitor.record(output.posterior, output.compared, kl, step)
         term = network.objective.kl_term(per_sample, step.number, step.total_steps)
         return {"reconstruction": Loss(output.nll, "sample"), "kl_term": Loss(term, "sample")}
 
@@ -214,41 +194,6 @@ class SequenceVAE(Task):
         dropped = step.noise.uniform("word-dropout", tokens.shape[1:]) < self.options.word_dropout
         dropped[:, 0] = False
         return dropped
-
-    def _others(self, monitor: PosteriorMonitor, step: StepContext) -> OtherLatents | None:
-        """In steps that compare: latent vectors from the monitor's window, for the batch's first samples."""
-        if not monitor.compares_at(step.number):
-            return None
-        import numpy as np
-
-        from isobatch.models.sequence_vae.monitor import COMPARED_SAMPLES
-        from isobatch.models.sequence_vae.network import OtherLatents
-
-        assert step.positions is not None
-        rows = (step.positions < COMPARED_SAMPLES).nonzero()[0]
-        counts = len(rows) > 0
-        if not counts:  # where a forward gathers shards, every process must compute as many
-            rows = np.zeros(1, np.int64)
-        chosen = step.noise.integers("monitor.other", (), len(monitor.rows))
-        noise = step.noise.normal("monitor.noise", (self.options.latent,))
-        taken = step.to_device(rows)
-        return OtherLatents(
-            taken, monitor.posteriors(chosen[taken], step.number).sample(noise[taken]), counts
-        )
-
-    def _record(self, monitor: PosteriorMonitor, output: Output, kl: Tensor, step: StepContext) -> None:
-        """Record what the monitor's window needs of this micro-batch."""
-        from isobatch.models.sequence_vae.monitor import COMPARED, STEP
-
-        assert step.positions is not None
-        if monitor.watches(step.number, step.total_steps):
-            step.record(STEP, monitor.measure(output.posterior, kl, step.positions, step.to_device))
-        if output.compared is not None:
-            step.record(COMPARED, output.compared)
-        if not self._has_recorded:  # the engine learns from a first step what may be recorded in later ones
-            self._has_recorded = True
-            for name, value in monitor.nothing().items():
-                step.record(name, value)
 
     def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
         """`kl`: nats per sample of the global batch."""
@@ -265,19 +210,23 @@ class SequenceVAE(Task):
         if monitor is None:
             return None
         monitor.add(step.number, step.total_steps, step.recorded)
-        if not monitor.reports_at(step.number, step.total_steps):
-            return None
-        return self._report(model, step)
+        return self._report(model, step) if monitor.reports_at(step.number, step.total_steps) else None
 
     def _report(self, model: Any, step: StepContext) -> Change | None:
-        from isobatch.models.sequence_vae.monitor import metrics_of
-        from isobatch.models.sequence_vae.verdict import sentence
+        from isobatch.models.sequence_vae.monitor import sentence
 
         figures = model.monitor.report(step.number, step.total_steps, self.recipe.seed)
         history, changed = model.monitor.judge(figures)
-        remedied = step.number + 1 < step.total_steps and self._needs_remedy(model, history.state)
-        message = sentence(figures, history, "" if remedied else self._advice(model))
-        for name, value in metrics_of(figures).items():
+        nats, free_bits = self.options.remedy_nats, float(model.objective.free_bits)
+        asked = self.options.on_collapse == "remedy" and history.state in ("collapsing", "collapsed")
+        remedied = asked and free_bits < nats and step.number + 1 < step.total_steps
+        advice = (
+            "try --pretrain 0.3, --word-dropout 0.2 or more --free-bits"
+            if free_bits
+            else f"try --free-bits {nats:g}, --kl-schedule cyclical or --on-collapse remedy"
+        )
+        message = sentence(figures, history, "" if remedied else advice)
+        for name, value in figures.metrics().items():
             step.log(name, value)
         step.log("verdict", history.state)
         step.log("verdict_says", message)
@@ -285,24 +234,12 @@ class SequenceVAE(Task):
             return None
         facts = {"state": history.state, "since": history.since, "active_units": len(figures.active)}
         facts |= {"kl": round(figures.kl, 6)}
-        stop = history.state == "collapsed" and self.options.on_collapse == "stop"
         if remedied:
-            nats = self.options.remedy_nats
             model.objective.free_bits.fill_(nats)
             facts |= {"remedy": "free bits", "free_bits": nats}
             message += f"; remedy: free bits of {nats:g} nats from step {step.number + 2} on"
+        stop = history.state == "collapsed" and self.options.on_collapse == "stop"
         return Change(facts, decision="posterior", message=message, stop=stop)
-
-    def _needs_remedy(self, model: Any, state: str) -> bool:
-        asked = self.options.on_collapse == "remedy" and state in ("collapsing", "collapsed")
-        return asked and float(model.objective.free_bits) < self.options.remedy_nats
-
-    def _advice(self, model: Any) -> str:
-        """What a sentence tells the user to try."""
-        if not float(model.objective.free_bits):
-            nats = self.options.remedy_nats
-            return f"try --free-bits {nats:g}, --kl-schedule cyclical or --on-collapse remedy"
-        return "try --pretrain 0.3, --word-dropout 0.2 or more --free-bits"
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
         import torch
@@ -318,17 +255,29 @@ class SequenceVAE(Task):
         }
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
+        import numpy as np
+        import torch
+
         from isobatch.models.causal_lm.perplexity import finite_exp
-        from isobatch.models.sequence_vae.verdict import has_collapsed
+        from isobatch.models.sequence_vae import monitor
 
         nll, kl, tokens = (float(parts[name].value / parts[name].weight) for name in ("nll", "kl", "tokens"))
         found: dict[str, Any] = {"loss": nll + kl, "nll": nll + kl, "reconstruction": nll, "kl": kl}
         found |= {"perplexity": finite_exp((nll + kl) / tokens), "unit": "token, the end too"}
         if words := words_per_sequence(facts, split):
             found["word_perplexity"] = finite_exp((nll + kl) / words)
-        found |= posterior_metrics(parts["posterior"])
-        active, information = int(found["active_units"]), found["mutual_information"]
-        return found | {"collapsed": has_collapsed(active, kl, information)}
+        mean, logvar = torch.from_numpy(parts["posterior"].astype(np.float64)).chunk(2, dim=1)
+        variance = monitor.mean_variance(mean.sum(0), mean.square().sum(0), len(mean))
+        mean, logvar = mean[:EVALUATED_POSTERIORS], logvar[:EVALUATED_POSTERIORS]
+        noise = torch.from_numpy(np.random.default_rng(0).standard_normal(tuple(mean.shape)))
+        active = int((variance > monitor.ACTIVE).sum())
+        information = monitor.mutual_information(mean, logvar, noise)
+        return found | {
+            "active_units": active,
+            "mutual_information": information,
+            "mutual_information_ceiling": math.log(len(mean)),
+            "collapsed": monitor.has_collapsed(active, kl, information),
+        }
 
     def open_codec(self, final: Path) -> SequenceCodec:
         from isobatch.models.sequence_vae.generation import SequenceCodec
@@ -343,7 +292,7 @@ class SequenceVAE(Task):
         self, model: Any, batches: Iterable[Batch], draws: int, facts: Facts, split: str
     ) -> Mapping[str, float]:
         from isobatch.models.causal_lm.perplexity import finite_exp
-        from isobatch.models.sequence_vae.likelihood import importance_weighted_nll
+        from isobatch.models.sequence_vae.generation import importance_weighted_nll
 
         found = importance_weighted_nll(model, batches, draws, self.recipe.seed)
         words = words_per_sequence(facts, split)
@@ -390,21 +339,3 @@ def words_per_sequence(facts: Facts, split: str) -> float | None:
     """
     sizes = facts.extra.get("splits", {}).get(split, {})
     return sizes["words"] / sizes["sequences"] + 1 if sizes.get("words") else None
-
-
-def posterior_metrics(rows: np.ndarray) -> dict[str, float]:
-    """Active units and mutual information of posteriors, (N, 2 L): means, then log variances."""
-    import numpy as np
-    import torch
-
-    from isobatch.models.sequence_vae import posterior
-
-    mean, logvar = torch.from_numpy(rows.astype(np.float64)).chunk(2, dim=1)
-    variance = posterior.mean_variance(mean.sum(0), mean.square().sum(0), len(mean))
-    mean, logvar = mean[:EVALUATED_POSTERIORS], logvar[:EVALUATED_POSTERIORS]
-    noise = torch.from_numpy(np.random.default_rng(0).standard_normal(tuple(mean.shape)))
-    return {
-        "active_units": int(posterior.active_dimensions(variance).sum()),
-        "mutual_information": posterior.mutual_information(mean, logvar, noise),
-        "mutual_information_ceiling": math.log(len(mean)),
-    }
