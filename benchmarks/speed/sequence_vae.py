@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from isobatch.benchmarks.sessions import make_session, prepare_workload, train
 from isobatch.models.sequence_vae import monitor as monitoring
-from isobatch.models.sequence_vae import network, posterior
+from isobatch.models.sequence_vae import network
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -162,7 +162,7 @@ def numpy_monitor(history: Any) -> dict[str, float]:
     mean, logvar = (np.concatenate(arrays).astype(np.float64) for arrays in zip(*history, strict=True))
     kl = 0.5 * (mean**2 + np.exp(logvar) - 1 - logvar)
     noise = np.random.default_rng(0).standard_normal(mean.shape)
-    information = posterior.mutual_information(*map(torch.from_numpy, (mean, logvar, noise)))
+    information = monitoring.mutual_information(*map(torch.from_numpy, (mean, logvar, noise)))
     return {"kl": float(kl.sum(1).mean()), "active": float((mean.var(0) > 0.01).sum()), "mi": information}
 
 
@@ -200,8 +200,8 @@ def monitor_share(values: dict[str, Any], steps: int) -> Row:
 
     with make_session("sequence-vae", {**values, "steps": steps}) as session, contextlib.ExitStack() as after:
         task: Any = session.task
-        owners = (task, "_record"), (task, "_others"), (task, "_report"), (network.VAENetwork, "_compare")
-        for owner, name in (*owners, (monitoring.PosteriorMonitor, "add")):
+        methods = ((monitoring.PosteriorMonitor, name) for name in ("record", "others", "add"))
+        for owner, name in (*methods, (task, "_report"), (network.VAENetwork, "_compare")):
             own = vars(owner).get(name)
             setattr(owner, name, timed(getattr(owner, name)))
             after.callback(*((setattr, owner, name, own) if own is not None else (delattr, owner, name)))

@@ -125,7 +125,7 @@ class UserReader(RowReader):
     """Ids of users; or, of users who were not in training, the items that each took."""
 
     known: Any = None
-    """With --skip-unknown, `Recommendations`: what it does not know is left out, and rows with nothing else."""
+    """With --skip-unknown, `Recommendations`: what it does not know is left out."""
     left_out: list[str] = field(default_factory=list)
     """The items left out so far, each with its place."""
     split: Callable[[str], list[str]] = lambda text: text.split(",")

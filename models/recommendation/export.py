@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from isobatch.core.errors import refuse
 from isobatch.models.recommendation import catalogue, recommendations
-from isobatch.models.recommendation.task import TRAINING_FILE
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from isobatch.core.facts import Facts
+
+TRAINING_FILE = "training.safetensors"
+"""The trained parameters by name, for --start of another training."""
 
 
 def export_recommender(net: Any, folder: Path, facts: Facts) -> None:
@@ -45,13 +46,14 @@ def export_recommender(net: Any, folder: Path, facts: Facts) -> None:
     shutil.copy(recommendations.__file__, folder / "recommendations.py")
 
 
-def load_trained(net: Any, start: str, weights: Path, facts: Facts, data: str) -> None:
-    """Load another run's trained parameters; those that it lacks, such as LoRA's, stay as they are.
+def load_trained(net: Any, start: str, facts: Facts, data: str) -> None:
+    """Load the trained parameters of --start; those that it lacks, such as LoRA's, stay as they are.
 
-    `start`: what the user named. Raises UserError unless users, items, encoder and shapes are the same.
+    `data`: what the recipe names. Raises UserError unless users, items, encoder and shapes are the same.
     """
     from safetensors.torch import load_file
 
+    weights = training_weights_file(start)
     names, config = (
         json.loads((weights.parent / file).read_text())
         for file in (recommendations.NAMES_FILE, recommendations.CONFIG_FILE)
@@ -73,3 +75,9 @@ def load_trained(net: Any, start: str, weights: Path, facts: Facts, data: str) -
         }
     )
     net.load_state_dict({k: v for k, v in found.items() if k in own}, strict=False)
+
+
+def training_weights_file(start: str) -> Path:
+    """The file of a run, or of its final/, that training can start from."""
+    folder = Path(start).expanduser()
+    return (folder / "final" if (folder / "final").is_dir() else folder) / TRAINING_FILE

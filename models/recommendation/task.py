@@ -44,8 +44,6 @@ trained = open_recommendations(".")  # by="ease", "knn" or "popularity": a basel
 for title, score in trained.top(trained.users[0], 10):
     print(f"{score:8.3f}  {title}")
 """
-TRAINING_FILE = "training.safetensors"
-"""The trained parameters by name, for --start of another training."""
 TEXT_CACHE_FOLDER = "encoded"
 """Folder beside the prepared data for the states that enter the lowest trained block."""
 
@@ -175,6 +173,8 @@ class Recommender(Task):
         return found
 
     def check(self) -> None:
+        from isobatch.models.recommendation.export import training_weights_file
+
         options, recipe = self.options, self.recipe
         cohort, dim, start = options.cohort, options.dim, options.start
         is_shared, learns_texts = options.loss == "sampled-softmax", options.text in (None, "lora", "full")
@@ -273,7 +273,7 @@ class Recommender(Task):
         if options.start is not None:
             from isobatch.models.recommendation.export import load_trained
 
-            load_trained(net, options.start, training_weights_file(options.start), facts, self.recipe.data)
+            load_trained(net, options.start, facts, self.recipe.data)
         return net
 
     def _build_encoder(self, facts: Facts, catalogue: Any) -> Any:
@@ -437,7 +437,7 @@ class Recommender(Task):
     def open_lists(self, final: Path, by: str = MODEL) -> recommendations.Recommendations:
         with hub.reading(final), _users_errors(f"--by {by}: "):
             found: Any = _UsersLists(recommendations.open_recommendations(final, by))
-        return found  # type: ignore[no-any-return]
+        return found
 
     def sample(self, model: Any, facts: Facts, folder: Path) -> str | None:
         """The first user's recommendations."""
@@ -503,9 +503,3 @@ def _verdict(metrics: Mapping[str, Any], k: int) -> tuple[str, str, bool]:
         return best, "", False
     said = f"the {users:,} held-out users do not tell {BASELINES[best]} and this model apart"
     return best, f"{said} (difference, {shown})", False
-
-
-def training_weights_file(start: str) -> Path:
-    """The file of a run, or of its final/, that training can start from."""
-    folder = Path(start).expanduser()
-    return (folder / "final" if (folder / "final").is_dir() else folder) / TRAINING_FILE

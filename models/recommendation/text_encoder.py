@@ -225,8 +225,8 @@ class ChunkedEncoding(torch.autograd.Function):
     ) -> Tensor:
         ctx.encode, ctx.chunks, ctx.device, ctx.trained = encode, chunks, device, trained
         kind = device.type
-        autocast = {"dtype": torch.get_autocast_dtype(kind), "enabled": torch.is_autocast_enabled(kind)}
-        ctx.precision = partial(torch.autocast, kind, **autocast)
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        ctx.precision = partial(torch.autocast, kind, dtype=dtype, enabled=enabled)
         with torch.no_grad():
             return torch.cat([encode(chunk, device) for chunk in chunks])
 

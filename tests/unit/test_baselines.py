@@ -13,9 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from isobatch.core.errors import UserError
 from isobatch.models.recommendation import baselines, ranking
-from isobatch.models.recommendation.item_lists import RecommendationLists
-from isobatch.models.recommendation.recommendations import best_by, open_recommendations
-from isobatch.tests.unit.test_recommender import ITEMS, USERS, held_out, net
+from isobatch.models.recommendation.recommendations import Recommendations, open_recommendations
+from isobatch.tests.unit.test_recommender import ITEMS, USERS, held_out, net, recommender
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,9 +39,15 @@ def write_model(folder: Path) -> tuple[RecommenderNet, dict[str, Any]]:
     vectors = {k: np.ascontiguousarray(v.detach().numpy()) for k, v in arrays.items()}
     save_file({**vectors, "had": model.seen.numpy()}, folder / "model.safetensors")
     names = {"users": [f"u{n}" for n in range(USERS)], "items": [f"i{n}" for n in range(ITEMS)]}
-    (folder / "names.json").write_text(json.dumps({**names, "titles": names["items"]}))
+    known = {"counts": model.counts.tolist(), "described": [0] * ITEMS, "titles": names["items"]}
+    (folder / "names.json").write_text(json.dumps({**names, **known}))
     (folder / "config.json").write_text(json.dumps({"head": "dot"}))
     return model, baselines.final_figures(model, folder, lambda: [TEST], lambda: [VALID], 3)
+
+
+def every(lists: Recommendations) -> np.ndarray:
+    """(users, items) scores."""
+    return np.stack([lists.scores(user) for user in range(USERS)])
 
 
 def test_weights_are_those_of_the_formulas() -> None:
@@ -83,7 +88,7 @@ def test_settings_are_chosen_on_validation_alone(tmp_path: Path) -> None:
     untuned = baselines.final_figures(model, tmp_path, lambda: [TEST], None, 3)
     assert untuned["ease_lambda"] == baselines.EASE_LAMBDAS[0]
     assert "best_on_validation" not in untuned
-    assert best_by(tmp_path) == "model"
+    assert open_recommendations(tmp_path, "best").by == "model"
 
 
 @pytest.mark.parametrize("by", ["popularity", "knn", "ease"])
@@ -99,7 +104,7 @@ def test_lists_and_figures_are_those_of_the_file_that_is_kept(by: str, tmp_path:
         scores = x @ dense
     lists = open_recommendations(tmp_path, by)
     assert lists.by == by
-    np.testing.assert_allclose(lists.block_scores(np.arange(USERS)), scores, atol=1e-6)
+    np.testing.assert_allclose(every(lists), scores, atol=1e-6)
     ranks = []
     for user, item in zip(TEST["user"].tolist(), TEST["item"].tolist(), strict=True):
         others = [i for i in range(ITEMS) if not x[user, i] and i != item]
@@ -124,15 +129,15 @@ def test_what_an_item_is_like_is_told_by_weights(tmp_path: Path) -> None:
         entry["item"] for entry in open_recommendations(tmp_path, "knn").similar(f"i{item}", ITEMS)
     } == with_it
     with pytest.raises(UserError, match="popularity knows no items like another"):
-        RecommendationLists(tmp_path, "popularity").similar("i1", 3)
+        recommender().open_lists(tmp_path, "popularity").similar("i1", 3)
     (tmp_path / baselines.BASELINES_FILE).unlink()
-    with pytest.raises(UserError, match=r"--by ease: there is no baselines.safetensors .* an older version"):
-        RecommendationLists(tmp_path, "ease")
+    with pytest.raises(UserError, match="No such file"):
+        recommender().open_lists(tmp_path, "ease")
 
 
 def test_the_best_on_validation_is_a_name_that_lists_know(tmp_path: Path) -> None:
     _, found = write_model(tmp_path)
-    assert open_recommendations(tmp_path, "best").by == found["best_on_validation"] == best_by(tmp_path)
+    assert open_recommendations(tmp_path, "best").by == found["best_on_validation"]
 
 
 def test_a_large_catalogue_keeps_popularity_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,9 +145,9 @@ def test_a_large_catalogue_keeps_popularity_alone(tmp_path: Path, monkeypatch: p
     _, found = write_model(tmp_path)
     assert "ease_hr@3" not in found
     assert "full_popularity_ndcg@3_difference_ci95" in found
-    assert RecommendationLists(tmp_path, "popularity").recommend("u1", 2)
+    assert recommender().open_lists(tmp_path, "popularity").recommend("u1", 2)
     with pytest.raises(UserError, match="--by ease: EASE was not fitted: the catalogue is too large"):
-        RecommendationLists(tmp_path, "ease")
+        recommender().open_lists(tmp_path, "ease")
 
 
 def test_intervals_count_rows_of_a_user_together() -> None:
@@ -212,7 +217,8 @@ def test_without_held_out_data_the_chosen_settings_are_fitted(tmp_path: Path) ->
     np.fill_diagonal(weights, 0)
     lists = open_recommendations(tmp_path, "best")
     assert lists.by == "ease"
-    np.testing.assert_allclose(lists.block_scores(np.arange(USERS)), x @ weights, atol=2e-3)
+    np.testing.assert_allclose(every(lists), x @ weights, atol=2e-3)
     shrunk = baselines.knn_weights(baselines.gram_matrix(model), baselines.KNN_SHRINKAGES[0])
-    by_knn = open_recommendations(tmp_path, "knn").block_scores(np.arange(USERS))
-    np.testing.assert_allclose(by_knn, x @ shrunk.double().numpy(), atol=2e-3)
+    np.testing.assert_allclose(
+        every(open_recommendations(tmp_path, "knn")), x @ shrunk.double().numpy(), atol=2e-3
+    )

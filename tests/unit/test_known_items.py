@@ -14,13 +14,16 @@ from isobatch.launch.predicting.command import answer_file
 from isobatch.launch.predicting.item_choice import restrict
 from isobatch.launch.predicting.recommend import RecommendOptions, _answer, listed
 from isobatch.launch.predicting.rows import UserReader
-from isobatch.models.recommendation.item_lists import RecommendationLists
-from isobatch.models.recommendation.recommendations import SHRINKAGE, Recommendations, UntrainedItemError
+from isobatch.models.recommendation.recommendations import SHRINKAGE, RecommendationError, Recommendations
 from isobatch.tests.unit.test_new_users import ITEMS, write_model
+from isobatch.tests.unit.test_recommender import recommender
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
+
+
+open_lists = recommender().open_lists
 
 
 def names(entries: Sequence[dict[str, Any]]) -> list[str]:
@@ -29,7 +32,7 @@ def names(entries: Sequence[dict[str, Any]]) -> list[str]:
 
 def test_items_that_nobody_took_are_like_nothing_unless_they_have_a_text(tmp_path: Path) -> None:
     model = write_model(tmp_path, counts={3: 0, 7: 0}, described=(7,))
-    with pytest.raises(UntrainedItemError, match=r"item i3: nobody took it in training, .*train again"):
+    with pytest.raises(RecommendationError, match=r"item i3: nobody took it in training, .*train again"):
         model.similar("i3", 5)
     assert len(model.similar("i7", ITEMS)) == ITEMS - 2
     assert "i3" not in names(model.similar("i0", ITEMS))
@@ -53,21 +56,13 @@ def test_what_tells_nothing_of_a_new_user_is_said_and_changes_nothing(tmp_path: 
     nothing, little = model.remarks(["i3", "i0", "i4"])
     assert nothing.startswith("item i3: nobody took it in training")
     assert little == "item i4: was taken once in training: little is known of it"
-    with pytest.raises(UntrainedItemError, match="item i3"):
+    with pytest.raises(RecommendationError, match="item i3"):
         model.for_items(["i3"], 5)
-
-
-def test_older_models_are_read_by_what_users_had(tmp_path: Path) -> None:
-    write_model(tmp_path)
-    known = json.loads((tmp_path / "names.json").read_text())
-    del known["counts"], known["described"]
-    (tmp_path / "names.json").write_text(json.dumps(known))
-    assert Recommendations(tmp_path).counts.tolist() == [1, 1, 1] + [0] * (ITEMS - 3)
 
 
 def test_items_can_be_left_out_or_be_the_only_ones(tmp_path: Path) -> None:
     write_model(tmp_path)
-    lists = RecommendationLists(tmp_path)
+    lists = open_lists(tmp_path)
     (tmp_path / "sold.csv").write_text("item_id,stock\ni4,0\ni5,0\ngone,0\n")
     said = restrict(lists, None, str(tmp_path / "sold.csv"), False, None)
     assert said == ["--without: 1 of 3 items are not in the training data: gone"]
@@ -75,7 +70,7 @@ def test_items_can_be_left_out_or_be_the_only_ones(tmp_path: Path) -> None:
         *("i0", "i1", "i2"),
         *("i4", "i5"),
     }
-    lists = RecommendationLists(tmp_path)
+    lists = open_lists(tmp_path)
     restrict(lists, "i0,i9,Bug's Life, A", "i9", True, None)
     assert set(names(lists.recommend("u0", 99))) == {"i0", "i4"}, "i0 was had, and --with-seen keeps it"
     assert set(names(lists.for_items(["i0"], 99))) == {"i0", "i4"}
@@ -86,7 +81,7 @@ def test_items_can_be_left_out_or_be_the_only_ones(tmp_path: Path) -> None:
 
 
 def answerer(folder: Path, skip: bool) -> Answerer:
-    lists = RecommendationLists(folder)
+    lists = open_lists(folder)
 
     def predict(users: Sequence[Any]) -> list[dict[str, Any]]:
         found = [lists.recommend(u, 2) if isinstance(u, str) else lists.for_items(u, 2) for u in users]
@@ -120,7 +115,7 @@ def test_a_shared_title_stands_for_all_that_have_it_and_is_asked_about_where_one
     known = json.loads((tmp_path / "names.json").read_text())
     known["titles"][6] = known["titles"][20] = "Chasing Amy"
     (tmp_path / "names.json").write_text(json.dumps(known))
-    lists = RecommendationLists(tmp_path)
+    lists = open_lists(tmp_path)
     restrict(lists, None, "Chasing Amy", False, None)
     assert not {"i6", "i20"} & {*names(lists.recommend("u3", 99))}
     restrict(lists, "Chasing Amy", None, False, None)
@@ -135,7 +130,7 @@ def test_an_item_counts_once_and_decimal_ids_are_those_of_training(tmp_path: Pat
     known = json.loads((tmp_path / "names.json").read_text())
     known |= {"users": [str(n) for n in range(40)], "items": [str(n) for n in range(ITEMS)]}
     (tmp_path / "names.json").write_text(json.dumps(known))
-    lists = RecommendationLists(tmp_path)
+    lists = open_lists(tmp_path)
     assert lists.recommend("7.0", 5) == lists.recommend("7", 5)
     assert lists.for_items(["3.0"], 5) == lists.for_items(["3"], 5)
     (tmp_path / "sold.csv").write_text("item_id\n4.0\n5.00\n")
@@ -156,12 +151,12 @@ def test_no_item_left_to_offer_is_refused(only: str, without: str | None, tmp_pa
         UserError,
         match=r"no item is left to offer|--only : .*not in the training|--only .*none.csv: holds no rows",
     ):
-        restrict(RecommendationLists(tmp_path), path, without, False, None)
+        restrict(open_lists(tmp_path), path, without, False, None)
 
 
 def test_empty_lists_are_refused_or_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path)  # u0 had i0, i1 and i2; the others nothing
-    lists = RecommendationLists(tmp_path)
+    lists = open_lists(tmp_path)
     restrict(lists, "i0,i1", None, False, None)
     out = tmp_path / "lists.csv"
     for asked, file in (({"user": "u0"}, None), ({"user": "u0"}, out), ({"user": "u0,u0"}, out)):

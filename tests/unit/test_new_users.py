@@ -10,12 +10,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from isobatch.core.errors import UserError
-from isobatch.models.recommendation.item_lists import RecommendationLists
-from isobatch.models.recommendation.recommendations import (
-    HeadError,
-    Recommendations,
-    UnknownItemError,
-)
+from isobatch.models.recommendation.recommendations import RecommendationError, Recommendations
+from isobatch.tests.unit.test_recommender import recommender
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -86,9 +82,9 @@ def test_a_title_may_hold_commas(tmp_path: Path) -> None:
 
 def test_what_cannot_be_answered_is_said(tmp_path: Path) -> None:
     model = write_model(tmp_path)
-    with pytest.raises(UnknownItemError, match=r"item Bok 7: is not .* \(did you mean Book 7\?\)"):
+    with pytest.raises(RecommendationError, match=r"item Bok 7: is not .* \(did you mean Book 7\?\)"):
         model.for_items(["i1", "Bok 7"], 3)
     with pytest.raises(UserError, match="item x: is not in the training data"):
-        RecommendationLists(tmp_path).for_items(["x"], 3)
-    with pytest.raises(HeadError, match="needs --head dot; this model has --head mlp"):
+        recommender().open_lists(tmp_path).for_items(["x"], 3)
+    with pytest.raises(RecommendationError, match="needs --head dot; this model has --head mlp"):
         write_model(tmp_path, "mlp").for_items(["i1"], 3)

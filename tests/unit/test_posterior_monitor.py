@@ -10,11 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from isobatch.models.sequence_vae import posterior
-from isobatch.models.sequence_vae.monitor import COMPARED, STEP, TOTALS, PosteriorMonitor
+from isobatch.models.sequence_vae import monitor as posterior
+from isobatch.models.sequence_vae.monitor import (
+    COMPARED,
+    STEP,
+    TOTALS,
+    Figures,
+    History,
+    Posterior,
+    PosteriorMonitor,
+    judge,
+    sentence,
+)
 from isobatch.models.sequence_vae.options import MonitorPace
-from isobatch.models.sequence_vae.posterior import Posterior
-from isobatch.models.sequence_vae.verdict import Figures, History, judge, sentence
 
 LATENT = 5
 

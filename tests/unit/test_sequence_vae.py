@@ -16,9 +16,9 @@ from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.engine.registry import complete, workload
 from isobatch.launch.local.arguments import parse_request
-from isobatch.models.sequence_vae import generation, likelihood
-from isobatch.models.sequence_vae.network import NetworkConfig, VAENetwork, initialize
-from isobatch.models.sequence_vae.objective import KLSchedule, Objective
+from isobatch.models.sequence_vae import generation
+from isobatch.models.sequence_vae.network import NetworkConfig, Objective, VAENetwork, initialize
+from isobatch.models.sequence_vae.options import SequenceVAEOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,13 +115,13 @@ def test_a_new_decoder_is_the_same_everywhere() -> None:
     ],
 )
 def test_the_weight_of_the_kl_over_the_steps(kind: Any, weights: list[float]) -> None:
-    schedule = KLSchedule(kind, beta=2.0, warmup=0.5, cycles=2)
-    assert [schedule.weight(step, 100) for step in (0, 25, 50, 75, 100)] == pytest.approx(weights)
+    options = SequenceVAEOptions(kl_schedule=kind, beta=2.0, kl_warmup=0.5, kl_cycles=2)
+    assert [Objective(options).weight(step, 100) for step in (0, 25, 50, 75, 100)] == pytest.approx(weights)
 
 
 def test_free_bits_hold_for_each_sample() -> None:
     """A sample below the bound gets no gradient, whatever its neighbours have."""
-    objective = Objective(KLSchedule("constant", 1.0, 0.25, 4), free_bits=3.0, target_kl=None)
+    objective = Objective(SequenceVAEOptions(free_bits=3.0))
     kl = torch.tensor([1.0, 5.0, 2.9], requires_grad=True)
     term = objective.kl_term(kl, 0, 10)
     term.backward()
@@ -131,7 +131,7 @@ def test_free_bits_hold_for_each_sample() -> None:
 
 
 def test_a_target_steers_the_weight() -> None:
-    objective = Objective(KLSchedule("constant", 1.0, 0.25, 4), free_bits=0.0, target_kl=4.0)
+    objective = Objective(SequenceVAEOptions(target_kl=4.0))
     kl = torch.ones(2)
     for _ in range(50):
         objective.control(torch.tensor(1.0, dtype=torch.float64))
@@ -158,11 +158,11 @@ def test_the_likelihood_agrees_with_an_integral() -> None:
             prior = -0.5 * (z[:, 0].double() ** 2 + math.log(2 * math.pi))
             expected -= float(torch.logsumexp(own + prior, 0) + math.log(16 / 4000))
     batch = {"index": torch.tensor([3, 8]), "length": length, "tokens": tokens}
-    found = likelihood.importance_weighted_nll(model, [batch], draws=4000, seed=0)
+    found = generation.importance_weighted_nll(model, [batch], draws=4000, seed=0)
     assert found["iw_nll"] == pytest.approx(expected / 2, abs=0.01)
     assert found["iw_perplexity"] == pytest.approx(math.exp(2 * found["iw_nll"] / 8))
     single = [{name: values[i : i + 1] for name, values in batch.items()} for i in (1, 0)]
-    again = likelihood.importance_weighted_nll(model, single, draws=4000, seed=0)
+    again = generation.importance_weighted_nll(model, single, draws=4000, seed=0)
     assert again["iw_nll"] == pytest.approx(found["iw_nll"], rel=1e-6)
 
 
@@ -215,7 +215,9 @@ def test_an_export_opens_again(backbone: str, tmp_path: Path) -> None:
     task.export(model, tmp_path, facts)
     assert set(json.loads((tmp_path / "config.json").read_text())) > {"latent", "backbone", "eos"}
     tokens, length = rows(4, 9)
-    ours, theirs = (m(tokens, length, None).nll for m in (model, generation.open_model(tmp_path)))
+    ours, theirs = (
+        m(tokens, length, None).nll for m in (model, generation.SequenceCodec.open(tmp_path).model)
+    )
     assert ours.item() == theirs.item()
     codec = generation.SequenceCodec.open(tmp_path)
     assert len(codec.interpolate("1 2 3", "4,5", count=5, tokens=4)) == 5
@@ -228,7 +230,7 @@ def test_an_export_opens_again(backbone: str, tmp_path: Path) -> None:
     ("asked", "said"),
     [
         ({"max_length": 1}, "the end token"),
-        ({"target_kl": 3, "free_bits": 2}, "give one of them"),
+        ({"target_kl": 3, "free_bits": 2}, "give one"),
         ({"monitor": "off", "on_collapse": "stop"}, "the monitor is off"),
         ({"pretrain": 1}, "below 1"),
         ({"target_kl": 3, "kl_schedule": "linear"}, "--target-kl steers the weight"),

@@ -85,9 +85,8 @@ def test_a_backward_in_chunks_gives_the_same_gradients(family: str, prefix: bool
     made, numbers = encoder(family), torch.arange(23)
     if prefix:
         made.cache_prefix(2, tmp_path)
-    made.chunked = False
     whole = loss_and_gradients(made, numbers)
-    made.chunked, made.chunk_tokens = True, 30
+    made.chunk_tokens = 30
     assert len(made.split_into_chunks(numbers)) > 4
     assert_close(whole, loss_and_gradients(made, numbers))
 
@@ -118,7 +117,7 @@ def test_memory_of_the_graph_does_not_grow_with_the_texts() -> None:
         return sum(found)
 
     assert kept(23) <= kept(11) + 23  # places of the texts
-    made.chunked = False
+    made.chunk_tokens = 4096
     assert kept(23) > 1.5 * kept(11)
 
 
