@@ -61,7 +61,6 @@ ALLOWED = {
     "recommendation/ranking.py:metric_parts": EVERY_PART,
     "recommendation/ranking.py:rank_metrics": PARTS,
     "recommendation/ranking.py:new_items": PLACES,
-    "recommendation/text_encoder.py:_move_if_it_fits": TABLE,
     "recommendation/text_encoder.py:forward": EVERY_PART,
     "recommendation/text_encoder.py:_pool": PLACES,
     "sequence_vae/generation.py:decode": "writes texts, and learns nothing",
