@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -18,11 +17,16 @@ _registered: set[str] = set()
 
 def register_attention(name: str, attention: Any, mask: Any) -> None:
     """Register an attention function and its mask function under `name`, for `set_attn_implementation`."""
+    for table, function in zip(_tables(), (attention, mask), strict=True):
+        table[name] = function
+    _registered.add(name)
+
+
+def _tables() -> tuple[Any, Any]:
+    """transformers' attention functions and mask functions by name, which have no public way to read."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
-    _registered.add(name)
+    return AttentionInterface._global_mapping, AttentionMaskInterface._global_mapping  # noqa: SLF001
 
 
 def known_attention(kernel: str) -> tuple[Any, Any]:
@@ -30,12 +34,8 @@ def known_attention(kernel: str) -> tuple[Any, Any]:
 
     The eager function is not registered but defined in each model's file; SDPA computes the same.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    functions: Any = AttentionInterface._global_mapping  # noqa: SLF001  no public way to read it
-    masks: Any = AttentionMaskInterface._global_mapping  # noqa: SLF001
-    return functions.get(kernel) or functions["sdpa"], masks.get(kernel, sdpa_mask)
+    functions, masks = _tables()
+    return functions.get(kernel) or functions["sdpa"], masks.get(kernel) or masks["sdpa"]
 
 
 def without_waiting(mask: Any) -> Any:
@@ -84,45 +84,27 @@ def _is_plain_causal(config: Any, kernel: str, length: int) -> bool:
 
 def _register_without_mask(kernel: str) -> None:
     """Register a known attention function again: transformers makes no mask for a name without one."""
-    from transformers import AttentionInterface
-
-    name, function = kernel + CAUSAL, known_attention(kernel)[0]
-    functions: Any = AttentionInterface._global_mapping  # noqa: SLF001
-    if functions.get(name) is not function:
-        AttentionInterface.register(name, function)
-        _registered.add(name)
+    _tables()[0][kernel + CAUSAL] = known_attention(kernel)[0]
+    _registered.add(kernel + CAUSAL)
 
 
 def registered_attention() -> dict[str, tuple[Any, Any]]:
     """Name -> (attention function, mask function) of all that is registered here."""
-    if not _registered:
-        return {}
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    functions: Any = AttentionInterface._global_mapping  # noqa: SLF001  no public way to read it
-    masks: Any = AttentionMaskInterface._global_mapping  # noqa: SLF001
-    return {name: (functions.get(name), masks.get(name)) for name in _registered}
+    return {name: tuple(table.get(name) for table in _tables()) for name in _registered}
 
 
 def register_again(found: dict[str, tuple[Any, Any]]) -> None:
     """Register what `registered_attention` found: another model may have taken the names since."""
-    from transformers import AttentionInterface
-
-    for name, (attention, mask) in found.items():
-        if mask is None:
-            AttentionInterface.register(name, attention)
-            _registered.add(name)
-        else:
-            register_attention(name, attention, mask)
+    for name, functions in found.items():
+        _registered.add(name)
+        for table, function in zip(_tables(), functions, strict=True):
+            if function is not None:
+                table[name] = function
 
 
 def unregister_attention() -> None:
     """Unregister everything that was registered here in this process."""
-    if "transformers" not in sys.modules:
-        return
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     for name in _registered:
-        AttentionInterface._global_mapping.pop(name, None)  # noqa: SLF001  no public way to remove one
-        AttentionMaskInterface._global_mapping.pop(name, None)  # noqa: SLF001
+        for table in _tables():
+            table.pop(name, None)
     _registered.clear()

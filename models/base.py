@@ -385,10 +385,6 @@ class Task(ABC):
         """Lines for the user on the data, before training."""
         return list(facts.extra.get("notes", []))
 
-    def first_step_remark(self, losses: Mapping[str, float], facts: Facts) -> str:
-        """A line for the user on the losses of the first step, if they say that something is wrong."""
-        return ""
-
     def final_remark(self, metrics: Mapping[str, Any]) -> str:
         """A line for the user on the metrics of the finished run, if they say that something is wrong."""
         return ""

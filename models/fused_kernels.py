@@ -36,8 +36,6 @@ class _Fused:
         if self._chosen is None:
             compiles = has_triton(first.device)
             self._chosen = torch.compile(self.formula, dynamic=True) if compiles else self.unfused
-        if self._chosen is self.unfused:
-            return self.unfused(first, *others)
         try:
             return self._chosen(first, *others)
         except torch.OutOfMemoryError:
@@ -45,7 +43,8 @@ class _Fused:
         except Exception as error:  # compilers fail in many ways: none installed, no Python.h, a full disk
             found = self.unfused(first, *others)  # an error of the arguments is raised again here
             self._chosen = self.unfused
-            _failures[:] = [f"torch cannot compile here, so some steps are slower: {_first_line(error)}"]
+            reason = next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)[:200]
+            _failures[:] = [f"torch cannot compile here, so some steps are slower: {reason}"]
             return found
 
 
@@ -54,8 +53,3 @@ def has_triton(device: torch.device) -> bool:
     from torch.utils._triton import has_triton as installed
 
     return device.type == "cuda" and installed()
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:200] if lines else type(error).__name__

@@ -12,10 +12,11 @@ from safetensors import SafetensorError
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import IsobatchError, UserError
+from isobatch.core.flags import nearest_hint, nearest_path_hint
 from isobatch.core.hub_cache import explain_hub_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -25,9 +26,8 @@ TOKENIZER_FILES = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.txt")
 
 def unread_revision(*names: str | None) -> dict[str, str]:
     """See `Task.unread`: --revision, unless one of these models or tokenizers is on the hub."""
-    return (
-        {} if any(name and is_id(name) for name in names) else {"revision": "no model here is from the hub"}
-    )
+    from_hub = any(name and is_id(name) for name in names)
+    return {} if from_hub else {"revision": "no model here is from the hub"}
 
 
 def is_id(name: str) -> bool:
@@ -62,9 +62,27 @@ def check_folder(folder: Path, tokenizer: str | None) -> None:
     if not (folder / "config.json").is_file():
         raise UserError(f"--model {folder}: holds no config.json, so it is no saved model")
     if tokenizer is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise UserError(f"--model {folder}: holds no tokenizer (tokenizer.json, vocab...): add --tokenizer")
+
+
+def check_model(
+    name: str, revision: str | None, tokenizer: str | None, presets: Collection[str], flag: str = "--model"
+) -> dict[str, Any] | None:
+    """The config.json of a model; None of one that must be downloaded. Raises UserError unless it is a folder
+    with a model or a hub id; `presets` are what else the flag takes.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        check_folder(folder, tokenizer)
+        return load_config(name, None)
+    if not is_id(name):
+        hint = nearest_hint(name, presets) or nearest_path_hint(folder)
         raise UserError(
-            f"--model {folder}: holds no tokenizer (tokenizer.json, vocab.json...): add --tokenizer"
+            f"{flag} {name}: is no preset{hint}, folder or hub id (owner/name, such as"
+            f" openai-community/gpt2); presets: {', '.join(presets)}"
         )
+    require_available(name, revision, flag)
+    return load_config(name, revision) if snapshot(name, revision) else None
 
 
 def check_vocabulary(name: str, embedding_rows: int | None, vocabulary: int, otherwise: str = "") -> None:
@@ -83,24 +101,21 @@ def check_architecture(name: str, config: Mapping[str, Any], remote_code: bool, 
     """Raise UserError unless transformers has a causal LM of this model type or its own code may run."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known_types
 
-    model_type, custom_class = (
-        config.get("model_type"),
-        (config.get("auto_map") or {}).get("AutoModelForCausalLM"),
-    )
+    model_type = config.get("model_type")
+    custom_class = (config.get("auto_map") or {}).get("AutoModelForCausalLM")
     if remote_code and custom_class:
         if not Path(name).expanduser().is_dir() and revision is None:
             raise UserError(
                 f"--remote-code: the code of {name} may change after you have read it: add --revision COMMIT"
             )
-    elif custom_class and model_type not in known_types:
-        raise UserError(
-            f"--model {name}: transformers knows no {model_type}, and the model brings Python code of its own"
-            f" ({custom_class}): read it, then add --remote-code"
-        )
     elif model_type not in known_types:
+        if custom_class:
+            raise UserError(
+                f"--model {name}: transformers knows no {model_type}, and the model brings Python code of its"
+                f" own ({custom_class}): read it, then add --remote-code"
+            )
         raise UserError(
-            f"--model {name}: transformers has no causal language model of type {model_type}: take another,"
-            " or a newer transformers"
+            f"--model {name}: transformers has no causal language model of type {model_type}: take another"
         )
 
 
@@ -177,14 +192,11 @@ def fetch_weights(name: str, revision: str | None, flag: str = "--model") -> str
 
 def has_weights(folder: Path) -> bool:
     """Whether all weight files are there: what is cached may be the tokenizer or the config alone."""
-    for name in WEIGHT_FILES:
-        index = folder / f"{name}.index.json"
-        if (folder / name).is_file():
-            return True
-        if index.is_file():
-            parts = set(json.loads(index.read_text())["weight_map"].values())
-            return all((folder / part).is_file() for part in parts)
-    return False
+    if any((folder / name).is_file() for name in WEIGHT_FILES):
+        return True
+    index = next(filter(Path.is_file, (folder / f"{name}.index.json" for name in WEIGHT_FILES)), None)
+    parts = set(json.loads(index.read_text())["weight_map"].values()) if index else set()
+    return bool(parts) and all((folder / part).is_file() for part in parts)
 
 
 def weights_hash(path: str, revision: str | None = None) -> str:
@@ -195,8 +207,7 @@ def weights_hash(path: str, revision: str | None = None) -> str:
     digest = hashlib.sha256()
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), folder / "config.json"]):
         with file.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
+            hashlib.file_digest(stream, lambda: digest)
     return digest.hexdigest()[:16]
 
 

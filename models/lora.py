@@ -68,13 +68,13 @@ def fit_embeddings(model: Any, folder: Path) -> None:
     """Give a base model as many embeddings as the adapter in `folder` has of its own, if it has any."""
     from safetensors import safe_open
 
-    name = next(n for n, m in model.named_modules() if m is model.get_input_embeddings())
+    table = model.get_input_embeddings()
+    name = next(n for n, m in model.named_modules() if m is table)
     with safe_open(str(folder / ADAPTER_FILE), "pt") as file:
-        if (key := f"{PEFT_PREFIX}{name}.weight") not in file.keys():  # noqa: SIM118 - it is no mapping
-            return
-        count = file.get_slice(key).get_shape()[0]
-    if count != model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(count, mean_resizing=False)
+        own = [k for k in file.keys() if k == f"{PEFT_PREFIX}{name}.weight"]  # noqa: SIM118 - it is no mapping
+        counts = [file.get_slice(key).get_shape()[0] for key in own]
+    if counts and counts[0] != table.weight.shape[0]:
+        model.resize_token_embeddings(counts[0], mean_resizing=False)
 
 
 def check_targets(matrices: Iterable[str], wanted: str) -> None:
@@ -82,14 +82,11 @@ def check_targets(matrices: Iterable[str], wanted: str) -> None:
 
     Embeddings and head are refused: they may be one tied table.
     """
-    if wanted in ("auto", "all-linear"):
-        return
-    for name in (name.strip() for name in wanted.split(",")):
+    suffixes = [] if wanted in ("auto", "all-linear") else [name.strip() for name in wanted.split(",")]
+    for name in suffixes:
         if not any(f".{matrix}".endswith(f".{name}") for matrix in matrices):
-            known = sorted({matrix.rpartition(".")[2] for matrix in matrices})
-            raise UserError(
-                f"--lora-targets {wanted}: {name} is no matrix of the blocks; there are {', '.join(known)}"
-            )
+            known = ", ".join(sorted({matrix.rpartition(".")[2] for matrix in matrices}))
+            raise UserError(f"--lora-targets {wanted}: {name} is no matrix of the blocks; there are {known}")
 
 
 def quiet_bitsandbytes() -> None:
@@ -138,8 +135,7 @@ def usual_targets(model_type: str) -> list[str] | None:
     quiet_bitsandbytes()
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN_TARGETS
 
-    names = KNOWN_TARGETS.get(model_type)
-    return list(names) if names else None
+    return list(KNOWN_TARGETS.get(model_type) or ()) or None
 
 
 def save_adapter(model: Any, folder: Path, head: Sequence[str] = ()) -> None:

@@ -6,6 +6,7 @@ card on any machine.
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -65,14 +66,13 @@ class HeldOutFigures(NamedTuple):
 def render(model: ModelDescription, recipe: Recipe, facts: Facts, measured: HeldOutFigures) -> str:
     """The text of the card."""
     base = _base_model(recipe)
-    parts = [
-        *_head(model, recipe),
-        "\n".join([DATA, "", *_data_lines(recipe, facts)]),
-        "\n".join(["## Results", "", *_result_lines(facts, measured)]),
-        "\n".join(["## Training", "", *_training_lines(recipe, measured, base)]),
-        f"## Licence\n\n{_licence(recipe, base)}",
-    ]
-    return "\n\n".join(filter(None, parts)) + "\n"
+    sections = {
+        DATA: _data(recipe, facts),
+        "## Results": _results(facts, measured),
+        "## Training": _training(recipe, measured, base),
+        "## Licence": _licence(recipe, base),
+    }
+    return _head(model, recipe) + "".join(f"\n\n{title}\n\n{text}" for title, text in sections.items()) + "\n"
 
 
 def render_export(model: ModelDescription, recipe: Recipe, of_final: str, measured_on: str) -> str:
@@ -81,21 +81,20 @@ def render_export(model: ModelDescription, recipe: Recipe, of_final: str, measur
     `measured_on`: which weights those were measured with.
     """
     _, found, rest = of_final.partition(f"{DATA}\n")
-    if not found:
-        return ""
     rest = rest.replace(WITH_THESE_WEIGHTS, measured_on)
-    return "\n\n".join(filter(None, [*_head(model, recipe), f"{DATA}\n{rest}"]))
+    return f"{_head(model, recipe)}\n\n{DATA}\n{rest}" if found else ""
 
 
-def _head(model: ModelDescription, recipe: Recipe) -> list[str]:
+def _head(model: ModelDescription, recipe: Recipe) -> str:
     """What the model is and how it is used."""
-    usage = [f"In this folder{f' ({model.remark})' if model.remark else ''}:", ""]
-    usage += [f"```{model.language}", *model.usage.strip().splitlines(), "```"]
-    return [
+    parts = [
         _front_matter(model, recipe, _base_model(recipe)),
-        f"# {_plain(model.title)}\n\n{_plain(model.summary)}".strip(),
-        "\n".join(["## Use", "", *usage]),
+        f"# {_plain(model.title)}",
+        _plain(model.summary),
+        f"## Use\n\nIn this folder{f' ({model.remark})' if model.remark else ''}:",
+        f"```{model.language}\n{model.usage.strip()}\n```",
     ]
+    return "\n\n".join(filter(None, parts))
 
 
 def _front_matter(model: ModelDescription, recipe: Recipe, base: str | None) -> str:
@@ -127,66 +126,63 @@ def _short_name(place: str) -> str:
 def licence_of(model: str, revision: str | None) -> str | None:
     """The licence that the model card of a folder, or of a hub id in the cache, names; None where none."""
     import yaml
+    from huggingface_hub import metadata_load
 
-    card = Path(hub.local_path_or_id(model, revision)) / FILE
-    if not card.is_file():
-        return None
-    front = re.match(r"---\r?\n(.*?)\r?\n---", card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
-    try:
-        fields = yaml.safe_load(front[1]) if front else None
-    except yaml.YAMLError:
-        return None
-    licence = fields.get("license") if isinstance(fields, dict) else None
+    licence = None
+    with contextlib.suppress(OSError, ValueError, yaml.YAMLError):
+        licence = (metadata_load(Path(hub.local_path_or_id(model, revision)) / FILE) or {}).get("license")
     return _plain(licence) if isinstance(licence, str) else None
 
 
-def _data_lines(recipe: Recipe, facts: Facts) -> list[str]:
+def _data(recipe: Recipe, facts: Facts) -> str:
     sizes = ", ".join(f"{count:,} in {split}" for split, count in facts.samples.items())
     sizes = sizes.replace(" in ", " samples in ", 1)
-    notes = [f"- {_plain(note)}" for note in facts.extra.get("notes", [])]
+    notes = "".join(f"\n- {_plain(note)}" for note in facts.extra.get("notes", []))
     named = f"{_plain(_short_name(recipe.data))}: {sizes} (fingerprint {facts.fingerprint})."
-    return [named, *([""] if notes else []), *notes]
+    return f"{named}\n{notes}" if notes else named
 
 
-def _result_lines(facts: Facts, measured: HeldOutFigures) -> list[str]:
-    splits = list(measured.metrics)
-    remark = ["", _plain(measured.remark)] if measured.remark else []
+def _results(facts: Facts, measured: HeldOutFigures) -> str:
+    splits = measured.metrics
+    remark = f"\n\n{_plain(measured.remark)}" if measured.remark else ""
     if not splits:
-        return ["Nothing was held out, so nothing was measured.", *remark]
-    names = [n for split in splits for n, value in measured.metrics[split].items() if _figure(value)]
-    names = list(dict.fromkeys(names))
-    names = [n for n in names if "latency" not in n]  # that is the machine's
-    rows = [[n, *(_figure(measured.metrics[split].get(n)) for split in splits)] for n in names]
+        return f"Nothing was held out, so nothing was measured.{remark}"
     counts = " and ".join(f"all {facts.samples[split]:,} samples of {split}" for split in splits)
     protocol = f"Measured on {counts}, {WITH_THESE_WEIGHTS}."
     if measured.chosen_by:
         protocol += (
-            f" They are the best of the run's evaluations by {measured.chosen_by} on valid, which makes that"
-            " figure a little too good."
+            f" They are the best of the run's evaluations by {measured.chosen_by} on valid, which makes"
         )
+        protocol += " that figure a little too good."
+    figures = {split: {n: _figure(value) for n, value in found.items()} for split, found in splits.items()}
+    names = dict.fromkeys(n for found in figures.values() for n in found if found[n] and "latency" not in n)
+    rows = [[n, *(found.get(n, "") for found in figures.values())] for n in names]
     table = [f"| | {' | '.join(splits)} |", "|---" * (len(splits) + 1) + "|"]
-    return [protocol, "", *table, *(f"| {' | '.join(row)} |" for row in rows), *remark]
+    return "\n".join([protocol, "", *table, *(f"| {' | '.join(row)} |" for row in rows)]) + remark
 
 
 def _figure(value: Any) -> str:
     """A number, a word or an interval as text; empty for longer lists and for what is missing."""
-    if isinstance(value, list) and len(value) == 2 and all(isinstance(one, float) for one in value):
-        return " to ".join(map(_figure, value))
-    if isinstance(value, str):
-        return _plain(value)
-    if not isinstance(value, float | int):
-        return ""
-    return f"{value:.4f}" if isinstance(value, float) else f"{value:,}"
+    match value:
+        case [float(low), float(high)]:
+            return f"{low:.4f} to {high:.4f}"
+        case str():
+            return _plain(value)
+        case float():
+            return f"{value:.4f}"
+        case int():
+            return f"{value:,}"
+    return ""
 
 
-def _training_lines(recipe: Recipe, measured: HeldOutFigures, base: str | None) -> list[str]:
+def _training(recipe: Recipe, measured: HeldOutFigures, base: str | None) -> str:
     preset = f" ({_plain(recipe.model)})" if recipe.model else ""
     start = f"from {_plain(_short_name(base))}" if base else f"from scratch{preset}"
-    return [
+    return (
         f"isobatch, task {_plain(Path(recipe.task).name)}, {start}: {measured.steps:,} steps of"
         f" {recipe.batch_size} samples, learning rate {recipe.lr:g}, seed {recipe.seed}, recipe"
         f" {recipe.hash()}. `isobatch verify RUN` checks the whole run."
-    ]
+    )
 
 
 def _licence(recipe: Recipe, base: str | None) -> str:

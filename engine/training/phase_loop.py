@@ -295,8 +295,6 @@ class PhaseLoop:
         context.peak_memory.observe("train")
         if progress.steps == COMPARED_STEP:
             context.compare_memory()
-        if progress.steps == 1 and (remark := context.task.first_step_remark(losses, self.session.facts)):
-            context.console.say(remark)
         row = {**step_row(result, losses, norm, progress, schedule), **result.figures}
         self.losses.append(row["loss"])
         if result.recorded:

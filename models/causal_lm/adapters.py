@@ -13,7 +13,7 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from isobatch.core.errors import ExportError, UserError
+from isobatch.core.errors import ExportError, UserError, refuse
 from isobatch.core.number_ranges import Positive, Probability
 from isobatch.models import hub, lora
 
@@ -78,51 +78,42 @@ def check_options(options: Any, pretrained: bool) -> None:
 
     `pretrained`: whether the model is loaded, not trained from scratch.
     """
-    if options.adapter == "none":
-        if unused := [f.name for f in dataclasses.fields(AdapterOptions) if _is_set_lora_option(f, options)]:
-            flag = "--" + unused[0].replace("_", "-")
-            raise UserError(f"{flag}: means nothing without an adapter: add --adapter lora, or leave it out")
-        if options.also_train:
-            raise UserError(
-                f"--also-train {','.join(options.also_train)}: without an adapter all weights train: leave it"
-                " out, or add --adapter lora"
-            )
-        if options.load_bits != 16:
-            raise UserError(
-                f"--load-bits {options.load_bits}: rounded weights cannot train: add --adapter lora (which is"
-                " --adapter qlora with 4 bits)"
-            )
-        if options.frozen_dtype != "fp32":
-            raise UserError(
-                "--frozen-dtype bf16: without an adapter nothing is frozen: add --adapter lora, or leave out"
-            )
+    adapter, bits, tables, biases = (
+        options.adapter,
+        options.load_bits,
+        options.also_train or (),
+        options.lora_bias,
+    )
+    if adapter == "none":
+        fields = [f for f in dataclasses.fields(AdapterOptions) if f.name.startswith("lora_")]
+        unused = [f"--{f.name.replace('_', '-')}" for f in fields if getattr(options, f.name) != f.default]
+        refuse(
+            {
+                f"{', '.join(unused)}: means nothing without an adapter: add --adapter lora": unused,
+                f"--also-train {','.join(tables)}: without an adapter all weights train: leave it out, or add"
+                " --adapter lora": tables,
+                f"--load-bits {bits}: rounded weights cannot train: add --adapter lora (which is --adapter"
+                " qlora with 4 bits)": bits != 16,
+                "--frozen-dtype bf16: without an adapter nothing is frozen: add --adapter lora, or leave it"
+                " out": options.frozen_dtype != "fp32",
+            }
+        )
         return
-    if options.resize_embeddings and set(options.also_train or ()) != {"embeddings", "head"}:
-        raise UserError(
-            f"--resize-embeddings: with --adapter {options.adapter} the new embeddings would never train:"
-            " add --also-train embeddings,head"
-        )
-    if options.adapter == "dora" and options.load_bits == 8:
-        raise UserError(
-            "--adapter dora: needs the weights' norms, which 8 bits do not give: use --load-bits 4"
-        )
-    if options.lora_bias != "none" and options.load_bits == 4:
-        raise UserError(
-            f"--lora-bias {options.lora_bias}: 4-bit layers round their biases to the type they compute in:"
-            " leave it out, or use --load-bits 8"
-        )
-    if options.adapter == "qlora" and options.load_bits != 4:
-        raise UserError(f"--load-bits {options.load_bits}: qlora means 4; with 8 say --adapter lora")
-    if not pretrained:
-        raise UserError(
-            f"--adapter {options.adapter}: a model from scratch has nothing to adapt; give --model a folder"
-            " or hub id"
-        )
-
-
-def _is_set_lora_option(field: dataclasses.Field[Any], options: Any) -> bool:
-    """Whether a --lora-* flag has another value than its default."""
-    return field.name.startswith("lora_") and getattr(options, field.name) != field.default
+    is_untrained = options.resize_embeddings and set(tables) != {"embeddings", "head"}
+    refuse(
+        {
+            f"--resize-embeddings: with --adapter {adapter} the new embeddings would never train: add"
+            " --also-train embeddings,head": is_untrained,
+            "--adapter dora: needs the weights' norms, which 8 bits do not give: use --load-bits 4": (
+                adapter == "dora" and bits == 8
+            ),
+            f"--lora-bias {biases}: 4-bit layers round their biases to the type they compute in: leave it"
+            " out, or use --load-bits 8": biases != "none" and bits == 4,
+            f"--load-bits {bits}: qlora means 4; with 8 say --adapter lora": adapter == "qlora" and bits != 4,
+            f"--adapter {adapter}: a model from scratch has nothing to adapt; give --model a folder or hub"
+            " id": not pretrained,
+        }
+    )
 
 
 def load_base_model(
@@ -149,14 +140,13 @@ def load_base_model(
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    arguments = quantized_loading(bits, device)
     rounds = frozen_dtype == "bf16"
     model: nn.Module = AutoModelForCausalLM.from_pretrained(
         path,
         config=config,
         revision=revision or "main",
         dtype="auto" if as_stored or (rounds and bits == 16) else torch.float32,
-        **arguments,
+        **quantized_loading(bits, device),
         **hub.remote_code_kwargs(remote_code),
     )
     if rounds:
@@ -186,32 +176,26 @@ def quantized_loading(bits: int, device: Any) -> dict[str, Any]:
     if bits == 16:
         return {}
     lora.quiet_bitsandbytes()
-    return {"quantization_config": _quantization_config(bits), "device_map": {"": device}}
-
-
-def _quantization_config(bits: int) -> Any:
     try:
         importlib.import_module("bitsandbytes")
     except ImportError:
         raise UserError(f"--load-bits {bits} needs: pip install bitsandbytes") from None
     from transformers import BitsAndBytesConfig
 
-    if bits == 8:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    config = BitsAndBytesConfig(load_in_8bit=bits == 8, load_in_4bit=bits == 4, bnb_4bit_quant_type="nf4")
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def add_adapter(model: nn.Module, options: Any, base: str, revision: str | None) -> None:
     """Add adapters to a model in place; its other weights are frozen, except the biases of --lora-bias."""
-    from isobatch.models.causal_lm.frozen_weights import hold_in_fp32, matrices_in_fp32
+    from isobatch.models.causal_lm.frozen_weights import held_in_fp32
 
     # The magnitudes of DoRA are the norms of the matrices, and peft gives them the matrices' number format.
-    whole = matrices_in_fp32(model) if options.adapter == "dora" else contextlib.nullcontext()
-    with whole:
-        lora.add_adapter(
-            model, options, base, revision, head=lora.modules_named(model, options.also_train or ())
-        )
-    hold_in_fp32(p for p in model.parameters() if p.requires_grad)
+    with held_in_fp32(model) if options.adapter == "dora" else contextlib.nullcontext():
+        head = lora.modules_named(model, options.also_train or ())
+        lora.add_adapter(model, options, base, revision, head=head)
+    for p in model.parameters():
+        p.data = p.data.float() if p.requires_grad else p.data
 
 
 def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False, **more: Any) -> Any:
@@ -248,20 +232,16 @@ def copy_adapter_files(final: Path, folder: Path) -> None:
 
 def first_logits(model: Any, batches: Iterable[Batch]) -> list[tuple[Tensor, Tensor]]:
     """(tokens, logits) of the batches, as many as LOGIT_BYTES hold: the model need not stay in memory."""
+    import torch
+
     found: list[tuple[Tensor, Tensor]] = []
     for batch in batches:
-        found.append((batch["tokens"].long(), _logits(model, batch["tokens"].long())))
+        tokens = batch["tokens"].long()
+        with torch.no_grad():
+            found.append((tokens, model(input_ids=tokens, use_cache=False).logits))
         if sum(logits.nbytes for _, logits in found) > LOGIT_BYTES:
             break
     return found
-
-
-def _logits(model: Any, tokens: Tensor) -> Tensor:
-    import torch
-
-    with torch.no_grad():
-        logits: Tensor = model(input_ids=tokens, use_cache=False).logits
-    return logits
 
 
 def check_same_logits(trained: Sequence[tuple[Tensor, Tensor]], model: Any) -> dict[str, Any]:
@@ -271,7 +251,8 @@ def check_same_logits(trained: Sequence[tuple[Tensor, Tensor]], model: Any) -> d
     """
     worst, samples = 0.0, 0
     for tokens, wanted in trained:
-        difference = (wanted - _logits(model, tokens)).float().abs().max()
+        ((_, found),) = first_logits(model, [{"tokens": tokens}])
+        difference = (wanted - found).float().abs().max()
         worst = max(worst, float(difference / wanted.float().abs().max().clamp_min(1)))
         samples += len(tokens)
     most = MERGE_TOLERANCE[str(trained[0][1].dtype).removeprefix("torch.")] if trained else 0.0

@@ -101,15 +101,16 @@ def chunked_loss(
     predicted, where the host knows it, so that it need not wait for the device to count them; `smoothing`
     as in `next_token_loss`.
     """
-    weights = [weight, bias]
-    # autograd.Function.forward cannot see no_grad: detached weights skip the gradient work.
-    if not torch.is_grad_enabled():
-        weights = [None if w is None else w.detach() for w in weights]
-    rows = predicted_rows(targets, count)
+    rows, weights = predicted_rows(targets, count), _weights(weight, bias)
     total: Tensor = ChunkedCrossEntropy.apply(
         states.index_select(0, rows), *weights, targets.index_select(0, rows), smoothing
     )
     return total
+
+
+def _weights(weight: Tensor, bias: Tensor | None) -> list[Tensor | None]:
+    """Detached where no gradient is wanted, which an autograd.Function's forward cannot see."""
+    return [w if w is None or torch.is_grad_enabled() else w.detach() for w in (weight, bias)]
 
 
 def predicted_rows(targets: Tensor, count: int | None) -> Tensor:
@@ -151,34 +152,30 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, smoothing: float
     ) -> Tensor:
-        dtype = product_dtype(states)
         needs_grad, vocabulary = ctx.needs_input_grad, len(weight)
         nll_sum = torch.zeros((), device=states.device)
         grad_states = torch.empty_like(states) if needs_grad[0] else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad[1] else None
         grad_bias = torch.zeros_like(bias) if bias is not None and needs_grad[2] else None
-        cast_weight = cast_and_pad(weight, dtype)
-        tokens_per_chunk = chunk_tokens(states.device, vocabulary)
-        with torch.autocast(states.device.type, enabled=False):
-            for start in range(0, len(states), tokens_per_chunk):
-                chunk = slice(start, start + tokens_per_chunk)
-                chunk_states, chunk_targets = states[chunk].to(dtype), targets[chunk, None]
-                logits = head_logits(chunk_states, cast_weight, bias, vocabulary)
-                if smoothing:
-                    nll_sum += smoothing * (logits.logsumexp(-1) - logits[:, :vocabulary].mean(-1)).sum()
-                if not any(needs_grad):
-                    nll_sum -= (1 - smoothing) * logits.log_softmax(-1).gather(1, chunk_targets).sum()
-                    continue
-                nll, grad_logits = softmax_errors(logits, chunk_targets, dtype)
-                nll_sum += (1 - smoothing) * nll
-                if smoothing:
-                    _smooth(grad_logits[:, :vocabulary], chunk_targets, smoothing)
-                if grad_bias is not None:
-                    grad_bias += grad_logits[:, :vocabulary].sum(0, dtype=torch.float32)
-                if grad_states is not None:
-                    grad_states[chunk] = grad_logits @ cast_weight
-                if grad_weight is not None:
-                    add_product(grad_weight, grad_logits[:, :vocabulary].T, chunk_states)
+        for chunk, chunk_states, logits, cast_weight in logit_chunks(states, weight, bias):
+            chunk_targets = targets[chunk, None]
+            if smoothing:
+                nll_sum += smoothing * (logits.logsumexp(-1) - logits[:, :vocabulary].mean(-1)).sum()
+            if not any(needs_grad):
+                nll_sum -= (1 - smoothing) * logits.log_softmax(-1).gather(1, chunk_targets).sum()
+                continue
+            nll, grad_logits = softmax_errors(logits, chunk_targets, chunk_states.dtype)
+            nll_sum += (1 - smoothing) * nll
+            errors = grad_logits[:, :vocabulary]
+            if smoothing:  # softmax - one-hot becomes softmax - smoothed one-hot
+                errors -= smoothing / vocabulary
+                errors.scatter_add_(1, chunk_targets, errors.new_full(chunk_targets.shape, smoothing))
+            if grad_bias is not None:
+                grad_bias += errors.sum(0, dtype=torch.float32)
+            if grad_states is not None:
+                grad_states[chunk] = grad_logits @ cast_weight
+            if grad_weight is not None:
+                add_product(grad_weight, errors.T, chunk_states)
         if grad_weight is not None:
             grad_weight = grad_weight.to(weight.dtype)
         ctx.save_for_backward(grad_states, grad_weight, grad_bias)
@@ -190,26 +187,78 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return (*gradients, None, None)
 
 
-def _smooth(errors: Tensor, targets: Tensor, smoothing: float) -> None:
-    """(n, V) softmax - one-hot becomes softmax - smoothed one-hot, in place. targets: (n, 1)."""
-    errors -= smoothing / errors.shape[1]
-    errors.scatter_add_(1, targets, errors.new_full(targets.shape, smoothing))
+def token_log_probs(model: Any, tokens: Tensor, targets: Tensor, count: int | None = None) -> Tensor:
+    """(B, T) fp32: log p of each target in nats, 0 where nothing is predicted; see `next_token_loss`."""
+    head = bypassable_head(model)
+    if head is None:
+        logits = run_model(model, tokens).float().transpose(1, 2)
+        return -F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
+    with bypass(head):
+        states = run_model(model, tokens).flatten(0, 1)
+    flat = targets.flatten()
+    rows, weights = predicted_rows(flat, count), _weights(head.weight, head.bias)
+    found = ChunkedLogProbs.apply(states.index_select(0, rows), *weights, flat.index_select(0, rows))
+    # Added up row by row, and not by index_add, whose order on a GPU is any.
+    return found.new_zeros(len(flat)).index_copy(0, rows, found).view(targets.shape)
 
 
-def chunk_tokens(device: torch.device, vocabulary: int) -> int:
-    """Tokens whose logits are made at a time."""
-    return max(1, chunk_bytes(_memory(device)) // (4 * vocabulary))
+class ChunkedLogProbs(torch.autograd.Function):
+    """(N, D) states, (V, D) weight, (V,) bias or None, (N,) targets -> (N,) fp32 log p of the targets.
+
+    What each is multiplied with is known only once the loss is, so that the backward makes the logits again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+        ctx.save_for_backward(states, weight, bias, targets)
+        ctx.dtype = product_dtype(states)
+        found = torch.empty(len(states), device=states.device)
+        for chunk, _, logits, _ in logit_chunks(states, weight, bias):
+            found[chunk] = logits.log_softmax(-1).gather(1, targets[chunk, None])[:, 0]
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        states, weight, bias, targets = ctx.saved_tensors
+        needs = ctx.needs_input_grad
+        grad_states = torch.empty_like(states) if needs[0] else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs[2] else None
+        for chunk, chunk_states, logits, cast_weight in logit_chunks(states, weight, bias, ctx.dtype):
+            _, errors = softmax_errors(logits, targets[chunk, None], torch.float32)
+            errors = errors.mul_(-gradient[chunk, None]).to(ctx.dtype)
+            if grad_states is not None:
+                grad_states[chunk] = errors @ cast_weight
+            own = errors[:, : len(weight)]
+            if grad_weight is not None:
+                add_product(grad_weight, own.T, chunk_states)
+            if grad_bias is not None:
+                grad_bias += own.sum(0, dtype=torch.float32)
+        weights = [None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias)]
+        return grad_states, *weights, None
+
+
+def logit_chunks(
+    states: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Some of the (N, D) states at a time: their slice, the states in the format of products (`dtype`, else
+    autocast's), their (n, V') fp32 logits, and the weight (V', D) in that format.
+    """
+    dtype, vocabulary, device = dtype or product_dtype(states), len(weight), states.device
+    cast_weight = cast_and_pad(weight, dtype)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    size = max(1, chunk_bytes(memory) // (4 * vocabulary))
+    with torch.autocast(device.type, enabled=False):
+        for start in range(0, len(states), size):
+            chunk = slice(start, start + size)
+            chunk_states = states[chunk].to(dtype)
+            yield chunk, chunk_states, head_logits(chunk_states, cast_weight, bias, vocabulary), cast_weight
 
 
 def product_dtype(states: Tensor) -> torch.dtype:
     """The number format of products with these states: autocast's where it is on."""
     kind = states.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
-
-
-def _memory(device: torch.device) -> int | None:
-    """Bytes of the GPU's memory; None for a CPU."""
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def on_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:
@@ -257,9 +306,7 @@ def softmax_errors(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple
     The logits may be overwritten. On a GPU one fused kernel reads them twice and writes once; elsewhere there
     are four passes in place.
     """
-    if logits.is_cuda:
-        return _fused_errors(logits, targets, dtype)
-    return _errors_in_place(logits, targets, dtype)
+    return (_fused_errors if logits.is_cuda else _errors_in_place)(logits, targets, dtype)
 
 
 def _errors_in_place(logits: Tensor, targets: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -45,9 +45,10 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
         x_format, dtype, bias_format = ctx.formats
-        of_bias = None
+        of_x = of_bias = None
         with torch.autocast(gradient.device.type, enabled=False):
-            of_x = (gradient.to(dtype) @ weight.to(dtype)).to(x_format) if ctx.needs_input_grad[0] else None
+            if ctx.needs_input_grad[0]:
+                of_x = (gradient.to(dtype) @ weight.to(dtype)).to(x_format)
             if ctx.needs_input_grad[2]:
                 of_bias = gradient.flatten(0, -2).sum(0).to(bias_format)
         return of_x, None, of_bias, None
@@ -70,8 +71,11 @@ class FrozenEmbedding(nn.Embedding):
         return super().forward(ids).float()
 
 
-def _frozen_conv1d(layer: type) -> type:
-    class FrozenConv1D(layer):
+@functools.cache
+def _frozen_classes() -> dict[type, type]:
+    from transformers.pytorch_utils import Conv1D
+
+    class FrozenConv1D(Conv1D):
         """GPT-2's linear layer, whose weight (K, N) may be held in bf16."""
 
         only_multiplies = True
@@ -79,14 +83,7 @@ def _frozen_conv1d(layer: type) -> type:
         def forward(self, x: Tensor) -> Tensor:
             return linear(x, self.weight.T, self.bias)
 
-    return FrozenConv1D
-
-
-@functools.cache
-def _frozen_classes() -> dict[type, type]:
-    from transformers.pytorch_utils import Conv1D
-
-    return {nn.Linear: FrozenLinear, nn.Embedding: FrozenEmbedding, Conv1D: _frozen_conv1d(Conv1D)}
+    return {nn.Linear: FrozenLinear, nn.Embedding: FrozenEmbedding, Conv1D: FrozenConv1D}
 
 
 @torch.no_grad()
@@ -108,7 +105,7 @@ def hold_matrices_in_bf16(model: nn.Module, trained: Iterable[str] = ()) -> None
 
 
 @contextlib.contextmanager
-def matrices_in_fp32(model: nn.Module) -> Iterator[None]:
+def held_in_fp32(model: nn.Module) -> Iterator[None]:
     """Inside, what is held in bf16 is held in fp32, with the same values."""
     held = [p for p in model.parameters() if p.dtype == HELD]
     for p in held:
@@ -116,10 +113,3 @@ def matrices_in_fp32(model: nn.Module) -> Iterator[None]:
     yield
     for p in held:
         p.data = p.data.to(HELD)
-
-
-def hold_in_fp32(parameters: Iterable[nn.Parameter]) -> None:
-    """Hold these in fp32 from now on; the values stay as they are."""
-    for p in parameters:
-        if p.dtype == HELD:
-            p.data = p.data.float()

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest_hint, nearest_path_hint
+from isobatch.core.number_ranges import Count
 from isobatch.models import hub, lora, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.causal_lm import (
@@ -46,28 +45,19 @@ LARGEST_REBUILT_MODEL = 20_000_000
 """Parameters up to which the untrained model is built again, to show what it wrote."""
 
 USAGE = """\
-from {library} import {kind}
-from transformers import AutoTokenizer
+from transformers import pipeline
 
-tokenizer = AutoTokenizer.from_pretrained(".")
-model = {kind}.from_pretrained("."{code})
-inputs = tokenizer("A text begins", return_tensors="pt")
-print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))
+write = pipeline("text-generation", "."{code})
+print(write("A text begins", max_new_tokens=20)[0]["generated_text"])
 """
 
 CHAT_USAGE = """\
-from {library} import {kind}
-from transformers import AutoTokenizer
+from transformers import pipeline
 
-tokenizer = AutoTokenizer.from_pretrained(".")
-model = {kind}.from_pretrained("."{code})
+write = pipeline("text-generation", "."{code})
 chat = [{{"role": "user", "content": "A question"}}]
-inputs = tokenizer.apply_chat_template(
-    chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-)
-stop = tokenizer.eos_token_id
-answer = model.generate(**inputs, max_new_tokens=100, eos_token_id=stop)[0, inputs["input_ids"].shape[1] :]
-print(tokenizer.decode(answer, skip_special_tokens=True))
+answer = write(chat, max_new_tokens=100, eos_token_id=write.tokenizer.eos_token_id)[0]
+print(answer["generated_text"][-1]["content"])
 """
 
 
@@ -77,7 +67,7 @@ class CausalLMOptions(adapters.AdapterOptions):
 
     generate_prompt: str | None = None
     """What the sample at the end of training starts with; by default the validation text's first words."""
-    generate_tokens: int = 60
+    generate_tokens: Count = 60
     """Length of that sample; 0 for none."""
     resize_embeddings: bool = False
     """Give a loaded model this tokenizer's tokens: those it knows keep their embeddings, others the mean."""
@@ -99,23 +89,19 @@ class CausalLM(Task):
     is of this fraction, the tokens per word and per byte are of the whole split.
     """
 
-    Options: ClassVar[type] = CausalLMOptions
-    exports: ClassVar[tuple[str, ...]] = ("merged", "adapter")
-    defaults: ClassVar[Mapping[str, Any]] = {
+    Options: ClassVar = CausalLMOptions
+    exports: ClassVar = ("merged", "adapter")
+    defaults: ClassVar = {
         "model": "small",
         "max_length": 256,
         "weight_decay": 0.1,
         "warmup": "10%",
         "schedule": "cosine",
     }
-    fast: ClassVar[Mapping[str, Any]] = {
-        "max_length": 128,
-        "train_fraction": 0.25,
-        "eval_fraction": 0.25,
-        "min_delta": 0.01,  # nats: a perplexity 1 % lower
-    }
-    demo: ClassVar[Mapping[str, Any]] = {"model": "tiny", "max_length": 128, "batch_size": 16, "lr": 3e-3}
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
+    fast: ClassVar = {"max_length": 128, "train_fraction": 0.25, "eval_fraction": 0.25, "min_delta": 0.01}
+    """`min_delta` in nats: a perplexity that is 1 % lower."""
+    demo: ClassVar = {"model": "tiny", "max_length": 128, "batch_size": 16, "lr": 3e-3}
+    presets: ClassVar = {
         "finetune": {
             "model": "openai-community/gpt2",
             "batch_size": 8,
@@ -156,24 +142,10 @@ class CausalLM(Task):
         adapters.check_options(self.options, pretrained=name not in PRESETS)
         if self.recipe.max_length < 2:
             raise UserError(f"--max-length {self.recipe.max_length}: a block needs at least 2 tokens")
-        if self.options.generate_tokens < 0:
-            raise UserError(f"--generate-tokens {self.options.generate_tokens}: must be at least 0")
-        folder = Path(name).expanduser()
         if name in PRESETS:
             self._check_context(PRESETS[name].config(0, self.recipe.max_length))
-        elif folder.is_dir():
-            hub.check_folder(folder, self.recipe.tokenizer)
-            self._check_config(hub.load_config(str(folder), None))
-        elif hub.is_id(name):
-            hub.require_available(name, self.recipe.revision)
-            if hub.snapshot(name, self.recipe.revision):
-                self._check_config(hub.load_config(name, self.recipe.revision))
-        else:
-            hint = nearest_hint(name, PRESETS) or nearest_path_hint(Path(name).expanduser())
-            raise UserError(
-                f"--model {name}: is no preset{hint}, folder or hub id (owner/name, such as "
-                f"openai-community/gpt2); presets: {', '.join(PRESETS)}"
-            )
+        elif config := hub.check_model(name, self.recipe.revision, self.recipe.tokenizer, PRESETS):
+            self._check_config(config)
 
     def check_for_plan(self) -> None:
         adapters.check_options(self.options, pretrained=self._model_name not in PRESETS)
@@ -202,10 +174,9 @@ class CausalLM(Task):
         self._check_config(config)
         if self.options.resize_embeddings:
             return {**config, "vocab_size": vocabulary}
-        if assumed:
-            return config
-        more = "; --resize-embeddings adds rows, to be trained"
-        hub.check_vocabulary(name, config.get("vocab_size"), vocabulary, more)
+        if not assumed:
+            more = "; --resize-embeddings adds rows, to be trained"
+            hub.check_vocabulary(name, config.get("vocab_size"), vocabulary, more)
         return config
 
     def fetch(self) -> None:
@@ -217,21 +188,22 @@ class CausalLM(Task):
 
         from isobatch.models.causal_lm import chunked_cross_entropy
 
-        config, options = self._transformers_config(facts), self.options
-        self._label_tokens = _label_tokens(facts)
+        config, options, revision = self._transformers_config(facts), self.options, self.recipe.revision
+        self._label_tokens = [one.get("label_tokens") or [] for one in facts.extra.get("sets") or []]
+        """For each dataset its labels' token ids, with the end token; none where answers are no labels."""
         if self._model_name in PRESETS:
             model: nn.Module = GPT2LMHeadModel(config)
         else:
-            path, revision = hub.fetch_weights(self._model_name, self.recipe.revision), self.recipe.revision
             kind = options.load_bits, options.remote_code, options.frozen_dtype
             where, tables = self.training_device, options.also_train or ()
+            path = hub.fetch_weights(self._model_name, revision)
             model = adapters.load_base_model(path, config, revision, *kind, where, tables)
             if options.resize_embeddings:
                 from isobatch.models.causal_lm.resize_embeddings import resize_model_embeddings
 
                 resize_model_embeddings(model, facts.extra["vocabulary"], self._token_id_map(facts))
             if options.adapter != "none":
-                adapters.add_adapter(model, options, self._base_model_name, self.recipe.revision)
+                adapters.add_adapter(model, options, self._base_model_name, revision)
         chunked_cross_entropy.make_head_bypassable(model)
         return model
 
@@ -244,35 +216,23 @@ class CausalLM(Task):
     def _transformers_config(self, facts: Facts) -> Any:
         from transformers import AutoConfig, GPT2Config
 
-        values = self._raw_config(facts)
+        values, revision, runs_code = self._raw_config(facts), self.recipe.revision, self.options.remote_code
         if self._model_name in PRESETS:
             ids: dict[str, Any] = {f"{role}_token_id": facts.extra.get(role) for role in ("eos", "bos")}
-            config = GPT2Config(**values, **ids, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+            config: Any = GPT2Config(**values, **ids, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         elif facts.extra.get("assumed"):
-            config = known_models.transformers_config(
-                self._model_name, self.recipe.revision, self.options.remote_code
-            )
+            config = known_models.transformers_config(self._model_name, revision, runs_code)
         else:
-            path = hub.local_path_or_id(self._model_name, self.recipe.revision)
-            config = AutoConfig.from_pretrained(
-                path,
-                revision=self.recipe.revision or "main",
-                **hub.remote_code_kwargs(self.options.remote_code),
-            )
-        for name, value in self._dropouts(config.to_dict()).items():
-            setattr(config, name, value)
+            path = hub.local_path_or_id(self._model_name, revision)
+            code = hub.remote_code_kwargs(runs_code)
+            config = AutoConfig.from_pretrained(path, revision=revision or "main", **code)
+        # Dropout is the recipe's, but 0 for attention in long blocks.
+        is_long = self.recipe.max_length > MAX_LENGTH_WITH_ATTENTION_DROPOUT
+        for name, value in config.to_dict().items():
+            if isinstance(value, float | int) and ("pdrop" in name or "dropout" in name):
+                asked = 0.0 if is_long and "att" in name else self.recipe.dropout
+                setattr(config, name, value if asked is None else asked)
         return config
-
-    def _dropouts(self, config: Mapping[str, Any]) -> dict[str, float]:
-        """Config fields -> dropout probability: the recipe's, but 0 for attention in long blocks."""
-        names = [
-            k for k, v in config.items() if isinstance(v, float | int) and ("pdrop" in k or "dropout" in k)
-        ]
-        chosen = self.recipe.dropout
-        values = {} if chosen is None else dict.fromkeys(names, chosen)
-        if self.recipe.max_length > MAX_LENGTH_WITH_ATTENTION_DROPOUT:
-            values |= {name: 0.0 for name in names if "att" in name}
-        return values
 
     def model_size(self, facts: Facts) -> ModelSize:
         """From the config's numbers for GPT-2 and Llama-like models; others are built without storage."""
@@ -300,13 +260,9 @@ class CausalLM(Task):
     def _resize_remark(self, facts: Facts) -> str:
         """What --resize-embeddings does to this model, as a remark in the plan."""
         if (rows := self._token_id_map(facts)) is None:
-            return (
-                "the model brings no tokenizer.json: embeddings keep their numbers, whatever tokens they were"
-            )
-        all_of_them = facts.extra["vocabulary"]
-        return (
-            f"{len(rows):,} of {all_of_them:,} tokens keep the model's embeddings; others begin at the mean"
-        )
+            return "the model has no tokenizer.json: embeddings keep their numbers, whatever tokens they were"
+        count = f"{len(rows):,} of {facts.extra['vocabulary']:,} tokens"
+        return f"{count} keep the model's embeddings; others begin at the mean"
 
     def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
         return {} if self._model_name in PRESETS else adapter_sizes.memory_saving_flags(self.options)
@@ -328,39 +284,26 @@ class CausalLM(Task):
         tokens, targets = batch["tokens"].long(), _targets(batch)
         return chunked_cross_entropy.next_token_loss(model, tokens, targets, count, smoothing)
 
-    def first_step_remark(self, losses: Mapping[str, float], facts: Facts) -> str:
-        """Of an adapter whose base does worse than guessing: it lacks what frozen weights cannot learn."""
-        chance, loss = math.log(facts.extra["vocabulary"]), losses.get("loss", 0.0)  # ORPO's has parts
-        if self.options.adapter == "none" or loss <= chance:
-            return ""
-        return (
-            f"the base model does worse than guessing here (loss {loss:.1f}, guessing"
-            f" {chance:.1f}): its tokens or its template are not those of these texts; an adapter may not"
-            " mend that, all weights can (--adapter none)"
-        )
-
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
         """`nll`; in a mixture `nll.N` and `right.N` of each dataset, even if this batch has no row of it."""
         if "set" not in batch:
             return {"nll": self._nll_part(model, batch)}
+        from isobatch.models.causal_lm.label_accuracy import correct_predictions
+
         parts: dict[str, Sum | Rows] = {}
         for number, label_tokens in enumerate(self._label_tokens):
             rows = {name: values[batch["set"] == number] for name, values in batch.items()}
-            parts[f"nll.{number}"] = self._nll_part(model, rows) if len(rows["set"]) else Sum(0.0, 0)
+            count = len(rows["set"])
+            parts[f"nll.{number}"] = self._nll_part(model, rows) if count else Sum(0.0, 0)
             if label_tokens:
-                parts[f"right.{number}"] = self._accuracy_part(model, rows, label_tokens)
+                right = correct_predictions(model, rows, label_tokens).sum() if count else 0.0
+                parts[f"right.{number}"] = Sum(right, count)
         return parts
 
     def _nll_part(self, model: nn.Module, batch: Batch) -> Sum:
         from isobatch.models.causal_lm.chunked_cross_entropy import IGNORE_INDEX
 
         return Sum(self._nll_sum(model, batch), (_targets(batch) != IGNORE_INDEX).sum())
-
-    def _accuracy_part(self, model: nn.Module, batch: Batch, label_tokens: list[list[int]]) -> Sum:
-        from isobatch.models.causal_lm.label_accuracy import correct_predictions
-
-        count = len(batch["tokens"])
-        return Sum(correct_predictions(model, batch, label_tokens).sum(), count) if count else Sum(0.0, 0)
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         stride = self.recipe.options.get("stride") or self.recipe.max_length
@@ -379,17 +322,14 @@ class CausalLM(Task):
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         """The lines for transformers, or for peft where it is an adapter."""
         adapted = (final / lora.CONFIG_FILE).is_file()
-        library = "peft" if adapted else "transformers"
         chats = bool(facts.extra.get("template"))
+        code = ", trust_remote_code=True" if self.options.remote_code else ""
+        library = "peft" if adapted else "transformers"
         return ModelDescription(
             title="Adapter of a language model" if adapted else "Language model",
             summary=("Answers in a conversation." if chats else "Continues a text.")
             + (" It needs the model that it was trained on." if adapted else ""),
-            usage=(CHAT_USAGE if chats else USAGE).format(
-                library=library,
-                kind="AutoPeftModelForCausalLM" if adapted else "AutoModelForCausalLM",
-                code=", trust_remote_code=True" if self.options.remote_code else "",
-            ),
+            usage=(CHAT_USAGE if chats else USAGE).format(code=code),
             hub_fields={"library_name": library, "pipeline_tag": "text-generation"},
         )
 
@@ -434,35 +374,33 @@ class CausalLM(Task):
         """
         import torch
 
-        if self.options.generate_tokens == 0:
+        options, template = self.options, facts.extra.get("template") or {}
+        if options.generate_tokens == 0:
             return None
-        template = facts.extra.get("template") or {}
         sampling = Sampling(
-            max_new_tokens=self.options.generate_tokens,
+            max_new_tokens=options.generate_tokens,
             seed=self.recipe.seed,
             stop_token_id=template.get("end_id"),
         )
         if template:  # the likeliest answer, as `predict` gives it
             sampling = dataclasses.replace(sampling, temperature=0.0)
-        prompts = facts.extra.get("prompts")
-        if not prompts or self.options.generate_prompt:
-            prompts = [(self._first_words(facts, folder), None)]
+        asked, prompts = options.generate_prompt, facts.extra.get("prompts")
+        if asked and template:
+            from transformers import AutoTokenizer
+
+            chat = [{"role": "user", "content": asked}]
+            template_of = AutoTokenizer.from_pretrained(folder).apply_chat_template
+            asked = str(template_of(chat, tokenize=False, add_generation_prompt=True))
+        if asked or not prompts:
+            prompts = [(asked or str(facts.extra.get("prompt", "")), None)]
         write = partial(_answer_prompts, saving.load_tokenizer(facts), prompts, sampling)
         size = sum(p.numel() for p in model.parameters())
         if size > LARGEST_REBUILT_MODEL or self.recipe.starts_from:
             return write(model)
-        state = torch.get_rng_state()
-        torch.manual_seed(self.recipe.seed)
-        untrained = self.build_model(facts).eval()
-        torch.set_rng_state(state)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.recipe.seed)
+            untrained = self.build_model(facts).eval()
         return f"before training:\n{write(untrained)}\n\nafter training:\n{write(model)}"
-
-    def _first_words(self, facts: Facts, folder: Path) -> str:
-        """What the sample begins with: --generate-prompt, as a question to a model of conversations."""
-        asked = self.options.generate_prompt
-        if asked and facts.extra.get("template"):
-            return _as_question(asked, folder)
-        return asked or str(facts.extra.get("prompt", ""))
 
 
 def _context_on_disk(name: str | None, revision: str | None) -> int | None:
@@ -477,15 +415,6 @@ def _context_on_disk(name: str | None, revision: str | None) -> int | None:
     return None
 
 
-def _as_question(text: str, folder: Path) -> str:
-    """A text as the first message of a conversation, by the chat template of the tokenizer in `folder`."""
-    from transformers import AutoTokenizer
-
-    chat = [{"role": "user", "content": text}]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-
-
 def _answer_prompts(
     tokenizer: Any, prompts: Sequence[tuple[str, str | None]], sampling: Sampling, model: nn.Module
 ) -> str:
@@ -495,11 +424,6 @@ def _answer_prompts(
         text = continue_text(model, tokenizer, prompt, sampling)
         shown.append(text if reference is None else f"{text.strip()}\n[reference: {reference.strip()}]")
     return "\n\n".join(shown)
-
-
-def _label_tokens(facts: Facts) -> list[list[list[int]]]:
-    """For each dataset its labels' token ids, each with the end token; empty if its answers are no labels."""
-    return [one.get("label_tokens") or [] for one in facts.extra.get("sets") or []]
 
 
 def _targets(batch: Batch) -> Tensor:

@@ -27,10 +27,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts
+    from isobatch.core.recipe import Recipe
 
 FIGURES = ("reward_accuracy", "reward_margin", "chosen_log_prob", "rejected_log_prob")
-TIE = 1e-4
-"""Rewards that differ by no more may differ by rounding alone: such a pair counts as half right."""
 REFERENCE_TOKENS = 16384
 """Padded tokens that the reference reads at a time. No plan decides it: the answers are the same anywhere."""
 
@@ -45,8 +44,8 @@ class PreferenceTask(CausalLM):
     Letters: B pairs, 2 answers of each (the chosen one first), T tokens of a row.
     """
 
-    rows_per_sample: ClassVar[int] = 2
-    defaults: ClassVar[Mapping[str, Any]] = {
+    rows_per_sample: ClassVar = 2
+    defaults: ClassVar = {
         "model": "openai-community/gpt2",
         "max_length": 512,
         "lr": 1e-6,
@@ -54,20 +53,13 @@ class PreferenceTask(CausalLM):
         "warmup": "10%",
         "dropout": 0.0,
     }
-    fast: ClassVar[Mapping[str, Any]] = {
-        "max_length": 256,
-        "train_fraction": 0.25,
-        "eval_fraction": 0.25,
-        "min_delta": 0.005,
-    }
-    demo: ClassVar[Mapping[str, Any]] = {
-        "model": "tiny",
-        "max_length": 128,
-        "batch_size": 16,
-        "lr": 3e-4,
-        "epochs": 2,
-    }
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    fast: ClassVar = {"max_length": 256, "train_fraction": 0.25, "eval_fraction": 0.25, "min_delta": 0.005}
+    demo: ClassVar = {"model": "tiny", "max_length": 128, "batch_size": 16, "lr": 3e-4, "epochs": 2}
+    presets: ClassVar = {}
+    averages = False
+    """Whether an answer's log-probability is the mean over its tokens, and not their sum."""
+    learns_prompts = False
+    """Whether the loss reads the tokens of the chosen answer's prompt too."""
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -79,16 +71,6 @@ class PreferenceTask(CausalLM):
 
     def model_size(self, facts: Facts) -> ModelSize:
         return dataclasses.replace(super().model_size(facts), packs=False)
-
-    @property
-    def averages(self) -> bool:
-        """Whether an answer's log-probability is the mean over its tokens, and not their sum."""
-        return False
-
-    @property
-    def learns_prompts(self) -> bool:
-        """Whether the loss reads the tokens of the chosen answer's prompt too."""
-        return False
 
     @abstractmethod
     def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
@@ -102,23 +84,22 @@ class PreferenceTask(CausalLM):
         """batch: tokens (B, 2, T), each a prompt and an answer; learn, of the same shape, 1 where a token is
         an answer's; row_length (B, 2); perhaps teacher.log_probs (B, 2).
         """
-        import torch
-
         losses, figures = self._losses_and_figures(model, batch, step, trains=True)
-        pairs = torch.full((), len(batch["tokens"]), device=batch["tokens"].device)
-        step.record("pairs", torch.stack([pairs, *(figures[name].float() for name in FIGURES)]))
+        step.record("pairs", figures.float())
         return losses
 
     def _losses_and_figures(
         self, model: nn.Module, batch: Batch, step: StepContext, trains: bool
-    ) -> tuple[dict[str, Loss], dict[str, Tensor]]:
-        """The losses, and the sum over pairs of each of FIGURES."""
+    ) -> tuple[dict[str, Loss], Tensor]:
+        """The losses; and (1 + FIGURES,): pairs, and the sum over them of each figure."""
+        from isobatch.models.preference import losses
+
         tokens_B2T = self._token_log_probs(model, batch, step.host)
-        log_probs_B2 = self.of_answers(_added_up(tokens_B2T, batch), batch)
-        with_rewards = self.rewards(log_probs_B2.detach(), batch)
-        figures = _figures(with_rewards, log_probs_B2.detach())
-        losses = self.pair_losses(log_probs_B2, tokens_B2T, batch, trains)
-        return {name: Loss(loss.sum.float(), loss.unit) for name, loss in losses.items()}, figures
+        log_probs_B2 = self.of_answers(losses.added_up(tokens_B2T, batch), batch)
+        known_B2 = log_probs_B2.detach()
+        figures = losses.sums_of_figures(self.rewards(known_B2, batch), known_B2)
+        found = self.pair_losses(log_probs_B2, tokens_B2T, batch, trains)
+        return {name: Loss(loss.sum.float(), loss.unit) for name, loss in found.items()}, figures
 
     def of_answers(self, sums_B2: Tensor, batch: Batch) -> Tensor:
         """(B, 2) log-probabilities of answers as the loss reads them, from their sums over tokens."""
@@ -126,34 +107,16 @@ class PreferenceTask(CausalLM):
 
     def _token_log_probs(self, model: nn.Module, batch: Batch, host: Batch | None = None) -> Tensor:
         """(B, 2, T) log p, at each position, of the token behind it; 0 where none is learnt."""
-        from isobatch.models.causal_lm.chunked_cross_entropy import IGNORE_INDEX
-        from isobatch.models.preference.log_probs import token_log_probs
+        from isobatch.models.preference.losses import token_log_probs
 
-        tokens_B2T = batch["tokens"].long()
-        targets_B2T = tokens_B2T.roll(-1, -1).masked_fill(~self._predicts(batch), IGNORE_INDEX)
-        count = None if host is None else int(self._predicts(host).numpy().sum())
-        found = token_log_probs(model, tokens_B2T.flatten(0, 1), targets_B2T.flatten(0, 1), count)
-        return found.view(tokens_B2T.shape)
-
-    def _predicts(self, batch: Batch) -> Tensor:
-        """(B, 2, T) bool: whether the loss reads the prediction at a position, of the token behind it."""
-        import torch
-
-        found = _before_answers(batch)
-        if self.learns_prompts:
-            position = torch.arange(found.shape[-1], device=found.device)
-            in_chosen = position < (batch["row_length"][:, :1] - 1)
-            found = torch.stack([in_chosen, found[:, 1]], 1)
-        return found
+        return token_log_probs(model, batch, host, self.learns_prompts)
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
         losses, figures = self._losses_and_figures(model, batch, step, trains=False)
         pairs = len(batch["tokens"])
         weights = {k.removesuffix(".weight"): v.sum() for k, v in batch.items() if k.endswith(".weight")}
-        parts: dict[str, Sum | Rows] = {
-            name: Sum(loss.sum, weights.get(loss.unit, pairs)) for name, loss in losses.items()
-        }
-        return parts | {name: Sum(value, pairs) for name, value in figures.items()}
+        parts: dict[str, Sum | Rows] = {n: Sum(v.sum, weights.get(v.unit, pairs)) for n, v in losses.items()}
+        return parts | {name: Sum(value, pairs) for name, value in zip(FIGURES, figures[1:], strict=True)}
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         means = {name: float(part.value) / float(part.weight) for name, part in parts.items()}
@@ -171,28 +134,6 @@ class PreferenceTask(CausalLM):
             return ({"tokens": batch["tokens"].flatten(0, 1)} for batch in batches())
 
         return super().export_as(kind, final, folder, facts, rows)
-
-
-def _before_answers(batch: Batch) -> Tensor:
-    """(B, 2, T) bool: the positions whose next token is an answer's."""
-    import torch
-
-    return torch.nn.functional.pad(batch["learn"][..., 1:] != 0, (0, 1))
-
-
-def _added_up(token_log_probs_B2T: Tensor, batch: Batch) -> Tensor:
-    """(B, 2) sums over the tokens of each answer, in float64: a loss is of small differences between them."""
-    import torch
-
-    own = token_log_probs_B2T.masked_fill(~_before_answers(batch), 0.0)
-    return own.sum(-1, dtype=torch.float32 if own.device.type == "mps" else torch.float64)
-
-
-def _figures(rewards_B2: Tensor, log_probs_B2: Tensor) -> dict[str, Tensor]:
-    """Name in FIGURES -> its sum over pairs."""
-    margin_B = rewards_B2[:, 0] - rewards_B2[:, 1]
-    right_B = (margin_B > TIE).float() + 0.5 * (margin_B.abs() <= TIE).float()
-    return dict(zip(FIGURES, (right_B.sum(), margin_B.sum(), *log_probs_B2.sum(0)), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,7 +154,11 @@ class DPO(PreferenceTask):
     learns. The reference's log-probabilities are computed once and kept on disk.
     """
 
-    Options: ClassVar[type] = DPOOptions
+    Options: ClassVar = DPOOptions
+
+    def __init__(self, recipe: Recipe, options: Any) -> None:
+        super().__init__(recipe, options)
+        self.averages = options.dpo_loss == "ipo"
 
     def check(self) -> None:
         super().check()
@@ -227,10 +172,6 @@ class DPO(PreferenceTask):
         kind = self.options.dpo_loss
         why = {} if kind == "sigmoid" else {"label_smoothing": f"--dpo-loss {kind} has none"}
         return {**super().unread(), **why}
-
-    @property
-    def averages(self) -> bool:
-        return bool(self.options.dpo_loss == "ipo")
 
     def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
         from isobatch.models.preference.losses import dpo_loss
@@ -247,9 +188,8 @@ class DPO(PreferenceTask):
         return self.of_answers(batch["teacher.log_probs"], batch)
 
     def teacher(self) -> Teacher:
-        return Teacher(
-            self._reference_identity(), self._build_reference, self._reference_answers, True, "reference"
-        )
+        answers = self._reference_identity(), self._build_reference, self._reference_answers
+        return Teacher(*answers, held_out=True, name="reference")
 
     def _reference_identity(self) -> str:
         """All that the reference's answers depend on, beside the samples."""
@@ -272,13 +212,13 @@ class DPO(PreferenceTask):
     def _reference_answers(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         import torch
 
+        from isobatch.models.preference.losses import added_up
+
         pairs = max(1, REFERENCE_TOKENS // (2 * batch["tokens"].shape[-1]))
-        names = ("tokens", "learn", "row_length")
-        parts = zip(*(batch[name].split(pairs) for name in names), strict=True)
         found = []
-        for values in parts:
-            part = dict(zip(names, values, strict=True))
-            found.append(_added_up(self._token_log_probs(model, part), part))
+        for start in range(0, len(batch["tokens"]), pairs):
+            part = {n: batch[n][start : start + pairs] for n in ("tokens", "learn", "row_length")}
+            found.append(added_up(self._token_log_probs(model, part), part))
         return {"log_probs": torch.cat(found)}
 
 
@@ -299,28 +239,23 @@ class ORPO(PreferenceTask):
     over pairs of -log sigmoid of the log odds ratio. The reward of an answer is beta times its mean log p.
     """
 
-    Options: ClassVar[type] = ORPOOptions
+    Options: ClassVar = ORPOOptions
+    averages = True
+
+    def __init__(self, recipe: Recipe, options: Any) -> None:
+        super().__init__(recipe, options)
+        self.learns_prompts = not options.response_only
 
     def unread(self) -> Mapping[str, str]:
         return {**super().unread(), "label_smoothing": "ORPO has none"}
-
-    @property
-    def averages(self) -> bool:
-        return True
-
-    @property
-    def learns_prompts(self) -> bool:
-        return not self.options.response_only
 
     def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
         from isobatch.models.preference.losses import odds_ratio_loss
 
         unit = "text" if self.learns_prompts else "token"
         odds_B = odds_ratio_loss(logp_B2) * self.options.beta
-        return {
-            "nll": Loss(-tokens_B2T[:, 0].sum(dtype=logp_B2.dtype), unit),
-            "odds_ratio": Loss(odds_B.sum(), "sample"),
-        }
+        nll = Loss(-tokens_B2T[:, 0].sum(dtype=logp_B2.dtype), unit)
+        return {"nll": nll, "odds_ratio": Loss(odds_B.sum(), "sample")}
 
     def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
         return log_probs_B2 * self.options.beta

@@ -201,17 +201,8 @@ class Recommender(Task):
             }
         )
         model_size.parse_layer_widths(options.layers)
-        name = self._text_model
-        if options.text == "off" or name in PRESETS:
-            return
-        if Path(name).expanduser().is_dir():
-            hub.check_folder(Path(name).expanduser(), recipe.tokenizer)
-        elif hub.is_id(name):
-            hub.require_available(name, recipe.revision, "--text-model")
-        else:
-            raise UserError(
-                f"--text-model {name}: is no preset ({', '.join(PRESETS)}), folder or hub id (owner/name)"
-            )
+        if options.text != "off" and self._text_model not in PRESETS:
+            hub.check_model(self._text_model, recipe.revision, recipe.tokenizer, PRESETS, "--text-model")
 
     @property
     def _text_model(self) -> str:

@@ -419,15 +419,3 @@ def test_a_model_that_reads_little_limits_what_was_not_asked_for(
 ) -> None:
     """The model of `saved` has 64 positions; the usual --max-length is longer."""
     assert CausalLM.complete({"model": str(saved), **typed}).get("max_length") == limit
-
-
-def test_an_adapter_on_a_base_that_knows_nothing_is_remarked(saved: Path) -> None:
-    """256 tokens: guessing costs 5.5 nats."""
-    task = make(str(saved))
-    assert task.first_step_remark({"loss": 9.0}, facts()) == "", "all weights train"
-    adapted = CausalLM(task.recipe, CausalLMOptions(adapter="lora"))
-    assert adapted.first_step_remark({"loss": 5.0}, facts()) == ""
-    assert adapted.first_step_remark({"nll": 9.0, "odds": 1.0}, facts()) == ""
-    assert "worse than guessing here (loss 9.0, guessing 5." in adapted.first_step_remark(
-        {"loss": 9.0}, facts()
-    )

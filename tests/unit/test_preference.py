@@ -17,7 +17,6 @@ from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.engine.noise.native_noise import NativeNoise
 from isobatch.models.base import StepContext
 from isobatch.models.causal_lm import chunked_cross_entropy
-from isobatch.models.preference.log_probs import token_log_probs
 from isobatch.models.preference.task import DPO, ORPO, PreferenceTask
 
 VOCABULARY = 61
@@ -154,9 +153,9 @@ def test_a_head_of_its_own_is_used_as_it_is(policy: Any, monkeypatch: Any) -> No
     values = batch()
     tokens, targets = values["tokens"].flatten(0, 1), values["tokens"].flatten(0, 1).roll(-1, -1)
     targets[:, 8:] = chunked_cross_entropy.IGNORE_INDEX
-    chunked = token_log_probs(policy, tokens, targets)
+    chunked = chunked_cross_entropy.token_log_probs(policy, tokens, targets)
     monkeypatch.setattr(chunked_cross_entropy, "bypassable_head", lambda _: None)
-    torch.testing.assert_close(token_log_probs(policy, tokens, targets), chunked)
+    torch.testing.assert_close(chunked_cross_entropy.token_log_probs(policy, tokens, targets), chunked)
     assert chunked[:, :8].lt(0).all()
     assert chunked[:, 8:].eq(0).all()
 
