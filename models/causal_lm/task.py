@@ -397,9 +397,10 @@ class CausalLM(Task):
         size = sum(p.numel() for p in model.parameters())
         if size > LARGEST_REBUILT_MODEL or self.recipe.starts_from:
             return write(model)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.recipe.seed)
-            untrained = self.build_model(facts).eval()
+        state = torch.get_rng_state()
+        torch.manual_seed(self.recipe.seed)
+        untrained = self.build_model(facts).eval()
+        torch.set_rng_state(state)
         return f"before training:\n{write(untrained)}\n\nafter training:\n{write(model)}"
 
 
