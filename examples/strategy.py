@@ -12,9 +12,7 @@ checkpoints must know. In a clone a test tries this one with
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +24,7 @@ from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 
 if TYPE_CHECKING:
-    from isobatch.core.plan import Plan
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-    from isobatch.engine.distributed.communicator import Communicator
 
 PER_PARAMETER = StrategyTraits(
     implementation="examples.strategy:PerParameterStrategy",  # `module:Class` within isobatch
@@ -39,50 +35,31 @@ PER_PARAMETER = StrategyTraits(
 class PerParameterStrategy(Strategy):
     """Collectives go through `world` alone, and every rank issues the same ones whatever work it has."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        plan: Plan,
-        world: Communicator,
-        clip: float,
-        sparse: Sequence[nn.Parameter] = (),
-    ) -> None:
-        if sparse or plan.precision == "fp16":
+    def begin(self, make_optimizer: MakeOptimizer) -> None:
+        if self.sparse or self.plan.precision == "fp16":
             raise UserError("--strategy per-parameter: takes neither sparse tables nor fp16: use ddp")
-        self.model = self.unwrapped = model
-        self.plan, self.world, self.clip = plan, world, clip
-        self.optimizer = make_optimizer(model)
-        self.named = dict(model.named_parameters())
-        self.trained = [p for p in model.parameters() if p.requires_grad]
-
-    def accumulate_gradients(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def forward_backward(self, last: bool) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
+        self.optimizer = make_optimizer(self.model)
+        self.named = dict(self.model.named_parameters())
+        self.dense = [p for p in self.model.parameters() if p.requires_grad]
 
     def step_optimizer(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor:
         self._reduce()
-        gradients = [p.grad for p in self.trained if p.grad is not None]
+        gradients = [p.grad for p in self.dense if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
         observe()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self.clip:
-            nn.utils.clip_grads_with_norm_(self.trained, self.clip, norm)
+            nn.utils.clip_grads_with_norm_(self.dense, self.clip, norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
 
     def _reduce(self) -> None:
         """Sum each gradient over ranks. Micro-batches bring shares of one sum, so nothing is averaged."""
-        has_gradient = torch.tensor([p.grad is not None for p in self.trained], dtype=torch.int32)
+        has_gradient = torch.tensor([p.grad is not None for p in self.dense], dtype=torch.int32)
         ranks = self.world.all_reduce_sum(has_gradient.to(self.world.device)).tolist()
-        for p, count in zip(self.trained, ranks, strict=True):
+        for p, count in zip(self.dense, ranks, strict=True):
             if count:  # a parameter that no rank used keeps no gradient: it must not decay
                 mine = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
                 p.grad = self.world.all_reduce_sum(mine)

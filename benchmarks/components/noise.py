@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from isobatch.engine.noise import keyed_attention, keyed_noise
-from isobatch.engine.noise.keyed_dropout import key_dropout
+from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise, apply_mask, keep_mask
 
 if TYPE_CHECKING:

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from isobatch.core.plan import Precision
-    from isobatch.engine.training.active_phase import ActivePhase
-    from isobatch.engine.training.session import Session
+    from isobatch.engine.training.session import ActivePhase, Session
 
 TASK = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
@@ -231,7 +230,7 @@ def reduced(strategy: Any) -> Any:
 
     if hasattr(strategy, "reduce"):
         strategy.reduce()
-        found = [p.grad for p in strategy.trained if p.grad is not None]
+        found = [p.grad for p in strategy.dense if p.grad is not None]
         strategy.optimizer.zero_grad()
     elif strategy.plan.strategy == "fsdp2":
         found = [p.grad.full_tensor() for p in strategy.unwrapped.parameters() if p.grad is not None]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from isobatch.benchmarks.report import Row
-    from isobatch.engine.training.active_phase import ActivePhase
+    from isobatch.engine.training.session import ActivePhase
 
 SHAPES = {0: (12, 3072), 20: (10, 2432), 50: (6, 1536), 75: (3, 768)}
 """Per cent removed -> heads and neurons of each layer, of 12 and 3072."""

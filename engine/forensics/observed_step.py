@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from isobatch.engine.loading.loader import LoadedStep
-    from isobatch.engine.training.active_phase import ActivePhase
-    from isobatch.engine.training.session import Session
+    from isobatch.engine.training.session import ActivePhase, Session
     from isobatch.engine.verification.replay import Replay, Window
     from isobatch.models.base import StepContext, Task
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 def layer_blocks(model: nn.Module) -> list[nn.Module]:
@@ -32,3 +35,16 @@ def _is_matmul(module: nn.Module) -> bool:
     kind = type(module)
     name = f"{kind.__module__}.{kind.__qualname__}"
     return name in MATMUL_LAYERS or getattr(kind, "only_multiplies", False)
+
+
+def checkpoint_activations(model: nn.Module, keyed: bool) -> int:
+    """Recompute each block's activations in the backward pass (Chen et al. 2016); returns how many blocks.
+
+    With keyed noise (`keyed`) no generator state is kept: the same key gives the same mask.
+    """
+    blocks = layer_blocks(model)
+    for block in blocks:
+        block.forward = functools.partial(
+            checkpoint, block.forward, use_reentrant=False, preserve_rng_state=not keyed
+        )
+    return len(blocks)

@@ -9,8 +9,8 @@ from torch import nn
 
 from isobatch.core.errors import UserError
 from isobatch.core.strategies import traits_of
-from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
-from isobatch.engine.noise.keyed_dropout import key_dropout
+from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
+from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.models.activations import fuse_gelu
 

@@ -14,12 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
-from isobatch.engine.noise.keyed_noise import KeyedNoise, NoiseSite, apply_mask, hash_bits
+from isobatch.engine.noise.keyed_noise import KeyedDropout, KeyedNoise, NoiseSite, apply_mask, hash_bits
 from isobatch.models.attention_functions import known_attention, register_attention, without_waiting
 
 NAME = "keyed"
 MAX_KEYED_LENGTH = 512
 """Longer samples need too large a (T, T) matrix per head; recipes' default attention dropout is 0."""
+
+
+def key_dropout(model: nn.Module, noise: KeyedNoise) -> int:
+    """Replace every nn.Dropout in place, and key dropout inside attention; returns how many were replaced."""
+    keyed: dict[int, KeyedDropout] = {}  # a module registered under several names stays one module
+    for name, module in list(model.named_modules()):
+        for child_name, child in list(module._modules.items()):  # noqa: SLF001  named_children skips second names
+            if type(child) is nn.Dropout:
+                site = f"{name}.{child_name}" if name else child_name
+                setattr(module, child_name, keyed.setdefault(id(child), KeyedDropout(child.p, noise, site)))
+    key_attention(model, noise)
+    return len(keyed)
 
 
 def key_attention(model: nn.Module, noise: KeyedNoise) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import TrainingError, UserError
 from isobatch.engine.loading.device_copies import array_to_device
 from isobatch.engine.loading.permutation import mix_bits
 from isobatch.models.fused_kernels import fused_on_gpu
@@ -119,6 +119,18 @@ class KeyedNoise:
         """(B, *shape) int64 in [0, high); the bias is below high / 2^32."""
         bits = self.bits(site, math.prod(shape)).to(torch.int64) & 0xFFFFFFFF
         return ((bits * high) >> 32).view(self.rows, *shape)
+
+
+class NativeNoise:
+    """The noise that tasks get under `--noise native`: it refuses every draw with TrainingError.
+
+    Draws of torch's generators would depend on the division into micro-batches.
+    """
+
+    def _refuse(self, site: str, *_: object) -> Tensor:
+        raise TrainingError(f"this task draws noise ({site}) of its own: use --noise keyed")
+
+    uniform = normal = integers = _refuse
 
 
 class NoiseSite:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.package import ROOT
-from isobatch.engine.model_setup.late_values import read_late
+from isobatch.engine.model_setup.deferred_materialization import read_late
 from isobatch.engine.model_setup.layer_blocks import layer_blocks
 
 if TYPE_CHECKING:

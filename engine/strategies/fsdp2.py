@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,17 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, TensorEntry, TensorPiece
-from isobatch.engine.model_setup.late_values import read_late
+from isobatch.engine.model_setup.deferred_materialization import read_late
 from isobatch.engine.model_setup.layer_blocks import layer_blocks, matmul_parameters
-from isobatch.engine.strategies.base import MakeOptimizer, Strategy
-from isobatch.engine.strategies.gradient_norm import gradient_norm
+from isobatch.engine.strategies.base import MakeOptimizer, Strategy, gradient_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
-    from isobatch.core.plan import Plan
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-    from isobatch.engine.distributed.communicator import Communicator
 
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -41,22 +37,13 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 class FullyShardStrategy(Strategy):
     """Rows of every parameter, its gradient and its moments."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        plan: Plan,
-        world: Communicator,
-        clip: float,
-        sparse: Sequence[nn.Parameter] = (),
-    ) -> None:
-        assert not sparse, "the planner gives sparse tables no shards"
-        self.model = self.unwrapped = model
-        self.plan, self.world, self.clip = plan, world, clip
+    def begin(self, make_optimizer: MakeOptimizer) -> None:
+        assert not self.sparse, "the planner gives sparse tables no shards"
+        model, world = self.model, self.world
         # Of the run's own group: init_device_mesh may make an NCCL group where the run has gloo alone.
         assert dist.group.WORLD is not None
         mesh = DeviceMesh.from_group(dist.group.WORLD, world.device.type)
-        half = set(matmul_parameters(model)) if plan.precision == "bf16" else set()
+        half = set(matmul_parameters(model)) if self.plan.precision == "bf16" else set()
         for block in layer_blocks(model):
             read_late(block.parameters())
             world.broadcast_onto_device(_unsharded(block))
@@ -70,18 +57,12 @@ class FullyShardStrategy(Strategy):
                 module.set_force_sum_reduction_for_comms(True)
         self.optimizer = make_optimizer(model)
 
-    def accumulate_gradients(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     @contextlib.contextmanager
     def forward_backward(self, last: bool) -> Iterator[None]:
         assert isinstance(self.model, FSDPModule)
         self.model.set_is_last_backward(last)
         with self.world.waiting_for("FSDP's forward or backward"):
             yield
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
 
     def step_optimizer(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor:
         norm = self.reduced_norm()
@@ -103,23 +84,16 @@ class FullyShardStrategy(Strategy):
 
     def _gradients(self) -> list[Tensor]:
         """This rank's rows of the gradients that there are."""
-        return [_rows(p.grad) for _, p in self._trained() if p.grad is not None]
-
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return ((name, p) for name, p in self.unwrapped.named_parameters() if p.requires_grad)
-
-    def _buffers(self) -> dict[str, Tensor]:
-        changing = portable_state.changing_tensors(self.unwrapped)
-        return {name: t for name, t in changing if not isinstance(t, nn.Parameter)}
+        return [_rows(p.grad) for _, p in self.trained() if p.grad is not None]
 
     def collect_state(self) -> portable_state.PortableState:
         """Every rank's own rows of weights and moments; buffers come from rank 0."""
         entries: dict[str, TensorEntry] = {}
         pieces: list[TensorPiece] = []
-        for name, buffer in self._buffers().items():
+        for name, buffer in self.buffers().items():
             entries[WEIGHT + name] = portable_state.tensor_entry(buffer)
             pieces += [TensorPiece(WEIGHT + name, 0, buffer.reshape(-1))] if self.world.is_main else []
-        for name, p in self._trained():
+        for name, p in self.trained():
             state = {WEIGHT + name: p.detach()}
             state |= {f"{MOMENT}{kind}/{name}": torch.as_tensor(v) for kind, v in self._state_of(p).items()}
             for key, value in state.items():
@@ -141,7 +115,7 @@ class FullyShardStrategy(Strategy):
 
     def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:
         self.load_weights(saved)
-        parameters = dict(self._trained())
+        parameters = dict(self.trained())
         for key, kind, name in portable_state.saved_moments(saved):
             p = parameters[name]
             if saved.entries[key].shape:
@@ -153,7 +127,7 @@ class FullyShardStrategy(Strategy):
                 self.optimizer.state[p][kind] = saved.read(key).to(where)
 
     def load_weights(self, saved: SavedCheckpoint, new_phase: bool = False) -> None:
-        trained, buffers = dict(self._trained()), self._buffers()
+        trained, buffers = dict(self.trained()), self.buffers()
         shapes = {name: tuple(t.shape) for name, t in (*trained.items(), *buffers.items())}
         known = portable_state.saved_weight_names(saved) if new_phase else set(shapes)
         portable_state.check_shapes(saved, {name: shape for name, shape in shapes.items() if name in known})

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,15 +16,12 @@ from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SharedReader
 from isobatch.engine.model_setup.compile_model import compile_model, run_uncompiled
-from isobatch.engine.strategies.base import MakeOptimizer, Strategy
-from isobatch.engine.strategies.gradient_norm import gradient_norm
+from isobatch.engine.strategies.base import MakeOptimizer, Strategy, gradient_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-    from isobatch.core.plan import Plan
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-    from isobatch.engine.distributed.communicator import Communicator
 
 SCALE_START = 2.0**16
 """The first fp16 loss scale."""
@@ -38,23 +34,12 @@ SCALE_PATIENCE = 2000
 class ReplicatedStrategy(Strategy):
     """Every process holds the whole model, its gradients and its moments."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        plan: Plan,
-        world: Communicator,
-        clip: float,
-        sparse: Sequence[nn.Parameter] = (),
-    ) -> None:
-        self.unwrapped, self.plan, self.world, self.clip = model, plan, world, clip
+    def begin(self, make_optimizer: MakeOptimizer) -> None:
+        model, plan, world = self.model, self.plan, self.world
         self.optimizer = make_optimizer(model)
         self.named = dict(model.named_parameters())
-        self.model = model
-        self.sparse = [p for p in sparse if p.requires_grad]
-        """Embedding tables whose gradients and updates are sparse: only the rows that were read."""
         sparse_ids = {id(p) for p in self.sparse}
-        self.trained = [p for p in model.parameters() if p.requires_grad and id(p) not in sparse_ids]
+        self.dense = [p for p in model.parameters() if p.requires_grad and id(p) not in sparse_ids]
         self.overlapped = False
         """Whether DDP reduces. Step 0 reduces explicitly: DDP is enabled after it only if every parameter
         received a gradient in it."""
@@ -99,9 +84,6 @@ class ReplicatedStrategy(Strategy):
         """DDP's reduction runs in the last backward pass."""
         return self.overlapped
 
-    def accumulate_gradients(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
-
     @contextlib.contextmanager
     def forward_backward(self, last: bool) -> Iterator[None]:
         self._reduces = self.overlapped and last
@@ -128,7 +110,7 @@ class ReplicatedStrategy(Strategy):
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         if self.clip:
-            nn.utils.clip_grads_with_norm_(self.trained, self.clip, norm)
+            nn.utils.clip_grads_with_norm_(self.dense, self.clip, norm)
             for values in self._sparse_values():
                 values.mul_((self.clip / (norm + 1e-6)).clamp_max(1.0))
         self.optimizer.step()
@@ -138,7 +120,7 @@ class ReplicatedStrategy(Strategy):
 
     def _copy_gradients(self) -> None:
         """Copy new gradients out of the memory that the next replay of a CUDA graph overwrites."""
-        for p in self.trained:
+        for p in self.dense:
             if p.grad is not None and id(p) not in self._copied:
                 self._copied.add(id(p))
                 p.grad = p.grad.clone()
@@ -147,7 +129,7 @@ class ReplicatedStrategy(Strategy):
         """Sum the gradients over ranks and divide them by the loss scale; returns their norm (0-d)."""
         if not self.overlapped:
             self._densify()
-            everything_used = self.world.all_reduce_gradients(self.trained)
+            everything_used = self.world.all_reduce_gradients(self.dense)
             for p in self.sparse:
                 if p.grad is not None or self.world.size > 1:
                     p.grad = self.world.all_reduce_sparse(p)
@@ -157,7 +139,7 @@ class ReplicatedStrategy(Strategy):
                     self._use_sparse_gradients(False)
                     self.model = self.world.wrap_in_ddp(self.unwrapped)
                 compile_model(self.unwrapped, self.plan)
-        gradients = [p.grad for p in self.trained if p.grad is not None] + self._sparse_values()
+        gradients = [p.grad for p in self.dense if p.grad is not None] + self._sparse_values()
         if self.scale != 1:
             torch._foreach_mul_(gradients, 1 / self.scale)
         return gradient_norm(gradients, self.world.device)
@@ -169,7 +151,7 @@ class ReplicatedStrategy(Strategy):
 
     def _densify(self) -> None:
         """Scatter-add sparse gradients into reused dense buffers: page faults of new memory cost more."""
-        for p in self.trained:
+        for p in self.dense:
             if p.grad is not None and p.grad.is_sparse:
                 if p not in self.tables:
                     self.tables[p] = torch.empty_like(p)
@@ -190,7 +172,7 @@ class ReplicatedStrategy(Strategy):
                 self.scale *= 2
             return False
         self.scale, self.good_steps = self.scale / 2, 0
-        for p in (*self.trained, *self.sparse):
+        for p in (*self.dense, *self.sparse):
             p.grad = None
         self._copied.clear()
         if self.scale < SCALE_LEAST:

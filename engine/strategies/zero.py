@@ -14,7 +14,7 @@ import gc
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing import portable_state
@@ -25,31 +25,21 @@ from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 from isobatch.engine.strategies.deepspeed_engine import config_for, make_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator
 
-    from isobatch.core.plan import Plan
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-    from isobatch.engine.distributed.communicator import Communicator
 
 
 class ZeroStrategy(Strategy):
     """A model in DeepSpeed's engine, which shards its moments, gradients or weights by stage."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        make_optimizer: MakeOptimizer,
-        plan: Plan,
-        world: Communicator,
-        clip: float,
-        sparse: Sequence[nn.Parameter] = (),
-    ) -> None:
-        assert not sparse, "the planner gives sparse tables no shards"
-        self.unwrapped, self.plan, self.world = model, plan, world
-        self.config = config_for(plan, clip)
+    def begin(self, make_optimizer: MakeOptimizer) -> None:
+        assert not self.sparse, "the planner gives sparse tables no shards"
+        model, plan = self.model, self.plan
+        self.config = config_for(plan, self.clip)
         self.stage = int(self.config["zero_optimization"]["stage"])
         optimizer = make_optimizer(model)  # it groups parameters by shape, which shards do not have
-        self.model = self.engine = make_engine(model, optimizer, self.config, world)
+        self.model = self.engine = make_engine(model, optimizer, self.config, self.world)
         if self.stage == 3 and plan.precision == "bf16":
             self._gather_in_bf16()
         self._used: set[str] = set()
@@ -120,7 +110,7 @@ class ZeroStrategy(Strategy):
         def record(name: str) -> Any:
             return lambda _: self._used.add(name)
 
-        return {name: p.register_hook(record(name)) for name, p in self._trained()}
+        return {name: p.register_hook(record(name)) for name, p in self.trained()}
 
     def _refuse_unused(self) -> None:
         """Raise UserError where a parameter has no gradient: DDP leaves it alone, ZeRO would decay it."""
@@ -135,22 +125,12 @@ class ZeroStrategy(Strategy):
                 " (requires_grad_(False)), or use --strategy ddp"
             )
 
-    def _trained(self) -> Iterator[tuple[str, Any]]:
-        return ((name, p) for name, p in self.unwrapped.named_parameters() if p.requires_grad)
-
-    def _buffers(self) -> dict[str, Tensor]:
-        return {
-            name: t
-            for name, t in portable_state.changing_tensors(self.unwrapped)
-            if not isinstance(t, nn.Parameter)
-        }
-
     def collect_state(self) -> portable_state.PortableState:
         """This rank's own shards of weights and moments, and on rank 0 the buffers."""
-        buffers = {WEIGHT + name: b for name, b in self._buffers().items()}
+        buffers = {WEIGHT + name: b for name, b in self.buffers().items()}
         entries = {name: portable_state.tensor_entry(b) for name, b in buffers.items()}
         pieces = [TensorPiece(n, 0, b.reshape(-1)) for n, b in buffers.items() if self.world.is_main]
-        for name, p in self._trained():
+        for name, p in self.trained():
             shape = tuple(getattr(p, "ds_shape", p.shape))
             entries[WEIGHT + name] = TensorEntry(shape, "float32")
             for key, dtype in self._moments().items():
@@ -169,7 +149,7 @@ class ZeroStrategy(Strategy):
         if kinds:
             self._make_moments(kinds)
         self.load_weights(saved)
-        parameters = dict(self._trained())
+        parameters = dict(self.trained())
         for key, kind, name in portable_state.saved_moments(saved):
             shard = self._shard(parameters[name])
             if shard is not None and kind != "step":
@@ -180,15 +160,15 @@ class ZeroStrategy(Strategy):
 
     def load_weights(self, saved: SavedCheckpoint, new_phase: bool = False) -> None:
         """Load this rank's shards and, where it holds whole parameters, these too."""
-        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self._trained()}
-        shapes |= {name: tuple(b.shape) for name, b in self._buffers().items()}
+        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.trained()}
+        shapes |= {name: tuple(b.shape) for name, b in self.buffers().items()}
         known = portable_state.saved_weight_names(saved) if new_phase else set(shapes)
         portable_state.check_shapes(saved, {name: shape for name, shape in shapes.items() if name in known})
         whole = SharedReader(saved, self.world)  # under stages 1 and 2 every rank needs all weights
         with torch.no_grad():
-            for name, buffer in self._buffers().items():
+            for name, buffer in self.buffers().items():
                 buffer.copy_(whole.read(WEIGHT + name))
-            for name, p in ((n, p) for n, p in self._trained() if n in known):
+            for name, p in ((n, p) for n, p in self.trained() if n in known):
                 if p.numel() and tuple(p.shape) == shapes[name]:
                     p.copy_(whole.read(WEIGHT + name))
                 shard = self._shard(p)

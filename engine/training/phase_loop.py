@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-    from isobatch.engine.training.active_phase import ActivePhase
     from isobatch.engine.training.run_context import RunContext
+    from isobatch.engine.training.session import ActivePhase
     from isobatch.engine.training.train_step import StepResult
     from isobatch.models.base import Change
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from isobatch.core.errors import TrainingError
 from isobatch.engine.loading.device_copies import HostCopy, array_to_device, numbers_to_device, to_device
 from isobatch.engine.loading.loader import LoadedStep, StepWork
-from isobatch.engine.noise.native_noise import NativeNoise
+from isobatch.engine.noise.keyed_noise import NativeNoise
 from isobatch.engine.training import loss_checks
 from isobatch.models.base import CachedWeightTransform, Change, Loss, StepContext, Task
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.training.active_phase import ActivePhase
+    from isobatch.engine.training.session import ActivePhase
     from isobatch.engine.training.train_step import StepResult
 
 LoggedRows = dict[tuple[str, int], StepRow]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from isobatch.core.plan import Precision
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.loading.loader import LoadedStep
-    from isobatch.engine.training.active_phase import ActivePhase
+    from isobatch.engine.training.session import ActivePhase
     from isobatch.launch.measuring.measures import Unit
     from isobatch.launch.measuring.setup import Variant
 

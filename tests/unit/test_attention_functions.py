@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from isobatch.engine.noise.keyed_dropout import key_dropout
+from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.models.attention_functions import CAUSAL, causal_attention_alone, unregister_attention
 from isobatch.models.causal_lm import chunked_cross_entropy

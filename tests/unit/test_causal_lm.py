@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.data.text.plain_text import windows
-from isobatch.engine.noise.native_noise import NativeNoise
+from isobatch.engine.noise.keyed_noise import NativeNoise
 from isobatch.models.base import StepContext
 from isobatch.models.causal_lm import generation
 from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_generation

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from isobatch.core.errors import UserError
-from isobatch.engine.noise.native_noise import NativeNoise
+from isobatch.engine.noise.keyed_noise import NativeNoise
 from isobatch.models.base import Rows, StepContext, Sum
 from isobatch.models.classification.task import Classifier, ClassifierOptions
 from isobatch.models.encoder import encoders

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isobatch.core.package import ROOT
-from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
 from isobatch.engine.model_setup.compile_model import compile_model
-from isobatch.engine.noise.keyed_dropout import key_dropout
+from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
+from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.engine.strategies import replicated
 from isobatch.engine.strategies.replicated import ReplicatedStrategy

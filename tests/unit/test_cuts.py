@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from isobatch.engine.training.active_phase import ActivePhase
-    from isobatch.engine.training.session import Session
+    from isobatch.engine.training.session import ActivePhase, Session
 
 BATCH, LATER = 16, 10
 """Samples of a global batch; steps after which gradients are compared again."""

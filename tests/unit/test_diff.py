@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import isobatch
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.engine.training.active_phase import ActivePhase
+from isobatch.engine.training.session import ActivePhase
 from isobatch.launch.forensics.diff import diff, diff_runs
 from isobatch.tests.paths import ROOT
 from isobatch.tests.tasks import planted

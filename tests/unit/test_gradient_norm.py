@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from isobatch.engine.strategies.gradient_norm import BLOCK, gradient_norm
+from isobatch.engine.strategies.base import BLOCK, gradient_norm
 
 CPU = torch.device("cpu")
 

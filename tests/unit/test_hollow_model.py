@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from isobatch.engine.model_setup.hollow_model import build_hollow, outline
+from isobatch.engine.model_setup.deferred_materialization import build_hollow, outline
 from isobatch.launch.local.process_state import preserve_process_state
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
-from isobatch.engine.noise.keyed_dropout import key_dropout
+from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
+from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import (
     KeyedDropout,
     KeyedNoise,

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from isobatch.engine.model_setup.late_values import build_late, read_late
+from isobatch.engine.model_setup.deferred_materialization import build_late, read_late
 from isobatch.engine.strategies import deepspeed_engine
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.models.causal_lm.adapters import load_base_model

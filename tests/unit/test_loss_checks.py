@@ -16,8 +16,8 @@ from isobatch.core.recipe import Recipe
 from isobatch.data.base import ArraySource
 from isobatch.engine.loading.loader import BatchLoader, LoadedStep, StepWork
 from isobatch.engine.loading.sampler import Sampler
-from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
-from isobatch.engine.noise.keyed_dropout import key_dropout
+from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
+from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.engine.optimization.schedule import PhaseSchedule

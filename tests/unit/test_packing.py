@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from isobatch.core.errors import UserError
 from isobatch.engine.loading.microbatching import MicroBatchBudget, cut_batch
 from isobatch.engine.model_setup import packing
-from isobatch.engine.model_setup.activation_checkpointing import checkpoint_activations
+from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
 from isobatch.engine.model_setup.packing import PackedLayout, SamplePacking
-from isobatch.engine.noise.keyed_dropout import key_dropout
+from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.models.causal_lm import chunked_cross_entropy
 from isobatch.tests.unit.test_planner import GPT2, TEXTS, planned

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from isobatch.core.errors import UserError
-from isobatch.engine.noise.keyed_noise import KeyedNoise
-from isobatch.engine.noise.native_noise import NativeNoise
+from isobatch.engine.noise.keyed_noise import KeyedNoise, NativeNoise
 from isobatch.models.base import StepContext
 from isobatch.models.causal_lm import chunked_cross_entropy
 from isobatch.models.preference.task import DPO, ORPO, PreferenceTask

@@ -17,7 +17,7 @@ from isobatch.data.base import ArraySource, Ragged
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.sampler import Sampler
-from isobatch.engine.noise.keyed_dropout import key_dropout
+from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.engine.strategies import replicated as replicas_module

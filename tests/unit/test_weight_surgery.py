@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from isobatch.engine.training.active_phase import cut_moments
+from isobatch.engine.training.session import cut_moments
 from isobatch.models import saving
 from isobatch.models.compression import pruning
 from isobatch.models.encoder import encoders, export, weight_surgery
