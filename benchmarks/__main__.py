@@ -69,6 +69,7 @@ BENCHMARKS = {
         "quality.accuracy",
         "accuracy after pruning and 4-bit training on real text; takes hours, continues if stopped",
     ),
+    "golden": ("quality.golden", "training before and after a change, killed and resumed: equal to the bit"),
     "honest-runs": (
         "quality.honest_runs",
         "sixty honest runs of every task in ten worlds, each of which verify must pass",
@@ -119,18 +120,22 @@ def main() -> int:
     parser.add_argument("--data", help="folder of labelled texts, for those that need one")
     parser.add_argument("--model", help="folder of a pretrained encoder, for those that need one")
     parser.add_argument("--only", default="", help="one part, for those that name their parts")
+    parser.add_argument("--before", default="", help="a revision of this repository, for golden")
+    parser.add_argument("--store", action="store_true", help="keep what golden finds for the tests")
     asked = parser.parse_args()
     if asked.name is None:
         print(listing)
         return 0
     module, _ = BENCHMARKS[asked.name]
     measure = importlib.import_module(f"isobatch.benchmarks.{module}").measure
-    needed = [n for n in ("data", "model", "only") if n in inspect.signature(measure).parameters]
+    needed = [
+        n for n in ("data", "model", "only", "before", "store") if n in inspect.signature(measure).parameters
+    ]
     if missing := [n for n in needed if getattr(asked, n) is None]:
         parser.error(f"{asked.name} needs --{missing[0]}")
     rows = list(measure(asked.quick, **{n: getattr(asked, n) for n in needed}))
     print(report.table(rows))
-    if not (asked.quick or asked.only):
+    if not (asked.quick or asked.only or asked.before):
         print(f"written: {report.write(asked.name, rows)}")
     return 0
 

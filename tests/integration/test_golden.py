@@ -1,0 +1,31 @@
+"""Training is what it was: every step, sample, evaluation and weight of four workloads equals a copy."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+from isobatch.benchmarks.quality.golden import DEMOS, STORED, differences, train, write_data
+from isobatch.tests.paths import ROOT
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+RELATIVE = 1e-6
+"""Other processors sum in another order; `benchmarks golden --before REVISION` compares to the bit."""
+
+
+def test_training_equals_the_stored_copy(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    stored = json.loads(STORED.read_text())
+    found = json.loads(json.dumps(train(ROOT, tmp_path, [*DEMOS], world=1)))
+    assert stored.keys() == found.keys()
+    assert differences(stored, found, RELATIVE, skip=("bits",)) == []
+
+
+def test_a_difference_is_found_and_named() -> None:
+    stored = json.loads(STORED.read_text())["lm"]
+    changed = json.loads(json.dumps(stored))
+    changed["steps"][3]["loss"] *= 1 + 2 * RELATIVE
+    changed["samples"] = "0"
+    assert [d.split(":")[0] for d in differences(stored, changed, RELATIVE)] == ["/steps[3]/loss", "/samples"]
