@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import http.server
-import io
 import json
 import runpy
 import socket
-import threading
-import zipfile
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -29,9 +26,6 @@ from isobatch.launch.clusters.ray.driver import train_until_done
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.restarts import train_with_restarts
 from isobatch.tests.paths import ROOT
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 GPUS = ["--task", "causal-lm", "--data", "/shared/texts", "--ray-workers", "4", "--gpus-per-worker", "8"]
 CPUS = ["--task", "causal-lm", "--cpu"]
@@ -167,46 +161,23 @@ def test_an_address_where_nobody_answers_is_said(capfd: pytest.CaptureFixture[st
     assert f"--address 127.0.0.1:{port}: nothing answers there" in capfd.readouterr().err
 
 
-class Head(http.server.BaseHTTPRequestHandler):
-    """What the head of a cluster answers to Ray's client: it takes the package, and the job."""
+def test_a_job_is_handed_in(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    submission = pytest.importorskip("ray.job_submission")
+    sent: list[str] = []
 
-    asked: ClassVar[list[tuple[str, bytes]]] = []
+    class Client:
+        def __init__(self, address: str) -> None:
+            assert address == "http://head:8265"
 
-    def _answer(self, code: int, said: dict[str, Any]) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.asked.append((f"{self.command} {self.path}", body))
-        self.send_response(code)
-        self.end_headers()
-        self.wfile.write(json.dumps(said).encode())
+        def submit_job(self, entrypoint: str, runtime_env: dict[str, str]) -> str:
+            print("a library's words")
+            sent.append((Path(runtime_env["working_dir"]) / entrypoint.removeprefix("python ")).read_text())
+            return "raysubmit_1"
 
-    def do_GET(self) -> None:
-        known = self.path == "/api/version"
-        self._answer(200 if known else 404, {"version": "4", "ray_version": "2.60.0", "ray_commit": ""})
-
-    def do_PUT(self) -> None:
-        self._answer(200, {})
-
-    def do_POST(self) -> None:
-        self._answer(200, {"submission_id": "raysubmit_1", "job_id": "raysubmit_1"})
-
-    def log_message(self, *_: Any) -> None:
-        """Nothing."""
-
-
-def test_a_job_is_handed_in(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("ray")
-    Head.asked.clear()
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Head) as head:
-        threading.Thread(target=head.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{head.server_address[1]}"
-        assert ray([*CPUS, "--address", address, "--submit"]) == 0
-        head.shutdown()
+    monkeypatch.setattr(submission, "JobSubmissionClient", Client)
+    assert ray([*CPUS, "--address", "http://head:8265", "--submit"]) == 0
     assert capsys.readouterr().out == "raysubmit_1\n"
-    (package,) = [body for where, body in Head.asked if where.startswith("PUT")]
-    (job,) = [json.loads(body) for where, body in Head.asked if where.startswith("POST")]
-    with zipfile.ZipFile(io.BytesIO(package)) as files:
-        sent = files.read(job["entrypoint"].removeprefix("python ")).decode()
-    assert settings(sent)["address"] == "auto"
+    assert settings(sent[0])["address"] == "auto"
 
 
 def test_where_no_cluster_takes_jobs_it_is_said() -> None:

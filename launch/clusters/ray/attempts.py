@@ -79,14 +79,8 @@ class Attempts:
         self._workers = workers
         storage = run.folder / "ray"
         storage.mkdir(exist_ok=True)
-        return {
-            **self._order,
-            "run": str(run.folder),
-            "nonce": secrets.token_hex(8),
-            "plan": plan,
-            "storage": str(storage),
-            "environment": environment_elsewhere(),
-        }
+        own = {"run": str(run.folder), "nonce": secrets.token_hex(8), "plan": plan, "storage": str(storage)}
+        return {**self._order, **own, "environment": environment_elsewhere()}
 
     def _fit(self, run: RunFolder, workers: int, order: dict[str, Any]) -> tuple[str, int]:
         """Run one fit; what went wrong with it, and for how many more workers there was room, if any.
@@ -224,9 +218,8 @@ class RunLog:
     """Follows log.txt, which rank 0 writes where all nodes see it."""
 
     def __init__(self, path: Path, quiet: bool) -> None:
-        self._path, self._quiet = path, quiet
+        self._path, self._quiet, self._last = path, quiet, ""
         self._read = path.stat().st_size if path.exists() else 0
-        self._last = ""
 
     def print_new(self) -> None:
         """Print what has been written since the last call, in whole lines."""
@@ -234,12 +227,11 @@ class RunLog:
             return
         with self._path.open("rb") as stream:
             stream.seek(self._read)
-            text = stream.read()
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
+            whole = stream.read().rpartition(b"\n")[0]
         lines = whole.decode(errors="replace").splitlines()
         for line in lines if not self._quiet else ():
             print(printable(line), file=sys.stderr)
+        self._read += len(whole) + bool(lines)
         self._last = lines[-1] if lines else self._last
 
     def print_unless_said(self, line: str) -> None:

@@ -8,6 +8,7 @@ Ray's workers form only tells them where our processes meet: two groups in one s
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -109,10 +110,19 @@ def _meeting() -> Iterator[dict[str, str]]:
 
 def _start(order: dict[str, Any], index: int, meeting: dict[str, str], log: Any) -> subprocess.Popen[bytes]:
     """Start one process; its marked lines go to Ray's log of this worker, others to `log`."""
-    words = ["--run", order["run"], *(("--plan", order["plan"]) if order["plan"] else ())]
+    context, each = ray.train.get_context(), order["processes"]
+    world = {  # of this worker's `index`th process, in the words of torchrun
+        "RANK": context.get_world_rank() * each + index,
+        "WORLD_SIZE": context.get_world_size() * each,
+        "LOCAL_RANK": context.get_local_rank() * each + index,
+        "LOCAL_WORLD_SIZE": context.get_local_world_size() * each,
+        **({GRANTED_CPUS: order["cpus"] * context.get_local_world_size()} if order["cpus"] else {}),
+    }
+    inherited = {name: value for name, value in os.environ.items() if name not in OF_RAYS_GROUP}
+    plan = ("--plan", order["plan"]) if order["plan"] else ()
     child = subprocess.Popen(
-        [sys.executable, "-P", str(TRAIN_SCRIPT), *words],
-        env={**_environment(order, index), **meeting},
+        [sys.executable, "-P", str(TRAIN_SCRIPT), "--run", order["run"], *plan],
+        env={**inherited, **order["environment"], **{k: str(v) for k, v in world.items()}, **meeting},
         cwd=order["folder"],
         stdin=subprocess.DEVNULL,
         stdout=log,
@@ -133,44 +143,21 @@ def _prepare_child() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _environment(order: dict[str, Any], index: int) -> dict[str, str]:
-    """The world of a worker's `index`th process, in the words of torchrun."""
-    context, each = ray.train.get_context(), order["processes"]
-    numbers = {
-        "RANK": context.get_world_rank() * each + index,
-        "WORLD_SIZE": context.get_world_size() * each,
-        "LOCAL_RANK": context.get_local_rank() * each + index,
-        "LOCAL_WORLD_SIZE": context.get_local_world_size() * each,
-        **({GRANTED_CPUS: order["cpus"] * context.get_local_world_size()} if order["cpus"] else {}),
-    }
-    inherited = {name: value for name, value in os.environ.items() if name not in OF_RAYS_GROUP}
-    return {
-        **inherited,
-        **order["environment"],
-        **{name: str(number) for name, number in numbers.items()},
-    }
-
-
 def _wait(children: Sequence[subprocess.Popen[bytes]], asked_to_stop: Callable[[], bool]) -> list[int]:
     """Wait for a worker's processes and pass a request to stop on to them; their exit codes."""
-    failed = signalled = None
-    while any(child.poll() is None for child in children):
-        now = time.monotonic()
-        if failed is None and any(child.returncode for child in children):
-            failed = now
-        if failed is not None and now - failed > SHUTDOWN_SECONDS:
-            _signal(children, signal.SIGKILL)
-        if (signalled is None or now - signalled > REPEAT_SIGNAL_SECONDS) and asked_to_stop():
-            signalled = now
-            _signal(children, signal.SIGUSR1)
+    failed, signalled = math.inf, -math.inf
+    while running := [child for child in children if child.poll() is None]:
+        now, number = time.monotonic(), None
+        if any(child.returncode for child in children):
+            failed = min(failed, now)
+        if now - failed > SHUTDOWN_SECONDS:
+            number = signal.SIGKILL
+        elif now - signalled > REPEAT_SIGNAL_SECONDS and asked_to_stop():
+            signalled, number = now, signal.SIGUSR1
+        for child in running if number else ():
+            child.send_signal(number)
         time.sleep(POLL_SECONDS)
     return [child.returncode for child in children]
-
-
-def _signal(children: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
-    for child in children:
-        if child.poll() is None:
-            child.send_signal(number)
 
 
 def _report(run: RunFolder, first: int, codes: list[int]) -> None:

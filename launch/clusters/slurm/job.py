@@ -156,15 +156,14 @@ class StepRunner:
 
     def __call__(self, run: RunFolder) -> Verdict | None:
         """Run one attempt to its end; None where no process left a verdict."""
-        while True:
-            if self.stop.reason:
-                return Verdict(STOPPED, "asked to stop before it began")
+        while not self.stop.reason:
             self._go_on_with_available_nodes(run)
             verdict, said = self._run_step(run)
             if verdict is not None or NO_ANSWER not in said:
                 return verdict
             time.sleep(NO_ANSWER_PAUSE_SECONDS)
             self._stop_where_it_is_time(run)
+        return Verdict(STOPPED, "asked to stop before it began")
 
     def _go_on_with_available_nodes(self, run: RunFolder) -> None:
         restarts.wait_for_orphans(run)
@@ -183,18 +182,15 @@ class StepRunner:
             port = str(self._listener.getsockname()[1])
             address = client.address_of(self.nodes[0]) if len(self.nodes) > 1 else ""
             words = (nonce, ",".join(self.nodes), port, *([address] if address else ()))
-            print(self._heading(run), file=sys.stderr, flush=True)
+            saved = furthest_checkpoint(run)
+            where = f"from step {saved[1]}" if saved else "from the beginning"
+            leg = f"job {self.allocation.job}, leg {self.allocation.restarts + 1}"
+            print(f"{leg}: {', '.join(self.nodes)}, {where}", file=sys.stderr, flush=True)
             step = Step(srun_command(run, self.nodes, self.allocation, self.request, words))
             self._watch(run, step, nonce)
             return self._verdict(run, nonce, step), step.said()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _heading(self, run: RunFolder) -> str:
-        saved = furthest_checkpoint(run)
-        where = f"from step {saved[1]}" if saved else "from the beginning"
-        leg = self.allocation.restarts + 1
-        return f"job {self.allocation.job}, leg {leg}: {', '.join(self.nodes)}, {where}"
 
     def _watch(self, run: RunFolder, step: Step, nonce: str) -> None:
         """Wait for the end of the step; repeat a stop until it ends: srun may not be ready for the first."""
@@ -227,7 +223,10 @@ class StepRunner:
         verdict = run.read_exit(nonce)
         if verdict and verdict.code == DONE:
             return verdict
-        if self.stop.reason or self._is_ended_by_slurm():
+        shown = client.show_job(self.allocation.job)
+        # Slurm, or somebody through it, stops the job: it is preempted, requeued or cancelled.
+        is_ended = was_preempted(shown) or shown.get("JobState", "RUNNING") != "RUNNING"
+        if self.stop.reason or is_ended:
             return verdict or Verdict(STOPPED, "ended by Slurm before it could save")
         is_stopped = verdict is not None and verdict.code == STOPPED
         is_lost = verdict is None or is_stopped or verdict.cause == WorkerLostError.cause
@@ -241,11 +240,6 @@ class StepRunner:
         logs = (run.folder / "slurm" / f"node-{node}.log" for node in self.nodes)
         atomic_files.write_text(run.folder / "launcher.log", ends_of_logs(logs))
         return verdict
-
-    def _is_ended_by_slurm(self) -> bool:
-        """Whether Slurm, or somebody through it, stops the job: it is preempted, requeued or cancelled."""
-        shown = client.show_job(self.allocation.job)
-        return was_preempted(shown) or shown.get("JobState", "RUNNING") != "RUNNING"
 
     def _loss(self, said: str) -> Verdict | None:
         """What Slurm knows about the end of a step in which a process was lost."""
