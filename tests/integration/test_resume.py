@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.tests.integration.helpers import (
-    RAGGED,
-    launch,
-    rows,
-    summary,
-)
+from isobatch.tests.integration.helpers import RAGGED, launch, rows, summary
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -540,7 +540,7 @@ def test_buffers_are_copied_before_the_next_forward_pass_may_change_them(
     monkeypatch.setattr(writer, "_write", lambda *_: None)
     writer.start(tmp_path / "train-1", state, FACTS)
     assert {name.partition("@")[0] for name in asked[0]} == {
-        *(f"weight/{name}" for name, _ in module.named_buffers()),
+        *(f"weight/{name}" for name, _ in module.named_buffers())
     }
 
 

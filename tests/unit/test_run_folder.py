@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
-from isobatch.core.flags import Interval
 from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.run_folder import RunFolder, Verdict, free_folder, list_runs, run_name
 from isobatch.engine.runs.run_options import RunOptions
@@ -108,10 +107,6 @@ def test_ends_of_lines_within_text_are_text(tmp_path: Path) -> None:
     assert list(atomic_files.rows_in(path)) == rows
 
 
-def test_no_log_has_no_lines(tmp_path: Path) -> None:
-    assert list(atomic_files.rows_in(tmp_path / "none.jsonl")) == []
-
-
 def log(path: Path, *steps: tuple[str, int], **more: Any) -> None:
     rows = [{"phase": phase, "step": step, **more} for phase, step in steps]
     atomic_files.write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
@@ -128,13 +123,6 @@ def test_going_back_drops_what_will_be_written_again(tmp_path: Path) -> None:
     kept = [(r["phase"], r["step"]) for r in list(atomic_files.rows_in(run.metrics))]
     assert kept == [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 2)]
     assert run.decisions.read_text() == '{"decision": "without a place"}\n'  # the cut line is gone too
-
-
-def test_going_back_to_the_start_drops_all(tmp_path: Path) -> None:
-    run = RunFolder(tmp_path)
-    log(run.metrics, ("a", 1), ("b", 1))
-    run.truncate_rows(["a", "b"], "a", 0)
-    assert list(atomic_files.rows_in(run.metrics)) == []
 
 
 def test_a_folder_in_use_is_left_alone(tmp_path: Path) -> None:
@@ -175,11 +163,6 @@ def test_an_exit_is_answered_to_its_own_launch_only(tmp_path: Path, monkeypatch:
     run.write_exit(Verdict(3, "a reason"))
     assert run.read_exit("mine") == Verdict(3, "a reason")
     assert run.read_exit("another") is None
-
-
-def test_a_save_interval_of_nothing_is_refused() -> None:
-    with pytest.raises(UserError, match="--save-every 0ep: must be above 0"):
-        RunOptions(save_every=Interval(0, "epochs"))
 
 
 @pytest.mark.parametrize("where", ["checkpoints", "final", "checkpoints/train-3", "metrics.jsonl"])

@@ -214,15 +214,6 @@ def test_what_a_node_does_not_see_is_the_first_line_of_its_output(tmp_path: Path
     assert bash(text, tmp_path).stdout.endswith(f": --setup {setup} failed\n")
 
 
-def test_the_script_needs_nothing_of_its_submitters_environment(tmp_path: Path) -> None:
-    values = {"runs": {0: tmp_path}, "start_folder": tmp_path, "environment": (("ISOBATCH_CACHE", "/a b"),)}
-    text, said = sbatch_script.render(script(**values)).rpartition("exec ")[0], 'echo "$PATH|$ISOBATCH_CACHE"'
-    done = bash(text + said, tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith("|/a b\n")
-    assert "/bin" in done.stdout
-
-
 def test_a_heterogeneous_job_is_refused(tmp_path: Path) -> None:
     done = bash(sbatch_script.render(script(runs={0: tmp_path})), tmp_path, SLURM_HET_SIZE="2")
     assert done.returncode == 2

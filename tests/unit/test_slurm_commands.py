@@ -35,12 +35,7 @@ FACTS = Facts(fingerprint="0", folder="", samples={"train": 64}, lengths=(1, 2, 
 
 
 def make_run(
-    folder: Path,
-    job: str = "7",
-    recipe: Recipe = RECIPE,
-    steps: int = 0,
-    status: str = "",
-    **summary: object,
+    folder: Path, job: str = "7", recipe: Recipe = RECIPE, steps: int = 0, status: str = "", **summary: object
 ) -> RunFolder:
     """A run of 300 steps that has logged some, and ended with this status if there is one."""
     run = RunFolder.create(folder, recipe, FACTS, RunOptions())
@@ -317,11 +312,7 @@ with filelock.FileLock(sys.argv[1] + "/.launch.lock"):
 @pytest.mark.usefixtures("slurm")
 @pytest.mark.parametrize(("kind", "flags"), [("quick", []), ("slow", ["--now"])])
 def test_a_run_that_trains_here_is_interrupted(
-    kind: str,
-    flags: list[str],
-    tmp_path: Path,
-    say: Say,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, flags: list[str], tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cancel, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(cancel, "SECOND_SIGNAL_SECONDS", 0.2)

@@ -11,11 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from isobatch.core.errors import UserError
-from isobatch.engine.checkpointing.weight_files import (
-    WeightsDifference,
-    compare_weight_files,
-    open_weights,
-)
+from isobatch.engine.checkpointing.weight_files import WeightsDifference, compare_weight_files, open_weights
 from isobatch.launch.forensics.diff import diff
 from isobatch.launch.forensics.diff_text import weights_verdict
 

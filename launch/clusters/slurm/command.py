@@ -16,12 +16,7 @@ from isobatch.core.errors import DONE
 from isobatch.core.flags import options_to_dict
 from isobatch.core.measures import printable
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.engine.runs.slurm_queue import (
-    InAJobError,
-    last_job_of,
-    refuse_if_in_a_job,
-    update_job_record,
-)
+from isobatch.engine.runs.slurm_queue import InAJobError, last_job_of, refuse_if_in_a_job, update_job_record
 from isobatch.launch.clusters.common import find_or_create
 from isobatch.launch.clusters.slurm import acceptance, client, containers
 from isobatch.launch.clusters.slurm.array import SUBMITTED, array_folder, array_text, numbered

@@ -38,12 +38,7 @@ from isobatch.launch.clusters.slurm.legs import (
     was_preempted,
 )
 from isobatch.launch.clusters.slurm.node import meeting_folder, wait_for
-from isobatch.launch.clusters.slurm.step import (
-    Step,
-    explain_end,
-    srun_command,
-    unreachable_nodes,
-)
+from isobatch.launch.clusters.slurm.step import Step, explain_end, srun_command, unreachable_nodes
 from isobatch.launch.local import restarts
 from isobatch.launch.local.run_setup import locate_data, plan_options_from_request, store_plan
 
