@@ -16,7 +16,7 @@ from isobatch.core.facts import Facts
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import Precision
 from isobatch.core.recipe import Recipe
-from isobatch.engine.loading.microbatching import MicroBatchBudget, cut_batch
+from isobatch.engine.loading.microbatching import BatchCut, MicroBatchBudget, cut_batch
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.planning import calibration
 from isobatch.engine.planning.calibration import MachineRecord
@@ -179,21 +179,25 @@ def typical_batch_lengths(facts: Facts, samples: int) -> list[int]:
     return [facts.lengths[round((rank + 0.5) / samples * last)] for rank in reversed(range(samples))]
 
 
+def _typical_cut(
+    case: PlanningCase, choices: ExecutionChoices, budget: tuple[int, int], share: int, launches: float = 1.0
+) -> tuple[BatchCut, np.ndarray]:
+    """A typical batch of `share` samples, divided by the same function as in training, and its lengths.
+
+    `budget`: most samples and tokens of a micro-batch; `launches`: how much more one of them counts for.
+    """
+    lengths = np.array(typical_batch_lengths(case.facts, min(share, MOST_SAMPLES)))
+    fixed = launches * fixed_tokens(case, choices)
+    return cut_batch(lengths, 1, MicroBatchBudget(*budget, fixed, 0.0, case.pad_multiple)), lengths
+
+
 def compute_seconds(
     case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int
 ) -> tuple[float, float, float]:
-    """(seconds of all micro-batches, seconds of one, their number) on the rank with the most samples.
-
-    A typical batch is divided into micro-batches by the same function as in training.
-    """
-    share = math.ceil(case.recipe.batch_size / choices.processes)
-    drawn = min(share, MOST_SAMPLES)
-    per_token, budget = token_seconds(case, choices), _budget(case, choices, samples, tokens)
-    times = [
-        m.cost * per_token
-        for m in cut_batch(np.array(typical_batch_lengths(case.facts, drawn)), 1, budget).of_rank(0)
-    ]
-    scale = share / drawn
+    """(seconds of all micro-batches, seconds of one, their number) on the rank with the most samples."""
+    share, per_token = math.ceil(case.recipe.batch_size / choices.processes), token_seconds(case, choices)
+    cut, lengths = _typical_cut(case, choices, (samples, tokens), share)
+    times, scale = [m.cost * per_token for m in cut.of_rank(0)], share / len(lengths)
     return sum(times) * scale, sum(times) / len(times), len(times) * scale
 
 
@@ -202,22 +206,15 @@ def largest_micro_batch(case: PlanningCase, choices: ExecutionChoices, samples: 
 
     Where a typical batch is nearly cut into fewer, some batches of a run are.
     """
-    share = min(math.ceil(case.recipe.batch_size / choices.processes), MOST_SAMPLES)
-    lengths = np.array(typical_batch_lengths(case.facts, share))
-    fixed = NEAR_A_BORDER * fixed_tokens(case, choices)
-    budget = MicroBatchBudget(samples, tokens, fixed, 0.0, case.pad_multiple)
-    micro_batches = cut_batch(lengths, 1, budget).of_rank(0)
-    return max(m.width * len(m.positions) for m in micro_batches)
+    share = math.ceil(case.recipe.batch_size / choices.processes)
+    cut, _ = _typical_cut(case, choices, (samples, tokens), share, NEAR_A_BORDER)
+    return max(m.width * len(m.positions) for m in cut.of_rank(0))
 
 
 def expected_padding(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> float:
     """Share of padding in the micro-batches of a typical batch on one process."""
-    lengths = np.array(typical_batch_lengths(case.facts, min(case.recipe.batch_size, MOST_SAMPLES)))
-    return cut_batch(lengths, 1, _budget(case, choices, samples, tokens)).padding(lengths)
-
-
-def _budget(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> MicroBatchBudget:
-    return MicroBatchBudget(samples, tokens, fixed_tokens(case, choices), 0.0, case.pad_multiple)
+    cut, lengths = _typical_cut(case, choices, (samples, tokens), case.recipe.batch_size)
+    return cut.padding(lengths)
 
 
 def all_gather_seconds(size: float, processes: int, case: PlanningCase, messages: float) -> float:
@@ -305,14 +302,10 @@ def step_seconds(case: PlanningCase, choices: ExecutionChoices, samples: int, to
     """Predicted seconds of one optimizer step of the whole global batch."""
     compute, one, count = compute_seconds(case, choices, samples, tokens)
     beside = exchange_seconds(case, choices, one, count) + update_seconds(case, choices)
-    return compute + beside + _fixed_seconds(case, choices)
-
-
-def _fixed_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
-    """Seconds of a step whatever its tokens: the model's own arithmetic beside them, the loop's calls."""
+    # Whatever its tokens: the model's own arithmetic beside them, and the loop's calls.
     arithmetic = case.model_size.step_flops / choices.processes / flop_rate(case, choices.processes)
     calls = calibration.STEP_CALLS * case.ceilings.call_seconds if case.device == "cpu" else 0.0
-    return arithmetic + calls
+    return compute + beside + (arithmetic + calls)
 
 
 def steps_per_epoch(recipe: Recipe, facts: Facts) -> int:

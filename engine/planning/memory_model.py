@@ -136,46 +136,36 @@ def memory_footprint(
     `evaluated`: tokens of a batch of an evaluation, where they are others.
     """
     evaluated = tokens if evaluated is None else evaluated
-    shards = _shard_counts(choices)
-    slack = FRAGMENTATION[choices.device]
+    optimizer, on_cpu = OPTIMIZERS[recipe.optimizer], choices.device == "cpu"
+    shards, slack, held = (
+        _shard_counts(choices),
+        FRAGMENTATION[choices.device],
+        held_weight_bytes(size, choices),
+    )
+    activations = activation_bytes_per_token(size, choices, length)
+    states = optimizer.state_bytes + choices.traits.copy_bytes
+    update = optimizer.update_bytes + (4.0 if choices.traits.flat_shards else 0.0)  # gradients in flat shards
+    light = on_cpu and not size.needs_transformers
+    # A second model with its gradients and moments beside the run's own, and the activations of a step.
+    rehearsal = size.trainable * (8.0 + 2 * states) + held + slack * tokens * activations
+    one_layer = _layer_bytes(size, layers_and_width(size)[1], choices, length)
     return MemoryFootprint(
-        weights=held_weight_bytes(size, choices) / shards["weights"] + _copied_weight_bytes(size, choices),
+        weights=held / shards["weights"] + _copied_weight_bytes(size, choices),
         gradients=size.trainable * 4.0 / shards["gradients"] + _bucket_bytes(size, choices),
-        moments=size.trainable * _state_bytes(recipe, choices) / shards["moments"],
-        activations=slack
-        * (tokens * activation_bytes_per_token(size, choices, length) + _gathered_bytes(size, choices)),
+        moments=size.trainable * states / shards["moments"],
+        activations=slack * (tokens * activations + _gathered_bytes(size, choices)),
         logits=slack * logits_bytes(size, choices, tokens),
         tables=table_bytes(size, choices),
-        workspace=_process_bytes(size, choices),
+        workspace=CONTEXT_BYTES[choices.device] - (TRANSFORMERS_BYTES if light else 0.0),
         caches=slack * size.cached_bytes,
-        host_copy=_host_copy_bytes(recipe, size, choices),
-        update=size.trainable * _update_bytes(recipe, choices) / shards["moments"],
-        rehearsal=_rehearsal_bytes(recipe, size, choices, tokens, length) if size.rounds else 0.0,
-        evaluation=slack * evaluated * _evaluation_bytes_per_token(size, choices, length)
-        + slack * logits_bytes(size, choices, evaluated) / 3,
-        exported=EXPORT_COPIES * 4.0 * size.parameters if choices.device == "cpu" else 0.0,
-        held_back=HELD_BACK if choices.device == "cpu" else 0.0,
+        # This rank's share of the trained weights and moments (`engine/checkpointing/host_buffer.py`).
+        host_copy=size.trainable * (4.0 + optimizer.state_bytes) / choices.processes if on_cpu else 0.0,
+        update=size.trainable * update / shards["moments"],
+        rehearsal=rehearsal if size.rounds else 0.0,
+        evaluation=slack * evaluated * one_layer + slack * logits_bytes(size, choices, evaluated) / 3,
+        exported=EXPORT_COPIES * 4.0 * size.parameters if on_cpu else 0.0,
+        held_back=HELD_BACK if on_cpu else 0.0,
     )
-
-
-def _process_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
-    """The process itself, or its context on a GPU."""
-    unused = 0.0 if size.needs_transformers or choices.device != "cpu" else TRANSFORMERS_BYTES
-    return CONTEXT_BYTES[choices.device] - unused
-
-
-def _rehearsal_bytes(
-    recipe: Recipe, size: ModelSize, choices: ExecutionChoices, tokens: float, length: int
-) -> float:
-    """A second model with its gradients and moments beside the run's own, and the activations of a step."""
-    states = size.trainable * (8.0 + 2 * _state_bytes(recipe, choices)) + held_weight_bytes(size, choices)
-    return states + FRAGMENTATION[choices.device] * tokens * activation_bytes_per_token(size, choices, length)
-
-
-def _evaluation_bytes_per_token(size: ModelSize, choices: ExecutionChoices, length: int) -> float:
-    """Bytes per padded token that a forward pass has at a time: one layer's."""
-    _, hidden = layers_and_width(size)
-    return _layer_bytes(size, hidden, choices, length)
 
 
 def held_weight_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
@@ -225,23 +215,6 @@ def _bucket_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
     if choices.device == "cpu":
         return whole / (choices.processes if choices.traits.shards_weights else 1)
     return min(whole, ZERO_BUCKET_BYTES) if choices.traits.shards else 0.0
-
-
-def _state_bytes(recipe: Recipe, choices: ExecutionChoices) -> float:
-    """Per trained parameter: the optimizer's moments, and the strategy's own copies."""
-    return OPTIMIZERS[recipe.optimizer].state_bytes + choices.traits.copy_bytes
-
-
-def _host_copy_bytes(recipe: Recipe, size: ModelSize, choices: ExecutionChoices) -> float:
-    """This rank's share of the trained weights and moments (`engine/checkpointing/host_buffer.py`)."""
-    if choices.device != "cpu":
-        return 0.0
-    return size.trainable * (4.0 + OPTIMIZERS[recipe.optimizer].state_bytes) / choices.processes
-
-
-def _update_bytes(recipe: Recipe, choices: ExecutionChoices) -> float:
-    """Per trained parameter: the optimizer's temporaries, and gradients copied into flat shards."""
-    return OPTIMIZERS[recipe.optimizer].update_bytes + (4.0 if choices.traits.flat_shards else 0.0)
 
 
 def _gathered_bytes(size: ModelSize, choices: ExecutionChoices) -> float:

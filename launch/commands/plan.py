@@ -15,7 +15,6 @@ from isobatch.engine.loading.prepare import prepare as prepare_data
 from isobatch.engine.loading.prepare import prepare_share
 from isobatch.engine.planning.alternatives import memory_alternatives, reading_alternatives
 from isobatch.engine.planning.choices import fixed_loader_settings
-from isobatch.engine.planning.cost_model import steps_per_epoch
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.local.arguments import Request, parse_request, task_name
 from isobatch.launch.local.run_setup import TrustOptions
@@ -29,15 +28,11 @@ from isobatch.launch.sweeps.chain import parse_chain
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from isobatch.launch.planning.targets import Target
     from isobatch.launch.sweeps.chain import Chain
-    from isobatch.models.base import ModelSize
 
 
 TRAINING = "train"
 """The first phase of a stage that is given no trained model."""
-SCALES = (1, 2, 4, 8)
-"""Factors of the global batch that a plan lists."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,24 +121,11 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
         "invariance": plan.invariance,
         "run": found.to_dict(deadline),
         "failures": failures(time, mtbf) if mtbf else None,
-        "frontier": [_frontier_row(target.scaled(scale), size) for scale in SCALES],
         "savings": memory_alternatives(lambda r: request.workload.make(r)[0], recipe, facts, size, plan),
         "reading": reading_alternatives(plan, recipe, facts, found.rate) if found.rate else [],
         "loader": {name: {"value": value, "reason": reason} for name, (value, reason) in loader.items()},
     }
     return answer, format_plan(found, deadline, answer)
-
-
-def _frontier_row(target: Target, size: ModelSize) -> dict[str, Any]:
-    """What a larger global batch costs: another recipe (--scale-batch), which is only listed."""
-    plan, updates = target.plan(size), steps_per_epoch(target.recipe, target.facts)
-    return {
-        "batch_size": target.recipe.batch_size,
-        "processes": plan.processes,
-        "step_seconds": plan.predicted_step_seconds,
-        "epoch_hours": updates * plan.predicted_step_seconds / 3600,
-        "updates_per_epoch": updates,
-    }
 
 
 def prepare(words: Sequence[str]) -> int:

@@ -56,7 +56,8 @@ LIBRARIES = (
     ),
     Probe(
         name="DeepSpeed",
-        function="deepspeed_step",
+        function="imported",
+        arguments={"module": "deepspeed"},
         remedy=f"{reinstall('deepspeed>=0.19')}; where it asks for CUDA_HOME: install CUDA's"
         " compiler (nvcc) and export CUDA_HOME=/usr/local/cuda",
         needed_by="--strategy zero1, zero2 and zero3",

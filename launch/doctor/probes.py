@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import json
 import os
 import signal
@@ -15,9 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import format_bytes
 from isobatch.core.package import own_command
@@ -234,53 +235,24 @@ def quantised() -> str:
     return f"{bitsandbytes.__version__} quantises to 4 bits and back on {device}"
 
 
-def deepspeed_step() -> str:
-    """A step of DeepSpeed's ZeRO-1 engine in a world of one."""
-    import torch
-    import torch.distributed as dist
-
-    has_gpu = torch.cuda.is_available()
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    if not has_gpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"
-    dist.init_process_group("nccl" if has_gpu else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+def imported(module: str) -> str:
+    """A library that reads CUDA's compiler and its own compiled parts while it is imported."""
     with contextlib.redirect_stdout(sys.stderr):
-        import deepspeed
-        from deepspeed import ops
-
-        # Its all-reduce for CPUs takes a minute to build, and is not what is asked here.
-        ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        layer = torch.nn.Linear(4, 4).to("cuda" if has_gpu else "cpu")
-        before = layer.weight.detach().clone()
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 1},
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 1e30,
-        }
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        engine, *_ = deepspeed.initialize(model=layer, optimizer=optimizer, config=config)
-        engine.backward(engine(torch.ones(1, 4, device=before.device)).sum())
-        engine.step()
-    moved = float((before - layer.weight.detach()).mean())  # lr x gradient: 0.1 x 1
-    dist.destroy_process_group()
-    if abs(moved - 0.1) > 1e-6:
-        raise ArithmeticError(f"a step of 0.1 moved the weights by {moved:g}")
-    return f"{deepspeed.__version__} makes a step of ZeRO-1"
+        found: Any = importlib.import_module(module)
+    return f"{found.__version__} can be imported"
 
 
 def all_reduce(backend: str, processes: int) -> str:
     """A sum over processes of this machine, and its bus bandwidth in bytes/s: bytes x 2(n - 1)/n / seconds,
     as NCCL's tests count it (nccl-tests, PERFORMANCE.md); the bytes alone where there is one process.
     """
-    import torch  # noqa: F401  before the fork, so that it is imported once
+    from torch import multiprocessing
 
     with tempfile.TemporaryDirectory() as folder:
-        meeting = f"file://{folder}/meeting"
-        for rank in range(1, processes):
-            if os.fork() == 0:
-                _end_after_sum(backend, rank, processes, meeting)
-        seconds = _seconds_of_sum(backend, 0, processes, meeting)
+        multiprocessing.start_processes(
+            _sum_over_processes, (backend, processes, folder), processes, start_method="fork"
+        )
+        seconds = float(Path(folder, "seconds").read_text())
     rate = ALL_REDUCE_BYTES[backend] * (2 * (processes - 1) / processes or 1.0) / seconds
     text = f"{processes} processes sum {format_bytes(rate)} a second"
     if backend == "nccl" and processes > 1 and rate < SLOW_NCCL:
@@ -288,17 +260,7 @@ def all_reduce(backend: str, processes: int) -> str:
     return text
 
 
-def _end_after_sum(backend: str, rank: int, processes: int, meeting: str) -> NoReturn:
-    """The life of a forked rank."""
-    try:
-        _seconds_of_sum(backend, rank, processes, meeting)
-    except BaseException:
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
-def _seconds_of_sum(backend: str, rank: int, processes: int, meeting: str) -> float:
+def _sum_over_processes(rank: int, backend: str, processes: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
@@ -306,7 +268,7 @@ def _seconds_of_sum(backend: str, rank: int, processes: int, meeting: str) -> fl
     limit = datetime.timedelta(seconds=GROUP_SECONDS)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, meeting, limit, rank=rank, world_size=processes)
+    dist.init_process_group(backend, f"file://{folder}/meeting", limit, rank=rank, world_size=processes)
     ones = torch.ones(ALL_REDUCE_BYTES[backend] // 4, device=device)
     dist.all_reduce(ones)  # connects the ranks
     if float(ones[0]) != processes:
@@ -315,6 +277,6 @@ def _seconds_of_sum(backend: str, rank: int, processes: int, meeting: str) -> fl
     for _ in range(ROUNDS):
         dist.all_reduce(ones)
     ones[0].item()  # waits for the device
-    seconds = (time.perf_counter() - began) / ROUNDS
+    if rank == 0:
+        Path(folder, "seconds").write_text(str((time.perf_counter() - began) / ROUNDS))
     dist.destroy_process_group()
-    return seconds

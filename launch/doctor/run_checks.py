@@ -7,7 +7,6 @@ import re
 import shutil
 import time
 from collections import defaultdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.atomic_files import rows_in
@@ -23,6 +22,7 @@ from isobatch.launch.local.restarts import dead_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
 
 TRACES = ("recipe.json", "metrics.jsonl", "checkpoints", "launcher.log", "plan.json", "summary.json")
 """Files by which a damaged run is still known as one."""
@@ -79,24 +79,20 @@ def check_run(folder: Path) -> Iterator[Check]:
     yield from check_job(run)
     yield from check_progress(run, training)
     yield from check_checkpoints(run, training)
-    yield from check_data(run)
     elsewhere = ELSEWHERE.format("move the run there, or --out")
     yield check_space("disk", run.folder, shutil.disk_usage(run.folder), elsewhere)
 
 
 def check_records(run: RunFolder) -> Iterator[Check]:
     """A line for each record that is missing or damaged; one line where all are whole."""
-    copy = "copy it from where the run came from, or from another run of this recipe and data"
+    copy, anew = "copy it from another run of this recipe and data", "isobatch resume {} writes it anew"
     readers: dict[str, tuple[Callable[[], Any], str]] = {
-        "recipe.json": (lambda: run.recipe, f"{copy}: no command works without it"),
+        "recipe.json": (lambda: run.recipe, "copy it from where the run came from"),
         "facts.json": (lambda: run.facts, copy),
-        "plan.json": (lambda: run.plan if run.has_plan else None, "isobatch resume {} plans anew"),
-        "run.json": (run.options, f"{copy}, and set its flags at `resume`"),
-        "metrics.jsonl": (
-            lambda: _read_newest_rows(run.metrics),
-            "isobatch verify {} says what is missing; a resumed run cuts it at a checkpoint",
-        ),
-        "summary.json": (run.summary, "rm {}/summary.json; isobatch resume {} writes it anew"),
+        "plan.json": (lambda: run.plan if run.has_plan else None, anew),
+        "run.json": (run.options, copy),
+        "metrics.jsonl": (lambda: _read_newest_rows(run.metrics), "isobatch verify {} says what is missing"),
+        "summary.json": (run.summary, f"rm {{}}/summary.json; {anew}"),
     }
     whole = True
     for record, (read, remedy) in readers.items():
@@ -123,8 +119,7 @@ def _read_newest_rows(file: Path) -> None:
 
 
 def _short(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 200 else f"{text[:197]}..."
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
 def check_state(run: RunFolder, training: bool) -> Check:
@@ -313,22 +308,6 @@ def damage_of(folder: Path) -> str:
     except DAMAGE as error:
         return _short(error).rpartition(" is damaged: ")[2]
     return ""
-
-
-def check_data(run: RunFolder) -> Iterator[Check]:
-    """Whether the run's data is still there, as prepared or as it was given."""
-    try:
-        prepared, given = Path(run.facts.folder), str(run.recipe.data or "")
-    except DAMAGE:
-        return
-    if prepared.is_dir() or run.status_or_none() == "done":
-        return
-    source = Path(given).expanduser()
-    if "://" not in given and ("/" in given or source.suffix) and not source.exists():
-        text = f"{given} is gone, and what was prepared of it ({prepared}), too"
-        yield broken("data", text, f"isobatch resume {run.folder} --data WHERE-IT-LIES-NOW")
-    else:
-        yield ok("data", f"prepared again at the next `resume`: {prepared} is gone")
 
 
 def last_error(folder: Path, explained: bool = False) -> tuple[str, Path] | None:

@@ -59,13 +59,6 @@ def format_plan(found: Estimate, deadline: float | None, answer: Mapping[str, An
             f"{measured}; a step would take:", "step_seconds", answer["reading"], _reading_cells
         )
         lines += others or [measured, ""]
-    lines.append("other global batches would be other recipes (--scale-batch K --lr-rule sqrt|linear|none):")
-    for row in answer["frontier"]:
-        lines.append(
-            f"  {row['batch_size']:>7}  {row['processes']} processes  {row['step_seconds']:.3g} s a step"
-            f"  {format_duration(row['epoch_hours'] * 3600)} an epoch"
-            f"  {row['updates_per_epoch']:,} updates an epoch"
-        )
     return "\n".join(lines)
 
 

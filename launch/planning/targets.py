@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,10 +92,6 @@ class Target:
             return None
         data = self.workload.make(self.recipe)[1]
         return measure_data_rate(data.open(Path(self.facts.folder), "train"), self.recipe.batch_size)
-
-    def scaled(self, factor: float) -> Target:
-        """The same with `factor` times the global batch: another recipe."""
-        return dataclasses.replace(self, recipe=self.recipe.scaled(factor, "none"))
 
 
 def target_of(request: Request, options: PlanCommandOptions, machine: Hardware, name: str = "") -> Target:

@@ -42,11 +42,8 @@ def recommender_size(
     recipe: Recipe, options: Any, facts: Facts, config: Mapping[str, Any] | None
 ) -> ModelSize:
     """The size of the id tables, the head and, if there is a `config`, the text encoder."""
-    users, items, dim = (
-        facts.extra.get("users", ASSUMED_COUNT),
-        facts.extra.get("items", ASSUMED_COUNT),
-        options.dim,
-    )
+    users, items = (facts.extra.get(name, ASSUMED_COUNT) for name in ("users", "items"))
+    dim = options.dim
     shared = options.loss == "sampled-softmax"
     tables = (users + items) * dim + items + (users if options.loss in POINTWISE else 0)
     count, mlp_width, encoder, cached, flops = tables, 0, 0, 0.0, 0.0
@@ -60,6 +57,9 @@ def recommender_size(
         cached = _text_bytes(recipe, options, facts, layers_of_encoder, hidden)
         flops = _text_flops(recipe, options, facts, layers_of_encoder, hidden)
         count += 2 * (hidden * dim + dim) + 2 * (2 * dim * dim + dim)
+    why = "its tables are updated by rows" if options.sparse_tables else ""
+    if config is not None:
+        why = "it computes parts of its encoder by themselves"
     negatives = options.cohort or num_negatives(options)
     scored = 1 + (min(negatives, items) if shared else negatives)
     pairs = 1 if shared and options.head == "dot" else scored
@@ -73,21 +73,9 @@ def recommender_size(
         cached_bytes=cached,
         step_flops=flops,
         vocabulary=min(negatives, items) if shared else 0,
-        remark="; ".join(
-            filter(None, [_tables_remark(recipe, options, tables), _few_items_remark(options, items)])
-        ),
-        why_unshardable=_why_unshardable(options, config is not None),
+        remark=_tables_remark(recipe, options, tables),
+        why_unshardable=why,
     )
-
-
-def _few_items_remark(options: Any, items: int) -> str:
-    """A remark if --negatives asks for more items than there are."""
-    requested = options.negatives
-    if options.cohort or requested <= items:
-        return ""
-    if options.loss == "sampled-softmax":
-        return f"--negatives {requested}: all {items:,} items are taken, for there are no more"
-    return f"--negatives {requested}: there are {items:,} items, so that some come several times for a pair"
 
 
 def _trained_layers(options: Any, layers: int) -> int:
@@ -128,10 +116,8 @@ def _encoder_size(config: Mapping[str, Any]) -> tuple[int, int, int]:
 
 def _tables_remark(recipe: Recipe, options: Any, table_weights: int) -> str:
     """MB of the id tables: Adam keeps 4 floats a weight and moves 7, of all rows or of the batch's rows."""
-    negatives_per_pair, shared = num_negatives(options), options.loss == "sampled-softmax"
-    rows = recipe.batch_size * (2 if shared else 2 + negatives_per_pair) + (
-        negatives_per_pair if shared else 0
-    )
+    negatives, shared = num_negatives(options), options.loss == "sampled-softmax"
+    rows = recipe.batch_size * 2 + (negatives if shared else recipe.batch_size * negatives)
     dense_mb, sparse_mb = 28 * table_weights / 1e6, 28 * min(table_weights, rows * options.dim) / 1e6
     now, other = (sparse_mb, dense_mb) if options.sparse_tables else (dense_mb, sparse_mb)
     without = "without" if options.sparse_tables else "with"
@@ -139,10 +125,3 @@ def _tables_remark(recipe: Recipe, options: Any, table_weights: int) -> str:
         f"tables of ids take {16 * table_weights / 1e6:.1f} MB of each process, and a step moves {now:.1f} MB"
         f" of them ({without} --sparse-tables at most {other:.1f})"
     )
-
-
-def _why_unshardable(options: Any, has_encoder: bool) -> str:
-    """Why every process must hold the whole model; empty if it need not."""
-    if has_encoder:
-        return "it computes parts of its encoder by themselves"
-    return "its tables are updated by rows" if options.sparse_tables else ""

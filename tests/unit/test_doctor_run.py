@@ -11,7 +11,6 @@ import pytest
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.doctor import run_checks
 from isobatch.launch.doctor.command import doctor
@@ -222,17 +221,6 @@ def test_damaged_checkpoints(tmp_path: Path, run_ranks: Any) -> None:
     os.utime(first, (3, 3))
     assert found_in(run)["checkpoint"].state == "broken"
     assert "begins anew" in found_in(run)["checkpoint"].text
-
-
-def test_data_that_is_gone(tmp_path: Path) -> None:
-    run = run_of(tmp_path, recipe=Recipe(task="causal-lm", steps=(300,), data=str(tmp_path / "texts")))
-    facts = atomic_files.read_json(run.folder / "facts.json")
-    atomic_files.write_json(run.folder / "facts.json", {**facts, "folder": str(tmp_path / "prepared")})
-    assert (found_in(run)["data"].state, "--data" in found_in(run)["data"].remedy) == ("broken", True)
-    (tmp_path / "texts").mkdir()
-    assert "prepared again" in found_in(run)["data"].text
-    (tmp_path / "prepared").mkdir()
-    assert "data" not in found_in(run)
 
 
 @pytest.mark.parametrize(
