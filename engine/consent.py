@@ -29,7 +29,7 @@ from isobatch.engine.task_files import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from isobatch.core.recipe import Recipe
 
@@ -107,49 +107,48 @@ def require(
         raise UserError(changed)
     if trust:
         _remember(recipe, run, sends)
-    code = unknown_code(recipe, run) if brings_code(recipe) else []
-    bases = unknown_bases(recipe, run) if run else []
-    targets = unknown_targets(recipe, sends)
-    if code or bases or targets:  # all that --trust agrees to is named with it
-        asked = {CODE: code, BASE: bases, SENDING: targets, READING: unknown_places(recipe, run)}
+    asked = asks(recipe, run, sends)
+    if asked.keys() - {READING}:  # all that --trust agrees to is named with it
         raise _refusal(str(run or recipe.task), asked)
     _allowed.update(_names(recipe))
 
 
 def require_reading(recipe: Recipe, run: Path | None, but_for: Collection[str] = ()) -> None:
-    """Raise UserError where `unknown_places` finds any."""
-    if unknown := unknown_places(recipe, run, but_for):
+    """Raise UserError where the recipe would read places that this user has not agreed to.
+
+    `but_for`: fields that are not read.
+    """
+    if unknown := _unknown_places(recipe, run, _known(), but_for):
         raise _refusal(str(run or recipe.task), {READING: unknown})
 
 
-def unknown_places(recipe: Recipe, run: Path | None, but_for: Collection[str] = ()) -> list[str]:
-    """The addresses and paths outside its run that a recipe would read, and this user has not agreed to.
-
-    `but_for`: fields that are not read. Without a run, only places that came from a run's folder count.
+def asks(recipe: Recipe, run: Path | None, sends: Collection[str] = ()) -> dict[str, list[str]]:
+    """What this user has not agreed to: CODE -> files of `code_of`, BASE -> the base model of the adapter in
+    a run's final/, SENDING -> those of `sends`, READING -> addresses and paths outside the run. Without a
+    run, only places that came from a run's folder count.
     """
-    named = [f"{name} {value}" for name, value in places(recipe) if name not in but_for]
-    unknown = [one for one in named if one not in _allowed and (run is not None or one in _received)]
-    return [] if _is_known(recipe, READING) else unknown
-
-
-def unknown_bases(recipe: Recipe, run: Path) -> list[str]:
-    """The base model of the adapter in a run's final/, where this user has not agreed to it."""
-    base = adapter_base(run)
-    is_here = f"model {base}" in _allowed or Path(base).resolve().is_relative_to(run.resolve())
-    is_own = base in (recipe.model, whole_path(recipe.model)) and not unknown_places(recipe, run)
-    return [base] if base and not (is_here or is_own or _is_known(recipe, f"{BASE} {base}")) else []
-
-
-def unknown_targets(recipe: Recipe, sends: Collection[str]) -> list[str]:
-    """Of `RunOptions.sends`, what this user has not agreed to."""
-    return [target for target in sends if not _is_known(recipe, target)]
-
-
-def unknown_code(recipe: Recipe, run: Path | None) -> list[str]:
-    """The files of `code_of` that this user has not agreed to."""
     known = _known()
+    base, outside = adapter_base(run) if run else "", _unknown_places(recipe, run, known)
+    is_own = base in (recipe.model, whole_path(recipe.model)) and not outside
+    is_agreed = f"model {base}" in _allowed or _digest(recipe, f"{BASE} {base}") in known
+    is_here = run is not None and Path(base).resolve().is_relative_to(run.resolve())
     code = code_of(recipe, run)
-    return [file for file, content in code.items() if _digest(recipe, content) not in known]
+    found = {
+        CODE: [file for file, content in code.items() if _digest(recipe, content) not in known],
+        BASE: [base] if base and not (is_own or is_agreed or is_here) else [],
+        SENDING: [target for target in sends if _digest(recipe, target) not in known],
+        READING: outside,
+    }
+    return {what: named for what, named in found.items() if named}
+
+
+def _unknown_places(
+    recipe: Recipe, run: Path | None, known: set[str], but_for: Collection[str] = ()
+) -> list[str]:
+    if _digest(recipe, READING) in known:
+        return []
+    named = [f"{name} {value}" for name, value in places(recipe) if name not in but_for]
+    return [one for one in named if one not in _allowed and (run is not None or one in _received)]
 
 
 def remember(recipe: Recipe, sends: Collection[str] = ()) -> None:
@@ -162,7 +161,7 @@ def remember(recipe: Recipe, sends: Collection[str] = ()) -> None:
 
 def remember_sending(recipe: Recipe, sends: Collection[str]) -> None:
     """Keep that the user typed where a run sends."""
-    _keep(recipe, [(target, "run.json") for target in sends])
+    _keep(recipe, dict.fromkeys(sends, "run.json"))
 
 
 def environment() -> dict[str, str]:
@@ -223,17 +222,17 @@ def _remember(recipe: Recipe, run: Path | None, sends: Collection[str]) -> None:
     code = code_of(recipe, run)
     if recipe.options.get("remote_code"):  # its names as well: a model's folder may be gone later
         code |= {name: _hash(name.encode()) for name, _ in _models(recipe, run and run / "final")}
-    agreed = [(content, file) for file, content in code.items()]
-    agreed += [(READING, "recipe.json")] if named_texts(recipe) else []
-    # An adapter will name its base by the whole path.
-    base = adapter_base(run) if run else whole_path(recipe.model)
-    agreed += [(f"{BASE} {base}", "final")] if base else []
-    _keep(recipe, [*agreed, *((target, "run.json") for target in sends)])
+    agreed = {content: file for file, content in code.items()} | dict.fromkeys(sends, "run.json")
+    if named_texts(recipe):
+        agreed[READING] = "recipe.json"
+    if base := adapter_base(run) if run else whole_path(recipe.model):  # as an adapter will name it
+        agreed[f"{BASE} {base}"] = "final"
+    _keep(recipe, agreed)
 
 
-def _keep(recipe: Recipe, agreed: Iterable[tuple[str, str]]) -> None:
-    """Keep that this user agrees to (what, where it stands): hashes of code, places."""
-    rows = {_digest(recipe, content): file for content, file in agreed}
+def _keep(recipe: Recipe, agreed: Mapping[str, str]) -> None:
+    """Keep that this user agrees to what -> where it stands: hashes of code, places."""
+    rows = {_digest(recipe, content): file for content, file in agreed.items()}
     new = rows.keys() - _known()
     _granted.update(dict.fromkeys(rows))
     if not new:
@@ -258,10 +257,6 @@ def _inherited() -> set[str]:
     return set(filter(None, os.environ.get(VARIABLE, "").split(",")))
 
 
-def _is_known(recipe: Recipe, content: str) -> bool:
-    return _digest(recipe, content) in _known()
-
-
 def _digest(recipe: Recipe, content: str) -> str:
     return _hash(f"{recipe.digest()} {content}".encode())
 
@@ -274,7 +269,6 @@ def _refusal(place: str, asked: Mapping[str, list[str]]) -> UserError:
     parts = [
         f"{what}: {', '.join(named[:3])}" + (f" and {len(named) - 3} more" if len(named) > 3 else "")
         for what, named in asked.items()
-        if named
     ]
     first = "read it" if asked.get(CODE) else "look at it"
     return UserError(

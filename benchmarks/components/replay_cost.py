@@ -12,7 +12,7 @@ from typing import Any
 
 from isobatch.benchmarks.sessions import make_session
 from isobatch.engine.forensics.observed_step import observe_loaded
-from isobatch.engine.verification.replay import Window
+from isobatch.engine.verification.windows import Window
 
 TASKS = ("causal-lm", "classifier", "recommender", "sequence-vae")
 LARGE = {"model": "gpt2-124m", "batch_size": 8, "max_length": 256}

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from isobatch.engine.loading.loader import LoadedStep
     from isobatch.engine.training.session import ActivePhase, Session
-    from isobatch.engine.verification.replay import Replay, Window
+    from isobatch.engine.verification.replay import Replay
+    from isobatch.engine.verification.windows import Window
     from isobatch.models.base import StepContext, Task
 
 

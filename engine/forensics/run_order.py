@@ -42,15 +42,6 @@ class Sighting:
     """From 1, within the phase."""
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a sample lies in the plan's cut of a global batch."""
-
-    rank: int
-    micro_batch: int
-    """From 1, among those of the rank."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class RunOrder:
     """A run's sampler and phases, and how far it got."""
@@ -87,20 +78,21 @@ class RunOrder:
     def epoch_of(self, step: int) -> int:
         return (step - 1) // self.sampler.steps_per_epoch + 1
 
-    def places(self, step: int) -> tuple[np.ndarray, list[Place] | None]:
-        """The samples of a step, and where the plan puts each; None without plan or lengths."""
+    def places(self, step: int) -> tuple[np.ndarray, list[dict[str, int]]]:
+        """The samples of a step, and `rank` and `micro_batch` (from 1) where the plan's cut puts each; empty
+        without plan or lengths.
+        """
         samples = self.sampler.batch(step - 1)
+        found: list[dict[str, int]] = [{} for _ in samples]
         if self.source is None or self.plan is None:
-            return samples, None
+            return samples, found
         lengths = self.source.lengths(samples)
         cut = cut_batch(lengths, self.plan.processes, training_budget(self.plan), self.cohort)
-        found = {
-            position: Place(rank, number)
-            for rank in range(self.plan.processes)
-            for number, micro in enumerate(cut.of_rank(rank), 1)
-            for position in micro.positions.tolist()
-        }
-        return samples, [found[position] for position in range(len(samples))]
+        for rank in range(self.plan.processes):
+            for number, micro in enumerate(cut.of_rank(rank), 1):
+                for position in micro.positions.tolist():
+                    found[position] = {"rank": rank, "micro_batch": number}
+        return samples, found
 
 
 def open_order(run: RunFolder, at_hand: bool) -> RunOrder:

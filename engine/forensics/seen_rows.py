@@ -12,10 +12,10 @@ from isobatch.core.errors import UserError
 from isobatch.data.base import ArraySource, Ragged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from isobatch.data.base import Column, TextQuery
-    from isobatch.engine.forensics.run_order import Place, RunOrder, Sighting
+    from isobatch.engine.forensics.run_order import RunOrder, Sighting
     from isobatch.engine.optimization.schedule import PhaseSchedule
 
 TRAIN = "train"
@@ -24,8 +24,6 @@ MOST_ROWS = 200
 """Most rows of a split whose steps are looked for: a word that is everywhere asks nothing."""
 CHUNK = 1 << 22
 """Tokens that are compared at a time."""
-LEFT_OUT_WORDS = ("left out", "dropped", "cut", "loses", "validation split", "held")
-"""Notes on the preparation that have one of these say what is not among the rows, or not whole."""
 
 
 def row_answers(order: RunOrder, rows: Sequence[int]) -> list[dict[str, Any]]:
@@ -41,7 +39,7 @@ def row_answers(order: RunOrder, rows: Sequence[int]) -> list[dict[str, Any]]:
             "split": TRAIN,
             "row": row,
             **_set_of(order, row),
-            "seen": _located(order, row, [one for one in found[row] if order.is_counted(one)]),
+            "seen": list(_located(order, row, filter(order.is_counted, found[row]))),
             "later": [dataclasses.asdict(one) for one in found[row] if not order.is_counted(one)],
             "text": text,
         }
@@ -64,10 +62,8 @@ def text_answer(order: RunOrder, text: str) -> dict[str, Any]:
         places = find_rows(query, source.columns)
         found["places"] += [{"split": split, "rows": list(place)} for place in places]
         rows = sorted({row for place in places for row in place})[:MOST_ROWS]
-        held_out = {"split": split, "seen": [], "later": []}
-        found["rows"] += (
-            row_answers(order, rows) if split == TRAIN else [{**held_out, "row": row} for row in rows]
-        )
+        held_out = [{"split": split, "row": row, "seen": [], "later": []} for row in rows]
+        found["rows"] += row_answers(order, rows) if split == TRAIN else held_out
     return found
 
 
@@ -76,7 +72,6 @@ def step_answer(order: RunOrder, step: int, phase: str | None) -> dict[str, Any]
     schedule = _phase(order, step, phase)
     samples, places = order.places(step)
     rows = samples.tolist()
-    texts = previews(order, rows)
     left_out = step in order.left_out.get(schedule.name, ())
     return {
         "phase": schedule.name,
@@ -86,8 +81,8 @@ def step_answer(order: RunOrder, step: int, phase: str | None) -> dict[str, Any]
         "counted": step <= order.counted[schedule.name] and not left_out,
         **({"left_out": True} if left_out else {}),
         "rows": [
-            {"row": row, **_place_fields(places[at] if places else None), "text": texts[at]}
-            for at, row in enumerate(rows)
+            {"row": row, **place, "text": text}
+            for row, place, text in zip(rows, places, previews(order, rows), strict=True)
         ],
     }
 
@@ -98,12 +93,6 @@ def previews(order: RunOrder, rows: Sequence[int]) -> list[str | None]:
         return [None] * len(rows)
     described = order.data.describe_rows(order.facts, order.source.fetch(np.array(rows, np.int64)))
     return [shortened(text) for text in described]
-
-
-def preparation_notes(order: RunOrder) -> list[str]:
-    """What the preparation of the data left out, cut or held out, as far as it was noted."""
-    notes = map(str, order.facts.extra.get("notes", ()))
-    return [note for note in notes if any(word in note for word in LEFT_OUT_WORDS)]
 
 
 def shortened(text: str) -> str:
@@ -124,19 +113,12 @@ def _phase(order: RunOrder, step: int, phase: str | None) -> PhaseSchedule:
     return schedule
 
 
-def _located(order: RunOrder, row: int, sightings: Iterable[Sighting]) -> list[dict[str, Any]]:
+def _located(order: RunOrder, row: int, sightings: Iterable[Sighting]) -> Iterator[dict[str, Any]]:
     """The sightings with their places; of a row that a step holds twice, each time its own."""
-    found: list[dict[str, Any]] = []
     for sighting in dict.fromkeys(sightings):
         samples, places = order.places(sighting.step)
         for position in np.flatnonzero(samples == row).tolist():
-            place = places[position] if places else None
-            found.append({**dataclasses.asdict(sighting), **_place_fields(place)})
-    return found
-
-
-def _place_fields(place: Place | None) -> dict[str, Any]:
-    return {} if place is None else {"rank": place.rank, "micro_batch": place.micro_batch}
+            yield {**dataclasses.asdict(sighting), **places[position]}
 
 
 def _set_of(order: RunOrder, row: int) -> dict[str, Any]:

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import errno
+import sys
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from isobatch.core.errors import IsobatchError, OutOfMemoryError, UserError, WorkerLostError
-from isobatch.engine.runs.user_code import user_code_error
+from isobatch.core.errors import (
+    USER_MODULE,
+    IsobatchError,
+    OutOfMemoryError,
+    UserCodeError,
+    UserError,
+    WorkerLostError,
+)
+
+if TYPE_CHECKING:
+    from types import FrameType
 
 _MEMORY = (
     *("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed"),
     "start new thread",
 )
+SHOWN_FRAMES = 2
 _CONNECTION = (
     *("gloo/transport", "connection reset by peer", "connection closed by peer", "nccl", "broken pipe"),
     *("remote process exited", "timed out waiting", "tcpstore"),
@@ -40,3 +54,34 @@ def _any(phrases: tuple[str, ...], text: str) -> bool:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def user_code_error(error: BaseException) -> UserCodeError | None:
+    """The error with the last lines of the user's file that led to it; None where none of them did."""
+    folders = {
+        Path(str(module.__file__)).parent
+        for name, module in list(sys.modules.items())
+        if name.startswith(USER_MODULE)
+    }
+    walked = traceback.walk_tb(error.__traceback__)
+    own = [(frame, line) for frame, line in walked if _is_users(frame, folders)]
+    if not own:
+        return None
+    frame, line = own[-1]
+    place = f"{Path(frame.f_code.co_filename).name}, line {line}, in {frame.f_code.co_name}"
+    summary = traceback.StackSummary.extract(iter(own[-SHOWN_FRAMES:]), capture_locals=False)
+    shown = "".join(f"  {entry.filename}, line {entry.lineno}\n    {entry.line}\n" for entry in summary)
+    text, batch = (str(error).splitlines() or [""])[0], frame.f_locals.get("batch")
+    lacks = isinstance(error, KeyError) and isinstance(batch, dict) and error.args[0] not in batch
+    columns = f"; the batch has {', '.join(map(str, batch))}" if lacks and batch else ""
+    return UserCodeError(
+        f"{place}: {type(error).__name__}: {text}{columns} (--debug shows all frames)",
+        shown,
+    )
+
+
+def _is_users(frame: FrameType, folders: set[Path]) -> bool:
+    """Whether a frame is of a file beside a task file: libraries may lie further down in its folder."""
+    module = str(frame.f_globals.get("__name__"))
+    is_ours = module == "__main__" or module.partition(".")[0] == "isobatch"
+    return Path(frame.f_code.co_filename).parent in folders and not is_ours

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import mmap
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.atomic_files import parse_row, rows_in
+from isobatch.core.atomic_files import lines_in, parse_row
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
 TAIL_BYTES = 1 << 16
@@ -41,52 +40,26 @@ def last_row_before(path: Path, offset: int) -> dict[str, Any] | None:
     if offset <= 0 or not path.exists() or path.stat().st_size < offset:
         return None
     with path.open("rb") as stream:
-        return _row_before(stream, offset)
-
-
-def _row_before(stream: Any, offset: int) -> dict[str, Any] | None:
-    size = 1 << 16
-    start = max(0, offset - size)
-    stream.seek(start)
-    block = stream.read(offset - start)
-    if not block.endswith(b"\n"):
-        return None
-    return parse_row(block[block.rfind(b"\n", 0, -1) + 1 :])
+        start = max(0, offset - TAIL_BYTES)
+        stream.seek(start)
+        block = stream.read(offset - start)
+    return parse_row(block[block.rfind(b"\n", 0, -1) + 1 :]) if block.endswith(b"\n") else None
 
 
 def thinned_rows(path: Path, count: int, fields: Sequence[str]) -> list[dict[str, Any]]:
-    """About `count` rows evenly over a long log, and all rows that have one of `fields`; of a short log, all.
-
-    A long log is not read through: rows are picked by their place in the file, and the fields are looked for
-    as bytes.
+    """About `count` rows evenly over a long log, its last one, and rows that have one of `fields`; of a short
+    log, all. The other rows are not parsed.
     """
-    if not path.exists():
-        return []
-    size = path.stat().st_size
-    if size <= WHOLE_BYTES:
-        return list(rows_in(path))
-    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        starts = {_line_start(content, size * k // count) for k in range(count)}
-        starts |= {_line_start(content, _last_complete(content) - 1)}
-        for field in fields:
-            starts |= set(_rows_with(content, field))
-        lines = (content[start : content.find(b"\n", start) + 1] for start in sorted(starts))
-        return [row for line in lines if (row := parse_row(line)) is not None]
-
-
-def _last_complete(content: mmap.mmap) -> int:
-    """Where the last complete line ends."""
-    return content.rfind(b"\n") + 1
-
-
-def _line_start(content: mmap.mmap, place: int) -> int:
-    """Where the line that holds byte `place` begins."""
-    return content.rfind(b"\n", 0, max(0, place)) + 1
-
-
-def _rows_with(content: mmap.mmap, field: str) -> Iterator[int]:
-    """Starts of the lines that name a field, at most MOST_RARE_ROWS: a field of every row is not rare."""
-    name, place, found = f'"{field}":'.encode(), 0, 0
-    while found < MOST_RARE_ROWS and (place := content.find(name, place)) >= 0:
-        yield _line_start(content, place)
-        place, found = max(place, content.find(b"\n", place)), found + 1
+    size = path.stat().st_size if path.exists() else 0
+    apart = size / count if size > WHOLE_BYTES else 0
+    names = [f'"{field}":'.encode() for field in fields]
+    place, due, rare, line, found = 0, 0.0, 0, b"", []
+    for line in lines_in(path):
+        is_due = place >= due
+        is_rare = rare < MOST_RARE_ROWS and any(name in line for name in names)
+        if is_due or is_rare:
+            found.append(line)
+        rare, place = rare + is_rare, place + len(line)
+        due += apart if is_due else 0
+    lines = found if found[-1:] == [line] else [*found, line]
+    return [row for line in lines if (row := parse_row(line)) is not None]

@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from isobatch.engine.verification.audit import Audit
+from isobatch.models import model_card
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.verification.replay import Redone
+    from isobatch.engine.verification.log_audit import LogRecord
+    from isobatch.engine.verification.windows import Redone
 
 MOST_FAR = 0.02
 """Share of the weights that may differ by much of what Adam allows. Measured under other cuts: 0."""
@@ -57,6 +58,12 @@ class Proof:
     """What was not, and why that is no fault, a phrase each."""
 
     @property
+    def log(self) -> LogRecord:
+        """Of records that were audited."""
+        assert self.audit.log is not None
+        return self.audit.log
+
+    @property
     def verified(self) -> bool:
         return not self.problems and not self.unproven
 
@@ -66,33 +73,27 @@ class Proof:
         return max((step["loss_difference"] for step in self.steps), default=0.0)
 
     def to_dict(self) -> dict[str, Any]:
+        named = ("level", "verified", "problems", "unproven", "trusted", "steps")
         return {
-            "level": self.level,
-            "verified": self.verified,
-            "problems": self.problems,
-            "unproven": self.unproven,
-            "trusted": self.trusted,
+            **{name: getattr(self, name) for name in named},
             "coverage": self.coverage(),
             "steps_redone": len(self.redone),
             "steps_total": self.audit.steps,
             "largest_loss_difference": self.largest,
-            "steps": self.steps,
         }
 
     def coverage(self) -> str:
         """What was checked, in a sentence's part."""
-        total = self.audit.steps
+        total, redone = self.audit.steps, len(self.redone)
         left_out = sum(map(len, self.audit.log.left_out.values())) if self.audit.log else 0
-        said = (
-            [f"{len(self.redone)} of {total - left_out} steps redone {within(self.largest)}"]
-            if self.redone
-            else []
-        )
-        said += [f"{left_out} left out as decided"] if left_out else []
-        said += [f"samples of all {total} checked"] if total else []
-        said += self.covered
-        said += [] if self.redone else ["no step redone"]
-        return "; ".join([", ".join(said), *self.notes])
+        said = [
+            f"{redone} of {total - left_out} steps redone {within(self.largest)}" if redone else "",
+            f"{left_out} left out as decided" if left_out else "",
+            f"samples of all {total} checked" if total else "",
+            *self.covered,
+            "" if redone else "no step redone",
+        ]
+        return "; ".join([", ".join(filter(None, said)), *self.notes])
 
     def add(
         self, redone: Redone, tolerance: Callable[[int], tuple[float, float]], exact: bool = False
@@ -106,8 +107,8 @@ class Proof:
             left_out = self.audit.log.left_out.get(phase, ()) if self.audit.log else ()
             self.redone |= {(phase, step) for step in range(first, last + 1) if step not in left_out}
         for r in redone.steps:
-            self.allowed = max(self.allowed, tolerance(r["after"])[0])
             where, allowed = f"phase {r['phase']}, step {r['step']}", tolerance(r["after"])
+            self.allowed = max(self.allowed, allowed[0])
             if not r["loss_difference"] <= allowed[0]:
                 self.problems.append(f"{where}: loss {r['loss']:.6f} redone, {r['logged_loss']:.6f} logged")
             elif not r["norm_difference"] <= allowed[1]:
@@ -118,20 +119,51 @@ class Proof:
                 for name, difference in r["parts"].items()
                 if not difference <= allowed[0]
             ]
-        self.problems += [
-            f"the weights of {name} are not those that the steps before it give: {found['beyond']:,} of"
-            f" {found['elements']:,} elements differ by more than rounding explains, by up to"
-            f" {found['largest']:.2g}"
-            for name, found in redone.weights.items()
-            if found["beyond"]
-        ]
-        self.problems += [
-            f"the weights of {name} differ in {found['far']:,} of {found['elements']:,} elements by more than"
-            " few steps' rounding comes to"
-            for name, found in redone.weights.items()
-            if exact and not found["beyond"] and found["far"] > MOST_FAR * found["elements"]
-        ]
+        for name, found in redone.weights.items():
+            of = f"of {found['elements']:,} elements"
+            if found["beyond"]:
+                self.problems.append(
+                    f"the weights of {name} are not those that the steps before it give: {found['beyond']:,}"
+                    f" {of} differ by more than rounding explains, by up to {found['largest']:.2g}"
+                )
+            elif exact and found["far"] > MOST_FAR * found["elements"]:
+                self.problems.append(
+                    f"the weights of {name} differ in {found['far']:,} {of} by more than few steps' rounding"
+                    " comes to"
+                )
         self.problems += wrong_changes(self.audit.changes, redone)
+
+    def add_export(self, redone: Redone) -> None:
+        """Judge final/ beside what the last weights export here."""
+        wrong, excused = redone.export["differing"], redone.export["configurations"]
+        if not redone.export["same_versions"]:  # which the run says of itself
+            wrong = [name for name in wrong if name not in excused]
+            why = "the run names other versions of the libraries than are here"
+            self.unproven += [f"final/{name} is not what is written here: {why}" for name in excused]
+        self.problems += [f"final/{name} is not the export of the last weights" for name in wrong]
+        if not redone.export["card"]:
+            self.problems.append(f"final/{model_card.FILE} is not the card of these figures and this data")
+
+    def add_metrics(self, redone: Redone, samples: Mapping[str, int], allowed: float) -> None:
+        """Judge held-out metrics that were measured again. `samples`: split -> how many it has."""
+        log, best = self.log, self.log.phases[-1].judge.best
+        self.problems += wrong_metrics(log.splits, redone.metrics, samples, allowed)
+        for split, metrics in redone.metrics.items():
+            if more := sorted(log.fields.get(split, set()) - metrics.keys() - {"phase", "step", "split"}):
+                self.problems.append(f"{', '.join(more)} of {split} is nothing that this task measures")
+        judged = redone.judged
+        if judged is not None and best is not None and not abs(judged - best) <= max(allowed, 2e-6):
+            self.problems.append(f"the best evaluation is {best} logged, and {judged:.6g} measured again")
+        differences = [
+            abs(value - old)
+            for split, found in redone.metrics.items()
+            for name, value in found.items()
+            if isinstance(value, float) and isinstance(old := log.splits.get(split, {}).get(name), float)
+            if not is_time(name)
+        ]
+        if redone.metrics:
+            most = max(differences, default=0.0)
+            self.covered.append(f"held-out metrics recomputed {within(most) if most else 'exactly'}")
 
 
 def wrong_changes(logged: Iterable[Mapping[str, Any]], redone: Redone) -> list[str]:
@@ -159,7 +191,10 @@ def _alike(a: Any, b: Any) -> bool:
 
 
 def wrong_metrics(
-    run: RunFolder, logged: Mapping[str, Mapping[str, Any]], redone: Redone, allowed: float
+    logged: Mapping[str, Mapping[str, Any]],
+    measured: Mapping[str, Mapping[str, Any]],
+    samples: Mapping[str, int],
+    allowed: float,
 ) -> list[str]:
     """Compare held-out metrics with the logged ones. A share of rows may differ by FLIPPED_ROWS rows.
 
@@ -167,30 +202,19 @@ def wrong_metrics(
     by two such rows of its own.
     """
     problems = []
-    for split, metrics in redone.metrics.items():
+    for split, metrics in measured.items():
         before = logged.get(split, {})
         flipped = 0 < _rows_moved(before.get("confusion"), metrics.get("confusion")) <= FLIPPED_ROWS
         for name, value in metrics.items():
             wanted = before.get(name)
-            if is_time(name):
+            if is_time(name) or (flipped and name == "confusion"):
                 continue
-            if flipped and name == "confusion":
-                continue
-            rows: float = run.facts.samples[split]
+            rows: float = samples[split]
             if flipped and "accuracy" not in name:
                 rows = min(filter(None, map(sum, metrics["confusion"]))) / 2
             if not _same_metric(name, wanted, value, allowed, rows):
                 problems.append(f"{name} of {split} is {value} recomputed, and {wanted} logged")
     return problems
-
-
-def unknown_metrics(fields: Mapping[str, set[str]], redone: Redone) -> list[str]:
-    """Metrics that measuring again does not give. `fields`: split -> those in rows of its evaluations."""
-    return [
-        f"{', '.join(more)} of {split} is nothing that this task measures"
-        for split, metrics in redone.metrics.items()
-        if (more := sorted(fields.get(split, set()) - metrics.keys() - {"phase", "step", "split"}))
-    ]
 
 
 def _rows_moved(one: Any, other: Any) -> float:

@@ -3,109 +3,39 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import checkpoint, portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.optimization.left_out import left_out_steps
-from isobatch.engine.runs.step_rows import LossAndNorm, StepRow, differences, step_rows
+from isobatch.engine.runs.step_rows import step_rows
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
 from isobatch.engine.training.phase_loop import installed_versions
 from isobatch.engine.training.session import Session
 from isobatch.engine.verification.compare_export import compare_export
 from isobatch.engine.verification.compare_weights import compare_weights
+from isobatch.engine.verification.windows import INITIAL, Redone, redone_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.runs.step_rows import LossAndNorm, StepRow
     from isobatch.engine.training.session import ActivePhase
     from isobatch.engine.training.train_step import StepResult
+    from isobatch.engine.verification.windows import Job, Window
 
-LoggedRows = dict[tuple[str, int], StepRow]
-"""By (phase, step)."""
-INITIAL = "the initial weights"
 NOT_LOGGED = 1e9
 """Difference of a part of the loss from what the log does not have."""
 BOUNDED = ("adamw", "adamw8bit", "paged-adamw8bit")
 """Optimizers that move an element by about its learning rate a step at most."""
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Consecutive steps to redo."""
-
-    checkpoint: str
-    """Name of the checkpoint to start from; INITIAL for the weights before training."""
-    phase: str
-    """The phase of the steps: the checkpoint's own, or the next one where it is the last of its phase."""
-    start: int
-    """Steps of this phase before the first that is redone."""
-    count: int
-
-    @property
-    def stop(self) -> int:
-        """The last step that is redone, from 1."""
-        return self.start + self.count
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What to redo under one plan. As JSON it goes to worker processes."""
-
-    windows: list[Window] = field(default_factory=list)
-    held_out: bool = False
-    """Whether to measure the held-out splits with the exported weights, and to export them again."""
-
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Job:
-        return cls([Window(**window) for window in values["windows"]], values["held_out"])
-
-
-@dataclass(slots=True)
-class Redone:
-    """What a job found. Each field is JSON."""
-
-    steps: list[dict[str, Any]] = field(default_factory=list)
-    """Each redone step that is in the log: see `redone_step`."""
-    changes: list[dict[str, Any]] = field(default_factory=list)
-    """What the task changed in its model in redone steps, as decisions.jsonl has it."""
-    covered: list[list[Any]] = field(default_factory=list)
-    """[phase, first step, last step] of each window, from 1."""
-    weights: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Checkpoint that a window reached -> how the redone weights differ: see `compare_weights`."""
-    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Held-out split -> its metrics."""
-    export: dict[str, Any] = field(default_factory=dict)
-    """How the new export differs from final/: see `compare_export`."""
-    parts: list[str] = field(default_factory=list)
-    """Names of the parts of the loss."""
-    judged: float | None = None
-    """The best evaluation of training measured again; None where none chose what was exported."""
-    foreign_noise: bool = False
-    """Whether the model draws from torch's own generators."""
-
-
-def redone_step(
-    row: StepRow, found: LossAndNorm, start: str, after: int, parts: dict[str, float] | None = None
-) -> dict[str, Any]:
-    """A step as logged and as redone, as JSON. `start`: INITIAL, or the checkpoint where the replay began;
-    `after`: steps since then, with this one; `parts`: of a loss that has several, how each differs.
-    """
-    loss, norm = differences(found, row.figures)
-    return {
-        **{"phase": row.phase, "step": row.step, "start": start, "after": after},
-        **{"logged_loss": row.loss, "loss": found[0], "logged_norm": row.grad_norm, "norm": found[1]},
-        **{"parts": parts or {}, "loss_difference": loss, "norm_difference": norm},
-    }
 
 
 def _part_differences(result: StepResult, row: StepRow) -> dict[str, float]:
@@ -117,26 +47,6 @@ def _part_differences(result: StepResult, row: StepRow) -> dict[str, float]:
         name: abs(value - logged) / max(1.0, abs(value)) if isinstance(logged, int | float) else NOT_LOGGED
         for name, value, logged in pairs
     }
-
-
-def window_to(run: RunFolder, phases: list[str], phase: str, step: int) -> Window:
-    """From the nearest kept state before a step of a phase to that step. Raises UserError where none leads
-    there: a phase that is not the first, with nothing kept before it.
-    """
-    kept, found = checkpoint.list_checkpoints(run.checkpoints, phases), None
-    for path in kept:
-        name, number = checkpoint.phase_and_step(path.name)
-        if name == phase and number < step:
-            found = Window(path.name, phase, number, step - number)
-        elif phases.index(name) == phases.index(phase) - 1:
-            found = Window(path.name, phase, 0, step)
-    if found is None and phase != phases[0]:
-        names = ", ".join(path.name for path in kept) or "none"
-        raise UserError(
-            f"{run.folder}: no kept checkpoint leads to step {step} of {phase} (kept: {names}); the steps of"
-            f" {phases[0]} can be replayed, and `--keep 20` keeps more of the next run"
-        )
-    return found or Window(INITIAL, phase, 0, step)
 
 
 class Replay:
@@ -193,7 +103,9 @@ class Replay:
 
         The initial weights come first, because loading a checkpoint overwrites them.
         """
-        redone, rows = Redone(), self._logged(job.windows)
+        wanted = {(w.phase, step) for w in job.windows for step in range(w.start + 1, w.stop + 1)}
+        rows = {row.place: row for row in step_rows(self.run.metrics) if row.place in wanted}
+        redone = Redone()
         with self.session:
             for window in sorted(job.windows, key=lambda w: w.checkpoint != INITIAL):
                 self._redo_window(window, rows, redone)
@@ -228,7 +140,7 @@ class Replay:
         with session.phase(schedule, None, saved.folder) as active:
             yield active, None
 
-    def _redo_window(self, window: Window, rows: LoggedRows, redone: Redone) -> None:
+    def _redo_window(self, window: Window, rows: Mapping[tuple[str, int], StepRow], redone: Redone) -> None:
         """Run the steps of a window, and compare with the log and with the checkpoints that it reaches."""
         phase, rates = window.phase, 0.0
         with self.phase_at(window) as (active, origin):
@@ -254,11 +166,6 @@ class Replay:
                     )
             redone.foreign_noise |= bool(active.stepper.findings.foreign_noise)
         redone.covered.append([phase, window.start + 1, window.stop])
-
-    def _logged(self, windows: list[Window]) -> LoggedRows:
-        """The logged steps of all windows, from one reading of the log."""
-        wanted = {(w.phase, step) for w in windows for step in range(w.start + 1, w.stop + 1)}
-        return {row.place: row for row in step_rows(self.run.metrics) if row.place in wanted}
 
     def _measure_held_out(self, redone: Redone) -> None:
         """Measure the exported weights on the held-out splits, and export them again."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +20,8 @@ from isobatch.launch.local.arguments import command_options, split_words
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-BARS = "▁▂▃▄▅▆▇█"
 POINTS = 400
 """Rows that are read of a long log."""
-WIDTH = 48
-"""Most characters of a curve."""
 
 
 def inspect(words: Sequence[str]) -> int:
@@ -45,9 +41,9 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
     """What the run's files say, as JSON. Raises UserError where they are damaged."""
     recipe, summary = run.recipe, run.summary() or {}
     metrics = summary.get("metrics")
-    unknown = consent.unknown_code(recipe, run.folder)
-    code = consent.code_of(recipe, run.folder)
-    base, targets = adapter_base(run.folder), run.options().sends()
+    code, base, targets = consent.code_of(recipe, run.folder), adapter_base(run.folder), run.options().sends()
+    asked = consent.asks(recipe, run.folder, targets)
+    unknown = asked.pop(consent.CODE, ())
     return {
         "folder": str(run.folder),
         "task": recipe.task,
@@ -65,11 +61,7 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
         | {"prepared data": run.facts.folder}
         | ({"base of final/": base} if base else {}),
         "sends": targets,
-        "asks": [
-            *consent.unknown_places(recipe, run.folder),
-            *consent.unknown_bases(recipe, run.folder),
-            *consent.unknown_targets(recipe, targets),
-        ],
+        "asks": [one for named in asked.values() for one in named],
     }
 
 
@@ -83,28 +75,17 @@ def _curves(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
     return found
 
 
-def curve(values: list[float]) -> str:
-    """A curve as text: a bar for each value, or for each of `WIDTH` equally long parts its mean."""
-    count = min(WIDTH, len(values))
-    borders = [len(values) * n // count for n in range(count + 1)]
-    means = [math.fsum(values[a:b]) / (b - a) for a, b in itertools.pairwise(borders)]
-    low, high = min(means), max(means)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((mean - low) * scale)] for mean in means)
-
-
 def _format(found: dict[str, Any]) -> str:
     forged = "" if found["hash"] == found["recorded_hash"] else f" (its file says {found['recorded_hash']})"
+    options = found["recipe"]["options"]
+    values = {**found["recipe"], **options, "options": None}
     lines = [
         f"{found['folder']}: {found['task']}, {found['status']}, {found['steps'] or 'no'} steps",
         f"recipe {found['hash']}{forged}",
-        *(f"  {k}: {_short(v)}" for k, v in found["recipe"].items() if v is not None and k != "options"),
-        *(f"  {k}: {_short(v)}" for k, v in found["recipe"]["options"].items() if v is not None),
+        *(f"  {name}: {_short(value)}" for name, value in values.items() if value is not None),
+        *([f"reason: {found['reason']}"] if found["reason"] else []),
+        *(f"loss, {name}: {curve[0]:.4g}, then {curve[-1]:.4g}" for name, curve in found["curves"].items()),
     ]
-    if found["reason"]:
-        lines.append(f"reason: {found['reason']}")
-    for name, values in found["curves"].items():
-        lines.append(f"loss, {name}: {values[0]:.4g} {curve(values)} {values[-1]:.4g}")
     if found["metrics"]:
         shown = format_metrics(found["metrics"], ".4g")
         lines.append(f"metrics of {found['split']}, as its file says: {shown}")
@@ -114,9 +95,7 @@ def _format(found: dict[str, Any]) -> str:
     for code in found["code"]:
         agreed = "agreed to by this user" if code["agreed"] else "only with --trust"
         lines.append(f"executes {code['file']} (SHA-256 {code['sha256'][:16]}): {agreed}")
-    if not found["code"]:
-        lines.append("executes no code of its own")
-    return "\n".join(lines)
+    return "\n".join([*lines, *([] if found["code"] else ["executes no code of its own"])])
 
 
 def _short(value: Any) -> str:

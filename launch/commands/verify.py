@@ -38,25 +38,19 @@ def verify(words: Sequence[str]) -> int:
 
 
 def _format_report(report: dict[str, Any], run: RunFolder) -> str:
-    lines = []
-    if report["steps"]:
-        lines.append(
-            f"redone on {report['world_size']} process(es), micro-batches of {report['micro_batch_samples']}:"
-        )
-    for r in report["steps"]:
-        lines.append(
-            f"  {r['phase']} {r['step']:>6} from {r['start']}: loss {r['loss']:.6f}, logged"
-            f" {r['logged_loss']:.6f},"
-            f" difference {r['loss_difference']:.1e}; gradient norm {r['norm_difference']:.1e}"
-        )
+    lines = [
+        f"  {r['phase']} {r['step']:>6} from {r['start']}: loss {r['loss']:.6f}, logged"
+        f" {r['logged_loss']:.6f}, difference {r['loss_difference']:.1e}; gradient norm"
+        f" {r['norm_difference']:.1e}"
+        for r in report["steps"]
+    ]
+    if lines:
+        cut = f"{report['world_size']} process(es), micro-batches of {report['micro_batch_samples']}"
+        lines.insert(0, f"redone on {cut}:")
     lines += [f"  {problem}" for problem in (*report["problems"], *report["unproven"])]
-    lines.append(f"checked: {report['coverage']}")
+    verdict = "NOT what its recipe says" if report["problems"] else "not proven"
     if report["verified"]:
         verdict = f"verified ({run.plan.invariance})" if run.has_plan else "verified"
-        if report["level"] == "records":
-            verdict = "the records agree"
-        if report["trusted"]:
-            verdict += f"; taken on trust: {'; '.join(report['trusted'])}"
-    else:
-        verdict = "NOT what its recipe says" if report["problems"] else "not proven"
-    return "\n".join([*lines, f"{report['run']}: {verdict}"])
+        verdict = "the records agree" if report["level"] == "records" else verdict
+        verdict += f"; taken on trust: {'; '.join(report['trusted'])}" if report["trusted"] else ""
+    return "\n".join([*lines, f"checked: {report['coverage']}", f"{report['run']}: {verdict}"])

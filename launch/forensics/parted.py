@@ -104,7 +104,8 @@ def parted_step(runs: Runs, parted: LogDifference, level: str) -> dict[str, Any]
 
 def _within_the_gap(runs: Runs, plans: list[Plan], parted: LogDifference) -> LogDifference:
     """With the first step that differs when redone, where a run logged only some of its steps."""
-    from isobatch.engine.verification.replay import Replay, window_to
+    from isobatch.engine.verification.replay import Replay
+    from isobatch.engine.verification.windows import window_to
 
     found = []
     for run, plan in zip(runs, plans, strict=True):
@@ -123,7 +124,8 @@ def _within_the_gap(runs: Runs, plans: list[Plan], parted: LogDifference) -> Log
 def _observed(weights: RunFolder, recipe: RunFolder, plan: Plan, parted: LogDifference) -> ObservedStep:
     """The step by the recipe of one run, from the kept weights of another."""
     from isobatch.engine.forensics.observed_step import observe_step
-    from isobatch.engine.verification.replay import Replay, window_to
+    from isobatch.engine.verification.replay import Replay
+    from isobatch.engine.verification.windows import window_to
 
     with preserve_process_state():  # accelerate keeps one precision for the whole process
         replay = Replay(weights, plan, recipe.recipe)

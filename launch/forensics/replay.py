@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from isobatch.engine.forensics.observed_step import ObservedStep, StepParts
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.verification.replay import Replay, Window
+    from isobatch.engine.verification.replay import Replay
+    from isobatch.engine.verification.windows import Window
 
 MODULES = 40
 """Modules whose norms are listed."""
@@ -111,7 +112,8 @@ def replay_parts(
 
 
 def _open(run: RunFolder, options: ReplayOptions) -> tuple[Replay, Window]:
-    from isobatch.engine.verification.replay import Replay, window_to
+    from isobatch.engine.verification.replay import Replay
+    from isobatch.engine.verification.windows import window_to
     from isobatch.launch.local.redo_steps import plan_to_redo
 
     logged = [row for row in newest_rows(run.metrics) if is_step(row)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,15 @@ from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, is_prepared, locate_data, open_run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from isobatch.engine.forensics.run_order import RunOrder
     from isobatch.engine.runs.run_folder import RunFolder
 
+SHOWN = 20
+"""Most rows, and most steps of a row, that are written out; --json has all."""
+SHOWN_LATER = 3
+"""The same for steps that the run has not made."""
 QUESTIONS = ("sample", "text", "file", "step")
 
 
@@ -70,8 +75,6 @@ def seen(words: Sequence[str]) -> int:
     if options.json:
         print(atomic_files.json_text(answer, ensure_ascii=False))
         return DONE
-    from isobatch.launch.forensics.seen_lines import lines
-
     for line in lines(answer):
         print(printable(line))
     return DONE
@@ -95,7 +98,7 @@ def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
     else:
         doing("looking for the text")
         found = seen_rows.text_answer(order, text or "")
-    notes = seen_rows.preparation_notes(order)
+    notes = list(map(str, order.facts.extra.get("notes", ())))
     return {"run": str(run.folder), **_state(run, order), **found, "notes": notes}
 
 
@@ -116,15 +119,116 @@ def _state(run: RunFolder, order: RunOrder) -> dict[str, Any]:
     """How far the run is, and what the answer rests on."""
     steps = {schedule.name: schedule.steps for schedule in order.schedules}
     before = run.recipe.starts_from
-    exported = next(
-        (row["exported"] for row in reversed(newest_rows(run.metrics)) if "exported" in row), None
-    )
+    exported = [row["exported"] for row in newest_rows(run.metrics) if "exported" in row]
     return {
         "status": run.status(),
         "training_rows": order.sampler.count,
         "steps": steps,
         "steps_done": order.counted,
-        "exported": exported,
+        "exported": exported[-1] if exported else None,
         "data_at_hand": order.source is not None,
         **({"starts_from": before["run"]} if before else {}),
     }
+
+
+def lines(answer: Mapping[str, Any]) -> Iterator[str]:
+    """What a user reads."""
+    if "rows_of_step" in answer:
+        yield from _step_lines(answer["rows_of_step"], answer)
+    elif "places" in answer:
+        yield from _text_lines(answer)
+    else:
+        yield from _row_lines(answer["rows"][0], answer)
+    if not answer["data_at_hand"]:
+        yield "the prepared data is not on this machine, which says texts and micro-batches (--data PATH)"
+    phase, last = list(answer["steps_done"].items())[-1]
+    if answer["exported"] not in (None, f"{phase}-{last}"):
+        step = answer["exported"].rpartition("-")[2]
+        yield f"final/ holds the weights after step {step} of {phase}, the best: later steps are not in it"
+    if "starts_from" in answer:
+        before = answer["starts_from"]
+        yield f"the run began with the weights of {before}: ask `isobatch seen {before}` of those as well"
+
+
+def _text_lines(answer: Mapping[str, Any]) -> Iterator[str]:
+    if answer["note"]:
+        yield answer["note"]
+    places = answer["places"]
+    if not places:
+        holds = "is exactly this text" if answer["whole"] else "contains this text"
+        yield f"no row of the prepared data {holds}, token by token; a near match is not looked for"
+        yield from (f"  when the data was prepared: {note}" for note in answer["notes"])
+        return
+    if crossing := sum(len(place["rows"]) > 1 for place in places):
+        border = "the text runs over a border of rows, which are windows of one stream: each row holds a part"
+        yield f"{_count(crossing, 'time')} {border}"
+    everywhere = dict.fromkeys((place["split"], row) for place in places for row in place["rows"])
+    of_split = Counter(split for split, _ in everywhere)
+    if len(everywhere) > 1:
+        yield "the text is in " + ", ".join(f"{_count(n, 'row')} of {split}" for split, n in of_split.items())
+    rows = sorted(answer["rows"], key=lambda row: not row["seen"])
+    for row in rows[:SHOWN]:
+        yield from _row_lines(row, answer)
+    if len(everywhere) > SHOWN:
+        yield f"and {len(everywhere) - SHOWN:,} more rows, which --json names"
+
+
+def _row_lines(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]:
+    name = f"row {row['row']:,}"
+    if row["split"] != "train":
+        yield f"{name} of the {row['split']} data is held out: training never saw it"
+        return
+    seen, later = row["seen"], row["later"]
+    several = len(answer["steps"]) > 1
+    if seen:
+        yield f"{name} was seen {_count(len(seen), 'time')}: {_steps(seen, several)}"
+    else:
+        yield f"{name} was {'not seen so far' if later else 'never seen: no step of this run holds it'}"
+    if later:
+        when = "not reached" if answer["status"] == "done" else "still to come"
+        yield f"  {when} ({_progress(answer)}): {_steps(later, several, SHOWN_LATER)}"
+    of_set = f"row {row['row_of_set']:,} of the set {row['set']}, " if "set" in row else ""
+    text = f": {row['text']}" if row["text"] is not None else ""
+    rows = f"{answer['training_rows']:,} rows, the first is 0"
+    yield f"  {of_set}{name} of the training data as prepared ({rows}){text}"
+
+
+def _step_lines(step: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]:
+    rows = step["rows"]
+    phase = f" of phase {step['phase']}" if len(answer["steps"]) > 1 else ""
+    when = "was not reached" if answer["status"] == "done" else "is still to come"
+    held = "saw" if step["counted"] else f"{when} ({_progress(answer)}) and holds"
+    if step.get("left_out"):
+        held = "is left out: training does not see its"
+    yield f"step {step['step']:,}{phase} (epoch {step['epoch']}) {held} {_count(len(rows), 'row')}:"
+    for row in rows:
+        text = "" if row["text"] is None else f"  {row['text']}"
+        yield f"  {row['row']:,}{_place(row, '  ')}{text}"
+
+
+def _steps(sightings: Sequence[Mapping[str, Any]], several_phases: bool, most: int = SHOWN) -> str:
+    shown = [
+        f"{one['phase'] + ' ' if several_phases else ''}step {one['step']:,}"
+        f" (epoch {one['epoch']}{_place(one, ', ')})"
+        for one in sightings[:most]
+    ]
+    more = len(sightings) - most
+    return ", ".join(shown) + (f" and {more:,} more (--json has all)" if more > 0 else "")
+
+
+def _place(one: Mapping[str, Any], before: str) -> str:
+    return f"{before}micro-batch {one['micro_batch']} of rank {one['rank']}" if "rank" in one else ""
+
+
+def _progress(answer: Mapping[str, Any]) -> str:
+    """How far the run is, in the phases that are not complete."""
+    done, steps = answer["steps_done"], answer["steps"]
+    open_phases = [name for name in steps if done[name] < steps[name]]
+    return f"{answer['status']} after " + ", ".join(
+        f"step {done[name]:,} of {steps[name]:,}{f' of {name}' if len(steps) > 1 else ''}"
+        for name in open_phases
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"

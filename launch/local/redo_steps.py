@@ -20,7 +20,7 @@ from isobatch.launch.local.run_setup import open_run, plan_for_this_machine
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.verification.replay import Job, Redone
+    from isobatch.engine.verification.windows import Job, Redone
 
 Jobs = list[tuple[Plan, "Job"]]
 KEPT_ATTENTION = ("sdpa", "eager")
@@ -53,7 +53,7 @@ def redo(run: RunFolder, jobs: Jobs, owns_process: bool = True) -> list[Redone]:
     """
     if jobs[0][0].processes == 1:
         return _redo_here(run, jobs)
-    from isobatch.engine.verification.replay import Redone
+    from isobatch.engine.verification.windows import Redone
 
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -94,7 +94,7 @@ def _redo_here(run: RunFolder, jobs: Jobs, folder: Path | None = None) -> list[R
 
 def redo_task_file(folder: Path) -> int:
     """In a worker process: do what task.json in `folder` asks for; writes report.json there."""
-    from isobatch.engine.verification.replay import Job
+    from isobatch.engine.verification.windows import Job
 
     task = atomic_files.read_json(folder / "task.json")
     jobs = [(Plan.from_dict(asked["plan"]), Job.from_dict(asked["job"])) for asked in task["jobs"]]

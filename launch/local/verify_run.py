@@ -19,18 +19,28 @@ from isobatch.engine.planning.choices import choose_invariance
 from isobatch.engine.registry import workload_of
 from isobatch.engine.training.loss_checks import RESERVED as STEP_FIELDS
 from isobatch.engine.verification.audit import audit_records, recipe_problems
-from isobatch.engine.verification.proof import Proof, is_time, unknown_metrics, within, wrong_metrics
-from isobatch.engine.verification.tolerance import FEW, HELD_OUT, tolerances
+from isobatch.engine.verification.proof import Proof
+from isobatch.engine.verification.tolerance import FEW, HELD_OUT, NEAR, tolerances
+from isobatch.engine.verification.windows import (
+    CHOICE,
+    INITIAL,
+    Job,
+    Window,
+    closing_windows,
+    leading_windows,
+    longest,
+    other_windows,
+    trusted_weights,
+)
 from isobatch.launch.local.redo_steps import plan_to_redo, redo
+from isobatch.launch.local.replay_in_full import replay_in_full
 from isobatch.launch.local.run_setup import TrustOptions, compare_source, locate_data
-from isobatch.models import model_card
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.log_audit import LogRecord
-    from isobatch.engine.verification.replay import Job, Redone, Window
 
 Level = Literal["records", "steps", "full"]
 LEADING_SECONDS = 10.0
@@ -73,57 +83,47 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
         locate_data(run, run.recipe, options.data)
         doing("checking the records")
         wrong, proof.trusted = compare_source(run, options.data)
-        proof.unproven += wrong
         proof.audit = audit_records(run)
         proof.problems += proof.audit.problems
-        proof.unproven += proof.audit.unproven
+        proof.unproven += [*wrong, *proof.audit.unproven]
         if count := len(proof.audit.launch_decisions):
             proof.notes.append(f"decisions of launches: {count}, recorded and not proven")
         log = proof.audit.log
         if log is not None and not log.problems and log.final is None and run.final.exists():
             proof.unproven.append("final/ is there, and metrics.jsonl has no end of training that wrote it")
-    if not proof.problems and options.level != "records":
-        plan = _other_plan(run, options)
-        report |= {"world_size": plan.processes, "micro_batch_samples": plan.micro_batch_samples}
-        try:
-            if options.level == "steps":
-                _verify_steps(run, options, plan, proof, owns_process)
-            else:
-                _verify_all(run, options, plan, proof, owns_process)
-        except TrainingError as error:
-            proof.problems.append(str(error))
-    if options.level == "records" and not proof.problems:
+    if proof.problems:
+        return {**report, **proof.to_dict()}
+    if options.level == "records":
         proof.trusted.insert(0, "losses, weights, final/ and metrics (--level steps computes them again)")
+        return {**report, **proof.to_dict()}
+    plan, own = _other_plan(run, options), _own_plan(run, options)
+    report |= {"world_size": plan.processes, "micro_batch_samples": plan.micro_batch_samples}
+    try:
+        # Trained again without giving final/ bit for bit, its end has to be redone, too.
+        if options.level == "steps" or not replay_in_full(run, own or plan, proof, owns_process):
+            _verify_steps(run, options.steps, plan, own, proof, owns_process)
+    except TrainingError as error:
+        proof.problems.append(str(error))
     return {**report, **proof.to_dict()}
 
 
 def _verify_steps(
-    run: RunFolder, options: VerifyOptions, plan: Plan, proof: Proof, owns_process: bool
+    run: RunFolder, steps: int, plan: Plan, own: Plan | None, proof: Proof, owns_process: bool
 ) -> None:
-    """Redo steps under another plan; those of the end, and what follows from them, under the run's own."""
-    from isobatch.engine.verification.choose_windows import (
-        closing_windows,
-        leading_windows,
-        longest,
-        other_windows,
-        short,
-        trusted_weights,
-    )
-    from isobatch.engine.verification.replay import Job
-
-    log = proof.audit.log
-    assert log is not None
-    closing, finished = closing_windows(log), run.status() == "done"
+    """Redo steps under another plan; those of the end, and what follows from them, under the run's `own`, if
+    it can be had.
+    """
+    log, finished = proof.log, run.status() == "done"
+    closing, windows = closing_windows(log), other_windows(run, log, steps)
     missing = _missing_checkpoint(run, log, closing) if finished else ""
     proof.unproven += [missing] if missing else []
-    own, windows = _own_plan(run, options), other_windows(run, log, options.steps)
-    ending = Job([] if missing else closing, finished and not missing)
+    ending = [] if missing else closing
     if own is not None and run.plan.invariance == "rounding":  # long windows say more under the same plan
-        ending.windows[:0], windows = windows, short(windows)
+        ending = [*windows, *ending]
+        windows = [dataclasses.replace(w, count=min(w.count, NEAR)) for w in windows]
     if not missing:
-        leading = leading_windows(run, log, _leading_steps(own, plan))
-        ending = Job(longest([*leading, *ending.windows]), ending.held_out)
-    jobs = [(plan, Job(windows)), (own or plan, ending)]
+        ending = longest([*leading_windows(run, log, _leading_steps(own, plan)), *ending])
+    jobs = [(plan, Job(windows)), (own or plan, Job(ending, finished and not missing))]
     shown = _distance_of_fp32(run, log)
     found = redo(run, jobs, owns_process)
     for (used, _), redone in zip(jobs, found, strict=True):
@@ -132,7 +132,16 @@ def _verify_steps(
     if not proof.steps:
         proof.unproven.append("no logged step could be redone: none follows the start or a checkpoint")
     proof.problems += _wrong_class(run, any(r.foreign_noise for r in found))
-    _judge_ending(run, proof, found, jobs[-1])
+    exported = f"{log.phases[-1].schedule.name}-{log.exported_step}"
+    for weights in [r.weights[exported] for r in found if exported in r.weights][-1:]:
+        how = f"within {weights['largest']:.0e}" if weights["different"] else "bit for bit"
+        proof.covered.append(f"final weights reproduced {how}")
+    if jobs[-1][1].held_out:
+        looser = max(run.plan.invariance, (own or plan).invariance, key=INVARIANCES.index)
+        proof.add_export(found[-1])
+        proof.add_metrics(found[-1], run.facts.samples, HELD_OUT[looser])
+    elif not finished:
+        proof.notes.append(f"the run is {run.status()}, not finished")
     if said := trusted_weights(log, proof.redone):
         proof.trusted.insert(0, said)
     named = STEP_FIELDS.union({"loss"}, *(r.parts for r in found))
@@ -140,10 +149,25 @@ def _verify_steps(
         proof.trusted.append(f"the rows' {', '.join(unknown)}")
 
 
+def redo_first_steps(run: RunFolder, trained: Sequence[int], steps: int, processes: int = 1) -> Proof:
+    """Make steps from the initial weights again, at least `steps` and up to twice as many, and compare.
+
+    `trained`: the steps of the first phase that were not left out, ascending.
+    """
+    plan = _other_plan(run, VerifyOptions(steps=steps, processes=processes))
+    phase = next(iter(workload_of(run.recipe).make(run.recipe)[0].phases())).name
+    proof = Proof("steps")
+    if not trained:
+        return proof
+    last = trained[min(len(trained), steps + CHOICE.randint(0, steps)) - 1]
+    (redone,) = redo(run, [(plan, Job([Window(INITIAL, phase, 0, last)]))])
+    proof.add(redone, partial(tolerances, run, plan))
+    proof.problems += _wrong_class(run, redone.foreign_noise)
+    return proof
+
+
 def _distance_of_fp32(run: RunFolder, log: LogRecord) -> float:
     """How far the first logged losses are from those of fp32, where the plan claims coarser arithmetic."""
-    from isobatch.engine.verification.replay import INITIAL, Job, Window
-
     phase = log.phases[0]
     if run.plan.invariance != "precision" or not phase.step:
         return math.inf
@@ -158,26 +182,6 @@ def _leading_steps(own: Plan | None, here: Plan) -> int:
     """Most steps to redo before the closing ones, by the time they take and how far rounding may spread."""
     seconds = max(1e-4, here.predicted_step_seconds)
     return min(int(LEADING_SECONDS / seconds), MOST_LEADING if own and own.invariance == "exact" else FEW)
-
-
-def redo_first_steps(run: RunFolder, trained: Sequence[int], steps: int, processes: int = 1) -> Proof:
-    """Make steps from the initial weights again, at least `steps` and up to twice as many, and compare.
-
-    `trained`: the steps of the first phase that were not left out, ascending.
-    """
-    from isobatch.engine.verification.choose_windows import CHOICE
-    from isobatch.engine.verification.replay import INITIAL, Job, Window
-
-    plan = _other_plan(run, VerifyOptions(steps=steps, processes=processes))
-    phase = next(iter(workload_of(run.recipe).make(run.recipe)[0].phases())).name
-    proof = Proof("steps")
-    if not trained:
-        return proof
-    last = trained[min(len(trained), steps + CHOICE.randint(0, steps)) - 1]
-    (redone,) = redo(run, [(plan, Job([Window(INITIAL, phase, 0, last)]))])
-    proof.add(redone, partial(tolerances, run, plan))
-    proof.problems += _wrong_class(run, redone.foreign_noise)
-    return proof
 
 
 def _missing_checkpoint(run: RunFolder, log: LogRecord, closing: list[Window]) -> str:
@@ -197,57 +201,6 @@ def _wrong_class(run: RunFolder, draws_noise: bool) -> list[str]:
     if INVARIANCES.index(plan.invariance) <= INVARIANCES.index(has):
         return []
     return [f"plan.json says {plan.invariance}, and this recipe and precision are {has}"]
-
-
-def _judge_ending(run: RunFolder, proof: Proof, found: list[Redone], ending: tuple[Plan, Job]) -> None:
-    """Whether the weights of the end follow from the steps before, final/ and the metrics from them."""
-    log, (plan, job), redone = proof.audit.log, ending, found[-1]
-    assert log is not None
-    exported = f"{log.phases[-1].schedule.name}-{log.exported_step}"
-    for weights in [r.weights[exported] for r in found if exported in r.weights][-1:]:
-        how = f"within {weights['largest']:.0e}" if weights["different"] else "bit for bit"
-        proof.covered.append(f"final weights reproduced {how}")
-    if not job.held_out:
-        proof.notes += [] if run.status() == "done" else [f"the run is {run.status()}, not finished"]
-        return
-    wrong, excused = redone.export["differing"], redone.export["configurations"]
-    if not redone.export["same_versions"]:  # which the run says of itself
-        wrong = [name for name in wrong if name not in excused]
-        why = "the run names other versions of the libraries than are here"
-        proof.unproven += [f"final/{name} is not what is written here: {why}" for name in excused]
-    proof.problems += [f"final/{name} is not the export of the last weights" for name in wrong]
-    if not redone.export["card"]:
-        proof.problems.append(f"final/{model_card.FILE} is not the card of these figures and this data")
-    looser = max(run.plan.invariance, plan.invariance, key=INVARIANCES.index)
-    _judge_metrics(run, proof, redone, HELD_OUT[looser])
-
-
-def _judge_metrics(run: RunFolder, proof: Proof, redone: Redone, allowed: float) -> None:
-    log = proof.audit.log
-    assert log is not None
-    proof.problems += wrong_metrics(run, log.splits, redone, allowed)
-    proof.problems += unknown_metrics(log.fields, redone)
-    best = log.phases[-1].judge.best
-    if redone.judged is not None and best is not None and not abs(redone.judged - best) <= max(allowed, 2e-6):
-        proof.problems.append(f"the best evaluation is {best} logged, and {redone.judged:.6g} measured again")
-    if redone.metrics:
-        differences = [
-            abs(value - old)
-            for split, found in redone.metrics.items()
-            for name, value in found.items()
-            if isinstance(value, float) and isinstance(old := log.splits[split].get(name), float)
-            if not is_time(name)
-        ]
-        most = max(differences, default=0.0)
-        proof.covered.append(f"held-out metrics recomputed {within(most) if most else 'exactly'}")
-
-
-def _verify_all(run: RunFolder, options: VerifyOptions, plan: Plan, proof: Proof, owns_process: bool) -> None:
-    """Train all of it again; where that does not give final/ bit for bit, its end has to be redone, too."""
-    from isobatch.launch.local.replay_in_full import replay_in_full
-
-    if not replay_in_full(run, _own_plan(run, options) or plan, proof, owns_process):
-        _verify_steps(run, options, plan, proof, owns_process)
 
 
 def _own_plan(run: RunFolder, options: VerifyOptions) -> Plan | None:

@@ -151,9 +151,9 @@ def test_after_consent_it_is_asked_for(
     assert in_place(["verify", str(run), "--trust"]) == 2
     assert len(asked) > 1
     another_process(monkeypatch)
-    assert consent.unknown_places(RunFolder(run).recipe, run) == []
+    assert consent.READING not in consent.asks(RunFolder(run).recipe, run)
     changed = dataclasses.replace(RunFolder(run).recipe, lr=0.5)  # it is of one recipe
-    assert consent.unknown_places(changed, run) != []
+    assert consent.READING in consent.asks(changed, run)
 
 
 TARGETS = ["file://.", "file://..", "file://HOME/store", "s3://bucket/prefix", "http://x", "memory://there"]

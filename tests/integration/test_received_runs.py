@@ -26,7 +26,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.task_files import imported_files, task_file_hash
 from isobatch.launch.cli import main
-from isobatch.launch.commands.inspect import curve, describe_run
+from isobatch.launch.commands.inspect import describe_run
 from isobatch.launch.local.arguments import Request
 from isobatch.launch.local.run_setup import find_run, locate_data
 from isobatch.launch.local.words.config_files import flags_of_files
@@ -399,7 +399,7 @@ def test_inspect_says_what_a_run_is(home: Path, capfd: pytest.CaptureFixture[str
     assert in_place(["inspect", str(run)]) == 0
     said = capfd.readouterr().out.splitlines()
     assert said[0] == f"{run}: {home}/sent/mine.py:Mine, done, 2 steps"
-    assert "loss, training: 2 █▁ 1" in said
+    assert "loss, training: 2, then 1" in said
     assert "metrics of valid, as its file says: loss 1" in said
     assert f"reads prepared data: {home}/nowhere" in said
     assert said[-1].startswith(f"executes {home}/sent/mine.py (SHA-256 ")
@@ -408,12 +408,6 @@ def test_inspect_says_what_a_run_is(home: Path, capfd: pytest.CaptureFixture[str
     assert [c["agreed"] for c in found["code"]] == [False]
     assert found["hash"] == found["recorded_hash"]
     assert not (home / "sent" / CANARY).exists()
-
-
-def test_a_curve_is_as_long_as_a_line() -> None:
-    assert curve([1.0]) == "▁"
-    assert curve([0.0, 7.0, 3.0]) == "▁█▄"
-    assert len(curve([float(n) for n in range(1000)])) == 48
 
 
 EVIL = "\x1b]0;owned\x07\x9b31m$\\frac$|<b>`x`[a](b)\u202e"

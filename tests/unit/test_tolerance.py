@@ -90,11 +90,10 @@ def test_a_row_that_rounding_counts_elsewhere_may_move_what_follows_from_counts(
         "recall_macro": (100 / 100 + 4 / 5) / 2,
         "confusion": [[100, 0], [1, 4]],
     }
-    run = SimpleNamespace(facts=SimpleNamespace(samples={"valid": 105}), recipe=SimpleNamespace())
 
     def wrong(**changes: Any) -> list[str]:
-        redone: Any = SimpleNamespace(metrics={"valid": metrics})
-        return [p.split()[0] for p in wrong_metrics(run, {"valid": {**logged, **changes}}, redone, 1e-4)]  # type: ignore[arg-type]
+        found = wrong_metrics({"valid": {**logged, **changes}}, {"valid": metrics}, {"valid": 105}, 1e-4)
+        return [problem.split()[0] for problem in found]
 
     assert wrong() == []
     assert wrong(accuracy=0.9) == ["accuracy"]

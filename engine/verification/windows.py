@@ -1,15 +1,15 @@
-"""Chooses the steps that verify redoes: from the beginning and from every kept checkpoint."""
+"""Windows of steps to redo: what they are and what comes of them, and those that verify chooses."""
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from isobatch.engine.checkpointing.checkpoint import checkpoint_name, list_checkpoints
+from isobatch.core.errors import UserError
+from isobatch.engine.checkpointing.checkpoint import checkpoint_name, list_checkpoints, phase_and_step
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
-from isobatch.engine.verification.replay import INITIAL, Window
-from isobatch.engine.verification.tolerance import NEAR
+from isobatch.engine.runs.step_rows import LossAndNorm, StepRow, differences
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
@@ -17,8 +17,98 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.log_audit import LogRecord
 
+INITIAL = "the initial weights"
 CHOICE = random.SystemRandom()
 """Not seeded: who forges a log must not know which steps are redone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Consecutive steps to redo."""
+
+    checkpoint: str
+    """Name of the checkpoint to start from; INITIAL for the weights before training."""
+    phase: str
+    """The phase of the steps: the checkpoint's own, or the next one where it is the last of its phase."""
+    start: int
+    """Steps of this phase before the first that is redone."""
+    count: int
+
+    @property
+    def stop(self) -> int:
+        """The last step that is redone, from 1."""
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to redo under one plan. As JSON it goes to worker processes."""
+
+    windows: list[Window] = field(default_factory=list)
+    held_out: bool = False
+    """Whether to measure the held-out splits with the exported weights, and to export them again."""
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Job:
+        return cls([Window(**window) for window in values["windows"]], values["held_out"])
+
+
+@dataclass(slots=True)
+class Redone:
+    """What a job found. Each field is JSON."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    """Each redone step that is in the log: see `redone_step`."""
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    """What the task changed in its model in redone steps, as decisions.jsonl has it."""
+    covered: list[list[Any]] = field(default_factory=list)
+    """[phase, first step, last step] of each window, from 1."""
+    weights: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Checkpoint that a window reached -> how the redone weights differ: see `compare_weights`."""
+    metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Held-out split -> its metrics."""
+    export: dict[str, Any] = field(default_factory=dict)
+    """How the new export differs from final/: see `compare_export`."""
+    parts: list[str] = field(default_factory=list)
+    """Names of the parts of the loss."""
+    judged: float | None = None
+    """The best evaluation of training measured again; None where none chose what was exported."""
+    foreign_noise: bool = False
+    """Whether the model draws from torch's own generators."""
+
+
+def redone_step(
+    row: StepRow, found: LossAndNorm, start: str, after: int, parts: dict[str, float] | None = None
+) -> dict[str, Any]:
+    """A step as logged and as redone, as JSON. `start`: INITIAL, or the checkpoint where the replay began;
+    `after`: steps since then, with this one; `parts`: of a loss that has several, how each differs.
+    """
+    loss, norm = differences(found, row.figures)
+    return {
+        **{"phase": row.phase, "step": row.step, "start": start, "after": after},
+        **{"logged_loss": row.loss, "loss": found[0], "logged_norm": row.grad_norm, "norm": found[1]},
+        **{"parts": parts or {}, "loss_difference": loss, "norm_difference": norm},
+    }
+
+
+def window_to(run: RunFolder, phases: list[str], phase: str, step: int) -> Window:
+    """From the nearest kept state before a step of a phase to that step. Raises UserError where none leads
+    there: a phase that is not the first, with nothing kept before it.
+    """
+    kept, found = list_checkpoints(run.checkpoints, phases), None
+    for path in kept:
+        name, number = phase_and_step(path.name)
+        if name == phase and number < step:
+            found = Window(path.name, phase, number, step - number)
+        elif phases.index(name) == phases.index(phase) - 1:
+            found = Window(path.name, phase, 0, step)
+    if found is None and phase != phases[0]:
+        names = ", ".join(path.name for path in kept) or "none"
+        raise UserError(
+            f"{run.folder}: no kept checkpoint leads to step {step} of {phase} (kept: {names}); the steps of"
+            f" {phases[0]} can be replayed, and `--keep 20` keeps more of the next run"
+        )
+    return found or Window(INITIAL, phase, 0, step)
 
 
 def closing_windows(log: LogRecord) -> list[Window]:
@@ -102,8 +192,3 @@ def _window(log: LogRecord, origin: str, phase: str, start: int, least: int, mor
     record = log.phase(phase)
     logged = record.step - start if record is not None else 0
     return Window(origin, phase, start, min(least + CHOICE.randint(0, more), logged))
-
-
-def short(windows: list[Window]) -> list[Window]:
-    """The windows, cut where flipped levels have not spread yet."""
-    return [dataclasses.replace(window, count=min(window.count, NEAR)) for window in windows]
