@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -125,33 +126,45 @@ def closing_windows(log: LogRecord) -> list[Window]:
     return [Window(checkpoint_name(name, start), name, start, CLOSING_STEPS) for start in starts]
 
 
+def _starts(run: RunFolder, log: LogRecord) -> list[Window]:
+    """Where a replay can begin, in order: the initial weights, and every kept checkpoint, from which the next
+    phase begins where it is the last of its own. Windows up to the last step of their phase.
+    """
+    names = [phase.schedule.name for phase in log.phases]
+    logged = {phase.schedule.name: phase.step for phase in log.phases}
+    found = [Window(INITIAL, names[0], 0, logged[names[0]])]
+    for path in list_checkpoints(run.checkpoints, names):
+        phase, step = phase_and_step(path.name)
+        record, following = log.phase(phase), names[names.index(phase) + 1 :]
+        if record is not None and record.complete and step == record.step and following:
+            phase, step = following[0], 0
+        found.append(Window(path.name, phase, step, logged[phase] - step))
+    return found
+
+
 def leading_windows(run: RunFolder, log: LogRecord, steps: int) -> list[Window]:
     """Windows, each from a kept checkpoint to the next, that lead to the first closing one; back to the
     initial weights, as far as that is at most so many `steps`.
     """
-    closing, at, place = closing_windows(log), 0, {0: (INITIAL, log.phases[0].schedule.name, 0)}
-    kept = {path.name for path in list_checkpoints(run.checkpoints, [p.schedule.name for p in log.phases])}
-    for phase, following in zip(log.phases, [*log.phases[1:], None], strict=True):
-        name = phase.schedule.name
-        for step in range(1, phase.step + 1):
-            if (saved := checkpoint_name(name, step)) in kept:
-                begins_next = step == phase.step and following is not None
-                where = (following.schedule.name, 0) if begins_next and following else (name, step)
-                place[at + step] = (saved, *where)
-        at += phase.step
-    before = at - log.phases[-1].step
-    stop = before + min((window.start for window in closing), default=log.phases[-1].step)
+    last = next((phase for phase in reversed(log.phases) if phase.step), log.phases[0])
     found: list[Window] = []
-    for start in sorted((at for at in place if at < stop), reverse=True):
-        if (steps := steps - (stop - start)) < 0:
+    stop = min((window.start for window in closing_windows(log)), default=last.step)
+    phase = last.schedule.name
+    for start in reversed(_starts(run, log)):
+        if start.phase == phase and start.start >= stop:
+            continue
+        if start.phase != phase:  # the end of its phase was not kept
             break
-        window = Window(*place[start], stop - start)
-        record = log.phase(window.phase)
-        if record is None or window.stop > record.step:  # the end of its phase was not kept
+        if (steps := steps - (stop - start.start)) < 0:
             break
-        found.append(window)
-        stop = start
+        found.append(dataclasses.replace(start, count=stop - start.start))
+        phase, stop = _origin(start)
     return found
+
+
+def _origin(start: Window) -> tuple[str, int]:
+    """The phase and the step after which the checkpoint of a window was saved."""
+    return (start.phase, 0) if start.checkpoint == INITIAL else phase_and_step(start.checkpoint)
 
 
 def longest(windows: Iterable[Window]) -> list[Window]:
@@ -177,18 +190,10 @@ def other_windows(run: RunFolder, log: LogRecord, steps: int) -> list[Window]:
     `steps`: the least length, twice that from the beginning; up to `steps` more are drawn at random.
     """
     closing = {window.checkpoint for window in closing_windows(log)}
-    windows = [_window(log, INITIAL, log.phases[0].schedule.name, 0, 2 * steps, steps)]
-    for path in list_checkpoints(run.checkpoints, [phase.schedule.name for phase in log.phases]):
-        phase, _, step = path.name.rpartition("-")
-        record, start = log.phase(phase), int(step)
-        if record is not None and record.complete and start == record.step and record is not log.phases[-1]:
-            phase, start = log.phases[log.phases.index(record) + 1].schedule.name, 0
-        if path.name not in closing:
-            windows.append(_window(log, path.name, phase, start, steps, steps))
-    return [window for window in windows if window.count > 0]
-
-
-def _window(log: LogRecord, origin: str, phase: str, start: int, least: int, more: int) -> Window:
-    record = log.phase(phase)
-    logged = record.step - start if record is not None else 0
-    return Window(origin, phase, start, min(least + CHOICE.randint(0, more), logged))
+    found = []
+    for start in _starts(run, log):
+        least = 2 * steps if start.checkpoint == INITIAL else steps
+        if start.checkpoint not in closing and start.count > 0:
+            count = min(least + CHOICE.randint(0, steps), start.count)
+            found.append(dataclasses.replace(start, count=count))
+    return found

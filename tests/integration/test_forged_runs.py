@@ -6,9 +6,10 @@ import dataclasses
 import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -29,10 +30,6 @@ from isobatch.engine.training.run_context import DATA_WRITTEN
 from isobatch.tests.forgery import one_process, reseal
 from isobatch.tests.integration.helpers import launch
 from isobatch.tests.paths import ROOT
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 TASK = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 STEPS = 30
@@ -133,33 +130,6 @@ def random_final_and_checkpoint(run: RunFolder) -> None:
     rewrite_checkpoint(run, f"train-{STEPS}", change)
 
 
-def better_loss(run: RunFolder) -> None:
-    metrics = {**(run.summary() or {})["metrics"], "loss": 1.0}
-
-    def edit(rows: Rows) -> None:
-        last = next(row for row in reversed(rows) if "split" in row)
-        last.update(metrics)
-
-    edit_log(run, edit)
-    edit_summary(run, metrics=metrics, metrics_by_split={"valid": metrics})
-
-
-def halved_losses(run: RunFolder) -> None:
-    def edit(rows: Rows) -> None:
-        for row in (r for r in rows if "chain" in r and 4 <= r["step"] <= 26):
-            row["loss"] /= 2
-
-    edit_log(run, edit)
-
-
-def deleted_rows(run: RunFolder) -> None:
-    edit_log(run, lambda rows: rows.__setitem__(slice(None), [r for r in rows if not 13 <= r["step"] <= 15]))
-
-
-def deleted_checkpoints(run: RunFolder) -> None:
-    shutil.rmtree(run.checkpoints)
-
-
 def flipped_byte(run: RunFolder) -> None:
     path = run.checkpoints / f"train-{STEPS}" / "node-00000.safetensors"
     content = bytearray(path.read_bytes())
@@ -176,39 +146,6 @@ def flipped_weight_and_log(run: RunFolder) -> None:
         )
 
     rewrite_checkpoint(run, f"train-{STEPS}", change)
-
-
-def forged_decision(run: RunFolder) -> None:
-    row = {"phase": "train", "step": 8, "decision": "best checkpoint", "metric": "loss", "value": 1.0}
-    run.decisions.write_text(json.dumps(row) + "\n")
-
-
-def forged_change(run: RunFolder) -> None:
-    row = {"phase": "train", "step": 2, "decision": "prune", "heads": 3}
-    run.decisions.write_text(json.dumps(row) + "\n")
-    digest = bytes_digest(run.decisions)
-    edit_log(run, lambda rows: [r.update(decisions=digest) for r in rows if "final" in r])
-
-
-def added_code(run: RunFolder) -> None:
-    (run.final / "evil.py").write_text("print('hello')")
-
-
-def added_code_and_log(run: RunFolder) -> None:
-    added_code(run)
-    accept_final(run)
-
-
-def forged_summary(run: RunFolder) -> None:
-    edit_json(run.folder / "summary.json", parameters=7)
-
-
-def other_patience(run: RunFolder) -> None:
-    claim(run, dataclasses.replace(run.recipe, patience=3))
-
-
-def unread_field(run: RunFolder) -> None:
-    claim(run, dataclasses.replace(run.recipe, label_smoothing=0.1))
 
 
 def claim(run: RunFolder, recipe: Any) -> None:
@@ -230,45 +167,10 @@ def claim(run: RunFolder, recipe: Any) -> None:
     edit_log(fresh, edit)
 
 
-def other_learning_rate(run: RunFolder) -> None:
-    claim(run, dataclasses.replace(run.recipe, lr=2e-3))
-
-
-def other_dropout(run: RunFolder) -> None:
-    claim(run, dataclasses.replace(run.recipe, dropout=0.12))
-
-
 def swapped_checkpoints(run: RunFolder) -> None:
     one, two = run.checkpoints / f"train-{STEPS}", run.checkpoints / f"train-{STEPS - 3}"
     for path, target in ((one, run.checkpoints / "x-0"), (two, one), (run.checkpoints / "x-0", two)):
         path.rename(target)
-
-
-def looser_plan(run: RunFolder) -> None:
-    run.write_plan(dataclasses.replace(run.plan, invariance="noise"))
-    edit_log(run, lambda rows: [row.update(invariance="noise") for row in rows if "final" in row])
-    edit_summary(run, invariance="noise")
-
-
-def shorter_training(run: RunFolder) -> None:
-    def edit(rows: Rows) -> None:
-        rows[:] = [r for r in rows if not ("chain" in r and r["step"] > 20)]
-
-    edit_log(run, edit)
-    edit_summary(run, steps=20)
-
-
-def samples_of_another_seed(run: RunFolder) -> None:
-    claim(run, dataclasses.replace(run.recipe, seed=0))
-
-
-def forged_best(run: RunFolder) -> None:
-    """Say that the last evaluation was the best, so that the weights of the end are the export."""
-
-    def edit(rows: Rows) -> None:
-        next(row for row in rows if row.get("split") == "valid").update(loss=20.0)
-
-    edit_log(run, edit)
 
 
 def best_replaced(run: RunFolder) -> None:
@@ -311,41 +213,10 @@ def perturbed_end(run: RunFolder) -> None:
     accept_final(run)
 
 
-def invented_metric(run: RunFolder) -> None:
-    def edit(rows: Rows) -> None:
-        next(row for row in reversed(rows) if "split" in row).update(accuracy=0.99)
-
-    edit_log(run, edit)
-    metrics = {**(run.summary() or {})["metrics"], "accuracy": 0.99}
-    edit_summary(run, metrics=metrics, metrics_by_split={"valid": metrics})
-
-
 def unfinished_with_final(run: RunFolder) -> None:
     (run.final / "evil.py").write_text("print('hello')")
     edit_log(run, lambda rows: rows.__setitem__(slice(None), [row for row in rows if "final" not in row]))
     (run.folder / "summary.json").unlink()
-
-
-def rows_without_rates(run: RunFolder) -> None:
-    edit_log(run, lambda rows: [row.pop("lr", None) for row in rows])
-
-
-def unknown_rows(run: RunFolder) -> None:
-    edit_log(run, lambda rows: rows.insert(3, {"phase": "train", "step": 3, "better": True}))
-
-
-def malformed_row(run: RunFolder) -> None:
-    edit_log(run, lambda rows: rows[2].update(lr="fast"))
-
-
-def claims_rounding(run: RunFolder) -> None:
-    run.write_plan(dataclasses.replace(run.plan, invariance="rounding"))
-    edit_log(run, lambda rows: [row.update(invariance="rounding") for row in rows if "final" in row])
-    edit_summary(run, invariance="rounding")
-
-
-def shuffled_final_of_best(run: RunFolder) -> None:
-    random_final(run)
 
 
 def other_versions(run: RunFolder) -> None:
@@ -354,58 +225,13 @@ def other_versions(run: RunFolder) -> None:
     rewrite_checkpoint(run, f"train-{STEPS}", edit=lambda state: state.update(versions={"torch": "1.0"}))
 
 
-def code_of_other_versions(run: RunFolder) -> None:
-    added_code(run)
-    other_versions(run)
-
-
-def pickle_of_other_versions(run: RunFolder) -> None:
-    (run.final / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    other_versions(run)
-
-
-def named_code_of_other_versions(run: RunFolder) -> None:
-    atomic_files.write_json(run.final / "config.json", {"auto_map": {"AutoModel": "a/b--c.D"}})
-    other_versions(run)
-
-
-def template_of_other_versions(run: RunFolder) -> None:
-    (run.final / "chat_template.jinja").write_text("{{ evil }}")
-    other_versions(run)
-
-
 def better_card(run: RunFolder) -> None:
     card = run.final / "README.md"
     card.write_text(card.read_text() + "\nAccuracy on all benchmarks: 0.99\n")
-    accept_final(run)
 
 
-def invented_split(run: RunFolder) -> None:
-    metrics = (run.summary() or {})["metrics_by_split"]
-    row = {"phase": "train", "step": STEPS, "split": "test", "loss": 0.1}
-    edit_log(run, lambda rows: rows.insert(-2, row))
-    edit_summary(run, metrics_by_split={**metrics, "test": {"loss": 0.1}})
-
-
-def split_without_a_row(run: RunFolder) -> None:
-    edit_summary(run, metrics_by_split={**(run.summary() or {})["metrics_by_split"], "test": {}})
-
-
-def invented_metric_while_it_trained(run: RunFolder) -> None:
-    edit_log(run, lambda rows: next(r for r in rows if "split" in r).update(accuracy=0.99))
-
-
-def invented_evaluation(run: RunFolder) -> None:
-    row = {"phase": "train", "step": 6, "split": "valid", "loss": 0.1}
-    edit_log(run, lambda rows: rows.insert([r.get("step") for r in rows].index(7), row))
-
-
-def field_of_no_row(run: RunFolder) -> None:
-    edit_log(run, lambda rows: [r.update(award="gold") for r in rows if "checkpoint" in r])
-
-
-def field_of_steps(run: RunFolder) -> None:
-    edit_log(run, lambda rows: [r.update(accuracy=0.99) for r in rows if "chain" in r])
+def award(rows: Rows) -> None:
+    next(row for row in rows if "split" in row).update(accuracy=0.99)
 
 
 def key_twice(run: RunFolder) -> None:
@@ -421,10 +247,6 @@ def key_twice(run: RunFolder) -> None:
         else:
             whole.update(f"{line}\n".encode())
     run.metrics.write_text("\n".join([*lines, ""]))
-
-
-def older_rules(run: RunFolder) -> None:
-    edit_json(run.folder / "recipe.json", rules=1)
 
 
 def nothing_leads_there(run: RunFolder) -> None:
@@ -466,72 +288,176 @@ def claimed(run: RunFolder, **arithmetic: Any) -> None:
     edit_summary(run, invariance="precision", precision=run.plan.precision)
 
 
-def claims_compiling(run: RunFolder) -> None:
-    claimed(run, compile="on")
+Attack = Callable[[RunFolder], Any]
 
 
-def claims_bf16(run: RunFolder) -> None:
-    claimed(run, precision="bf16")
+def log(edit: Callable[[Rows], Any]) -> Attack:
+    return lambda run: edit_log(run, edit)
 
 
-ATTACKS: list[tuple[Any, str, str]] = [
-    (code_of_other_versions, "plain", "steps"),
-    (pickle_of_other_versions, "plain", "steps"),
-    (named_code_of_other_versions, "plain", "steps"),
-    (template_of_other_versions, "plain", "steps"),
-    (better_card, "plain", "steps"),
-    (better_card, "plain", "full"),
-    (invented_split, "plain", "records"),
-    (split_without_a_row, "plain", "records"),
-    (invented_metric_while_it_trained, "plain", "steps"),
-    (invented_metric_while_it_trained, "plain", "full"),
-    (invented_evaluation, "plain", "records"),
-    (field_of_no_row, "plain", "records"),
-    (field_of_steps, "plain", "trusted"),
-    (key_twice, "plain", "records"),
-    (older_rules, "plain", "refused"),
-    (nothing_leads_there, "plain", "steps"),
-    (claims_compiling, "plain", "steps"),
-    (claims_bf16, "plain", "steps"),
-    (random_final, "plain", "steps"),
-    (random_final_and_checkpoint, "plain", "steps"),
-    (better_loss, "plain", "steps"),
-    (halved_losses, "plain", "steps"),
-    (deleted_rows, "plain", "records"),
-    (deleted_checkpoints, "plain", "steps"),
-    (flipped_byte, "plain", "records"),
-    (flipped_weight_and_log, "plain", "steps"),
-    (forged_decision, "plain", "records"),
-    (forged_change, "plain", "steps"),
-    (added_code, "plain", "records"),
-    (added_code_and_log, "plain", "steps"),
-    (forged_summary, "plain", "records"),
-    (other_patience, "plain", "records"),
-    (unread_field, "plain", "records"),
-    (other_learning_rate, "plain", "steps"),
-    (other_dropout, "plain", "steps"),
-    (swapped_checkpoints, "plain", "records"),
-    (looser_plan, "plain", "steps"),
-    (shorter_training, "plain", "records"),
-    (samples_of_another_seed, "other_seed", "records"),
-    (forged_best, "stopped_early", "records"),
-    (best_replaced, "stopped_early", "steps"),
-    (best_value_forged, "stopped_early", "steps"),
-    (perturbed_end, "plain", "steps"),
-    (invented_metric, "plain", "steps"),
-    (unfinished_with_final, "plain", "records"),
-    (rows_without_rates, "plain", "records"),
-    (unknown_rows, "plain", "records"),
-    (malformed_row, "plain", "records"),
-    (claims_rounding, "plain", "steps"),
-    (shuffled_final_of_best, "stopped_early", "steps"),
-]
-NOT_PROVEN = (deleted_checkpoints, unfinished_with_final, template_of_other_versions)
+def without(keep: Callable[[dict[str, Any]], bool]) -> Attack:
+    return log(lambda rows: rows.__setitem__(slice(None), [row for row in rows if keep(row)]))
+
+
+def claims(**fields: Any) -> Attack:
+    """Another recipe."""
+    return lambda run: claim(run, dataclasses.replace(run.recipe, **fields))
+
+
+def adds(name: str, content: bytes = b"print('hello')") -> Attack:
+    """A file of final/, without a word in the log."""
+    return lambda run: (run.final / name).write_bytes(content)
+
+
+def then(*attacks: Attack) -> Attack:
+    return lambda run: [attack(run) for attack in attacks]
+
+
+def looser(invariance: str) -> Attack:
+    def attack(run: RunFolder) -> None:
+        run.write_plan(dataclasses.replace(run.plan, invariance=invariance))  # type: ignore[arg-type]
+        edit_log(run, lambda rows: [row.update(invariance=invariance) for row in rows if "final" in row])
+        edit_summary(run, invariance=invariance)
+
+    return attack
+
+
+def decides(sealed: bool, **row: Any) -> Attack:
+    """An invented row of decisions.jsonl."""
+
+    def attack(run: RunFolder) -> None:
+        run.decisions.write_text(json.dumps({"phase": "train", **row}) + "\n")
+        digest = bytes_digest(run.decisions)
+        if sealed:
+            edit_log(run, lambda rows: [r.update(decisions=digest) for r in rows if "final" in r])
+
+    return attack
+
+
+def invents(split: str, **metrics: float) -> Attack:
+    """Metrics of the end, in summary and log."""
+
+    def attack(run: RunFolder) -> None:
+        known = (run.summary() or {})["metrics_by_split"]
+        found = {**known.get(split, {}), **metrics}
+        row = {"phase": "train", "step": STEPS, "split": split, **found}
+
+        def edit(rows: Rows) -> None:
+            own = [r for r in rows if r.get("split") == split]
+            own[-1].update(metrics) if own else rows.insert(-2, row)
+
+        edit_log(run, edit)
+        more = {"metrics": found} if split in known else {}
+        edit_summary(run, **more, metrics_by_split={**known, split: found})
+
+    return attack
+
+
+def is_step(row: dict[str, Any], steps: range) -> bool:
+    return "chain" in row and row["step"] in steps
+
+
+def place_of(step: int, rows: Rows) -> int:
+    return [row.get("step") for row in rows].index(step)
+
+
+def of_rows(field: str, **more: Any) -> Attack:
+    """More fields in all rows that have one."""
+    return log(lambda rows: [row.update(more) for row in rows if field in row])
+
+
+def steps_said(steps: int) -> Attack:
+    return lambda run: edit_summary(run, steps=steps)
+
+
+def split_without_a_row(run: RunFolder) -> None:
+    edit_summary(run, metrics_by_split={**(run.summary() or {})["metrics_by_split"], "test": {}})
+
+
+EVALUATION = {"phase": "train", "step": 6, "split": "valid", "loss": 0.1}
+BEST = {"step": 8, "decision": "best checkpoint", "metric": "loss", "value": 1.0}
+NAMED_CODE = json.dumps({"auto_map": {"AutoModel": "a/b--c.D"}}).encode()
+HALVED = range(4, 27)
+BY_LEVEL: dict[tuple[str, str], dict[str, Attack]] = {
+    ("plain", "records"): {
+        "invented split": invents("test", loss=0.1),
+        "split without a row": split_without_a_row,
+        "invented evaluation": log(lambda rows: rows.insert(place_of(7, rows), EVALUATION)),
+        "field of no row": of_rows("checkpoint", award="gold"),
+        "key twice": key_twice,
+        "deleted rows": without(lambda row: not 13 <= row["step"] <= 15),
+        "flipped byte": flipped_byte,
+        "forged decision": decides(False, **BEST),
+        "added code": adds("evil.py"),
+        "forged summary": lambda run: edit_json(run.folder / "summary.json", parameters=7),
+        "other patience": claims(patience=3),
+        "unread field": claims(label_smoothing=0.1),
+        "swapped checkpoints": swapped_checkpoints,
+        "shorter training": then(
+            without(lambda row: row["step"] <= 20 or "chain" not in row), steps_said(20)
+        ),
+        "unfinished with final": unfinished_with_final,
+        "rows without rates": log(lambda rows: [row.pop("lr", None) for row in rows]),
+        "unknown rows": log(lambda rows: rows.insert(3, {"phase": "train", "step": 3, "better": True})),
+        "malformed row": log(lambda rows: rows[2].update(lr="fast")),
+    },
+    ("plain", "steps"): {
+        "code of other versions": then(adds("evil.py"), other_versions),
+        "pickle of other versions": then(adds("pytorch_model.bin", b"\x80\x04."), other_versions),
+        "named code of other versions": then(adds("config.json", NAMED_CODE), other_versions),
+        "template of other versions": then(adds("chat_template.jinja", b"{{ evil }}"), other_versions),
+        "better card": then(better_card, accept_final),
+        "invented metric while it trained": log(award),
+        "nothing leads there": nothing_leads_there,
+        "claims compiling": lambda run: claimed(run, compile="on"),
+        "claims bf16": lambda run: claimed(run, precision="bf16"),
+        "random final": random_final,
+        "random final and checkpoint": random_final_and_checkpoint,
+        "better loss": invents("valid", loss=1.0),
+        "halved losses": log(lambda rows: [r.update(loss=r["loss"] / 2) for r in rows if is_step(r, HALVED)]),
+        "deleted checkpoints": lambda run: shutil.rmtree(run.checkpoints),
+        "flipped weight and log": flipped_weight_and_log,
+        "forged change": decides(True, step=2, decision="prune", heads=3),
+        "added code and log": then(adds("evil.py"), accept_final),
+        "other learning rate": claims(lr=2e-3),
+        "other dropout": claims(dropout=0.12),
+        "looser plan": looser("noise"),
+        "perturbed end": perturbed_end,
+        "invented metric": invents("valid", accuracy=0.99),
+        "claims rounding": looser("rounding"),
+    },
+    ("plain", "full"): {
+        "better card, in full": then(better_card, accept_final),
+        "invented metric while it trained, in full": log(award),
+    },
+    ("plain", "trusted"): {"field of steps": of_rows("chain", accuracy=0.99)},
+    ("plain", "refused"): {"older rules": lambda run: edit_json(run.folder / "recipe.json", rules=1)},
+    ("other_seed", "records"): {"samples of another seed": claims(seed=0)},
+    ("stopped_early", "records"): {
+        # the last evaluation was the best, so that the weights of the end are the export
+        "forged best": log(lambda rows: next(r for r in rows if "split" in r).update(loss=20.0))
+    },
+    ("stopped_early", "steps"): {
+        "best replaced": best_replaced,
+        "best value forged": best_value_forged,
+        "shuffled final of the best": random_final,
+    },
+}
+"""(which run, the level that finds it) -> attack -> what it does."""
+ATTACKS = {name: (attack, *to) for to, attacks in BY_LEVEL.items() for name, attack in attacks.items()}
+NOT_PROVEN = ("deleted checkpoints", "unfinished with final", "template of other versions")
 LEVELS = ["records", "steps", "full"]
 QUICK = (
-    *(code_of_other_versions, template_of_other_versions, better_card, invented_split, invented_evaluation),
-    *(invented_metric_while_it_trained, field_of_no_row, field_of_steps, key_twice, older_rules),
-    *(nothing_leads_there, claims_bf16, random_final, halved_losses, deleted_checkpoints, forged_best),
+    *(
+        "code of other versions",
+        "template of other versions",
+        "better card",
+        "invented split",
+        "random final",
+    ),
+    *("invented metric while it trained", "field of no row", "field of steps", "key twice", "older rules"),
+    *("nothing leads there", "claims bf16", "halved losses", "deleted checkpoints", "forged best"),
+    *("invented evaluation", "random final"),
 )
 """One of each kind; the others are for `make soak`."""
 
@@ -549,20 +475,11 @@ def test_honest_runs_are_verified(honest: Fixtures, name: str, level: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("attack", "name", "level"),
-    [
-        pytest.param(
-            *a,
-            marks=() if a[0] in QUICK and a[2] != "full" else pytest.mark.slow,
-            id=f"{a[0].__name__}-{a[2]}",
-        )
-        for a in ATTACKS
-    ],
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in ATTACKS]
 )
-def test_a_forged_run_is_not_verified(
-    honest: Fixtures, attack: Callable[[RunFolder], None], name: str, level: str, tmp_path: Path
-) -> None:
-    forged = copy(getattr(honest, name), tmp_path)
+def test_a_forged_run_is_not_verified(honest: Fixtures, name: str, tmp_path: Path) -> None:
+    attack, run, level = ATTACKS[name]
+    forged = copy(getattr(honest, run), tmp_path)
     attack(forged)
     asked = level if level in LEVELS else "steps"
     done = launch("verify", str(forged.folder), "--level", asked, "--trust", cwd=tmp_path)
@@ -574,7 +491,7 @@ def test_a_forged_run_is_not_verified(
         assert done.returncode == 0
         assert verdict.endswith("verified (exact); taken on trust: the rows' accuracy")
     else:  # not proven is not the same as wrong
-        said = "not proven" if attack in NOT_PROVEN else "NOT what its recipe says"
+        said = "not proven" if name in NOT_PROVEN else "NOT what its recipe says"
         assert (done.returncode, verdict.partition(": ")[2]) == (3, said), done.stdout + done.stderr
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
-import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -99,17 +97,6 @@ def change(run: RunFolder, edit: Callable[[list[dict[str, Any]]], Any], sealed: 
 def test_true_records_have_no_problems(run: RunFolder) -> None:
     assert [r["step"] for r in rows_in(run.metrics) if "chain" in r] == [1, 2, 4, 6, 8, 9]
     assert found_in(run) == []
-
-
-def test_a_loss_made_better_is_found(run: RunFolder) -> None:
-    change(run, lambda rows: rows[2].update(loss=1.0))
-    assert found_in(run) == ["metrics.jsonl was changed at or before phase train, step 9"]
-
-
-@pytest.mark.parametrize("place", [0, 3])
-def test_a_row_left_out_is_found(run: RunFolder, place: int) -> None:
-    change(run, lambda rows: rows.pop(place))
-    assert found_in(run)
 
 
 @pytest.mark.parametrize(
@@ -257,18 +244,13 @@ def test_a_summary_that_was_not_logged_is_found(run: RunFolder, name: str, value
     assert bool(found_in(run)) == (name != "better")  # nothing else says what that is
 
 
-@pytest.mark.parametrize("forge", ["add", "change", "remove"])
-def test_files_of_final_that_the_run_did_not_write_are_found(run: RunFolder, forge: str) -> None:
+def test_files_of_final_that_the_run_did_not_write_are_found(run: RunFolder) -> None:
     done(run)
     weights = run.final / "model.safetensors"
-    if forge == "add":
-        (run.final / "evil.py").write_text("print('hello')")
-    elif forge == "change":
-        save_file({"w": torch.zeros(2)}, weights)
-    else:
-        weights.unlink()
-    (problem,) = found_in(run)
-    assert problem.startswith("final/ holds what" if forge == "add" else "final/ is not what the run wrote")
+    save_file({"w": torch.zeros(2)}, weights)
+    assert found_in(run)[0].startswith("final/ is not what the run wrote")
+    weights.unlink()
+    assert found_in(run)[0].startswith("final/ is not what the run wrote")
 
 
 def test_tensors_count_and_not_their_files_layout(run: RunFolder) -> None:
@@ -294,12 +276,6 @@ def test_a_recipe_with_a_true_hash_is_not_that_of_the_log(run: RunFolder) -> Non
     fresh = RunFolder(run.folder)
     reseal(fresh)
     assert found_in(fresh)[0] == "decisions.jsonl: 0 decisions, and the evaluations give 1"
-
-
-def test_forged_decisions_are_found(run: RunFolder) -> None:
-    forged = {"phase": "train", "step": 4, "decision": "early stop", "best_step": 4}
-    run.decisions.write_text(json.dumps(forged) + "\n")
-    assert found_in(run) == ["decisions.jsonl: 1 decisions, and the evaluations give 0"]
 
 
 def test_changed_data_is_found(run: RunFolder, tmp_path: Path) -> None:
@@ -331,13 +307,6 @@ def test_facts_cut_short_are_named(run: RunFolder) -> None:
         found_in(run)
 
 
-def test_a_checkpoint_of_another_recipe_is_found(run: RunFolder) -> None:
-    path = run.checkpoints / "train-9" / "state.json"
-    other = {**atomic_files.read_json(path), "recipe_hash": "0" * 12}
-    save(run, other)
-    assert found_in(run) == ["checkpoint train-9 belongs to another recipe or other data"]
-
-
 @pytest.mark.parametrize(
     ("edit", "problem"),
     [
@@ -345,6 +314,7 @@ def test_a_checkpoint_of_another_recipe_is_found(run: RunFolder) -> None:
         (lambda state: state["judge"].update(best=1.0), "judged other evaluations than metrics.jsonl has"),
         (lambda state: state.update(world_size=9), "is not what the run wrote"),
         (lambda state: state["progress"].update(step=4), "holds step 4 of train"),
+        (lambda state: state.update(recipe_hash="0" * 12), "belongs to another recipe or other data"),
     ],
 )
 def test_a_checkpoint_with_another_past_is_found(
@@ -358,20 +328,6 @@ def test_a_checkpoint_with_another_past_is_found(
         change(run, lambda rows: [r.update(digest=digest) for r in rows if "digest" in r], sealed=True)
     (found,) = found_in(run)
     assert found.startswith(f"checkpoint train-9 {problem}")
-
-
-def test_a_flipped_byte_is_found_though_its_checksum_was_mended(run: RunFolder) -> None:
-    weights, sums = (run.checkpoints / "train-9" / n for n in ("node-00000.safetensors", "checksums.json"))
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
-    recorded = atomic_files.read_json(sums)
-    recorded["parts"][0]["crc32"] = zlib.crc32(content)
-    atomic_files.write_json(sums, recorded)
-    assert "node-00000.safetensors is not what was written" in found_in(run)[0]
-    recorded["parts"][0]["sha256"] = hashlib.sha256(content).hexdigest()
-    atomic_files.write_json(sums, recorded)
-    assert found_in(run) == ["checkpoint train-9 is not what the run wrote"]
 
 
 def test_a_resumed_journal_goes_on_with_the_seal(run: RunFolder) -> None:

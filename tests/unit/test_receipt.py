@@ -83,167 +83,97 @@ def test_in_the_runs_folder_it_is_held_against_the_run(made: Fixtures, tmp_path:
     assert audited(run / "receipt.json").problems == []
 
 
-def other_loss(content: Content) -> None:
-    content["steps"][1]["loss"] -= 0.1
+def put(path: str, value: Any) -> Callable[[Content], None]:
+    """An edit that sets a value at a place such as steps/1/loss, or changes it by a function."""
 
-
-def other_rate(content: Content) -> None:
-    content["recipe"]["lr"] = 0.3
-    content["recipe_hash"] = Recipe.from_dict(content["recipe"]).hash()
-
-
-def other_decay(content: Content) -> None:
-    """With a true hash: samples and rates stay, and the second step's loss is another."""
-    content["recipe"]["weight_decay"] = 300.0
-    content["recipe_hash"] = Recipe.from_dict(content["recipe"]).hash()
-
-
-def other_seed(content: Content) -> None:
-    content["recipe"]["seed"] = 1
-    content["recipe_hash"] = Recipe.from_dict(content["recipe"]).hash()
-
-
-def other_hash(content: Content) -> None:
-    content["recipe"]["lr"] = 0.3
-
-
-def other_chain(content: Content) -> None:
-    content["steps"][7]["chain"] = "0" * 16
-
-
-def fewer_samples(content: Content) -> None:
-    content["steps"][7]["samples"] -= 1
-
-
-def fewer_steps(content: Content) -> None:
-    content["phases"]["train"] = 8
-
-
-def more_steps(content: Content) -> None:
-    content["phases"]["train"] = 20
-
-
-def other_data(content: Content) -> None:
-    content["facts"]["fingerprint"] = "0" * 16
-
-
-def leaves_out(first: int, last: int) -> Callable[[Content], None]:
     def forge(content: Content) -> None:
-        row = {
-            "decision": "leave out steps",
-            "of": "train",
-            "first": first,
-            "last": last,
-            "reason": "asked for",
-        }
-        content["left_out"].append(row)
+        *way, last = [int(part) if part.lstrip("-").isdecimal() else part for part in path.split("/")]
+        place: Any = content
+        for part in way:
+            place = place[part]
+        place[last] = value(place[last]) if callable(value) else value
 
     return forge
 
 
-def leaves_all_out(content: Content) -> None:
-    leaves_out(1, 12)(content)
-    content["steps"] = []
+def less(value: float) -> Callable[[float], float]:
+    return lambda old: old - value
 
 
-def no_figures(content: Content) -> None:
-    content["steps"] = []
+def claims(**fields: Any) -> Callable[[Content], None]:
+    """Another recipe, with a true hash."""
+
+    def forge(content: Content) -> None:
+        content["recipe"] |= fields
+        content["recipe_hash"] = Recipe.from_dict(content["recipe"]).hash()
+
+    return forge
 
 
-def last_figures_only(content: Content) -> None:
-    del content["steps"][:-1]
+def leaves_out(first: int, last: int) -> Callable[[Content], None]:
+    row = {"decision": "leave out steps", "of": "train", "first": first, "last": last, "reason": "asked for"}
+    return lambda content: content["left_out"].append(row)
 
 
-def first_figures_only(content: Content) -> None:
-    del content["steps"][3:]
+def all_of(*edits: Callable[[Content], Any]) -> Callable[[Content], None]:
+    return lambda content: [edit(content) for edit in edits] and None
 
 
-def figures_twice(content: Content) -> None:
-    content["steps"].insert(1, content["steps"][0])
+FORGERIES: dict[str, tuple[Callable[[Content], Any], str]] = {
+    "another loss": (put("steps/1/loss", less(0.1)), "step 2: loss"),
+    "another rate": (claims(lr=0.3), "step 1: the learning rate is not the recipe's"),
+    # samples and rates stay, and the second step's loss is another
+    "another decay": (claims(weight_decay=300.0), "step 2: loss"),
+    "another seed": (claims(seed=1), "step 1: the samples are not those of recipe and data"),
+    "another hash": (put("recipe/lr", 0.3), "its recipe hashes to"),
+    "another chain": (put("steps/7/chain", "0" * 16), "step 8: the samples are not those"),
+    "fewer samples": (put("steps/7/samples", less(1)), "step 8: the samples are not those"),
+    "fewer steps": (put("phases/train", 8), "it claims 8 steps, and the recipe has 12"),
+    "more steps": (put("phases/train", 20), "it claims 20 steps, and the recipe has 12"),
+    "other data": (put("facts/fingerprint", "0" * 16), "the data here is not the receipt's: fingerprint"),
+    "other lengths": (
+        put("facts/lengths/0", less(-1)),
+        "the receipt's: lengths differs",
+    ),
+    "a step left out": (leaves_out(5, 5), "step 5: it has figures of a step that has none"),
+    "the end left out": (leaves_out(12, 10**12), "step 12: it has figures of a step that has none"),
+    "all left out": (all_of(leaves_out(1, 12), put("steps", [])), "it leaves out every step"),
+    "no figures": (put("steps", []), "step 1: it lacks the figures of this step"),
+    "the last figures": (put("steps", lambda s: s[-1:]), "step 1: it lacks the figures of this step"),
+    "the first figures": (put("steps", lambda s: s[:3]), "step 4: it lacks the figures of this step"),
+    "figures twice": (put("steps", lambda s: [s[0], *s]), "it has the figures of a step twice"),
+    # of which a wrong loss would be within the tolerance
+    "a looser class": (
+        all_of(put("plan/invariance", "noise"), put("steps/1/loss", less(-0.05))),
+        "plan.json says noise, and this recipe and precision are exact",
+    ),
+}
 
 
-def looser_class(content: Content) -> None:
-    """Of which a wrong loss would be within the tolerance."""
-    content["plan"]["invariance"] = "noise"
-    content["steps"][1]["loss"] += 0.05
-
-
-def other_lengths(content: Content) -> None:
-    content["facts"]["lengths"][0] += 1
-
-
-@pytest.mark.parametrize(
-    ("forge", "found"),
-    [
-        (other_loss, "step 2: loss"),
-        (other_rate, "step 1: the learning rate is not the recipe's"),
-        (other_decay, "step 2: loss"),
-        (other_seed, "step 1: the samples are not those of recipe and data"),
-        (other_hash, "its recipe hashes to"),
-        (other_chain, "step 8: the samples are not those"),
-        (fewer_samples, "step 8: the samples are not those"),
-        (fewer_steps, "it claims 8 steps, and the recipe has 12"),
-        (more_steps, "it claims 20 steps, and the recipe has 12"),
-        (other_data, "the data here is not the receipt's: fingerprint"),
-        (other_lengths, "the data here is not the receipt's: lengths differs"),
-        (leaves_out(5, 5), "step 5: it has figures of a step that has none"),
-        (leaves_out(12, 10**12), "step 12: it has figures of a step that has none"),
-        (leaves_all_out, "it leaves out every step"),
-        (no_figures, "step 1: it lacks the figures of this step"),
-        (last_figures_only, "step 1: it lacks the figures of this step"),
-        (first_figures_only, "step 4: it lacks the figures of this step"),
-        (figures_twice, "it has the figures of a step twice"),
-        (looser_class, "plan.json says noise, and this recipe and precision are exact"),
-    ],
-)
-def test_a_forgery_is_found_without_the_run(
-    forge: Callable[[Content], None], found: str, made: Fixtures, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forgery_is_found_without_the_run(name: str, made: Fixtures, tmp_path: Path) -> None:
+    forge, found = FORGERIES[name]
     problems = audited(edited(made, tmp_path, forge), trust=True).problems
     assert any(found in problem for problem in problems), problems
 
 
-def later_loss(content: Content) -> None:
-    content["steps"][8]["loss"] -= 0.1
+def first_of(value: Any) -> Callable[[Content], Content]:
+    return lambda old: {**old, next(iter(old)): value}
 
 
-def better_metric(content: Content) -> None:
-    content["metrics"]["valid"]["loss"] -= 0.1
+AGAINST_THE_RUN: dict[str, Callable[[Content], Any]] = {
+    "steps": put("steps/8/loss", less(0.1)),
+    "metrics": put("metrics/valid/loss", less(0.1)),
+    "checkpoints": put("checkpoints", first_of("0" * 32)),
+    "final": put("final", first_of("0" * 64)),
+    "seals": put("seals/-1/2", "0" * 32),
+    "plan": put("plan/invariance", "noise"),
+}
 
 
-def other_checkpoint(content: Content) -> None:
-    name = next(iter(content["checkpoints"]))
-    content["checkpoints"][name] = "0" * 32
-
-
-def other_export(content: Content) -> None:
-    name = next(iter(content["final"]))
-    content["final"][name] = "0" * 64
-
-
-def other_seal(content: Content) -> None:
-    content["seals"][-1][2] = "0" * 32
-
-
-def looser_plan(content: Content) -> None:
-    content["plan"]["invariance"] = "noise"
-
-
-@pytest.mark.parametrize(
-    ("forge", "part"),
-    [
-        (later_loss, "steps"),
-        (better_metric, "metrics"),
-        (other_checkpoint, "checkpoints"),
-        (other_export, "final"),
-        (other_seal, "seals"),
-        (looser_plan, "plan"),
-    ],
-)
-def test_a_forgery_is_found_against_the_run(
-    forge: Callable[[Content], None], part: str, made: Fixtures, tmp_path: Path
-) -> None:
-    problems = audited(edited(made, tmp_path, forge), run=str(made.run)).problems
+@pytest.mark.parametrize("part", AGAINST_THE_RUN)
+def test_a_forgery_is_found_against_the_run(part: str, made: Fixtures, tmp_path: Path) -> None:
+    problems = audited(edited(made, tmp_path, AGAINST_THE_RUN[part]), run=str(made.run)).problems
     assert problems == [f"{made.run} says otherwise: {part}"]
 
 
@@ -285,55 +215,25 @@ def test_a_signature_says_who(made: Fixtures, tmp_path: Path) -> None:
         receipt([str(made.run), "--out", str(file), "--sign", str(tmp_path / "nokey")])
 
 
-def without_steps_as_a_list(content: Content) -> None:
-    content["steps"] = {}
+MALFORMED: dict[str, Callable[[Content], Any]] = {
+    "steps are no list": put("steps", {}),
+    "a huge loss": put("steps/0/loss", 10**400),
+    "no finite norm": put("steps/0/grad_norm", float("nan")),
+    "a step as a float": put("steps/0/step", 1.0),
+    "a step as a bool": put("steps/0/step", True),
+    "one more part": lambda content: content.update(remark="trust me"),
+    "one more figure": lambda content: content["steps"][0].update(accuracy=1.0),
+    "steps of no phase": put("steps/0/phase", "other"),
+    "half a step": put("phases/train", 11.5),
+    "a stretch from before": leaves_out(-5, 10**12),
+    "a stretch backwards": leaves_out(7, 5),
+}
 
 
-def a_huge_loss(content: Content) -> None:
-    content["steps"][0]["loss"] = 10**400
-
-
-def no_finite_norm(content: Content) -> None:
-    content["steps"][0]["grad_norm"] = float("nan")
-
-
-def step_as_a_float(content: Content) -> None:
-    content["steps"][0]["step"] = 1.0
-
-
-def step_as_a_bool(content: Content) -> None:
-    content["steps"][0]["step"] = True
-
-
-def one_more_part(content: Content) -> None:
-    content["remark"] = "trust me"
-
-
-def one_more_figure(content: Content) -> None:
-    content["steps"][0]["accuracy"] = 1.0
-
-
-def steps_of_no_phase(content: Content) -> None:
-    content["steps"][0]["phase"] = "other"
-
-
-def half_a_phase(content: Content) -> None:
-    content["phases"]["train"] = 11.5
-
-
-@pytest.mark.parametrize(
-    "malform",
-    [
-        *(without_steps_as_a_list, a_huge_loss, no_finite_norm, step_as_a_float, step_as_a_bool),
-        *(one_more_part, one_more_figure, steps_of_no_phase, half_a_phase, leaves_out(-5, 10**12)),
-        leaves_out(7, 5),
-    ],
-)
-def test_what_no_run_writes_is_no_receipt(
-    malform: Callable[[Content], None], made: Fixtures, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_no_run_writes_is_no_receipt(name: str, made: Fixtures, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no receipt that this version knows"):
-        audited(edited(made, tmp_path, malform))
+        audited(edited(made, tmp_path, MALFORMED[name]))
 
 
 def test_no_more_steps_are_made_again_than_there_are(made: Fixtures) -> None:
