@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from isobatch.engine.forensics.module_record import BACKWARD, FORWARD
+from isobatch.engine.forensics.module_record import FORWARD
 from isobatch.engine.runs.step_rows import FIGURES, differences
 
 if TYPE_CHECKING:
@@ -55,13 +55,15 @@ def compare_steps(one: ObservedStep, other: ObservedStep) -> StepDifference:
     """Compare two observations of the same step over the same samples."""
     weights, parameter = _weights(one.weights, other.weights)
     allowed = max(FLOOR, SPREAD * weights)
-    pairs = _pairs(one.outputs, other.outputs)
-    compared = ((a, _relative(a, b)) for a, b in pairs)
-    beyond = next((pair for pair in compared if not pair[1].max(initial=0.0) <= allowed), None)
-    module = None if beyond is None else _parting(*beyond, one.samples, allowed)
-    if module is None and (missing := _unpaired(one.outputs, other.outputs)):
-        module = PartingModule(missing, FORWARD, np.inf)
-    return StepDifference(weights, parameter, module)
+    others = {(output.module, output.direction): output for output in other.outputs}
+    for output in one.outputs:  # forward before backward
+        if (twin := others.get((output.module, output.direction))) is not None:
+            relative = _relative(output, twin)
+            if not relative.max(initial=0.0) <= allowed:
+                return StepDifference(weights, parameter, _parting(output, relative, one.samples, allowed))
+    names = [{o.module for o in seen.outputs if o.direction == FORWARD} for seen in (one, other)]
+    missing = [PartingModule(name, FORWARD, np.inf) for name in sorted(names[0] ^ names[1])]
+    return StepDifference(weights, parameter, missing[0] if missing else None)
 
 
 def not_reproduced(seen: ObservedStep) -> dict[str, tuple[float, float]]:
@@ -81,25 +83,12 @@ def _weights(
     """The relative difference of all weights, and the parameter that differs most."""
     if other_names := one.keys() ^ other.keys():
         return np.inf, min(other_names)
-    differences = {name: max(abs(a - b) for a, b in zip(one[name], other[name], strict=True)) for name in one}
-    most = max(differences, key=lambda name: differences[name], default="")
-    if not most or differences[most] == 0:
+    apart = {name: max(abs(a - b) for a, b in zip(one[name], other[name], strict=True)) for name in one}
+    most = max(apart, key=lambda name: apart[name], default="")
+    if not most or apart[most] == 0:
         return 0.0, ""
     norm = float(np.linalg.norm([found[0] for found in one.values()]))
-    return float(np.linalg.norm(list(differences.values()))) / max(norm, 1e-30), most
-
-
-def _pairs(one: list[ModuleOutput], other: list[ModuleOutput]) -> list[tuple[ModuleOutput, ModuleOutput]]:
-    """Outputs of both, in the order of the first: forward, then backward."""
-    found = {(o.module, o.direction): o for o in other}
-    ordered = [o for way in (FORWARD, BACKWARD) for o in one if o.direction == way]
-    return [(o, found[o.module, o.direction]) for o in ordered if (o.module, o.direction) in found]
-
-
-def _unpaired(one: list[ModuleOutput], other: list[ModuleOutput]) -> str:
-    """A module that only one of them has; empty where both have the same."""
-    names: list[Any] = [{o.module for o in outputs if o.direction == FORWARD} for outputs in (one, other)]
-    return min(names[0] ^ names[1], default="")
+    return float(np.linalg.norm(list(apart.values()))) / max(norm, 1e-30), most
 
 
 def _relative(one: ModuleOutput, other: ModuleOutput) -> np.ndarray:

@@ -7,7 +7,7 @@ the output's direction too, by about the norm of the change, so that two outputs
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +40,6 @@ class ModuleOutput:
         return bool(np.isfinite(self.norms).all())
 
 
-@dataclass(slots=True)
-class _Seen:
-    places: list[np.ndarray] = field(default_factory=list)
-    figures: list[np.ndarray] = field(default_factory=list)
-    """(2, rows) of each micro-batch."""
-
-
 class ModuleRecorder:
     """Hooks on all modules of a model while a step runs; `bind` says which samples a micro-batch has."""
 
@@ -54,7 +47,8 @@ class ModuleRecorder:
         """`samples` of the global batch."""
         self.samples, self.rows_per_sample = samples, rows_per_sample
         self._places: np.ndarray | None = None
-        self._seen: dict[tuple[str, str], _Seen] = {}
+        self._seen: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = {}
+        """(name, direction) -> (places, figures (2, rows)) of each micro-batch."""
         self._calls: dict[str, int] = {}
         self._signs: dict[int, Tensor] = {}
 
@@ -75,8 +69,7 @@ class ModuleRecorder:
 
     def outputs(self, direction: str) -> list[ModuleOutput]:
         """All outputs, in the order in which they were first computed."""
-        found = [(name, seen) for (name, way), seen in self._seen.items() if way == direction]
-        return [self._joined(name, direction, seen) for name, seen in found]
+        return [self._joined(*key) for key in self._seen if key[1] == direction]
 
     def _record_output(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         tensor = _first_tensor(output)
@@ -92,9 +85,8 @@ class ModuleRecorder:
         by_sample = tensor.ndim > 0 and tensor.shape[0] == len(places) * self.rows_per_sample
         rows = tensor.detach().reshape(len(places) if by_sample and len(places) else 1, -1).float()
         figures = torch.stack([torch.linalg.vector_norm(rows, dim=1), rows @ self._signs_like(rows)])
-        seen = self._seen.setdefault((name, direction), _Seen())
-        seen.places.append(places if by_sample else np.zeros(0, np.int64))
-        seen.figures.append(figures.double().cpu().numpy())
+        known = places if by_sample else np.zeros(0, np.int64)
+        self._seen.setdefault((name, direction), []).append((known, figures.double().cpu().numpy()))
 
     def _signs_like(self, rows: Tensor) -> Tensor:
         """(width,) of +1 and -1, always the same for a width."""
@@ -105,9 +97,10 @@ class ModuleRecorder:
             self._signs[width] = (2 * signs - 1).to(rows.device, torch.float32)
         return self._signs[width]
 
-    def _joined(self, name: str, direction: str, seen: _Seen) -> ModuleOutput:
-        figures = np.concatenate(seen.figures, axis=1)
-        places = np.concatenate(seen.places)
+    def _joined(self, name: str, direction: str) -> ModuleOutput:
+        seen = self._seen[name, direction]
+        places = np.concatenate([places for places, _ in seen])
+        figures = np.concatenate([figures for _, figures in seen], axis=1)
         if len(places) == figures.shape[1] == self.samples:
             ordered = np.zeros((2, self.samples))
             ordered[:, places] = figures

@@ -111,7 +111,7 @@ def received(home: Path, recipe: Recipe | None = None, **facts: Any) -> Path:
     fields = {"task": recipe.task, "status": "done", "steps": 2, "metrics": {"loss": 1.0}, "parameters": 1}
     more = {"trainable_parameters": 1, "train_seconds": 1.0, "peak_memory_bytes": 1, "split": "valid"}
     run.write_summary({**fields, **more})
-    rows = [{"phase": "train", "step": n, "loss": 3.0 - n, "lr": 1e-3} for n in (1, 2)]
+    rows = [{"phase": "train", "step": n, "loss": 3.0 - n, "lr": 1e-3, "chain": ""} for n in (1, 2)]
     run.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for folder in (run.checkpoints / "train-2", run.final):
         folder.mkdir(parents=True)
