@@ -50,8 +50,6 @@ def export(words: Sequence[str]) -> int:
     for figures in () if options.json else found.values():
         difference = f"largest logit difference {figures['max_logit_difference']:.1e}"
         print(f"{figures['folder']}: {difference} over {figures['samples']} samples{_format_ties(figures)}")
-        if "remark" in figures:
-            print(figures["remark"])
     return 0
 
 

@@ -212,17 +212,6 @@ def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False, 
     return lora.put_adapter(model, folder, base)
 
 
-def rounding_of(options: Any, config: Mapping[str, Any]) -> str:
-    """What training rounded the frozen matrices to; empty where they have their checkpoint's own values.
-
-    `config`: the base model's config.json.
-    """
-    if options.load_bits != 16:
-        return f"{options.load_bits} bits"
-    stored = config.get("dtype") or config.get("torch_dtype")
-    return "" if options.frozen_dtype == "fp32" or stored == "bfloat16" else options.frozen_dtype
-
-
 def copy_adapter_files(final: Path, folder: Path) -> None:
     """Copy the adapter and its tokenizer from `final` to `folder`."""
     for file in (lora.ADAPTER_FILE, lora.CONFIG_FILE, *TOKENIZER_FILES):

@@ -78,11 +78,6 @@ def open_for_generation(folder: Path, bits: int = 16, remote_code: bool = False)
         return model.eval(), Tokenizer.from_file(str(folder / "tokenizer.json"))
 
 
-def continue_text(model: nn.Module, tokenizer: Any, prompt: str, sampling: Sampling) -> str:
-    """The prompt and what the model writes after it; it may end early at an end token or a full context."""
-    return prompt + "".join(TextStream(model, tokenizer, prompt, sampling))
-
-
 Prompt = str | Sequence[tuple[str, bool]]
 """A text, or (text, whether it is an answer) in order: an answer ends with the sampling's stop token."""
 
@@ -98,7 +93,8 @@ class TextStream:
         context = model_sizes.context_length(config.to_dict()) or 1 << 30
         max_prompt = max(1, context // 2)
         ids = encode_prompt(tokenizer, prompt, sampling.stop_token_id, max_prompt * CHARACTERS_PER_TOKEN)
-        ids = ids or [_first_id(config.eos_token_id)]
+        eos = config.eos_token_id
+        ids = ids or [next(iter(eos if isinstance(eos, list) else [eos]), None) or 0]
         if len(ids) > max_prompt:
             logging.getLogger(__name__).warning(
                 "the prompt has %s tokens; the first %s are left out: the model reads %s, half for its"
@@ -157,12 +153,8 @@ def save_config(model: Any, facts: Facts, folder: Path) -> None:
         config.save_pretrained(folder)
 
 
-def _first_id(ids: int | Sequence[int] | None) -> int:
-    return (ids if isinstance(ids, int) else next(iter(ids or ()), 0)) or 0
-
-
 def generate_ids(model: nn.Module, ids: list[int], max_new_tokens: int, sampling: Sampling) -> Iterator[int]:
-    """New token ids until a stop token. Between two of them the model is in the caller's mode."""
+    """New token ids until a stop token, by a model in evaluation mode."""
     import torch
 
     # Its own generator on the CPU: training's random state stays as it is, and every device draws alike.
@@ -172,25 +164,14 @@ def generate_ids(model: nn.Module, ids: list[int], max_new_tokens: int, sampling
     input_ids = torch.tensor([ids], device=next(model.parameters()).device)
     cache = None
     for _ in range(max_new_tokens):
-        logits, cache = _next_logits(model, input_ids, cache)
-        token = _sample_id(logits, sampling, generator)
+        with torch.no_grad():
+            output = model(input_ids=input_ids, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        token = _sample_id(output.logits[0, -1].float().cpu(), sampling, generator)
         if token in stop_ids:
             return
         yield token
         input_ids = input_ids.new_tensor([[token]])
-
-
-def _next_logits(model: nn.Module, input_ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
-    import torch
-
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            output = model(input_ids=input_ids, past_key_values=cache, use_cache=True)
-    finally:
-        model.train(was_training)
-    return output.logits[0, -1].float().cpu(), output.past_key_values
 
 
 def _sample_id(logits_V: Tensor, sampling: Sampling, generator: Any) -> int:

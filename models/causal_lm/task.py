@@ -26,7 +26,7 @@ from isobatch.models.causal_lm import (
     model_sizes,
     perplexity,
 )
-from isobatch.models.causal_lm.generation import Sampling, TextStream, continue_text
+from isobatch.models.causal_lm.generation import Sampling, TextStream
 from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.model_card import ModelDescription
 
@@ -41,8 +41,6 @@ MAX_LENGTH_WITH_ATTENTION_DROPOUT = 512
 """Above this length attention dropout is 0: keyed noise rules out the fused attention kernel."""
 FINETUNING_LR, ADAPTER_LR = 5e-5, 2e-4
 """Peak rates for a loaded model: of Hugging Face's Trainer, and of adapters (Dettmers et al. 2023)."""
-LARGEST_REBUILT_MODEL = 20_000_000
-"""Parameters up to which the untrained model is built again, to show what it wrote."""
 
 USAGE = """\
 from transformers import pipeline
@@ -244,10 +242,8 @@ class CausalLM(Task):
             return shape.size
         if self.options.adapter != "none":
             return adapter_sizes.adapted_model_size(shape, self.options, self.recipe.optimizer)
-        remarks = [adapter_sizes.memory_remark(shape.size, self.recipe.optimizer)]
-        if self.options.resize_embeddings and not facts.extra.get("assumed"):
-            remarks.append(self._resize_remark(facts))
-        return dataclasses.replace(shape.size, remark="; ".join(filter(None, remarks)))
+        remark = adapter_sizes.memory_remark(shape.size, self.recipe.optimizer)
+        return dataclasses.replace(shape.size, remark=remark)
 
     def _token_id_map(self, facts: Facts) -> dict[int, int] | None:
         """New token id -> the model's own id of the same token, for --resize-embeddings."""
@@ -256,13 +252,6 @@ class CausalLM(Task):
         return match_token_ids(
             hub.local_path_or_id(self._model_name, self.recipe.revision), saving.load_tokenizer(facts)
         )
-
-    def _resize_remark(self, facts: Facts) -> str:
-        """What --resize-embeddings does to this model, as a remark in the plan."""
-        if (rows := self._token_id_map(facts)) is None:
-            return "the model has no tokenizer.json: embeddings keep their numbers, whatever tokens they were"
-        count = f"{len(rows):,} of {facts.extra['vocabulary']:,} tokens"
-        return f"{count} keep the model's embeddings; others begin at the mean"
 
     def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
         return {} if self._model_name in PRESETS else adapter_sizes.memory_saving_flags(self.options)
@@ -348,14 +337,7 @@ class CausalLM(Task):
         merged = model.merge_and_unload().to(model.config.dtype)
         saving.save(merged, facts, folder, whole=False)
         generation.save_config(merged, facts, folder)
-        figures = adapters.check_same_logits(trained, merged)
-        base = hub.load_config(self._model_name, self.recipe.revision)
-        if rounded := adapters.rounding_of(self.options, base):
-            figures["remark"] = (
-                f"the adapter was trained beside weights in {rounded} and is merged into those of the base as"
-                " they are: the loss of this folder differs a little from the run's"
-            )
-        return figures
+        return adapters.check_same_logits(trained, merged)
 
     def writer(self, final: Path, bits: int | None = None) -> Callable[[Any, Sampling], TextStream]:
         """The model that is read once from `final`, as a function that streams text.
@@ -368,12 +350,7 @@ class CausalLM(Task):
         )
 
     def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
-        """A continuation of a prompt; for a model trained on conversations, answers to held-out prompts.
-
-        Of a small model also what it wrote before it was trained.
-        """
-        import torch
-
+        """A continuation of a prompt; for a model trained on conversations, answers to held-out prompts."""
         options, template = self.options, facts.extra.get("template") or {}
         if options.generate_tokens == 0:
             return None
@@ -393,15 +370,7 @@ class CausalLM(Task):
             asked = str(template_of(chat, tokenize=False, add_generation_prompt=True))
         if asked or not prompts:
             prompts = [(asked or str(facts.extra.get("prompt", "")), None)]
-        write = partial(_answer_prompts, saving.load_tokenizer(facts), prompts, sampling)
-        size = sum(p.numel() for p in model.parameters())
-        if size > LARGEST_REBUILT_MODEL or self.recipe.starts_from:
-            return write(model)
-        state = torch.get_rng_state()
-        torch.manual_seed(self.recipe.seed)
-        untrained = self.build_model(facts).eval()
-        torch.set_rng_state(state)
-        return f"before training:\n{write(untrained)}\n\nafter training:\n{write(model)}"
+        return _answer_prompts(saving.load_tokenizer(facts), prompts, sampling, model)
 
 
 def _context_on_disk(name: str | None, revision: str | None) -> int | None:
@@ -420,10 +389,12 @@ def _answer_prompts(
     tokenizer: Any, prompts: Sequence[tuple[str, str | None]], sampling: Sampling, model: nn.Module
 ) -> str:
     """What the model writes after each prompt, and the reference where there is one."""
-    shown = []
+    shown, was_training = [], model.training
+    model.eval()
     for prompt, reference in prompts:
-        text = continue_text(model, tokenizer, prompt, sampling)
+        text = prompt + "".join(TextStream(model, tokenizer, prompt, sampling))
         shown.append(text if reference is None else f"{text.strip()}\n[reference: {reference.strip()}]")
+    model.train(was_training)
     return "\n\n".join(shown)
 
 

@@ -16,7 +16,14 @@ from torch import Tensor
 from isobatch.core import atomic_files
 from isobatch.core.terminal.status import doing
 from isobatch.models.recommendation import ranking
-from isobatch.models.recommendation.recommendations import BASELINES_FILE, EASE, KNN, MODEL, POPULARITY
+from isobatch.models.recommendation.recommendations import (
+    BASELINES,
+    BASELINES_FILE,
+    EASE,
+    KNN,
+    MODEL,
+    POPULARITY,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -116,12 +123,7 @@ NONE_CHOSEN: Mapping[str, float] = MappingProxyType({})
 @torch.no_grad()
 def fit_unmeasured(net: Any, final: Path, chosen: Mapping[str, float], best: str) -> None:
     """Keep the baselines in `final` where nothing is held out, with `best` for BEST."""
-    net.eval()
-    doing("fitting baselines")
-    kept: dict[str, ItemWeights] = {}
-    if len(net.item_text) <= MAX_ITEMS:
-        gram, fits = gram_matrix(net), _fits_to_try(chosen, tuned=False)
-        kept = {name: fit.make(gram, fit.values[0]) for name, fit in fits.items()}
+    kept = {name: tried.weights for name, (_, tried) in _fitted(net, None, 0, chosen).items()}
     _write(final, net, kept, best)
 
 
@@ -139,29 +141,24 @@ def final_figures(
     Settings are those with the best NDCG in `validation`, never in `batches`: one for the figures among the
     sampled negatives, and one for all items, by which lists are made, and which is kept.
     """
-    net.eval()
-    fits = _fits_to_try(chosen, tuned=validation is not None)
-    tell = _progress(2 + sum(len(fit.values) + 1 for fit in fits.values()))
-    found: dict[str, Any] = {}
-    kept: dict[str, ItemWeights] = {}
+    fitted = _fitted(net, validation, k, chosen)
+    kept = {name: full.weights for name, (_, full) in fitted.items()}
+    settings: dict[str, Any] = {}
     drawn: dict[str, dict[str, float]] = {}
-    on_validation: dict[str, float] = {}
-    for name, scorer in _scorers(net, {}).items():
-        tell()
-        on_validation[name] = _figures(net, scorer, validation, k).get(f"full_ndcg@{k}", 0.0)
-    if len(net.item_text) <= MAX_ITEMS:
-        gram = gram_matrix(net)
-        for name, fit in fits.items():
-            sampled, full = _tuned(net, gram, fit, validation, k, tell)
-            kept[name], on_validation[name] = full.weights, full.ndcg
-            found |= {f"{name}_{fit.setting}": sampled.value, f"full_{name}_{fit.setting}": full.value}
-            tell()
-            figures = _figures(net, _linear_scorer(net, sampled.weights), batches, k)
-            drawn[name] = {f"{name}_{metric}@{k}": figures[f"{metric}@{k}"] for metric in METRICS}
+    for name, (sampled, full) in fitted.items():
+        setting = FITS[name].setting
+        settings |= {f"{name}_{setting}": sampled.value, f"full_{name}_{setting}": full.value}
+        figures = _measure(net, _linear_scorer(net, sampled.weights), batches(), k).figures
+        drawn[name] = {f"{name}_{metric}@{k}": figures[f"{metric}@{k}"] for metric in METRICS}
+    best = MODEL
     if validation is not None:
-        found["best_on_validation"] = max(on_validation, key=lambda name: on_validation[name])
-    _write(final, net, kept, found.get("best_on_validation", MODEL))
+        own = {n: _measure(net, s, validation(), k).figures for n, s in _scorers(net, {}).items()}
+        ndcg = {name: figures[f"full_ndcg@{k}"] for name, figures in own.items()}
+        ndcg |= {name: full.ndcg for name, (_, full) in fitted.items()}
+        best = settings["best_on_validation"] = max(ndcg, key=lambda name: ndcg[name])
+    _write(final, net, kept, best)
     measured = kept_metrics(net, final, batches, k)
+    found = settings
     for name, figures in drawn.items():  # the rows of a baseline stand together in tables
         found |= figures | {metric: value for metric, value in measured.items() if f"{name}_" in metric}
     return found | measured | chance_metrics(net, batches(), k)
@@ -176,33 +173,32 @@ class Tried(NamedTuple):
     weights: ItemWeights
 
 
-def _fits_to_try(chosen: Mapping[str, float], tuned: bool) -> dict[str, Fit]:
-    """The baselines with the values that are tried: the chosen one, or all, or untuned the first."""
-    tried = {name: fit.values if tuned else fit.values[:1] for name, fit in FITS.items()}
-    tried |= {name: (value,) for name, value in chosen.items()}
-    return {name: fit._replace(values=tried[name]) for name, fit in FITS.items()}
+def _fitted(
+    net: Any, validation: Batches | None, k: int, chosen: Mapping[str, float]
+) -> dict[str, tuple[Tried, Tried]]:
+    """Each baseline as it ranks best among the sampled negatives, and among all items.
 
-
-def _progress(total: int) -> Callable[[], None]:
-    """What says, before each of `total` passes over held-out rows, how many are done."""
-    done = itertools.count()
-    return lambda: doing("fitting baselines", next(done), total)
-
-
-def _tuned(
-    net: Any, gram: Tensor, fit: Fit, validation: Batches | None, k: int, tell: Callable[[], None]
-) -> list[Tried]:
-    """The best among the sampled negatives, and the best among all items."""
-    best: dict[str, Tried] = {}
-    for value in fit.values:
-        tell()
-        weights = fit.make(gram, value)
-        figures = _figures(net, _linear_scorer(net, weights), validation, k)
-        for metric in (f"ndcg@{k}", f"full_ndcg@{k}"):
-            ndcg = figures.get(metric, 0.0)
-            if metric not in best or ndcg > best[metric].ndcg:
-                best[metric] = Tried(ndcg, value, weights)
-    return list(best.values())
+    Of the chosen value of its setting, or of all; without `validation` of the first.
+    """
+    net.eval()
+    if len(net.item_text) > MAX_ITEMS:
+        return {}
+    gram, found = gram_matrix(net), {}
+    for name, fit in FITS.items():
+        best: dict[str, Tried] = {}
+        values = fit.values if validation is not None else fit.values[:1]
+        for value in [chosen[name]] if name in chosen else values:
+            doing(f"fitting {BASELINES[name]}, {fit.setting} {value:g}")
+            weights = fit.make(gram, value)
+            figures = {}
+            if validation is not None:
+                figures = _measure(net, _linear_scorer(net, weights), validation(), k).figures
+            for metric in (f"ndcg@{k}", f"full_ndcg@{k}"):
+                ndcg = figures.get(metric, 0.0)
+                if metric not in best or ndcg > best[metric].ndcg:
+                    best[metric] = Tried(ndcg, value, weights)
+        found[name] = (best[f"ndcg@{k}"], best[f"full_ndcg@{k}"])
+    return found
 
 
 @torch.no_grad()
@@ -235,11 +231,9 @@ def _write(final: Path, net: Any, kept: Mapping[str, ItemWeights], best: str) ->
 
 
 def _read(final: Path) -> dict[str, ItemWeights]:
-    """The baselines with weights that a trained model keeps; none of an older one."""
+    """The baselines with weights that a trained model keeps."""
     from safetensors.torch import load_file
 
-    if not (final / BASELINES_FILE).is_file():
-        return {}
     arrays = load_file(final / BASELINES_FILE)
     names = [name for name in FITS if f"{name}.starts" in arrays]
     return {n: ItemWeights(*(arrays[f"{n}.{part}"] for part in ItemWeights._fields)) for n in names}
@@ -257,10 +251,6 @@ def _scorers(net: Any, kept: Mapping[str, ItemWeights]) -> dict[str, Scorer]:
 def _linear_scorer(net: Any, weights: ItemWeights) -> Scorer:
     matrix = weights.dense()
     return lambda user: training_matrix(net, user) @ matrix
-
-
-def _figures(net: Any, scorer: Scorer, batches: Batches | None, k: int) -> dict[str, float]:
-    return {} if batches is None else _measure(net, scorer, batches(), k).figures
 
 
 def _measure(net: Any, scorer: Scorer, batches: Iterable[Batch], k: int) -> Ranked:

@@ -176,17 +176,9 @@ class Recommendations:
         return (self.counts > 0) | self.described
 
     def remarks(self, items: Sequence[str]) -> list[str]:
-        """Lines for a person on which of these items, given by id or title, tell nothing or little."""
-        found = []
-        for item in items:
-            number = self._item_number(item)
-            count = int(self.counts[number])
-            if not self._known[number]:
-                found.append(f"item {item}: {UNTRAINED}: it tells nothing, and is left out")
-            elif count < SHRINKAGE and not self.described[number]:
-                times = "once" if count == 1 else f"{count} times"
-                found.append(f"item {item}: was taken {times} in training: little is known of it")
-        return found
+        """Lines for a person on which of these items, given by id or title, tell nothing."""
+        silent = [item for item in items if not self._known[self._item_number(item)]]
+        return [f"item {item}: {UNTRAINED}: it tells nothing, and is left out" for item in silent]
 
     def new_user(self, taken: np.ndarray) -> np.ndarray:
         """(dim,) the likeliest vector of a user who took these items, by number.

@@ -188,8 +188,3 @@ def test_another_tokenizer_needs_new_embeddings(home: Path, tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr
     config = json.loads((home / "runs" / "resized" / "final" / "config.json").read_text())
     assert config["vocab_size"] == 700
-
-
-def test_a_model_from_scratch_has_nothing_to_adapt(home: Path) -> None:
-    done = launch("auto", "--task", "causal-lm", "--adapter", "lora", cwd=home)
-    assert "a model from scratch has nothing to adapt" in complaint(done)

@@ -185,36 +185,10 @@ def test_contradicting_flags_are_refused(options: dict[str, Any], pretrained: bo
         adapters.check_options(CausalLMOptions(**options), pretrained)
 
 
-def test_an_unknown_target_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match="c_attn is no matrix of the blocks; there are down_proj, gate_proj"):
-        adapted("llama", lora_targets="c_attn")
-
-
 @pytest.mark.parametrize("target", ["c_attn,nonexistent", "wte", "lm_head"])
 def test_only_matrices_of_the_blocks_are_adapted(target: str) -> None:
     with pytest.raises(UserError, match="is no matrix of the blocks"):
         adapted("gpt2", lora_targets=target)
-
-
-def test_biases_that_train_are_counted_once() -> None:
-    options = CausalLMOptions(adapter="lora", lora_bias="all")
-    whole = model_sizes.shape_by_building(config_of("gpt2"))
-    size = adapter_sizes.adapted_model_size(whole, options, "adamw")
-    model = adapted("gpt2", lora_bias="all")
-    added = sum(p.numel() for n, p in model.named_parameters() if "lora_" in n)
-    assert size.parameters == whole.size.parameters + added
-    assert size.trainable == sum(p.numel() for p in model.parameters() if p.requires_grad) > added
-
-
-def test_only_the_adapter_is_saved(tmp_path: Path) -> None:
-    from safetensors import safe_open
-
-    model = adapted("llama")
-    lora.save_adapter(model, tmp_path)
-    with safe_open(tmp_path / lora.ADAPTER_FILE, "pt") as file:
-        names = list(file.keys())
-    assert len(names) == 2 * 2 * 2
-    assert all(name.startswith(lora.PEFT_PREFIX) and "lora_" in name for name in names)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -20,7 +20,7 @@ from isobatch.engine.noise.keyed_noise import NativeNoise
 from isobatch.models.base import StepContext
 from isobatch.models.causal_lm import generation
 from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_generation
-from isobatch.models.causal_lm.model_sizes import PRESETS, size_from_config
+from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions
 
 if TYPE_CHECKING:
@@ -97,56 +97,6 @@ def test_the_parameter_formula_counts_what_is_built(name: str) -> None:
     assert shape.intermediate == 4 * shape.hidden
 
 
-def test_gpt2_has_its_published_size() -> None:
-    assert make("gpt2-124m").model_size(facts(vocabulary=50257)).parameters == 124_439_808
-
-
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [
-        ("gpt2", {"n_inner": 48, "tie_word_embeddings": False}),
-        ("llama", {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True}),
-        ("llama", {"tie_word_embeddings": True, "head_dim": 16}),
-        ("mistral", {"num_key_value_heads": 2}),
-        ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
-        ("qwen3", {"head_dim": 16}),
-    ],
-)
-def test_other_configs_are_counted_without_building(kind: str, more: dict[str, Any]) -> None:
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 99}
-    config = AutoConfig.for_model(
-        kind, **sizes, **({} if kind == "gpt2" else {"intermediate_size": 40}), **more
-    )
-    with torch.device("meta"):
-        built = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    shape = size_from_config(json.loads(config.to_json_string(use_diff=False)))
-    assert shape is not None
-    assert (shape.parameters, shape.layers, shape.hidden, shape.heads) == (built, 3, 32, 4)
-
-
-def test_another_architecture_is_counted_by_building_it(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, GPTNeoXConfig
-
-    config = GPTNeoXConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, vocab_size=300
-    )
-    config.save_pretrained(tmp_path)
-    built = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    shape = make(str(tmp_path)).model_size(facts())
-    assert (shape.parameters, shape.layers, shape.intermediate) == (built, 2, 64)
-
-
-def test_loss_is_the_sum_over_predicted_tokens(model: Any) -> None:
-    whole = batch([12, 12], 12)
-    found = make().loss(model, whole, STEP)["loss"]
-    assert found.unit == "token"
-    # transformers means over the 2 x 11 predicted tokens.
-    theirs = model(input_ids=whole["tokens"], labels=whole["tokens"]).loss
-    assert found.sum.item() == pytest.approx(theirs.item() * 22, rel=1e-6)
-
-
 def test_loss_of_short_rows_by_hand(model: Any) -> None:
     padded = batch([12, 5, 2], 12)
     expected = 0.0
@@ -177,21 +127,6 @@ def test_padding_changes_neither_loss_nor_gradient(model: Any) -> None:
     for loss_value, gradient in results[1:]:
         assert loss_value == pytest.approx(results[0][0], rel=1e-6)
         torch.testing.assert_close(gradient, results[0][1], rtol=1e-4, atol=1e-6)
-
-
-def test_attention_runs_on_the_causal_kernel_without_a_mask(
-    model: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-    plain = F.scaled_dot_product_attention
-
-    def spy(*tensors: Any, **named: Any) -> torch.Tensor:
-        seen.append((named.get("attn_mask"), named.get("is_causal")))
-        return plain(*tensors, **named)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    make().evaluate(model, batch([12, 3], 12), STEP)
-    assert seen == [(None, True)] * 2
 
 
 def test_perplexity_by_word_and_bits_per_byte() -> None:
@@ -253,8 +188,7 @@ def test_a_sample_is_repeatable_and_leaves_the_random_state_alone(saved: Path, m
     assert model.training
     model.eval()
     assert samples[0] == samples[1]
-    assert str(samples[0]).startswith("before training:\ndef ")
-    assert "after training:\ndef " in str(samples[0])
+    assert str(samples[0]).startswith("def ")
     assert torch.equal(before, torch.get_rng_state())
 
 
@@ -369,21 +303,6 @@ def test_bad_input_is_answered_in_one_line(
     assert "\n" not in str(error.value)
     assert error.value.exit_code == 2
     assert time.monotonic() - start < 2
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"load_bits": 4}, "--load-bits 4: rounded weights cannot train: add --adapter lora"),
-        ({"adapter": "qlora", "load_bits": 8}, "--load-bits 8: qlora means 4"),
-        ({"adapter": "lora", "resize_embeddings": True}, "the new embeddings would never train"),
-    ],
-)
-def test_impossible_adapters_are_refused(saved: Path, options: dict[str, Any], said: str) -> None:
-    task = make(str(saved))
-    task.options = CausalLMOptions(**options)
-    with pytest.raises(UserError, match=said):
-        task.check()
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(saved: Path) -> None:

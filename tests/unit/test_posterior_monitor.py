@@ -119,15 +119,6 @@ def test_a_report_agrees_with_a_slow_computation(ranks: int) -> None:
     assert figures.shuffle_gap == pytest.approx((16 + 49 + 59) / 16, abs=1e-4)  # of two comparisons
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_any_number_of_processes_makes_the_same_report(ranks: int) -> None:
-    alone, together = (trained(n, 60).report(59, TOTAL, seed=0) for n in (1, ranks))
-    for ours, theirs in zip(dataclasses.astuple(alone), dataclasses.astuple(together), strict=True):
-        assert ours == (
-            pytest.approx(theirs, abs=1e-5) if isinstance(ours, float) else theirs
-        ) or np.allclose(ours, theirs, atol=1e-5)
-
-
 def around_the_mean(mean: np.ndarray) -> np.ndarray:
     """Posterior means as the window keeps them: around their batch's mean, with the same variance."""
     kept: np.ndarray = (mean - mean.mean(0)) * np.sqrt(len(mean) / (len(mean) - 1))
@@ -192,13 +183,6 @@ def test_steps_that_no_report_looks_back_to_are_not_watched() -> None:
     seldom, often = (trained(1, 100, monitor).report(99, TOTAL, 0) for monitor in (watched, every))
     assert seldom.kl_per_dimension == often.kl_per_dimension
     assert seldom.mutual_information == often.mutual_information
-
-
-def test_a_report_goes_on_after_a_checkpoint() -> None:
-    whole, begun = trained(1, 60), trained(1, 45)
-    restored = PosteriorMonitor(PACE, LATENT, BATCH)
-    restored.load_state_dict(begun.state_dict())
-    assert trained(1, 60, restored, first=45).report(59, TOTAL, 0) == whole.report(59, TOTAL, 0)
 
 
 def figures(step: int, kl: float, active: int = 2, **more: Any) -> Figures:

@@ -218,19 +218,6 @@ def held_out(users: list[int], items: list[int]) -> dict[str, torch.Tensor]:
     return {"user": torch.tensor(users), "item": torch.tensor(items), "rivals": rivals}
 
 
-def test_popularity_stands_beside_the_full_ranking() -> None:
-    model = net(text=False)
-    batch = held_out([0, 3], [2, 7])
-    found = ranking.metric_parts(model, batch, 3)
-    hits = 0
-    for user, item in ((0, 2), (3, 7)):
-        had = {int(k) % ITEMS for k in model.seen if int(k) // ITEMS == user}
-        others = [i for i in range(ITEMS) if i not in had and i != item]
-        above = sum(int(model.counts[i] > model.counts[item]) for i in others)
-        hits += above + sum(int(model.counts[i] == model.counts[item]) for i in others) / 2 < 3
-    assert float(found["full_popularity_hr@3"].value) == hits
-
-
 def recommender(**options: Any) -> Recommender:
     from isobatch.core.recipe import Recipe
 
@@ -261,10 +248,6 @@ def test_bad_input_is_answered_in_one_line(options: dict[str, Any], message: str
         recommender(**options).check()
 
 
-def test_frozen_texts_may_be_cached() -> None:
-    recommender(text="frozen", text_cache="on").check()
-
-
 def test_model_size_counts_every_parameter(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
@@ -274,14 +257,6 @@ def test_model_size_counts_every_parameter(tmp_path: Path) -> None:
         made = RecommenderNet(catalogue(), DIM, (12, 6), head, None, user_bias=loss == "bce")
         count = sum(p.numel() for p in made.parameters())
         assert task.model_size(facts).parameters == pytest.approx(count, abs=DIM // 2)
-
-
-def test_missing_texts_are_noted_where_texts_are_used() -> None:
-    from types import SimpleNamespace
-
-    facts: Any = SimpleNamespace(extra={"notes": ["8 of 8 users have no text: ids count", "other"]})
-    assert recommender().notes(facts) == facts.extra["notes"]
-    assert recommender(text="off").notes(facts) == ["other"]
 
 
 def test_no_gradient_for_lora_is_an_error() -> None:

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
-from torch.nn import functional as F
 
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.engine.registry import complete, workload
-from isobatch.launch.local.arguments import parse_request
 from isobatch.models.sequence_vae import generation
 from isobatch.models.sequence_vae.network import NetworkConfig, Objective, VAENetwork, initialize
 from isobatch.models.sequence_vae.options import SequenceVAEOptions
@@ -199,12 +197,6 @@ def test_decoding_takes_the_likeliest_and_ends() -> None:
     assert generation.decode(model, z, tokens=6) == [[], []]
 
 
-def test_samples_follow_their_seed() -> None:
-    codec = generation.SequenceCodec(network(), None)
-    first, again, other = (codec.sample(3, 6, 1.0, seed) for seed in (1, 1, 2))
-    assert first == again != other
-
-
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_an_export_opens_again(backbone: str, tmp_path: Path) -> None:
     recipe, _ = complete("sequence-vae", {"backbone": backbone, "hidden": 16, "latent": 3, "max_length": 12})
@@ -241,43 +233,6 @@ def test_what_cannot_be_had_is_said(asked: dict[str, Any], said: str) -> None:
     recipe, _ = complete("sequence-vae", asked)
     with pytest.raises(UserError, match=said):
         workload("sequence-vae").make(recipe)[0].check()
-
-
-def test_a_latent_size_of_zero_is_refused() -> None:
-    with pytest.raises(UserError, match="--latent 0: must be at least 1"):
-        complete("sequence-vae", {"latent": 0})
-
-
-def test_cross_entropy_is_not_rounded_by_chunks() -> None:
-    """The head's sum of -log p and its gradients are those of the plain logits."""
-    model = network()
-    states, targets = torch.randn(50, 16, requires_grad=True), torch.randint(0, WORDS, (50,))
-    targets[::7] = -100
-    head = model.decoder.head
-    (ours,) = torch.autograd.grad(head(states, targets), states)
-    plain = F.cross_entropy(F.linear(states, head.weight, head.bias), targets, reduction="sum")
-    assert torch.allclose(ours, torch.autograd.grad(plain, states)[0], atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("preset", "batch", "longest", "monitor", "plan"),
-    [
-        ("recommended", 4, 1000, "fast", {"precision": "16-mixed"}),
-        ("max-speed", 4, 1000, "off", {"precision": "16-mixed", "compile": "on"}),
-        ("low-memory", 2, 500, "fast", {"precision": "16-mixed"}),
-        ("debug", 1, 100, "fast", {"precision": "fp32", "workers": 2}),
-    ],
-)
-def test_presets_set_recipe_and_plan(
-    preset: str, batch: int, longest: int, monitor: str, plan: dict[str, Any]
-) -> None:
-    words = ["--task", "sequence-vae", "--preset", preset]
-    request = parse_request(words, "auto")
-    assert (request.recipe.batch_size, request.recipe.max_length) == (batch, longest)
-    assert request.recipe.options["monitor"] == monitor
-    assert {name: getattr(request.plan, name) for name in plan} == plan
-    asked = parse_request([*words, "--precision", "fp32", "--batch-size", "6"], "auto")
-    assert (asked.plan.precision, asked.recipe.batch_size) == ("fp32", 6)
 
 
 def test_flags_come_before_the_monitors_pace() -> None:

@@ -91,14 +91,6 @@ def test_a_backward_in_chunks_gives_the_same_gradients(family: str, prefix: bool
     assert_close(whole, loss_and_gradients(made, numbers))
 
 
-def test_a_fully_trained_encoder_gives_the_same_gradients_in_chunks() -> None:
-    made, numbers = encoder(lora=0), torch.arange(23)
-    made.net.requires_grad_(True)
-    whole = loss_and_gradients(made, numbers)
-    made.chunk_tokens = 30
-    assert_close(whole, loss_and_gradients(made, numbers))
-
-
 def test_memory_of_the_graph_does_not_grow_with_the_texts() -> None:
     made = encoder()
     made.chunk_tokens = 40
