@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import signal
@@ -172,10 +173,9 @@ def _node_of(process: psutil.Process) -> str:
 
 def launchers(run: Path) -> dict[str, psutil.Process]:
     """The launcher of each node that trains a run."""
-    found = [
-        p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [])[-3:-1] == ["node", str(run)]
-    ]
-    return {_node_of(p): p for p in found}
+    found = psutil.process_iter(["cmdline"])
+    pair = ("node", str(run))
+    return {_node_of(p): p for p in found if pair in itertools.pairwise(p.info["cmdline"] or [])}
 
 
 def ranks(run: Path) -> list[psutil.Process]:

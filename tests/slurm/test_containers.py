@@ -60,7 +60,7 @@ def test_nodes_train_inside_a_container(cluster: Cluster, tmp_path: Path) -> Non
         "--submit",
     ]
     words = ["--setup", str(setup), "--container", str(image), "--container-python", sys.executable]
-    done = cluster.slurm(*flags, *words, cwd=work)
+    done = cluster.slurm(*flags, *words, "--submit", cwd=work)
     assert done.returncode == 0, done.stderr
     job = Job(cluster, done.stdout.strip(), work / "runs" / "r")
     job.finish(120)
