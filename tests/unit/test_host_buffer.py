@@ -168,22 +168,13 @@ def test_a_gpus_tensors_are_copied_beside_the_training_stream(
     assert sum(gpu.locked.values()) >= size
 
 
-def test_pages_are_locked_anew_when_the_memory_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = FakeGpu(monkeypatch)
-    image = HostBuffer(torch.device("cuda"))
-    for count in (1000, 7, 5000):
-        size = fill(image, tensors(count))
-    assert len(gpu.locked) == 1
-    assert next(iter(gpu.locked.values())) >= size
-
-
 def test_memory_that_may_not_be_locked_is_used_all_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = FakeGpu(monkeypatch, refuses=2)
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: gpu.log.append("a kernel that takes the error"))
     image = HostBuffer(torch.device("cuda"))
-    for count in (1000, 5000):
+    for count in (1000, 7, 5000):
         write(image, tmp_path / "x.safetensors", fill(image, tensors(count)))
         check(tmp_path / "x.safetensors", tensors(count))
     assert gpu.log.count("a kernel that takes the error") == 2
@@ -196,8 +187,10 @@ def test_a_buffer_that_is_gone_fences_no_update_and_locks_no_pages(monkeypatch: 
     before = len(optimizer._global_optimizer_pre_hooks)  # noqa: SLF001  torch has no public way
     image = HostBuffer(torch.device("cuda"))
     assert len(optimizer._global_optimizer_pre_hooks) == before + 1  # noqa: SLF001
-    fill(image, tensors(5000))
-    assert gpu.locked
+    for count in (1000, 7, 5000):
+        size = fill(image, tensors(count))
+    assert len(gpu.locked) == 1
+    assert next(iter(gpu.locked.values())) >= size
     del image
     assert not gpu.locked
     assert len(optimizer._global_optimizer_pre_hooks) == before  # noqa: SLF001

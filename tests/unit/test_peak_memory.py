@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import pytest
 import torch
 
 import isobatch
@@ -17,6 +16,8 @@ from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 CPU = torch.device("cpu")
 SIZE = 300 << 20
@@ -41,14 +42,6 @@ def test_what_was_taken_and_given_back_is_in_the_peak_of_its_stage() -> None:
     assert (peak.stage, peak.by_stage["export"]) == ("save", 7)
     if peak_memory.CLEAR.exists():
         assert peak.by_stage["evaluate"] < peak.bytes - 0.5 * SIZE, "its own peak, not an earlier stage's"
-
-
-@pytest.mark.skipif(not peak_memory.CLEAR.exists(), reason="needs Linux")
-def test_a_rehearsal_does_not_count() -> None:
-    take()
-    high = peak_memory.peak_bytes(CPU)
-    peak_memory.reset_peak(CPU)
-    assert peak_memory.peak_bytes(CPU) < high - 0.5 * SIZE
 
 
 def test_where_the_system_cannot_reset_the_peak_of_the_process_is_taken(

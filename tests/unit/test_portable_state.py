@@ -31,12 +31,6 @@ def test_shares_hold_every_element_once_and_are_even(sizes: dict[str, int], worl
     assert max(counts) - min(counts) <= 1
 
 
-def test_shares_by_hand() -> None:
-    # 7 + 4 = 11 elements on 3 ranks: borders at 0, 3, 7, 11.
-    found = [list(portable_state.element_ranges({"a": 7, "b": 4}, rank, 3)) for rank in range(3)]
-    assert found == [[("a", 0, 3)], [("a", 3, 7)], [("b", 0, 4)]]
-
-
 @given(SIZES, st.integers(1, 5))
 def test_pieces_are_the_elements_that_the_share_names(sizes: dict[str, int], world: int) -> None:
     tensors = {name: torch.arange(float(size)).reshape(-1, 1) for name, size in sizes.items()}
@@ -47,31 +41,6 @@ def test_pieces_are_the_elements_that_the_share_names(sizes: dict[str, int], wor
         for piece, (name, start, stop) in zip(state.pieces, share, strict=True):
             assert (piece.name, piece.start) == (name, start)
             assert piece.values.tolist() == list(range(start, stop))
-
-
-def large() -> dict[str, Tensor]:
-    """A model of 6.4 billion weights with AdamW's state, on paper."""
-    shapes = {"embedding": (32_000, 4096), "norm": (4096,)}
-    for layer in range(32):
-        shapes |= {f"{layer}/attention": (4 * 4096, 4096), f"{layer}/mlp": (3 * 10_922, 4096)}
-    with torch.device("meta"):
-        kinds = (
-            portable_state.WEIGHT,
-            f"{portable_state.MOMENT}exp_avg/",
-            f"{portable_state.MOMENT}exp_avg_sq/",
-        )
-        state = {kind + name: torch.empty(shape) for kind in kinds for name, shape in shapes.items()}
-        return state | {f"{portable_state.MOMENT}step/{name}": torch.empty(()) for name in shapes}
-
-
-def test_up_to_512_ranks_share_the_bytes_evenly() -> None:
-    tensors = large()
-    total = sum(t.nbytes for t in tensors.values())
-    for world in (1, 2, 8, 64, 512):
-        shares = [portable_state.rank_share(tensors, rank, world).pieces for rank in range(world)]
-        written = [sum(piece.values.nbytes for piece in pieces) for pieces in shares]
-        assert sum(written) == total
-        assert all(abs(count - total / world) <= 4 for count in written)  # one fp32 number
 
 
 def test_state_is_what_training_changes() -> None:
