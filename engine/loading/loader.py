@@ -115,16 +115,14 @@ class BatchLoader:
         stream = self._in_workers(start, stop) if self.plan.workers else self._in_thread(start, stop)
         loaded: LoadedStep | None = None
         began = now()
-        for item in stream:
-            if isinstance(item, StepWork):
-                loaded = LoadedStep(item)
-            else:
-                assert loaded is not None
-                loaded.batches.append(item)
-                if len(loaded.batches) == len(loaded.work.micro_batches):
-                    loaded.wait_seconds = now() - began
-                    yield loaded
-                    began = now()
+        for work, batch in stream:
+            if loaded is None or loaded.work is not work:
+                loaded = LoadedStep(work)
+            loaded.batches.append(batch)
+            if len(loaded.batches) == len(work.micro_batches):
+                loaded.wait_seconds = now() - began
+                yield loaded
+                began = now()
 
     def _planned_micro_batches(self, start: int, stop: int) -> Iterator[tuple[StepWork, MicroBatch]]:
         for work in self._announced(start, stop):
@@ -151,22 +149,18 @@ class BatchLoader:
         # A dummy micro-batch computes sample 0 with weight zero.
         return work.samples[micro.positions] if len(micro.positions) else np.zeros(1, np.int64)
 
-    def _in_thread(self, start: int, stop: int) -> Iterator[Any]:
-        """Each step's StepWork, then its batches."""
+    def _in_thread(self, start: int, stop: int) -> Iterator[tuple[StepWork, Any]]:
+        """Each micro-batch of the steps, with the work of its step."""
         ready: queue.Queue[Any] = queue.Queue(maxsize=max(1, self.plan.prefetch))
         closed = threading.Event()
 
         def produce() -> None:
             try:
-                previous = None
                 for work, micro in self._planned_micro_batches(start, stop):
-                    if work is not previous and not _put_unless_closed(ready, work, closed):
-                        return
-                    previous = work
-                    batch = to_tensors(
-                        self.source.fetch(self._rows(work, micro), micro.width), self.plan.pin_memory
-                    )
-                    if not _put_unless_closed(ready, batch, closed):
+                    arrays = self.source.fetch(self._rows(work, micro), micro.width)
+                    if not _put_unless_closed(
+                        ready, (work, to_tensors(arrays, self.plan.pin_memory)), closed
+                    ):
                         return
                 _put_unless_closed(ready, None, closed)
             except BaseException as error:  # raised again in the training loop's thread
@@ -184,15 +178,15 @@ class BatchLoader:
             # The fetch would disturb who measures next, and a process that ends within torch is aborted.
             thread.join(CLOSING_SECONDS)
 
-    def _in_workers(self, start: int, stop: int) -> Iterator[Any]:
+    def _in_workers(self, start: int, stop: int) -> Iterator[tuple[StepWork, Any]]:
         """The same as `_in_thread`, from the worker processes of a torch DataLoader."""
         from torch.utils.data import DataLoader
 
-        planned: deque[tuple[StepWork, MicroBatch]] = deque()
+        planned: deque[StepWork] = deque()
 
         def rows() -> Iterator[tuple[np.ndarray, int]]:
             for work, micro in self._planned_micro_batches(start, stop):
-                planned.append((work, micro))
+                planned.append(work)
                 numbers = self._rows(work, micro)
                 self.source.check(numbers)  # here, because what a worker has checked is not known here
                 yield numbers, micro.width
@@ -205,16 +199,11 @@ class BatchLoader:
             prefetch_factor=max(1, self.plan.prefetch),
             pin_memory=self.plan.pin_memory,
         )
-        previous = None
         try:
             for batch in loader:
                 if isinstance(batch, Exception):
                     raise batch
-                work, _ = planned.popleft()
-                if work is not previous:
-                    yield work
-                previous = work
-                yield batch
+                yield planned.popleft(), batch
         except Exception as error:
             # Its traceback refers to the loader and keeps its processes alive until garbage is collected.
             raise error.with_traceback(None) from None

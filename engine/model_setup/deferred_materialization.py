@@ -95,8 +95,8 @@ def _hollow_out(model: nn.Module, keep: Callable[[nn.Parameter], bool] = lambda 
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.is_meta:
                 module._buffers[name] = torch.zeros_like(buffer, device="cpu")  # noqa: SLF001  keeps persistence
-    values = (v for module in model.modules() for v in vars(module).values())
-    return not any(isinstance(v, torch.Tensor) and v.is_meta for v in values)
+    attributes = (v for module in model.modules() for v in vars(module).values())
+    return not any(isinstance(v, torch.Tensor) and v.is_meta for v in attributes)
 
 
 @contextlib.contextmanager

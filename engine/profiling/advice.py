@@ -106,13 +106,11 @@ def profile_lines(found: Findings) -> list[str]:
     rows = [*sorted(parts.items(), key=lambda item: -item[1]), ("sum", sum(parts.values()))]
     lines = [f"a step takes {step * 1e3:.1f} ms (mean of {found['steps']}), of which"]
     lines += [f"  {name:<14}{took * 1e3:>9.1f} ms {took / step:>6.1%}" for name, took in rows if took]
-    if found["modules"]:
-        lines += ["", "modules that take most (their own operators, in the traced step)"]
-        lines += [
-            f"  {row['seconds'] * 1e3:>8.1f} ms  forward {row['forward'] * 1e3:.1f}, backward"
-            f" {row['backward'] * 1e3:.1f}  {row['module']}"
-            for row in found["modules"]
-        ]
+    lines += ["", "operators that take most, in the traced step"]
+    lines += [
+        f"  {row['seconds'] * 1e3:>8.1f} ms  {row['operator']} ({row['calls']} times)"
+        for row in found["operators"]
+    ]
     lines += ["", *(("  ok      " if row["met"] else "  missed  ") + row["text"] for row in targets(found))]
     if found.get("power_watts"):
         lines.append(f"  power   {found['power_watts']:.0f} W")

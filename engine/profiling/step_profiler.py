@@ -1,17 +1,14 @@
 """Profiles consecutive steps of a phase: all but the last are timed, the last is traced by torch.profiler.
 
-Parts and modules are named in the trace. An operator of the backward pass belongs to the module whose forward
-operator has its sequence number (autograd gives both the same).
+The trace names the parts of the step, and has Python's stacks with the modules.
 """
 
 from __future__ import annotations
 
-import re
 import time
-from collections import defaultdict
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.measures import now
@@ -20,15 +17,9 @@ from isobatch.engine.profiling.advice import profile_lines, targets, worth_a_tri
 from isobatch.engine.profiling.recorder import PARTS
 from isobatch.engine.runs.run_options import step_window
 
-if TYPE_CHECKING:
-    from torch import nn
-
 FOLDER, FILE, TRACE_FILE = "profile", "profile.json", "trace.json"
-MODULES = 10
-MODULE = "module "
-"""Begins the name of a module's forward pass in the trace."""
-BACKWARD_NODE = "autograd::engine::evaluate_function: "
-"""Begins the name of a node of the backward pass in the trace."""
+OPERATORS = 10
+"""Those of the trace that are shown."""
 
 
 class StepProfiler:
@@ -45,7 +36,6 @@ class StepProfiler:
         self._works: list[Any] = []
         self._began = self._busy = 0.0
         self._trace: Any = None
-        self._hooks: list[Any] = []
 
     def begin(self) -> None:
         """The step before the first has ended, or none was before it."""
@@ -96,9 +86,7 @@ class StepProfiler:
 
         kinds = torch.profiler.ProfilerActivity
         activities = [kinds.CPU, *([kinds.CUDA] if self.device.type == "cuda" else [])]
-        self._trace = torch.profiler.profile(activities=activities, acc_events=True)
-        if self.active.session.plan.compile == "off":  # a compiled graph has no modules
-            self._hooks = _name_modules(self.active.strategy.unwrapped)
+        self._trace = torch.profiler.profile(activities=activities, acc_events=True, with_stack=True)
         self.recorder.annotate = True
         self._trace.__enter__()
 
@@ -107,12 +95,16 @@ class StepProfiler:
         self._trace.__exit__(None, None, None)
         self.recorder.annotate = False
         self.recorder.stop()
-        for hook in self._hooks:
-            hook.remove()
-        events = self._trace.events()
-        if self.device.type == "cuda":
-            self.findings["device_use"] = gpu_busy(events)
-        self.findings["modules"] = module_times(events, self.device.type == "cuda")[:MODULES]
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            self.findings["device_use"] = gpu_busy(self._trace.events())
+        own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+        rows = [
+            {"operator": row.key, "seconds": getattr(row, own) * 1e-6, "calls": row.count}
+            for row in self._trace.key_averages()
+            if row.key not in PARTS
+        ]
+        self.findings["operators"] = sorted(rows, key=lambda row: -float(row["seconds"]))[:OPERATORS]
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -136,63 +128,6 @@ def gpu_busy(events: Any) -> float:
     kernels = [e.time_range for e in events if e.device_type == cuda and not e.is_user_annotation]
     span = max((k.end for k in kernels), default=0) - min((k.start for k in kernels), default=0)
     return min(1.0, sum(k.elapsed_us() for k in kernels) / max(1e-9, span))
-
-
-def module_times(events: Any, on_gpu: bool) -> list[dict[str, Any]]:
-    """Modules and their own operators' seconds, forward and backward; those that take most come first.
-
-    Layers of one kind count together: their number is a `*`.
-    """
-    import torch
-
-    events = [event for event in events if event.device_type == torch.autograd.DeviceType.CPU]
-    nodes = [_around(event, BACKWARD_NODE) for event in events]
-    owners: dict[int, Any] = {}
-    for event, node in zip(events, nodes, strict=True):
-        if node is None and event.sequence_nr >= 0:
-            # The operator that makes the node is the last of the forward pass that sees its number.
-            owners[event.sequence_nr] = _around(event, MODULE)
-    found: dict[str, dict[str, float]] = defaultdict(lambda: {"forward": 0.0, "backward": 0.0})
-    for event, node in zip(events, nodes, strict=True):
-        owner = owners.get(node.sequence_nr) if node else _around(event, MODULE)
-        if owner is not None:
-            own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
-            name = re.sub(r"\d+", "*", owner.name.removeprefix(MODULE))
-            found[name]["backward" if node else "forward"] += own * 1e-6
-    rows = [{"module": name, **ways, "seconds": sum(ways.values())} for name, ways in found.items()]
-    return sorted(rows, key=lambda row: -float(row["seconds"]))
-
-
-def _around(event: Any, prefix: str) -> Any:
-    """The innermost event around one, itself included, whose name begins so; None without."""
-    while event is not None and not event.name.startswith(prefix):
-        event = event.cpu_parent
-    return event
-
-
-def _name_modules(model: nn.Module) -> list[Any]:
-    """Hooks that name the forward pass of every module in the trace."""
-    import torch
-
-    open_names: list[Any] = []
-
-    def enter(name: str) -> Any:
-        def before(*_: Any) -> None:
-            open_names.append(torch.profiler.record_function(MODULE + name))
-            open_names[-1].__enter__()
-
-        return before
-
-    def leave(*_: Any) -> None:
-        if open_names:
-            open_names.pop().__exit__(None, None, None)
-
-    hooks: list[Any] = []
-    for name, module in model.named_modules():
-        if name:
-            hooks.append(module.register_forward_pre_hook(enter(name)))
-            hooks.append(module.register_forward_hook(leave, always_call=True))
-    return hooks
 
 
 def profiler_of_run(context: Any, phase: Any, start: int, stop: int) -> StepProfiler | None:

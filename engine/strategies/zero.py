@@ -176,7 +176,7 @@ class ZeroStrategy(Strategy):
                     part = saved.read_slice(WEIGHT + name, shard.start, shard.start + len(shard.weight))
                     shard.weight.copy_(part)
                     if self.stage == 3:
-                        p.ds_tensor.data.view(-1)[: len(part)].copy_(part)
+                        p.ds_tensor.data.view(-1)[: len(part)].copy_(part)  # type: ignore[attr-defined]
 
     def local_weights(self) -> Iterator[Tensor]:
         """This rank's shards, without stage 3's padding: DeepSpeed never writes that, so it may hold NaN."""

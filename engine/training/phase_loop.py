@@ -25,6 +25,7 @@ from isobatch.engine.runs.summary import Progress
 from isobatch.engine.training.evaluate import monitored
 from isobatch.engine.training.resume import mend_ledger
 from isobatch.engine.training.step_metrics import step_row, tracked_values
+from isobatch.engine.training.train_step import Votes
 from isobatch.models import fused_kernels
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
     from isobatch.models.base import Change
 
 WARM_STEPS = 3
-COMPARED_STEP = 3
-"""The step after which memory is compared with the prediction: all that lasts is allocated by then."""
 TRIM_EVERY = 8
 """Steps between two calls of `trim_heap`."""
 VERSIONED = ("torch", "accelerate", "transformers")
@@ -110,7 +109,7 @@ class PhaseLoop:
                     break
                 pending, self.step_began = None, now() - loaded.wait_seconds
             done = loaded.work.step + 1
-            result = self.phase.step(loaded, self._rank_flags())
+            result = self.phase.step(loaded, self._votes())
             if profiler is not None and profiler.step_ended(done, loaded.work):
                 write_profile_of_run(self.context, profiler)
             result.seconds, self.step_began = now() - self.step_began, now()
@@ -201,13 +200,9 @@ class PhaseLoop:
             return self.early_stopping.patience > 0
         return step % self.schedule.eval_every == 0
 
-    def _rank_flags(self) -> list[float]:
-        """[stop requested, save due by rank 0's clock, checkpoint written, checkpoint failed] of this rank.
-
-        They are summed over the ranks together with the step's losses.
-        """
+    def _votes(self) -> Votes:
         save = self.world.is_main and self.save_timer.due_by(now())
-        return [float(self.context.stop.requested), float(save), *self.context.writer.rank_flags()]
+        return Votes(float(self.context.stop.requested), float(save), *self.context.writer.rank_flags())
 
     def _evaluate_save_stop(self, requests: set[str]) -> bool:
         """Between two steps, after all metrics are read: do what is due. Returns whether to stop early."""
@@ -244,9 +239,9 @@ class PhaseLoop:
         self._log(result, losses, norm, values)
         if result.change is not None:
             self._log_change(result.change)
-        stop, save, written, failed = values[-4:]
-        self.context.writer.complete_if_written(written, failed)
-        return {name for name, ranks in (("stop", stop), ("save", save)) if ranks}
+        votes = result.votes()
+        self.context.writer.complete_if_written(votes.written, votes.failed)
+        return {name for name in ("stop", "save") if getattr(votes, name)}
 
     def _check_foreign_noise(self) -> None:
         """After the first step: lower the plan's invariance if the model draws its own noise (a GRU may)."""
@@ -293,8 +288,6 @@ class PhaseLoop:
     def _log(self, result: StepResult, losses: dict[str, float], norm: float, values: list[float]) -> None:
         context, progress, schedule = self.context, self.progress, self.schedule
         context.peak_memory.observe("train")
-        if progress.steps == COMPARED_STEP:
-            context.compare_memory()
         row = {**step_row(result, losses, norm, progress, schedule), **result.figures}
         self.losses.append(row["loss"])
         if result.recorded:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isobatch.core.errors import StopRequestedError
-from isobatch.core.measures import format_bytes
 from isobatch.core.package import way_to_go_on
 from isobatch.core.terminal.console import format_metrics
 from isobatch.core.terminal.status import doing
@@ -109,13 +108,6 @@ class RunContext:
     def _copy_checkpoint(self, folder: Path, file: str, save: str) -> None:
         if self.copies is not None:
             self.copies.add(folder, file, save)
-
-    def compare_memory(self) -> None:
-        """Say how far this process's memory is from the plan's prediction for training."""
-        predicted, peak = self.session.plan.predicted_memory_by_stage.get("train"), self.peak_memory
-        if predicted:
-            found = format_bytes(peak.by_stage["train"])
-            self.console.say(f"memory so far: {found}; the plan said {format_bytes(predicted)}")
 
     def measure(self, split: str, fraction: float, step: int) -> dict[str, float]:
         """Evaluate a split, log and show its metrics; `step`: the step of the weights."""

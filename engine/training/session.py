@@ -43,7 +43,7 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.strategies.base import Strategy, strategy_class
 from isobatch.engine.training.evaluate import evaluate
 from isobatch.engine.training.teacher_cache import samples_used, with_teacher_outputs
-from isobatch.engine.training.train_step import Stepper, StepResult
+from isobatch.engine.training.train_step import NO_VOTES, Stepper, StepResult, Votes
 from isobatch.models.attention_functions import unregister_attention
 from isobatch.models.base import StepContext, Task
 
@@ -332,10 +332,10 @@ class ActivePhase:
         schedule = self.schedule
         return learning_rate(self.session.recipe, schedule.lr, step, schedule.steps, schedule.steps_per_epoch)
 
-    def step(self, loaded: LoadedStep, rank_flags: Sequence[float] = ()) -> StepResult:
-        """One optimizer step and then the task's `after_step`. `rank_flags`: see `Stepper.run`."""
+    def step(self, loaded: LoadedStep, votes: Votes = NO_VOTES) -> StepResult:
+        """One optimizer step and then the task's `after_step`. `votes`: see `Stepper.run`."""
         number = loaded.work.step
-        result = self.stepper.run(loaded, self.learning_rate(number), list(rank_flags))
+        result = self.stepper.run(loaded, self.learning_rate(number), votes)
         context = self.stepper.step_context(number, recorded=result.recorded, log=result.figures.__setitem__)
         result.change = self.session.task.after_step(self.session.model, context)
         if result.change is not None and result.change.keep:

@@ -107,8 +107,6 @@ def with_teacher_outputs(
     Raises UserError where the cache cannot be read or written.
     """
     folder = _folder(facts, teacher, split)
-    if world.is_main and (folder / INDEX).exists() and not (folder / DIGESTS).exists():
-        _add_digests(folder)
     batches = _batches(source, used)
     missing = [batch for batch in batches if not _is_filled(folder, batch)]
     if missing := world.broadcast_object(missing):
@@ -124,18 +122,6 @@ def row_digests(answers: Mapping[str, np.ndarray], count: int) -> np.ndarray:
     joined = np.concatenate(rows, axis=1)
     found = b"".join(hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in joined)
     return np.frombuffer(found, np.uint64)
-
-
-def _add_digests(folder: Path) -> None:
-    """Digests for a folder of an earlier version, of what it holds now."""
-    answers, filled = _open(folder, "r"), np.load(folder / FILLED)
-    digests, places = np.zeros(len(filled), np.uint64), np.flatnonzero(filled)
-    for start in range(0, len(places), BATCH):
-        batch = places[start : start + BATCH]
-        digests[batch] = row_digests({name: a[batch] for name, a in answers.items()}, len(batch))
-    temporary = folder / f".{os.getpid()}.npy"
-    np.save(temporary, digests)
-    temporary.replace(folder / DIGESTS)
 
 
 def _folder(facts: Facts, teacher: Teacher, split: str) -> Path:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,22 @@ if TYPE_CHECKING:
     from isobatch.engine.strategies.base import Strategy
 
 
+class Votes(NamedTuple):
+    """What each rank asks for and reports; summed over the ranks together with a step's losses."""
+
+    stop: float = 0.0
+    """A stop was requested."""
+    save: float = 0.0
+    """A checkpoint is due by rank 0's clock."""
+    written: float = 0.0
+    """A checkpoint's share is written."""
+    failed: float = 0.0
+    """It could not be written."""
+
+
+NO_VOTES = Votes()
+
+
 @dataclass(slots=True)
 class StepResult:
     """The result of a step. Read one step later, its figures cost no wait."""
@@ -41,7 +57,7 @@ class StepResult:
     names: list[str]
     """Names of the losses."""
     sums: HostCopy
-    """1-d: losses over their global weights, what loss() recorded, the rank flags; summed over ranks."""
+    """1-d: losses over their global weights, what loss() recorded, the votes; summed over ranks."""
     norm: HostCopy
     """0-d: norm of the whole reduced gradient before clipping."""
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
@@ -52,6 +68,10 @@ class StepResult:
     """What the task's `after_step` changed in its model."""
     seconds: float = 0.0
     """From the end of the previous step to the end of this one, on the host's clock."""
+
+    def votes(self) -> Votes:
+        """The votes of all ranks; waits for the device."""
+        return Votes(*self.sums.read()[-len(Votes._fields) :])
 
     def loss_and_norm(self) -> tuple[float, float]:
         """The sum of the losses, and the norm of the gradient; waits for the device."""
@@ -90,8 +110,8 @@ class Stepper:
         self._recorded: dict[str, Tensor] = {}
         self._sum_dtype = torch.float32 if world.device.type == "mps" else torch.float64
 
-    def run(self, loaded: LoadedStep, rate: float, rank_flags: list[float]) -> StepResult:
-        """One optimizer step at learning rate `rate`. `rank_flags` are summed over ranks with the losses."""
+    def run(self, loaded: LoadedStep, rate: float, votes: Votes = NO_VOTES) -> StepResult:
+        """One optimizer step at learning rate `rate`. `votes` are summed over ranks with the losses."""
         figures: dict[str, float] = {}
 
         def observe() -> None:
@@ -102,10 +122,9 @@ class Stepper:
             names, sums = self.backward(loaded)
             with self.world.recorder.part("optimizer"):
                 norm = self.strategy.step_optimizer(rate, observe)
-        flags = numbers_to_device(rank_flags, sums.dtype, sums.device)
-        packed_metrics = self.world.all_reduce_sum(torch.cat([sums, flags]))
-        recorded = self._unpack_recorded(packed_metrics)
-        copies = HostCopy(packed_metrics), HostCopy(norm)
+        packed = torch.cat([sums, numbers_to_device(votes, sums.dtype, sums.device)])
+        recorded = self._unpack_recorded(self.world.all_reduce_sum(packed))
+        copies = HostCopy(packed), HostCopy(norm)
         return StepResult(loaded, rate, names, *copies, recorded, figures)
 
     def backward(self, loaded: LoadedStep) -> tuple[list[str], Tensor]:
@@ -151,10 +170,8 @@ class Stepper:
         cohorts, each computed alone; of one sample where `only` names it. Nothing that trains changes.
         """
         work, model, cohort = loaded.work, self.strategy.unwrapped, self.task.cohort
-        noise = self.noise.preserve_state() if self.noise else contextlib.nullcontext()
-        packing = self.packing.preserve_state() if self.packing else contextlib.nullcontext()
         found = []
-        with noise, packing, loss_checks.preserve_state(model, self.world.device):
+        with self._preserving(model):
             for number, (micro, host) in enumerate(zip(work.micro_batches, loaded.batches, strict=True)):
                 for start in range(0, len(micro.positions), cohort):
                     rows = slice(start, start + cohort)
@@ -168,6 +185,14 @@ class Stepper:
                         (places, {k: float(self._share(v, work.unit_weights)) for k, v in losses.items()})
                     )
         return found
+
+    @contextlib.contextmanager
+    def _preserving(self, model: nn.Module) -> Iterator[None]:
+        """Inside, other samples may be bound and computed: nothing that trains changes."""
+        noise = self.noise.preserve_state() if self.noise else contextlib.nullcontext()
+        packing = self.packing.preserve_state() if self.packing else contextlib.nullcontext()
+        with noise, packing, loss_checks.preserve_state(model, self.world.device):
+            yield
 
     @contextlib.contextmanager
     def _caching_transforms(self) -> Iterator[None]:
@@ -241,9 +266,7 @@ class Stepper:
 
         with self.world.accelerator.autocast():
             half_precision = torch.is_autocast_enabled(self.world.device.type)
-        noise = self.noise.preserve_state() if self.noise else contextlib.nullcontext()
-        packing = self.packing.preserve_state() if self.packing else contextlib.nullcontext()
-        with noise, packing, loss_checks.preserve_state(self.strategy.model, self.world.device):
+        with self._preserving(self.strategy.model):
             loss_checks.refuse_means(
                 loss_checks.loss_values(losses), compute, middle, len(micro.positions), half_precision
             )
@@ -290,16 +313,10 @@ class Stepper:
 
     def _unpack_recorded(self, packed: Tensor) -> dict[str, Tensor]:
         assert self.findings.names is not None
-        sizes = [math.prod(shape) for shape in self.findings.recorded_shapes.values()]
-        pieces = (
-            packed[len(self.findings.names) : len(self.findings.names) + sum(sizes)].split(sizes)
-            if sizes
-            else ()
-        )
-        return {
-            name: piece.view(shape)
-            for (name, shape), piece in zip(self.findings.recorded_shapes.items(), pieces, strict=True)
-        }
+        found, offset = {}, len(self.findings.names)
+        for name, shape in self.findings.recorded_shapes.items():
+            found[name] = packed[offset : (offset := offset + math.prod(shape))].view(shape)
+        return found
 
     def _share(self, loss: Loss, unit_weights: dict[str, float]) -> Tensor:
         """A loss over its unit's weight in the whole global batch; zero where that weight is zero."""

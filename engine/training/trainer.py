@@ -13,7 +13,6 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.measures import format_duration
 from isobatch.core.plan import REHEARSED_STEPS
-from isobatch.core.recipe import DEMO
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
@@ -49,8 +48,6 @@ if TYPE_CHECKING:
 
 TRIED_SAMPLES = 64
 """Held-out samples with which a user's own task is tried before its first step."""
-MUCH_WORSE = 0.01
-"""Share by which the last evaluation must be worse than the best one to be told."""
 
 
 def train(context: RunContext, end_process: Callable[[str], None]) -> None:
@@ -218,30 +215,12 @@ def _say_if_too_short(context: RunContext, loop: PhaseLoop, valid: dict[str, flo
     """A line where training ended too early, unless early stopping chose its end."""
     if context.progress.step < loop.schedule.steps or loop.earlier_best_step():
         return
-    if _say_if_it_was_better(context, loop, valid):
-        return
     name, direction = context.task.best_metric
     sign = 1 if direction == "min" else -1
     evaluations = [sign * v for v in (*loop.held_out, *([valid[name]] if name in valid else []))]
     folder, schedules = str(context.run.folder), context.session.schedules
     if remark := ending_remark(context.recipe, schedules, loop.losses, evaluations, folder):
         context.console.say(remark)
-
-
-def _say_if_it_was_better(context: RunContext, loop: PhaseLoop, valid: dict[str, float]) -> bool:
-    """A line where an earlier evaluation of the same samples was clearly better than that of the end."""
-    name, stopping = context.task.best_metric[0], loop.early_stopping
-    best, last, recipe = stopping.best, valid.get(name), context.recipe
-    if best is None or last is None or stopping.patience or recipe.eval_fraction < 1 or recipe.data == DEMO:
-        return False
-    worse = last - best if stopping.direction == "min" else best - last
-    if worse <= MUCH_WORSE * abs(best):
-        return False
-    context.console.say(
-        f"{name} was {best:.4g} after step {stopping.best_step}, better than at the end:"
-        " --patience 3 would have kept that checkpoint"
-    )
-    return True
 
 
 def _refuse_nonfinite_weights(context: RunContext, strategy: Strategy) -> None:

@@ -172,7 +172,7 @@ def trained(
     runner = stepper(task(recipe, None), recipe, world, made, keyed, "train")
     order = Sampler(COUNT, recipe.batch_size, 0, cohort=task.cohort).batch
     loader = BatchLoader(source(), order, chosen, world.rank, task.cohort, made.equal_counts)
-    sums = [runner.run(loaded, recipe.lr, []).sums.read() for loaded in loader.steps(0, 3)]
+    sums = [runner.run(loaded, recipe.lr).sums.read() for loaded in loader.steps(0, 3)]
     calls = [site.calls for site in keyed.sites.values()] if keyed else []
     state = {name: t.tolist() for name, t in model.state_dict().items()}
     return {"sums": sums, "calls": calls, "state": state, "generator": torch.get_rng_state().tolist()}

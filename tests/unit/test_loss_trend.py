@@ -22,7 +22,7 @@ def curve(steps: int, shape: Any, noise: float) -> list[float]:
 @pytest.mark.parametrize(
     ("losses", "falls"),
     [
-        (curve(34, lambda x: 0.69 - 0.2 * x, 0.01), True),  # a fine-tuning cut short
+        (curve(48, lambda x: 0.69 - 0.2 * x, 0.01), True),  # a fine-tuning cut short
         (curve(300, lambda x: 0.69 - 0.4 * x, 0.05), True),
         (curve(3000, lambda x: 3 + 3 * math.exp(-3 * x), 0.1), True),
         (curve(34, lambda x: 0.69 - 0.02 * x, 0.05), False),  # less than the noise

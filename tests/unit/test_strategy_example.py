@@ -31,7 +31,7 @@ def weights_after_two_steps(kind: type[Strategy], size: int) -> Any:
         runner = stepper(strategy)
         sampler = Sampler(COUNT, RECIPE.batch_size, RECIPE.seed)
         for loaded in BatchLoader(source(), sampler.batch, chosen, world.rank).steps(0, 2):
-            runner.run(loaded, RECIPE.lr, [])
+            runner.run(loaded, RECIPE.lr)
         return {name: p.detach().clone() for name, p in strategy.unwrapped.named_parameters()}
 
     return part

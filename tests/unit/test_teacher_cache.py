@@ -119,18 +119,6 @@ def test_a_changed_answer_is_found_and_computed_again(tmp_path: Path) -> None:
     assert again.fetch(np.array([17]))["teacher.sum"][:, 0].tolist() == sums(source(), np.array([17]))
 
 
-def test_answers_of_an_earlier_version_get_digests(tmp_path: Path) -> None:
-    ask(Counting(), tmp_path, np.arange(50))
-    (file,) = tmp_path.glob("*/digests.npy")
-    before = np.load(file)
-    file.unlink()
-    model = Counting()
-    found = ask(model, tmp_path, np.arange(50))
-    assert model.seen == 0
-    assert np.array_equal(np.load(file), before)
-    found.fetch(np.array([0, 299]))  # the last has no answer, and is a dummy's at most
-
-
 def test_the_samples_used_are_those_of_the_steps() -> None:
     sampler = Sampler(100, 8, seed=3)
     short, whole = PhaseSchedule("a", 2, 13, 0.1, 13), PhaseSchedule("b", 40, 13, 0.1, 13)

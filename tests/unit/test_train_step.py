@@ -22,7 +22,7 @@ from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.engine.strategies import replicated as replicas_module
 from isobatch.engine.strategies.replicated import SCALE_START, ReplicatedStrategy
-from isobatch.engine.training.train_step import Stepper
+from isobatch.engine.training.train_step import Stepper, Votes
 from isobatch.models import base
 from isobatch.models.base import Batch, Loss, StepContext, Task
 from isobatch.tests.unit.helpers import InMemoryState, plan
@@ -113,9 +113,9 @@ def trained(
         loader = BatchLoader(source(), sampler.batch, strategy.plan, world.rank, 1, strategy.equal_counts)
         found: dict[str, Any] = {"sums": [], "norms": [], "votes": [], "scale": []}
         for loaded in loader.steps(0, steps):
-            result = runner.run(loaded, recipe.lr, [float(world.rank == 1), 1.0])
+            result = runner.run(loaded, recipe.lr, Votes(stop=float(world.rank == 1), failed=1.0))
             found["sums"].append(dict(zip(result.names, result.sums.read(), strict=False)))
-            found["votes"].append(result.sums.read()[len(result.names) :])
+            found["votes"].append(result.votes())
             found["norms"].append(result.norm.read()[0])
             found["scale"].append(strategy.scale)
         found["weights"] = {n: p.detach().clone() for n, p in strategy.unwrapped.named_parameters()}
@@ -182,7 +182,7 @@ def test_every_rank_issues_the_same_collectives(size: int, run_ranks: Any) -> No
     one = [
         ("sum", (len(parameters) + 1,), torch.int32),  # and whether there was work
         ("sum", (used,), torch.float32),
-        ("sum", (4,), torch.float64),  # two losses and two votes
+        ("sum", (6,), torch.float64),  # two losses and four votes
     ]
     assert first == [("gather",), *one, *one]
 
@@ -229,9 +229,7 @@ def test_the_reduction_comes_in_buckets_of_bounded_size(
 
 def test_votes_are_counted_over_the_ranks(run_ranks: Any) -> None:
     outcome = run_ranks(3, trained(steps=1))
-    assert [v["votes"] for v in outcome.values] == [
-        [[1.0, 3.0]]
-    ] * 3  # rank 1 asks for one thing, all for another
+    assert [v["votes"] for v in outcome.values] == [[Votes(stop=1, failed=3)]] * 3
 
 
 def test_a_loss_is_its_sum_over_the_weight_of_the_whole_batch(run_ranks: Any) -> None:
@@ -244,7 +242,7 @@ def test_a_loss_is_its_sum_over_the_weight_of_the_whole_batch(run_ranks: Any) ->
         runner = stepper(strategy := replicas(world, made, recipe), recipe)
         made.eval()  # without dropout, so that the sum can be taken here
         (loaded,) = BatchLoader(rows, lambda _: samples, strategy.plan, 0).steps(0, 1)
-        result = runner.run(loaded, 0.0, [])
+        result = runner.run(loaded, 0.0)
         total = 0.0
         for i in samples:
             row = torch.from_numpy(rows.fetch(np.array([i]))["tokens"].astype(np.int64))
@@ -528,8 +526,8 @@ def test_what_a_loss_records_is_summed_in_the_losses_reduction(size: int, run_ra
         runner = Stepper(Recording(RECIPE, None), RECIPE, world, strategy, KeyedNoise(0), "train")
         sampler = Sampler(COUNT, RECIPE.batch_size, RECIPE.seed)
         loader = BatchLoader(source(), sampler.batch, strategy.plan, world.rank)
-        results = [runner.run(loaded, 0.1, [1.0]) for loaded in loader.steps(0, 2)]
-        assert [r.sums.read()[-1] for r in results] == [size, size]  # the rank flag stands last
+        results = [runner.run(loaded, 0.1, Votes(stop=1.0)) for loaded in loader.steps(0, 2)]
+        assert [r.votes().stop for r in results] == [size, size]
         return [{name: value.tolist() for name, value in r.recorded.items()} for r in results]
 
     outcome = run_ranks(size, part)
@@ -540,4 +538,4 @@ def test_what_a_loss_records_is_summed_in_the_losses_reduction(size: int, run_ra
             assert recorded["samples"] == len(lengths)
             assert recorded["tokens"] == [int((lengths > column).sum()) for column in range(20)]
     sums = [call for call in outcome.calls[0] if call[0] == "sum" and call[2] == torch.float64]
-    assert sums == [("sum", (2 + 21 + 1,), torch.float64)] * 2
+    assert sums == [("sum", (2 + 21 + 4,), torch.float64)] * 2
