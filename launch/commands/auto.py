@@ -18,7 +18,14 @@ from isobatch.engine.registry import CHAINS, workload_of
 from isobatch.engine.runs.run_folder import RunFolder, refuse_links
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
-from isobatch.launch.local.arguments import parse_sweep, request_text, sort_flags, split_words, task_name
+from isobatch.launch.local.arguments import (
+    parse_sweep,
+    request_text,
+    sort_flags,
+    split_words,
+    task_name,
+    with_seed,
+)
 from isobatch.launch.local.launch_run import (
     AutoOptions,
     ResumeOptions,
@@ -53,17 +60,12 @@ def auto(words: Sequence[str]) -> int:
 
         return compress(words)
     points = parse_sweep(words, "auto", AutoOptions)
-    options = AutoOptions(**points[0][0].extra)
-    if len(points) > 1:
-        from isobatch.launch.sweeps.sweep import train_sweep
-
-        _refuse_with_a_sweep(options)
-        return train_sweep(points, options)
-    if options.parallel > 1:
-        raise UserError(
-            f"--parallel {options.parallel}: is for a sweep; give a flag several values: --lr 1e-3,1e-4"
-        )
     request = points[0][0]
+    options = AutoOptions(**request.extra)
+    about_one = {"seeds": options.seeds > 1, "dump-config": options.dump_config, "dry-run": options.dry_run}
+    if len(points) > 1 and any(about_one.values()):
+        word = next(word for word, is_given in about_one.items() if is_given)
+        raise UserError(f"--{word}: is about one run; give each flag one value, or --seed 0-2 with a list")
     if options.dump_config:
         print(request_text(request))
         return DONE
@@ -72,22 +74,17 @@ def auto(words: Sequence[str]) -> int:
 
         return show_plan(request, PlanCommandOptions(json=options.json))
     if options.seeds > 1:
-        from isobatch.launch.sweeps.seeds import train_seeds
+        points = [(with_seed(request, request.recipe.seed + k), ("seed",)) for k in range(options.seeds)]
+    if len(points) > 1:
+        from isobatch.launch.sweeps.sweep import train_sweep
 
-        return train_seeds(request, options.seeds, options.json)
+        return train_sweep(points, options)
+    if options.parallel > 1:
+        raise UserError(
+            f"--parallel {options.parallel}: is for a sweep; give a flag several values: --lr 1e-3,1e-4"
+        )
     run, verdict = find_or_train(request, trust=options.trust)
     return _print_result(run, verdict.code, options)
-
-
-def _refuse_with_a_sweep(options: AutoOptions) -> None:
-    """Raises UserError for flags that are about one run."""
-    if options.seeds > 1:
-        raise UserError(
-            f"--seeds {options.seeds}: a list makes a run for each value; give --seed 0-2 with it"
-        )
-    if options.dump_config or options.dry_run:
-        word = "--dump-config" if options.dump_config else "--dry-run"
-        raise UserError(f"{word}: is about one run; give each flag one value")
 
 
 def resume(words: Sequence[str]) -> int:

@@ -28,7 +28,7 @@ from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.words.config_files import config_text, flags_of_files, join
 from isobatch.launch.local.words.foreign_words import Translation, translate, words_for
 from isobatch.launch.local.words.other_tools import SYNONYMS
-from isobatch.launch.local.words.sweeps import combinations
+from isobatch.launch.local.words.sweeps import combinations, label
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -79,6 +79,10 @@ class Request:
     """The command's own flags."""
     notes: list[str]
     """Lines for the user on values that were derived, such as those of a preset."""
+
+
+Point = tuple[Request, tuple[str, ...]]
+"""A request of a sweep, with the names of what was swept."""
 
 
 def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -180,9 +184,7 @@ def parse_request(words: Sequence[str], command: str, options_class: type | None
     return _request(chosen, groups, found, options_class)
 
 
-def parse_sweep(
-    words: Sequence[str], command: str, options_class: type | None = None
-) -> list[tuple[Request, tuple[str, ...]]]:
+def parse_sweep(words: Sequence[str], command: str, options_class: type | None = None) -> list[Point]:
     """As `parse_request`, where a flag of the recipe may list several values: (request, names of those flags)
     for each combination. Raises UserError.
     """
@@ -192,6 +194,29 @@ def parse_sweep(
         (_request(chosen, groups, dataclasses.replace(found, flags=one.flags), options_class), one.swept)
         for one in points
     ]
+
+
+def distinct(points: Sequence[Point]) -> list[Point]:
+    """The points without those of an equal recipe: of equal values, however spelt, the first stays."""
+    found = {request.recipe.hash(): (request, swept) for request, swept in reversed(points)}
+    return list(reversed(found.values()))
+
+
+def labelled(point: Point) -> Request:
+    """The point's request, named after its values."""
+    request, swept = point
+    return named(request, label(request.recipe, swept))
+
+
+def named(request: Request, ending: str) -> Request:
+    """With the ending behind --name; a run without a name is called after its recipe."""
+    name = f"{request.run.name}-{ending}" if request.run.name else None
+    return dataclasses.replace(request, run=dataclasses.replace(request.run, name=name))
+
+
+def with_seed(request: Request, seed: int) -> Request:
+    """The request with another seed."""
+    return dataclasses.replace(request, recipe=dataclasses.replace(request.recipe, seed=seed))
 
 
 def _read(

@@ -22,21 +22,21 @@ from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
+from isobatch.launch.local.arguments import distinct, labelled
 from isobatch.launch.local.launch_run import find_or_train
 from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
+from isobatch.launch.report.figures import draw_figure
 from isobatch.launch.sweeps.parallel import OUTPUT, shares_of_machine, train_in_parallel
-from isobatch.launch.sweeps.plot import write_plot
-from isobatch.launch.sweeps.points import distinct, labelled
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from isobatch.core.recipe import Recipe
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.launch.local.arguments import Point
     from isobatch.launch.local.launch_run import AutoOptions
-    from isobatch.launch.sweeps.points import Point
 
-FILE_NAME = "sweep.json"
+FILE_NAME, PLOT = "sweep.json", "sweep.png"
 SEED = "seed"
 TEST, VALID = HELD_OUT_SPLITS
 
@@ -61,14 +61,14 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
     points = distinct(points)
     first = points[0][0]
     compared_by = first.workload.make(first.recipe)[0].compared_by
-    trained = []
+    trained: list[Trained] = []
     for swept, (run, code) in zip(_values(points), _train_all(points, options), strict=True):
         if code == STOPPED:
             return STOPPED
         metrics = (run.summary() or {}).get("metrics_by_split", {}) if code == DONE else {}
         trained.append(Trained(values=swept, folder=run.folder, code=code, metrics=metrics))
     folder = _folder(points)
-    found = summary(trained, *compared_by)
+    found = summary(trained, *compared_by, of_seeds=options.seeds > 1)
     atomic_files.write_json(folder / FILE_NAME, found)
     write_plot(found, folder)
     print(
@@ -133,11 +133,13 @@ def _folder(points: Sequence[Point]) -> Path:
     return folder
 
 
-def summary(trained: Sequence[Trained], metric: str, direction: str) -> dict[str, Any]:
+def summary(
+    trained: Sequence[Trained], metric: str, direction: str, of_seeds: bool = False
+) -> dict[str, Any]:
     """The answer of --json: a row for each setting with its figures on the validation split, and the best of
-    them by the task's own metric, with those on the test split.
+    them by the task's own metric, with those on the test split. `of_seeds`: one row for seeds alone, too.
     """
-    names = [name for name in trained[0].values if name != SEED] or [SEED]
+    names = [name for name in trained[0].values if name != SEED] or ([] if of_seeds else [SEED])
     settings: dict[tuple[Any, ...], list[Trained]] = {}
     for one in trained:
         settings.setdefault(tuple(one.values[name] for name in names), []).append(one)
@@ -204,7 +206,7 @@ def _legend(found: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
         yield f"best: by {VALID} {found['metric']} ({better} is better)"
     if best and TEST in best:
         figures = (f"{name} {_figure(best[TEST], name)}" for name in names if name in best[TEST]["metrics"])
-        yield f"{TEST}, of the best alone: " + "  ".join(figures)
+        yield f"{TEST}{', of the best alone' if len(found['rows']) > 1 else ''}: " + "  ".join(figures)
     if any(row["deviations"] for row in found["rows"]):
         seeds = max(len(row["runs"]) - row["failed"] for row in found["rows"])
         yield f"+-: standard deviation of {seeds} seeds around their mean"
@@ -219,3 +221,42 @@ def _figure(row: Mapping[str, Any], name: str) -> str:
         return ""
     text = f"{row['metrics'][name]:.4g}"
     return f"{text} +- {row['deviations'][name]:.2g}" if name in row["deviations"] else text
+
+
+LOGARITHMIC = 10
+"""Largest over smallest value from which on an axis is logarithmic."""
+
+
+def write_plot(found: Mapping[str, Any], folder: Path) -> None:
+    """Draw the rows of `sweep.summary` that have the metric; nothing where fewer than two do."""
+    rows = [row for row in found["rows"] if found["metric"] in row["metrics"]]
+    if len(rows) < 2:
+        return
+    numbers = [n for n, v in rows[0]["values"].items() if type(v) in (int, float)]
+    axis = numbers[0] if numbers else next(iter(rows[0]["values"]))
+
+    def draw(ax: Any) -> None:
+        for name, line in _lines(rows, axis).items():
+            x = [row["values"][axis] for row in line]
+            y = [row["metrics"][found["metric"]] for row in line]
+            spread = [row["deviations"].get(found["metric"], 0.0) for row in line]
+            ax.errorbar(x if numbers else list(map(str, x)), y, yerr=spread, marker="o", ms=4, label=name)
+        ax.set(xlabel=axis.replace("_", " "), ylabel=f"{found['split']} {found['metric']}".replace("_", " "))
+        found_x = [row["values"][axis] for row in rows] if numbers else [1]
+        if min(found_x) > 0 and max(found_x) / min(found_x) >= LOGARITHMIC:
+            ax.set_xscale("log")
+        if len(ax.containers) > 1:
+            ax.legend(fontsize=8, frameon=False)
+
+    file = folder / PLOT
+    with atomic_files.explain_write_errors(file):
+        draw_figure(draw, 5.2, 3.2).savefig(file, format="png", dpi=110)
+
+
+def _lines(rows: list[dict[str, Any]], axis: str) -> dict[str, list[dict[str, Any]]]:
+    """Values beside the axis, in words -> their rows in the order of the axis."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["values"][axis]):
+        name = ", ".join(f"{n.replace('_', ' ')} {v}" for n, v in row["values"].items() if n != axis)
+        found.setdefault(name, []).append(row)
+    return found

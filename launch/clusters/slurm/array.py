@@ -6,7 +6,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 from isobatch.launch.clusters.slurm.options import parse_array
-from isobatch.launch.sweeps.points import distinct, labelled, named, with_seed
+from isobatch.launch.local.arguments import distinct, labelled, named, with_seed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
