@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
-import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,12 +24,6 @@ if TYPE_CHECKING:
 
     from isobatch.models.base import Batch
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
 MERGE_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 """Most that logits may differ between a merged and an unmerged adapter, relative to the largest logit, by the
 number format in which both compute."""
@@ -210,13 +203,6 @@ def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False, 
     model: Any = load_base_model(base, config, revision, bits, remote_code, **more)
     lora.fit_embeddings(model, folder)
     return lora.put_adapter(model, folder, base)
-
-
-def copy_adapter_files(final: Path, folder: Path) -> None:
-    """Copy the adapter and its tokenizer from `final` to `folder`."""
-    for file in (lora.ADAPTER_FILE, lora.CONFIG_FILE, *TOKENIZER_FILES):
-        if (final / file).is_file():
-            shutil.copy(final / file, folder)
 
 
 def first_logits(model: Any, batches: Iterable[Batch]) -> list[tuple[Tensor, Tensor]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -329,7 +330,9 @@ class CausalLM(Task):
             raise UserError(f"export to {kind}: the run trained no adapter: final/ is the whole model")
         reopened = partial(adapters.open_adapted_model, remote_code=self.options.remote_code)
         if kind == "adapter":
-            adapters.copy_adapter_files(final, folder)
+            for file in final.iterdir():
+                if file.suffix in (".json", ".jinja", ".safetensors"):
+                    shutil.copy(file, folder)
             trained = adapters.first_logits(reopened(final).eval(), batches())
             return adapters.check_same_logits(trained, reopened(folder).eval())
         model = reopened(final, as_stored=True).eval()

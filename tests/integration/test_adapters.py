@@ -153,28 +153,9 @@ def test_processes_learn_the_same_with_an_adapters_dropout(home: Path) -> None:
     assert verified.returncode == 0, verified.stdout + verified.stderr
 
 
-def test_what_trains_is_said_before_and_after(home: Path) -> None:
-    words = [word for word in TASK if word != "--quiet"]
-    done = launch(*words, *WAYS["lora"], "--steps", "2", "--max-length", "64", "--name", "said", cwd=home)
-    # A block's rank-8 pairs: 64 -> 192, 64 -> 64 and 256 -> 64.
-    count = 2 * 8 * ((64 + 192) + (64 + 64) + (256 + 64))
-    assert f"lora of rank 8 on 2 c_attn, 4 c_proj trains {count:,} of" in done.stderr
-    assert summary(home / "runs" / "said")["trainable_parameters"] == count
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--adapter", "lora", "--lora-targets", "c_atn"], "there are c_attn, c_fc, c_proj"),
-        (
-            ["--adapter", "qlora", "--strategy", "zero3", "--processes", "2"],
-            "bitsandbytes' weights cannot be cut",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_what_cannot_be_is_answered_in_a_line(flags: list[str], said: str, home: Path) -> None:
-    assert said in complaint(launch(*TASK, *flags, "--max-length", "64", cwd=home))
+def test_rounded_weights_cannot_be_cut(home: Path) -> None:
+    flags = ["--adapter", "qlora", "--strategy", "zero3", "--processes", "2", "--max-length", "64"]
+    assert "bitsandbytes' weights cannot be cut" in complaint(launch(*TASK, *flags, cwd=home))
 
 
 def test_another_tokenizer_needs_new_embeddings(home: Path, tmp_path: Path) -> None:
