@@ -32,8 +32,6 @@ LEAST_SAMPLES = 1024
 """Samples of the window of posteriors, at least, whatever the batch."""
 COMPARED_SAMPLES, COMPARISONS = 8, 8
 """Samples of a batch that are decoded with their own and another's latent vector; batches that are kept."""
-SHOWN_POINTS = 256
-"""Points of a latent projection in metrics.jsonl."""
 State = Literal["starting", "healthy", "collapsing", "collapsed"]
 STATES: tuple[State, ...] = ("starting", "healthy", "collapsing", "collapsed")
 COLLAPSED_KL = 0.1
@@ -101,17 +99,6 @@ def mutual_information(mean: Tensor, logvar: Tensor, noise: Tensor) -> float:
     return float((conditional - torch.cat(aggregate)).mean()) + math.log(len(z))
 
 
-def projection(mean: Tensor) -> Tensor:
-    """(N, 2): posterior means on their two first principal components; (N, 1) padded for one dimension."""
-    centred = mean - mean.mean(0)
-    _, axes = torch.linalg.eigh(centred.T @ centred)
-    largest = axes[:, -2:].flip(1)
-    # An eigenvector's sign is arbitrary: its largest entry is made positive, so that plots do not jump.
-    signs = largest.gather(0, largest.abs().argmax(0, keepdim=True)).sign()
-    points = centred @ (largest * signs)
-    return nn.functional.pad(points, (0, 2 - points.shape[1]))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
     """One report: means over the window; nats per sample unless said otherwise."""
@@ -130,8 +117,6 @@ class Figures:
     """Log of the number of samples in the window: the largest mutual information it can show."""
     shuffle_gap: float | None = None
     """How much worse the decoder predicts with another sample's latent vector; None before it is known."""
-    points: list[list[float]] | None = None
-    """A projection of posterior means to two dimensions."""
 
     @property
     def kl(self) -> float:
@@ -144,17 +129,15 @@ class Figures:
 
     def metrics(self) -> dict[str, Any]:
         """The fields of a report in metrics.jsonl."""
-        found = {
+        found: dict[str, Any] = {
             "window_kl": self.kl,
             "window_reconstruction": self.reconstruction,
             "active_units": len(self.active),
             "mutual_information": self.mutual_information,
             "mutual_information_ceiling": self.ceiling,
             "kl_per_dimension": [round(v, 6) for v in self.kl_per_dimension],
-            "shuffle_gap": self.shuffle_gap,
-            "latent_projection": self.points,
         }
-        return {name: value for name, value in found.items() if value is not None}
+        return found if self.shuffle_gap is None else {**found, "shuffle_gap": self.shuffle_gap}
 
 
 class History(NamedTuple):
@@ -380,32 +363,26 @@ class PosteriorMonitor(nn.Module):
             self.compared[number] = recorded[COMPARED].to(self.compared.dtype)
 
     def report(self, step: int, steps: int, seed: int) -> Figures:
-        """The figures of the window after step `step` (from 0) of `steps`. It waits for the device.
-
-        A latent projection is in the reports of the steps that draw, and in the last one.
-        """
-        sums, last = self.sums.to(self._double), step + 1 == steps
+        """The figures of the window after step `step` (from 0) of `steps`. It waits for the device."""
+        sums = self.sums.to(self._double)
         total = sums.sum(0)
         mean, _, squares = sums[:, 4 : 4 + 3 * self.latent].view(len(sums), 3, self.latent).unbind(1)
         variance = variance_within(mean, squares, sums[:, :1])
         means, logvar = self._posteriors(self.rows[_present(self.rows)[:, 0]].to(self._double))
         drawn = np.random.default_rng([seed, step]).standard_normal(tuple(means.shape))
         information = mutual_information(means, logvar, torch.from_numpy(drawn).to(means))
-        regular = not (step + 1) % self.pace.report_every and not (step + 1) % self.pace.plot_every
-        points = projection(means[:SHOWN_POINTS]).tolist() if regular or last else None
         compared = self.compared.to(self._double).sum(0)
         flat = torch.cat([total[:4], compared, total[4 + 3 * self.latent :], variance]).tolist()
         count, _, _, nll, compared_count, own_nll, other_nll, *per_dimension = flat
         return Figures(
             step=step + 1,
-            full=step + 1 >= max(len(self.sums), self.blocks) or last,
+            full=step + 1 >= max(len(self.sums), self.blocks) or step + 1 == steps,
             kl_per_dimension=[value / count for value in per_dimension[: self.latent]],
             variance=per_dimension[self.latent :],
             reconstruction=nll / count,
             mutual_information=information,
             ceiling=math.log(len(means)),
             shuffle_gap=(other_nll - own_nll) / compared_count if compared_count else None,
-            points=None if points is None else [[round(v, 3) for v in point] for point in points],
         )
 
     def judge(self, figures: Figures) -> tuple[History, bool]:

@@ -14,12 +14,12 @@ COLOURS = "viridis"
 
 
 class SequenceVAEReport(TaskReport):
-    """KL per dimension, active units, reconstruction against KL, and a projection of the latent space."""
+    """KL per dimension, active units, and reconstruction against KL."""
 
     curves: ClassVar = ("reconstruction", "kl")
     reported: ClassVar = (
         *("kl_per_dimension", "window_kl", "window_reconstruction", "active_units", "mutual_information"),
-        *("mutual_information_ceiling", "latent_projection"),
+        "mutual_information_ceiling",
     )
 
     def run_drawings(self, run: Mapping[str, Any]) -> list[Drawing]:
@@ -28,11 +28,9 @@ class SequenceVAEReport(TaskReport):
         if not rows:
             return []
         columns = {name: [row.get(name) for row in rows] for name in ("step", *self.reported)}
-        points = [row for row in rows if row.get("latent_projection")]
-        posterior, latent = partial(_posterior, columns), partial(_latent, columns, points)
         return [
-            Drawing("Posterior over the steps", posterior, 12, 3.4, 3),
-            Drawing("Latent space", latent, 9 if points else 5, 3.6, 1 + bool(points)),
+            Drawing("Posterior over the steps", partial(_posterior, columns), 12, 3.4, 3),
+            Drawing("Reconstruction against KL", partial(_trade, columns), 5, 3.6),
         ]
 
 
@@ -52,13 +50,9 @@ def _posterior(columns: Mapping[str, list[Any]], *axes: Any) -> None:
     information.legend(fontsize=8, frameon=False)
 
 
-def _latent(columns: Mapping[str, list[Any]], points: list[Mapping[str, Any]], *axes: Any) -> None:
-    """Reconstruction against KL, coloured by step; posterior means of the newest projection."""
+def _trade(columns: Mapping[str, list[Any]], axes: Any) -> None:
+    """Reconstruction against KL, coloured by step."""
     kl, reconstruction = columns["window_kl"], columns["window_reconstruction"]
-    dots = axes[0].scatter(kl, reconstruction, c=columns["step"], cmap=COLOURS, s=14)
-    axes[0].figure.colorbar(dots, ax=axes[0], label="step")
-    axes[0].set(xlabel="KL, nats per sample", ylabel="reconstruction, nats per sample")
-    if points:
-        x, y = zip(*points[-1]["latent_projection"], strict=True)
-        axes[1].scatter(x, y, s=8, alpha=0.6)
-        axes[1].set(title=f"posterior means, step {points[-1]['step']}")
+    dots = axes.scatter(kl, reconstruction, c=columns["step"], cmap=COLOURS, s=14)
+    axes.figure.colorbar(dots, ax=axes, label="step")
+    axes.set(xlabel="KL, nats per sample", ylabel="reconstruction, nats per sample")

@@ -214,4 +214,4 @@ def test_the_commands_of_a_latent_space(sequences: Path, tmp_path: Path) -> None
     metrics = json.loads(shown.stdout)["valid"]
     assert metrics["iw_nll"] < metrics["loss"]  # the bound is above it
     plots = sorted(file.name for file in (run / "plots").iterdir())
-    assert plots == ["latent-space.png", "posterior-over-the-steps.png", "training.png"]
+    assert plots == ["posterior-over-the-steps.png", "reconstruction-against-kl.png", "training.png"]

@@ -35,8 +35,7 @@ def rows() -> list[tuple[list[int], int | None]]:
     return [*found, ([9, 10, 11, END], None)]
 
 
-@pytest.mark.parametrize("response_only", [True, False])
-def test_the_label_with_the_highest_probability_is_predicted(model: Any, response_only: bool) -> None:
+def test_the_label_with_the_highest_probability_is_predicted(model: Any) -> None:
     expected = []
     for tokens, own in rows():
         prompt = tokens[: len(tokens) - len(ANSWERS[own])] if own is not None else tokens
@@ -51,12 +50,6 @@ def test_the_label_with_the_highest_probability_is_predicted(model: Any, respons
     batch = {
         "tokens": torch.tensor([tokens + [0] * (width - len(tokens)) for tokens, _ in rows()]),
         "length": torch.tensor([len(tokens) for tokens, _ in rows()]),
-        "learn": torch.tensor(
-            [
-                [0] + [int(not response_only or k >= len(t) - len(ANSWERS[o or 0])) for k in range(1, width)]
-                for t, o in rows()
-            ]
-        ),
     }
     with torch.no_grad():
         assert correct_predictions(model, batch, ANSWERS).tolist() == expected

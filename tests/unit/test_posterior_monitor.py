@@ -73,14 +73,6 @@ def test_mutual_information_knows_its_ends() -> None:
     assert posterior.mutual_information(apart, one, noise) == pytest.approx(math.log(200), abs=1e-6)
 
 
-def test_projection_keeps_what_varies_most() -> None:
-    mean = torch.from_numpy(drawn(400)[0])
-    points = posterior.projection(mean)
-    assert points[:, 0].var() == pytest.approx(float(mean[:, 0].var()), rel=0.01)
-    assert torch.allclose(points, posterior.projection(mean.flip(0)).flip(0), atol=1e-9)
-    assert posterior.projection(mean[:, :1]).shape == (400, 2)
-
-
 PACE = MonitorPace(report_every=10, compare_every=10, plot_every=20, window=40)
 BATCH, TOTAL = 32, 1000
 
@@ -143,16 +135,9 @@ def test_a_mean_that_drifts_is_no_information() -> None:
     found = PosteriorMonitor(PACE, LATENT, BATCH)
     for step in range(60):
         part = Posterior(torch.full((BATCH, LATENT), 0.05 * step), torch.zeros(BATCH, LATENT))
-        totals = torch.tensor([BATCH, 7.0 * BATCH, 0, 0])
-        found.add(
-            step,
-            TOTAL,
-            {
-                STEP: found.measure(part, part.kl(), np.arange(BATCH)),
-                TOTALS: totals,
-                COMPARED: torch.zeros(3),
-            },
-        )
+        recorded = {TOTALS: torch.tensor([BATCH, 7.0 * BATCH, 0, 0]), COMPARED: torch.zeros(3)}
+        recorded[STEP] = found.measure(part, part.kl(), np.arange(BATCH))
+        found.add(step, TOTAL, recorded)
     figures = found.report(59, TOTAL, seed=0)
     assert figures.active == []
     assert figures.mutual_information == pytest.approx(0, abs=1e-6)
@@ -163,9 +148,8 @@ def test_a_short_batch_leaves_the_other_posteriors() -> None:
     before = found.rows.clone()
     mean, logvar = (torch.from_numpy(a).float() for a in drawn(3, seed=99))
     part = Posterior(mean, logvar)
-    found.add(
-        60, TOTAL, {STEP: found.measure(part, part.kl(), np.arange(3)), TOTALS: torch.tensor([3.0, 21, 0, 0])}
-    )
+    own = found.measure(part, part.kl(), np.arange(3))
+    found.add(60, TOTAL, {STEP: own, TOTALS: torch.tensor([3.0, 21, 0, 0])})
     start = 60 % found.blocks * found.rows_per_step
     assert torch.equal(found.rows[start + 3 : start + 26], before[start + 3 : start + 26])
     assert found.rows[start : start + 3, :LATENT].numpy() == pytest.approx(

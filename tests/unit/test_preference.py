@@ -181,12 +181,6 @@ def test_the_reference_itself_is_right_half_of_the_time(reference: Any, policy: 
     assert moved["chosen_log_prob"] == pytest.approx(float(of_policy[:, 0].detach().mean()), abs=1e-4)
 
 
-def test_orpos_loss_is_the_sum_of_its_parts_means(policy: Any) -> None:
-    found = evaluated(make(ORPO), policy, batch())
-    assert found["loss"] == pytest.approx(found["nll"] + found["odds_ratio"])
-    assert found["nll"] == pytest.approx(-found["chosen_log_prob"], rel=0.2)  # over tokens, and over answers
-
-
 def test_the_reference_has_the_weights_that_training_begins_with() -> None:
     task = make(DPO)
     torch.manual_seed(99)
@@ -217,24 +211,11 @@ def test_noise_has_a_row_for_each_answer() -> None:
     assert torch.equal(single.uniform("x", (4,)), drawn[:2])
 
 
-@pytest.mark.parametrize(
-    ("smoothing", "options", "unread", "refused"),
-    [
-        (0.1, {}, False, ""),
-        (0.1, {"dpo_loss": "hinge"}, True, ""),
-        (0.5, {}, False, "give less than 0.5"),
-    ],
-)
-def test_label_smoothing_is_of_the_sigmoid_loss(
-    smoothing: float, options: dict[str, Any], unread: bool, refused: str
-) -> None:
-    task = make(DPO, smoothing, **options)
-    assert ("label_smoothing" in task.unread()) == unread
-    if refused:
-        with pytest.raises(UserError, match=refused):
-            task.check()
-    else:
-        task.check()
+def test_label_smoothing_is_of_the_sigmoid_loss() -> None:
+    assert "label_smoothing" in make(DPO, 0.1, dpo_loss="hinge").unread()
+    assert "label_smoothing" not in make(DPO, 0.1).unread()
+    with pytest.raises(UserError, match="--label-smoothing"):
+        make(DPO, 0.5).check()
 
 
 def exact_sums(model: Any, values: dict[str, Tensor]) -> Tensor:
