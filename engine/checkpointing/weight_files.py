@@ -47,7 +47,7 @@ class StoredTensor:
 ENDING = ".safetensors"
 NAMES = (f"model{ENDING}", f"adapter_model{ENDING}", "pytorch_model.bin")
 """Files that save_pretrained writes, in the order in which they are looked for."""
-WRAPPERS = ("module.", "_orig_mod.")
+WRAPPERS = re.compile(r"^(module\.|_orig_mod\.)+")
 """Prefixes that DDP and torch.compile leave in the names of saved weights."""
 ROUNDING, OF_A_TENSOR = 1e-5, 1e-3
 """Differences of all weights, and of a tensor, relative to their norms, that are rounding in fp32. Two cuts
@@ -70,7 +70,7 @@ def open_weights(place: Path) -> Weights:
 def stored_tensors(place: Path) -> dict[str, StoredTensor]:
     """Name -> tensor in the safetensors of a folder of transformers, or of a file. Raises UserError."""
     with _explained(place):
-        return {_plain(found.name): found for file in _files(place) for found in _read_header(file)}
+        return {WRAPPERS.sub("", found.name): found for file in _files(place) for found in _read_header(file)}
 
 
 @contextlib.contextmanager
@@ -107,12 +107,6 @@ def _read_header(file: Path) -> Iterator[StoredTensor]:
     with safe_open(str(file), framework="pt") as opened:
         for name in opened.keys():  # noqa: SIM118
             yield StoredTensor(file, name, tuple(opened.get_slice(name).get_shape()))
-
-
-def _plain(name: str) -> str:
-    while wrapper := next((w for w in WRAPPERS if name.startswith(w)), ""):
-        name = name.removeprefix(wrapper)
-    return name
 
 
 @dataclass(frozen=True, slots=True)

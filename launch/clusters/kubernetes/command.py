@@ -131,10 +131,15 @@ def render(request: Request, options: KubernetesOptions) -> str:
     namespace = {"namespace": options.namespace} if options.namespace else {}
     labels = {"app.kubernetes.io/name": "isobatch", "isobatch/run": name}
     metadata = {"name": name, **namespace, "labels": labels}
+    # By it a pod has a name, before it is ready too: the first one waits for the others.
+    service = {
+        **{"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True},
+        "ports": [{"name": "rendezvous", "port": PORT}],
+    }
     documents = [
         {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
         | {"data": {_key(place): text for place, text in files.items()}},
-        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": _service(labels)},
+        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
         {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata}
         | {"spec": _job(request, options, name, labels, list(files))},
     ]
@@ -173,16 +178,6 @@ def _files(request: Request) -> dict[str, str]:
 def _key(place: str) -> str:
     """Of a file in a ConfigMap, which has no folders."""
     return place.replace("/", "..")
-
-
-def _service(labels: dict[str, str]) -> dict[str, Any]:
-    """By which a pod has a name, before it is ready too: the first one waits for the others."""
-    return {
-        "clusterIP": "None",
-        "selector": labels,
-        "publishNotReadyAddresses": True,
-        "ports": [{"name": "rendezvous", "port": PORT}],
-    }
 
 
 def _job(

@@ -17,7 +17,7 @@ from isobatch.core.flags import options_to_dict
 from isobatch.core.measures import printable
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.slurm_queue import InAJobError, last_job_of, refuse_if_in_a_job, update_job_record
-from isobatch.launch.clusters.common import find_or_create
+from isobatch.launch.clusters.common import find_or_create, processes_each
 from isobatch.launch.clusters.slurm import acceptance, client, containers
 from isobatch.launch.clusters.slurm.array import SUBMITTED, array_folder, array_text, numbered
 from isobatch.launch.clusters.slurm.legs import JobRequest, seconds_to_stop
@@ -28,7 +28,6 @@ from isobatch.launch.clusters.slurm.options import (
     parse_array,
     parse_sbatch_options,
     parse_time_limit,
-    processes_per_node,
     refuse_control_characters,
     step_words,
     validated,
@@ -187,7 +186,7 @@ class Submission:
 
     def _request(self, run: RunFolder, request: Request, script: JobScript) -> JobRequest:
         return JobRequest(
-            local=processes_per_node(request, self._options),
+            local=processes_each(request, "--nodes", script.nodes, script.gpus),
             lead=script.lead,
             plan={**options_to_dict(request.plan), "processes": None},
             seconds=script.seconds,

@@ -109,24 +109,20 @@ class Meeting:
             alone = len(self.nodes) == 1
             store = serve_store(alone)
             addresses = ["127.0.0.1"] if alone else [socket.gethostname(), *self.addresses]
-            self._write("call", {"addresses": addresses, "port": store.port})
-        call = self._read("call", ANSWER_SECONDS + JOIN_EXTRA_SECONDS)
-        if call is None:
+            call = {"addresses": addresses, "port": store.port}
+            atomic_files.write_json(self.folder / "call.json", call)
+        found = self._read("call", ANSWER_SECONDS + JOIN_EXTRA_SECONDS)
+        if found is None:
             raise UserError(
                 f"{self.name} does not see in {self.folder.parent.parent} what {self.nodes[0]} wrote there:"
                 " choose an --out on a file system that all nodes share"
             )
-        self._write(str(self.rank), {"node": self.name, "sees_data": (data / "facts.json").is_file()})
+        answer = {"node": self.name, "sees_data": (data / "facts.json").is_file()}
+        atomic_files.write_json(self.folder / f"{self.rank}.json", answer)
         if self.rank == 0:
             self._wait_for_answers(data)
-        yield self._reachable_address(call["addresses"], call["port"])
+        yield self._reachable_address(found["addresses"], found["port"])
         del store
-
-    def _write(self, name: str, value: dict[str, Any]) -> None:
-        try:
-            atomic_files.write_json(self.folder / f"{name}.json", value)
-        except (UserError, OSError) as error:
-            raise UserError(f"{self.folder} cannot be written: {error}") from None
 
     def _read(self, name: str, seconds: float) -> dict[str, Any] | None:
         """A file's content; None where it has not come within these seconds."""

@@ -119,7 +119,8 @@ def validated(request: Request, options: SlurmOptions) -> Request:
     request = on_device(request, "slurm", "--gpus-per-node", options.gpus_per_node, options.cpu)
     if options.time is None:
         raise UserError("slurm: needs --time, the limit of one leg, as in --time 12:00:00")
-    world, strategy = processes_per_node(request, options) * options.nodes, request.plan.strategy
+    nodes, strategy = options.nodes, request.plan.strategy
+    world = processes_each(request, "--nodes", nodes, options.gpus_per_node) * nodes
     most = least = world
     if strategy != "auto" and (traits := traits_of(strategy)):
         most, least = traits.most_processes or world, traits.least_processes if traits.shards else 1
@@ -152,11 +153,6 @@ def validated(request: Request, options: SlurmOptions) -> Request:
             raise UserError(why)
     step_words(options)
     return request
-
-
-def processes_per_node(request: Request, options: SlurmOptions) -> int:
-    """Processes on a node. Raises UserError."""
-    return processes_each(request, "--nodes", options.nodes, options.gpus_per_node)
 
 
 def step_words(options: SlurmOptions) -> tuple[str, ...]:
