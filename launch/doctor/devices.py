@@ -27,12 +27,8 @@ INSTALL = f"{pip()} install --upgrade torch, with the --index-url that pytorch.o
 
 def gpu_probe(number: int) -> Probe:
     """What is tried on a GPU that torch may use."""
-    return Probe(
-        name=f"GPU {number}",
-        function="gpu_arithmetic",
-        arguments={"number": number},
-        remedy=f"nvidia-smi lists its processes and errors (-q -d ECC,PAGE_RETIREMENT); {INSTALL}",
-    )
+    remedy = f"nvidia-smi lists its processes and errors (-q -d ECC,PAGE_RETIREMENT); {INSTALL}"
+    return Probe(f"GPU {number}", "gpu_arithmetic", remedy, {"number": number})
 
 
 def check_gpus(hardware: Hardware) -> list[Check]:

@@ -27,46 +27,44 @@ ROOT = Path("/")
 ALL_SECONDS, LEAST_SECONDS = 19.0, 1.5
 """Of all checks; of measuring the processor, where the others took that long."""
 COMPILE = Probe(
-    name="torch.compile",
-    function="compiled",
-    remedy="--compile off trains without it; its message in full: TORCH_LOGS=+inductor",
+    "torch.compile",
+    "compiled",
+    "--compile off trains without it; its message in full: TORCH_LOGS=+inductor",
     needed_by="--compile on and --compile reduce-overhead",
     seconds=10.0,  # a first compilation takes 8 s: one that is still at work then has met no error
     patient=False,
 )
+TORCH = Probe("torch", "arithmetic", reinstall("torch"))
 GLOO = Probe(
-    name="gloo",
-    function="all_reduce",
-    arguments={"backend": "gloo", "processes": 2},
-    remedy="unset GLOO_SOCKET_IFNAME; ip link set lo up; a firewall must let this machine reach itself",
+    "gloo",
+    "all_reduce",
+    "unset GLOO_SOCKET_IFNAME; ip link set lo up; a firewall must let this machine reach itself",
+    {"backend": "gloo", "processes": 2},
 )
 NCCL = Probe(
-    name="nccl",
-    function="all_reduce",
-    remedy="NCCL_DEBUG=INFO isobatch doctor says why; nvidia-smi topo -m shows the links;"
-    " unset NCCL_P2P_DISABLE, or try NCCL_P2P_DISABLE=1; a larger /dev/shm",
+    "nccl",
+    "all_reduce",
+    "NCCL_DEBUG=INFO isobatch doctor says why; nvidia-smi topo -m shows the links; unset NCCL_P2P_DISABLE, or"
+    " try NCCL_P2P_DISABLE=1; a larger /dev/shm",
 )
-TORCH = Probe(name="torch", function="arithmetic", remedy=reinstall("torch"))
-LIBRARIES = (
-    Probe(
-        name="bitsandbytes",
-        function="quantised",
-        remedy=reinstall("bitsandbytes>=0.49"),
-        needed_by="--load-bits, --adapter qlora and 8-bit optimizers",
-    ),
-    Probe(
-        name="DeepSpeed",
-        function="imported",
-        arguments={"module": "deepspeed"},
-        remedy=f"{reinstall('deepspeed>=0.19')}; where it asks for CUDA_HOME: install CUDA's"
-        " compiler (nvcc) and export CUDA_HOME=/usr/local/cuda",
-        needed_by="--strategy zero1, zero2 and zero3",
-    ),
+BITSANDBYTES = Probe(
+    "bitsandbytes",
+    "quantised",
+    reinstall("bitsandbytes>=0.49"),
+    needed_by="--load-bits, --adapter qlora and 8-bit optimizers",
+)
+DEEPSPEED = Probe(
+    "DeepSpeed",
+    "imported",
+    f"{reinstall('deepspeed>=0.19')}; where it asks for CUDA_HOME: install CUDA's compiler (nvcc) and export"
+    " CUDA_HOME=/usr/local/cuda",
+    {"module": "deepspeed"},
+    needed_by="--strategy zero1, zero2 and zero3",
 )
 SPEED = Probe(
-    name="speed",
-    function="ceilings",
-    remedy="plug it in; sudo cpupower frequency-set -g performance; then rm ISOBATCH_CACHE/ceilings-*",
+    "speed",
+    "ceilings",
+    "plug it in; sudo cpupower frequency-set -g performance; then rm ISOBATCH_CACHE/ceilings-*",
     needed_by="plans for this machine",
     patient=False,
 )
@@ -82,7 +80,7 @@ def check_machine(out: Path) -> Iterator[Check]:
             stack.callback(child.stop)
             return child
 
-        compiled, *others = map(begin, (COMPILE, TORCH, GLOO, *filter(_is_here, LIBRARIES)))
+        compiled, *others = map(begin, (COMPILE, TORCH, GLOO, *filter(_is_here, (BITSANDBYTES, DEEPSPEED))))
         hardware = detect()
         usable = [number for number, gpu in enumerate(hardware.gpus) if gpu.supported]
         if usable:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,7 @@ SLOW_CORE = 3e9
 """fp32 FLOP/s of a core, of which tens of 1e9 are usual."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Probe:
     """A function of this file that is tried, and how what it says is told."""
 
@@ -48,6 +48,7 @@ class Probe:
     function: str
     remedy: str
     arguments: dict[str, Any] = field(default_factory=dict)
+    _: KW_ONLY
     needed_by: str = ""
     """The flags that need it, if training goes without: its failure is a warning then."""
     seconds: float = 60.0

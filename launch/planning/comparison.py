@@ -47,7 +47,10 @@ def compare_targets(words: Sequence[str], request: Request, options: PlanCommand
     elif set(names) <= set(MODES):
         tables = _modes(words, request, options, names)
     else:
-        raise UserError(f"{flag}: {_why_neither(names)}")
+        others = {name: nearest_hint(name, MODES) for name in names if name not in MODES}
+        hints = (f"{name} is no mode{hint}" for name, hint in others.items() if hint)
+        both = f"compare machines or modes ({', '.join(MODES)}), not both at once"
+        raise UserError(f"{flag}: {next(hints, both)}")
     results = {column: compare(flag, targets, prices, deadline) for column, targets in tables.items()}
     if "scheme" in results:
         results["scheme"] = results["scheme"].ranked()
@@ -57,14 +60,6 @@ def compare_targets(words: Sequence[str], request: Request, options: PlanCommand
     else:
         print("\n\n".join(format_comparison(found, column) for column, found in results.items()))
     return 0
-
-
-def _why_neither(names: Sequence[str]) -> str:
-    """Why names, some of them of modes, cannot be compared."""
-    for name in (name for name in names if name not in MODES):
-        if hint := nearest_hint(name, MODES):
-            return f"{name} is no mode{hint}"
-    return f"compare machines or modes ({', '.join(MODES)}), not both at once"
 
 
 def _machines(request: Request, options: PlanCommandOptions, names: Sequence[str]) -> list[Target]:

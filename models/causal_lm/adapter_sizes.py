@@ -6,7 +6,6 @@ import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.measures import format_bytes
 from isobatch.models.causal_lm.model_sizes import LLAMA_LIKE
 from isobatch.models.lora import check_targets, usual_targets
 
@@ -128,15 +127,3 @@ def _remarks(
             f"--optimizer {optimizer} saves {6 * found.trainable / 1e6:.1f} MB at most: so little is trained"
         )
     return remarks
-
-
-def memory_remark(full_model: ModelSize, optimizer: str) -> str:
-    """Bytes of weights, gradients and optimizer state of full fine-tuning, and of the cheaper ways; or ""."""
-    if optimizer != "adamw":
-        return ""
-    ways = (16, 10, 4, BYTES_PER_WEIGHT[4])
-    adam, eight_bit, lora, qlora = (format_bytes(size * full_model.parameters) for size in ways)
-    return (
-        f"weights, gradients and moments take {adam}; with --optimizer adamw8bit {eight_bit}, --adapter lora"
-        f" {lora}, on a GPU --adapter qlora {qlora}"
-    )

@@ -239,12 +239,9 @@ class CausalLM(Task):
         if shape is None:
             config = self._transformers_config(facts)
             shape = model_sizes.shape_by_building(config, self.options.remote_code)
-        if self._model_name in PRESETS:
+        if self._model_name in PRESETS or self.options.adapter == "none":
             return shape.size
-        if self.options.adapter != "none":
-            return adapter_sizes.adapted_model_size(shape, self.options, self.recipe.optimizer)
-        remark = adapter_sizes.memory_remark(shape.size, self.recipe.optimizer)
-        return dataclasses.replace(shape.size, remark=remark)
+        return adapter_sizes.adapted_model_size(shape, self.options, self.recipe.optimizer)
 
     def _token_id_map(self, facts: Facts) -> dict[int, int] | None:
         """New token id -> the model's own id of the same token, for --resize-embeddings."""

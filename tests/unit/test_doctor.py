@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 GB = 10**9
 NO_CUDA = "this torch is a build for CPUs: install one for CUDA (pytorch.org)"
 OLD_DRIVER = "the NVIDIA driver (CUDA 11.4) is too old for this torch (CUDA 12.8): install a newer driver"
-BITS, ZERO = machine.LIBRARIES
 LATE = Answer(error="no answer within 10 s", late=True)
 
 
@@ -148,8 +147,13 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         *("Hub", "warning", "unset HTTPS_PROXY"),
     ),
     "compile fails": (fails(machine.COMPILE, "InductorError"), "torch.compile", "warning", "--compile off"),
-    "bitsandbytes fails": (fails(BITS, "OSError: libcudart"), "bitsandbytes", "warning", "--force-reinstall"),
-    "no nvcc": (fails(ZERO, "MissingCUDAException"), "DeepSpeed", "warning", "export CUDA_HOME"),
+    "bitsandbytes fails": (
+        fails(machine.BITSANDBYTES, "OSError: libcudart"),
+        "bitsandbytes",
+        "warning",
+        "--force-reinstall",
+    ),
+    "no nvcc": (fails(machine.DEEPSPEED, "MissingCUDAException"), "DeepSpeed", "warning", "export CUDA_HOME"),
 }
 
 
@@ -272,7 +276,7 @@ def test_a_child_answers_fails_or_is_late(
     count: object, seconds: float, expected: Answer | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probes, "MODULE", "core.measures")
-    probe = Probe(name="", function="format_bytes", arguments={"count": count}, remedy="", seconds=seconds)
+    probe = Probe("", "format_bytes", "", {"count": count}, seconds=seconds)
     found = Child(probe).answer()
     assert found == expected if expected else found.error.startswith("TypeError: ")
 
