@@ -186,8 +186,6 @@ class RemoteCopies:
         answer is tried again with the first copy.
         """
         self._url, self._run, self._identity, self._is_main, self._say = url, run, identity, is_main, say
-        self._not_copied = ""
-        """Name of the newest checkpoint, where it has no copy."""
         self._queue: queue.Queue[tuple[Path, str, str] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="checkpoint copies", daemon=True)
         self._is_claimed = not is_main
@@ -242,8 +240,6 @@ class RemoteCopies:
             self._thread.join(WAIT_SECONDS)
             if self._thread.is_alive():
                 self._tell("the last copy is not whole yet, and is given up")
-            elif self._not_copied:
-                self._tell(f"has no copy of {self._not_copied}, the last one")
 
     def add(self, folder: Path, file: str, save: str) -> None:
         """Copy a checkpoint that is complete: `file` of this node, of the save of that name."""
@@ -260,9 +256,7 @@ class RemoteCopies:
         while (job := self._queue.get()) is not None:
             try:
                 self._copy(*job)
-                self._not_copied = ""
             except Exception as error:  # whatever a store raises: training goes on
-                self._not_copied = job[0].name
                 self._tell_missing(job[0], _in_a_line(error))
 
     def _copy(self, folder: Path, file: str, save: str) -> None:

@@ -212,7 +212,6 @@ def test_a_store_that_is_gone_is_said_and_ends_nothing(
     said = train(run_ranks, run, url, [3, 6])
     name = f"--checkpoint-copy {url}: train-"
     assert "does not answer (OSError: 503 Slow Down)" in said.pop(0)
-    assert said.pop() == f"--checkpoint-copy {url}: has no copy of train-6, the last one"
     assert said == [f"{name}{n} is not copied (OSError: 503 Slow Down); training goes on" for n in (3, 6)]
     assert (run / "checkpoints" / "train-6").is_dir()
 

@@ -120,7 +120,9 @@ def partition_nodes() -> list[PartitionNode]:
             usable=is_usable(state) and up == "up",
             seconds=seconds_of(limit),
         )
-        for name, partition, marked, cpus, gres, state, limit, up in (row.split("|") for row in rows)
+        for name, partition, marked, cpus, gres, state, limit, up in (
+            row.split("|") for row in rows if row.count("|") == 7
+        )
     ]
 
 
