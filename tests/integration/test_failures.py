@@ -116,11 +116,3 @@ def test_what_a_task_may_not_do_is_one_line(task: str, code: int, hint: str, tmp
     assert done.returncode == code, done.stderr
     assert hint in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_json_answers_with_one_object(tmp_path: Path) -> None:
-    done = launch(*words("Unused", "--json"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["status"] == "done"
-    again = launch("resume", str(tmp_path / "runs" / "run"), "--json", "--quiet", cwd=tmp_path)
-    assert json.loads(again.stdout) == json.loads(done.stdout)

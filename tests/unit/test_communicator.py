@@ -64,14 +64,6 @@ def test_another_world_than_planned_is_refused_with_both_numbers(
     assert f"--processes {actual}" in str(refused.value)
 
 
-def test_the_planned_world_is_welcome() -> None:
-    check_world(3, 3)
-
-
-def test_one_process_agrees_with_itself_without_a_process_group() -> None:
-    assert broadcast_choice_before_planning(lambda: "here", 0, 1, cpu=True, hang_timeout=1) == "here"
-
-
 class _FormedGroupError(Exception):
     """In place of a process group."""
 
@@ -115,31 +107,6 @@ def test_the_backend_waits_longer_than_the_watchdog(
     assert group_arguments["backend"] == ("gloo" if cpu else "cpu:gloo,cuda:nccl")
 
 
-def test_one_process_on_a_gpu_forms_no_group(group_arguments: dict[str, Any]) -> None:
-    """accelerate takes a backend that it is given for a world that somebody formed."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
-        del os.environ[name]
-    assert Communicator(plan(device="cuda")).size == 1
-    assert not group_arguments
-
-
-def test_ranks_that_agree_get_what_rank_0_has(run_ranks) -> None:  # type: ignore[no-untyped-def]
-    """The stand-in that other tests use exchanges values as a world does."""
-    import torch
-
-    def part(world):  # type: ignore[no-untyped-def]
-        total = world.all_reduce_sum(torch.tensor([float(world.rank + 1)]))
-        return (
-            total.item(),
-            world.all_gather_objects(world.rank),
-            world.broadcast_object(world.rank),
-            world.is_main,
-        )
-
-    outcome = run_ranks(3, part)
-    assert outcome.values == [(6.0, [0, 1, 2], 0, rank == 0) for rank in range(3)]  # 1 + 2 + 3
-
-
 @pytest.mark.parametrize(
     ("words", "rank", "size", "expected"),
     [
@@ -178,23 +145,3 @@ def test_rows_come_to_rank_0_in_bounded_messages(monkeypatch: pytest.MonkeyPatch
         if rank == 2:
             assert [len(message) for message in messages[2]] == [12, 12, 12, 5]  # rows of 8 bytes each
     assert messages == {1: [], 2: []}
-
-
-def test_an_error_on_one_rank_ends_all(run_ranks) -> None:  # type: ignore[no-untyped-def]
-    def part(world):  # type: ignore[no-untyped-def]
-        if world.rank == 1:
-            raise UserError("rank 1 gave up")
-        world.barrier()
-
-    with pytest.raises(UserError, match="rank 1 gave up"):
-        run_ranks(3, part)
-
-
-def test_a_run_caps_the_memory_of_a_device_whose_driver_spills(monkeypatch: pytest.MonkeyPatch) -> None:
-    from isobatch.engine.distributed import communicator
-
-    capped: list[str] = []
-    monkeypatch.setattr(communicator, "forbid_spilling", lambda device: capped.append(device.type))
-    with preserve_process_state():
-        Communicator(plan())
-    assert capped == ["cpu"]

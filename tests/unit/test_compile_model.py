@@ -136,20 +136,6 @@ def test_gradients_of_several_replays_add_up(monkeypatch: pytest.MonkeyPatch) ->
     assert len(marked) == 3
 
 
-def test_gradients_leave_the_graphs_memory_in_every_step() -> None:
-    world = SimpleNamespace(size=1, device=torch.device("cpu"), all_reduce_gradients=lambda _: True)
-    model, seen = Net(), []
-    runner = strategy(model, world, compile="reduce-overhead")
-    runner.optimizer.register_step_pre_hook(lambda *_: seen.append(model.w.grad.clone()))  # type: ignore[union-attr]
-    for step in range(2):
-        batches = [torch.randn(4, 3) for _ in range(2)]
-        for number, x in enumerate(batches):
-            with runner.forward_backward(number == 1):
-                runner.backward(runner.model(x).sum())
-        runner.step_optimizer(0.0)
-        assert torch.allclose(seen[step], batches[0].sum(0) + batches[1].sum(0))
-
-
 @pytest.mark.parametrize("adapter", [False, True])
 def test_blocks_under_activation_checkpointing_are_compiled(adapter: bool) -> None:
     """Their noise counts its draws: without an option dynamo runs such blocks eagerly, in silence."""
@@ -186,16 +172,6 @@ def test_blocks_under_activation_checkpointing_are_compiled(adapter: bool) -> No
     model(input_ids=torch.zeros(2, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
     unregister_attention()
     assert sum(products) >= 2 * 7  # of each block: q, k, v, o, gate, up and down
-
-
-def test_a_strategy_says_why_it_does_not_overlap(two_ranks: Any) -> None:
-    two_ranks.all_reduce_gradients = lambda _: False
-    runner = strategy(Layers(), two_ranks, strategy="ddp", reduction="overlapped")
-    with runner.forward_backward(last=True):
-        runner.backward(runner.model(torch.randn(2, 1500)).sum())
-    assert not runner.why_not_overlapped
-    runner.step_optimizer(0.0)
-    assert runner.why_not_overlapped == "some parameters got no gradient"
 
 
 def test_a_clone_in_a_folder_named_like_a_skipped_library_is_said(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from torch import nn
 
 from isobatch.core.errors import OutOfMemoryError
 from isobatch.engine.distributed.device_memory import (
-    allocator_settings,
     forbid_spilling,
     spills_to_host_memory,
 )
@@ -39,21 +38,6 @@ def machine(root: Path, version: str = "Linux version 6.1.0 (debian)", dxg: bool
 def test_only_drivers_of_windows_spill(how: dict[str, Any], spills: bool, tmp_path: Path) -> None:
     assert spills_to_host_memory(machine(tmp_path, **how)) == spills
     assert not spills_to_host_memory(tmp_path / "no such folder")
-
-
-@pytest.mark.parametrize(
-    ("environment", "how", "settings"),
-    [
-        ({}, {}, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, {}, {}),
-        ({"PYTORCH_CUDA_ALLOC_CONF": ""}, {}, {}),
-        ({}, {"version": WSL}, {}),
-    ],
-)
-def test_segments_grow_unless_the_user_decides(
-    environment: dict[str, str], how: dict[str, Any], settings: dict[str, str], tmp_path: Path
-) -> None:
-    assert allocator_settings(environment, machine(tmp_path, **how)) == settings
 
 
 @pytest.mark.parametrize(

@@ -99,11 +99,6 @@ def test_a_fraction_is_a_fair_share_of_a_sorted_split() -> None:
     assert len({tuple(held_out_samples(labels, 0.5, 1, seed)) for seed in range(3)}) == 3
 
 
-def test_a_larger_fraction_holds_the_smaller() -> None:
-    few, more = (set(held_out_samples(source(), share, 1, 7).tolist()) for share in (0.3, 0.6))
-    assert few < more
-
-
 class Plain(Counting):
     """With the contract's own evaluation: the training losses, each over its unit."""
 
@@ -136,21 +131,3 @@ class Paired(Plain):
 def test_cohorts_are_evaluated_whole(size: int, run_ranks: Any) -> None:
     found = run_ranks(size, lambda world: measured(world, Paired(None, None))).values[0]
     assert found["loss"] == pytest.approx(sum(range(COUNT)) / -(-COUNT // 3))
-
-
-class Noisy(Task):
-    """Its training loss draws noise, and stands for its evaluation too."""
-
-    def build_model(self, facts: Any) -> nn.Module:
-        return nn.Linear(1, 1)
-
-    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
-        return {"x": Loss(step.noise.uniform("mask", (1,)).double().sum(), "sample")}
-
-
-@pytest.mark.parametrize("size", [2, 5])
-def test_a_loss_with_noise_is_evaluated_alike_on_any_world(size: int, run_ranks: Any) -> None:
-    (alone,) = run_ranks(1, lambda world: measured(world, Noisy(None, None))).values
-    assert 0 < alone["x"] < 1
-    for found in run_ranks(size, lambda world: measured(world, Noisy(None, None))).values:
-        assert found["x"] == pytest.approx(alone["x"], rel=1e-12)

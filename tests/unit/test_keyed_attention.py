@@ -83,11 +83,6 @@ def test_padding_on_the_right_moves_nothing(length: int) -> None:
     assert torch.allclose(long[:, :length], short, atol=1e-6)
 
 
-def test_company_and_order_move_nothing() -> None:
-    whole = run([5, 6, 7, 8], 12)
-    assert torch.allclose(run([8, 6], 12), whole[[3, 1]], atol=1e-6)
-
-
 def masks(samples: Sequence[int], length: int, probability: float = 0.3) -> Tensor:
     noise = KeyedNoise(0)
     site = noise.register("a")
@@ -99,17 +94,6 @@ def test_the_mask_is_a_corner_of_the_largest_one() -> None:
     whole = masks([1], MAX_KEYED_LENGTH)
     for length in (1, 2, 7, 100):
         assert torch.equal(masks([1], length), whole[:, :, :length, :length])
-
-
-def test_the_mask_keeps_its_share_and_repeats_nowhere() -> None:
-    kept = masks([1, 2], 128)
-    count = kept.numel()
-    share = 1 - round(0.3 * 65536) / 65536
-    assert abs(kept.double().mean() - share) < 5 * (share * (1 - share) / count) ** 0.5
-    lines = kept.reshape(-1, 128).double()  # a line per sample, head and query
-    correlation = torch.corrcoef(lines) - torch.eye(len(lines))
-    assert correlation.abs().max() < 6 / 128**0.5  # the largest of half a million
-    assert torch.unique(lines, dim=0).shape == lines.shape
 
 
 def test_without_dropout_the_plain_kernel_is_asked() -> None:
@@ -159,9 +143,3 @@ def test_a_whole_model_is_the_same_for_a_sample_in_any_batch_and_padding() -> No
     assert torch.allclose(logits([2, 0], 7, padding=9), whole[[2, 0], :7], atol=1e-5)
     noise.bind(1, np.array([100, 200, 300]), CPU)  # the next step has other noise
     assert not torch.allclose(model(input_ids=tokens, use_cache=False).logits, whole, atol=1e-3)
-
-
-def test_a_model_that_is_none_of_transformers_is_left_alone() -> None:
-    noise = KeyedNoise(0)
-    key_attention(nn.Linear(2, 2), noise)
-    assert not noise.sites

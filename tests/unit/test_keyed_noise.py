@@ -19,7 +19,6 @@ from isobatch.engine.noise.keyed_noise import (
     NotPerSampleError,
     RepeatedDropoutError,
     _hash_formula,
-    apply_mask,
     hash_bits,
     keep_mask,
 )
@@ -67,17 +66,6 @@ MANY = range(ROWS)
 Vary = Callable[[int], Tensor]
 
 
-def test_uniform_has_the_mean_and_variance_of_a_uniform() -> None:
-    x = noise(MANY).uniform("u", (COUNT,)).double()
-    total = x.numel()
-    assert x.min() >= 0
-    assert x.max() < 1
-    assert abs(x.mean() - 0.5) < 5 * (1 / 12 / total) ** 0.5
-    assert (
-        abs(x.var() - 1 / 12) < 5 * (1 / 180 / total) ** 0.5
-    )  # the fourth central moment less the variance squared
-
-
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9])
 def test_the_kept_share_is_what_was_asked(p: float) -> None:
     keys = noise(MANY, sites=["d"]).sites["d"].draw()
@@ -121,29 +109,6 @@ def test_draws_are_independent(varied: str) -> None:
     # Two together fall into each of 16 x 16 cells alike: no pattern that a correlation would miss.
     coarse = (rows * 16).long()
     assert max(abs(chi_square(coarse[0] * 16 + other, 256)) for other in coarse[1:]) < 5
-
-
-@pytest.mark.parametrize("varied", VARIED)
-def test_the_lowest_bits_are_independent_too(varied: str) -> None:
-    low = torch.stack([(VARIED[varied](i).double() * 2**24).long() % 2 for i in range(12)]).double()
-    assert (low.mean() - 0.5).abs() < 5 * 0.5 / low.numel() ** 0.5
-    assert (torch.corrcoef(low) - torch.eye(12)).abs().max() < 5 / 20_000**0.5
-
-
-def test_masks_of_one_step_differ_between_pairs_of_draws_in_one_hash() -> None:
-    """Each hash gives two 16-bit draws: the halves must not know of each other."""
-    halves = noise(MANY).bits("b", COUNT).view(torch.int16).view(ROWS, COUNT, 2).double()
-    pair = torch.stack([halves[..., 0].flatten(), halves[..., 1].flatten()])
-    assert torch.corrcoef(pair)[0, 1].abs() < 5 / (ROWS * COUNT) ** 0.5
-
-
-@pytest.mark.parametrize("high", [2, 7, 1000])
-def test_integers_are_uniform_below_high(high: int) -> None:
-    x = noise(MANY).integers("i", (COUNT,), high)
-    assert x.dtype == torch.int64
-    assert x.min() == 0
-    assert x.max() == high - 1
-    assert abs(chi_square(x.flatten(), high)) < 5
 
 
 def test_normal_has_the_moments_of_a_normal() -> None:
@@ -191,13 +156,6 @@ def test_padding_on_the_right_moves_no_mask(length: int, padding: int, width: in
     assert torch.equal(dropped(long, samples)[:, :length], dropped(short, samples))
 
 
-def test_company_and_order_move_no_mask() -> None:
-    x = torch.ones(6, 5, 3)
-    whole = dropped(x, [4, 8, 15, 16, 23, 42])
-    assert torch.equal(dropped(x[:2], [42, 8]), whole[[5, 1]])
-    assert not torch.equal(dropped(x[:1], [4]), dropped(x[:1], [4], step=1))
-
-
 def test_the_gradient_passes_where_the_value_did() -> None:
     x = torch.randn(4, 50, 7, generator=torch.Generator().manual_seed(0)).requires_grad_()
     y = dropped(x, [1, 2, 3, 4])
@@ -206,20 +164,6 @@ def test_the_gradient_passes_where_the_value_did() -> None:
     scale = 65536 / (65536 - round(0.3 * 65536))
     assert x.grad.unique().tolist() == [0.0, pytest.approx(scale)]
     assert torch.equal(x.grad * x, y)  # one mask, one scale
-
-
-def test_dropout_keeps_the_mean() -> None:
-    y = dropped(torch.ones(ROWS, COUNT), MANY, p=0.1).double()
-    assert abs(y.mean() - 1) < 5 * (0.1 / 0.9 / y.numel()) ** 0.5
-
-
-def test_the_scale_makes_up_for_the_rounding_of_the_probability() -> None:
-    y = apply_mask(torch.ones(1, 2), torch.tensor([[True, False]]), 0.1)
-    assert y.tolist() == [[pytest.approx(65536 / (65536 - 6554)), 0.0]]  # round(6553.6) = 6554
-
-
-def test_low_precision_stays_what_it_is() -> None:
-    assert dropped(torch.ones(2, 3, dtype=torch.bfloat16), [1, 2]).dtype == torch.bfloat16
 
 
 def test_dropout_rests_in_evaluation_and_at_zero() -> None:
@@ -234,12 +178,6 @@ def test_an_input_without_a_row_per_sample_is_refused() -> None:
         NotPerSampleError, match=r"dropout layer sees a tensor of shape \(6, 4\).* of 3 samples"
     ):
         dropped(torch.ones(6, 4), [1, 2, 3])
-
-
-def test_noise_outside_a_micro_batch_is_a_mistake() -> None:
-    made = KeyedNoise(0)
-    with pytest.raises(AssertionError, match="outside a bound micro-batch"):
-        KeyedDropout(0.5, made, "a").train()(torch.ones(1, 1))
 
 
 class Blocks(nn.Module):

@@ -5,23 +5,19 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
-import traceback
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-import torch
 
 from isobatch.core.errors import UserError
-from isobatch.data.base import ArraySource, Ragged, save
-from isobatch.engine.loading.device_copies import to_device, to_tensors
+from isobatch.data.base import ArraySource, Ragged
 from isobatch.engine.loading.loader import BatchLoader, LoadedStep
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from pathlib import Path
 
 COUNT = 50
 
@@ -106,14 +102,6 @@ def test_the_totals_are_of_the_whole_batch() -> None:
     assert cohorts.unit_weights["cohort"] == 3.0  # 4 + 4 + 3 samples
 
 
-def test_a_rank_without_samples_computes_one_with_weight_zero() -> None:
-    empty = BatchLoader(Slow(), lambda step: np.array([7]), plan(processes=2), rank=1)
-    (loaded,) = empty.steps(0, 1)
-    assert [len(m.positions) for m in loaded.work.micro_batches] == [0]
-    assert len(loaded.batches[0]["index"]) == 1
-    assert loaded.work.unit_weights["sample"] == 1.0
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_an_error_while_fetching_is_raised_in_the_loop(
     workers: int, wait_until_quiet: Callable[[], None]
@@ -126,43 +114,6 @@ def test_an_error_while_fetching_is_raised_in_the_loop(
     wait_until_quiet()
 
 
-class Wrong(Slow):
-    """A source with a bug in it."""
-
-    def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
-        raise IndexError("a bug")
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_bug_in_a_source_is_shown_with_its_place_and_leaves_nothing_running(
-    workers: int, wait_until_quiet: Callable[[], None]
-) -> None:
-    with pytest.raises(IndexError, match="a bug") as raised:
-        list(loader(Wrong(), workers=workers).steps(0, 1))
-    wait_until_quiet()
-    shown = str(raised.value) if workers else "".join(traceback.format_exception(raised.value))
-    assert "in fetch" in shown
-
-
-def test_an_error_of_the_order_is_raised_in_the_loop() -> None:
-    def order(_: int) -> np.ndarray:
-        raise UserError("no order")
-
-    with pytest.raises(UserError, match="no order"):
-        list(BatchLoader(Slow(), order, plan(), 0).steps(0, 1))
-
-
-def test_waiting_for_data_is_counted_and_the_loops_own_time_is_not() -> None:
-    slow = [s.wait_seconds for s in loader(Slow(seconds=0.02), prefetch=1).steps(0, 2)]
-    micros = len(loader(Slow()).plan_step(1).micro_batches)
-    assert slow[1] >= 0.02 * (micros - 1) * 0.5  # at most a micro or two were ready
-    busy = []
-    for loaded in loader(Slow(), prefetch=8).steps(0, 4):
-        busy.append(loaded.wait_seconds)
-        time.sleep(0.05)
-    assert max(busy[1:]) < 0.04  # loaded while the loop slept
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_loop_that_stops_early_leaves_nothing_running(
     workers: int, wait_until_quiet: Callable[[], None]
@@ -171,24 +122,6 @@ def test_a_loop_that_stops_early_leaves_nothing_running(
     next(steps)
     steps.close()  # type: ignore[attr-defined]
     wait_until_quiet()
-
-
-def test_a_finished_stream_leaves_no_thread(wait_until_quiet: Callable[[], None]) -> None:
-    collected(loader(Slow()).steps(0, 3))
-    wait_until_quiet()
-
-
-def test_narrow_numbers_travel_narrow_and_arrive_as_int64() -> None:
-    host = to_tensors({"a": np.arange(3, dtype=np.uint16), "b": np.ones(2, np.float32)}, pin=False)
-    assert host["a"].dtype == torch.uint16
-    moved = to_device(host, torch.device("cpu"))
-    assert (moved["a"].dtype, moved["b"].dtype) == (torch.int64, torch.float32)
-    assert moved["a"].tolist() == [0, 1, 2]
-
-
-def test_a_column_of_words_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="column name holds <U3: encode it as numbers"):
-        save(tmp_path, {"name": np.array(["ann", "bob"])})
 
 
 def test_a_closed_loader_waits_for_the_fetch_that_it_is_in() -> None:

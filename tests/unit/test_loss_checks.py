@@ -105,16 +105,6 @@ class Derived(Sums):
         return {"loss": Loss(errors.sum() + 0 * slope.sum(), "sample")}
 
 
-class Unseen(Sums):
-    """numpy's noise, which the step does not watch."""
-
-    generator = np.random.default_rng(0)
-
-    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
-        errors = self.errors(model, batch, step)
-        return {"loss": Loss((errors * torch.from_numpy(self.generator.random(len(errors)))).sum(), "sample")}
-
-
 class Nothing(Sums):
     """Parts that come to nothing, or whose samples cancel."""
 
@@ -234,27 +224,6 @@ def test_samples_that_need_each_other_need_a_cohort(run_ranks: Any) -> None:
         run_ranks(1, partial(trained, task=Loose, micro=8))
 
 
-def test_noise_that_nobody_saw_is_no_mean(run_ranks: Any, looked: list[Any]) -> None:
-    run_ranks(1, partial(trained, task=Unseen))
-    assert len(looked) == 1
-
-
-@pytest.mark.parametrize(
-    ("places", "cohort", "row"),
-    [
-        ([], 1, 0),
-        ([7], 1, 0),
-        ([7, 3], 1, 1),
-        ([7, 3, 0, 9, 4], 1, 2),
-        ([4, 5, 6, 7], 4, 0),
-        ([4, 5, 6, 7, 0, 1, 2, 3], 4, 4),
-        ([8, 9, 4, 5, 6, 7, 0, 1, 2, 3], 4, 2),  # the batch's last cohort is short, and stands first
-    ],
-)
-def test_halves_are_cut_between_cohorts(places: list[int], cohort: int, row: int) -> None:
-    assert loss_checks.middle_row(np.array(places, np.int64), cohort) == row
-
-
 def returns(losses: Any) -> type[Sums]:
     """A task whose loss() is this of the batch's squared errors."""
 
@@ -263,22 +232,6 @@ def returns(losses: Any) -> type[Sums]:
             return losses(self.errors(model, batch, step))
 
     return Returning
-
-
-FORMS = {
-    "a Tensor": lambda e: e.sum(),
-    "part loss is a Tensor, not a Loss": lambda e: {"loss": e.sum()},
-    "part loss is a tuple, not a Loss": lambda e: {"loss": (e.sum(), "sample")},
-    r"part loss is of shape \(4,\), not a tensor of one number": lambda e: {"loss": Loss(e, "sample")},
-    "part loss is 1.0, not a tensor of one number": lambda e: {"loss": Loss(1.0, "sample")},
-    "returned no part": lambda e: {},
-}
-
-
-@pytest.mark.parametrize("problem", FORMS)
-def test_other_forms_of_a_loss_are_refused(problem: str, run_ranks: Any) -> None:
-    with pytest.raises(TrainingError, match=problem + r".*: return {name: Loss\(sum, unit\)}"):
-        run_ranks(1, partial(trained, task=returns(FORMS[problem])))
 
 
 @pytest.mark.parametrize(
@@ -301,23 +254,3 @@ def test_every_field_of_a_row_is_reserved() -> None:
     row = step_row(result, {"loss": 1.0}, 1.0, Progress("train"), PhaseSchedule("train", 3, 3, 0.1, 1))
     assert row.keys() - {"loss"} <= loss_checks.RESERVED
     loss_checks.refuse_names(["loss"])  # the only part may be called what it is
-
-
-def test_noise_aside_is_forgotten() -> None:
-    noise, device = KeyedNoise(0), torch.device("cpu")
-    site = noise.register("a")
-    noise.bind(3, np.arange(4), device)
-    before = site.draw()
-    with noise.preserve_state():
-        noise.bind(4, np.arange(2), device)
-        assert len(site.draw()) == noise.rows == 2
-    assert (site.calls, noise.rows) == (1, 4)
-    assert torch.equal(noise.uniform("b", (2,)), _fresh(device).uniform("b", (2,)))
-    site.calls = 0
-    assert torch.equal(site.draw(), before)
-
-
-def _fresh(device: torch.device) -> KeyedNoise:
-    noise = KeyedNoise(0)
-    noise.bind(3, np.arange(4), device)
-    return noise

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import time
-from typing import Any
 
 import numpy as np
 import pytest
@@ -82,21 +81,6 @@ def test_no_rank_has_much_more_than_its_share(lengths: np.ndarray, world: int) -
     assert slowest <= 2 * lengths.sum() / world + 100
 
 
-@given(LENGTHS, WORLDS)
-def test_dummies_where_the_batch_is_smaller_than_the_world(lengths: np.ndarray, world: int) -> None:
-    ranks = micro_batches(lengths, world, MicroBatchBudget(samples=1, tokens=1_000_000))
-    idle = sum(len(rank[0].positions) == 0 for rank in ranks)
-    assert idle == max(0, world - len(lengths))
-
-
-@pytest.mark.parametrize(("count", "world"), [(3, 5), (1, 8), (5, 5), (6, 5), (93, 5)])
-def test_equal_lengths_are_dealt_evenly(count: int, world: int) -> None:
-    ranks = micro_batches(np.full(count, 7), world, MicroBatchBudget(samples=1000, tokens=100_000))
-    rows = [sum(len(m.positions) for m in rank) for rank in ranks]
-    assert max(rows) == -(-count // world)  # 93 on 5: nobody has more than 19
-    assert sum(rows) == count
-
-
 def test_the_cost_by_hand() -> None:
     budget = MicroBatchBudget(samples=4, tokens=100, fixed_cost=10, square_cost=0.5, pad_multiple=8)
     widths = budget.widths(np.array([9, 0, 30, 1000]))
@@ -110,30 +94,11 @@ def test_the_cost_by_hand() -> None:
     assert micro.cost == 10 + 3 * 144
 
 
-def test_short_and_long_samples_are_not_mixed_where_padding_would_cost_more() -> None:
-    lengths = np.array([100] * 4 + [5] * 4)
-    (rank,) = micro_batches(lengths, 1, MicroBatchBudget(samples=8, tokens=800, fixed_cost=20))
-    # Together: 20 + 8 * 100 = 820. Apart: 20 + 400 and 20 + 20 = 460.
-    assert sorted(m.width for m in rank) == [5, 100]
-    assert cut_batch(lengths, 1, MicroBatchBudget(samples=8, tokens=800, fixed_cost=20)).padding(lengths) == 0
-
-
 def test_a_dear_micro_batch_is_not_cut() -> None:
     lengths = np.array([100] * 4 + [90] * 4)
     cut = cut_batch(lengths, 1, MicroBatchBudget(samples=8, tokens=800, fixed_cost=1000))
     assert [len(m.positions) for m in cut.of_rank(0)] == [8]  # 1000 + 800 against 2000 + 760
     assert cut.padding(lengths) == pytest.approx(1 - 760 / 800)
-
-
-@pytest.mark.parametrize("cohort", [1, 4])
-def test_a_cut_is_a_function_of_its_arguments(cohort: int) -> None:
-    lengths = np.random.default_rng(0).integers(1, 100, 50)
-
-    def again() -> Any:
-        ranks = micro_batches(lengths, 3, MicroBatchBudget(8, 400), cohort)
-        return [[(m.positions.tolist(), m.width) for m in rank] for rank in ranks]
-
-    assert again() == again()
 
 
 @given(LENGTHS, WORLDS, BUDGETS, st.sampled_from([1, 3]), st.booleans())

@@ -16,11 +16,11 @@ from isobatch.core.errors import UserError
 from isobatch.engine.loading.microbatching import MicroBatchBudget, cut_batch
 from isobatch.engine.model_setup import packing
 from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
-from isobatch.engine.model_setup.packing import PackedLayout, SamplePacking
+from isobatch.engine.model_setup.packing import SamplePacking
 from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.models.causal_lm import chunked_cross_entropy
-from isobatch.tests.unit.test_planner import GPT2, TEXTS, planned
+from isobatch.tests.unit.test_planner import GPT2, planned
 
 PACKS = dataclasses.replace(GPT2, packs=True)
 CPU = torch.device("cpu")
@@ -163,16 +163,6 @@ def test_a_forward_that_fails_leaves_no_trace() -> None:
     assert SamplePacking.forwarding == 0
 
 
-def test_there_and_back() -> None:
-    layout = PackedLayout(LENGTHS, 12, CPU)
-    x = torch.randn(4, 12, 5)
-    packed = layout.take(x)
-    assert packed.shape == (1, LENGTHS.sum(), 5)
-    assert layout.borders.tolist() == [0, 3, 15, 22, 23]
-    inside = torch.arange(12) < torch.from_numpy(LENGTHS)[:, None]
-    assert torch.equal(layout.pad(packed), x * inside[..., None])
-
-
 def test_packed_rows_are_cut_by_their_tokens() -> None:
     lengths = np.array([100, 10, 10, 10, 50, 40, 30, 30, 20])
     budget = MicroBatchBudget(samples=100, tokens=150, packed=True)
@@ -187,15 +177,6 @@ def test_packed_rows_are_cut_by_their_tokens() -> None:
     assert max(len(m.positions) for m in few) == 2
 
 
-def test_the_plan_says_what_padding_is_left() -> None:
-    off = planned("rtx4090")
-    assert not off.pack
-    assert "of a usual batch's tokens are padding" in off.reasons["pack"]
-    assert planned("cpu:2x24gb", facts=TEXTS, shape=PACKS, pack="on").pack
-    gpu = planned("rtx4090", shape=PACKS, pack="on")
-    assert (gpu.pack, gpu.compile) == (True, "off")
-
-
 @pytest.mark.parametrize(
     ("machine", "asked", "said"),
     [
@@ -207,8 +188,3 @@ def test_the_plan_says_what_padding_is_left() -> None:
 def test_packing_is_refused_in_a_line(machine: str, asked: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
         planned(machine, shape=PACKS, pack="on", **asked)
-
-
-def test_a_model_of_its_own_attention_is_not_packed() -> None:
-    with pytest.raises(UserError, match="cannot be told where a sample ends"):
-        planned("rtx4090", pack="on")

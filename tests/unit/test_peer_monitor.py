@@ -7,7 +7,6 @@ import os
 import queue
 import signal
 import socket
-import threading
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -202,10 +201,3 @@ def test_a_stranger_is_not_heard() -> None:
             stranger.sendall(b"let-me-in 1\n")
             assert stranger.recv(10) == b""  # shown the door
         assert monitor.reason(within=0.5) == ""
-
-
-def test_one_process_monitors_nobody() -> None:
-    before = threading.active_count()
-    with PeerMonitor(Rank(0, 1, [], None).world, lambda _: None) as monitor:
-        assert threading.active_count() == before
-    assert monitor.reason() == ""

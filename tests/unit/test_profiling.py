@@ -71,14 +71,6 @@ def test_an_inner_part_is_not_the_outer_ones(clock: Clock) -> None:
     assert second == {**dict.fromkeys(PARTS, 0.0), "forward": 32.0}
 
 
-def test_off_it_records_nothing_and_makes_no_context() -> None:
-    found = Recorder()
-    assert found.part("forward") is found.part("backward")
-    found.end_step()
-    assert list(found.waiting_for_data(iter([1, 2]))) == [1, 2]
-    assert found.steps() == []
-
-
 def test_waiting_for_data_is_a_part(clock: Clock) -> None:
     def slow() -> Any:
         for number in range(2):
@@ -91,16 +83,6 @@ def test_waiting_for_data_is_a_part(clock: Clock) -> None:
         clock.wait(1)
         found.end_step()
     assert [(step["data wait"], step["host"]) for step in found.steps()] == [(3.0, 1.0), (3.0, 1.0)]
-
-
-def test_what_fails_in_a_part_leaves_it(clock: Clock) -> None:
-    found = Recorder()
-    found.start(CPU)
-    with pytest.raises(ValueError, match="no"), found.part("forward"):
-        raise ValueError("no")
-    clock.wait(1)
-    found.end_step()
-    assert found.steps()[0]["host"] == 1.0
 
 
 class Net(nn.Module):

@@ -38,20 +38,6 @@ def test_every_sample_comes_once_an_epoch(count: int, size: int, seed: int, numb
     assert len(batches[-1]) == count - size * (len(batches) - 1)  # the last is kept, with what is left
 
 
-def test_steps_per_epoch_count_the_short_batch() -> None:
-    assert Sampler(93, 24, 0).steps_per_epoch == 4  # 24 + 24 + 24 + 21
-    assert Sampler(96, 24, 0).steps_per_epoch == 4
-    assert Sampler(10, 24, 0).steps_per_epoch == 1
-    assert Sampler(93, 24, 0, fraction=0.5).steps_per_epoch == 2  # round(46.5) = 46 samples
-    assert Sampler(93, 24, 0, fraction=0.001).used == 1
-
-
-def test_epochs_differ_in_order() -> None:
-    sampler = Sampler(100, 100, 0)
-    assert not np.array_equal(sampler.batch(0), sampler.batch(1))
-    assert not np.array_equal(sampler.batch(0), Sampler(100, 100, 1).batch(0))
-
-
 def test_a_fraction_is_a_prefix_of_the_permutation_of_epoch_0_and_stays() -> None:
     sampler = Sampler(100, 8, seed=5, fraction=0.3)
     subset = set(shuffle(np.arange(30), 100, 5, 0).tolist())
@@ -83,26 +69,10 @@ def test_grouping_by_length_gives_batches_of_like_length_in_mixed_order() -> Non
     assert not np.array_equal(np.concatenate(epoch(like, 0)), np.concatenate(epoch(like, 1)))
 
 
-@pytest.mark.parametrize("last", [0, 5])
-def test_a_window_holds_what_it_would_without_grouping(last: int) -> None:
-    count = LENGTH_WINDOW * 4 * 2 + last
-    lengths = np.random.default_rng(0).integers(1, 500, count)
-    like, plain = epoch(Sampler(count, 4, 0, lengths=by_number(lengths)), 0), epoch(Sampler(count, 4, 0), 0)
-    for start in range(0, len(plain), LENGTH_WINDOW):
-        part = slice(start, start + LENGTH_WINDOW)
-        assert sorted(np.concatenate(like[part])) == sorted(np.concatenate(plain[part]))
-    assert len(like[-1]) == (last % 4 or 4)
-
-
 def test_a_batch_holds_whole_cohorts() -> None:
     Sampler(100, 24, 0, cohort=8)
     with pytest.raises(AssertionError, match="whole cohorts"):
         Sampler(100, 20, 0, cohort=8)
-
-
-def test_cohorts_change_no_order() -> None:
-    """A cohort is consecutive samples of a batch: the plan keeps them together, the sampler need not know."""
-    assert np.array_equal(Sampler(100, 24, 0, cohort=8).batch(2), Sampler(100, 24, 0).batch(2))
 
 
 SETS = st.lists(st.tuples(st.integers(1, 60), st.floats(0.05, 20)), min_size=1, max_size=4)
@@ -126,14 +96,6 @@ def test_quotas_are_the_shares_to_within_one(shares: list[float], count: int) ->
     assert all(
         abs(q - count * share / sum(shares)) < 1 + 1e-6 for q, share in zip(found, shares, strict=True)
     )
-
-
-def test_what_rounding_leaves_goes_to_those_that_lost_most() -> None:
-    assert divide_by_shares([0.7, 0.3], 10) == [7, 3]
-    assert divide_by_shares([1, 1, 1], 10) == [4, 3, 3]  # 3.33 each, and the first of equals
-    assert divide_by_shares([5, 3, 2], 11) == [6, 3, 2]  # 5.5, 3.3, 2.2
-    assert divide_by_shares([7, 3], 1) == [1, 0]
-    assert divide_by_shares([3.0, 10.0, 20.0], 33) == [3, 10, 20]  # by size: all of each
 
 
 @given(SETS, st.integers(1, 20), st.integers(0, 2**63 - 1), st.sampled_from([1.0, 0.6, 0.1]))
@@ -185,21 +147,6 @@ def test_sets_are_mixed_within_batches_and_in_another_order_each_pass() -> None:
     alike = mixed([(100, 1.0), (100, 1.0)], size=200)
     batch = alike.batch(0)
     assert not np.array_equal(of_set(alike, 0, batch), of_set(alike, 1, batch))
-
-
-def test_sets_by_size_are_all_of_each_once_an_epoch() -> None:
-    sampler = mixed([(30, 30.0), (70, 70.0)], size=9)
-    for number in range(3):
-        assert sorted(np.concatenate(epoch(sampler, number))) == list(range(100))
-
-
-def test_a_mixture_of_a_fraction_keeps_its_subset() -> None:
-    sampler = mixed([(50, 0.8), (150, 0.2)], size=10, fraction=0.2)
-    assert sampler.used == 40
-    seen = np.unique(np.concatenate([np.concatenate(epoch(sampler, number)) for number in range(9)]))
-    assert [len(of_set(sampler, number, seen)) for number in (0, 1)] == [10, 30]
-    subset = shuffle(np.arange(10), 50, 0x9A27, 0)  # a prefix of the set's own permutation
-    assert set(of_set(sampler, 0, seen).tolist()) == set(subset.tolist())
 
 
 def test_the_chain_names_one_order() -> None:

@@ -22,8 +22,6 @@ from isobatch.engine.registry import complete
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.auto import resume
 from isobatch.launch.forensics.diff import diff_runs
-from isobatch.launch.forensics.replay import replay
-from isobatch.launch.forensics.seen import seen
 from isobatch.launch.local.launch_run import launch_run, skip_steps
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.tests.forgery import reseal
@@ -108,44 +106,11 @@ def test_where_checkpoints_lie_changes_nothing(tmp_path: Path, runs: dict[str, R
     assert verified(by_hand, "full").verified
 
 
-def test_the_step_that_was_left_out_can_be_seen(
-    runs: dict[str, RunFolder], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert replay([str(runs["skip"].folder), "--step", str(SPIKE), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["loss"] == pytest.approx(1.25e11, rel=1e-3)
-    assert 700 in found["samples"]
-
-
-def test_seen_says_that_no_step_saw_it(
-    runs: dict[str, RunFolder], capsys: pytest.CaptureFixture[str]
-) -> None:
-    where = [str(runs["skip"].folder), "--step", str(SPIKE)]
-    assert seen([*where, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["rows_of_step"]
-    assert (found["left_out"], found["counted"]) == (True, False)
-    assert seen(where) == 0
-    assert f"step {SPIKE} (epoch " in (said := capsys.readouterr().out)
-    assert "is left out: training does not see its" in said
-
-
-def test_no_step_waits_longer_than_it_lasts(runs: dict[str, RunFolder]) -> None:
-    for run in runs.values():
-        rows = [row for row in rows_in(run.metrics) if "chain" in row]
-        assert all(row["data_seconds"] <= row["step_seconds"] + 1e-5 for row in rows)
-
-
 def test_diff_names_the_step(runs: dict[str, RunFolder]) -> None:
     found = diff_runs(runs["warn"], runs["skip"])
     assert found["verdict"] == f"they part at step {SPIKE}, which B left out"
     found = diff_runs(runs["rollback"], runs["skip"])
     assert found["verdict"] == f"they part at step {SPIKE - 20}, which A left out"
-
-
-def test_a_step_without_a_finite_loss_is_left_out(tmp_path: Path) -> None:
-    run = trained(tmp_path, "nan", on_spike="skip", nan_at=40)
-    assert rows_left_out(run) == [40, SPIKE]
-    assert verified(run).verified
 
 
 def test_by_hand_a_run_that_failed_goes_on_without_it(tmp_path: Path) -> None:

@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from isobatch.core.terminal.console import Console
 from isobatch.engine.loading.loader import BatchLoader, StepWork
-from isobatch.engine.training.step_metrics import flop_utilisation, gpu_uuid
+from isobatch.engine.training.step_metrics import flop_utilisation
 from isobatch.models.base import CHANGES_SHAPE, ModelSize
 from isobatch.models.causal_lm import model_sizes
 from isobatch.models.flops import flops_per_token
 from isobatch.tests.unit.helpers import plan
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 H100 = "NVIDIA H100 80GB HBM3"
 
@@ -73,24 +68,3 @@ def test_attention_counts_each_token_with_its_own_sample() -> None:
 def test_where_it_is_not_known_it_is_left_out(device: str, precision: Any, changes: dict[str, Any]) -> None:
     size = dataclasses.replace(gpt2(), **changes)
     assert flop_utilisation(size, plan(precision=precision), device) is None
-
-
-def test_the_progress_line_has_it(tmp_path: Path) -> None:
-    row = {"phase": "train", "step": 1, "loss": 2.0, "lr": 1e-3, "data_seconds": 0.0, "step_seconds": 1.0}
-    row |= {"tokens_per_second": 5000.0, "memory_bytes": 2**30}
-    console = Console(tmp_path / "log.txt", quiet=True)
-    console.show_step({**row, "mfu": 0.4512}, 2, 1.0)
-    console.show_step({**row, "step": 2}, 2, 0.0)
-    first, last = (tmp_path / "log.txt").read_text().splitlines()
-    assert "5,000 tokens/s  lr 1.00e-03  MFU 45.1%  " in first
-    assert "MFU" not in last
-
-
-def test_nvml_is_asked_for_nvidia_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(uuid="5b1a-77")
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    assert gpu_uuid(torch.device("cpu")) == ""
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert gpu_uuid(torch.device("cuda", 0)) == "5b1a-77"
-    monkeypatch.setattr(torch.version, "cuda", None)  # ROCm
-    assert gpu_uuid(torch.device("cuda", 0)) == ""

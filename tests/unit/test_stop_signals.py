@@ -44,23 +44,6 @@ def test_what_nohup_ignores_stays_ignored() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_what_a_launcher_ignores_is_caught_in_its_workers() -> None:
-    before = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    try:
-        with StopFlag() as stop:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert stop.requested
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-
-
-def test_a_second_interrupt_ends_at_once() -> None:
-    with StopFlag():
-        os.kill(os.getpid(), signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_before_training_is_one_line_and_75(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]

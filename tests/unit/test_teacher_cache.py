@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.errors import TrainingError
 from isobatch.data.base import ArraySource, Ragged
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.optimization.schedule import PhaseSchedule
@@ -89,21 +89,6 @@ def test_only_what_is_used_is_asked_and_the_rest_later(tmp_path: Path) -> None:
     assert first.seen == 100
     rows = np.arange(COUNT)
     assert found.fetch(rows)["teacher.sum"][:, 0].tolist() == sums(source(), rows)
-
-
-def test_another_teacher_has_answers_of_its_own(tmp_path: Path) -> None:
-    ask(Counting(), tmp_path, np.arange(COUNT))
-    other = Counting()
-    ask(other, tmp_path, np.arange(COUNT), identity="two")
-    assert other.seen > 0
-
-
-def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
-    ask(Counting(), tmp_path, np.arange(COUNT))
-    (damaged,) = tmp_path.glob("*/sum.npy")
-    damaged.write_bytes(b"not an array")
-    with pytest.raises(UserError, match="delete it and run again"):
-        ask(Counting(), tmp_path, np.arange(COUNT))
 
 
 def test_a_changed_answer_is_found_and_computed_again(tmp_path: Path) -> None:

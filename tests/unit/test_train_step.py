@@ -187,14 +187,6 @@ def test_every_rank_issues_the_same_collectives(size: int, run_ranks: Any) -> No
     assert first == [("gather",), *one, *one]
 
 
-def test_ranks_without_samples_take_part(run_ranks: Any) -> None:
-    recipe = Recipe(task="tiny", batch_size=3, lr=0.1, clip=0.0, optimizer="sgd")
-    (single,) = run_ranks(1, trained(recipe)).values
-    outcome = run_ranks(5, trained(recipe))
-    assert all(calls == outcome.calls[0] for calls in outcome.calls)
-    assert outcome.values[4]["norms"] == pytest.approx(single["norms"], rel=1e-5)
-
-
 @pytest.mark.parametrize("size", [1, 3, 5])
 def test_computed_dummies_change_nothing_and_even_out_the_counts(size: int, run_ranks: Any) -> None:
     recipe = Recipe(task="tiny", batch_size=4, lr=0.1, clip=0.0, optimizer="sgd", weight_decay=0.0)
@@ -211,25 +203,6 @@ def test_computed_dummies_change_nothing_and_even_out_the_counts(size: int, run_
     assert (begin, end) == ("begin", "end")
     assert micro_batches == ["backward", "one"] * (count - 1) + ["backward", "last"]
     assert count == -(-4 // size)
-
-
-def test_the_reduction_comes_in_buckets_of_bounded_size(
-    run_ranks: Any, monkeypatch: pytest.MonkeyPatch, alone: dict[str, Any]
-) -> None:
-    from isobatch.engine.distributed import communicator as world_module
-
-    monkeypatch.setattr(world_module, "_BUCKET_BYTES", 400)
-    outcome = run_ranks(2, trained())
-    parameters = [p.numel() for n, p in model().named_parameters() if not n.startswith("idle")]
-    floats = [c[1][0] for c in outcome.calls[0] if c[0] == "sum" and c[2] == torch.float32]
-    assert max(floats) <= max(100, *parameters)  # 400 bytes are 100 numbers; a larger tensor goes alone
-    assert sum(floats) == 3 * sum(parameters)  # three steps
-    assert outcome.values[0]["norms"] == pytest.approx(alone["norms"], rel=1e-5)
-
-
-def test_votes_are_counted_over_the_ranks(run_ranks: Any) -> None:
-    outcome = run_ranks(3, trained(steps=1))
-    assert [v["votes"] for v in outcome.values] == [[Votes(stop=1, failed=3)]] * 3
 
 
 def test_a_loss_is_its_sum_over_the_weight_of_the_whole_batch(run_ranks: Any) -> None:
@@ -311,19 +284,6 @@ def test_tables_by_rows_learn_the_same_on_any_number_of_ranks(clip: float, run_r
                 torch.testing.assert_close(found["weights"][name], weight, rtol=1e-3, atol=1e-4)
 
 
-def test_by_rows_only_what_was_read_moves_as_adam_moves_it() -> None:
-    table = nn.Embedding(5, 3, sparse=True)
-    before = table.weight.detach().clone()
-    recipe = Recipe(task="tiny", lr=0.1)
-    optimizer = make_optimizer(nn.ModuleList([table, nn.Linear(3, 1)]), recipe, "cpu", [table.weight])
-    table(torch.tensor([1, 3, 3])).sum().backward()
-    optimizer.step()
-    moved = table.weight.detach() - before
-    torch.testing.assert_close(moved[[1, 3]], torch.full((2, 3), -0.1), rtol=1e-5, atol=1e-5)
-    assert not moved[[0, 2, 4]].any()
-    assert set(optimizer.state[table.weight]) == {"step", "exp_avg", "exp_avg_sq"}
-
-
 class Doubled(nn.Linear, base.CachedWeightTransform):
     """Computes with twice its weight, and counts how often it was doubled."""
 
@@ -369,17 +329,6 @@ def test_what_is_held_is_made_once_a_step_and_learns_the_same(
         torch.testing.assert_close(once["weights"][name], weight, rtol=1e-5, atol=1e-6)
 
 
-def test_half_a_step_leaves_no_gradient_behind(run_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def part(world: Any) -> tuple[Any, Any]:
-        runner = stepper(strategy := replicas(world, Holding()))
-        monkeypatch.setattr(Tiny, "loss", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            runner.backward(next(iter(BatchLoader(source(), np.arange, strategy.plan, 0).steps(8, 9))))
-        return strategy.unwrapped.hidden.leaf, strategy.unwrapped.hidden.weight.grad
-
-    assert run_ranks(1, part).values == [(None, None)]
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_an_overflow_redoes_the_same_step_at_half_the_scale(
     size: int, run_ranks: Any, alone: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -394,15 +343,6 @@ def test_an_overflow_redoes_the_same_step_at_half_the_scale(
             [s["next"] for s in alone["sums"]], rel=1e-5
         )
     assert all(calls == outcome.calls[0] for calls in outcome.calls)
-
-
-def test_a_gradient_that_overflows_at_every_scale_has_a_name(
-    run_ranks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replicas_module, "SCALE_LEAST", 2.0**200)
-    monkeypatch.setattr(replicas_module, "SCALE_START", 2.0**201)
-    with pytest.raises(TrainingError, match="fp16 gradients overflow at every loss scale"):
-        run_ranks(1, trained(precision="fp16"))
 
 
 def test_the_scale_doubles_after_enough_good_steps_and_is_saved(

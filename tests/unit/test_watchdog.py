@@ -112,15 +112,6 @@ def test_a_suspension_is_no_standstill(
     assert len(ended) == ends
 
 
-def test_ranks_that_all_wait_blame_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    Clocks(monkeypatch)
-    store = Store()
-    dogs = [watch(rank, store, waiting="a barrier") for rank in range(3)]
-    for dog in dogs:
-        dog._publish()  # noqa: SLF001
-    assert dogs[0]._reason(3.0).endswith("all of them wait as well")  # noqa: SLF001
-
-
 def test_every_rank_is_recorded_with_its_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store, clock = Store(), [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
