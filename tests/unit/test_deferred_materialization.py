@@ -1,4 +1,4 @@
-"""Deferred materialization: a pretrained model that is read block by block, and all of a model but its values."""
+"""Deferred materialization: models that are read block by block, and all of a model but its values."""
 
 from __future__ import annotations
 
