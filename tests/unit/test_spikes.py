@@ -240,5 +240,5 @@ def test_too_many_spikes_end_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task", ["pruning", "sequence-vae"])
 def test_a_task_that_counts_steps_leaves_out_none(task: str) -> None:
-    with pytest.raises(UserError, match="--on-spike skip: this task changes its model by the step's number"):
+    with pytest.raises(UserError, match="--on-spike skip: this task can leave out no step"):
         complete(task, {"on_spike": "skip"})
