@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from isobatch.data.base import ArraySource, Columns, Data, Ragged, Source, TextQuery
     from isobatch.engine.runs.run_options import RunOptions
     from isobatch.launch.api.functions import Verification, load, plan, replay, train, verify
-    from isobatch.launch.api.recipe import Recipe
-    from isobatch.launch.api.run import Run
+    from isobatch.launch.api.run import Recipe, Run
     from isobatch.models.base import (
         Batch,
         CachedWeightTransform,
@@ -93,8 +92,7 @@ _PLACES = {
     "data.base": ("ArraySource", "Columns", "Data", "Ragged", "Source", "TextQuery"),
     "engine.runs.run_options": ("RunOptions",),
     "launch.api.functions": ("Verification", "load", "plan", "replay", "train", "verify"),
-    "launch.api.recipe": ("Recipe",),
-    "launch.api.run": ("Run",),
+    "launch.api.run": ("Recipe", "Run"),
     "models.base": (
         *("Batch", "CachedWeightTransform", "Change", "Loss", "ModelSize", "Noise", "Phase", "Rows"),
         *("StepContext", "Sum", "Task", "Teacher"),

@@ -81,10 +81,10 @@ _TABLE = (
     ("vae sample", "commands.latent sample Sample", "texts from the prior"),
     ("doctor", "doctor.command doctor Doctor", "what is wrong with this machine, or why a run fails; exit 3"),
     ("runs", "control.runs runs Runs", "the runs in a folder: state, progress, result, jobs"),
-    ("runs logs", "control.logs logs Logs", "what a run says, or a node of its job; -f follows it"),
-    ("runs cancel", "control.cancel cancel Cancel", "end a run that trains or waits; it saves first"),
-    ("runs compare", "control.compare compare Compare", "what differs between runs, and what they came to"),
-    ("runs rm", "control.remove remove Remove", "remove runs that nobody trains"),
+    ("runs logs", "control.one_run logs Logs", "what a run says, or a node of its job; -f follows it"),
+    ("runs cancel", "control.one_run cancel Cancel", "end a run that trains or waits; it saves first"),
+    ("runs compare", "control.runs compare Compare", "what differs between runs, and what they came to"),
+    ("runs rm", "control.one_run remove Remove", "remove runs that nobody trains"),
     ("describe", "commands.describe describe Listing", "the tasks; flags of a task or command; hardware"),
 )
 COMMANDS = {name: Command._make((*place.split(), help)) for name, place, help in _TABLE}

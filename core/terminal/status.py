@@ -17,12 +17,12 @@ import shutil
 import sys
 import threading
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from isobatch.core.measures import format_duration, now, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 STATUS_MARK = "\x1eisobatch-status\x1e"
 """Marks the lines in which a child process says what it is doing."""
@@ -64,14 +64,6 @@ def format_activity(activity: Activity, seconds: float, width: int, encoding: st
     return line[:width]
 
 
-class _Display(Protocol):
-    """Shows activities; `tick` is called a few times a second, with what goes on since `began`."""
-
-    def tick(self, activity: Activity, began: float) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class _Stream:
     """A text stream of a terminal that has the status line cleared before it is written to."""
 
@@ -84,9 +76,8 @@ class _Stream:
             self.display.inside_a_line = not text.endswith("\n") if text else self.display.inside_a_line
             return self.stream.write(text)
 
-    def writelines(self, lines: Iterator[str]) -> None:
-        for line in lines:
-            self.write(line)
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
@@ -99,16 +90,16 @@ class _TerminalLine:
         self.lock = threading.RLock()
         self.inside_a_line = False
         """Whether somebody has begun a line and not ended it: then nothing may be put behind it."""
+        self.streams = sys.stdout, sys.stderr
         self._shown = ""
         self._closed = False
-        self._streams = sys.stdout, sys.stderr
-        self._terminal = sys.stderr
         self._idle_since: float | None = now()
         if sys.stdout.isatty():
             sys.stdout = _Stream(sys.stdout, self)
         sys.stderr = _Stream(sys.stderr, self)
 
     def tick(self, activity: Activity, began: float) -> None:
+        """Called a few times a second, with what goes on since `began`."""
         with self.lock:
             if self._closed:
                 return
@@ -116,31 +107,33 @@ class _TerminalLine:
                 self._idle_since = None
                 self.clear()
                 return
-            if self._idle_since is None:
-                self._idle_since = began
+            self._idle_since = began if self._idle_since is None else self._idle_since
             if self.inside_a_line or now() - self._idle_since < SHOWN_AFTER_SECONDS:
                 return
-            width = shutil.get_terminal_size().columns - 1
-            text = printable(format_activity(activity, now() - began, width, self._terminal.encoding))
+            width, encoding = shutil.get_terminal_size().columns - 1, self.streams[1].encoding
+            text = printable(format_activity(activity, now() - began, width, encoding))
             if text != self._shown:
-                self._put(_CLEAR + text)
-                self._shown = text
+                self._put(text)
 
     def clear(self) -> None:
         if self._shown:
-            self._shown = ""
-            self._put(_CLEAR)
+            self._put("")
 
     def _put(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the terminal is gone; the work goes on
-            self._terminal.write(text)
-            self._terminal.flush()
+        self._shown = text
+        _write(self.streams[1], _CLEAR + text)
 
     def close(self) -> None:
         with self.lock:
             self.clear()
             self._closed = True
-            sys.stdout, sys.stderr = self._streams
+            sys.stdout, sys.stderr = self.streams
+
+
+def _write(stream: TextIO, text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the terminal is gone; the work goes on
+        stream.write(text)
+        stream.flush()
 
 
 class _Relay:
@@ -152,9 +145,7 @@ class _Relay:
     def tick(self, activity: Activity, _: float) -> None:
         if activity != self._sent:
             self._sent = activity
-            with contextlib.suppress(OSError, ValueError):
-                sys.stderr.write(f"{STATUS_MARK}{json.dumps(asdict(activity))}\n")
-                sys.stderr.flush()
+            _write(sys.stderr, f"{STATUS_MARK}{json.dumps(asdict(activity))}\n")
 
     def close(self) -> None:
         self.tick(Activity(), 0.0)
@@ -170,21 +161,18 @@ class _Lines:
         self.mark = mark
         self.first_at = math.inf
         """When a first line is due, however long its activity takes."""
-        self._said = ""
-        self._said_at = 0.0
+        self._said, self._said_at = "", 0.0
 
     def tick(self, activity: Activity, began: float) -> None:
         repeated = activity.every_ten_seconds and activity.total > 0
         due = now() - (max(began, self._said_at) if repeated else began) >= SAID_AFTER_SECONDS
         if self.first_at <= now() and activity.text:
             due, self.first_at = True, math.inf
-        if not due or (activity.total and not repeated) or (activity.text == self._said and not repeated):
-            return
-        self._said, self._said_at = activity.text, now()
-        figures = (f"{activity.done:,}/{activity.total:,}", *activity.figures)
-        text = f"{activity.text}: {', '.join(figures)}" if repeated else f"{activity.text} ..."
-        with contextlib.suppress(OSError, ValueError):
-            print(printable(f"{self.mark}{text}"), file=sys.stderr, flush=True)
+        if due and (repeated or not (activity.total or activity.text == self._said)):
+            self._said, self._said_at = activity.text, now()
+            figures = (f"{activity.done:,}/{activity.total:,}", *activity.figures)
+            text = f"{activity.text}: {', '.join(figures)}" if repeated else f"{activity.text} ..."
+            _write(sys.stderr, printable(f"{self.mark}{text}\n"))
 
     def close(self) -> None:
         pass
@@ -195,7 +183,7 @@ class _Status:
 
     def __init__(self) -> None:
         self.activity, self.began = Activity(), now()
-        self.display: _Display | None = None
+        self.display: _TerminalLine | _Relay | _Lines | None = None
         self._stopped = threading.Event()
 
     def change(self, activity: Activity) -> None:
@@ -215,7 +203,7 @@ class _Status:
         self._stopped = threading.Event()
         threading.Thread(target=self._run, args=(self.display, self._stopped), daemon=True).start()
 
-    def _run(self, display: _Display, stopped: threading.Event) -> None:
+    def _run(self, display: _TerminalLine | _Relay | _Lines, stopped: threading.Event) -> None:
         while not stopped.wait(_PERIOD_SECONDS):
             display.tick(self.activity, self.began)
 
@@ -275,7 +263,7 @@ def on_terminal() -> bool:
 def _after_fork() -> None:
     """A forked child has no thread that shows anything, and a copy of a lock that may be held for ever."""
     if isinstance(_status.display, _TerminalLine):
-        sys.stdout, sys.stderr = _status.display._streams  # noqa: SLF001
+        sys.stdout, sys.stderr = _status.display.streams
     _status.display = None
 
 

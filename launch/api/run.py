@@ -1,22 +1,23 @@
-"""A run, trained or being trained, for Python."""
+"""For Python: a recipe, completed as the command line completes it, and a run, trained or being trained."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core import recipe
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
 from isobatch.core.flags import known_options
 from isobatch.core.plan import PlanOptions
 from isobatch.engine import consent
+from isobatch.engine.registry import complete
 from isobatch.engine.runs.ledger import LedgerStep, read_ledger
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.step_rows import is_step
-from isobatch.launch.api.recipe import Recipe
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -128,3 +129,40 @@ class Run:
     def __repr__(self) -> str:
         figures = "".join(f", {k} {v:.4g}" for k, v in self.metrics.items() if isinstance(v, float))
         return f"<isobatch run {self.folder}: {self.status}{figures}>"
+
+
+class Recipe(recipe.Recipe):
+    """What is learnt: a task, and any of its recipe fields by name.
+
+    >>> isobatch.Recipe(task="classifier", data="reviews/", lr=2e-5, epochs=3)
+
+    Fields that are not given come from the task, its preset and its mode, as on the command line; `isobatch
+    describe TASK` lists them all, with `_` for `-`. Raises UserError where a name or a value is wrong.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, task: str | Path, **values: Any) -> None:
+        if isinstance(task, type):
+            raise UserError(
+                f"task={task.__name__}: write the class in a file, and task='./file.py:{task.__name__}'"
+            )
+        task = str(task)
+        if "options" in values:  # a complete recipe's fields, as dataclasses.replace gives them
+            super().__init__(task=task, **values)
+            return
+        made, _ = complete(task, values)
+        for field in dataclasses.fields(recipe.Recipe):
+            object.__setattr__(self, field.name, getattr(made, field.name))
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> recipe.Recipe:
+        """A recipe as recipe.json has it, which is complete: nothing is added."""
+        found = recipe.Recipe.from_dict(values)
+        consent.received(found)
+        return found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, recipe.Recipe) and self.to_dict() == other.to_dict()
+
+    __hash__ = recipe.Recipe.__hash__

@@ -18,7 +18,7 @@ from isobatch.engine.runs.slurm_queue import SlurmSilentError, job_statuses, las
 from isobatch.launch.control.run_state import look
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.doctor.storage import ELSEWHERE, check_space
-from isobatch.launch.local.restarts import dead_process
+from isobatch.launch.local.launch_run import dead_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +31,7 @@ DAMAGE = (UserError, TrainingError, TypeError, KeyError, ValueError, AttributeEr
 CHECKED_BYTES = 2 << 30
 """Checkpoints up to this size are compared with their checksums, larger ones with their sizes."""
 RESTARTS = ("restart", "smaller micro-batches")
-"""Decisions of `launch/local/restarts.py`."""
+"""Decisions of `launch/local/launch_run.py`."""
 NEVER_STARTS = (
     *("DependencyNeverSatisfied", "PartitionDown", "PartitionInactive", "JobHeldUser", "JobHeldAdmin"),
     *("BadConstraints", "PartitionNodeLimit", "PartitionTimeLimit", "AssocMaxJobsLimit"),

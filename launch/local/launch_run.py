@@ -1,22 +1,46 @@
-"""From a request to a finished run: find or create it, plan it, and train it to its end."""
+"""From a request to a finished run: find or create it, plan it, and train it to its end in attempts.
+
+A new attempt begins from the last checkpoint after out-of-memory, a lost process, or where there is room for
+more processes.
+"""
 
 from __future__ import annotations
 
+import re
+import secrets
 import shutil
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from isobatch.core import number_ranges
-from isobatch.core.errors import DONE, WRONG_INPUT, UserError
+from isobatch.core.errors import (
+    BUG,
+    DONE,
+    FAILED,
+    RESIZED,
+    STOPPED,
+    WRONG_INPUT,
+    JobMemoryError,
+    OutOfMemoryError,
+    SpikeError,
+    TrainingError,
+    UserError,
+    WorkerLostError,
+)
+from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.core.strategies import traits_of
 from isobatch.core.terminal.status import begins_now
 from isobatch.engine import consent
 from isobatch.engine.optimization.left_out import ASKED, leave_out, refuse_where_steps_matter
+from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.registry import workload_of
-from isobatch.engine.runs.run_folder import RunFolder, Verdict
+from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
-from isobatch.launch.local.restarts import train_in_children, train_in_process, train_with_restarts
+from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS, launch_workers
 from isobatch.launch.local.run_setup import (
     TrustOptions,
     as_begun,
@@ -29,6 +53,8 @@ from isobatch.launch.local.run_setup import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from isobatch.engine.runs.run_options import RunOptions
     from isobatch.launch.local.arguments import Request
 
@@ -128,3 +154,128 @@ def launch_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -
     in_process = run.plan.processes == 1 and (owns_process or not traits_of(run.plan.strategy).shards)
     start = train_in_process if in_process else train_in_children
     return train_with_restarts(run, partial(start, owns_process=owns_process))
+
+
+Attempt = Callable[[RunFolder], Verdict | None]
+"""Trains a run by its plan once; its verdict, or None where no process wrote one."""
+LOG_TAIL_CHARACTERS = 6000
+FULL_DISK_BYTES = 1 << 16
+
+
+def train_with_restarts(run: RunFolder, attempt: Attempt) -> Verdict:
+    """Make attempts until one is not to be repeated; its verdict. Recipe, order and global batches stay."""
+    options = run.options()
+    restarts, reduced = 0, False
+    while True:
+        verdict = _verdict_of(run, attempt(run), run.folder / "launcher.log")
+        if verdict.cause == JobMemoryError.cause and reduced:
+            return _fail(run, f"{verdict.reason}, with smaller micro-batches, too: ask for more with --mem")
+        if verdict.cause in (OutOfMemoryError.cause, JobMemoryError.cause):
+            reduced = True
+            try:
+                _reduce_budget(run, verdict)
+            except TrainingError as error:
+                return _fail(run, str(error))
+        elif verdict.cause == SpikeError.cause:
+            print(f"isobatch: {verdict.reason}; going on from the checkpoint before", file=sys.stderr)
+        elif verdict.cause == RESIZED:
+            _log_restart(run, "resize", verdict.reason, "in a larger world")
+        elif verdict.cause == WorkerLostError.cause:
+            restarts += 1
+            if restarts > options.max_restarts:
+                return _fail(run, f"{verdict.reason}; ended after --max-restarts {options.max_restarts}")
+            _log_restart(run, "restart", verdict.reason, f"attempt {restarts + 1}")
+        else:
+            return verdict
+
+
+def train_in_process(run: RunFolder, owns_process: bool = True) -> Verdict | None:
+    """One attempt in this process."""
+    import gc
+
+    from isobatch.launch.local.worker import train_run
+
+    train_run(run, run.options(), owns_process)
+    gc.collect()
+    return run.read_exit("")
+
+
+def train_in_children(run: RunFolder, owns_process: bool = True) -> Verdict | None:
+    """One attempt in worker processes of this machine."""
+    nonce = secrets.token_hex(8)
+    arguments = ["--run", str(run.folder.resolve())]
+    # accelerate's exit code is only 0 or 1, and 1 for a clean stop, too: the verdict is read from exit.json.
+    launcher = launch_workers(
+        run.plan, TRAIN_SCRIPT, arguments, run.folder, {NONCE: nonce}, forward_signals=owns_process
+    )
+    if run.read_exit(nonce) is None:
+        wait_for_orphans(run)
+    run.forget_plan()  # the workers may have reduced the budget
+    verdict = run.read_exit(nonce)
+    if launcher.stop_requested and (verdict is None or verdict.cause == WorkerLostError.cause):
+        saved = (
+            "what was saved before stands" if any(run.checkpoints.glob("[!.]*-*")) else "nothing was saved"
+        )
+        print(f"isobatch: stopped at once; {saved}", file=sys.stderr)
+        return Verdict(STOPPED, "stopped at once")
+    return verdict
+
+
+def wait_for_orphans(run: RunFolder) -> None:
+    """Wait for workers whose launcher was killed: they save and stop, then a new attempt can begin."""
+    deadline = time.monotonic() + GRACE_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            run.refuse_if_training()
+            return
+        except UserError:
+            time.sleep(0.2)
+
+
+def _verdict_of(run: RunFolder, verdict: Verdict | None, log: Path) -> Verdict:
+    """The verdict, or one from the disk's state and the launcher's log where the attempt wrote none."""
+    if verdict is None:
+        verdict = _full_disk(run) or dead_process(log)
+    if verdict is None or verdict.code == BUG:
+        sys.stderr.write(log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:] if log.exists() else "")
+        return verdict or Verdict(BUG, "no process left a verdict")
+    return verdict
+
+
+def _full_disk(run: RunFolder) -> Verdict | None:
+    """A verdict where the disk is full, so that no process could write one."""
+    if shutil.disk_usage(run.folder).free > FULL_DISK_BYTES:
+        return None
+    reason = f"no space left on device for {run.folder}: make some, then go on with `resume`"
+    print(f"isobatch: {reason}", file=sys.stderr)
+    return Verdict(WRONG_INPUT, reason)
+
+
+def dead_process(log: Path) -> Verdict | None:
+    """A verdict on the process that a signal ended first, from the end of torchrun's log."""
+    text = log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:] if log.exists() else ""
+    found = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+)", text.rpartition("Root Cause")[2])
+    if not found:
+        return None
+    reason = "rank {} was ended by signal {}".format(*found[-1])
+    print(f"isobatch: {reason}", file=sys.stderr)
+    return Verdict(FAILED, reason, WorkerLostError.cause)
+
+
+def _reduce_budget(run: RunFolder, verdict: Verdict) -> None:
+    plan = with_smaller_budget(run.plan, run.recipe, run.facts)
+    run.write_plan(plan)
+    budget = f"{plan.micro_batch_samples} samples, {plan.micro_batch_tokens} tokens"
+    recompute = ", activation checkpointing" if plan.activation_checkpointing else ""
+    _log_restart(run, "smaller micro-batches", verdict.reason, f"at most {budget}{recompute}")
+
+
+def _log_restart(run: RunFolder, decision: str, reason: str, change: str) -> None:
+    run.log_decision(decision, reason=reason, what=change)
+    print(f"isobatch: going on from the last checkpoint: {change}", file=sys.stderr)
+
+
+def _fail(run: RunFolder, reason: str) -> Verdict:
+    run.mark_failed(reason)
+    print(f"isobatch: {reason}", file=sys.stderr)
+    return Verdict(FAILED, reason)

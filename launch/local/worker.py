@@ -83,9 +83,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
     from isobatch.engine.distributed.liveness import PeerMonitor
     from isobatch.engine.training.run_context import RunContext
     from isobatch.engine.training.trainer import train
-    from isobatch.launch.local.measured_run import remember_run
-    from isobatch.launch.local.observers.plotter import Plotter
-    from isobatch.launch.local.observers.trackers import begin_tracking, end_tracking
+    from isobatch.launch.local.observers import Plotter, begin_tracking, end_tracking, remember_run
 
     log = run.folder / "log.txt" if world.is_main else None
     console = Console(log, options.quiet or not world.is_main, _mark())

@@ -13,9 +13,8 @@ from isobatch.core.facts import Facts
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.launch.control.compare import compare
-from isobatch.launch.control.remove import remove
-from isobatch.launch.control.runs import differences, runs
+from isobatch.launch.control.one_run import remove
+from isobatch.launch.control.runs import compare, differences, runs
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:

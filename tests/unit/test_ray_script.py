@@ -24,7 +24,7 @@ from isobatch.launch.clusters.ray.attempts import judge
 from isobatch.launch.clusters.ray.command import ray
 from isobatch.launch.clusters.ray.driver import train_until_done
 from isobatch.launch.local.arguments import parse_request
-from isobatch.launch.local.restarts import train_with_restarts
+from isobatch.launch.local.launch_run import train_with_restarts
 from isobatch.tests.paths import ROOT
 
 GPUS = ["--task", "causal-lm", "--data", "/shared/texts", "--ray-workers", "4", "--gpus-per-worker", "8"]

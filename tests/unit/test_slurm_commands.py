@@ -20,7 +20,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.runs.slurm_queue import JobStatus, refuse_if_in_a_job
 from isobatch.launch.commands.auto import resume
-from isobatch.launch.control import cancel, logs
+from isobatch.launch.control import one_run
 from isobatch.launch.control.runs import runs
 from isobatch.launch.local import launch_run, run_setup, worker
 from isobatch.launch.local.arguments import parse_request
@@ -203,31 +203,31 @@ def test_all_runs_are_one_question_and_silence_is_said(tmp_path: Path, slurm: Sl
 def test_logs_are_the_runs_or_a_nodes(tmp_path: Path, slurm: Slurm, say: Say) -> None:
     run = make_run(tmp_path / "r")
     slurm(squeue=queued("7", "PENDING", "Priority"))
-    assert say(logs.logs, str(run.folder)) == (0, "", f"{run.folder}: job 7 is PENDING (Priority)\n")
+    assert say(one_run.logs, str(run.folder)) == (0, "", f"{run.folder}: job 7 is PENDING (Priority)\n")
     slurm(squeue=FORGOTTEN)
     (run.folder / "slurm" / "7.out").write_text("first\nn2 does not see /data\n\n")
-    assert say(logs.logs, str(run.folder))[2].endswith("has no log; job 7 said: n2 does not see /data\n")
+    assert say(one_run.logs, str(run.folder))[2].endswith("has no log; job 7 said: n2 does not see /data\n")
     with pytest.raises(
         UserError, match=r"--node n1: .* has no log of that node; no node has written one yet"
     ):
-        logs.logs([str(run.folder), "--node", "n1"])
+        one_run.logs([str(run.folder), "--node", "n1"])
     (run.folder / "log.txt").write_text("one\ntwo\nthree\n")
     (run.folder / "slurm" / "node-n2.log").write_text("\x1b[2J of n2\n")
-    assert say(logs.logs, str(run.folder), "--lines", "2")[1] == "two\nthree\n"
-    assert say(logs.logs, str(run.folder), "--node", "n2")[1] == "\\x1b[2J of n2\n"
+    assert say(one_run.logs, str(run.folder), "--lines", "2")[1] == "two\nthree\n"
+    assert say(one_run.logs, str(run.folder), "--node", "n2")[1] == "\\x1b[2J of n2\n"
     with pytest.raises(UserError, match=r"--node n1: .*; those of n2 do"):
-        logs.logs([str(run.folder), "--node", "n1"])
+        one_run.logs([str(run.folder), "--node", "n1"])
     for wrong in (["--lines", "0"], ["--node", "../../x"], ["--tail"]):
         with pytest.raises(UserError, match=wrong[0]):
-            logs.logs([str(run.folder), *wrong])
+            one_run.logs([str(run.folder), *wrong])
 
 
 @pytest.mark.parametrize(("status", "code"), [("done", 0), ("failed", 3), ("stopped", 75)])
 def test_logs_are_followed_over_legs_until_the_run_ends(
     status: str, code: int, tmp_path: Path, slurm: Slurm, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logs, "READ_SECONDS", 0.01)
-    monkeypatch.setattr(logs, "LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(one_run, "READ_SECONDS", 0.01)
+    monkeypatch.setattr(one_run, "FOLLOW_SECONDS", 0.05)
     run = make_run(tmp_path / "r", status="stopped")
     log = run.folder / "log.txt"
     slurm(squeue=queued("7", "PENDING", "BeginTime", 1))
@@ -243,7 +243,7 @@ def test_logs_are_followed_over_legs_until_the_run_ends(
 
     life = threading.Thread(target=live)
     life.start()
-    found = say(logs.logs, "-f", str(run.folder))
+    found = say(one_run.logs, "-f", str(run.folder))
     life.join()
     assert found == (code, "leg 1\nleg 2\n", f"{run.folder}: job 7 is PENDING (BeginTime), leg 2\n")
 
@@ -251,7 +251,7 @@ def test_logs_are_followed_over_legs_until_the_run_ends(
 def test_a_job_that_waits_leaves_the_queue(tmp_path: Path, slurm: Slurm, say: Say) -> None:
     run = make_run(tmp_path / "r", job="7_3")
     slurm(squeue=queued("7_3", "PENDING", "Resources"), scancel="exit 0")
-    code, out, _ = say(cancel.cancel, str(run.folder))
+    code, out, _ = say(one_run.cancel, str(run.folder))
     assert (code, out) == (0, f"{run.folder}: job 7_3 was PENDING (Resources), and is cancelled\n")
     assert "scancel 7_3\n" in (tmp_path / "bin" / "calls").read_text()
 
@@ -260,13 +260,13 @@ def test_a_job_that_waits_leaves_the_queue(tmp_path: Path, slurm: Slurm, say: Sa
 def test_a_job_that_runs_saves_first(
     now: bool, tmp_path: Path, slurm: Slurm, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cancel, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(one_run, "LOOK_SECONDS", 0.01)
     run = make_run(tmp_path / "r", steps=120, status="stopped")
     (run.checkpoints / "train-100").mkdir(parents=True)
     ended = tmp_path / "ended"
     states = f"[ -e {ended} ] && {queued('7', 'CANCELLED')} || {queued('7', 'RUNNING')}"
     slurm(squeue=states, scancel=f"cp {run.folder}/slurm/job.json {ended}")
-    code, out, err = say(cancel.cancel, *(["--now"] if now else []), str(run.folder))
+    code, out, err = say(one_run.cancel, *(["--now"] if now else []), str(run.folder))
     calls = (tmp_path / "bin" / "calls").read_text()
     assert (code, err.count("\n")) == (0, 1)
     if now:
@@ -280,20 +280,20 @@ def test_a_job_that_runs_saves_first(
 
 def test_what_cannot_be_cancelled_is_said(tmp_path: Path, slurm: Slurm, say: Say) -> None:
     run = make_run(tmp_path / "r", status="done")
-    assert say(cancel.cancel, str(run.folder))[:2] == (
+    assert say(one_run.cancel, str(run.folder))[:2] == (
         0,
         f"{run.folder} is done: there is nothing to cancel\n",
     )
     run.write_summary({"status": "stopped"})
     slurm(squeue=queued("7", "SUSPENDED"))
     with pytest.raises(UserError, match="job 7 is suspended and cannot save: scontrol resume 7 first, or c"):
-        cancel.cancel([str(run.folder)])
+        one_run.cancel([str(run.folder)])
     slurm(squeue=AWAY)
     with pytest.raises(UserError, match="Slurm does not answer for job 7"):
-        cancel.cancel([str(run.folder)])
+        one_run.cancel([str(run.folder)])
     slurm(squeue=queued("7", "PENDING"), scancel='echo "scancel: error: Access denied" >&2; exit 1')
     with pytest.raises(UserError, match="scancel 7: Access denied"):
-        cancel.cancel([str(run.folder)])
+        one_run.cancel([str(run.folder)])
 
 
 TRAINER = """
@@ -314,14 +314,14 @@ with filelock.FileLock(sys.argv[1] + "/.launch.lock"):
 def test_a_run_that_trains_here_is_interrupted(
     kind: str, flags: list[str], tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cancel, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(cancel, "SECOND_SIGNAL_SECONDS", 0.2)
+    monkeypatch.setattr(one_run, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(one_run, "SECOND_SIGNAL_SECONDS", 0.2)
     run = make_run(tmp_path / "r", job="", steps=12)
     words = [sys.executable, "-c", TRAINER, str(run.folder), kind]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as trainer:
         assert trainer.stdout is not None
         trainer.stdout.readline()
-        code, out, _ = say(cancel.cancel, str(run.folder), *flags)
+        code, out, _ = say(one_run.cancel, str(run.folder), *flags)
         trainer.wait(5)
     assert code == 0
     assert ("saved at step 12; `resume" if kind == "quick" else "ended; nothing was saved") in out

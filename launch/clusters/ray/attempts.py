@@ -13,7 +13,7 @@ from isobatch.core.errors import BUG, FAILED, RESIZED, STOPPED, WorkerLostError
 from isobatch.core.measures import printable
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.clusters.common import ends_of_logs
-from isobatch.launch.local import restarts
+from isobatch.launch.local import launch_run
 from isobatch.launch.local.run_setup import environment_elsewhere
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Trainer(Protocol):
 
 
 class Attempts:
-    """An `Attempt` of restarts.py: each call is one fit, in the workers that there is room for."""
+    """An `Attempt` of launch_run.py: each call is one fit, in the workers that there is room for."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Attempts:
 
     def __call__(self, run: RunFolder) -> Verdict | None:
         """Run one attempt to its end; None where no process left a verdict."""
-        restarts.wait_for_orphans(run)
+        launch_run.wait_for_orphans(run)
         workers = self._places.count(lambda: self._stop.requested)
         if self._stop.requested:
             return Verdict(STOPPED, "asked to stop before it began")

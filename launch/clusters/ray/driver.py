@@ -1,6 +1,6 @@
 """The driver of a run on Ray: it makes attempts, each one fit of a TorchTrainer, as `auto` makes them here.
 
-Ray restarts nothing by itself. What ended an attempt stands in exit.json, and `restarts.py` decides whether
+Ray restarts nothing by itself. What ended an attempt stands in exit.json, and `launch_run.py` decides whether
 another one goes on from the last checkpoint, in as many workers as there is room for.
 """
 
@@ -20,7 +20,7 @@ from isobatch.launch.cli import guarded
 from isobatch.launch.clusters.common import find_or_create
 from isobatch.launch.clusters.ray.attempts import Attempts, Places, RunLog
 from isobatch.launch.commands.auto import print_outcome
-from isobatch.launch.local import restarts
+from isobatch.launch.local import launch_run
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.interfaces import local_address
 from isobatch.launch.local.run_setup import print_unless_quiet
@@ -70,7 +70,7 @@ def train_until_done(
             plan = atomic_files.json_text({**options_to_dict(request.plan), "processes": None})
             log = RunLog(run.folder / "log.txt", request.run.quiet)
             attempts = Attempts(trainer, places, order, plan, stop, log)
-            verdict = restarts.train_with_restarts(run, attempts)
+            verdict = launch_run.train_with_restarts(run, attempts)
         if verdict.code == DONE:
             print_outcome(run)
         elif verdict.code == WRONG_INPUT:

@@ -39,7 +39,7 @@ from isobatch.launch.clusters.slurm.legs import (
 )
 from isobatch.launch.clusters.slurm.node import meeting_folder, wait_for
 from isobatch.launch.clusters.slurm.step import Step, explain_end, srun_command, unreachable_nodes
-from isobatch.launch.local import restarts
+from isobatch.launch.local import launch_run
 from isobatch.launch.local.run_setup import locate_data, plan_options_from_request, store_plan
 
 if TYPE_CHECKING:
@@ -72,10 +72,10 @@ def job(words: Sequence[str]) -> int:
         consent.require(run.recipe, run.folder)
         refuse_if_in_a_job(run, allocation.job)
         with run.lock("launch"):
-            restarts.wait_for_orphans(run)
+            launch_run.wait_for_orphans(run)
             update_job_record(run, job=allocation.job, cancel=None)
             steps = StepRunner(run, allocation, request, stop)
-            verdict = restarts.train_with_restarts(run, steps)
+            verdict = launch_run.train_with_restarts(run, steps)
         if verdict.code == STOPPED:
             requeue_or_stop(run, allocation, stop.reason, request.max_legs, steps.clock.left)
         elif verdict.code != DONE:
@@ -123,7 +123,7 @@ class JobStop:
 
 
 class StepRunner:
-    """An `Attempt` of restarts.py: each call is one srun step on the nodes that are still available."""
+    """An `Attempt` of launch_run.py: each call is one srun step on the nodes that are still available."""
 
     def __init__(
         self, run: RunFolder, allocation: client.Allocation, request: JobRequest, stop: JobStop
@@ -161,7 +161,7 @@ class StepRunner:
         return Verdict(STOPPED, "asked to stop before it began")
 
     def _go_on_with_available_nodes(self, run: RunFolder) -> None:
-        restarts.wait_for_orphans(run)
+        launch_run.wait_for_orphans(run)
         left, all_nodes = self._available_nodes(), len(self.allocation.nodes)
         if left != self.nodes:
             print(f"going on with {len(left)} of {all_nodes} nodes: {', '.join(left)}", flush=True)

@@ -1,1 +1,0 @@
-"""What watches a run beside its own log: drawn figures, and trackers such as TensorBoard."""
