@@ -71,12 +71,8 @@ def check_options(options: Any, pretrained: bool) -> None:
 
     `pretrained`: whether the model is loaded, not trained from scratch.
     """
-    adapter, bits, tables, biases = (
-        options.adapter,
-        options.load_bits,
-        options.also_train or (),
-        options.lora_bias,
-    )
+    adapter, bits = options.adapter, options.load_bits
+    tables, biases = options.also_train or (), options.lora_bias
     if adapter == "none":
         fields = [f for f in dataclasses.fields(AdapterOptions) if f.name.startswith("lora_")]
         unused = [f"--{f.name.replace('_', '-')}" for f in fields if getattr(options, f.name) != f.default]

@@ -85,9 +85,3 @@ def test_a_larger_sweep_remembers_a_smaller_one(cli: Cli, tmp_path: Path) -> Non
     assert f"{held} is in job 7_1 already (RUNNING): it stays there" in said
     assert sweep("--lr", "1e-2,3e-2")[0] == {"job": None, "script": None, "path": None, "runs": []}
     assert json.loads((held / "slurm" / "job.json").read_text()) == {"job": "7_1"}
-
-
-def test_equal_values_are_one_run_however_they_are_spelt() -> None:
-    words = ["--task", "causal-lm", "--lr", "1e-3,0.001,2e-3", "--seed", "0,0", "--name", "s"]
-    requests = array.numbered(parse_sweep(words, "auto"), None)
-    assert [r.recipe.lr for r in requests.values()] == [1e-3, 2e-3]

@@ -71,20 +71,6 @@ def test_a_compiled_decoder_keeps_causal_attention_without_a_mask(family: str, k
     assert calls == [(None, True)] * 2
 
 
-def test_nothing_is_read_from_the_positions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers asks on the host whether positions are those of packed rows: a wait for the GPU."""
-    from transformers import masking_utils
-
-    asked = []
-    real = masking_utils.find_packed_sequence_indices
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda p: asked.append(p) or real(p))
-    model = made("gpt2")
-    model(input_ids=torch.zeros(1, 4, dtype=torch.int64), use_cache=False)
-    before = len(asked)
-    loss(model)
-    assert before == len(asked) == 1
-
-
 def test_a_window_shorter_than_the_rows_keeps_its_mask() -> None:
     window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     masks = []

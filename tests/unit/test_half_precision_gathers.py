@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.model_setup.layer_blocks import matmul_parameters
 from isobatch.engine.strategies.fsdp2 import FullyShardStrategy
-from isobatch.engine.strategies.zero import ZeroStrategy
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.models.causal_lm.frozen_weights import hold_matrices_in_bf16
 from isobatch.tests.unit.helpers import plan
@@ -110,18 +108,3 @@ def test_fsdp_gathers_products_in_bf16_and_nothing_else(world: Any, precision: A
     half = torch.bfloat16 if precision == "bf16" else torch.float32
     assert found == {"Embedding": torch.float32, "LayerNorm": torch.float32, "Linear": half}
     assert {p.grad.dtype for p in net.parameters() if p.grad is not None} == {torch.float32}
-
-
-def test_zero_gathers_products_in_bf16_and_reduces_in_fp32() -> None:
-    with preserve_process_state():  # its import sets variables
-        parameters = pytest.importorskip("deepspeed.runtime.zero.partition_parameters")
-    strategy: Any = object.__new__(ZeroStrategy)
-    strategy.unwrapped, strategy.engine = Net(), SimpleNamespace(optimizer=SimpleNamespace())
-    strategy._gather_in_bf16()  # noqa: SLF001  what it tells DeepSpeed, without an engine
-    block, embedding = strategy.unwrapped.blocks[0], strategy.unwrapped.embedding
-    gathered = [
-        parameters.get_allgather_dtype(p, p.data)
-        for p in (block.up.weight, block.down.bias, block.norm.weight, embedding.weight)
-    ]
-    assert gathered == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
-    assert strategy.engine.optimizer.get_param_comm_dtype(block.up.weight) == torch.float32

@@ -280,15 +280,10 @@ def metrics_beside(name: str, figure: float, interval: tuple[float, float]) -> d
 def test_a_baseline_that_ranks_better_beyond_doubt_is_named() -> None:
     task = recommender(data="shop")
     metrics = metrics_beside("knn", 0.31, (-0.01, 0.03)) | metrics_beside("ease", 0.32, (0.01, 0.03))
-    said = (
-        "EASE ranks better than this model by 0.0200 (95 %: 0.0100 to 0.0300; full_ndcg@10 0.3200 against"
-        " 0.3000)"
-    )
-    assert (
-        task.final_remark(metrics)
-        == f"{said}: try --preset ids, or `isobatch recommend RUN --by ease` gives its lists"
-    )
-    assert task.better_baseline(metrics) == f"{said}: --by ease gives its lists"
+    said = "EASE ranks better than this model by 0.0200 (95 %: 0.0100 to 0.0300; full_ndcg@10 0.3200 against"
+    assert task.final_remark(metrics).startswith(said)
+    assert "--by ease" in task.final_remark(metrics)
+    assert task.better_baseline(metrics) == f"{said} 0.3000): --by ease gives its lists"
     assert recommender(data="demo").final_remark(metrics) == ""
 
 
@@ -300,11 +295,8 @@ def test_a_difference_that_may_be_chance_is_said_to_be_one() -> None:
     assert task.better_baseline(metrics) == ""
     worse = metrics_beside("ease", 0.2, (-0.12, -0.08))
     assert task.final_remark(worse) == task.better_baseline(worse) == ""
-    for received in (
-        {"full_ease_ndcg@10_difference_ci95": 3},
-        {"held_out_users": None},
-        {"full_ndcg@10": "x"},
-    ):
+    hostile = {"full_ease_ndcg@10_difference_ci95": 3, "held_out_users": None, "full_ndcg@10": "x"}
+    for received in ({name: value} for name, value in hostile.items()):
         assert task.better_baseline({**metrics_beside("ease", 0.4, (0.05, 0.15)), **received}) == ""
 
 
