@@ -107,9 +107,8 @@ def exit_code(run: RunFolder, has_verdict: bool) -> int:
     verdict = run.read_exit() if has_verdict else None
     if verdict is None:
         return BUG
-    if verdict.code in (WRONG_INPUT, FAILED):
-        return verdict.code if verdict.cause in FOR_GOOD else BUG
-    return STOPPED if verdict.code == STOPPED else BUG
+    is_for_good = verdict.code in (WRONG_INPUT, FAILED) and verdict.cause in FOR_GOOD
+    return verdict.code if is_for_good or verdict.code == STOPPED else BUG
 
 
 def _verdict_time(run: RunFolder) -> int:
