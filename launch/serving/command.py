@@ -64,7 +64,8 @@ def serve(words: Sequence[str]) -> int:
 
 def make_app(where: str, options: ServeOptions) -> Any:
     """The ASGI application of a run, or of an ONNX file. Raises UserError."""
-    from isobatch.launch.serving.app import language_model_app, prediction_app
+    from isobatch.launch.serving.app import prediction_app
+    from isobatch.launch.serving.openai_api import language_model_app
 
     name = Path(where).expanduser().resolve().name
     found = find_model(where, options.trust)
@@ -100,7 +101,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _run(where: str, listener: socket.socket, options: ServeOptions) -> int:
     """Answer from the first moment, and for the model once it is loaded. Raises what loading it raises."""
-    from isobatch.launch.serving.door import LOOPBACK, Door, read_key
+    from isobatch.launch.serving.guard import LOOPBACK, Door, read_key
 
     address, port = listener.getsockname()[:2]
     key, hosts = read_key(options.api_key), [options.host, address, *(options.allow_host or "").split(",")]
@@ -126,7 +127,7 @@ def _run(where: str, listener: socket.socket, options: ServeOptions) -> int:
 def new_server(app: Any) -> Any:
     import uvicorn
 
-    from isobatch.launch.serving.connection import LimitedConnection
+    from isobatch.launch.serving.guard import LimitedConnection
 
     # Errors are printed by the application; what is open at Ctrl-C is cut off without a word. More than 512
     # connections are answered with 503, as a process may often hold 1,024 open files.

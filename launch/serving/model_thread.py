@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from isobatch.core.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from isobatch.models.protocols import Predictor
+
+    Asked = tuple[Sequence[Any], asyncio.Future[list[dict[str, Any]]]]
+    """Samples, and where their answers go."""
 
 T = TypeVar("T")
 WINDOW_SECONDS = 0.002
@@ -33,64 +34,51 @@ class ModelThread:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function, *arguments)
 
 
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    samples: Sequence[Any]
-    answers: asyncio.Future[list[dict[str, Any]]]
-
-
 class BatchingQueue:
     """Answers what several requests ask together. While the model computes, the next batch gathers."""
 
-    def __init__(self, predict: Predictor, thread: ModelThread) -> None:
-        self._predict, self._thread = predict, thread
-        self._waiting: list[_Asked] = []
+    def __init__(self, predict: Predictor) -> None:
+        self._predict, self._thread = predict, ModelThread()
+        self._waiting: list[Asked] = []
         self._worker: asyncio.Task[None] | None = None
         self._last_requests = 1
         """Requests in the last batch."""
 
     async def ask(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
         """An answer for each sample. Raises what the model raises for these samples."""
-        asked = _Asked(samples, asyncio.get_running_loop().create_future())
-        self._waiting.append(asked)
+        answers = asyncio.get_running_loop().create_future()
+        self._waiting.append((samples, answers))
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
-        return await asked.answers
+        found: list[dict[str, Any]] = await answers
+        return found
 
     async def _work(self) -> None:
         while self._waiting:
             if len(self._waiting) < self._last_requests:  # the clients of the last batch will ask again
                 await asyncio.sleep(WINDOW_SECONDS)
-            taken = self._take()
+            taken: list[Asked] = []
+            while self._waiting and sum(len(samples) for samples, _ in taken) < SAMPLES_AT_A_TIME:
+                taken.append(self._waiting.pop(0))
             self._last_requests = len(taken)
             await self._answer(taken)
 
-    def _take(self) -> list[_Asked]:
-        taken, samples = [], 0
-        while self._waiting and samples < SAMPLES_AT_A_TIME:
-            taken.append(self._waiting.pop(0))
-            samples += len(taken[-1].samples)
-        return taken
-
-    async def _answer(self, taken: Sequence[_Asked]) -> None:
+    async def _answer(self, taken: Sequence[Asked]) -> None:
+        error: Exception | None = None
+        found: list[dict[str, Any]] = []
         try:
-            found = await self._thread.run(self._predict, [s for asked in taken for s in asked.samples])
-        except UserError as error:
-            if len(taken) == 1:
-                _fail(taken, error)
-            for asked in taken if len(taken) > 1 else ():  # only whose sample is wrong shall hear of it
-                await self._answer([asked])
-        except Exception as error:
-            _fail(taken, error)
-        else:
-            answers = iter(found)
+            found = await self._thread.run(self._predict, [s for samples, _ in taken for s in samples])
+        except Exception as raised:
+            error = raised
+        if isinstance(error, UserError) and len(taken) > 1:  # only whose sample is wrong shall hear of it
             for asked in taken:
-                own = [next(answers) for _ in asked.samples]
-                if not asked.answers.done():  # a client that left has cancelled it
-                    asked.answers.set_result(own)
-
-
-def _fail(taken: Sequence[_Asked], error: Exception) -> None:
-    for asked in taken:
-        if not asked.answers.done():
-            asked.answers.set_exception(error)
+                await self._answer([asked])
+        rest = iter(found)
+        for samples, answers in taken:
+            own = [next(rest) for _ in samples] if error is None else []
+            if answers.done():  # a client that left has cancelled it, or it is answered above
+                continue
+            if error is None:
+                answers.set_result(own)
+            else:
+                answers.set_exception(error)

@@ -16,10 +16,9 @@ from isobatch.core.errors import UserError
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.launch.predicting.answerer import Answerer
 from isobatch.launch.predicting.rows import TextReader
-from isobatch.launch.serving.app import MAX_CHARACTERS, MAX_SAMPLES, language_model_app, prediction_app
-from isobatch.launch.serving.model_thread import BatchingQueue, ModelThread
-from isobatch.launch.serving.requests import MAX_BODY_BYTES
-from isobatch.launch.serving.stop_strings import StopStrings
+from isobatch.launch.serving.app import MAX_BODY_BYTES, MAX_CHARACTERS, MAX_SAMPLES, prediction_app
+from isobatch.launch.serving.model_thread import BatchingQueue
+from isobatch.launch.serving.openai_api import StopStrings, language_model_app
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -52,8 +51,7 @@ class Echo:
 
 async def ask_together(echo: Echo, texts: Sequence[str]) -> list[Any]:
     """All asked before the first batch is done."""
-    thread = ModelThread()
-    queue = BatchingQueue(echo, thread)
+    queue = BatchingQueue(echo)
     echo.may_go.clear()
     asked = [asyncio.create_task(queue.ask([text, text + "!"])) for text in texts]
     await asyncio.sleep(0.01)

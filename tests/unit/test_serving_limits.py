@@ -19,9 +19,10 @@ from isobatch.core.errors import UserError
 from isobatch.launch.predicting.answerer import Answerer
 from isobatch.launch.predicting.rows import TextReader
 from isobatch.launch.serving import app as serving_app
-from isobatch.launch.serving import command, connection
-from isobatch.launch.serving.app import language_model_app, prediction_app
-from isobatch.launch.serving.door import Door, read_key
+from isobatch.launch.serving import command, guard
+from isobatch.launch.serving.app import prediction_app
+from isobatch.launch.serving.guard import Door, read_key
+from isobatch.launch.serving.openai_api import language_model_app
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -153,7 +154,7 @@ HALF_A_BODY = HEAD + b"Content-Length: 50\r\n\r\n{"
 
 @pytest.mark.parametrize("sent", [b"", b"POST /pre", b"GET / HTTP/1.1\r\nHost: lo", HALF_A_BODY])
 def test_a_request_that_does_not_come_is_ended(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "READ_SECONDS", 0.3)
+    monkeypatch.setattr(guard, "READ_SECONDS", 0.3)
     with served(door()) as port:
         began = time.monotonic()
         assert b"400 Bad Request" in (found := answer(port, sent))
@@ -164,7 +165,7 @@ def test_a_request_that_does_not_come_is_ended(sent: bytes, monkeypatch: pytest.
 def test_a_request_that_trickles_in_is_ended_also_on_a_connection_that_asked_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "READ_SECONDS", 0.3)
+    monkeypatch.setattr(guard, "READ_SECONDS", 0.3)
     whole = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with served(door()) as port:
         began = time.monotonic()
@@ -175,7 +176,7 @@ def test_a_request_that_trickles_in_is_ended_also_on_a_connection_that_asked_bef
 
 
 def test_a_request_in_pieces_of_a_byte_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "PARSE_SECONDS", 0.01)
+    monkeypatch.setattr(guard, "PARSE_SECONDS", 0.01)
     head = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
     with served(door()) as port:
         found = answer(port, head, *[b"1\r\n \r\n" * 1000] * 50)
