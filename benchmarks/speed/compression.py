@@ -43,7 +43,11 @@ WARM = 4
 
 
 def measure(quick: bool, data: str, model: str) -> list[Row]:
-    return [*files_and_latency(quick), *steps(quick, data, model)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    rows = files_and_latency(quick)
+    torch.set_num_threads(threads)
+    return [*rows, *steps(quick, data, model)]
 
 
 def distilbert(heads: int, neurons: int) -> Any:
@@ -69,7 +73,7 @@ def _cut(model: Any, heads: int, neurons: int, head: int) -> None:
 def files_and_latency(quick: bool) -> list[Row]:
     rows: list[Row] = []
     given = evaluation.example_inputs(1, VOCABULARY)
-    with tempfile.TemporaryDirectory() as place, evaluation.one_thread():
+    with tempfile.TemporaryDirectory() as place:
         runners: dict[tuple[int, str], evaluation.Runner] = {}
         sizes: dict[tuple[int, str], float] = {}
         for percent, (heads, neurons) in SHAPES.items():
@@ -104,9 +108,8 @@ def _forms(place: Path, percent: int, heads: int, neurons: int) -> list[tuple[st
     for bits in (8, 4):
         small, file = distilbert(heads, neurons), place / f"{percent}-{bits}.onnx"
         quantization.quantize_model(small, 4, bits)
-        quantization.start_calibration(small)
-        evaluation.torch_runner(small)(evaluation.example_inputs(4, VOCABULARY))
-        quantization.finish_calibration(small)
+        run, inputs = evaluation.torch_runner(small), [evaluation.example_inputs(4, VOCABULARY)]
+        quantization.calibrate(small, map(run, inputs))
         onnx_graph.write_onnx(small, file)
         name = f"onnxruntime 4-bit, {bits}-bit embeddings"
         found.append((name, evaluation.onnx_runner(file, 1), float(file.stat().st_size)))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 import sys
+import threading
+import time
 from dataclasses import dataclass
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,22 +22,16 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.launch.report.contents import Contents, collect
-from isobatch.launch.report.html import render_page
-from isobatch.launch.report.plots import FOLDER, write_plots
-from isobatch.launch.report.tables import (
-    baselines_tables,
-    differences_table,
-    metric_line,
-    metrics_of,
-    runs_table,
-    table_beside,
-    text_table,
-)
-from isobatch.launch.report.watch import DRAW_SECONDS, LOCAL, make_server
+from isobatch.launch.report.figures import write_plots
+from isobatch.launch.report.page import render_markdown, render_page
+from isobatch.launch.report.tables import metric_line, metrics_of, table_beside, text_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+LOCAL = "127.0.0.1"
+DRAW_SECONDS = 5.0
+"""Least time between two drawings of a watched page: drawing takes processor time from the run."""
 MOST_COLUMNS = 1000
 """Characters of a line where no terminal limits them."""
 
@@ -83,7 +80,7 @@ def report(words: Sequence[str]) -> int:
 def _draw(runs: Sequence[RunFolder], to: str | None) -> int:
     """Draw the figures of runs; of several, each into a folder of its own in `to`."""
     for run in runs:
-        folder = Path(to).expanduser() if to else run.folder / FOLDER
+        folder = Path(to).expanduser() if to else run.folder / "plots"
         for file in write_plots(run, folder / run.folder.name if to and runs[1:] else folder):
             print(printable(file))
     return 0
@@ -103,6 +100,44 @@ def watch(runs: Sequence[RunFolder], options: ReportOptions) -> int:
     return 0
 
 
+def make_server(draw: Callable[[], str], port: int) -> ThreadingHTTPServer:
+    """A server of the page that `draw` returns to this machine alone, drawn anew where the last one is old.
+
+    Port 0 takes any. Raises UserError where it cannot listen.
+    """
+    lock, text, drawn_at = threading.Lock(), b"", float("-inf")
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            nonlocal text, drawn_at
+            if self.headers.get("Host", "").partition(":")[0] not in (LOCAL, "localhost"):
+                # Another site's page may have this address under its own name (DNS rebinding).
+                return self.send_error(HTTPStatus.FORBIDDEN)
+            if self.path != "/":
+                return self.send_error(HTTPStatus.NOT_FOUND)
+            try:
+                with lock:  # one request draws while others wait for it
+                    if time.monotonic() - drawn_at > DRAW_SECONDS:
+                        text = draw().encode(errors="replace")
+                        drawn_at = time.monotonic()
+            except UserError as error:
+                return self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, explain=str(error))
+            self.send_response(HTTPStatus.OK)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.send_header("Content-Length", str(len(text)))
+            self.end_headers()
+            self.wfile.write(text)
+            return None
+
+        def log_message(self, *_: Any) -> None:
+            """Requests are not worth a line each."""
+
+    try:
+        return ThreadingHTTPServer((LOCAL, port), Handler)
+    except OSError as error:
+        raise UserError(f"--port {port}: {error.strerror}; leave it out to take any that is free") from None
+
+
 def live_page(runs: Sequence[RunFolder]) -> str:
     """The page of the runs as they stand now; a browser asks for it again while one of them trains."""
     contents = collect([RunFolder.open(run.folder) for run in runs], measure=False)
@@ -119,7 +154,7 @@ def write_report(runs: Sequence[RunFolder], folder: Path) -> Contents:
         folder.mkdir(parents=True, exist_ok=True)
     doing("drawing the report")
     atomic_files.write_json(folder / "report.json", contents.to_dict())
-    atomic_files.write_text(folder / "report.md", markdown(contents) + "\n")
+    atomic_files.write_text(folder / "report.md", render_markdown(contents))
     atomic_files.write_text(folder / "report.html", render_page(contents))
     return contents
 
@@ -131,65 +166,19 @@ def text_of(contents: Contents, folder: Path) -> str:
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else MOST_COLUMNS
     parts = []
     for group in contents.groups:
-        parts += group.verdicts()
-        parts.append(text_table([list(group.report.columns), *group.table()], width))
+        parts += [*group.verdicts(), text_table(group.table(), width)]
     for run in contents.unmeasured():
-        remark = [run["remark"]] if run.get("remark") else []
         beside, rest = table_beside(metrics_of(run), run["task"])
-        tables = ["", text_table(beside, width), ""] if beside else []
-        head = f"{run['run']} ({run['task']}): {run['state']}" + (f", {run['split']}" if run["split"] else "")
-        lines = [head, *remark, *tables, *_metric_lines(rest)]
+        lines = [
+            f"{run['run']} ({run['task']}): {run['state']}" + (f", {run['split']}" if run["split"] else "")
+        ]
+        lines += [run["remark"]] if run.get("remark") else []
+        lines += ["", text_table(beside, width), ""] if beside else []
+        lines += [metric_line(name, value) for name, value in rest.items() if _fits_a_line(value)]
         parts.append("\n".join(lines))
     return printable("\n\n".join([*parts, f"all figures: {folder}/report.html, as text {folder}/report.md"]))
 
 
-def markdown(contents: Contents) -> str:
-    """The text of report.md."""
-    lines = ["# Report"]
-    lines += [line for run in contents.runs if run.get("remark") for line in ("", _escaped(run["remark"]))]
-    for title, table in baselines_tables(contents.unmeasured()):
-        lines += ["", f"## {_escaped(title)}", "", *_markdown_table(table)]
-    for group in contents.groups:
-        lines += [line for verdict in group.verdicts() for line in ("", _escaped(verdict))]
-        table = [list(group.report.columns), *group.table()]
-        lines += ["", *_markdown_table(table), "", group.caption(contents.machine)]
-    if differing := differences_table(contents.runs):
-        lines += ["", "What the recipes differ in:", "", *_markdown_table(differing)]
-    for group in contents.groups:
-        for one in group.model_tables():
-            lines += ["", f"## {_escaped(one.title)}", "", _escaped(one.note), ""]
-            lines += _markdown_table([one.head, *one.rows])
-    if not contents.groups:
-        lines += ["", f"The training ran on {contents.machine}."]
-    if rest := runs_table(contents.unmeasured()):
-        lines += ["", *_markdown_table(rest)]
-    for run in contents.runs:
-        lines += ["", f"## {_escaped(run['run'])} ({_escaped(run['task'])})", ""]
-        lines += [f"- split: {_escaped(str(run['split']))}"] if run["split"] else []
-        lines += [_escaped(f"- {line}") for line in _metric_lines(metrics_of(run))]
-        if run["use"]:
-            lines += ["", *_markdown_table([["machine", "measured", "target", "is"], *run["use"]])]
-        if run["sample"]:
-            lines += ["", "A sample:", "", *(f"    {line}" for line in str(run["sample"]).splitlines())]
-    return printable("\n".join(lines))
-
-
-def _metric_lines(metrics: dict[str, Any]) -> list[str]:
-    return [metric_line(name, value) for name, value in metrics.items() if _fits_a_line(value)]
-
-
 def _fits_a_line(value: Any) -> bool:
     """Whether it is a number, or a list of such."""
-    return isinstance(value, float | int) or (
-        isinstance(value, list) and all(isinstance(one, float | int) for one in value)
-    )
-
-
-def _escaped(text: str) -> str:
-    """Text that Markdown shows as it is: no table, link, code, emphasis or HTML begins in it."""
-    return re.sub(r"([\\|`<\[*])", r"\\\1", " ".join(text.split()))
-
-
-def _markdown_table(rows: list[list[str]]) -> list[str]:
-    head, *body = ("| " + " | ".join(map(_escaped, cells)) + " |" for cells in rows)
-    return [head, "|" + "---|" * len(rows[0]), *body]
+    return all(isinstance(one, float | int) for one in (value if isinstance(value, list) else [value]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
@@ -14,8 +14,8 @@ from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
 from isobatch.launch.local.run_setup import locate_data
 from isobatch.launch.report.child_process import call_in_child
-from isobatch.launch.report.records import read_records, report_of
-from isobatch.models.protocols import Drawing, ModelComparison, ReportRow, ReportTable, TaskReport
+from isobatch.launch.report.records import read_records, report_of, task_of
+from isobatch.models.protocols import Drawing, ModelComparison, ReportRow, TaskReport
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,34 +23,19 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
 
 
-@dataclass(frozen=True, slots=True)
-class ComparedModels:
+class Group(NamedTuple):
     """Models of one kind of task, which are compared with each other."""
 
     report: ModelComparison
     rows: list[ReportRow]
 
-    def table(self) -> list[list[str]]:
-        """A row of text per model, under the report's columns."""
-        return [self.report.cells(row) for row in self.rows]
-
-    def model_tables(self) -> list[ReportTable]:
-        """Tables of single models, of each run's first form."""
-        first = {row["run"]: row for row in reversed(self.rows)}
-        return [table for row in reversed(first.values()) for table in self.report.tables(row)]
-
     def verdicts(self) -> list[str]:
         """A sentence per run: what its model is worth."""
         return self.report.verdicts(self.rows)
 
-    def caption(self, machine: str) -> str:
-        """What the table's figures were measured on, and which of them chose their own checkpoint by it."""
-        chosen = dict.fromkeys(row["run"] for row in self.rows if row["chose_checkpoint"])
-        said = (
-            f" The checkpoint of {' and '.join(chosen)} was chosen by these samples, which flatters it a"
-            " little: give the data a test split to be judged by."
-        )
-        return self.report.caption(self.rows[0], machine) + (said if chosen else "")
+    def table(self) -> list[list[str]]:
+        """The report's columns, and a row of text per model."""
+        return [list(self.report.columns), *map(self.report.cells, self.rows)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +44,7 @@ class Contents:
 
     machine: str
     runs: list[dict[str, Any]]
-    groups: list[ComparedModels]
+    groups: list[Group]
     reports: list[TaskReport | None]
     """What the task of each run reports, in the order of `runs`; None where it reports nothing."""
 
@@ -79,27 +64,24 @@ class Contents:
         pairs = zip(self.runs, self.reports, strict=True)
         return [drawing for run, report in pairs if report for drawing in report.run_drawings(run)]
 
-    def curves(self) -> list[tuple[str, ...]]:
-        """Per run, the names of the metrics that are drawn beside the loss."""
-        return [run["curves"] for run in self.runs]
-
 
 def collect(runs: Sequence[RunFolder], measure: bool = True) -> Contents:
     """Read the runs' records; with `measure`, compare the models of those that are done on this machine."""
-    reports = [report_of(run) for run in runs]
+    tasks = [task_of(run) for run in runs]
+    reports = [report_of(task) for task in tasks]
     measured: dict[type[ModelComparison], tuple[ModelComparison, list[ReportRow]]] = {}
     for run, report in zip(runs, reports, strict=True):
         if measure and isinstance(report, ModelComparison) and run.status() == "done":
             measured.setdefault(type(report), (report, []))[1].extend(_measure(run, report))
-    groups = [_compared(report, rows) for report, rows in measured.values() if rows]
+    groups = []
+    for report, rows in measured.values():
+        if rows:
+            doing("measuring the models in turn")
+            compared = report.compare(report.measure_in_turn(rows, call_in_child))
+            groups.append(Group(report, compared))
     doing("reading the runs")
-    records = [read_records(run, report) for run, report in zip(runs, reports, strict=True)]
+    records = [read_records(run, task) for run, task in zip(runs, tasks, strict=True)]
     return Contents(detect().describe(), records, groups, reports)
-
-
-def _compared(report: ModelComparison, rows: list[ReportRow]) -> ComparedModels:
-    doing("measuring the models in turn")
-    return ComparedModels(report, report.compare(report.measure_in_turn(rows, call_in_child)))
 
 
 def _measure(run: RunFolder, report: ModelComparison) -> list[ReportRow]:
@@ -114,8 +96,8 @@ def _measure(run: RunFolder, report: ModelComparison) -> list[ReportRow]:
     rows = report.measure(
         run.final, run.folder / "exports", run.facts, lambda: host_batches(samples), call_in_child
     )
-    seconds = (run.summary() or {}).get("train_seconds")
-    chose = split == "valid" and bool(run.recipe.patience)
     where = {"run": printable(run.folder.name), "task": printable(run.recipe.task)}
-    further = {"split": split, "train_seconds": seconds, "chose_checkpoint": chose}
+    seconds = (run.summary() or {}).get("train_seconds")
+    further = {"split": split, "train_seconds": seconds}
+    further["chose_checkpoint"] = split == "valid" and bool(run.recipe.patience)
     return [{**where, **row, **further} for row in rows]

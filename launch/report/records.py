@@ -1,9 +1,10 @@
-"""A run's own records for its report and plots: metrics, and the curves of its training."""
+"""A run's own records for its report and plots: metrics, curves, and how it used its machine."""
 
 from __future__ import annotations
 
 import json
 import sys
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
@@ -11,89 +12,109 @@ from isobatch.core.measures import format_bytes, format_fields, printable
 from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import damaged_rows, newest_rows, thinned_rows
-from isobatch.launch.report.machine_use import CURVES, memory_table, use_table
 from isobatch.launch.report.tables import format_value, in_words
 from isobatch.models.protocols import Reports, TaskReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.models.base import Task
+
+    Curves = Mapping[str, list[Any]]
+    """Name of a field -> its values at the steps of `step`, None where a row lacks it."""
 
 POINTS = 400
 """Most points of a curve; more are not visible."""
 SUMMARY_FIELDS = (
-    "train_seconds", "steps", "samples_seen", "parameters", "trainable_parameters", "metrics", "split",
-    "world_size", "precision", "peak_memory_bytes", "sample",
-    "remark",
-)  # fmt: skip
-
-
+    *("train_seconds", "steps", "samples_seen", "parameters", "trainable_parameters", "metrics", "split"),
+    *("world_size", "precision", "peak_memory_bytes", "sample", "remark"),
+)
+CURVES = (
+    *("samples_per_second", "tokens_per_second", "step_seconds", "data_seconds", "memory_bytes", "padding"),
+    *("gpu_utilisation", "gpu_memory_bytes", "power_watts", "gpu_temperature", "mfu"),
+)
+"""Fields of metrics.jsonl that say how the machine was used."""
+GPU_USE, MEMORY, DATA_WAIT = 90.0, 80.0, 10.0
+"""Targets in percent: GPU use above, memory and waiting for data below."""
+MEANS = (
+    ("power", "power_watts", "{:.0f} W"),
+    ("GPU temperature", "gpu_temperature", "{:.0f} °C"),
+    ("model FLOP utilisation", "mfu", "{:.1%}"),
+    ("padding", "padding", "{:.1%}"),
+    ("samples a second", "samples_per_second", "{:,.1f}"),
+    ("tokens a second", "tokens_per_second", "{:,.0f}"),
+    ("seconds a step", "step_seconds", "{:.4g}"),
+)
+"""Figures without a target: what they are called, their field, and how they are written."""
 EVENTS = 200
 """Most decisions that are shown, the newest."""
-NO_EVENT = ("decision", "phase", "step")
-"""Fields of a decision that stand in columns of their own."""
 
 
-def report_of(run: RunFolder) -> TaskReport | None:
-    """The report of the run's task; None where it makes none, or would execute code not agreed to."""
+def task_of(run: RunFolder) -> Task | None:
+    """The run's task; None where that is damaged, or would execute code not agreed to."""
     try:
         consent.require(run.recipe, run.folder)
-        task, _ = workload_of(run.recipe).make(run.recipe)
+        return workload_of(run.recipe).make(run.recipe)[0]
     except UserError as error:
         print(f"{run.folder} without its task's own part: {error}", file=sys.stderr)
         return None
+
+
+def report_of(task: Task | None) -> TaskReport | None:
+    """What the task adds to a report; None where it adds nothing."""
     return task.report() if isinstance(task, Reports) else None
 
 
-def read_records(run: RunFolder, report: TaskReport | None) -> dict[str, Any]:
+def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
     """Run, task, the fields of its summary, `training` and `evaluations` (columns), `reported` (rows).
 
-    `evaluations` are on the validation split while it trained, `final_evaluations` of the exported weights.
-    And how it used its machine: `machine` (columns), `use`, `memory`, `plan` and `events` (tables). `notes`
-    are on files that cannot be read: the run is shown with what there is.
+    `evaluations` are on the validation split while it trained, `final_evaluations` of the exported weights,
+    which may be those of an earlier step: a line through all of them would run back. And how it used its
+    machine: `machine` (columns), `use`, `memory`, `plan` and `events` (tables). `notes` are on files that
+    cannot be read: the run is shown with what there is.
     """
     notes: list[str] = []
     summary = _readable(run.summary, notes) or {}
     plan = _readable(lambda: run.plan.to_dict(), notes) or {}
-    task = _readable(lambda: run.recipe.task, notes) or ""
-    curves = report.curves if report else _monitored(run, summary)
-    wanted = ("seal", "split", *(report.reported if report else ()))  # phases end with a seal
-    rows = [row for row in thinned_rows(run.metrics, 4 * POINTS, wanted) if _is_placed(row)]
+    report, monitor = report_of(task), summary.get("monitor")
+    judged_by = [task.best_metric[0]] if task else []
+    curves = report.curves if report else tuple([monitor] if isinstance(monitor, str) else judged_by)
+    reported = report.reported if report else ()
+    rows = _placed_rows(run, ("seal", "split", *reported))  # phases end with a seal
     if damaged := damaged_rows(run.metrics):
         notes.append(f"damaged rows of metrics.jsonl that are left out: {damaged}")
-    steps, starts = [r for r in rows if "lr" in r], _phase_starts(rows)
-    evaluated, final = _split_evaluations([r for r in rows if "split" in r], starts)
+    steps, shown, newest = [row for row in rows if "lr" in row], ("loss", *curves), -1
+    line: list[dict[str, Any]] = []
+    others: list[dict[str, Any]] = []
+    for row in (row for row in rows if row.get("split") == "valid"):
+        (line if row["at"] > newest else others).append(row)
+        newest = max(newest, row["at"])
+    machine = _curve(steps, CURVES)
+    status = "training" if run.is_training() else str(summary.get("status") or "unfinished")
+    reason = summary.get("reason") if status != "training" else None
     return {
         "run": printable(run.folder.name),
-        "task": printable(task),
-        "state": _state(run, summary),
+        "task": printable(_readable(lambda: run.recipe.task, notes) or ""),
+        "state": printable(f"{status}: {reason}" if reason else status),
         **{name: summary.get(name) for name in SUMMARY_FIELDS},
-        "training": _curve(steps, ("loss", *curves), starts),
-        "evaluations": _curve(evaluated, ("loss", *curves), starts),
-        "final_evaluations": _curve(final, ("loss", *curves), starts),
+        "training": _curve(steps, shown),
+        "evaluations": _curve(line, shown),
+        "final_evaluations": _curve(others, shown),
         "curves": curves,
         "recipe": _readable(lambda: run.recipe.to_compare(), notes) or {},
-        "reported": _reported(steps, report.reported if report else (), starts),
-        "machine": (machine := _curve(steps, CURVES, starts)),
+        "reported": [
+            {"step": row["at"], **{name: row[name] for name in reported if name in row}}
+            for row in _thinned([row for row in steps if any(name in row for name in reported)])
+        ],
+        "machine": machine,
         "predicted_peak_memory_bytes": plan.get("predicted_peak_memory_bytes"),
-        "use": use_table(machine, summary, plan),
+        "use": list(use_table(machine, summary, plan)),
         "memory": memory_table(machine, summary, plan),
         "plan": _plan_table(plan),
-        "events": _events(run),
+        "events": [_event(row) for row in newest_rows(run.decisions)[-EVENTS:]],
         "notes": notes,
     }
-
-
-def _monitored(run: RunFolder, summary: dict[str, Any]) -> tuple[str, ...]:
-    """The metric that a run without a report of its own is judged by, beside the loss."""
-    if isinstance(said := summary.get("monitor"), str):
-        return (said,)
-    try:  # it still trains
-        consent.require(run.recipe, run.folder)
-        return (workload_of(run.recipe).make(run.recipe)[0].best_metric[0],)
-    except UserError:  # damaged, or of code that is not agreed to: told elsewhere
-        return ()
 
 
 def _readable(read: Callable[[], Any], notes: list[str]) -> Any:
@@ -105,101 +126,121 @@ def _readable(read: Callable[[], Any], notes: list[str]) -> Any:
         return None
 
 
-def _state(run: RunFolder, summary: dict[str, Any]) -> str:
-    """done, stopped, failed, training or unfinished, with the reason where there is one."""
-    status = "training" if run.is_training() else str(summary.get("status") or "unfinished")
-    reason = summary.get("reason")
-    return printable(f"{status}: {reason}" if reason and status != "training" else status)
+def _placed_rows(run: RunFolder, fields: tuple[str, ...]) -> list[dict[str, Any]]:
+    """Rows of metrics.jsonl, `at` in each its step counted through all phases; a received run's may say
+    anything.
+    """
+    rows = [
+        row
+        for row in thinned_rows(run.metrics, 4 * POINTS, fields)
+        if isinstance(row.get("phase"), str) and isinstance(row.get("step"), int)
+    ]
+    last: dict[str, int] = {}
+    for row in rows:
+        last[row["phase"]] = max(last.get(row["phase"], 0), row["step"])
+    starts = dict(zip(last, accumulate(last.values(), initial=0), strict=False))
+    return [{**row, "at": starts[row["phase"]] + row["step"]} for row in rows]
+
+
+def _thinned(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """At most about 2 * POINTS of them."""
+    return rows[:: max(1, len(rows) // POINTS)]
+
+
+def _curve(rows: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, list[Any]]:
+    """Columns of the fields that are numbers in any row, and of `step`."""
+    thinned = _thinned(rows)
+    found = {"step": [row["at"] for row in thinned]}
+    for name in names:
+        found[name] = [v if isinstance(v := row.get(name), float | int) else None for row in thinned]
+    return {k: v for k, v in found.items() if any(x is not None for x in v)}
+
+
+def use_table(curves: Curves, summary: Mapping[str, Any], plan: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Rows (figure, value, target, whether it is met); a figure that nobody measured has no row."""
+    if (use := _mean(curves, "gpu_utilisation")) is not None:
+        yield ["GPU use", f"{use:.0f} %", f"above {GPU_USE:.0f} %", _verdict(use > GPU_USE)]
+    peak, device = _peak_memory(curves, summary), _positive(plan.get("device_memory_bytes"))
+    if peak and device:
+        share = 100 * peak / device
+        of_it = f"{share:.0f} % of {format_bytes(device)}"
+        yield ["memory", of_it, f"under {MEMORY:.0f} %", _verdict(share < MEMORY)]
+    pairs = zip(curves.get("data_seconds", []), curves.get("step_seconds", []), strict=False)
+    if known := [(wait, step) for wait, step in pairs if wait is not None and step]:
+        wait = 100 * sum(wait for wait, _ in known) / sum(step for _, step in known)
+        yield ["data wait", f"{wait:.1f} %", f"under {DATA_WAIT:.0f} %", _verdict(wait < DATA_WAIT)]
+    # Samples of length 1, such as pairs of ids, have as many tokens as samples, and no padding.
+    is_of_pairs = _mean(curves, "tokens_per_second") == _mean(curves, "samples_per_second")
+    for label, name, form in MEANS:
+        value = None if is_of_pairs and name in ("padding", "tokens_per_second") else _mean(curves, name)
+        if value is not None:
+            yield [label, form.format(value), "", ""]
+
+
+def memory_table(curves: Curves, summary: Mapping[str, Any], plan: Mapping[str, Any]) -> list[list[str]]:
+    """Rows (stage, predicted, measured, difference), by stage where the run has them, and the whole run's."""
+    measured, predicted = (
+        {str(stage): number for stage, value in found.items() if (number := _positive(value))}
+        if isinstance(found, dict)
+        else {}
+        for found in (summary.get("peak_memory_by_stage"), plan.get("predicted_memory_by_stage"))
+    )
+    at = summary.get("peak_memory_stage")
+    whole = f"whole run (highest while: {at})" if isinstance(at, str) else "whole run"
+    rows = [(stage, predicted.get(stage), measured.get(stage)) for stage in measured | predicted]
+    rows.append((whole, _positive(plan.get("predicted_peak_memory_bytes")), _peak_memory(curves, summary)))
+    return [
+        [
+            name,
+            format_bytes(foreseen) if foreseen else "",
+            format_bytes(found) if found else "",
+            f"{100 * (foreseen / found - 1):+.0f} %" if foreseen and found else "",
+        ]
+        for name, foreseen, found in rows
+        if foreseen or found
+    ]
+
+
+def _peak_memory(curves: Curves, summary: Mapping[str, Any]) -> float | None:
+    """Peak bytes of a process so far."""
+    logged = [value for value in curves.get("memory_bytes", []) if value]
+    return _positive(summary.get("peak_memory_bytes")) or max(logged, default=None)
+
+
+def _mean(curves: Curves, name: str) -> float | None:
+    values = [value for value in curves.get(name, []) if value is not None]
+    return sum(values) / len(values) if values else None
+
+
+def _positive(value: Any) -> float | None:
+    return value if isinstance(value, float | int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _verdict(met: bool) -> str:
+    return "met" if met else "missed"
 
 
 def _plan_table(plan: dict[str, Any]) -> list[list[str]]:
     """Rows (field, value, reason)."""
+
+    def text(name: str, value: Any) -> str:
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        if isinstance(value, dict):
+            return format_fields(value)
+        return format_bytes(value) if name.endswith("_bytes") else format_value(value)
+
     reasons = plan.get("reasons") or {}
     shown = {name: plan[name] for name in plan if name in reasons}
-    return [
-        [in_words(name), _plan_value(name, value), printable(reasons[name])] for name, value in shown.items()
-    ]
+    return [[in_words(name), text(name, value), printable(reasons[name])] for name, value in shown.items()]
 
 
-def _plan_value(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, dict):
-        return format_fields(value)
-    return format_bytes(value) if name.endswith("_bytes") else format_value(value)
-
-
-def _events(run: RunFolder) -> list[list[str]]:
-    """Rows (where, decision, its facts) of decisions.jsonl, the oldest first."""
-    rows = newest_rows(run.decisions)[-EVENTS:]
-    return [
-        [
-            printable(f"{row['phase']} {row.get('step', '')}".strip() if row.get("phase") else "launch"),
-            printable(row.get("decision", "")),
-            printable(", ".join(f"{k} {_plain(v)}" for k, v in row.items() if k not in NO_EVENT)),
-        ]
-        for row in rows
-    ]
-
-
-def _plain(value: Any) -> str:
-    """A value of a decision in few characters."""
-    text = format_value(value) if isinstance(value, float | int | str) else json.dumps(value)
-    return text if len(text) <= 200 else text[:200] + " ..."
-
-
-def _is_placed(row: dict[str, Any]) -> bool:
-    """Whether a row says its phase and step; a received run's may say anything."""
-    return isinstance(row.get("phase"), str) and isinstance(row.get("step"), int)
-
-
-def _phase_starts(rows: list[dict[str, Any]]) -> dict[str, int]:
-    """Phase -> steps of the phases before it."""
-    last: dict[str, int] = {}
-    for row in rows:
-        last[row["phase"]] = max(last.get(row["phase"], 0), row["step"])
-    return {phase: sum(list(last.values())[:place]) for place, phase in enumerate(last)}
-
-
-def _split_evaluations(
-    rows: list[dict[str, Any]], starts: dict[str, int]
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Evaluations on the validation split: each one later than all before it, and the others.
-
-    The exported weights are measured at the end, and may be those of an earlier step: a line through them
-    would run back.
-    """
-    line: list[dict[str, Any]] = []
-    others: list[dict[str, Any]] = []
-    newest = -1
-    for row in rows:
-        if row["split"] == "valid":
-            step = starts.get(row["phase"], 0) + row["step"]
-            (line if step > newest else others).append(row)
-            newest = max(newest, step)
-    return line, others
-
-
-def _curve(
-    rows: list[dict[str, Any]], names: tuple[str, ...], starts: dict[str, int]
-) -> dict[str, list[Any]]:
-    """Columns of at most about 2 * POINTS rows; steps are counted through all phases."""
-    thinned = rows[:: max(1, len(rows) // POINTS)]
-    found = {"step": [starts.get(row["phase"], 0) + row["step"] for row in thinned]}
-    found |= {name: [_number(row.get(name)) for row in thinned] for name in names}
-    return {k: v for k, v in found.items() if any(x is not None for x in v)}
-
-
-def _number(value: Any) -> float | int | None:
-    return value if isinstance(value, float | int) else None
-
-
-def _reported(
-    steps: list[dict[str, Any]], names: tuple[str, ...], starts: dict[str, int]
-) -> list[dict[str, Any]]:
-    """`step` and these fields of the rows that have any, thinned as curves are."""
-    rows = [row for row in steps if any(name in row for name in names)]
-    return [
-        {"step": starts[row["phase"]] + row["step"], **{name: row[name] for name in names if name in row}}
-        for row in rows[:: max(1, len(rows) // POINTS)]
-    ]
+def _event(row: dict[str, Any]) -> list[str]:
+    """(where, decision, its facts) of a row of decisions.jsonl."""
+    facts = []
+    for name, value in row.items():
+        text = format_value(value) if isinstance(value, float | int | str) else json.dumps(value)
+        if name not in ("decision", "phase", "step"):
+            facts.append(f"{name} {text if len(text) <= 200 else text[:200] + ' ...'}")
+    where = f"{row['phase']} {row.get('step', '')}".strip() if row.get("phase") else "launch"
+    return [printable(where), printable(row.get("decision", "")), printable(", ".join(facts))]

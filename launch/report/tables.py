@@ -24,10 +24,18 @@ def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
     """The table of runs whose models were not measured: a head, then a row for each run; where the figures
     are more than a page is wide, a row for each figure.
     """
-    metrics = [table_beside(metrics_of(run), run["task"])[1] for run in runs]
-    names = list(dict.fromkeys(n for of_run in metrics for n, v in of_run.items() if _is_scalar(v)))
-    head = ["run", "split", "parameters", "trained", *map(in_words, names), "memory", "training"]
-    table = [head, *(_row(run, names) for run in runs)] if runs else []
+    rows = []
+    for run in runs:
+        _, metrics = table_beside(metrics_of(run), run["task"])
+        cells = {"run": run["run"], "split": str(run["split"] or "")}
+        cells["parameters"] = _figure(run["parameters"], "{:,}".format)
+        cells["trained"] = _figure(run["trainable_parameters"], "{:,}".format)
+        cells |= {in_words(name): format_value(v) for name, v in metrics.items() if _is_scalar(v)}
+        cells["memory"] = _figure(run["peak_memory_bytes"], format_bytes)
+        rows.append(cells | {"training": _figure(run["train_seconds"], "{:,.0f} s".format)})
+    last = ["memory", "training"] if rows else []
+    head = [*dict.fromkeys(name for row in rows for name in row if name not in last), *last]
+    table = [head, *([row.get(name, "") for name in head] for row in rows)] if rows else []
     return [list(column) for column in zip(*table, strict=True)] if len(head) > MOST_COLUMNS else table
 
 
@@ -38,24 +46,14 @@ def baselines_tables(runs: list[dict[str, Any]]) -> list[tuple[str, list[list[st
 
 
 def differences_table(runs: list[dict[str, Any]]) -> list[list[str]]:
-    """A row for each field in which the runs' recipes differ, a column for each run; none where none does.
-
-    A field that a run lacks is no difference where it is of another task, and an open one where it is of the
-    same: options that were added later are left out at their default.
+    """A row for each field that all recipes have and in which they differ, a column for each run; none where
+    none does.
     """
-    tasks = {name: {r["recipe"].get("task") for r in runs if name in r["recipe"]} for name in _fields(runs)}
-    names = [
-        n
-        for n, having in tasks.items()
-        if all(n in r["recipe"] or r["recipe"].get("task") in having for r in runs)
-    ]
-    columns = {name: [_recipe_text(run["recipe"].get(name)) for run in runs] for name in names}
-    rows = [[in_words(name), *cells] for name, cells in columns.items() if len(set(cells)) > 1]
-    return [["recipe", *(run["run"] for run in runs)], *rows] if rows else []
-
-
-def _fields(runs: list[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(name for run in runs for name in run["recipe"]))
+    recipes = [run["recipe"] for run in runs]
+    shared = [name for name in recipes[0] if all(name in recipe for recipe in recipes)]
+    rows = [[in_words(name), *(_recipe_text(recipe[name]) for recipe in recipes)] for name in shared]
+    differing = [row for row in rows if len(set(row[1:])) > 1]
+    return [["recipe", *(run["run"] for run in runs)], *differing] if differing else []
 
 
 def in_words(name: str) -> str:
@@ -72,17 +70,16 @@ def _recipe_text(value: Any) -> str:
 def metrics_of(run: dict[str, Any]) -> dict[str, Any]:
     """The metrics of a run's summary; none where a received run has something else there.
 
-    Without latencies: those were measured in the training process, and a report measures them alone.
+    Without latencies, which were measured in the training process, and the perplexity of words of a model
+    that knows none.
     """
+
+    def is_noise(name: str, value: Any) -> bool:
+        senseless = isinstance(value, float) and value > MOST_WORD_PERPLEXITY
+        return name.startswith("latency_") or (name.endswith("word_perplexity") and senseless)
+
     found = run["metrics"] if isinstance(run["metrics"], dict) else {}
-    return {name: value for name, value in found.items() if not _is_noise(str(name), value)}
-
-
-def _is_noise(name: str, value: Any) -> bool:
-    """Another measurement of the same; or the perplexity of words of a model that knows none."""
-    return name.startswith("latency_") or (
-        name.endswith("word_perplexity") and isinstance(value, float) and value > MOST_WORD_PERPLEXITY
-    )
+    return {name: value for name, value in found.items() if not is_noise(str(name), value)}
 
 
 def _figure(value: Any, form: Callable[[Any], str]) -> str:
@@ -92,19 +89,6 @@ def _figure(value: Any, form: Callable[[Any], str]) -> str:
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, float | int | str) and not isinstance(value, bool)
-
-
-def _row(run: dict[str, Any], names: list[str]) -> list[str]:
-    metrics = metrics_of(run)
-    return [
-        run["run"],
-        str(run["split"] or ""),
-        _figure(run["parameters"], "{:,}".format),
-        _figure(run["trainable_parameters"], "{:,}".format),
-        *(format_value(metrics[name]) if _is_scalar(metrics.get(name)) else "" for name in names),
-        _figure(run["peak_memory_bytes"], format_bytes),
-        _figure(run["train_seconds"], "{:,.0f} s".format),
-    ]
 
 
 def format_value(value: Any) -> str:

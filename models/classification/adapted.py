@@ -175,7 +175,7 @@ class AdaptedClassifier(Classifier):
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         if not (final / lora.CONFIG_FILE).is_file():
             return super().describe_model(final, facts)
-        text = '"a first text", "a second text"' if evaluation.has_text_pairs(facts) else '"some text"'
+        text = evaluation.example_texts(facts)
         return ModelDescription(
             title="Text classifier, an adapter",
             summary=summary_of(facts.extra["labels"]),

@@ -312,7 +312,7 @@ class Classifier(Task):
             summary=summary_of(facts.extra["labels"]),
             usage=USAGE.format(
                 code=", trust_remote_code=True" if pruned else "",
-                text='"a first text", "a second text"' if evaluation.has_text_pairs(facts) else '"some text"',
+                text=evaluation.example_texts(facts),
                 length=self.recipe.max_length,
             ),
             remark=remark if pruned else "",

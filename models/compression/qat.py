@@ -100,15 +100,11 @@ class QAT(DistilledClassifier):
         """Quantize the model, with activation ranges calibrated on the first training samples."""
         from isobatch.models.encoder import quantization
 
-        if phase != "qat" or quantization.is_quantized(model):
+        if phase != "qat" or quantization.quantizers(model):
             return
-        bits, embedding_bits = self.options.bits, self.options.embedding_bits
-        quantization.quantize_model(model, bits, embedding_bits)
+        quantization.quantize_model(model, self.options.bits, self.options.embedding_bits)
         model.to(next(model.parameters()).device)  # the quantizers are new, on the CPU
-        quantization.start_calibration(model)
-        for batch in first(CALIBRATION_SAMPLES):
-            self.forward(model, batch)
-        quantization.finish_calibration(model)
+        quantization.calibrate(model, (self.forward(model, batch) for batch in first(CALIBRATION_SAMPLES)))
 
     def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
         """The ONNX file, the rounded weights as a folder for AutoModel, and the scales beside them."""
@@ -120,8 +116,7 @@ class QAT(DistilledClassifier):
         saving.save(model, facts, folder, quantization.dequantized_state(model))
         encoders.write_layer_sizes(model, folder)
         metadata = {"bits": str(self.options.bits), "embedding_bits": str(self.options.embedding_bits)}
-        quantizer_state = {k: v.contiguous() for k, v in quantization.quantizer_state(model).items()}
-        save_file(quantizer_state, folder / QUANTIZERS_FILE, metadata=metadata)
+        save_file(quantization.quantizer_state(model), folder / QUANTIZERS_FILE, metadata=metadata)
         onnx_graph.write_onnx(open_quantized(folder), folder / exporting.ONNX_INT4_FILE)
 
     def _open_trained(self, final: Path) -> nn.Module:
@@ -132,7 +127,7 @@ class QAT(DistilledClassifier):
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         """The lines for onnxruntime: they need no torch."""
         described = super().describe_model(final, facts)
-        text = '"a first text", "a second text"' if evaluation.has_text_pairs(facts) else '"some text"'
+        text = evaluation.example_texts(facts)
         usage = USAGE.format(file=exporting.ONNX_INT4_FILE, text=text, length=self.recipe.max_length)
         beside = "model.safetensors has the same weights, rounded, for transformers"
         return dataclasses.replace(

@@ -16,8 +16,29 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-FAMILIES = ("bert", "roberta", "distilbert")
-"""Model types whose heads and neurons can be pruned (see models/encoder/modeling_pruned.py)."""
+
+class Family(NamedTuple):
+    """What sets a model type apart whose heads and neurons can be pruned."""
+
+    size_keys: tuple[str, str, str, str]
+    """Config keys of EncoderSizes' fields."""
+    sizes: tuple[int, int, int, int]
+    """What a config leaves out."""
+    dense: str
+    """The linear layer between the encoder and the output layer of the classification head."""
+    output: str
+
+
+_BERT_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+_BASE = (12, 768, 12, 3072)
+FAMILIES = {
+    "bert": Family(_BERT_KEYS, _BASE, "bert.pooler.dense", "classifier"),
+    "roberta": Family(_BERT_KEYS, _BASE, "classifier.dense", "classifier.out_proj"),
+    "distilbert": Family(
+        ("n_layers", "dim", "n_heads", "hidden_dim"), (6, *_BASE[1:]), "pre_classifier", "classifier"
+    ),
+}
+"""By model type (see models/encoder/modeling_pruned.py)."""
 UNTRACEABLE = (
     *("canine", "doge", "funnel", "gpt_oss", "hunyuan_v1_moe", "longformer", "mbart", "minimax", "mixtral"),
     *("mt5", "plbart", "t5", "umt5", "xlnet"),
@@ -25,18 +46,6 @@ UNTRACEABLE = (
 """Model types of which torch.onnx makes no file, or none that runs (torch 2.13, onnxscript 0.7)."""
 LABELS_FILE = "labels.json"
 """Beside an adapter: class -> its number. A config.json there would hide the adapter from transformers."""
-SIZE_KEYS = {
-    "bert": ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
-    "roberta": ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size"),
-    "distilbert": ("n_layers", "dim", "n_heads", "hidden_dim"),
-}
-"""Model type -> config keys of EncoderSizes' fields."""
-DEFAULT_SIZES = {
-    "bert": (12, 768, 12, 3072),
-    "roberta": (12, 768, 12, 3072),
-    "distilbert": (6, 768, 12, 3072),
-}
-"""The sizes that a family's config leaves out."""
 
 
 class EncoderSizes(NamedTuple):
@@ -70,11 +79,8 @@ def sizes_from_config(config: Mapping[str, Any], name: str) -> EncoderSizes:
         raise UserError(
             f"--model {name}: is a {model_type}; heads and neurons are known of {', '.join(FAMILIES)}"
         )
-    found = (
-        config.get(k, default)
-        for k, default in zip(SIZE_KEYS[model_type], DEFAULT_SIZES[model_type], strict=True)
-    )
-    return EncoderSizes(*map(int, found))
+    keys, defaults = FAMILIES[model_type][:2]
+    return EncoderSizes(*(int(config.get(*pair)) for pair in zip(keys, defaults, strict=True)))
 
 
 def check_type(name: str, config: Mapping[str, Any]) -> None:
@@ -128,17 +134,9 @@ def layers(model: Any) -> list[EncoderLayer]:
     return [EncoderLayer(model, f"{names.layers}.{number}", names) for number in range(count)]
 
 
-CLASSIFIER_DENSE = {
-    "bert": "bert.pooler.dense",
-    "roberta": "classifier.dense",
-    "distilbert": "pre_classifier",
-}
-CLASSIFIER_OUTPUT = {"bert": "classifier", "roberta": "classifier.out_proj", "distilbert": "classifier"}
-
-
 def classifier_dense(model: Any) -> str:
     """Name of the linear layer between the encoder and the output layer of the classification head."""
-    return CLASSIFIER_DENSE[model.config.model_type]
+    return FAMILIES[model.config.model_type].dense
 
 
 def attention_head_size(config: Any) -> int:
@@ -178,10 +176,8 @@ def write_layer_sizes(model: Any, folder: Path) -> None:
     model_type = config["model_type"]
     if model_type not in FAMILIES:
         return
-    unpruned, neurons = (
-        sizes_from_config(config, str(folder)),
-        modeling_pruned.MODULE_NAMES[model_type].neurons,
-    )
+    unpruned = sizes_from_config(config, str(folder))
+    neurons = modeling_pruned.MODULE_NAMES[model_type].neurons
     changed_layers = {
         str(number): {"num_attention_heads": heads, neurons: width}
         for number, (heads, width) in enumerate(heads_and_neurons(model))
@@ -203,9 +199,8 @@ def write_layer_sizes(model: Any, folder: Path) -> None:
 
 def new_classifier(config: Any) -> Any:
     """A classifier of this config with random weights."""
-    if is_pruned(config.to_dict()):
-        return classifier_class(config)(config)
-    return classifier_class(config).from_config(config)
+    kind = classifier_class(config)
+    return kind(config) if is_pruned(config.to_dict()) else kind.from_config(config)
 
 
 def classifier_class(config: Any) -> Any:
@@ -223,42 +218,31 @@ def open_classifier(path: str) -> Any:
 
     Raises UserError where it is damaged.
     """
-    import torch
-    from transformers import AutoConfig
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
     folder = hub.fetch_weights(path, None)
-    no_code = hub.remote_code_kwargs(False)
     if (Path(folder) / lora.CONFIG_FILE).is_file() and not hub.has_weights(Path(folder)):
         return open_adapted(Path(folder)).merge_and_unload().eval()
     with hub.reading(path):
-        config = AutoConfig.from_pretrained(folder, **no_code)
-        found = classifier_class(config).from_pretrained(
-            folder, config=config, dtype=torch.float32, **no_code
-        )
-        return found.eval()
+        return _from_pretrained(folder).eval()
 
 
 def open_adapted(folder: Path) -> Any:
     """The adapted classifier in `folder`, in fp32 and evaluation mode, as peft wraps it. Raises UserError."""
+    base, revision = lora.base_model_of(folder)
+    with hub.reading(folder):
+        names = json.loads((folder / LABELS_FILE).read_text(encoding="utf-8"))
+        labels = {"id2label": {number: name for name, number in names.items()}, "label2id": names}
+        # The adapter brings the head.
+        model = _from_pretrained(hub.local_path_or_id(base, revision), labels, ignore_mismatched_sizes=True)
+        return lora.put_adapter(model, folder, base).eval()
+
+
+def _from_pretrained(place: Any, labels: Mapping[str, Any] | None = None, **more: Any) -> Any:
     import torch
     from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     no_code = hub.remote_code_kwargs(False)
-    base, revision = lora.base_model_of(folder)
-    place = hub.local_path_or_id(base, revision)
-    with hub.reading(folder):
-        names = json.loads((folder / LABELS_FILE).read_text(encoding="utf-8"))
-        id2label = {number: name for name, number in names.items()}
-        config = AutoConfig.from_pretrained(place, id2label=id2label, label2id=names, **no_code)
-        model = classifier_class(config).from_pretrained(
-            place,
-            config=config,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,  # the adapter brings the head
-            **no_code,
-        )
-        return lora.put_adapter(model, folder, base).eval()
+    config = AutoConfig.from_pretrained(place, **(labels or {}), **no_code)
+    kind = classifier_class(config)
+    return kind.from_pretrained(place, config=config, dtype=torch.float32, **no_code, **more)

@@ -1,19 +1,19 @@
-"""Evaluation of a finished classifier: predictions, latency, and statistics to compare two classifiers.
+"""Evaluation of a finished classifier by any runtime: predictions, agreement, speed, memory.
 
 Letters: B samples of a batch, T tokens, C classes, n samples of a split.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from isobatch.core.measures import peak_resident_bytes
 from isobatch.models.encoder.class_metrics import mcnemar
 
 if TYPE_CHECKING:
@@ -24,9 +24,18 @@ if TYPE_CHECKING:
 
 Runner = Callable[[dict[str, np.ndarray]], np.ndarray]
 """input_ids, attention_mask and for pairs token_type_ids, all (B, T) int64 -> logits (B, C)."""
+Runtime = Literal["torch", "onnx"]
 LATENCY_TOKENS = 32
 """Tokens of the text whose latency is measured."""
 TIMING_SECONDS, MIN_TIMED_RUNS, WARM_UP_RUNS = 1.0, 20, 5
+BATCHES = (1, 16)
+ROUNDS = 9
+"""Odd. Models take turns: a round has each of them, so that what slows the machine down slows all."""
+ROUND_SECONDS = 0.12
+MIN_RUNS, WARM_UP = 3, 2
+"""Runs of a round: those that are timed, and those before them."""
+Model = dict[str, Any]
+"""runtime, model_path, vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,34 +59,19 @@ class Predictions:
         correct: np.ndarray = self.predicted_labels == self.labels
         return correct
 
-    @property
-    def probabilities(self) -> np.ndarray:
-        """(n, C)"""
-        powers = np.exp(self.logits - self.logits.max(1, keepdims=True), dtype=np.float64)
-        shares: np.ndarray = powers / powers.sum(1, keepdims=True)
-        return shares
-
 
 @dataclass(frozen=True, slots=True)
 class ModelVariant:
     """One way to run a finished model: torch, or onnxruntime on one of its ONNX files."""
 
     name: str
-    runtime: Literal["torch", "onnx"]
+    runtime: Runtime
     model_path: Path
     """What is opened: a folder, or an ONNX file."""
     file: Path
     """The file that a program which runs it must ship."""
     final: Path
     """The run's final/, whose number of parameters it has."""
-
-    def open(self) -> Runner:
-        """Load it."""
-        if self.runtime == "onnx":
-            return onnx_runner(self.model_path)
-        from isobatch.models.encoder import encoders
-
-        return torch_runner(encoders.open_classifier(str(self.model_path)))
 
     def size_metrics(self) -> dict[str, int]:
         """parameters, file_bytes, and macs: multiply-adds of a text of LATENCY_TOKENS tokens."""
@@ -89,6 +83,15 @@ class ModelVariant:
             "macs": encoders.count_macs(model, LATENCY_TOKENS),
             "file_bytes": self.file.stat().st_size,
         }
+
+
+def open_runner(runtime: Runtime, path: Path | str, threads: int = 0) -> Runner:
+    """Load a model. `threads` of onnxruntime; 0 lets it choose."""
+    if runtime == "onnx":
+        return onnx_runner(Path(path), threads)
+    from isobatch.models.encoder import encoders
+
+    return torch_runner(encoders.open_classifier(str(path)))
 
 
 def model_inputs(batch: Batch) -> dict[str, np.ndarray]:
@@ -106,6 +109,14 @@ def predict(run: Runner, batches: Iterable[Batch]) -> Predictions:
     return Predictions(np.concatenate(logits), np.concatenate(labels))
 
 
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """(n, C) probabilities in fp64."""
+    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True, initial=-np.inf)
+    exponentials = np.exp(shifted)
+    found: np.ndarray = exponentials / exponentials.sum(1, keepdims=True)
+    return found
+
+
 def worst_errors(
     found: Predictions, batches: Iterable[Batch], tokenizer: Any, names: Sequence[str], count: int = 10
 ) -> list[dict[str, Any]]:
@@ -114,32 +125,24 @@ def worst_errors(
     Each with its `text`, as far as the tokens tell (`tokenizer` is of the tokenizers library), its `label`,
     the `answer`, both by name, and `probability`, the label's.
     """
-    given = found.probabilities[np.arange(len(found.labels)), found.labels]
+    given = softmax(found.logits)[np.arange(len(found.labels)), found.labels]
     wrong = np.flatnonzero(~found.is_correct)
-    chosen = wrong[np.argsort(given[wrong], kind="stable")][:count]
-    tokens = _tokens_of(chosen, batches)
+    chosen = wrong[np.argsort(given[wrong], kind="stable")][:count].tolist()
+    rows = (
+        (np.asarray(tokens), int(length))
+        for batch in batches
+        for tokens, length in zip(batch["tokens"], batch["length"], strict=True)
+    )
+    texts = {n: tokenizer.decode(t[:length].tolist()) for n, (t, length) in enumerate(rows) if n in chosen}
     return [
         {
-            "text": tokenizer.decode(tokens[sample]),
+            "text": texts[sample],
             "label": names[found.labels[sample]],
             "answer": names[found.predicted_labels[sample]],
             "probability": round(float(given[sample]), 4),
         }
-        for sample in chosen.tolist()
+        for sample in chosen
     ]
-
-
-def _tokens_of(samples: np.ndarray, batches: Iterable[Batch]) -> dict[int, list[int]]:
-    """Sample -> its token ids without padding; `batches` hold all samples in order."""
-    found: dict[int, list[int]] = {}
-    start = 0
-    for batch in batches:
-        stop = start + len(batch["label"])
-        for sample in samples[(samples >= start) & (samples < stop)].tolist():
-            row = sample - start
-            found[sample] = np.asarray(batch["tokens"])[row, : int(batch["length"][row])].tolist()
-        start = stop
-    return found
 
 
 def torch_runner(model: nn.Module) -> Runner:
@@ -160,13 +163,15 @@ def torch_runner(model: nn.Module) -> Runner:
     return run
 
 
-def onnx_runner(file: Path, threads: int = 0) -> Runner:
-    """Run an ONNX file with onnxruntime on the CPU; 0 `threads` lets onnxruntime choose."""
+def onnx_runner(file: Path, threads: int = 0, names: Sequence[str] = ()) -> Runner:
+    """Run an ONNX file with onnxruntime on the CPU; 0 `threads` lets onnxruntime choose. `names`: the inputs
+    that are given, by default those that the file has.
+    """
     session = onnx_session(file, threads)
-    names = [i.name for i in session.get_inputs()]
+    given = names or [i.name for i in session.get_inputs()]
 
     def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
-        found: np.ndarray = session.run(None, named_inputs(names, inputs))[0]
+        found: np.ndarray = session.run(None, named_inputs(given, inputs))[0]
         return found
 
     return run
@@ -187,19 +192,6 @@ def onnx_session(file: Path, threads: int = 0, optimized: Path | None = None) ->
     if optimized is not None:
         options.optimized_model_filepath = str(optimized)
     return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Inside, torch computes with one thread."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def example_inputs(rows: int, vocabulary: int, tokens: int = LATENCY_TOKENS) -> dict[str, np.ndarray]:
@@ -233,9 +225,63 @@ def time_runs_ms(
 
 def latency_metrics(run: Runner, facts: Facts) -> dict[str, float]:
     """latency_ms_p50 and latency_ms_p95 of one text of LATENCY_TOKENS tokens on one thread."""
-    with one_thread():
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
         times = time_runs_ms(run, example_inputs(1, facts.extra["vocabulary"]))
+    finally:
+        torch.set_num_threads(before)
     return {f"latency_ms_p{p}": round(float(np.percentile(times, p)), 4) for p in (50, 95)}
+
+
+def measure_speed(models: list[Model]) -> list[dict[str, Any]]:
+    """Per model and batch of 1 and 16 texts: quantiles of ms, and the median of each round; texts a second.
+
+    In a process of its own, on one thread. `waited`: share of the time in which other programs had the
+    processor. The ms are the thread's own.
+    """
+    runners = [_open_alone(model) for model in models]
+    found: list[dict[str, Any]] = [{"threads": 1, "tokens": LATENCY_TOKENS} for _ in models]
+    began, used = time.perf_counter(), time.thread_time()
+    for rows in BATCHES:
+        inputs = [example_inputs(rows, model["vocabulary"]) for model in models]
+        rounds = [
+            [
+                time_runs_ms(run, given, ROUND_SECONDS, MIN_RUNS, WARM_UP)
+                for run, given in zip(runners, inputs, strict=True)
+            ]
+            for _ in range(ROUNDS)
+        ]
+        for one, times in zip(found, zip(*rounds, strict=True), strict=True):
+            quantiles = np.percentile(np.concatenate(times), (25, 50, 75, 95)).round(4).tolist()
+            one[f"batch_{rows}"] = {
+                **dict(zip(("p25", "p50", "p75", "p95"), quantiles, strict=True)),
+                "rounds": [round(float(np.median(part)), 4) for part in times],
+            }
+    waited = 1 - (time.thread_time() - used) / (time.perf_counter() - began)
+    for one in found:
+        one["samples_per_second"] = round(BATCHES[-1] / one[f"batch_{BATCHES[-1]}"]["p50"] * 1e3, 2)
+        one["waited"] = round(max(0.0, waited), 3)
+    return found
+
+
+def measure_memory(model: Model) -> int:
+    """Bytes that a process takes which opens this model alone and runs it. Call it in a new process."""
+    run = _open_alone(model)
+    for rows in BATCHES:
+        for _ in range(MIN_RUNS):
+            run(example_inputs(rows, model["vocabulary"]))
+    return peak_resident_bytes()
+
+
+def _open_alone(model: Model) -> Runner:
+    if model["runtime"] == "torch":
+        import torch
+
+        torch.set_num_threads(1)
+    return open_runner(model["runtime"], model["model_path"], threads=1)
 
 
 def has_text_pairs(facts: Facts) -> bool:
@@ -243,9 +289,9 @@ def has_text_pairs(facts: Facts) -> bool:
     return (Path(facts.folder) / "train" / "types-values.npy").is_file()
 
 
-def max_logit_difference(one: Predictions, other: Predictions) -> float:
-    """The largest absolute difference of two classifiers' logits."""
-    return float(np.abs(one.logits - other.logits).max())
+def example_texts(facts: Facts) -> str:
+    """What a line of code gives the model of this data, as Python."""
+    return '"a first text", "a second text"' if has_text_pairs(facts) else '"some text"'
 
 
 def compare_with_baseline(mine: Predictions, baseline: Predictions) -> dict[str, float]:

@@ -16,10 +16,11 @@ from isobatch.core.errors import ExportError, UserError
 from isobatch.models import saving
 from isobatch.models.base import Batch
 from isobatch.models.encoder import encoders, evaluation, onnx_graph
-from isobatch.models.encoder.evaluation import Predictions, Runner
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from isobatch.models.encoder.evaluation import Predictions, Runner
 
 LOGIT_TOLERANCE = 1e-3
 """Largest allowed difference of a logit."""
@@ -30,25 +31,9 @@ MOST_WEIGHTS_OF_A_FILE = 500_000_000
 """An ONNX file holds 2 GB; what is traced has its weights beside it where they are more."""
 SIDE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 """Files that an ONNX file needs beside it: the classes' names and the tokenizer."""
+CUSTOM_CODE = ("per_layer_config", "auto_map")
+"""Fields of config.json that need modeling_pruned.py."""
 Batches = Callable[[], Iterable[Batch]]
-
-
-def pad_to_dense(model: Any) -> Any:
-    """The family's own model of the unpruned size, zeros where something was removed: the same logits."""
-    import torch
-    from transformers import AutoConfig, AutoModelForSequenceClassification
-
-    values = model.config.to_dict()
-    for name in ("per_layer_config", "auto_map", "architectures"):
-        values.pop(name, None)
-    kind = values.pop("model_type")
-    dense_model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **values)).eval()
-    pruned_weights = model.state_dict()
-    with torch.no_grad():
-        for name, target in dense_model.state_dict().items():
-            target.zero_()
-            target[tuple(slice(n) for n in pruned_weights[name].shape)].copy_(pruned_weights[name])
-    return dense_model
 
 
 def check_agreement(kind: str, trained: Predictions, exported: Predictions) -> dict[str, Any]:
@@ -85,30 +70,28 @@ def predict_with_onnx_levels(
     session = evaluation.onnx_session(levels_file, threads=1)
     names = [i.name for i in session.get_inputs()]
     quantizers = quantizers_in_order(model)
-    logits, labels = [], []
     run = evaluation.torch_runner(model)
-    for batch in batches:
-        inputs = evaluation.model_inputs(batch)
+
+    def run_with_levels(inputs: dict[str, np.ndarray]) -> np.ndarray:
         _, *levels = session.run(None, evaluation.named_inputs(names, inputs))
         for quantizer, onnx_levels in zip(quantizers, levels, strict=True):
             quantizer.given_levels = torch.from_numpy(onnx_levels).float()
-        logits.append(run(inputs))
-        labels.append(np.asarray(batch["label"]))
+        return run(inputs)
+
+    found = evaluation.predict(run_with_levels, batches)
     for quantizer in quantizers:
         quantizer.given_levels = None
-    rounding_excess = float(np.max([quantizer.max_rounding_excess for quantizer in quantizers]))
-    return Predictions(np.concatenate(logits), np.concatenate(labels)), rounding_excess
+    return found, float(np.max([quantizer.max_rounding_excess for quantizer in quantizers]))
 
 
 def quantizers_in_order(model: Any) -> list[Any]:
     """The quantizers in the order in which a forward uses them."""
-    found = []
-    for layer in encoders.layers(model):
-        if layer.query.out_features:
-            found += [layer.query.input_quantizer, layer.output.input_quantizer]
-        found += [layer.up.input_quantizer, layer.down.input_quantizer]
-    dense_layer = encoders.classifier_dense(model)
-    return [*found, model.get_submodule(dense_layer).input_quantizer]
+    from isobatch.models.encoder.quantization import QuantLinear
+
+    parts = ("query", "output", "up", "down")
+    linears = [getattr(layer, part) for layer in encoders.layers(model) for part in parts]
+    linears.append(model.get_submodule(encoders.classifier_dense(model)))
+    return [linear.input_quantizer for linear in linears if isinstance(linear, QuantLinear)]
 
 
 def tokenizer_runner(file: Path) -> Runner:
@@ -124,13 +107,7 @@ def tokenizer_runner(file: Path) -> Runner:
         session.run(None, dict(tokenizer(["a text", "another"], padding=True, return_tensors="np")))
     except Exception as error:  # the library's exceptions have no base of their own
         raise ExportError(f"{file.name} does not take what its tokenizer makes: {error}") from None
-    names = tokenizer.model_input_names
-
-    def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
-        found: np.ndarray = session.run(None, evaluation.named_inputs(names, inputs))[0]
-        return found
-
-    return run
+    return evaluation.onnx_runner(file, 1, tokenizer.model_input_names)
 
 
 def check_int4(model: nn.Module, file: Path, batches: Batches) -> dict[str, Any]:
@@ -154,7 +131,7 @@ def check_int4(model: nn.Module, file: Path, batches: Batches) -> dict[str, Any]
         "fake_quant_accuracy": float(unforced.is_correct.mean()),
         "exported_accuracy": float(exported.is_correct.mean()),
         "rounding_doubt": rounding_excess,
-        "max_logit_difference_with_ties": evaluation.max_logit_difference(unforced, exported),
+        "max_logit_difference_with_ties": float(np.abs(unforced.logits - exported.logits).max()),
         "predictions_changed_by_ties": int((unforced.predicted_labels != exported.predicted_labels).sum()),
     }
 
@@ -167,16 +144,28 @@ def export_transformers(final: Path, folder: Path) -> None:
 
 
 def export_dense(model: Any, final: Path, folder: Path) -> None:
-    """A folder that any transformers opens without custom code."""
+    """A folder that any transformers opens without custom code: the family's own model of the unpruned size,
+    zeros where something was removed, which gives the same logits.
+    """
+    import torch
     from safetensors.torch import save_model
+    from transformers import AutoConfig, AutoModelForSequenceClassification
 
-    dense_model = pad_to_dense(model)
+    values = model.config.to_dict()
+    for name in (*CUSTOM_CODE, "architectures"):
+        values.pop(name, None)
+    kind = values.pop("model_type")
+    dense_model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **values)).eval()
+    pruned_weights = model.state_dict()
+    with torch.no_grad():
+        for name, target in dense_model.state_dict().items():
+            target.zero_()
+            target[tuple(slice(n) for n in pruned_weights[name].shape)].copy_(pruned_weights[name])
     save_model(dense_model, str(folder / "model.safetensors"), metadata={"format": "pt"})
     for name in SIDE_FILES[1:]:
         shutil.copy(final / name, folder)
     config = json.loads((final / "config.json").read_text())
-    for name in ("per_layer_config", "auto_map"):
-        config.pop(name, None)
+    config = {name: value for name, value in config.items() if name not in CUSTOM_CODE}
     config["architectures"] = [type(dense_model).__name__]
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 

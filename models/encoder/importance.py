@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
     from isobatch.models.encoder.encoders import EncoderLayer, EncoderSizes  # noqa: TC004  imports torch, and no class here has flags
@@ -57,19 +59,16 @@ def sum_of_shares(*parts: ImportanceScores) -> ImportanceScores:
     """The sum of several scores, each divided by its total over the model, since their units differ."""
     import torch
 
-    def as_shares(scores: ImportanceScores) -> ImportanceScores:
-        total = torch.cat([*scores.heads, *scores.neurons]).double().sum().clamp_min(1e-30)
-        return ImportanceScores(
-            [x.double() / total for x in scores.heads], [x.double() / total for x in scores.neurons]
-        )
+    totals = [torch.cat([*part.heads, *part.neurons]).double().sum().clamp_min(1e-30) for part in parts]
 
-    total_scores, *rest = map(as_shares, parts)
-    for other in rest:
-        total_scores = ImportanceScores(
-            [a + b for a, b in zip(total_scores.heads, other.heads, strict=True)],
-            [a + b for a, b in zip(total_scores.neurons, other.neurons, strict=True)],
-        )
-    return total_scores
+    def summed(layers: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+        return [
+            torch.stack([x.double() / total for x, total in zip(layer, totals, strict=True)]).sum(0)
+            for layer in layers
+        ]
+
+    heads, neurons = ([getattr(part, name) for part in parts] for name in ImportanceScores._fields)
+    return ImportanceScores(summed(zip(*heads, strict=True)), summed(zip(*neurons, strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,33 +81,44 @@ class PruningBudget:
     granularity: Granularity
 
     @property
+    def weights_per_head(self) -> int:
+        """0 where heads stay."""
+        return self.sizes.weights_per_head if self.granularity != "neurons" else 0
+
+    @property
+    def weights_per_neuron(self) -> int:
+        """0 where neurons stay."""
+        return self.sizes.weights_per_neuron if self.granularity != "heads" else 0
+
+    @property
     def prunable_weights(self) -> int:
         """Weights of all heads and neurons that may be removed."""
         sizes = self.sizes
-        return sizes.layers * (self._weights_of_heads(sizes.heads) + self._weights_of_neurons(sizes.neurons))
+        per_layer = sizes.heads * self.weights_per_head + sizes.neurons * self.weights_per_neuron
+        return sizes.layers * per_layer
 
     @property
     def max_sparsity(self) -> float:
         """The largest sparsity that can be reached: each layer keeps `multiple` neurons."""
-        sizes = self.sizes
-        removed = sizes.layers * (
-            self._weights_of_heads(sizes.heads) + self._weights_of_neurons(sizes.neurons - self.multiple)
-        )
-        return removed / self.prunable_weights
-
-    def _weights_of_heads(self, count: int) -> int:
-        return count * self.sizes.weights_per_head if self.granularity != "neurons" else 0
-
-    def _weights_of_neurons(self, count: int) -> int:
-        return count * self.sizes.weights_per_neuron if self.granularity != "heads" else 0
+        return self.sparsity(0, self.sizes.layers * self.multiple)
 
     def sparsity(self, heads: int, neurons: int) -> float:
         """Removed weights over prunable weights, if so many heads and neurons are left (biases apart)."""
-        sizes = self.sizes
-        removed = self._weights_of_heads(sizes.layers * sizes.heads - heads) + self._weights_of_neurons(
-            sizes.layers * sizes.neurons - neurons
-        )
-        return removed / self.prunable_weights
+        left = heads * self.weights_per_head + neurons * self.weights_per_neuron
+        return (self.prunable_weights - left) / self.prunable_weights
+
+
+class _Units(NamedTuple):
+    """Heads, or blocks of neurons, of a layer: each is removed as a whole."""
+
+    keep: Tensor
+    """The layer's mask."""
+    members: Tensor
+    """(units, size of one) places in the mask."""
+    density: Tensor
+    """(units,) score per weight; -1 for units that are removed already, so that they are chosen first."""
+    weights_each: int
+    """Weights of one unit."""
 
 
 def choose_kept(
@@ -121,68 +131,43 @@ def choose_kept(
     """
     import torch
 
-    candidates = _head_units(scores, kept, budget) if budget.granularity != "neurons" else []
-    blocks, orders = _neuron_units(scores, kept, budget)
-    candidates += blocks if budget.granularity != "heads" else []
-    density = _round_to_significant_digits(torch.cat([u.density for u in candidates]))
-    weights = torch.cat(
-        [torch.full((len(u.density),), u.weights_each, dtype=torch.float64) for u in candidates]
-    )
+    chosen = KeepMasks([k.clone() for k in kept.heads], [k.clone() for k in kept.neurons])
+    units = _heads(scores.heads, chosen.heads, budget) + _blocks(scores.neurons, chosen.neurons, budget)
+    density = _round_to_significant_digits(torch.cat([u.density for u in units]))
+    weights = torch.cat([torch.full_like(u.density, u.weights_each) for u in units])
     order = torch.argsort(density, stable=True)
     weights_removed_before = weights[order].cumsum(0) - weights[order]
     is_removed = torch.zeros(len(order), dtype=torch.bool)
     is_removed[order] = weights_removed_before < sparsity * budget.prunable_weights - 0.5
-    heads, neurons = [k.clone() for k in kept.heads], [k.clone() for k in kept.neurons]
-    for candidate, removed in zip(
-        candidates, is_removed.split([len(u.density) for u in candidates]), strict=True
-    ):
-        if candidate.is_heads:
-            heads[candidate.layer][removed] = False
-        else:
-            count = int(removed.sum()) * budget.multiple
-            neurons[candidate.layer][orders[candidate.layer][:count]] = False
-    return KeepMasks(heads, neurons)
+    for one, removed in zip(units, is_removed.split([len(u.density) for u in units]), strict=True):
+        one.keep[one.members[removed]] = False
+    return chosen
 
 
-class _PrunableUnits(NamedTuple):
-    """Heads, or blocks of neurons, of a layer: each is removed as a whole."""
+def _heads(scores: list[Tensor], masks: list[Tensor], budget: PruningBudget) -> list[_Units]:
+    import torch
 
-    layer: int
-    is_heads: bool
-    density: Tensor
-    """Score per weight; -1 for units that are removed already, so that they are chosen first."""
-    weights_each: int
-    """Weights of one unit."""
-
-
-def _head_units(scores: ImportanceScores, kept: KeepMasks, budget: PruningBudget) -> list[_PrunableUnits]:
-    weights_each = budget.sizes.weights_per_head
+    each = budget.weights_per_head
     return [
-        _PrunableUnits(
-            number, True, (score.double().cpu() / weights_each).masked_fill(~keep, -1.0), weights_each
-        )
-        for number, (score, keep) in enumerate(zip(scores.heads, kept.heads, strict=True))
+        _Units(keep, torch.arange(len(keep))[:, None], (score / each).masked_fill(~keep, -1.0), each)
+        for score, keep in zip((s.double().cpu() for s in scores), masks, strict=True)
+        if each
     ]
 
 
-def _neuron_units(
-    scores: ImportanceScores, kept: KeepMasks, budget: PruningBudget
-) -> tuple[list[_PrunableUnits], list[Tensor]]:
-    """Blocks of neurons for each layer, and for each layer its neurons in ascending order of importance."""
+def _blocks(scores: list[Tensor], masks: list[Tensor], budget: PruningBudget) -> list[_Units]:
+    """Blocks of neurons of each layer, in ascending order of importance."""
     import torch
 
-    candidates, orders = [], []
-    weights_each = budget.sizes.weights_per_neuron * budget.multiple
-    for number, (score, keep) in enumerate(zip(scores.neurons, kept.neurons, strict=True)):
-        ranked = _round_to_significant_digits(score.double().cpu()).masked_fill(~keep, -1.0)
-        order = torch.argsort(ranked, stable=True)
-        blocks = len(order) // budget.multiple
-        sums = ranked[order][: blocks * budget.multiple].view(blocks, budget.multiple).sum(1)
-        candidates.append(
-            _PrunableUnits(number, False, sums[:-1] / weights_each, weights_each)
-        )  # a layer's best block stays
-        orders.append(order)
-    return candidates, orders
+    each, found = budget.weights_per_neuron * budget.multiple, []
+    for score, keep in zip(scores, masks, strict=True):
+        if each:
+            ranked = _round_to_significant_digits(score.double().cpu()).masked_fill(~keep, -1.0)
+            blocks = len(ranked) // budget.multiple
+            order = torch.argsort(ranked, stable=True)[: blocks * budget.multiple].view(blocks, -1)
+            sums = ranked[order].sum(1)
+            found.append(_Units(keep, order[:-1], sums[:-1] / each, each))  # a layer's best block stays
+    return found
 
 
 def _round_to_significant_digits(values: Tensor) -> Tensor:

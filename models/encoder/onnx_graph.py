@@ -125,8 +125,8 @@ def _to_numpy(tensor: Any) -> np.ndarray:
 
 
 def _layer_norm(graph: OnnxGraphBuilder, x: str, norm: Any) -> str:
-    weight, bias = graph.constant(_to_numpy(norm.weight)), graph.constant(_to_numpy(norm.bias))
-    return graph.node("LayerNormalization", x, weight, bias, axis=-1, epsilon=norm.eps)
+    affine = [graph.constant(_to_numpy(part)) for part in (norm.weight, norm.bias)]
+    return graph.node("LayerNormalization", x, *affine, axis=-1, epsilon=norm.eps)
 
 
 def _embeddings(graph: OnnxGraphBuilder, model: Any, has_types: bool) -> str:
@@ -185,22 +185,16 @@ def _attention_mask(graph: OnnxGraphBuilder) -> str:
 def _encoder_layer(
     graph: OnnxGraphBuilder, model: Any, layer: encoders.EncoderLayer, x: str, mask: str
 ) -> str:
-    first, second = _layer_norms(model, layer)
-    attended = _attention(graph, model, layer, x, mask)
-    x = _layer_norm(graph, graph.node("Add", attended, x), first)
-    up = graph.node(_activation_operator(model.config), _linear_layers(graph, x, layer.up))
-    return _layer_norm(graph, graph.node("Add", _linear_layers(graph, up, layer.down), x), second)
-
-
-def _activation_operator(config: Any) -> str:
-    return ACTIVATIONS[activation_of(config.to_dict())]
-
-
-def _layer_norms(model: Any, layer: encoders.EncoderLayer) -> tuple[Any, Any]:
     block = model.get_submodule(layer.prefix)
     if model.config.model_type == "distilbert":
-        return block.sa_layer_norm, block.output_layer_norm
-    return block.attention.output.LayerNorm, block.output.LayerNorm
+        first, second = block.sa_layer_norm, block.output_layer_norm
+    else:
+        first, second = block.attention.output.LayerNorm, block.output.LayerNorm
+    activation = ACTIVATIONS[activation_of(model.config.to_dict())]
+    attended = _attention(graph, model, layer, x, mask)
+    x = _layer_norm(graph, graph.node("Add", attended, x), first)
+    up = graph.node(activation, _linear_layers(graph, x, layer.up))
+    return _layer_norm(graph, graph.node("Add", _linear_layers(graph, up, layer.down), x), second)
 
 
 def _attention(graph: OnnxGraphBuilder, model: Any, layer: encoders.EncoderLayer, x: str, mask: str) -> str:
@@ -255,9 +249,8 @@ def _quantized_matmul(graph: OnnxGraphBuilder, x: str, modules: tuple[Any, ...],
 def _classification_head(graph: OnnxGraphBuilder, model: Any, x: str) -> str:
     """Logits: the first token's state through the dense layer, its activation and the output layer."""
     model_type = model.config.model_type
+    dense, output = (model.get_submodule(name) for name in encoders.FAMILIES[model_type][2:])
     first = graph.node("Gather", x, graph.constant(np.int64(0)), axis=1)
-    dense = _linear_layers(graph, first, model.get_submodule(encoders.classifier_dense(model)), rank=2)
-    activated = graph.node("Relu" if model_type == "distilbert" else "Tanh", dense)
-    return _linear_layers(
-        graph, activated, model.get_submodule(encoders.CLASSIFIER_OUTPUT[model_type]), rank=2
-    )
+    hidden = _linear_layers(graph, first, dense, rank=2)
+    activated = graph.node("Relu" if model_type == "distilbert" else "Tanh", hidden)
+    return _linear_layers(graph, activated, output, rank=2)

@@ -69,7 +69,7 @@ class TextClassifier:
 
     def __call__(self, texts: Sequence[TextOrPair]) -> list[dict[str, Any]]:
         """`prediction`, its `probability`, and the `probabilities` of all classes, for each text."""
-        found = softmax(self.logits(texts))
+        found = evaluation.softmax(self.logits(texts))
         return [
             {
                 "prediction": self.labels[best],
@@ -114,14 +114,6 @@ def batches_of_one_width(widths: Sequence[int]) -> Iterator[list[int]]:
         count = max(1, TOKENS_AT_A_TIME // max(width, 1))
         for start in range(0, len(places), count):
             yield places[start : start + count]
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """(n, C) probabilities in fp64."""
-    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True, initial=-np.inf)
-    exponentials = np.exp(shifted)
-    found: np.ndarray = exponentials / exponentials.sum(1, keepdims=True)
-    return found
 
 
 def onnx_file(path: Path) -> Path | None:

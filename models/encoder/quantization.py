@@ -216,9 +216,9 @@ def quantize_rows(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return torch.round(rows / scales).clamp_(-largest, largest), scales
 
 
-def named_quantizers(model: nn.Module) -> Iterable[tuple[str, ActivationQuantizer]]:
-    """(name, quantizer) of all activations that the model rounds."""
-    return ((name, m) for name, m in model.named_modules() if isinstance(m, ActivationQuantizer))
+def quantizers(model: nn.Module) -> list[ActivationQuantizer]:
+    """Of all activations that the model rounds; none where it is not quantized."""
+    return [m for m in model.modules() if isinstance(m, ActivationQuantizer)]
 
 
 def quantize_model(model: Any, bits: int, embedding_bits: int) -> None:
@@ -261,31 +261,29 @@ def _quantize_input_once(
     return arguments, {**keywords, "hidden_states": module.reads(keywords["hidden_states"])}
 
 
-def is_quantized(model: nn.Module) -> bool:
-    """Whether the model has quantized layers."""
-    return any(True for _ in named_quantizers(model))
-
-
-def start_calibration(model: nn.Module) -> None:
-    """From now on forwards compute in fp32 and the quantizers collect what they see."""
-    for _, quantizer in named_quantizers(model):
+def calibrate(model: nn.Module, forwards: Iterable[Any]) -> None:
+    """Choose the quantizers' ranges from what they see while the model computes in fp32; `forwards` makes it
+    compute as it is read. From then on forwards are quantized.
+    """
+    for quantizer in quantizers(model):
         quantizer.collected = []
-
-
-def finish_calibration(model: nn.Module) -> None:
-    """Choose the quantizers' ranges from what they collected; from now on forwards are quantized."""
-    for _, quantizer in named_quantizers(model):
+    for _ in forwards:
+        pass
+    for quantizer in quantizers(model):
         quantizer.choose_range()
+
+
+QUANTIZER_STATE = ("weight_scale", "scale", "zero_point")
+"""Last names of what a state dict has of quantizers."""
 
 
 def dequantized_state(model: nn.Module) -> dict[str, Tensor]:
     """The state dict of an unquantized model of this shape, with the rounded weights in fp32."""
-    quantized = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear | QuantEmbedding)}
     found: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         module_name, _, kind = name.rpartition(".")
-        module = quantized.get(module_name)
-        if kind in ("weight_scale", "scale", "zero_point"):
+        module = model.get_submodule(module_name)
+        if kind in QUANTIZER_STATE:
             continue
         if kind == "weight" and isinstance(module, QuantLinear):
             value = module.levels() * module.weight_scale[:, None]
@@ -298,5 +296,5 @@ def dequantized_state(model: nn.Module) -> dict[str, Tensor]:
 
 def quantizer_state(model: nn.Module) -> dict[str, Tensor]:
     """Scales and zero points by name."""
-    names = ("weight_scale", "scale", "zero_point")
-    return {k: v for k, v in model.state_dict().items() if k.rpartition(".")[2] in names}
+    state = model.state_dict()
+    return {k: v.contiguous() for k, v in state.items() if k.rpartition(".")[2] in QUANTIZER_STATE}

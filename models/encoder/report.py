@@ -55,7 +55,8 @@ class ClassifierReport(ModelComparison):
         rows = []
         names, tokenizer = facts.extra["labels"], saving.load_tokenizer(facts)
         for variant in self.variants(final, exports):
-            found = evaluation.predict(variant.open(), batches())
+            run = evaluation.open_runner(variant.runtime, variant.model_path)
+            found = evaluation.predict(run, batches())
             correct = int(found.is_correct.sum())
             confusion = confusion_matrix(found.labels, found.predicted_labels, len(names))
             opened = {
@@ -72,10 +73,12 @@ class ClassifierReport(ModelComparison):
                     "accuracy_ci95": class_metrics.wilson_interval(correct, len(found.labels)),
                     **variant.size_metrics(),
                     "opened": opened,
-                    "peak_memory_bytes": in_child("models.encoder.latency:peak_memory", model=opened),
+                    "peak_memory_bytes": in_child("models.encoder.evaluation:measure_memory", model=opened),
                     "class_names": names,
                     "confusion": confusion.tolist(),
-                    "calibration_error": calibration_error(found.probabilities.max(1), found.is_correct),
+                    "calibration_error": calibration_error(
+                        evaluation.softmax(found.logits).max(1), found.is_correct
+                    ),
                     "worst_errors": evaluation.worst_errors(found, batches(), tokenizer, names),
                     "right": found.is_correct.tolist(),
                     "labels": found.labels.tolist(),
@@ -84,7 +87,7 @@ class ClassifierReport(ModelComparison):
         return rows
 
     def measure_in_turn(self, rows: list[ReportRow], in_child: Callable[..., Any]) -> list[ReportRow]:
-        measured = in_child("models.encoder.latency:measure", models=[row["opened"] for row in rows])
+        measured = in_child("models.encoder.evaluation:measure_speed", models=[row["opened"] for row in rows])
         return [
             {**{k: v for k, v in row.items() if k != "opened"}, **speed}
             for row, speed in zip(rows, measured, strict=True)

@@ -21,7 +21,8 @@ from isobatch.launch.predicting.answerer import Answerer
 from isobatch.launch.predicting.command import answer_file, format_row
 from isobatch.launch.predicting.labelled_rows import TrainedTexts
 from isobatch.launch.predicting.rows import PromptReader, SampleError, SequenceReader, TextReader, UserReader
-from isobatch.models.encoder.prediction import batches_of_one_width, softmax
+from isobatch.models.encoder.evaluation import softmax
+from isobatch.models.encoder.prediction import batches_of_one_width
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -21,11 +21,10 @@ from isobatch.core.measures import format_p_value
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.launch.report.command import live_page, report, write_report
+from isobatch.launch.report.command import LOCAL, live_page, make_server, report, write_report
 from isobatch.launch.report.figures import draw_figure, smoothed, training_curves, training_drawings
-from isobatch.launch.report.machine_use import memory_table, use_table
+from isobatch.launch.report.records import memory_table, use_table
 from isobatch.launch.report.tables import differences_table
-from isobatch.launch.report.watch import LOCAL, make_server
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
@@ -92,7 +91,7 @@ def test_stages_are_shown_where_the_run_has_them() -> None:
 
 
 def test_what_was_not_measured_has_no_row() -> None:
-    assert use_table({}, {}, {}) == []
+    assert list(use_table({}, {}, {})) == []
     assert memory_table({}, {"peak_memory_by_stage": "??", "peak_memory_bytes": "much"}, {}) == []
 
 
@@ -241,7 +240,7 @@ def test_no_curve_runs_back(run: RunFolder, tmp_path: Path) -> None:
     found = records(run, tmp_path)
     assert found["evaluations"] == {"step": [20, 40, 60], "loss": [2.7, 2.5, 2.6]}
     assert found["final_evaluations"] == {"step": [40], "loss": [2.5]}
-    axes = draw_figure(training_curves(found, ()).draw, 4, 3).axes[0]
+    axes = draw_figure(training_curves(found).draw, 4, 3).axes[0]
     assert all(list(line.get_xdata()) == sorted(line.get_xdata()) for line in axes.lines)
 
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from isobatch.launch.report.contents import ComparedModels
+from isobatch.launch.report.contents import Group
+from isobatch.launch.report.page import caption
 from isobatch.launch.report.tables import (
     differences_table,
     metric_line,
@@ -88,20 +89,14 @@ def test_a_long_line_is_broken_between_its_figures() -> None:
     assert wrapped("a long word", "  ", 4) == ["a long word"]
 
 
-def test_an_option_that_a_run_of_the_same_task_lacks_is_at_its_default() -> None:
-    one = {"run": "a", "recipe": {"task": "x", "lr": 0.1}}
-    two = {"run": "b", "recipe": {"task": "x", "lr": 0.1, "also_train": ["head"]}}
-    assert differences_table([one, two])[1:] == [["also train", "", "head"]]
-
-
 def test_a_checkpoint_that_was_chosen_by_the_same_samples_is_named() -> None:
     class Report:
         def caption(self, row: dict[str, Any], machine: str) -> str:
             return f"Measured on {machine}."
 
     rows = [{"run": "plain", "chose_checkpoint": False}, *[{"run": "best", "chose_checkpoint": True}] * 2]
-    assert ComparedModels(Report(), rows[:1]).caption("a machine") == "Measured on a machine."  # type: ignore[arg-type]
-    said = ComparedModels(Report(), rows).caption("a machine")  # type: ignore[arg-type]
+    assert caption(Group(Report(), rows[:1]), "a machine") == "Measured on a machine."  # type: ignore[arg-type]
+    said = caption(Group(Report(), rows), "a machine")  # type: ignore[arg-type]
     assert "The checkpoint of best was chosen by these samples" in said
 
 

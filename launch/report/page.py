@@ -1,0 +1,142 @@
+"""A report as blocks, drawn as one HTML page without scripts or anything from elsewhere, and as Markdown."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from isobatch.core.measures import printable
+from isobatch.core.package import ROOT
+from isobatch.launch.report.figures import draw_figure, training_drawings, use_drawings
+from isobatch.launch.report.tables import baselines_tables, differences_table, runs_table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from isobatch.launch.report.contents import Contents, Group
+    from isobatch.models.protocols import Drawing
+
+TEMPLATE = ROOT / "launch" / "report" / "page.html.jinja"
+
+
+class Block(NamedTuple):
+    """A part of the report."""
+
+    kind: str
+    """`h2`, `h3`, `verdict`, `note`, `sample`; `table`; `figure` (alone) or `row` of figures; `Plan` or
+    `Events`, tables that a reader may fold.
+    """
+    text: str = ""
+    rows: Sequence[Sequence[str]] = ()
+    """Of a table, its head first."""
+    drawings: Sequence[Drawing] = ()
+
+
+def blocks(contents: Contents) -> Iterator[Block]:
+    """The parts in order: what the models are worth, their training, and how the runs used their machines."""
+    runs, rest = contents.runs, contents.unmeasured()
+    yield from (Block("verdict", f"{run['run']}: {run['remark']}") for run in runs if run.get("remark"))
+    for title, rows in baselines_tables(rest):
+        yield from (Block("h2", title), Block("table", rows=rows))
+    for group in contents.groups:
+        yield from (Block("verdict", verdict) for verdict in group.verdicts())
+        yield Block("table", rows=group.table())
+        yield Block("note", caption(group, contents.machine))
+        for drawing in group.report.drawings(group.rows):
+            yield from (Block("h2", drawing.title), Block("figure", drawings=[drawing]))
+        first_forms = {row["run"]: row for row in reversed(group.rows)}
+        for one in (one for row in reversed(first_forms.values()) for one in group.report.tables(row)):
+            yield from (Block("h2", one.title), Block("note", one.note))
+            yield Block("table", rows=[one.head, *one.rows])
+    if not contents.groups:
+        yield Block("note", f"The training ran on {contents.machine}.")
+    yield Block("table", rows=runs_table(rest))
+    drawings = contents.run_drawings()
+    for title in dict.fromkeys(drawing.title for drawing in drawings):
+        yield Block("h2", title)
+        yield from (Block("figure", drawings=[one]) for one in drawings if one.title == title)
+    if differing := differences_table(runs):
+        yield from (Block("h2", "What differs"), Block("table", rows=differing))
+    if curves := _training(runs):
+        yield from (Block("h2", "Training"), Block("row", drawings=curves))
+    if written := [run for run in runs if run["sample"]]:
+        yield Block("h2", "Samples")
+        for run in written:
+            yield from (Block("h3", run["run"]), Block("sample", str(run["sample"])))
+    yield Block("h2", "How they ran")
+    for run in runs:
+        yield from _of_run(run)
+
+
+def caption(group: Group, machine: str) -> str:
+    """What the table's figures were measured on, and which of them chose their own checkpoint by it."""
+    chosen = dict.fromkeys(row["run"] for row in group.rows if row["chose_checkpoint"])
+    said = (
+        f" The checkpoint of {' and '.join(chosen)} was chosen by these samples, which flatters it a"
+        " little: give the data a test split to be judged by."
+    )
+    return group.report.caption(group.rows[0], machine) + (said if chosen else "")
+
+
+def _training(runs: list[dict[str, Any]]) -> list[Drawing]:
+    """A figure per question and task: runs of one task lie over each other."""
+    tasks: dict[str, list[dict[str, Any]]] = {}
+    for run in runs:
+        tasks.setdefault(run["task"], []).append(run)
+    return [drawing for alike in tasks.values() for drawing in training_drawings(alike, alike[0]["curves"])]
+
+
+def _of_run(run: dict[str, Any]) -> Iterator[Block]:
+    task = f" ({run['task']})" if run["task"] else ""
+    yield Block("h3", f"{run['run']}{task}: {run['state']}")
+    yield from (Block("note", note) for note in run["notes"])
+    if run["use"]:
+        yield Block("table", rows=[["", "measured", "target", "is"], *run["use"]])
+    else:
+        yield Block("note", "No step is logged yet.")
+    yield Block("row", drawings=use_drawings(run))
+    for kind, name, head in (
+        ("table", "memory", ["memory per process", "predicted", "measured", "prediction is off by"]),
+        ("Plan", "plan", ["field", "value", "reason"]),
+        ("Events", "events", ["at", "decision", "with"]),
+    ):
+        yield Block(kind, rows=[head, *run[name]] if run[name] else ())
+
+
+def render_page(contents: Contents, refresh: int | None = None) -> str:
+    """The text of report.html. `refresh`: seconds after which a browser should ask for it again."""
+    from jinja2 import Environment, StrictUndefined
+
+    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE.read_text())
+    return printable(template.render(blocks=blocks(contents), refresh=refresh, svg=_svg))
+
+
+def _svg(drawing: Drawing) -> str:
+    from matplotlib import rc_context
+
+    with rc_context({"svg.fonttype": "none"}):
+        text = io.StringIO()
+        figure = draw_figure(drawing.draw, drawing.width, drawing.height, drawing.columns)
+        figure.savefig(text, format="svg", metadata={"Date": None})
+    return text.getvalue()[text.getvalue().index("<svg") :]
+
+
+def render_markdown(contents: Contents) -> str:
+    """The text of report.md: the page without its figures."""
+    lines = ["# Report"]
+    for kind, text, rows, drawings in blocks(contents):
+        mark = {"h2": "## ", "h3": "### "}.get(kind, "")
+        if rows:
+            head, *body = ("| " + " | ".join(map(_escaped, cells)) + " |" for cells in rows)
+            lines += ["", head, "|" + "---|" * len(rows[0]), *body]
+        elif kind == "sample":
+            lines += ["", *(f"    {line}" for line in text.splitlines())]
+        elif text and not drawings:
+            lines += ["", mark + _escaped(text)]
+    return printable("\n".join(lines) + "\n")
+
+
+def _escaped(text: str) -> str:
+    """Text that Markdown shows as it is: no table, link, code, emphasis or HTML begins in it."""
+    return re.sub(r"([\\|`<\[*])", r"\\\1", " ".join(text.split()))
