@@ -16,7 +16,6 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import build_options
 from isobatch.core.measures import format_bytes, format_p_value
 from isobatch.core.package import GO_ON_VARIABLE
-from isobatch.engine.registry import CHAINS
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.commands.plan import plan_stages
@@ -34,17 +33,14 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.launch.sweeps.chain import Chain
 
-STAGES = CHAINS["compress"]
 EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": ("onnx-int4",)}
-
+"""The stages in order -> what each exports."""
+SOURCES = {"pruning": "teacher", "qat": "pruned"}
+"""The flag that names the run of the stage before."""
+REMOVABLE = {"both": "the weights of both", "heads": "the heads", "neurons": "the neurons"}
+"""--granularity -> what --sparsity is a part of."""
 LEAST_TO_JUDGE = 30
 """Held-out rows: fewer cannot tell a classifier from chance."""
-SMALL_GAIN = 0.05
-"""Share of the parameters: pruning that removes no more is seldom felt."""
-MOST = 0.5
-"""Share of a file from which on its embeddings are what makes it large."""
-REMOVABLE = {"both": "their weights", "heads": "the heads", "neurons": "the neurons"}
-"""--granularity -> what --sparsity is a part of."""
 
 
 def compress(words: Sequence[str]) -> int:
@@ -57,31 +53,26 @@ def compress(words: Sequence[str]) -> int:
     if options.dry_run:
         return plan_stages(chain, PlanCommandOptions(json=options.json))
     runs: list[RunFolder] = []
-    for number, stage in enumerate(STAGES, start=1):
-        print(f"compress: stage {number} of {len(STAGES)}, {stage}", file=sys.stderr)
-        source_flag = {"pruning": "teacher", "qat": "pruned"}.get(stage)
-        source = {source_flag: str(runs[-1].folder)} if source_flag else {}
+    for number, (stage, kinds) in enumerate(EXPORTS.items(), start=1):
+        print(f"compress: stage {number} of {len(EXPORTS)}, {stage}", file=sys.stderr)
+        source = {SOURCES[stage]: str(runs[-1].folder)} if runs else {}
         request = parse_request(chain.words(stage, source), "auto", AutoOptions)
         with _goes_on_by_the_same_command():
-            done = find_namesake(request, prepare_facts(request)) if stage != STAGES[-1] else None
+            done = find_namesake(request, prepare_facts(request)) if number < len(EXPORTS) else None
             run, verdict = (done, Verdict(DONE, "")) if done else find_or_train(request)
         if verdict.code != DONE:
             return verdict.code
         if done:
             print(f"compress: {run.folder} has this recipe and is done: it is this stage", file=sys.stderr)
         runs.append(run)
-        if stage == STAGES[0]:
+        if number == 1:
             refuse_chance(run)
-        for kind in EXPORTS[stage]:
+        for kind in kinds:
             if not (run.folder / "exports" / kind).is_dir():
                 export_form(run, kind)
-    if warning := small_gain(runs[0], runs[1]):
-        print(warning, file=sys.stderr)
     folder = runs[-1].folder / "report"
     contents = write_report(runs, folder)
-    print("\n".join(["compress kept:", *map(kept_line, STAGES, runs)]), file=sys.stderr)
-    if hint := embeddings_hint(runs[-1]):
-        print(hint, file=sys.stderr)
+    print("\n".join(["compress kept:", *map(kept_line, EXPORTS, runs)]), file=sys.stderr)
     dumped = atomic_files.json_text(contents.to_dict(), ensure_ascii=False) if options.json else ""
     print(dumped or text_of(contents, folder))
     return DONE
@@ -124,31 +115,6 @@ def refuse_chance(run: RunFolder) -> None:
     )
 
 
-def small_gain(dense: RunFolder, pruned: RunFolder) -> str:
-    """A line where pruning left nearly all of the model."""
-    before, after = ((run.summary() or {}).get("parameters", 0) for run in (dense, pruned))
-    if not before or 1 - after / before > SMALL_GAIN:
-        return ""
-    return (
-        f"compress: pruning removed {1 - after / before:.1%} of the parameters, which makes the model little"
-        " smaller or faster: --granularity both with a higher --sparsity removes more"
-    )
-
-
-def embeddings_hint(run: RunFolder) -> str:
-    """A line where most of a rounded model is its word embeddings in 8 bits, which 4 would halve."""
-    config = atomic_files.read_json(run.final / "config.json")
-    width = config.get("embedding_size") or config.get("hidden_size") or config.get("dim") or 0
-    table = config.get("vocab_size", 0) * width
-    file = (run.summary() or {}).get("metrics", {}).get("file_bytes", 0)
-    if run.recipe.options["embedding_bits"] != 8 or table <= MOST * file or not file:
-        return ""
-    return (
-        f"compress: {table / file:.0%} of the file are word embeddings in 8 bits: --embedding-bits 4 halves"
-        " those"
-    )
-
-
 def kept_line(stage: str, run: RunFolder) -> str:
     """What a stage left of the model, and of its accuracy."""
     summary = run.summary() or {}
@@ -157,10 +123,8 @@ def kept_line(stage: str, run: RunFolder) -> str:
     said = [] if "bits" in metrics else [f"{summary.get('parameters', 0):,} parameters"]
     if "heads_left" in metrics:
         heads, neurons = sum(metrics["heads_left"]), sum(metrics["neurons_left"])
-        what = {"heads": "heads", "neurons": "neurons"}.get(
-            run.recipe.options["granularity"], "weights of both"
-        )
-        said.append(f"{heads:,} heads, {neurons:,} neurons ({metrics['sparsity']:.1%} of the {what} removed)")
+        what = REMOVABLE[run.recipe.options["granularity"]]
+        said.append(f"{heads:,} heads, {neurons:,} neurons ({metrics['sparsity']:.1%} of {what} removed)")
     if "bits" in metrics:
         said.append(f"{metrics['bits']} bits, {format_bytes(metrics['file_bytes'])}")
     if "accuracy" in metrics:

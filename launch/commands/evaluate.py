@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
@@ -15,7 +15,7 @@ from isobatch.core.terminal.console import format_metrics
 from isobatch.core.terminal.status import doing
 from isobatch.engine.registry import workload_of
 from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.run_setup import TrustOptions, open_run
+from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run, plan_for_this_machine
 from isobatch.models.protocols import EncodesLatents, KeepsBaselines
 
 if TYPE_CHECKING:
@@ -55,47 +55,37 @@ def evaluate(words: Sequence[str]) -> int:
     """Usage: evaluate RUN [--split valid] [--iw-samples 500] [--json]: the newest checkpoint on the held-out
     data.
     """
+    from isobatch.engine.training.evaluate import host_batches
+    from isobatch.engine.verification.replay import Replay
+
     run, options = open_single_run(words, "evaluate", EvaluateOptions)
-    checkpoint, metrics = _evaluate(run, options)
+    locate_data(run, run.recipe, options.data)
+    plan = plan_for_this_machine(run.recipe, run.facts, PlanOptions(processes=1, compile="off"))
+    replay = Replay(run, plan)
+    checkpoint = replay.trained()
+    if checkpoint is None or not replay.load_trained():
+        raise UserError(f"{run.folder} has no checkpoint to evaluate: train it first")
+    if options.split and options.split not in run.facts.samples:
+        raise UserError(f"--split {options.split}: the data has {', '.join(run.facts.samples)}")
+    task, model = replay.session.task, replay.session.model
+    if options.iw_samples and not isinstance(task, EncodesLatents):
+        raise UserError(f"--iw-samples: {run.recipe.task} has no latent vectors: leave it out")
+    splits = [options.split] if options.split else [s for s in run.facts.samples if s != "train"]
+    metrics = {name: replay.evaluate(name) for name in splits}
+    for name, found in metrics.items():
+        batches = partial(host_batches, replay.session.splits[name])
+        if isinstance(task, KeepsBaselines) and run.final.is_dir():
+            found |= task.kept_metrics(model, run.final, batches)
+        if options.iw_samples and isinstance(task, EncodesLatents):
+            doing(f"the likelihood of {name}")
+            found |= task.likelihood(model.eval(), batches(), options.iw_samples, run.facts, name)
     unfinished = "" if run.status() == "done" else f"; the run is not finished ({run.status()})"
-    print(printable(f"{run.folder}: checkpoint {checkpoint}{unfinished}"), file=sys.stderr)
+    print(printable(f"{run.folder}: checkpoint {checkpoint.name}{unfinished}"), file=sys.stderr)
     if options.json:
         print(atomic_files.json_text(metrics))
     for name, found in {} if options.json else metrics.items():
         print(printable(f"{name}: " + format_metrics(found, ".6g")))
     return 0
-
-
-def _evaluate(run: RunFolder, options: EvaluateOptions) -> tuple[str, dict[str, Any]]:
-    """(the checkpoint, as PHASE-STEP; metrics of each split)."""
-    from isobatch.engine.training.evaluate import host_batches
-    from isobatch.engine.verification.replay import Replay
-    from isobatch.launch.local.run_setup import locate_data, plan_for_this_machine
-
-    locate_data(run, run.recipe, options.data)
-    plan = plan_for_this_machine(run.recipe, run.facts, PlanOptions(processes=1, compile="off"))
-    replay = Replay(run, plan)
-    found_in = replay.trained()
-    if found_in is None or not replay.load_trained():
-        raise UserError(f"{run.folder} has no checkpoint to evaluate: train it first")
-    splits = [options.split] if options.split else [s for s in run.facts.samples if s != "train"]
-    if options.split and options.split not in run.facts.samples:
-        raise UserError(f"--split {options.split}: the data has {', '.join(run.facts.samples)}")
-    task = replay.session.task
-    if options.iw_samples and not isinstance(task, EncodesLatents):
-        raise UserError(f"--iw-samples: {run.recipe.task} has no latent vectors: leave it out")
-    metrics = {name: replay.evaluate(name) for name in splits}
-    if isinstance(task, KeepsBaselines) and run.final.is_dir():
-        for name, found in metrics.items():
-            all_batches = partial(host_batches, replay.session.splits[name])
-            found |= task.kept_metrics(replay.session.model, run.final, all_batches)
-    if options.iw_samples and isinstance(task, EncodesLatents):
-        for name, found in metrics.items():
-            batches = host_batches(replay.session.splits[name])
-            doing(f"the likelihood of {name}")
-            model = replay.session.model.eval()
-            found |= task.likelihood(model, batches, options.iw_samples, run.facts, name)
-    return found_in.name, metrics
 
 
 def require_capability(run: RunFolder, capability: type[T], command: str, refusal: str) -> T:

@@ -14,7 +14,7 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
 from isobatch.launch.commands.evaluate import open_single_run
-from isobatch.launch.local.run_setup import TrustOptions
+from isobatch.launch.local.run_setup import TrustOptions, locate_data
 from isobatch.models import model_card
 from isobatch.models.protocols import Exports
 
@@ -44,47 +44,26 @@ def export(words: Sequence[str]) -> int:
     all held-out samples; exit 3 where an exported model answers otherwise than the trained one.
     """
     run, options = open_single_run(words, "export", ExportOptions)
-    found = {kind: export_form(run, kind, options.data) for kind in _kinds(run, options)}
-    if options.json:
-        print(atomic_files.json_text(found))
-    for figures in () if options.json else found.values():
-        difference = f"largest logit difference {figures['max_logit_difference']:.1e}"
-        print(f"{figures['folder']}: {difference} over {figures['samples']} samples{_format_ties(figures)}")
-    return 0
-
-
-def _write_card(run: RunFolder, task: Any, kind: str, folder: Path, figures: dict[str, Any]) -> None:
-    """Write the model card of a merged folder, with the figures of final/."""
-    card = run.final / model_card.FILE
-    if kind != "merged" or not card.is_file():
-        return
-    difference = f"{figures['max_logit_difference']:.1e}"
-    measured_on = f"with the adapter beside its base; the merged logits differ by at most {difference}"
-    described = task.describe_model(folder, run.facts)
-    text = model_card.render_export(described, run.recipe, card.read_text(encoding="utf-8"), measured_on)
-    if text:
-        (folder / model_card.FILE).write_text(text, encoding="utf-8")
-
-
-def _format_ties(figures: dict[str, Any]) -> str:
-    """Differences with ties rounded as they come, for forms that round activations."""
-    if "max_logit_difference_with_ties" not in figures:
-        return ""
-    most, changed = figures["max_logit_difference_with_ties"], figures["predictions_changed_by_ties"]
-    return f" with ties rounded alike, {most:.1e} as they come ({changed} predictions changed)"
-
-
-def _kinds(run: RunFolder, options: ExportOptions) -> tuple[str, ...]:
     task, _ = workload_of(run.recipe).make(run.recipe)
     if not isinstance(task, Exports):
         raise UserError(f"export: {run.recipe.task} has no other form than {run.final}")
-    wanted = tuple(kind.replace("_", "-") for kind in options.to)
+    wanted = tuple(kind.replace("_", "-") for kind in options.to) or task.exports
     if unknown := [kind for kind in wanted if kind not in task.exports]:
         needs = ": `auto --task qat --pruned RUN` makes such a model" if unknown[0] == "onnx-int4" else ""
         raise UserError(
             f"--to {unknown[0]}: a {run.recipe.task} run exports {', '.join(task.exports)}{needs}"
         )
-    return wanted or task.exports
+    found = {kind: export_form(run, kind, options.data) for kind in wanted}
+    if options.json:
+        print(atomic_files.json_text(found))
+    for figures in () if options.json else found.values():
+        difference = f"largest logit difference {figures['max_logit_difference']:.1e}"
+        line = f"{difference} over {figures['samples']} samples"
+        if "max_logit_difference_with_ties" in figures:  # of a form that rounds activations
+            most, changed = figures["max_logit_difference_with_ties"], figures["predictions_changed_by_ties"]
+            line += f" with ties rounded alike, {most:.1e} as they come ({changed} predictions changed)"
+        print(f"{figures['folder']}: {line}")
+    return 0
 
 
 def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict[str, Any]:
@@ -93,8 +72,6 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
     `data_path`: where the data lies now, if it has moved. Raises UserError, and ExportError where the
     exported model differs from the trained one.
     """
-    from isobatch.launch.local.run_setup import locate_data
-
     if not run.final.is_dir():
         raise UserError(f"{run.folder} has no final/ yet: {run.why_unfinished()}")
     locate_data(run, run.recipe, data_path)
@@ -110,7 +87,10 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
         unchecked.mkdir(parents=True)
         try:
             figures = dict(task.export_as(kind, run.final, unchecked, facts, lambda: host_batches(samples)))
-            _write_card(run, task, kind, unchecked, figures)
+            card = run.final / model_card.FILE
+            if kind == "merged" and card.is_file():
+                text = _merged_card(run, task, card, unchecked, figures)
+                (unchecked / model_card.FILE).write_text(text, encoding="utf-8")
             figures |= {"split": held_out, "folder": str(folder)}
             (unchecked / PARITY).write_text(atomic_files.json_text(figures, indent=2) + "\n")
             atomic_files.share_as_umask_allows(unchecked)
@@ -119,3 +99,12 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
         finally:
             shutil.rmtree(unchecked, ignore_errors=True)
     return figures
+
+
+def _merged_card(run: RunFolder, task: Any, card: Path, folder: Path, figures: dict[str, Any]) -> str:
+    """The model card of a merged folder, with the figures of final/."""
+    difference = f"{figures['max_logit_difference']:.1e}"
+    measured_on = f"with the adapter beside its base; the merged logits differ by at most {difference}"
+    described = task.describe_model(folder, run.facts)
+    of_final = card.read_text(encoding="utf-8")
+    return model_card.render_export(described, run.recipe, of_final, measured_on) or of_final

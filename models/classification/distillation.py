@@ -17,14 +17,15 @@ from isobatch.core.number_ranges import Share, Temperature
 from isobatch.models import hub, lora
 from isobatch.models.base import Batch, Loss, StepContext, Teacher
 from isobatch.models.classification.task import Classifier, ClassifierOptions
-from isobatch.models.encoder import encoders
+from isobatch.models.encoder import encoders, evaluation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts
+    from isobatch.models.encoder.evaluation import Runner
 
 RUN_FILES = ("recipe.json", "facts.json")
 
@@ -57,18 +58,16 @@ class DistilledClassifier(Classifier):
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """--model defaults to the model of `initial_model_option`; folders become whole paths."""
-        found: dict[str, Any] = {}
-        for name in ("teacher", "pruned"):
-            if values.get(name) is not None and Path(values[name]).expanduser().is_dir():
-                found[name] = str(
-                    Path(values[name]).expanduser().resolve()
-                )  # so that `verify` works from any folder
-        given = found.get(cls.initial_model_option, values.get(cls.initial_model_option))
-        return (
-            found
-            if given is None
-            else {**found, "model": resolve_model(str(given), f"--{cls.initial_model_option}")}
-        )
+        folders = {
+            name: Path(values[name]).expanduser()
+            for name in ("teacher", "pruned")
+            if values.get(name) is not None
+        }
+        found = {name: str(path.resolve()) for name, path in folders.items() if path.is_dir()}
+        asked = cls.initial_model_option
+        if (given := found.get(asked, values.get(asked))) is None:
+            return found
+        return {**found, "model": resolve_model(str(given), f"--{asked}")}
 
     @property
     def teacher_name(self) -> str | None:
@@ -137,6 +136,14 @@ class DistilledClassifier(Classifier):
 
         identity = f"{hub.weights_hash(path)} {'states' if hidden else 'logits'}"
         return Teacher(identity, lambda _: encoders.open_classifier(path), answers)
+
+    def against_teacher(self, run: Runner, batches: Callable[[], Iterable[Batch]]) -> dict[str, float]:
+        """Accuracy of the teacher, and how the finished model stands to it; nothing without one."""
+        if (path := self._teacher_path()) is None:
+            return {}
+        mine = evaluation.predict(run, batches())
+        teacher = evaluation.predict(evaluation.open_runner("torch", path), batches())
+        return evaluation.compare_with_baseline(mine, teacher)
 
     def logits_and_states(self, model: nn.Module, batch: Batch, states: bool) -> tuple[Tensor, Tensor | None]:
         """Logits (B, C) and, if `states`, the first token's state after each layer (B, L, H)."""

@@ -98,18 +98,14 @@ class Pruning(DistilledClassifier):
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
-        self._sparsity_cache: tuple[Any, float] | None = None
+        self._sparsity: float | None = None
+        """Of the model as it is; None where that must be counted anew."""
 
     def phases(self) -> list[Phase]:
         recover = self.options.recover
-        pruning_phases = [
-            Phase(name="prune", share=1 - recover, early_stopping=False),
-            Phase(name="recover", share=recover),
-        ]
-        pruning_phases = pruning_phases[: 1 + (recover > 0)]
-        if self.teacher_name:
-            return pruning_phases
-        return [Phase(name="train", early_stopping=False), *pruning_phases]
+        phases = [] if self.teacher_name else [Phase(name="train", early_stopping=False)]
+        phases.append(Phase(name="prune", share=1 - recover, early_stopping=False))
+        return [*phases, Phase(name="recover", share=recover)] if recover else phases
 
     def check(self) -> None:
         super().check()
@@ -127,73 +123,53 @@ class Pruning(DistilledClassifier):
             raise UserError(
                 f"{self._teacher_flag}: is pruned already; pruning starts from a dense classifier"
             )
-        check_sparsity(options, PruningBudget(self._sizes(config), options.multiple, options.granularity))
-
-    def _sizes(self, config: Mapping[str, Any]) -> encoders.EncoderSizes:
-        return encoders.sizes_from_config(config, self._model_name)
+        budget = self._budget_of(config)
+        if (neurons := budget.sizes.neurons) % options.multiple:
+            fits = next(m for m in (64, 32, 16, 8, 4, 2, 1) if neurons % m == 0)
+            raise UserError(
+                f"--multiple {options.multiple}: the layers have {neurons} neurons, which it does not divide;"
+                f" {fits} would"
+            )
+        if options.sparsity > budget.max_sparsity:
+            raise UserError(
+                f"--sparsity {options.sparsity:g}: at most {budget.max_sparsity:.3f} can go with"
+                f" --granularity {options.granularity} and --multiple {options.multiple}"
+            )
 
     def model_size(self, facts: Facts) -> ModelSize:
         """The teacher's weights stay in memory."""
         size = super().model_size(facts)
-        remark = "; ".join(filter(None, [size.remark, self._removal_remark(size.parameters)]))
-        return dataclasses.replace(
-            size, why_unshardable=CHANGES_SHAPE, cached_bytes=size.weight_bytes, remark=remark
-        )
+        return dataclasses.replace(size, why_unshardable=CHANGES_SHAPE, cached_bytes=size.weight_bytes)
 
-    def _removal_remark(self, parameters: int) -> str:
-        """Which share of the whole model pruning will remove, and what it leaves alone."""
-        config, options = self._initial_config(), self.options
-        if config is None:
-            return ""
-        budget = PruningBudget(self._sizes(config), options.multiple, options.granularity)
-        prunable = budget.prunable_weights / parameters
-        what = {"both": "heads and neurons"}.get(options.granularity, options.granularity)
-        more = (
-            "" if options.granularity == "both" else "; --granularity both prunes the rest of the layers too"
-        )
-        return (
-            f"pruning will remove about {options.sparsity * prunable:.0%} of all parameters: {what} are"
-            f" {prunable:.0%} of them, and --sparsity {options.sparsity:g} takes that part of those{more}"
-        )
-
-    def begin_phase(
-        self,
-        model: Any,
-        phase: str,
-        first: Callable[[int], Iterable[Batch]],
-    ) -> None:
+    def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
         """Add buffers for the running mean of the importance, if gradients count."""
         import torch
 
         if phase != "prune" or self.options.importance == "l2":
             return
-        for layer in encoders.layers(model):
-            for linear in (layer.output, layer.down):
-                if getattr(linear, weight_surgery.IMPORTANCE, None) is None:
-                    linear.register_buffer(weight_surgery.IMPORTANCE, torch.zeros_like(linear.weight[0]))
+        for linear, _ in encoders.pruned_inputs(model):
+            if getattr(linear, weight_surgery.IMPORTANCE, None) is None:
+                linear.register_buffer(weight_surgery.IMPORTANCE, torch.zeros_like(linear.weight[0]))
 
     def observe(self, model: Any, step: StepContext) -> Mapping[str, float]:
-        """Update the importance from the whole batch's gradients; the log gets the sparsity."""
+        """Update the importance from the whole batch's gradients: a running mean of |gate gradient| of each
+        head and neuron. The log gets the sparsity.
+        """
         if step.phase == "prune" and step.number < self._ramp_steps(step) and self.options.importance != "l2":
-            self._update_importance(model)
-        return {"sparsity": self._sparsity(model)}
-
-    def _update_importance(self, model: Any) -> None:
-        """Running mean of |gate gradient| of each head and neuron."""
-        head, update_rate = encoders.attention_head_size(model.config), 1 / self.options.importance_window
-        for layer in encoders.layers(model):
-            for linear, group in ((layer.output, head), (layer.down, 1)):
+            for linear, group in encoders.pruned_inputs(model):
                 if linear.weight.grad is None or not linear.in_features:
                     continue
                 gates = importance.gate_gradient(linear.weight.detach(), linear.weight.grad)
                 group_importance = gates.view(-1, group).sum(1).abs_().repeat_interleave(group)
-                linear.importance.lerp_(group_importance, update_rate)
+                linear.importance.lerp_(group_importance, 1 / self.options.importance_window)
+        if self._sparsity is None:
+            self._sparsity = measure_sparsity(model, self._budget(model))
+        return {"sparsity": self._sparsity}
 
     def _ramp_steps(self, step: StepContext) -> int:
         """Steps of the phase over which sparsity rises."""
-        return max(
-            1, round(step.total_steps * min(1.0, self.options.ramp / (1 - self.options.recover + 1e-9)))
-        )
+        share = min(1.0, self.options.ramp / (1 - self.options.recover + 1e-9))
+        return max(1, round(step.total_steps * share))
 
     def steps_between(self, ramp: int) -> int:
         """Steps between two pruning events of a ramp."""
@@ -201,19 +177,11 @@ class Pruning(DistilledClassifier):
         return every if isinstance(every, int) else every.steps(ramp, ramp)
 
     def _budget(self, model: Any) -> PruningBudget:
-        sizes = self._sizes(model.config.to_dict())
-        return PruningBudget(sizes, self.options.multiple, self.options.granularity)
+        return self._budget_of(model.config.to_dict())
 
-    def _sparsity(self, model: Any) -> float:
-        """Sparsity by sizes and masks, counted again only after they changed."""
-        state = tuple(
-            (linear.in_features, getattr(linear, weight_surgery.MASK, None) is not None)
-            for layer in encoders.layers(model)
-            for linear in (layer.output, layer.down)
-        )
-        if self._sparsity_cache is None or self._sparsity_cache[0] != state:
-            self._sparsity_cache = (state, measure_sparsity(model, self._budget(model)))
-        return self._sparsity_cache[1]
+    def _budget_of(self, config: Mapping[str, Any]) -> PruningBudget:
+        sizes = encoders.sizes_from_config(config, self._model_name)
+        return PruningBudget(sizes, self.options.multiple, self.options.granularity)
 
     def after_step(self, model: Any, step: StepContext) -> Change | None:
         """At a pruning event: mask to the target of the cubic schedule; at some, remove what is masked."""
@@ -225,32 +193,19 @@ class Pruning(DistilledClassifier):
             return None
         progress = done / ramp
         target = self.options.sparsity * (1 - (1 - progress) ** 3)
-        keep = self._choose_kept(model, target, step)
         layers, head = encoders.layers(model), encoders.attention_head_size(model.config)
-        weight_surgery.set_masks(layers, keep, head)
+        weight_surgery.set_masks(layers, self._choose_kept(model, target, step), head)
         before = math.floor(NUM_REMOVALS * max(0, done - every) / ramp)
-        kept_indices = (
-            weight_surgery.remove_masked(layers) if math.floor(NUM_REMOVALS * progress) > before else {}
-        )
+        removes = math.floor(NUM_REMOVALS * progress) > before
+        kept_indices = weight_surgery.remove_masked(layers) if removes else {}
         if done == ramp:
-            for layer in layers:
-                for linear in (layer.output, layer.down):
-                    linear.register_buffer(weight_surgery.IMPORTANCE, None)
-        self._sparsity_cache = None
-        record = self._decision_record(model, target, bool(kept_indices))
-        message = self.ramp_remark(record["sparsity"], every >= ramp > 1) if done == ramp else ""
-        return Change(record, kept_indices, message=message)
-
-    def ramp_remark(self, sparsity: float, in_one: bool) -> str:
-        """A line at the end of the ramp where pruning removed nothing, or all at once."""
-        if not sparsity:
-            return f"pruning removed nothing: --sparsity {self.options.sparsity:g} is too little: raise it"
-        if in_one:
-            return (
-                f"--prune-every {self.options.prune_every} is no less than the ramp's steps, so all went at"
-                " once: --prune-every 20% follows the length of the run"
-            )
-        return ""
+            for linear, _ in encoders.pruned_inputs(model):
+                linear.register_buffer(weight_surgery.IMPORTANCE, None)
+        self._sparsity = measure_sparsity(model, self._budget(model))
+        left = weight_surgery.current_masks(layers, head)
+        record = {"sparsity": round(self._sparsity, 6), "target": round(target, 6)}
+        record |= {f"{name}_left": [int(k.sum()) for k in getattr(left, name)] for name in left._fields}
+        return Change({**record, "cut": bool(kept_indices)}, kept_indices)
 
     def _choose_kept(self, model: Any, target: float, step: StepContext) -> KeepMasks:
         """New masks at the target sparsity, the same on every process."""
@@ -272,21 +227,10 @@ class Pruning(DistilledClassifier):
         chosen = step.broadcast_object([[k.tolist() for k in part] for part in found])
         return KeepMasks(*([torch.tensor(k, dtype=torch.bool) for k in part] for part in chosen))
 
-    def _decision_record(self, model: Any, target: float, removed_now: bool) -> dict[str, Any]:
-        """What decisions.jsonl says of a pruning event."""
-        head = encoders.attention_head_size(model.config)
-        current = weight_surgery.current_masks(encoders.layers(model), head)
-        return {
-            "sparsity": round(measure_sparsity(model, self._budget(model)), 6),
-            "target": round(target, 6),
-            "heads_left": [int(k.sum()) for k in current.heads],
-            "neurons_left": [int(k.sum()) for k in current.neurons],
-            "cut": removed_now,
-        }
-
     def match_shapes(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Shrink a dense model to saved sizes, with masks and importance if they were saved."""
-        return match_saved_shapes(model, shapes)
+        self._sparsity = None
+        return weight_surgery.match_shapes(encoders.layers(model), shapes)
 
     def final_metrics(
         self, model: nn.Module, final: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
@@ -295,15 +239,8 @@ class Pruning(DistilledClassifier):
         found: dict[str, Any] = {"sparsity": measure_sparsity(model, self._budget(model))}
         sizes = encoders.heads_and_neurons(model)
         found |= {"heads_left": [h for h, _ in sizes], "neurons_left": [n for _, n in sizes]}
-        mine = encoders.open_classifier(str(final))
-        found |= evaluation.latency_metrics(evaluation.torch_runner(mine), facts)
-        if (teacher_path := self._teacher_path()) is not None:
-            teacher = encoders.open_classifier(teacher_path)
-            found |= evaluation.compare_with_baseline(
-                evaluation.predict(evaluation.torch_runner(mine), batches()),
-                evaluation.predict(evaluation.torch_runner(teacher), batches()),
-            )
-        return found
+        run = evaluation.open_runner("torch", final)
+        return found | evaluation.latency_metrics(run, facts) | self.against_teacher(run, batches)
 
 
 def measure_sparsity(model: Any, budget: PruningBudget, masks: bool = True) -> float:
@@ -316,43 +253,3 @@ def measure_sparsity(model: Any, budget: PruningBudget, masks: bool = True) -> f
     else:
         heads, neurons = (sum(x) for x in zip(*encoders.heads_and_neurons(model), strict=True))
     return budget.sparsity(heads, neurons)
-
-
-def check_sparsity(options: PruningOptions, budget: PruningBudget) -> None:
-    """Raise UserError for a --sparsity, --multiple or --granularity that this encoder cannot have."""
-    s = budget.sizes
-    if s.neurons % options.multiple:
-        fits = [m for m in (64, 32, 16, 8, 4, 2, 1) if s.neurons % m == 0]
-        raise UserError(
-            f"--multiple {options.multiple}: the layers have {s.neurons} neurons, which it does not divide;"
-            f" {fits[0]} would"
-        )
-    if options.sparsity > budget.max_sparsity:
-        raise UserError(
-            f"--sparsity {options.sparsity:g}: at most {budget.max_sparsity:.3f} can go with --granularity"
-            f" {options.granularity} and --multiple {options.multiple}"
-        )
-
-
-def match_saved_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Give a model the sizes, masks and importance buffers of `shapes`, in place; whether sizes changed."""
-    import torch
-
-    changed = False
-    for layer in encoders.layers(model):
-        for producers, consumer in ((("query", "key", "value"), "output"), (("up",), "down")):
-            linear, name = getattr(layer, consumer), layer.name(consumer)
-            width = shapes[f"{name}.weight"][1]
-            if width != linear.in_features:
-                changed = True
-                for producer in producers:
-                    weight_surgery.keep_outputs(getattr(layer, producer), torch.arange(width))
-                weight_surgery.keep_inputs(linear, torch.arange(width))
-            for buffer in (weight_surgery.MASK, weight_surgery.IMPORTANCE):
-                if f"{name}.{buffer}" not in shapes:
-                    linear.register_buffer(buffer, None)
-                elif buffer == weight_surgery.MASK:
-                    weight_surgery.mask_inputs(linear, torch.ones(width))
-                else:
-                    linear.register_buffer(buffer, torch.zeros_like(linear.weight[0]))
-    return changed

@@ -168,12 +168,7 @@ class QAT(DistilledClassifier):
             "file_bytes": file.stat().st_size,
             **evaluation.latency_metrics(run, facts),
         }
-        if (teacher_path := self._teacher_path()) is not None:
-            baseline = evaluation.predict(
-                evaluation.torch_runner(encoders.open_classifier(teacher_path)), batches()
-            )
-            found |= evaluation.compare_with_baseline(evaluation.predict(run, batches()), baseline)
-        return found
+        return found | self.against_teacher(run, batches)
 
 
 def open_quantized(folder: Path) -> Any:

@@ -145,6 +145,12 @@ def attention_head_size(config: Any) -> int:
     return int(config.hidden_size // config.num_attention_heads)
 
 
+def pruned_inputs(model: Any) -> list[tuple[Any, int]]:
+    """(linear layer, how many of its inputs go together) of all layers whose inputs are pruned."""
+    head = attention_head_size(model.config)
+    return [pair for layer in layers(model) for pair in ((layer.output, head), (layer.down, 1))]
+
+
 def heads_and_neurons(model: Any) -> list[tuple[int, int]]:
     """(heads, neurons) of each layer, as they are now."""
     size = attention_head_size(model.config)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from isobatch.models.encoder.importance import KeepMasks
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor, nn
 
     from isobatch.models.encoder.encoders import EncoderLayer
@@ -51,41 +53,56 @@ def set_masks(layers: list[EncoderLayer], keep: KeepMasks, head: int) -> None:
                 mask_inputs(linear, columns)
 
 
+BETWEEN = ((("query", "key", "value"), "output"), (("up",), "down"))
+"""The linear layers that produce what another one reads: both shrink together."""
+
+
 def remove_masked(layers: list[EncoderLayer]) -> KeptIndices:
     """Remove everything masked from the weights, in place; returns what stays of each parameter."""
     kept_indices: KeptIndices = {}
     for layer in layers:
-        _remove_between(layer, ("query", "key", "value"), "output", kept_indices)
-        _remove_between(layer, ("up",), "down", kept_indices)
+        for producers, consumer in BETWEEN:
+            keep = input_mask(getattr(layer, consumer))
+            if not bool(keep.all()):
+                indices = keep.nonzero().flatten()
+                _keep_between(layer, producers, consumer, indices)
+                for producer in producers:
+                    kept_indices[f"{layer.name(producer)}.weight"] = [(0, indices)]
+                    kept_indices[f"{layer.name(producer)}.bias"] = [(0, indices)]
+                kept_indices[f"{layer.name(consumer)}.weight"] = [(1, indices)]
     return kept_indices
 
 
-def _remove_between(
-    layer: EncoderLayer, producers: tuple[str, ...], consumer: str, kept_indices: KeptIndices
-) -> None:
-    """Remove a linear layer's masked inputs, and the outputs of the layers before it that produce them."""
-    linear = getattr(layer, consumer)
-    keep = input_mask(linear)
-    if bool(keep.all()):
-        return
-    indices = keep.nonzero().flatten()
+def match_shapes(layers: list[EncoderLayer], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Give a model the sizes, masks and importance buffers of `shapes`, in place; whether sizes changed."""
+    import torch
+
+    changed = False
+    for layer in layers:
+        for producers, consumer in BETWEEN:
+            linear, name = getattr(layer, consumer), layer.name(consumer)
+            width = shapes[f"{name}.weight"][1]
+            if width != linear.in_features:
+                changed = True
+                _keep_between(layer, producers, consumer, torch.arange(width))
+            for buffer in (MASK, IMPORTANCE):
+                if f"{name}.{buffer}" not in shapes:
+                    linear.register_buffer(buffer, None)
+                elif buffer == MASK:
+                    mask_inputs(linear, torch.ones(width))
+                else:
+                    linear.register_buffer(buffer, torch.zeros_like(linear.weight[0]))
+    return changed
+
+
+def _keep_between(layer: EncoderLayer, producers: tuple[str, ...], consumer: str, indices: Tensor) -> None:
+    """Shrink the layers on both sides to these values, in place; the mask is dropped, importance shrinks."""
     for producer in producers:
-        keep_outputs(getattr(layer, producer), indices)
-        kept_indices[f"{layer.name(producer)}.weight"] = [(0, indices)]
-        kept_indices[f"{layer.name(producer)}.bias"] = [(0, indices)]
-    keep_inputs(linear, indices)
-    kept_indices[f"{layer.name(consumer)}.weight"] = [(1, indices)]
-
-
-def keep_outputs(linear: Any, indices: Tensor) -> None:
-    """Shrink a linear layer to these outputs, in place."""
-    linear.weight = _select(linear.weight, 0, indices)
-    linear.bias = _select(linear.bias, 0, indices)
-    linear.out_features = len(indices)
-
-
-def keep_inputs(linear: Any, indices: Tensor) -> None:
-    """Shrink a linear layer to these inputs, in place, with its importance buffer; its mask is dropped."""
+        linear = getattr(layer, producer)
+        linear.weight = _select(linear.weight, 0, indices)
+        linear.bias = _select(linear.bias, 0, indices)
+        linear.out_features = len(indices)
+    linear = getattr(layer, consumer)
     linear.weight = _select(linear.weight, 1, indices)
     linear.in_features = len(indices)
     if getattr(linear, MASK, None) is not None:

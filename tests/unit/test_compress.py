@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 
 from isobatch.core.errors import STOPPED, UserError
-from isobatch.core.facts import Facts
 from isobatch.core.package import way_to_go_on
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.auto import auto
-from isobatch.launch.commands.compress import compress, embeddings_hint, kept_line, refuse_chance, small_gain
+from isobatch.launch.commands.compress import compress, kept_line, refuse_chance
 from isobatch.launch.commands.plan import plan
 from isobatch.launch.sweeps import chain
 from isobatch.models.compression.pruning import FREE_FAST_SPARSITY, Pruning
@@ -59,19 +58,6 @@ def test_each_stage_says_what_it_kept() -> None:
     assert kept_line("qat", run_of({"bits": 4, "file_bytes": 17_400_000})) == "  qat: 4 bits, 17 MB"
 
 
-@pytest.mark.parametrize(
-    ("bits", "file", "said"), [(8, 16_000, "75% of the file"), (8, 30_000, ""), (4, 9, "")]
-)
-def test_embeddings_that_are_most_of_a_small_file_are_named(
-    bits: int, file: int, said: str, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text('{"vocab_size": 1000, "hidden_size": 12}')
-    run = run_of({"bits": 4, "file_bytes": file})
-    run.final, run.recipe.options = tmp_path, {"embedding_bits": bits}
-    hint = embeddings_hint(run)
-    assert (said in hint) if said else not hint
-
-
 def test_fast_mode_trains_long_enough_on_small_data_unless_a_length_is_given() -> None:
     recipe, notes = workload("classifier").complete({"mode": "fast"})
     assert recipe.least_steps == 100
@@ -90,14 +76,6 @@ def test_the_interval_of_pruning_may_follow_the_ramp(every: Any, ramp: int, step
     assert task.steps_between(ramp) == steps
 
 
-def test_pruning_says_at_its_ramps_end_what_it_did_not_bring() -> None:
-    task, _ = workload("pruning").make(workload("pruning").complete({})[0])
-    assert isinstance(task, Pruning)
-    assert "removed nothing" in task.ramp_remark(0.0, in_one=False)
-    assert "--prune-every 20% follows the length" in task.ramp_remark(0.2, in_one=True)
-    assert task.ramp_remark(0.2, in_one=False) == ""
-
-
 def test_a_stopped_stage_leads_back_to_compress(monkeypatch: pytest.MonkeyPatch) -> None:
     """Typed again, it goes on with the stopped stage: each is found by its recipe, as `auto` finds a run."""
     said = []
@@ -110,14 +88,6 @@ def test_a_stopped_stage_leads_back_to_compress(monkeypatch: pytest.MonkeyPatch)
     assert compress(["--task", "compress", "--steps", "6"]) == STOPPED
     assert said == ["the same compress command again, which begins where this one stopped"]
     assert way_to_go_on(Path("runs/a")) == "isobatch resume runs/a"
-
-
-@pytest.mark.parametrize(("left", "says"), [(21_975_266, "removed 3.3% of the parameters"), (15_000_000, "")])
-def test_pruning_that_left_nearly_all_is_named(left: int, says: str) -> None:
-    dense, pruned = (SimpleNamespace(summary=lambda n=n: {"parameters": n}) for n in (22_713_986, left))
-    said = small_gain(dense, pruned)  # type: ignore[arg-type]
-    assert says in said
-    assert bool(said) == bool(says)
 
 
 def test_fast_mode_removes_what_was_measured_to_cost_nothing() -> None:
@@ -161,15 +131,3 @@ def test_the_flags_of_a_chain_are_dumped_as_a_file_that_gives_the_same_chain(
     again = chain.parse_chain("compress", ["--config", str(file)], set())
     assert typed.flags == again.flags
     assert "# task: qat" in file.read_text()
-
-
-def test_the_plan_says_which_share_of_the_model_pruning_removes() -> None:
-    recipe, _ = workload("pruning").complete({"mode": "fast", "data": "x", "model": "tiny", "teacher": None})
-    task = workload("pruning").make(recipe)[0]
-    extra = {"labels": ["a", "b"], "vocabulary": 300, "pad": 0}
-    facts = Facts(fingerprint="f", folder="", samples={"train": 9}, lengths=(8,), extra=extra)
-    size = task.model_size(facts)
-    heads = 2 * 4 * 128 * 128  # in two layers query, key, value and output, each 128 x 128
-    share = f"{heads / size.parameters:.0%}"
-    removed = f"{0.2 * heads / size.parameters:.0%}"
-    assert f"remove about {removed} of all parameters: heads are {share} of them" in size.remark

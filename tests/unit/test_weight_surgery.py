@@ -13,7 +13,6 @@ import torch
 
 from isobatch.engine.training.session import cut_moments
 from isobatch.models import saving
-from isobatch.models.compression import pruning
 from isobatch.models.encoder import encoders, export, weight_surgery
 from isobatch.tests.unit.encoders import FAMILIES, HEAD, NEURONS, classifier, given, logits, some_masks
 
@@ -72,7 +71,7 @@ def test_a_new_model_takes_the_saved_shapes_and_buffers() -> None:
     first.down.register_buffer(weight_surgery.IMPORTANCE, torch.rand(NEURONS))
     state = model.state_dict()
     fresh = classifier("bert")
-    assert pruning.match_saved_shapes(fresh, {k: tuple(v.shape) for k, v in state.items()})
+    assert weight_surgery.match_shapes(encoders.layers(fresh), {k: tuple(v.shape) for k, v in state.items()})
     fresh.load_state_dict(state)
     assert torch.equal(logits(fresh), logits(model))
 
