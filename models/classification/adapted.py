@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.flags import flags_of
 from isobatch.core.number_ranges import Positive, Probability
 from isobatch.models import lora, saving
 from isobatch.models.classification.task import (
@@ -89,18 +90,16 @@ class AdaptedClassifier(Classifier):
 
     def check(self) -> None:
         super().check()
-        if self._is_adapted:
-            if self._model_name in PRESETS:
+        if self._is_adapted and self._model_name in PRESETS:
+            raise UserError(
+                f"--adapter {self.options.adapter}: a model from scratch has nothing to adapt; give --model a"
+                " folder or hub id"
+            )
+        for flag in flags_of(AdaptedClassifierOptions, "").values():
+            given = getattr(self.options, flag.name) != flag.default
+            if given and not self._is_adapted and flag.name.startswith("lora_"):
                 raise UserError(
-                    f"--adapter {self.options.adapter}: a model from scratch has nothing to adapt; give"
-                    " --model a folder or hub id"
-                )
-            return
-        for one in dataclasses.fields(AdaptedClassifierOptions):
-            if one.name.startswith("lora_") and getattr(self.options, one.name) != one.default:
-                raise UserError(
-                    f"--{one.name.replace('_', '-')}: means nothing without an adapter: add --adapter lora,"
-                    " or leave it out"
+                    f"{flag.spelling}: means nothing without an adapter: add --adapter lora, or leave it out"
                 )
 
     def build_model(self, facts: Facts) -> nn.Module:
@@ -125,8 +124,8 @@ class AdaptedClassifier(Classifier):
         with torch.device("meta"):
             model = encoders.new_classifier(self._classifier_config(facts))
             self._add_adapter(model)
-        parameters = list(model.parameters())
-        total, trainable = (sum(p.numel() for p in ps) for ps in (parameters, filter(_trains, parameters)))
+        counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        total, trainable = sum(n for n, _ in counts), sum(n for n, trains in counts if trains)
         adapted = [m for m in model.modules() if hasattr(m, "lora_A")]
         share = f"{trainable:,} of {total:,} parameters ({trainable / total:.2%})"
         return dataclasses.replace(
@@ -183,10 +182,6 @@ class AdaptedClassifier(Classifier):
             remark="beside the base model; `isobatch export RUN --to merged` writes both as one",
             hub_fields={"library_name": "peft", "pipeline_tag": "text-classification"},
         )
-
-
-def _trains(parameter: nn.Parameter) -> bool:
-    return parameter.requires_grad
 
 
 def head_modules(model: Any) -> list[str]:

@@ -146,34 +146,28 @@ class Classifier(Task):
         labels = facts.extra["labels"]
         if self.options.best_metric == "f1" and len(labels) != 2:
             raise UserError(f"--best-metric f1: the data has {len(labels)} classes: f1_macro is their mean")
-        named: dict[str, Any] = {
-            "id2label": dict(enumerate(labels)),
-            "label2id": {n: i for i, n in enumerate(labels)},
-        }
-        if self._model_name in PRESETS:
-            sizes: dict[str, Any] = {
-                "vocab_size": facts.extra["vocabulary"],
-                "pad_token_id": facts.extra["pad"] or 0,
-            }
-            config = BertConfig(**PRESETS[self._model_name], **sizes, **named)
+        named: dict[str, Any] = {"id2label": dict(enumerate(labels))}
+        named["label2id"] = {label: number for number, label in named["id2label"].items()}
+        name, pad = self._model_name, facts.extra["pad"] or 0
+        if name in PRESETS:
+            sizes = {**PRESETS[name], "vocab_size": facts.extra["vocabulary"], "pad_token_id": pad}
+            config = BertConfig(**sizes, **named)
         else:
-            folder = hub.local_path_or_id(self._model_name, self.recipe.revision)
             named |= {"revision": self.recipe.revision or "main", **hub.remote_code_kwargs(False)}
-            config = AutoConfig.from_pretrained(folder, **named)
-            hub.check_vocabulary(self._model_name, config.vocab_size, facts.extra["vocabulary"])
+            config = AutoConfig.from_pretrained(hub.local_path_or_id(name, self.recipe.revision), **named)
+            hub.check_vocabulary(name, config.vocab_size, facts.extra["vocabulary"])
             if config.model_type not in saving.POSITIONS_AFTER_PADDING:  # a decoder reads the token before it
-                config.pad_token_id = facts.extra["pad"] or 0
-            if config.is_encoder_decoder and "tokenizer" in facts.extra:  # its head reads the end of the text
-                ids = saving.load_tokenizer(facts).encode("a").ids
-                if config.eos_token_id not in ids:
-                    raise UserError(
-                        f"--model {self._model_name}: its classifier reads the token that ends a text; its"
-                        " tokenizer writes none: take an encoder such as BERT, or mend the tokenizer.json"
-                    )
+                config.pad_token_id = pad
+            reads_end = config.is_encoder_decoder and "tokenizer" in facts.extra
+            if reads_end and config.eos_token_id not in saving.load_tokenizer(facts).encode("a").ids:
+                raise UserError(
+                    f"--model {name}: its classifier reads the token that ends a text; its tokenizer writes"
+                    " none: take an encoder such as BERT, or mend the tokenizer.json"
+                )
         if self.recipe.dropout is not None:
-            for name, value in config.to_dict().items():
-                if isinstance(value, float | int) and "dropout" in name:
-                    setattr(config, name, self.recipe.dropout)
+            for field, value in config.to_dict().items():
+                if isinstance(value, float | int) and "dropout" in field:
+                    setattr(config, field, self.recipe.dropout)
         return config
 
     def fetch(self) -> None:
@@ -330,9 +324,8 @@ class Classifier(Task):
             run = prediction.open_onnx_runner(self._onnx_file(final, exports, form))
         return TextClassifier.open(final, run, self.recipe.max_length)
 
-    def _open_trained(self, final: Path) -> nn.Module:
-        opened: nn.Module = encoders.open_classifier(str(final))
-        return opened
+    def _open_trained(self, final: Path) -> Any:
+        return encoders.open_classifier(str(final))
 
     def _onnx_file(self, final: Path, exports: Path, form: str) -> Path:
         """Raises UserError where this form was not written."""
@@ -357,12 +350,12 @@ class Classifier(Task):
         model = encoders.open_classifier(str(final))
         if kind == "onnx":
             run = exporting.tokenizer_runner(exporting.export_onnx(model, final, folder))
+        elif kind == "dense":
+            exporting.export_dense(model, final, folder)
         else:
-            if kind == "dense":
-                exporting.export_dense(model, final, folder)
-            else:
-                exporting.export_transformers(final, folder)
-            run = evaluation.torch_runner(encoders.open_classifier(str(folder)))
+            exporting.export_transformers(final, folder)
+        if kind != "onnx":
+            run = evaluation.open_runner("torch", folder)
         trained = evaluation.predict(evaluation.torch_runner(model), batches())
         return exporting.check_agreement(kind, trained, evaluation.predict(run, batches()))
 
@@ -382,12 +375,11 @@ def _has_other_classes(folder: str, config: Any) -> bool:
 
 def onnx_variants(final: Path, exports: Path) -> list[ModelVariant]:
     """The ONNX exports that exist in `exports`."""
-    named = {
-        "onnx": ("onnxruntime fp32", exporting.ONNX_FILE),
-        "onnx-int4": ("onnxruntime 4-bit", exporting.ONNX_INT4_FILE),
+    files = {
+        "onnxruntime fp32": exports / "onnx" / exporting.ONNX_FILE,
+        "onnxruntime 4-bit": exports / "onnx-int4" / exporting.ONNX_INT4_FILE,
     }
-    files = [(name, exports / kind / file) for kind, (name, file) in named.items()]
-    return [ModelVariant(name, "onnx", file, file, final) for name, file in files if file.is_file()]
+    return [ModelVariant(name, "onnx", file, file, final) for name, file in files.items() if file.is_file()]
 
 
 def _has_dropout(config: Any) -> bool:

@@ -10,6 +10,7 @@ import shutil
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from isobatch.core.errors import UserError
 from isobatch.models import saving
 from isobatch.models.base import CHANGES_SHAPE, Batch, ModelSize, Phase
 from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
@@ -88,7 +89,9 @@ class QAT(DistilledClassifier):
         super().check()
         if (config := self._initial_config()) is not None:
             encoders.sizes_from_config(config, self._model_name)
-            onnx_graph.check_activation(config)
+            if (activation := onnx_graph.activation_of(config)) not in onnx_graph.ACTIVATIONS:
+                known = ", ".join(onnx_graph.ACTIVATIONS)
+                raise UserError(f"the onnx exports know {known}, and this model has {activation}")
 
     def model_size(self, facts: Facts) -> ModelSize:
         """A run of two phases has two shapes, so its model cannot be sharded. A teacher stays in memory."""
@@ -119,10 +122,9 @@ class QAT(DistilledClassifier):
         save_file(quantization.quantizer_state(model), folder / QUANTIZERS_FILE, metadata=metadata)
         onnx_graph.write_onnx(open_quantized(folder), folder / exporting.ONNX_INT4_FILE)
 
-    def _open_trained(self, final: Path) -> nn.Module:
+    def _open_trained(self, final: Path) -> Any:
         """With its activations rounded as in training."""
-        opened: nn.Module = open_quantized(final)
-        return opened
+        return open_quantized(final)
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         """The lines for onnxruntime: they need no torch."""

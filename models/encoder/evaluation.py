@@ -267,7 +267,7 @@ def measure_speed(models: list[Model]) -> list[dict[str, Any]]:
     return found
 
 
-def measure_memory(model: Model) -> int:
+def peak_memory(model: Model) -> int:
     """Bytes that a process takes which opens this model alone and runs it. Call it in a new process."""
     run = _open_alone(model)
     for rows in BATCHES:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.core.errors import UserError
 from isobatch.models import saving
 from isobatch.models.encoder import encoders
 
@@ -48,10 +47,11 @@ class OnnxGraphBuilder:
         return f"t{self._count}"
 
     def constant(self, value: Any) -> str:
+        """A number, an array or a tensor."""
         from onnx import numpy_helper
 
-        name = self.new_name()
-        self.constants.append(numpy_helper.from_array(np.array(value, order="C"), name))
+        array = np.array(value if isinstance(value, np.generic | np.ndarray) else _to_numpy(value), order="C")
+        self.constants.append(numpy_helper.from_array(array, name := self.new_name()))
         return name
 
     def int4_constant(self, levels: np.ndarray) -> str:
@@ -63,7 +63,13 @@ class OnnxGraphBuilder:
         packed = (flat[0::2] | (flat[1::2] << 4)).tobytes()
         name = self.new_name()
         self.constants.append(helper.make_tensor(name, TensorProto.INT4, levels.shape, packed, raw=True))
-        return self.node("Cast", name, to=TensorProto.INT8)
+        return self.cast(name, "INT8")
+
+    def cast(self, x: str, kind: str) -> str:
+        """`kind`: a name of onnx's TensorProto."""
+        from onnx import TensorProto
+
+        return self.node("Cast", x, to=getattr(TensorProto, kind))
 
     def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
         return self.multi_output_node(operator, 1, *inputs, **attributes)[0]
@@ -113,19 +119,13 @@ def activation_of(config: Mapping[str, Any]) -> str:
     return str(config.get("hidden_act") or config.get("activation") or "gelu")
 
 
-def check_activation(config: Mapping[str, Any]) -> None:
-    """Raise UserError if the graph has no operator for this model's activation function."""
-    if (activation := activation_of(config)) not in ACTIVATIONS:
-        raise UserError(f"the onnx exports know {', '.join(ACTIVATIONS)}, and this model has {activation}")
-
-
 def _to_numpy(tensor: Any) -> np.ndarray:
     array: np.ndarray = tensor.detach().float().cpu().numpy()
     return array
 
 
 def _layer_norm(graph: OnnxGraphBuilder, x: str, norm: Any) -> str:
-    affine = [graph.constant(_to_numpy(part)) for part in (norm.weight, norm.bias)]
+    affine = [graph.constant(part) for part in (norm.weight, norm.bias)]
     return graph.node("LayerNormalization", x, *affine, axis=-1, epsilon=norm.eps)
 
 
@@ -145,12 +145,9 @@ def _embeddings(graph: OnnxGraphBuilder, model: Any, has_types: bool) -> str:
 
 def _position_ids(graph: OnnxGraphBuilder, config: Any) -> str:
     """RoBERTa counts the tokens that are no padding, starting after its padding id; others count from 0."""
-    from onnx import TensorProto
-
     if config.model_type == "roberta":
         pad = graph.constant(np.int64(config.pad_token_id))
-        token = graph.node("Not", graph.node("Equal", "input_ids", pad))
-        token = graph.node("Cast", token, to=TensorProto.INT64)
+        token = graph.cast(graph.node("Not", graph.node("Equal", "input_ids", pad)), "INT64")
         counted = graph.node("CumSum", token, graph.constant(np.int64(1)))
         return graph.node("Add", graph.node("Mul", counted, token), pad)
     one = graph.constant(np.int64(1))
@@ -159,25 +156,21 @@ def _position_ids(graph: OnnxGraphBuilder, config: Any) -> str:
 
 
 def _embedding_lookup(graph: OnnxGraphBuilder, embedding: Any, ids: str) -> str:
-    from onnx import TensorProto
-
     from isobatch.models.encoder.quantization import QuantEmbedding, quantize_rows
 
     if not isinstance(embedding, QuantEmbedding):
-        return graph.node("Gather", graph.constant(_to_numpy(embedding.weight)), ids)
+        return graph.node("Gather", graph.constant(embedding.weight), ids)
     levels, scales = quantize_rows(embedding.weight.detach(), embedding.bits)
     table = _to_numpy(levels).astype(np.int8)
     stored = graph.int4_constant(table) if embedding.bits == 4 else graph.constant(table)
-    rows = graph.node("Cast", graph.node("Gather", stored, ids), to=TensorProto.FLOAT)
-    return graph.node("Mul", rows, graph.node("Gather", graph.constant(_to_numpy(scales)), ids))
+    rows = graph.cast(graph.node("Gather", stored, ids), "FLOAT")
+    return graph.node("Mul", rows, graph.node("Gather", graph.constant(scales), ids))
 
 
 def _attention_mask(graph: OnnxGraphBuilder) -> str:
     """(B, 1, 1, T): 0 for tokens and MASKED for padding, to be added to attention scores."""
-    from onnx import TensorProto
-
     wide = graph.node("Unsqueeze", "attention_mask", graph.constant(np.array([1, 2])))
-    inside = graph.node("Cast", wide, to=TensorProto.FLOAT)
+    inside = graph.cast(wide, "FLOAT")
     outside = graph.node("Sub", graph.constant(np.float32(1)), inside)
     return graph.node("Mul", outside, graph.constant(np.float32(MASKED)))
 
@@ -201,7 +194,7 @@ def _attention(graph: OnnxGraphBuilder, model: Any, layer: encoders.EncoderLayer
     size = encoders.attention_head_size(model.config)
     heads = layer.query.out_features // size
     if heads == 0:  # without heads only the output's bias is left
-        return graph.constant(_to_numpy(layer.output.bias))
+        return graph.constant(layer.output.bias)
     qkv = _linear_layers(graph, x, layer.query, layer.key, layer.value)
     query, key, value = graph.multi_output_node("Split", 3, qkv, axis=-1, num_outputs=3)
     split = graph.constant(np.array([0, 0, heads, size]))

@@ -8,13 +8,16 @@ import numpy as np
 
 from isobatch.core.measures import format_bytes, format_p_value
 from isobatch.models import saving
-from isobatch.models.encoder import class_metrics, evaluation
+from isobatch.models.encoder import evaluation
 from isobatch.models.encoder.class_metrics import (
     CALIBRATION_BINS,
     calibration_error,
     class_figures,
     confusion_matrix,
     matthews_correlation,
+    mcnemar,
+    paired_difference,
+    wilson_interval,
 )
 from isobatch.models.protocols import Batches, Drawing, ModelComparison, ReportRow, ReportTable
 
@@ -31,6 +34,7 @@ MOST_TEXT = 300
 RUNTIMES = {"torch": "torch", "onnx": "onnxruntime"}
 DISTURBED = 0.1
 """Share of the time that other programs had, from which on the measurement says so."""
+NOISE = "within the noise"
 SIGNIFICANT = 0.05
 """McNemar's p from which a difference is within the noise."""
 
@@ -52,62 +56,55 @@ class ClassifierReport(ModelComparison):
     def measure(
         self, final: Path, exports: Path, facts: Facts, batches: Batches, in_child: Callable[..., Any]
     ) -> list[ReportRow]:
-        rows = []
         names, tokenizer = facts.extra["labels"], saving.load_tokenizer(facts)
-        for variant in self.variants(final, exports):
+
+        def row(variant: evaluation.ModelVariant) -> ReportRow:
             run = evaluation.open_runner(variant.runtime, variant.model_path)
             found = evaluation.predict(run, batches())
-            correct = int(found.is_correct.sum())
-            confusion = confusion_matrix(found.labels, found.predicted_labels, len(names))
+            right, count = found.is_correct, len(found.labels)
             opened = {
                 "runtime": variant.runtime,
                 "model_path": str(variant.model_path.resolve()),
                 "vocabulary": facts.extra["vocabulary"],
             }
-            rows.append(
-                {
-                    "form": variant.name,
-                    "runtime": variant.runtime,
-                    "samples": len(found.labels),
-                    "accuracy": correct / len(found.labels),
-                    "accuracy_ci95": class_metrics.wilson_interval(correct, len(found.labels)),
-                    **variant.size_metrics(),
-                    "opened": opened,
-                    "peak_memory_bytes": in_child("models.encoder.evaluation:measure_memory", model=opened),
-                    "class_names": names,
-                    "confusion": confusion.tolist(),
-                    "calibration_error": calibration_error(
-                        evaluation.softmax(found.logits).max(1), found.is_correct
-                    ),
-                    "worst_errors": evaluation.worst_errors(found, batches(), tokenizer, names),
-                    "right": found.is_correct.tolist(),
-                    "labels": found.labels.tolist(),
-                }
-            )
-        return rows
+            confidence = evaluation.softmax(found.logits).max(1)
+            return {
+                "form": variant.name,
+                "runtime": variant.runtime,
+                "samples": count,
+                "accuracy": int(right.sum()) / count,
+                "accuracy_ci95": wilson_interval(int(right.sum()), count),
+                **variant.size_metrics(),
+                "opened": opened,
+                "peak_memory_bytes": in_child("models.encoder.evaluation:peak_memory", model=opened),
+                "class_names": names,
+                "confusion": confusion_matrix(found.labels, found.predicted_labels, len(names)).tolist(),
+                "calibration_error": calibration_error(confidence, right),
+                "worst_errors": evaluation.worst_errors(found, batches(), tokenizer, names),
+                "right": right.tolist(),
+                "labels": found.labels.tolist(),
+            }
+
+        return list(map(row, self.variants(final, exports)))
 
     def measure_in_turn(self, rows: list[ReportRow], in_child: Callable[..., Any]) -> list[ReportRow]:
-        measured = in_child("models.encoder.evaluation:measure_speed", models=[row["opened"] for row in rows])
-        return [
-            {**{k: v for k, v in row.items() if k != "opened"}, **speed}
-            for row, speed in zip(rows, measured, strict=True)
-        ]
+        opened = [row.pop("opened") for row in rows]
+        measured = in_child("models.encoder.evaluation:measure_speed", models=opened)
+        return [row | speed for row, speed in zip(rows, measured, strict=True)]
 
     def compare(self, rows: list[ReportRow]) -> list[ReportRow]:
         """McNemar's test, the interval of the difference in accuracy, and how much faster each is: than the
         first model in the same runtime, and, of another runtime than torch, than the same model in torch.
         """
-        first = rows[0]
-        baselines: dict[str, ReportRow] = {}
+        first, answers = rows[0], [(row["labels"], np.array(row["right"])) for row in rows]
+        baselines = {row["runtime"]: row for row in reversed(rows)}
         in_torch = {row["run"]: row for row in reversed(rows) if row["runtime"] == "torch"}
-        for row in rows:
-            same = row["labels"] == first["labels"]
-            both = np.array(row["right"]), np.array(first["right"])
-            row["mcnemar_p"] = p = class_metrics.mcnemar(*both) if same else None
-            row["accuracy_difference_ci95"] = class_metrics.paired_difference(*both) if same else None
-            row["accuracy_verdict"] = _accuracy_verdict(row, first, p)
-            alike = baselines.setdefault(row["runtime"], row)
-            row["speedup"], *row["speedup_ci95"] = _speedup(row, alike)
+        for row, (labels, right) in zip(rows, answers, strict=True):
+            both = (right, answers[0][1]) if labels == answers[0][0] else None
+            row["mcnemar_p"] = mcnemar(*both) if both else None
+            row["accuracy_difference_ci95"] = paired_difference(*both) if both else None
+            row["accuracy_verdict"] = _accuracy_verdict(row, first)
+            row["speedup"], *row["speedup_ci95"] = _speedup(row, alike := baselines[row["runtime"]])
             row["speed_verdict"] = "baseline" if alike is row else _speed_verdict(*row["speedup_ci95"])
             same_model = in_torch.get(row["run"])
             row["runtime_speedup"] = _speedup(row, same_model)[0] if same_model is not None else None
@@ -115,14 +112,14 @@ class ClassifierReport(ModelComparison):
 
     def cells(self, row: ReportRow) -> list[str]:
         low, high = (100 * x for x in row["accuracy_ci95"])
-        one, many = row["batch_1"], row["batch_16"]
+        one, many, gain = row["batch_1"], row["batch_16"], row["runtime_speedup"]
         return [
             f"{row['run']}, {row['form']}",
             f"{100 * row['accuracy']:.2f} ({low:.1f} to {high:.1f})",
             format_bytes(row["file_bytes"]),
             f"{one['p50']:.2f} / {one['p95']:.2f}",
             _speed_text(row),
-            _runtime_text(row),
+            "" if row["runtime"] == "torch" or gain is None else f"{gain:.2f}x",
             _accuracy_text(row),
             f"{row['parameters']:,}",
             f"{row['macs'] / 1e6:,.0f} M",
@@ -134,30 +131,38 @@ class ClassifierReport(ModelComparison):
 
     def caption(self, row: ReportRow, machine: str) -> str:
         where = f"{machine}, {row['threads']} thread, texts of {row['tokens']} tokens"
-        return (
+        said = (
             f"Measured on {where}; accuracy on all {row['samples']} samples of the {row['split']} split with"
             " its 95 % interval, MACs of one text; ms are the median and the 95th percentile of the thread's"
             " own time; memory is a process's peak. Speed is that of one text against the first model in the"
             " same runtime, measured in turn, and what a runtime gains that against the same model in torch."
             " Accuracies whose difference McNemar's exact test does not tell from chance (p at least"
             f" {SIGNIFICANT}) are within the noise, and so are speeds whose interval holds 1."
-            f"{_disturbance(row)}"
         )
+        if row["waited"] >= DISTURBED:
+            said += f" Other programs had the processor for {100 * row['waited']:.0f} % of that time: measure"
+            said += " again on an idle machine."
+        return said
 
     def verdicts(self, rows: list[ReportRow]) -> list[str]:
         """Of each run the last form, which is the one to ship."""
         first = rows[0]
-        last = {row["run"]: row for row in rows}
-        others = [row for name, row in last.items() if name != first["run"]]
-        if not others:
-            return [_worth_alone(first)]
-        useless = [_worth_alone(row) for row in (first, *others) if _is_chance(row)]
-        return [*useless, *(_worth_against(row, first, _like(row, rows)) for row in others)]
+        baselines = {row["runtime"]: row for row in reversed(rows)}
+        last = {row["run"]: row for row in rows if row["run"] != first["run"]}
+        alone = [said for row in (first, *last.values()) if (said := _worth_alone(row, of_chance=bool(last)))]
+        return alone + [_worth_against(row, first, baselines[row["runtime"]]) for row in last.values()]
 
     def tables(self, row: ReportRow) -> list[ReportTable]:
         """Its classes with their confusion, and its worst errors."""
         name = row["run"] if row["form"].endswith("fp32") else f"{row['run']}, {row['form']}"
-        return [_table_of_classes(name, row), *_table_of_errors(name, row["worst_errors"])]
+        note = "The wrong answers of which the model was most certain, with texts as its tokens give them."
+        head = ["text", "label", "answer", "label's probability"]
+        errors = [
+            [error["text"][:MOST_TEXT], error["label"], error["answer"], f"{error['probability']:.4f}"]
+            for error in row["worst_errors"]
+        ]
+        worst = [ReportTable(f"Worst errors of {name}", note, head, errors)] if errors else []
+        return [_table_of_classes(name, row), *worst]
 
     def drawings(self, rows: list[ReportRow]) -> list[Drawing]:
         def draw(ax: Any) -> None:
@@ -192,48 +197,43 @@ class ClassifierReport(ModelComparison):
         return [Drawing("Heads and neurons left per layer", draw, 9, 2.6, columns=2)]
 
 
-def _like(row: ReportRow, rows: list[ReportRow]) -> ReportRow:
-    """The first model in the same runtime, else the first of all."""
-    return next(other for other in rows if other["runtime"] == row["runtime"])
-
-
-def _worth_alone(row: ReportRow) -> str:
+def _worth_alone(row: ReportRow, of_chance: bool) -> str:
+    """`of_chance`: nothing is said of a model that is right more often than the answer with the largest
+    class.
+    """
     low, high = (100 * x for x in row["accuracy_ci95"])
     samples = np.array(row["confusion"]).sum(1)
+    is_chance = row["accuracy"] <= samples.max() / samples.sum()
+    if of_chance and not is_chance:
+        return ""
     return (
-        f"{row['run']}: {'no better than chance: ' if _is_chance(row) else ''}accuracy"
+        f"{row['run']}: {'no better than chance: ' if is_chance else ''}accuracy"
         f" {100 * row['accuracy']:.1f} % ({low:.1f} to {high:.1f}) on {row['samples']:,} {row['split']}"
         f" texts; always answering `{row['class_names'][samples.argmax()]}` would be right in"
         f" {100 * samples.max() / samples.sum():.1f} %."
     )
 
 
-def _is_chance(row: ReportRow) -> bool:
-    """Whether a model is right no more often than the answer with the largest class."""
-    samples = np.array(row["confusion"]).sum(1)
-    return bool(row["accuracy"] <= samples.max() / samples.sum())
-
-
 def _worth_against(row: ReportRow, first: ReportRow, alike: ReportRow) -> str:
-    """Accuracy and file against the first model, speed against the first in the same runtime."""
-    smaller = first["file_bytes"] / row["file_bytes"]
+    """Accuracy and file against the first model, speed against `alike`, the first in the same runtime."""
+    smaller, runtime = first["file_bytes"] / row["file_bytes"], RUNTIMES[row["runtime"]]
     size = f"{smaller:.1f} times smaller" if smaller >= 1 else f"{1 / smaller:.1f} times larger"
     accuracy = f"{100 * row['accuracy']:.1f} % against {100 * first['accuracy']:.1f} %"
-    return (
-        f"{row['run']}, {row['form']}, against {first['run']}: {row['split']} accuracy {accuracy}"
-        f" ({row['accuracy_verdict']}{_worst_case(row)});"
-        f" a file of {format_bytes(row['file_bytes'])}, {size}; {_speed_against(row, first, alike)}."
-    )
-
-
-def _speed_against(row: ReportRow, first: ReportRow, alike: ReportRow) -> str:
-    runtime = RUNTIMES[row["runtime"]]
+    verdict = row["accuracy_verdict"]
+    if verdict == NOISE:  # no difference found is not equality
+        points = max(0.0, -100 * row["accuracy_difference_ci95"][1])
+        verdict += f": at most {points:.1f} points worse, with 97.5 % confidence"
     if alike is row:  # nothing else was measured in its runtime, which may be what makes it fast
         other = f"{first['batch_1']['p50']:.2f} in {RUNTIMES[first['runtime']]}"
-        return f"{row['batch_1']['p50']:.2f} ms a text in {runtime}, {other}"
-    low, high = row["speedup_ci95"]
-    noise = ", which is within the noise" if row["speed_verdict"] == "within the noise" else ""
-    return f"{row['speedup']:.1f} times the speed in {runtime} ({low:.1f} to {high:.1f}){noise}"
+        speed = f"{row['batch_1']['p50']:.2f} ms a text in {runtime}, {other}"
+    else:
+        low, high = row["speedup_ci95"]
+        noise = f", which is {NOISE}" if row["speed_verdict"] == NOISE else ""
+        speed = f"{row['speedup']:.1f} times the speed in {runtime} ({low:.1f} to {high:.1f}){noise}"
+    return (
+        f"{row['run']}, {row['form']}, against {first['run']}: {row['split']} accuracy {accuracy}"
+        f" ({verdict}); a file of {format_bytes(row['file_bytes'])}, {size}; {speed}."
+    )
 
 
 def _table_of_classes(name: str, row: ReportRow) -> ReportTable:
@@ -255,13 +255,6 @@ def _table_of_classes(name: str, row: ReportRow) -> ReportTable:
     )
     head = ["class", "samples", "precision", "recall", "F1", *(f"answered {answer}" for answer in answers)]
     return ReportTable(f"Classes of {name}", note, head, rows)
-
-
-def _table_of_errors(name: str, errors: list[dict[str, Any]]) -> list[ReportTable]:
-    rows = [[e["text"][:MOST_TEXT], e["label"], e["answer"], f"{e['probability']:.4f}"] for e in errors]
-    note = "The wrong answers of which the model was most certain, with texts as its tokens give them."
-    head = ["text", "label", "answer", "label's probability"]
-    return [ReportTable(f"Worst errors of {name}", note, head, rows)] if rows else []
 
 
 def _speedup(row: ReportRow, first: ReportRow) -> list[float]:
@@ -288,38 +281,16 @@ def _accuracy_text(row: ReportRow) -> str:
     return f"{points:+.1f} ({low:+.1f} to {high:+.1f}), p {format_p_value(row['mcnemar_p'])}"
 
 
-def _worst_case(row: ReportRow) -> str:
-    """How much worse it may be where nothing tells it from the first: no difference found is not equality."""
-    if row["mcnemar_p"] is None or row["accuracy_verdict"] != "within the noise":
-        return ""
-    points = max(0.0, -100 * row["accuracy_difference_ci95"][1])
-    return f": at most {points:.1f} points worse, with 97.5 % confidence"
-
-
-def _disturbance(row: ReportRow) -> str:
-    if row["waited"] < DISTURBED:
-        return ""
-    share = f"{100 * row['waited']:.0f} %"
-    return f" Other programs had the processor for {share} of that time: measure again on an idle machine."
-
-
-def _runtime_text(row: ReportRow) -> str:
-    gain = row["runtime_speedup"]
-    return "" if gain is None or row["runtime"] == "torch" else f"{gain:.2f}x"
-
-
-def _accuracy_verdict(row: ReportRow, first: ReportRow, p: float | None) -> str:
+def _accuracy_verdict(row: ReportRow, first: ReportRow) -> str:
     if row is first:
         return "baseline"
-    if p is None:
+    if row["mcnemar_p"] is None:
         return "another evaluation set: not comparable"
-    if p >= SIGNIFICANT:
-        return "within the noise"
+    if row["mcnemar_p"] >= SIGNIFICANT:
+        return NOISE
     return "better" if row["accuracy"] > first["accuracy"] else "worse"
 
 
 def _speed_verdict(low: float, high: float) -> str:
     """Where the interval of the ratio holds 1, a difference says nothing."""
-    if low > 1:
-        return "faster"
-    return "slower" if high < 1 else "within the noise"
+    return "faster" if low > 1 else "slower" if high < 1 else NOISE

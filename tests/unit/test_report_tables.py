@@ -64,24 +64,9 @@ def test_a_baseline_stands_beside_the_model() -> None:
     assert rest == {"protocol": "leave-one-out", "ease_lambda": 300}
 
 
-def test_a_baseline_among_all_items_is_a_row_of_its_own() -> None:
-    names = [
-        f"{which}{metric}" for which in ("", "full_", "ease_", "full_ease_") for metric in ("hr@10", "x")
-    ]
-    table, rest = table_beside(dict.fromkeys(names, 0.5), "recommender")
-    assert [row[0] for row in table] == ["", "this model", "this model, all items", "ease", "ease, all items"]
-    assert rest == {}
-
-
 @pytest.mark.parametrize("metrics", [{}, {"loss": 1.0, "f1_macro": 0.5}, {"loss": 1.0, "ce_loss": 0.5}])
 def test_metrics_of_one_version_are_no_table(metrics: dict[str, float]) -> None:
     assert table_beside(metrics, "recommender") == ([], metrics)
-
-
-def test_the_sets_of_a_mixture_are_no_baselines() -> None:
-    metrics = {f"{name}{metric}": 1.0 for name in ("", "a_", "b_") for metric in ("loss", "perplexity")}
-    for task in ("causal-lm", "./mine.py:Mine"):
-        assert table_beside(metrics, task) == ([], metrics)
 
 
 def test_a_long_line_is_broken_between_its_figures() -> None:

@@ -158,46 +158,40 @@ def test_a_stream_says_what_the_whole_says(model: TestClient) -> None:
 
 
 TEXT = {"prompt": "a"}
-WRONG_COMPLETIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "misspelt": (TEXT | {"temprature": 1}, "did you mean temperature?"),
-    "no prompt": ({}, "prompt: must be a text"),
-    "tokens": ({"prompt": [1, 2]}, "prompt: must be a text"),
-    "hot": (TEXT | {"temperature": 3}, "temperature: must be a number from 0 to 2"),
-    "a text": (TEXT | {"temperature": "1"}, "temperature: must be a number"),
-    "none": (TEXT | {"max_tokens": 0}, "max_tokens: must be a whole number from 1"),
-    "several": (TEXT | {"n": 2}, "n: only 1 is supported"),
-    "stop": (TEXT | {"stop": [1]}, "stop: must be a text"),
-    "stops": (TEXT | {"stop": ["a"] * 17}, "or a list of at most 16"),
-    "a long stop": (TEXT | {"stop": "a" * 257}, "stop: must be a text of 1 to 256 characters"),
-    "prompts": ({"prompt": ["a"] * 129}, "a list of 1 to 128 texts"),
-    "stream": (TEXT | {"stream": "yes"}, "stream: must be true or false"),
-}
 ASKED = {"messages": [{"role": "user", "content": "a"}]}
-WRONG_CHATS: dict[str, tuple[dict[str, Any], str]] = {
-    "no messages": ({"messages": []}, "messages: must be a list"),
-    "no message": ({"messages": ["a"]}, 'messages[0]: must be an object with "role"'),
-    "a role": ({"messages": [{"role": "king", "content": "a"}]}, "a role is one of"),
-    "an image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be a text"),
-    "an answer": ({"messages": [{"role": "assistant", "content": "a"}]}, "must not be the assistant's"),
-    "tools": (ASKED | {"tools": [{}]}, "tools: only [] is supported"),
-    "many": ({"messages": ASKED["messages"] * 800}, "messages: 800 are too long together"),
-}
-WRONG_PREDICTIONS: dict[str, tuple[Any, str]] = {
-    "misspelt": ({"txts": ["a"]}, "did you mean texts?"),
-    "nothing": ({}, "give {"),
-    "no list": ({"texts": "a"}, f"texts: must be a list of 1 to {MAX_SAMPLES}"),
-    "too many": ({"texts": ["a"] * (MAX_SAMPLES + 1)}, f"texts: must be a list of 1 to {MAX_SAMPLES}"),
-    "too long": ({"texts": ["a", "b" * (MAX_CHARACTERS + 1)]}, "sample 1: has 65,537 characters"),
-    "a number": ({"texts": ["a", 1]}, "texts[1]: holds int, not text"),
-    "empty": ({"texts": [" "]}, "texts[0]: is empty"),
-    "no row": ({"rows": ["a"]}, "rows: must be objects"),
-    "a column": ({"rows": [{"txt": "a"}]}, "rows[0]: has no column"),
-    "a list": ([1], "the body is list"),
-    "half a character": ({"texts": ["\ud800"]}, "the body is not JSON"),
-}
-
-
 JSON = {"Content-Type": "application/json"}
+WRONG: dict[str, list[tuple[Any, str]]] = {
+    "/v1/completions": [
+        (TEXT | {"temprature": 1}, "did you mean temperature?"),
+        *(({"prompt": prompt}, "prompt: must be a text") for prompt in (None, [1, 2], ["a"] * 129)),
+        *((TEXT | {"temperature": hot}, "temperature: must be a number from 0 to 2") for hot in (3, "1")),
+        (TEXT | {"max_tokens": 0}, "max_tokens: must be a whole number from 1"),
+        (TEXT | {"n": 2}, "n: only 1 is supported"),
+        *((TEXT | {"stop": stop}, "stop: must be a text") for stop in ([1], ["a"] * 17, "a" * 257)),
+        (TEXT | {"stream": "yes"}, "stream: must be true or false"),
+    ],
+    "/v1/chat/completions": [
+        ({"messages": []}, "messages: must be a list"),
+        ({"messages": ["a"]}, 'messages[0]: must be an object with "role"'),
+        ({"messages": [{"role": "king", "content": "a"}]}, "a role is one of"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be a text"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "must not be the assistant's"),
+        (ASKED | {"tools": [{}]}, "tools: only [] is supported"),
+        ({"messages": ASKED["messages"] * 800}, "messages: 800 are too long together"),
+    ],
+    "/predict": [
+        ({"txts": ["a"]}, "did you mean texts?"),
+        ({}, "give {"),
+        *(({"texts": texts}, "texts: must be a list of 1 to") for texts in ("a", ["a"] * (MAX_SAMPLES + 1))),
+        ({"texts": ["a", "b" * (MAX_CHARACTERS + 1)]}, "sample 1: has 65,537 characters"),
+        ({"texts": ["a", 1]}, "texts[1]: holds int, not text"),
+        ({"texts": [" "]}, "texts[0]: is empty"),
+        ({"rows": ["a"]}, "rows: must be objects"),
+        ({"rows": [{"txt": "a"}]}, "rows[0]: has no column"),
+        ([1], "the body is list"),
+        ({"texts": ["\ud800"]}, "the body is not JSON"),
+    ],
+}
 
 
 def require_sentence(found: Any, expected: str, status: int = 400) -> None:
@@ -207,23 +201,12 @@ def require_sentence(found: Any, expected: str, status: int = 400) -> None:
     assert "\n" not in error["message"]
 
 
-@pytest.mark.parametrize("case", WRONG_COMPLETIONS)
-def test_a_wrong_completion_is_one_sentence(case: str, model: TestClient) -> None:
-    body, expected = WRONG_COMPLETIONS[case]
-    require_sentence(model.post("/v1/completions", json=body), expected)
-
-
-@pytest.mark.parametrize("case", WRONG_CHATS)
-def test_a_wrong_chat_is_one_sentence(case: str, model: TestClient) -> None:
-    body, expected = WRONG_CHATS[case]
-    status = 413 if case == "many" else 400
-    require_sentence(model.post("/v1/chat/completions", json=body), expected, status)
-
-
-@pytest.mark.parametrize("case", WRONG_PREDICTIONS)
-def test_a_wrong_prediction_is_one_sentence(case: str, answers: TestClient) -> None:
-    body, expected = WRONG_PREDICTIONS[case]
-    require_sentence(answers.post("/predict", content=json.dumps(body), headers=JSON), expected)
+@pytest.mark.parametrize("path", WRONG)
+def test_what_is_wrong_is_one_sentence(path: str, model: TestClient, answers: TestClient) -> None:
+    client = answers if path == "/predict" else model
+    for body, expected in WRONG[path]:
+        status = 413 if "too long together" in expected else 400
+        require_sentence(client.post(path, content=json.dumps(body), headers=JSON), expected, status)
 
 
 def test_other_wrong_requests(model: TestClient, answers: TestClient) -> None:
