@@ -1,4 +1,4 @@
-"""A report as blocks, drawn as one HTML page without scripts or anything from elsewhere, and as Markdown."""
+"""A report in parts, drawn as one HTML page without scripts or anything from elsewhere, and as Markdown."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TEMPLATE = ROOT / "launch" / "report" / "page.html.jinja"
 
 
-class Block(NamedTuple):
+class PagePart(NamedTuple):
     """A part of the report."""
 
     kind: str
@@ -33,38 +33,38 @@ class Block(NamedTuple):
     drawings: Sequence[Drawing] = ()
 
 
-def blocks(contents: Contents) -> Iterator[Block]:
+def parts_of(contents: Contents) -> Iterator[PagePart]:
     """The parts in order: what the models are worth, their training, and how the runs used their machines."""
     runs, rest = contents.runs, contents.unmeasured()
-    yield from (Block("verdict", f"{run['run']}: {run['remark']}") for run in runs if run.get("remark"))
+    yield from (PagePart("verdict", f"{run['run']}: {run['remark']}") for run in runs if run.get("remark"))
     for title, rows in baselines_tables(rest):
-        yield from (Block("h2", title), Block("table", rows=rows))
+        yield from (PagePart("h2", title), PagePart("table", rows=rows))
     for group in contents.groups:
-        yield from (Block("verdict", verdict) for verdict in group.verdicts())
-        yield Block("table", rows=group.table())
-        yield Block("note", caption(group, contents.machine))
+        yield from (PagePart("verdict", verdict) for verdict in group.verdicts())
+        yield PagePart("table", rows=group.table())
+        yield PagePart("note", caption(group, contents.machine))
         for drawing in group.report.drawings(group.rows):
-            yield from (Block("h2", drawing.title), Block("figure", drawings=[drawing]))
+            yield from (PagePart("h2", drawing.title), PagePart("figure", drawings=[drawing]))
         first_forms = {row["run"]: row for row in reversed(group.rows)}
         for one in (one for row in reversed(first_forms.values()) for one in group.report.tables(row)):
-            yield from (Block("h2", one.title), Block("note", one.note))
-            yield Block("table", rows=[one.head, *one.rows])
+            yield from (PagePart("h2", one.title), PagePart("note", one.note))
+            yield PagePart("table", rows=[one.head, *one.rows])
     if not contents.groups:
-        yield Block("note", f"The training ran on {contents.machine}.")
-    yield Block("table", rows=runs_table(rest))
+        yield PagePart("note", f"The training ran on {contents.machine}.")
+    yield PagePart("table", rows=runs_table(rest))
     drawings = contents.run_drawings()
     for title in dict.fromkeys(drawing.title for drawing in drawings):
-        yield Block("h2", title)
-        yield from (Block("figure", drawings=[one]) for one in drawings if one.title == title)
+        yield PagePart("h2", title)
+        yield from (PagePart("figure", drawings=[one]) for one in drawings if one.title == title)
     if differing := differences_table(runs):
-        yield from (Block("h2", "What differs"), Block("table", rows=differing))
+        yield from (PagePart("h2", "What differs"), PagePart("table", rows=differing))
     if curves := _training(runs):
-        yield from (Block("h2", "Training"), Block("row", drawings=curves))
+        yield from (PagePart("h2", "Training"), PagePart("row", drawings=curves))
     if written := [run for run in runs if run["sample"]]:
-        yield Block("h2", "Samples")
+        yield PagePart("h2", "Samples")
         for run in written:
-            yield from (Block("h3", run["run"]), Block("sample", str(run["sample"])))
-    yield Block("h2", "How they ran")
+            yield from (PagePart("h3", run["run"]), PagePart("sample", str(run["sample"])))
+    yield PagePart("h2", "How they ran")
     for run in runs:
         yield from _of_run(run)
 
@@ -87,21 +87,21 @@ def _training(runs: list[dict[str, Any]]) -> list[Drawing]:
     return [drawing for alike in tasks.values() for drawing in training_drawings(alike, alike[0]["curves"])]
 
 
-def _of_run(run: dict[str, Any]) -> Iterator[Block]:
+def _of_run(run: dict[str, Any]) -> Iterator[PagePart]:
     task = f" ({run['task']})" if run["task"] else ""
-    yield Block("h3", f"{run['run']}{task}: {run['state']}")
-    yield from (Block("note", note) for note in run["notes"])
+    yield PagePart("h3", f"{run['run']}{task}: {run['state']}")
+    yield from (PagePart("note", note) for note in run["notes"])
     if run["use"]:
-        yield Block("table", rows=[["", "measured", "target", "is"], *run["use"]])
+        yield PagePart("table", rows=[["", "measured", "target", "is"], *run["use"]])
     else:
-        yield Block("note", "No step is logged yet.")
-    yield Block("row", drawings=use_drawings(run))
+        yield PagePart("note", "No step is logged yet.")
+    yield PagePart("row", drawings=use_drawings(run))
     for kind, name, head in (
         ("table", "memory", ["memory per process", "predicted", "measured", "prediction is off by"]),
         ("Plan", "plan", ["field", "value", "reason"]),
         ("Events", "events", ["at", "decision", "with"]),
     ):
-        yield Block(kind, rows=[head, *run[name]] if run[name] else ())
+        yield PagePart(kind, rows=[head, *run[name]] if run[name] else ())
 
 
 def render_page(contents: Contents, refresh: int | None = None) -> str:
@@ -109,7 +109,7 @@ def render_page(contents: Contents, refresh: int | None = None) -> str:
     from jinja2 import Environment, StrictUndefined
 
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE.read_text())
-    return printable(template.render(blocks=blocks(contents), refresh=refresh, svg=_svg))
+    return printable(template.render(parts=parts_of(contents), refresh=refresh, svg=_svg))
 
 
 def _svg(drawing: Drawing) -> str:
@@ -125,7 +125,7 @@ def _svg(drawing: Drawing) -> str:
 def render_markdown(contents: Contents) -> str:
     """The text of report.md: the page without its figures."""
     lines = ["# Report"]
-    for kind, text, rows, drawings in blocks(contents):
+    for kind, text, rows, drawings in parts_of(contents):
         mark = {"h2": "## ", "h3": "### "}.get(kind, "")
         if rows:
             head, *body = ("| " + " | ".join(map(_escaped, cells)) + " |" for cells in rows)
