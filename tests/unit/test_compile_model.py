@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isobatch.core.package import ROOT
 from isobatch.engine.model_setup.compile_model import compile_model
 from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
 from isobatch.engine.noise.keyed_attention import key_dropout
@@ -172,23 +167,3 @@ def test_blocks_under_activation_checkpointing_are_compiled(adapter: bool) -> No
     model(input_ids=torch.zeros(2, 8, dtype=torch.int64), use_cache=False).logits.sum().backward()
     unregister_attention()
     assert sum(products) >= 2 * 7  # of each block: q, k, v, o, gate, up and down
-
-
-def test_a_clone_in_a_folder_named_like_a_skipped_library_is_said(tmp_path: Path) -> None:
-    """Only where the folder above it is on Python's path is it taken for that library."""
-    for place in ("__init__.py", "core", "launch/_root.py", "engine/__init__.py", "engine/model_setup"):
-        copy = shutil.copytree if (ROOT / place).is_dir() else shutil.copy
-        (tmp_path / "tree" / place).parent.mkdir(parents=True, exist_ok=True)
-        copy(ROOT / place, tmp_path / "tree" / place)
-    words = f"import runpy; runpy.run_path('{tmp_path}/tree/launch/_root.py')\n"
-    words += "from isobatch.engine.model_setup import compile_model\nprint(compile_model.passed_by())"
-    for path, told in ((str(tmp_path), True), ("", False)):
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", words],
-            cwd=tmp_path / "tree",  # a start folder is taken off the path
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert ("never compiles" in done.stdout) == told

@@ -45,25 +45,3 @@ def test_a_figure_is_read_once_its_copy_is_done(monkeypatch: pytest.MonkeyPatch)
     assert log == ["pinned True", "copy True", "record"]
     copy.read()
     assert log[3:] == ["wait"]
-
-
-def test_numbers_for_a_gpu_begin_in_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Any] = []
-
-    class Host:
-        def pin_memory(self) -> Host:
-            asked.append("pinned")
-            return self
-
-        def to(self, device: torch.device, non_blocking: bool = False) -> Host:
-            asked.append((device, non_blocking))
-            return self
-
-    def tensor(*_: Any, pin_memory: bool = False, **__: Any) -> Host:
-        return Host().pin_memory() if pin_memory else Host()
-
-    monkeypatch.setattr(torch, "tensor", tensor)
-    monkeypatch.setattr(torch, "from_numpy", lambda _: Host())
-    numbers_to_device([1.0], torch.float32, GPU)
-    array_to_device(np.arange(2), GPU)
-    assert asked == ["pinned", (GPU, True)] * 2

@@ -67,13 +67,6 @@ def test_the_order_is_frozen() -> None:
     ]
 
 
-def test_seeds_and_epochs_order_differently() -> None:
-    def order(seed: int, epoch: int) -> list[int]:
-        return GroupOrder(np.array([20, 30, 10]), 2, seed).samples(np.arange(60), epoch).tolist()
-
-    assert len({tuple(order(seed, epoch)) for seed in (0, 1) for epoch in (0, 1)}) == 4
-
-
 def test_data_in_a_store_is_ordered_by_shards() -> None:
     asked = {"data": "s3://bucket/*.parquet"}
     assert complete("causal-lm", asked)[0].order == "shards"
@@ -97,8 +90,3 @@ def test_data_in_a_store_is_ordered_by_shards() -> None:
 def test_what_has_no_effect_is_refused(asked: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said):
         complete("causal-lm", asked)
-
-
-def test_other_tasks_say_that_they_read_local_data() -> None:
-    with pytest.raises(UserError, match="classifier reads files on this machine: copy it here; causal-lm"):
-        complete("classifier", {"data": "s3://bucket/a.jsonl"})

@@ -8,15 +8,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.model_setup.layer_blocks import matmul_parameters
 from isobatch.engine.strategies.fsdp2 import FullyShardStrategy
 from isobatch.launch.local.process_state import preserve_process_state
-from isobatch.models.causal_lm.frozen_weights import hold_matrices_in_bf16
 from isobatch.tests.unit.helpers import plan
-from isobatch.tests.unit.test_adapters import config_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -58,15 +55,6 @@ def test_only_what_autocast_rounds_is_chosen() -> None:
         *("blocks.0.up.weight", "blocks.0.up.bias", "blocks.0.down.weight", "blocks.0.down.bias"),
         *("blocks.1.up.weight", "blocks.1.up.bias", "blocks.1.down.bias"),  # its weight is a table's as well
     ]
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_frozen_matrices_beside_an_adapter_are_chosen(family: str) -> None:
-    torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config_of(family))
-    whole = len(matmul_parameters(model))
-    hold_matrices_in_bf16(model)
-    assert len(matmul_parameters(model)) == whole > 0
 
 
 @pytest.fixture

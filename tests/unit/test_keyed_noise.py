@@ -85,11 +85,6 @@ def chi_square(cells: Tensor, count: int) -> float:
     return float((statistic - (count - 1)) / (2 * (count - 1)) ** 0.5)
 
 
-def test_16_bit_draws_are_uniform() -> None:
-    bits = noise(MANY).bits("b", 4000).view(torch.int16).flatten().to(torch.int64) + 32768
-    assert abs(chi_square(bits, 65536)) < 5
-
-
 VARIED: dict[str, Vary] = {
     "sample": lambda i: noise([i]).uniform("u", (20_000,))[0],
     "far sample": lambda i: noise([i * 10**6]).uniform("u", (20_000,))[0],
@@ -164,13 +159,6 @@ def test_the_gradient_passes_where_the_value_did() -> None:
     scale = 65536 / (65536 - round(0.3 * 65536))
     assert x.grad.unique().tolist() == [0.0, pytest.approx(scale)]
     assert torch.equal(x.grad * x, y)  # one mask, one scale
-
-
-def test_dropout_rests_in_evaluation_and_at_zero() -> None:
-    made = KeyedNoise(0)
-    x = torch.randn(2, 3)
-    assert KeyedDropout(0.5, made, "a").eval()(x) is x
-    assert KeyedDropout(0.0, made, "b").train()(x) is x
 
 
 def test_an_input_without_a_row_per_sample_is_refused() -> None:

@@ -96,15 +96,6 @@ class Loose(Contrast):
     group = 0
 
 
-class Derived(Sums):
-    """A loss with a derivative inside, which no forward without gradients can compute."""
-
-    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
-        errors = self.errors(model, batch, step)
-        (slope,) = torch.autograd.grad(errors.sum(), model.out.weight, create_graph=True)
-        return {"loss": Loss(errors.sum() + 0 * slope.sum(), "sample")}
-
-
 class Nothing(Sums):
     """Parts that come to nothing, or whose samples cancel."""
 
@@ -191,7 +182,6 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ({"noise": "native"}, 0),  # its dropout differs by itself
         ({"net": Grown}, 0),
         ({"task": Contrast, "micro": 8}, 1),
-        ({"task": Derived}, 1),
         ({"task": Nothing}, 1),
         ({"strategy": Equal}, 0),
         ({"micro": 1}, 0),

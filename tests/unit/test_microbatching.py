@@ -94,13 +94,6 @@ def test_the_cost_by_hand() -> None:
     assert micro.cost == 10 + 3 * 144
 
 
-def test_a_dear_micro_batch_is_not_cut() -> None:
-    lengths = np.array([100] * 4 + [90] * 4)
-    cut = cut_batch(lengths, 1, MicroBatchBudget(samples=8, tokens=800, fixed_cost=1000))
-    assert [len(m.positions) for m in cut.of_rank(0)] == [8]  # 1000 + 800 against 2000 + 760
-    assert cut.padding(lengths) == pytest.approx(1 - 760 / 800)
-
-
 @given(LENGTHS, WORLDS, BUDGETS, st.sampled_from([1, 3]), st.booleans())
 def test_the_padding_is_counted(
     lengths: np.ndarray, world: int, budget: MicroBatchBudget, cohort: int, packed: bool

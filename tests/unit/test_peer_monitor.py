@@ -145,13 +145,6 @@ def test_a_rank_whose_work_is_done_is_no_loss(first: int, ranks: Any) -> None:
     assert world.processes[1 - first].is_alive()
 
 
-def test_a_stopped_process_is_no_loss(ranks: Any) -> None:
-    world = ranks(2)
-    os.kill(world.processes[1].pid, signal.SIGSTOP)
-    assert world.hears(QUIET) == {}
-    assert world.processes[0].is_alive()
-
-
 def test_a_child_does_not_keep_the_connection_of_a_dead_rank_open(
     ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

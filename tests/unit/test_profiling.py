@@ -15,7 +15,7 @@ from torch import nn
 from isobatch.core.errors import UserError
 from isobatch.engine.profiling import advice, recorder
 from isobatch.engine.profiling.recorder import PARTS, Recorder
-from isobatch.engine.profiling.step_profiler import StepProfiler, is_fused
+from isobatch.engine.profiling.step_profiler import StepProfiler
 from isobatch.engine.runs.run_options import step_window
 from isobatch.launch.commands.auto import auto
 from isobatch.launch.measuring.profile import profile
@@ -109,13 +109,6 @@ def test_a_window_has_a_first_and_a_last_step() -> None:
             step_window(wrong)
 
 
-def test_a_fused_optimizer_is_known() -> None:
-    parameters = [nn.Parameter(torch.ones(1))]
-    assert is_fused(torch.optim.AdamW(parameters, fused=True)) is True
-    assert is_fused(torch.optim.AdamW(parameters)) is False
-    assert is_fused(None) is None
-
-
 def test_most_steps_are_timed_and_the_last_is_traced(tmp_path: Path) -> None:
     net, found = Net(), Recorder()
     session = SimpleNamespace(
@@ -185,14 +178,6 @@ def test_each_bottleneck_is_found(found: dict[str, Any], plan: dict[str, Any], m
     advised = advice.worth_a_trial(HEALTHY | found, PLAN | plan)
     assert [one["measure"] for one in advised] == measures
     assert all(one["text"] for one in advised)
-
-
-def test_targets_are_named_met_or_missed() -> None:
-    slow = {"device_use": 0.4, "parts": {**HEALTHY["parts"], "data wait": 0.94}, "memory_share": 0.9}
-    assert [(row["name"], row["met"]) for row in advice.targets(HEALTHY)] == [
-        *(("device use", True), ("memory", True), ("data wait", True))
-    ]
-    assert [row["met"] for row in advice.targets(HEALTHY | slow)] == [False, False, False]
 
 
 @pytest.mark.parametrize("json_wanted", [True, False])

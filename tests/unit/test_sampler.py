@@ -124,31 +124,6 @@ def test_every_batch_has_the_shares(sets: list[tuple[int, float]], size: int) ->
             assert abs(len(of_set(sampler, number, batch)) - wanted) <= 1 + number
 
 
-@given(SETS, st.integers(1, 20), st.booleans())
-def test_a_batch_of_a_mixture_is_a_function_of_the_step_alone(
-    sets: list[tuple[int, float]], size: int, like: bool
-) -> None:
-    count = sum(n for n, _ in sets)
-    lengths = np.random.default_rng(0).integers(1, 50, count) if like else None
-    parts = tuple(sets)
-    one = Sampler(count, size, 3, lengths=by_number(lengths), parts=parts)
-    forwards = [one.batch(step) for step in range(25)]
-    fresh = Sampler(count, size, 3, lengths=by_number(lengths), parts=parts)
-    for step in reversed(range(25)):
-        assert np.array_equal(fresh.batch(step), forwards[step])
-
-
-def test_sets_are_mixed_within_batches_and_in_another_order_each_pass() -> None:
-    sampler = mixed([(100, 0.5), (300, 0.5)], size=40)
-    assert sampler.quotas == [200, 200]
-    assert [len(of_set(sampler, 0, batch)) for batch in epoch(sampler, 0)] == [20] * 10
-    first = np.concatenate([of_set(sampler, 0, batch) for batch in epoch(sampler, 0)])
-    assert not np.array_equal(first[:100], first[100:])  # two passes, each with its own order
-    alike = mixed([(100, 1.0), (100, 1.0)], size=200)
-    batch = alike.batch(0)
-    assert not np.array_equal(of_set(alike, 0, batch), of_set(alike, 1, batch))
-
-
 def test_the_chain_names_one_order() -> None:
     one = extend_chain(extend_chain("", np.array([1, 2])), np.array([3]))
     assert one == extend_chain(extend_chain("", np.array([1, 2], np.int32)), np.array([3], np.uint16))

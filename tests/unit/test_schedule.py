@@ -7,8 +7,6 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Interval
@@ -48,10 +46,6 @@ def test_small_data_gets_the_least_steps() -> None:
     assert [p.steps for p in large] == [120]
 
 
-def test_linear_falls_to_one_step_above_zero() -> None:
-    assert rates(4, schedule="linear") == pytest.approx([1.0, 0.75, 0.5, 0.25])  # 1 - step / 4
-
-
 def test_cosine_by_hand() -> None:
     expected = [1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2]  # (1 + cos(pi step / 4)) / 2
     assert rates(4, schedule="cosine") == pytest.approx(expected)
@@ -66,19 +60,6 @@ def test_warmup_rises_to_the_peak_and_then_the_schedule_begins() -> None:
 def test_warmup_as_a_share_of_the_phase_does_not_depend_on_the_data(per_epoch: int) -> None:
     found = rates(20, per_epoch=per_epoch, schedule="constant", warmup=Interval(20, "percent"))
     assert found[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0])  # 20 % of 20 steps; the first is not at 0
-
-
-@given(
-    st.sampled_from(["linear", "cosine", "constant"]),
-    st.integers(1, 60),
-    st.integers(0, 80),
-    st.integers(0, 200),
-)
-def test_a_rate_is_never_negative_nor_above_the_peak(
-    schedule: Any, total: int, warmup: int, step: int
-) -> None:
-    made = recipe(schedule=schedule, warmup=Interval(warmup, "steps"))
-    assert 0 <= learning_rate(made, 0.1, step, total, 10) <= 0.1 + 1e-12
 
 
 def lengths(made: Recipe, per_epoch: int = 10) -> dict[str, int]:

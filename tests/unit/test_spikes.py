@@ -16,7 +16,7 @@ from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.forensics.run_order import open_order
-from isobatch.engine.optimization.left_out import LEAVE_OUT, leave_out, left_out_steps
+from isobatch.engine.optimization.left_out import LEAVE_OUT, leave_out
 from isobatch.engine.optimization.spikes import WINDOW, SpikeWatch
 from isobatch.engine.registry import complete
 from isobatch.engine.runs.run_folder import RunFolder
@@ -198,22 +198,6 @@ def test_an_edited_decision_is_found(
     found = verified(run, "records")
     assert not found.verified
     assert found.problems
-
-
-WRONG = {
-    "word": ("x", "give a step or a range, as in 1200-1203 or train:1200-1203"),
-    "phase": ("lora:5", "give a step or a range"),
-    "backwards": ("9-4", "the first step is 1, and a range ascends"),
-    "zero": ("0", "the first step is 1"),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_steps_are_one_line(case: str, runs: dict[str, RunFolder]) -> None:
-    words, expected = WRONG[case]
-    with pytest.raises(UserError, match=expected):
-        skip_steps(runs["warn"], words)
-    assert left_out_steps(runs["warn"]) == {}
 
 
 def test_ordinary_training_has_no_spike() -> None:

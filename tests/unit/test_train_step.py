@@ -14,18 +14,17 @@ from torch import Tensor, nn
 from isobatch.core.errors import TrainingError
 from isobatch.core.recipe import Recipe
 from isobatch.data.base import ArraySource, Ragged
-from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.engine.strategies import replicated as replicas_module
-from isobatch.engine.strategies.replicated import SCALE_START, ReplicatedStrategy
+from isobatch.engine.strategies.replicated import ReplicatedStrategy
 from isobatch.engine.training.train_step import Stepper, Votes
 from isobatch.models import base
 from isobatch.models.base import Batch, Loss, StepContext, Task
-from isobatch.tests.unit.helpers import InMemoryState, plan
+from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -343,30 +342,6 @@ def test_an_overflow_redoes_the_same_step_at_half_the_scale(
             [s["next"] for s in alone["sums"]], rel=1e-5
         )
     assert all(calls == outcome.calls[0] for calls in outcome.calls)
-
-
-def test_the_scale_doubles_after_enough_good_steps_and_is_saved(
-    run_ranks: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(replicas_module, "SCALE_PATIENCE", 2)
-
-    def part(world: Any) -> list[Any]:
-        first, again, fresh = (replicas(world, model(), precision="fp16") for _ in range(3))
-        overflowed = first._overflowed  # noqa: SLF001  the scale alone, without a step
-        scales = [overflowed(torch.tensor(1.0)) or first.scale for _ in range(3)]
-        overflowed(torch.tensor(torch.inf))
-        assert overflowed(torch.tensor(1.0)) is False
-        saved: Any = InMemoryState(portable_state.collect_state(first.unwrapped, first.optimizer))
-        again.restore(saved, first.loss_scale())
-        fresh.restore(saved, {})  # as a strategy without a scale saves it
-        other = replicas(world, model())
-        other.restore(saved, first.loss_scale())
-        return [scales, again.scale, again.good_steps, fresh.scale, other.scale]
-
-    # Doubled by the second good step, halved by the overflow; fp32 has no scale whatever was saved.
-    ((scales, scale, good, unsaved, plain),) = run_ranks(1, part).values
-    assert scales == [SCALE_START, 2 * SCALE_START, 2 * SCALE_START]
-    assert (scale, good, unsaved, plain) == (SCALE_START, 1, SCALE_START, 1.0)
 
 
 def test_native_noise_is_drawn_again_by_a_resumed_run_and_refused_to_tasks(run_ranks: Any) -> None:

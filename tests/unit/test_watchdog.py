@@ -219,13 +219,3 @@ def test_the_watchdog_knows_of_every_collective(name: str, monkeypatch: pytest.M
     assert world.blocked, "nothing was recorded"
     assert all(waiting for _, waiting in world.blocked), world.blocked
     assert world.waiting == ""
-
-
-def test_a_collective_within_another_leaves_it_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = Recorded(monkeypatch)
-    with world.waiting_for("ZeRO's update"):
-        world.barrier()
-        assert world.waiting == "ZeRO's update"
-    with pytest.raises(RuntimeError, match="gone"), world.waiting_for("a barrier"):
-        raise RuntimeError("gone")
-    assert world.waiting == ""
