@@ -13,7 +13,7 @@ from typing import Any
 from isobatch.core import atomic_files
 from isobatch.core.measures import now
 from isobatch.engine.machine.detect import allowed_cpus
-from isobatch.engine.profiling.advice import profile_lines, targets, worth_a_trial
+from isobatch.engine.profiling.advice import profile_lines, worth_a_trial
 from isobatch.engine.profiling.recorder import PARTS
 from isobatch.engine.runs.run_options import step_window
 
@@ -78,7 +78,6 @@ class StepProfiler:
             "padding": fmean(work.padding for work in works),
             "micro_batches": micro_batches,
             "samples_per_micro_batch": own_samples / micro_batches,
-            "fused_optimizer": is_fused(getattr(self.active.strategy, "optimizer", None)),
         }
 
     def _begin_trace(self) -> None:
@@ -111,13 +110,6 @@ class StepProfiler:
             import torch
 
             torch.cuda.synchronize(self.device)
-
-
-def is_fused(optimizer: Any) -> bool | None:
-    """Whether torch's optimizer steps by its fused kernel; None for another library's."""
-    groups = getattr(optimizer, "param_groups", [])
-    known = [group["fused"] for group in groups if "fused" in group]
-    return all(known) if known else None
 
 
 def gpu_busy(events: Any) -> float:
@@ -155,7 +147,7 @@ def write_profile_of_run(context: Any, profiler: StepProfiler) -> None:
     found, phase = profiler.findings, profiler.active
     folder = context.run.folder / FOLDER / phase.schedule.name
     found["files"] = profiler.write(folder)
-    found |= {"targets": targets(found), "phase": phase.schedule.name, **context.gpu_monitor.latest()}
+    found |= {"phase": phase.schedule.name, **context.gpu_monitor.latest()}
     found["advice"] = worth_a_trial(found, phase.session.plan.to_dict())
     atomic_files.write_json(folder / FILE, found)
     for line in profile_lines(found):

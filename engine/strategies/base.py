@@ -75,6 +75,14 @@ class Strategy(ABC):
         """The parameters that train, by name."""
         return ((name, p) for name, p in self.unwrapped.named_parameters() if p.requires_grad)
 
+    def loaded_names(
+        self, saved: SavedCheckpoint, new_phase: bool, shapes: dict[str, tuple[int, ...]]
+    ) -> set[str]:
+        """Those that `load_weights` reads; raises TrainingError where their shapes are not `shapes`."""
+        known = portable_state.saved_weight_names(saved) if new_phase else set(shapes)
+        portable_state.check_shapes(saved, {name: shape for name, shape in shapes.items() if name in known})
+        return known
+
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that a checkpoint holds."""
         changing = portable_state.changing_tensors(self.unwrapped)

@@ -129,8 +129,7 @@ class FullyShardStrategy(Strategy):
     def load_weights(self, saved: SavedCheckpoint, new_phase: bool = False) -> None:
         trained, buffers = dict(self.trained()), self.buffers()
         shapes = {name: tuple(t.shape) for name, t in (*trained.items(), *buffers.items())}
-        known = portable_state.saved_weight_names(saved) if new_phase else set(shapes)
-        portable_state.check_shapes(saved, {name: shape for name, shape in shapes.items() if name in known})
+        known = self.loaded_names(saved, new_phase, shapes)
         with torch.no_grad():
             for name, buffer in buffers.items():
                 buffer.copy_(saved.read(WEIGHT + name))

@@ -162,8 +162,7 @@ class ZeroStrategy(Strategy):
         """Load this rank's shards and, where it holds whole parameters, these too."""
         shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.trained()}
         shapes |= {name: tuple(b.shape) for name, b in self.buffers().items()}
-        known = portable_state.saved_weight_names(saved) if new_phase else set(shapes)
-        portable_state.check_shapes(saved, {name: shape for name, shape in shapes.items() if name in known})
+        known = self.loaded_names(saved, new_phase, shapes)
         whole = SharedReader(saved, self.world)  # under stages 1 and 2 every rank needs all weights
         with torch.no_grad():
             for name, buffer in self.buffers().items():

@@ -199,14 +199,19 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
         context.peak_memory.observe("export")
         summary |= metrics_fields(held_out) | context.peak_memory.fields()
         decisions = bytes_digest(context.run.decisions) if context.run.decisions.exists() else ""
+        where = {"phase": context.progress.phase, "step": context.progress.step}
         found: dict[str, Any] = {
+            **where,
             "final": folder_digests(context.run.final),
             "exported": folder.name,
             "summary": summary,
             "data": checked,
+            "rounding": session.plan.rounding,
+            "decisions": decisions,
+            "invariance": session.plan.invariance,
         }
-        found |= {"rounding": session.plan.rounding, "decisions": decisions}
-        _log_final(context, found)
+        context.log.log_metrics(found)
+        context.log.seal(**where)
         context.run.write_summary(summary)
     context.world.barrier()
 
@@ -252,31 +257,18 @@ def _add_final_metrics(
     return context.task.final_remark(held_out[split])
 
 
-def _log_final(context: RunContext, found: dict[str, Any]) -> None:
-    """The last row of metrics.jsonl, and a seal over it: digests of final/, plan's invariance, summary."""
-    phase, step = context.progress.phase, context.progress.step
-    invariance = context.session.plan.invariance
-    context.log.log_metrics({"phase": phase, "step": step, **found, "invariance": invariance})
-    context.log.seal(phase, step)
-
-
 def _headline(context: RunContext) -> str:
     """The first line for the user: task, data, steps, devices, predicted duration."""
     session, plan = context.session, context.session.plan
     steps = sum(s.steps for s in session.schedules)
+    lengthened = why_lengthened(context.recipe, session.task.phases(), session.sampler.steps_per_epoch)
     remark = context.task.model_size(session.facts).remark
     return (
         f"{context.recipe.task}: {session.facts.samples['train']:,} samples, global batch"
-        f" {context.recipe.batch_size}, {steps:,} steps{_why_so_many(context)} on {context.world.size} x"
+        f" {context.recipe.batch_size}, {steps:,} steps{lengthened} on {context.world.size} x"
         f" {context.world.device.type} in {plan.precision} ({plan.invariance});"
         f" about {format_duration(steps * plan.predicted_step_seconds)}" + (f"\n{remark}" if remark else "")
     )
-
-
-def _why_so_many(context: RunContext) -> str:
-    """In brackets which of --epochs and --least-steps decided, where that was the second."""
-    session = context.session
-    return why_lengthened(context.recipe, session.task.phases(), session.sampler.steps_per_epoch)
 
 
 def _write_model_card(

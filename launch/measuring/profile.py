@@ -10,11 +10,9 @@ from isobatch.core import atomic_files
 from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Positive
 from isobatch.engine.machine.detect import allowed_cpus
-from isobatch.engine.profiling.advice import profile_lines, targets, worth_a_trial
+from isobatch.engine.profiling.advice import profile_lines, worth_a_trial
 from isobatch.engine.profiling.step_profiler import FILE, StepProfiler
-from isobatch.engine.runs.gpu_monitor import GpuMonitor
 from isobatch.engine.runs.peak_memory import peak_bytes
-from isobatch.engine.training.step_metrics import gpu_uuid
 from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.measuring.measures import measure_named
 from isobatch.launch.measuring.setup import Setup, measure_in_world, read_setup
@@ -66,11 +64,9 @@ def measure(setup: Setup, world: Communicator) -> dict[str, Any]:
     with TrialSession(setup.base, world) as base:
         base.warm_up()
         profiler = StepProfiler(base.active, 1, steps + 1, max(1, cores // setup.plan.processes))
-        with GpuMonitor(gpu_uuid(device)) as monitor:
-            for number, loaded in enumerate(base.batches(steps + 2)):
-                base.active.step(loaded)
-                profiler.step_ended(number, loaded.work)
-            power = monitor.latest().get("power_watts")
+        for number, loaded in enumerate(base.batches(steps + 2)):
+            base.active.step(loaded)
+            profiler.step_ended(number, loaded.work)
         phase = base.active.schedule.name
     hardware, on_gpu = setup.hardware, setup.plan.device == "cuda"
     capacity = hardware.gpu.memory_bytes if on_gpu else hardware.ram_bytes // setup.plan.processes
@@ -80,11 +76,9 @@ def measure(setup: Setup, world: Communicator) -> dict[str, Any]:
         "phase": phase,
         **profiler.findings,
         "memory_share": peak_bytes(device) / capacity,
-        "cores": cores,
-        "power_watts": power,
         "plan": setup.plan.to_dict(),
     }
-    found["targets"], found["advice"] = targets(found), worth_a_trial(found, found["plan"])
+    found["advice"] = worth_a_trial(found, found["plan"])
     for row in found["advice"]:
         row["flags"] = [setting.flags for setting in measure_named(row["measure"]).changes(setup)]
     if world.is_main:
