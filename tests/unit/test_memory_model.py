@@ -17,30 +17,14 @@ from isobatch.engine.planning.memory_model import (
     memory_footprint,
 )
 from isobatch.models.base import ModelSize
+from isobatch.tests.unit.test_planner import sized
 
 if TYPE_CHECKING:
     from isobatch.core.plan import StrategyName
 
-LAYERS, HIDDEN = 12, 768
-GPT2 = ModelSize(
-    parameters=124_439_808,
-    trainable=124_439_808,
-    layers=LAYERS,
-    hidden=HIDDEN,
-    heads=12,
-    intermediate=3072,
-    vocabulary=50257,
-)
-LLAMA_7B = ModelSize(
-    parameters=6_738_415_616,
-    trainable=6_738_415_616,
-    layers=32,
-    hidden=4096,
-    heads=32,
-    intermediate=11008,
-    vocabulary=32000,
-    gated=True,
-)
+HIDDEN = 768
+GPT2 = sized(124_439_808, 12, HIDDEN, 12, 3072, 50257)
+LLAMA_7B = sized(6_738_415_616, 32, 4096, 32, 11008, 32000, gated=True)
 PLAIN = Recipe(task="causal-lm")
 
 

@@ -22,36 +22,19 @@ from isobatch.models.base import ModelSize
 from isobatch.models.causal_lm.adapter_sizes import BYTES_PER_WEIGHT
 from isobatch.models.head_chunks import CHUNK_BYTES
 
-GPT2 = ModelSize(
-    parameters=124_439_808,
-    trainable=124_439_808,
-    layers=12,
-    hidden=768,
-    heads=12,
-    intermediate=3072,
-    vocabulary=50257,
-)
-TINY = ModelSize(
-    parameters=1_000_000,
-    trainable=1_000_000,
-    layers=4,
-    hidden=128,
-    heads=2,
-    intermediate=512,
-    vocabulary=1000,
-)
-BERT6 = ModelSize(
-    parameters=66_400_000, trainable=66_400_000, layers=6, hidden=768, heads=12, intermediate=3072
-)
-SEVEN_B = ModelSize(
-    parameters=6_738_000_000,
-    trainable=6_738_000_000,
-    layers=32,
-    hidden=4096,
-    heads=32,
-    intermediate=11008,
-    vocabulary=32000,
-)
+
+def sized(parameters: int, *shape: int, **more: Any) -> ModelSize:
+    """All of it trains; `shape`: layers, hidden width, heads, width of the MLP, vocabulary."""
+    names = ("layers", "hidden", "heads", "intermediate", "vocabulary")
+    return ModelSize(
+        parameters=parameters, trainable=parameters, **dict(zip(names, shape, strict=False)), **more
+    )
+
+
+GPT2 = sized(124_439_808, 12, 768, 12, 3072, 50257)
+TINY = sized(1_000_000, 4, 128, 2, 512, 1000)
+BERT6 = sized(66_400_000, 6, 768, 12, 3072)
+SEVEN_B = sized(6_738_000_000, 32, 4096, 32, 11008, 32000)
 TEXTS = Facts(fingerprint="0", folder="", samples={"train": 10_000}, lengths=tuple(range(64, 129)))
 BLOCKS = Facts(fingerprint="0", folder="", samples={"train": 10_000}, lengths=(1024,) * 65)
 LAPTOP = parse_hardware("rtx4080-laptop")
@@ -108,17 +91,8 @@ def test_small_cards(row: tuple[Any, ...]) -> None:
     assert plan.predicted_peak_memory_bytes < memory * GIB
 
 
-LLAMA_70B = ModelSize(
-    parameters=68_976_648_192,
-    trainable=68_976_648_192,
-    layers=80,
-    hidden=8192,
-    heads=64,
-    intermediate=28672,
-    vocabulary=32000,
-    key_width=1024,
-    gated=True,
-    head_bytes=CHUNK_BYTES,
+LLAMA_70B = sized(
+    68_976_648_192, 80, 8192, 64, 28672, 32000, key_width=1024, gated=True, head_bytes=CHUNK_BYTES
 )
 LARGE = [
     # machine, model, batch, processes, strategy, activation checkpointing
@@ -153,11 +127,8 @@ def test_large_models(row: tuple[Any, ...]) -> None:
     found = (plan.processes, plan.strategy, plan.activation_checkpointing)
     assert found == (processes, strategy, recompute)
     assert plan.predicted_peak_memory_bytes <= 0.8 * parse_hardware(machine).gpu.memory_bytes
-
-
-def test_the_memory_of_qlora_is_what_the_arithmetic_says() -> None:
-    plan = planned("rtx4080-laptop", WITH_QLORA, BLOCKS, recipe={"max_length": 1024, "batch_size": 1})
-    assert plan.predicted_peak_memory_bytes == pytest.approx(6.9e9, rel=0.03)
+    if shape is WITH_QLORA:
+        assert plan.predicted_peak_memory_bytes == pytest.approx(6.9e9, rel=0.03)
 
 
 def test_offloaded_weights_cross_pcie_twice_a_micro_batch() -> None:
@@ -190,13 +161,6 @@ def test_the_fastest_of_what_fits_is_taken_and_fsdp2_only_where_it_is_asked_for(
         assert chosen.predicted_step_seconds <= other.predicted_step_seconds
     recomputed = planned("8xh100", LLAMA_7B, BLOCKS, recipe=recipe, activation_checkpointing="on")
     assert chosen.predicted_step_seconds <= 1.1 * recomputed.predicted_step_seconds
-
-
-def test_a_process_holds_its_share_of_the_batch() -> None:
-    """GPT-2 with 32 rows on 8 A100s: four rows each. States 6 + 4 + 8 bytes x 124 million = 2.2 GB."""
-    plan = planned("8xa100-80gb", CHUNKED, BLOCKS)
-    assert (plan.processes, plan.micro_batch_tokens) == (8, 4 * 1024)
-    assert plan.predicted_peak_memory_bytes < 8.5e9
 
 
 DECISIONS = [
@@ -244,13 +208,10 @@ def test_every_field_has_its_reason_in_one_sentence(machine: str, shape: ModelSi
 @pytest.mark.parametrize(
     ("changes", "hint"),
     [
-        (None, "plan.json lacks activation_checkpointing, attention, calibrated: delete it"),
-        (
-            {"invariance": "perfect"},
-            "plan.json: invariance perfect is not one of exact, rounding, precision",
-        ),
-        ({"rounding": ["much", 1.0]}, r"plan.json: rounding \['much', 1.0\] is not what a plan has"),
-        ({"processes": "2"}, "plan.json: processes 2 is not what a plan has"),
+        (None, "plan.json lacks activation_checkpointing, attention"),
+        ({"invariance": "perfect"}, "plan.json: invariance perfect"),
+        ({"rounding": ["much", 1.0]}, r"plan.json: rounding \['much', 1.0\]"),
+        ({"processes": "2"}, "plan.json: processes 2"),
     ],
 )
 def test_a_broken_plan_is_named(changes: dict[str, Any] | None, hint: str) -> None:
@@ -269,14 +230,6 @@ def test_one_of_eight_gpus_without_fast_links_and_the_numbers_why() -> None:
 def test_several_nodes_are_used_where_the_batch_feeds_them() -> None:
     plan = planned("4x8xa100-80gb", recipe={"batch_size": 16_384})
     assert (plan.processes, plan.nodes) == (32, 4)
-
-
-@pytest.mark.parametrize("machine", ["rtx4080-laptop", "t4", "v100", "a100-40gb"])
-def test_the_prediction_stays_under_four_fifths_of_the_memory(machine: str) -> None:
-    plan = planned(machine, facts=BLOCKS, recipe={"batch_size": 512})
-    assert plan.predicted_peak_memory_bytes <= 0.8 * parse_hardware(machine).gpu.memory_bytes
-    assert 1024 <= plan.micro_batch_tokens < 512 * 1024
-    assert " GB " in plan.reasons["micro_batch_tokens"]
 
 
 def test_a_memory_limit_shrinks_the_micro_batch_only() -> None:
@@ -395,16 +348,11 @@ def test_a_mixed_precision_is_a_wish_and_the_plan_says_why_not(machine: str, wor
 
 def test_what_of_the_loader_is_no_choice_has_its_reason_too() -> None:
     thread = fixed_loader_settings(planned("cpu:8x64gb", TINY))
-    assert {name: value for name, (value, _) in thread.items()} == {
-        "persistent_workers": True,
-        "dynamic_padding": True,
-    }
-    assert thread["persistent_workers"][1].startswith("no loader processes: one thread")
+    assert {name: value for name, (value, _) in thread.items()} == dict.fromkeys(thread, True)
     workers = fixed_loader_settings(planned(LAPTOP, workers=8))
     assert workers["persistent_workers"][1].startswith("the 8 loader processes live as long as a phase")
     assert "up to a multiple of 8" in workers["dynamic_padding"][1]
-    packed = fixed_loader_settings(dataclasses.replace(planned(LAPTOP), pack=True))
-    assert packed["dynamic_padding"] == (False, "samples are packed end to end, so batches are not padded")
+    assert not fixed_loader_settings(dataclasses.replace(planned(LAPTOP), pack=True))["dynamic_padding"][0]
 
 
 def test_wishes_that_the_plan_follows_need_no_line() -> None:
@@ -423,17 +371,22 @@ def test_wishes_that_the_plan_cannot_follow_are_said() -> None:
     assert "--processes 2 or more" in lines[2]
 
 
-def test_noise_outranks_precision_and_compiling_ends_exactness() -> None:
-    assert planned(LAPTOP, recipe={"noise": "native"}).invariance == "noise"
-    assert planned(LAPTOP, foreign_noise=True).invariance == "noise"
-    assert planned(LAPTOP, precision="fp32", compile="on").invariance == "precision"
-
-
-def test_a_model_that_rounds_to_levels_says_so_where_nothing_else_differs_more() -> None:
-    rounds = dataclasses.replace(BERT6, rounds=True)
-    assert planned(LAPTOP, rounds, precision="fp32", compile="off").invariance == "rounding"
-    assert planned("h100", rounds, precision="bf16").invariance == "precision"
-    assert planned(LAPTOP, rounds, recipe={"noise": "native"}).invariance == "noise"
+@pytest.mark.parametrize(
+    ("asked", "invariance"),
+    [
+        ({"recipe": {"noise": "native"}}, "noise"),
+        ({"foreign_noise": True}, "noise"),
+        ({"precision": "fp32", "compile": "on"}, "precision"),
+        ({"precision": "bf16", "shape": dataclasses.replace(BERT6, rounds=True)}, "precision"),
+        (
+            {"precision": "fp32", "compile": "off", "shape": dataclasses.replace(BERT6, rounds=True)},
+            "rounding",
+        ),
+        ({"recipe": {"noise": "native"}, "shape": dataclasses.replace(BERT6, rounds=True)}, "noise"),
+    ],
+)
+def test_what_differs_most_is_stated(asked: dict[str, Any], invariance: str) -> None:
+    assert planned(LAPTOP, **asked).invariance == invariance
 
 
 def test_a_matrix_unit_makes_bf16_the_choice_on_a_cpu() -> None:
@@ -532,10 +485,6 @@ def test_more_memory_never_makes_the_micro_batch_smaller() -> None:
         tokens.append(planned(machine, facts=BLOCKS, recipe={"batch_size": 512}).micro_batch_tokens)
     assert tokens == sorted(tokens)
     assert len(set(tokens)) > 3
-
-
-def test_planning_is_pure() -> None:
-    assert planned("8xh100") == planned("8xh100")
 
 
 def test_cuda_graphs_need_whole_gradients_and_no_ddp_hooks() -> None:
