@@ -64,28 +64,19 @@ def causal_attention_alone(config: Any, length: int) -> Iterator[None]:
     `length`: T, the rows' length. A model whose attention has a window that is shorter is left alone.
     """
     kernel = config._attn_implementation  # noqa: SLF001  no public name
-    if not kernel or not _is_plain_causal(config, kernel, length):
+    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    needs_mask = not kernel or kernel == "eager" or kernel.startswith("flash")
+    if needs_mask or any(window is not None and length >= window for window in windows):
         yield
         return
-    _register_without_mask(kernel)
+    # Registered again under a name without a mask function: transformers then makes no mask.
+    _tables()[0][kernel + CAUSAL] = known_attention(kernel)[0]
+    _registered.add(kernel + CAUSAL)
     config._attn_implementation = kernel + CAUSAL  # noqa: SLF001  set_attn_implementation reloads kernels
     try:
         yield
     finally:
         config._attn_implementation = kernel  # noqa: SLF001
-
-
-def _is_plain_causal(config: Any, kernel: str, length: int) -> bool:
-    """Whether every token attends to all before it, by an attention function that needs no mask for it."""
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-    needs_mask = kernel == "eager" or kernel.startswith("flash")
-    return not needs_mask and all(window is None or length < window for window in windows)
-
-
-def _register_without_mask(kernel: str) -> None:
-    """Register a known attention function again: transformers makes no mask for a name without one."""
-    _tables()[0][kernel + CAUSAL] = known_attention(kernel)[0]
-    _registered.add(kernel + CAUSAL)
 
 
 def registered_attention() -> dict[str, tuple[Any, Any]]:

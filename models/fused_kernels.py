@@ -12,22 +12,19 @@ if TYPE_CHECKING:
 _failures: list[str] = []
 
 
-def fused_on_gpu(formula: Callable[..., Any], unfused: Callable[..., Any] | None = None) -> _Fused:
-    """`formula` as one kernel on CUDA tensors. `unfused` computes the same where there is no compiler.
-
-    Inside a compiled model the formula becomes part of the model's own kernels.
-    """
-    return _Fused(formula, unfused or formula)
-
-
 def take_failure() -> str:
     """Why functions run unfused in this process, once, for the user; empty where none has failed."""
     return _failures.pop() if _failures else ""
 
 
-class _Fused:
-    def __init__(self, formula: Callable[..., Any], unfused: Callable[..., Any]) -> None:
-        self.formula, self.unfused = formula, unfused
+class fused_on_gpu:
+    """`formula` as one kernel on CUDA tensors. `unfused` computes the same where there is no compiler.
+
+    Inside a compiled model the formula becomes part of the model's own kernels.
+    """
+
+    def __init__(self, formula: Callable[..., Any], unfused: Callable[..., Any] | None = None) -> None:
+        self.formula, self.unfused = formula, unfused or formula
         self._chosen: Callable[..., Any] | None = None
 
     def __call__(self, first: torch.Tensor, *others: Any) -> Any:

@@ -147,21 +147,19 @@ def local_path_or_id(name: str, revision: str | None) -> str:
 def load_config(name: str, revision: str | None) -> dict[str, Any]:
     """The model's config.json, downloaded if it is not cached. Raises UserError if it cannot be read."""
     folder = Path(local_path_or_id(name, revision))
-    file = folder / "config.json" if folder.is_dir() else _fetch_config(name, revision)
+    file = folder / "config.json"
+    if not folder.is_dir():
+        from huggingface_hub import hf_hub_download
+
+        require_available(name, revision)
+        try:
+            file = Path(hf_hub_download(name, "config.json", revision=revision))
+        except Exception as error:  # network, missing repository, gated: all are one line to the user
+            raise UserError(f"--model {name}: {explain_hub_error(error, revision)}") from None
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--model {name}: {file} cannot be read: {error}") from None
-
-
-def _fetch_config(name: str, revision: str | None) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    require_available(name, revision)
-    try:
-        return Path(hf_hub_download(name, "config.json", revision=revision))
-    except Exception as error:  # network, missing repository, gated: all are one line to the user
-        raise UserError(f"--model {name}: {explain_hub_error(error, revision)}") from None
 
 
 def fetch_weights(name: str, revision: str | None, flag: str = "--model") -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import atomic_files, number_ranges
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, refuse
 from isobatch.core.flags import spelling
 from isobatch.core.measures import counted, printable
 from isobatch.core.terminal.status import doing
@@ -82,15 +82,16 @@ def recommend(words: Sequence[str]) -> int:
 def _refuse_contradictions(options: RecommendOptions) -> None:
     """Raise UserError for no question, for several, and for a flag that the question does not read."""
     asked = [name for name in ("user", "items", "similar_to") if getattr(options, name) is not None]
-    if len(asked) > 1:
-        raise UserError(f"recommend: {' and '.join(map(spelling, asked))} are several questions: give one")
-    if not (asked or options.out):
-        raise UserError(
+    several = " and ".join(map(spelling, asked))
+    refuse(
+        {
+            f"recommend: {several} are several questions: give one": len(asked) > 1,
             "recommend: needs one of --user ID, --items ID,ID and --similar-to ITEM, or for all users --out"
-            " lists.parquet"
-        )
-    if options.with_seen and options.similar_to is not None:
-        raise UserError("--with-seen: changes nothing of --similar-to; leave it out")
+            " lists.parquet": not (asked or options.out),
+            "--with-seen: changes nothing of --similar-to; leave it out": options.with_seen
+            and options.similar_to is not None,
+        }
+    )
 
 
 def _answer(lists: Recommendations, options: RecommendOptions, out: Path | None, remarks: list[str]) -> int:

@@ -82,7 +82,10 @@ def bypassable_head(model: Any) -> BypassableHead | None:
 
 def run_model(model: Any, tokens: Tensor) -> Tensor:
     """(B, T) int64 tokens -> (B, T, V) logits, or (B, T, D) states while the head is bypassed."""
-    with _no_mask(model, tokens):
+    config = getattr(getattr(model, "module", model), "config", None)
+    # Causal attention without a mask, for the model types of which it is known to be the same.
+    is_plain = getattr(config, "model_type", None) in PACKABLE_TYPES
+    with causal_attention_alone(config, tokens.shape[1]) if is_plain else contextlib.nullcontext():
         logits: Tensor = model(input_ids=tokens, use_cache=False).logits
     return logits
 
@@ -122,14 +125,6 @@ def predicted_rows(targets: Tensor, count: int | None) -> Tensor:
     place = (is_target.cumsum(0) - 1).masked_fill(~is_target, count).clamp_(max=count)
     rows = torch.arange(len(targets), device=targets.device)
     return torch.zeros(count + 1, dtype=torch.int64, device=targets.device).scatter_(0, place, rows)[:count]
-
-
-def _no_mask(model: Any, tokens: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Causal attention without a mask, for the model types of which it is known to be the same."""
-    config = getattr(getattr(model, "module", model), "config", None)
-    if getattr(config, "model_type", None) not in PACKABLE_TYPES:
-        return contextlib.nullcontext()
-    return causal_attention_alone(config, tokens.shape[1])
 
 
 @contextlib.contextmanager

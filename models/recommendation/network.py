@@ -13,9 +13,17 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear  # x[i] would add up gradients in any order
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from isobatch.models.recommendation.catalogue import Catalogue
     from isobatch.models.recommendation.text_encoder import TextEncoder
 
+PARTS = {
+    **dict.fromkeys(("user_meta_proj", "item_meta_proj"), "projection"),
+    **dict.fromkeys(("user_fusion", "item_fusion"), "fusion"),
+    **dict.fromkeys(("mlp_layers", "product"), "mlp"),
+}
+"""Module -> its name for --trainable; all others are `ids`."""
 ID_INIT_STD = 0.1
 """Standard deviation of the initial id embeddings (Rendle et al. 2020)."""
 
@@ -86,16 +94,12 @@ class RecommenderNet(nn.Module):
             return 1
         return 2 * max(m.out_features for m in self.mlp_layers if isinstance(m, nn.Linear))
 
-    def trainable_parts(self) -> dict[str, list[nn.Parameter]]:
-        """Names of --trainable -> parameters, the encoder's left out."""
-        found: dict[str, list[nn.Parameter]] = {"projection": [], "fusion": [], "mlp": [], "ids": []}
-        kinds = {"meta_proj": "projection", "fusion": "fusion", "mlp_layers": "mlp", "product": "mlp"}
+    def trainable_parts(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """(its name for --trainable, parameter) of all parameters but the encoder's."""
         for name, p in self.named_parameters():
-            if not name.startswith("encoder."):
-                first = name.partition(".")[0]
-                kind = next((v for k, v in kinds.items() if k in first), "ids")
-                found[kind].append(p)
-        return found
+            module = name.partition(".")[0]
+            if module != "encoder":
+                yield PARTS.get(module, "ids"), p
 
     def forward(self, user: Tensor, items: list[Tensor]) -> list[Tensor]:
         """Scores of (B,) users with each of `items`: (B, k) of their own, or (S,) shared by all users."""
@@ -129,15 +133,10 @@ class RecommenderNet(nn.Module):
         user_text, item_text = self.user_text[user], self.item_text[item]
         text_vectors = self._lookup_text_vectors(torch.cat([user_text, item_text]))
         user_text_vectors, item_text_vectors = text_vectors.split([len(user), len(item)])
-        has_user, has_item = (t[:, None] >= 0 for t in (user_text, item_text))
-        return (
-            self.user_fusion(
-                torch.cat([user_id_vectors, self.user_meta_proj(user_text_vectors) * has_user], 1)
-            ),
-            self.item_fusion(
-                torch.cat([item_id_vectors, self.item_meta_proj(item_text_vectors) * has_item], 1)
-            ),
-        )
+        user_known = self.user_meta_proj(user_text_vectors) * (user_text[:, None] >= 0)
+        item_known = self.item_meta_proj(item_text_vectors) * (item_text[:, None] >= 0)
+        users = self.user_fusion(torch.cat([user_id_vectors, user_known], 1))
+        return users, self.item_fusion(torch.cat([item_id_vectors, item_known], 1))
 
     def _lookup_text_vectors(self, texts: Tensor) -> Tensor:
         """(n, hidden) of texts by number; for -1, no text, some vector that the caller masks."""

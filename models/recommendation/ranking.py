@@ -36,11 +36,6 @@ def gains(rank: Tensor, k: int) -> dict[str, Tensor]:
     return {name: gain.where(rank < k, 0.0) for name, gain in each.items()}
 
 
-def rank_metrics(name: str, rank: Tensor, k: int) -> dict[str, Sum]:
-    """Parts of the metrics of `gains`; `name` stands before theirs."""
-    return {f"{name}{metric}@{k}": Sum(gain.sum(), len(rank)) for metric, gain in gains(rank, k).items()}
-
-
 def metric_parts(net: Any, batch: Batch, k: int) -> dict[str, Sum]:
     """Metrics of the model and of popularity, against the sampled negatives and against all new items.
 
@@ -49,14 +44,13 @@ def metric_parts(net: Any, batch: Batch, k: int) -> dict[str, Sum]:
     found: dict[str, Sum] = {}
     for chunk in chunks(net, batch):
         popular = net.counts.float().expand(len(chunk["user"]), -1)
-        scores, others = score_all_items(net, chunk["user"].long()), new_items(net, chunk)
-        parts = {
-            **ranking_parts(chunk, scores, others, "", k),
-            **ranking_parts(chunk, popular, others, "popularity_", k),
-        }
-        for name, new in parts.items():
-            before = found.get(name, Sum(0.0, 0))
-            found[name] = Sum(before.value + new.value, before.weight + new.weight)
+        own, others = score_all_items(net, chunk["user"].long()), new_items(net, chunk)
+        for name, scores in (("", own), ("popularity_", popular)):
+            sampled, full = ranks_of_held_out(chunk, scores, others)
+            for prefix, rank in ((name, sampled), (f"full_{name}", full)):
+                for metric, gain in gains(rank, k).items():
+                    before = found.get(key := f"{prefix}{metric}@{k}", Sum(0.0, 0))
+                    found[key] = Sum(before.value + gain.sum(), before.weight + len(rank))
     return found
 
 
@@ -71,12 +65,6 @@ def score_all_items(net: Any, user: Tensor) -> Tensor:
     """(B, items) scores of the model."""
     scores: Tensor = net(user, [torch.arange(len(net.item_text), device=user.device)])[0]
     return scores
-
-
-def ranking_parts(batch: Batch, scores: Tensor, others: Tensor, name: str, k: int) -> dict[str, Sum]:
-    """Metrics of (B, items) scores against the sampled negatives, and (`full_`) against `others`."""
-    sampled, full = ranks_of_held_out(batch, scores, others)
-    return {**rank_metrics(name, sampled, k), **rank_metrics(f"full_{name}", full, k)}
 
 
 def ranks_of_held_out(batch: Batch, scores: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:

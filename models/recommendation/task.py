@@ -302,9 +302,8 @@ class Recommender(Task):
 
     def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
         """Choose what trains, and compute once what will not change in this phase."""
-        for kind, parameters in model.trainable_parts().items():
-            for p in parameters:
-                p.requires_grad_(kind in self._trainable)
+        for kind, p in model.trainable_parts():
+            p.requires_grad_(kind in self._trainable)
         encoder = model.encoder
         if encoder is None:
             return

@@ -179,10 +179,10 @@ def test_ranks_hit_rate_and_ndcg() -> None:
     there = torch.tensor([[True, True, True], [True, True, False]])
     rank = ranking.ranks(torch.tensor([2.0, 5.0]), others, there)
     assert rank.tolist() == [1.5, 1.0]
-    found = ranking.rank_metrics("", torch.tensor([0.0, 1.0, 2.0, 3.0]), 3)
-    assert float(found["mrr@3"].value) == pytest.approx(1 + 1 / 2 + 1 / 3)
-    assert float(found["hr@3"].value) == 3
-    assert float(found["ndcg@3"].value) == pytest.approx(1 + 1 / math.log2(3) + 0.5)
+    found = ranking.gains(torch.tensor([0.0, 1.0, 2.0, 3.0]), 3)
+    assert float(found["mrr"].sum()) == pytest.approx(1 + 1 / 2 + 1 / 3)
+    assert float(found["hr"].sum()) == 3
+    assert float(found["ndcg"].sum()) == pytest.approx(1 + 1 / math.log2(3) + 0.5)
 
 
 def test_nan_counts_against_the_model() -> None:
