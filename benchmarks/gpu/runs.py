@@ -123,7 +123,7 @@ def dense_peak(precision: str) -> float | None:
     import torch
 
     known = find_gpu_model(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
-    return known.peaks()[precision] if known else None
+    return known.gpu.peak_flops[precision] if known else None
 
 
 def model_folder(name: str, config: Mapping[str, Any]) -> Path:

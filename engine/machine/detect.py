@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isobatch.engine.machine.gpu_table import PCIE, find_gpu_model, is_mobile
-from isobatch.engine.machine.hardware import MIB, Gpu, Hardware, apple_machine
+from isobatch.engine.machine.gpu_table import MIB, PCIE, Gpu, find_gpu_model, is_mobile
+from isobatch.engine.machine.hardware import Hardware, apple_machine
 
 GRANTED_CPUS = "ISOBATCH_CPUS"
 """Environment variable with the cores that a launcher grants our processes on this machine."""
@@ -256,7 +256,7 @@ def visible_rows(rows: list[list[str]], asked: str | None) -> list[list[str]]:
 def _from_row(row: list[str], seen: VisibleDevices | None) -> Gpu:
     _, _, name, memory, capability, watts = row
     known, digits = find_gpu_model(name), re.fullmatch(r"(\d+)\.(\d+)", capability)
-    pair = (int(digits[1]), int(digits[2])) if digits else known.capability if known else (0, 0)
+    pair = (int(digits[1]), int(digits[2])) if digits else known.gpu.compute_capability if known else (0, 0)
     architectures, why = (seen.architectures, seen.why_unusable) if seen else (None, "")
     size = int((positive(memory) or 0) * MIB)
     return make_gpu(name, size, pair, positive(watts), architectures, why_unusable=why)
@@ -288,9 +288,9 @@ def make_gpu(
         power_limit_watts=watts,
         supported=runs and not why_unusable,
         why_unusable=why_unusable,
-        peak_flops=known.peaks() if known else cautious,
-        memory_bandwidth=known.memory_bandwidth if known else 300e9,
-        link_bandwidth=PCIE if known is None or "pcie" in name.lower() else known.link,
+        peak_flops=known.gpu.peak_flops if known else cautious,
+        memory_bandwidth=known.gpu.memory_bandwidth if known else 300e9,
+        link_bandwidth=PCIE if known is None or "pcie" in name.lower() else known.gpu.link_bandwidth,
     )
 
 

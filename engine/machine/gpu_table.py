@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+MIB = 2**20
+LAPTOP = r"laptop|mobile|max-q"
 PCIE = 10e9
 """Bytes/s between GPUs without NVLink and without peer-to-peer copies."""
 PEER = 20e9
@@ -19,44 +22,87 @@ MIG_COMPUTE_SLICES = 7
 """Into how many compute slices MIG divides an A100, H100, H200 or B200."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """One accelerator. Rates are per second: FLOPs and bytes."""
+
+    name: str
+    memory_bytes: int
+    compute_capability: tuple[int, int]
+    """(major, minor); (0, 0) for other than NVIDIA GPUs."""
+    mobile: bool = False
+    power_limit_watts: float | None = None
+    supported: bool = True
+    """Whether this torch can use it."""
+    why_unusable: str = ""
+    """Why it cannot, if it is for another reason than missing kernels."""
+    peak_flops: Mapping[str, float | None]
+    """Dense peak per precision; None where the format is not native."""
+    memory_bandwidth: float
+    link_bandwidth: float = PCIE
+    """Bytes/s to the other GPUs of its node."""
+
+    @property
+    def card(self) -> str | None:
+        """The name of its row in the table of GPUs, if it has one."""
+        found = find_gpu_model(self.name)
+        return found.gpu.name if found else None
+
+    @property
+    def native_bf16(self) -> bool:
+        """Compute capability 8.0 or higher. (torch.cuda.is_bf16_supported also counts emulation.)"""
+        return self.compute_capability >= (8, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class GpuModel:
     """A row of the table: a GPU and its share of the host that it is usually part of."""
 
-    name: str
     pattern: str
     """Regular expression for its name in nvidia-smi."""
-    memory_mib: int
-    capability: tuple[int, int]
-    fp32: float
-    """Dense peak in FLOP/s; tensor cores are not used for fp32 (TF32 stays off)."""
-    half: float
-    """Dense peak of bf16 and fp16."""
-    memory_bandwidth: float
-    link: float
-    watts: float
+    gpu: Gpu
     cpus: int
     """Cores of the host per GPU."""
     ram_gib: int
     """RAM of the host per GPU."""
     node_bandwidth: float
 
-    def peaks(self) -> dict[str, float | None]:
-        """Dense peak rate per precision, in FLOP/s."""
-        return {
-            "fp32": self.fp32,
-            "fp16": self.half,
-            "bf16": self.half if self.capability >= (8, 0) else None,
-        }
+
+def is_mobile(name: str) -> bool:
+    """Whether a GPU's name is that of a laptop version."""
+    return re.search(LAPTOP, name, re.IGNORECASE) is not None
+
+
+def _gpu(
+    name: str,
+    mib: int,
+    capability: tuple[int, int],
+    rates: tuple[float, float, float],
+    link: float,
+    watts: float,
+) -> Gpu:
+    """`rates`: dense peaks in fp32 and in bf16 and fp16, TFLOP/s, where tensor cores are not used for fp32
+    (TF32 stays off); and GB/s of memory.
+    """
+    fp32, half, memory = (rate * scale for rate, scale in zip(rates, (1e12, 1e12, 1e9), strict=True))
+    return Gpu(
+        name=name,
+        memory_bytes=mib * MIB,
+        compute_capability=capability,
+        mobile=is_mobile(name),
+        power_limit_watts=watts,
+        peak_flops={"fp32": fp32, "fp16": half, "bf16": half if capability >= (8, 0) else None},
+        memory_bandwidth=memory,
+        link_bandwidth=link,
+    )
 
 
 def _geforce(
     name: str, pattern: str, mib: int, capability: tuple[int, int], tflops: float, gb_s: float, watts: float
 ) -> GpuModel:
     """A desktop card: `tflops` in fp32, `gb_s` of memory."""
-    ram = 64 if mib > 16000 else 32
-    rates = (tflops * 1e12, 2 * tflops * 1e12, gb_s * 1e9)
-    return GpuModel(name, pattern, mib, capability, *rates, PCIE, watts, 16, ram, 1.25e8)
+    gpu = _gpu(name, mib, capability, (tflops, 2 * tflops, gb_s), PCIE, watts)
+    return GpuModel(pattern, gpu, 16, 64 if mib > 16000 else 32, 1.25e8)
 
 
 def _server(
@@ -69,11 +115,8 @@ def _server(
     watts: float,
     host: tuple[int, int, float],
 ) -> GpuModel:
-    """A datacentre card: `rates` in fp32 and half TFLOP/s and GB/s, `host` in cores, GiB and bytes/s."""
-    fp32, half, memory = rates
-    return GpuModel(
-        name, pattern, mib, capability, fp32 * 1e12, half * 1e12, memory * 1e9, link, watts, *host
-    )
+    """A card with its `host`: cores, GiB, and bytes/s between nodes."""
+    return GpuModel(pattern, _gpu(name, mib, capability, rates, link, watts), *host)
 
 
 AMPERE, ADA, BLACKWELL = (8, 6), (8, 9), (12, 0)
@@ -83,7 +126,7 @@ CLOUD, DGX_A, DGX_H = (8, 32, 3e9), (12, 144, 100e9), (24, 256, 200e9)
 # papers and product pages for GeForce; data sheets of T4, V100, A10, A100, L4, L40S, H100, H200, DGX B200,
 # RTX A6000, RTX 6000 Ada; AWS's G5 page for the A10G; AMD's data sheet of the MI300X.
 MODELS = (
-    GpuModel("rtx3050-laptop", "3050.*Laptop", 4096, AMPERE, 5.5e12, 11e12, 192e9, PCIE, 60, 8, 16, 1.25e8),
+    _server("rtx3050-laptop", "3050.*Laptop", 4096, AMPERE, (5.5, 11, 192), PCIE, 60, (8, 16, 1.25e8)),
     _geforce("rtx3060ti", r"3060 Ti", 8192, AMPERE, 16.2, 448, 200),
     _geforce("rtx3060", r"3060", 12288, AMPERE, 12.7, 360, 170),
     _geforce("rtx3070ti", r"3070 Ti", 8192, AMPERE, 21.7, 608, 290),
@@ -99,7 +142,7 @@ MODELS = (
     _geforce("rtx4070ti", r"4070 Ti", 12282, ADA, 40.1, 504, 285),
     _geforce("rtx4070-super", r"4070 SUPER", 12282, ADA, 35.5, 504, 220),
     _geforce("rtx4070", r"4070", 12282, ADA, 29.1, 504, 200),
-    GpuModel("rtx4080-laptop", "4080.*Laptop", 12282, ADA, 24.7e12, 49e12, 432e9, PCIE, 150, 16, 32, 1.25e8),
+    _server("rtx4080-laptop", "4080.*Laptop", 12282, ADA, (24.7, 49, 432), PCIE, 150, (16, 32, 1.25e8)),
     _geforce("rtx4080-super", r"4080 SUPER", 16376, ADA, 52.2, 736, 320),
     _geforce("rtx4080", r"4080", 16376, ADA, 48.7, 717, 320),
     _geforce("rtx4090", r"4090", 24564, ADA, 82.6, 1008, 450),
@@ -124,8 +167,7 @@ MODELS = (
     _server("b200", r"B200", 183359, (10, 0), (75, 2250, 8000), 700e9, 1000, (28, 256, 200e9)),
     _server("mi300x", r"MI300X", 196592, (9, 4), (163.4, 1307, 5300), 300e9, 750, (24, 256, 200e9)),
 )
-MACHINES = {model.name: model for model in MODELS}
-LAPTOP = r"laptop|mobile|max-q"
+MACHINES = {model.gpu.name: model for model in MODELS}
 SLICE = r"[ -]mig[ -](\d)g\.(\d+)gb\b.*"
 
 
@@ -144,21 +186,16 @@ def mig_slice(whole: GpuModel, compute: int, memory_gb: int) -> GpuModel:
 
     Slices exchange over PCIe alone.
     """
-    share = compute / MIG_COMPUTE_SLICES
-    return dataclasses.replace(
-        whole,
-        name=f"{whole.name}-mig-{compute}g.{memory_gb}gb",
-        memory_mib=memory_gb * 1024,
-        fp32=share * whole.fp32,
-        half=share * whole.half,
-        memory_bandwidth=whole.memory_bandwidth * min(1.0, memory_gb * 1024 / whole.memory_mib),
-        link=PCIE,
+    share, card = compute / MIG_COMPUTE_SLICES, whole.gpu
+    part = dataclasses.replace(
+        card,
+        name=f"{card.name}-mig-{compute}g.{memory_gb}gb",
+        memory_bytes=memory_gb * 1024 * MIB,
+        peak_flops={name: peak and share * peak for name, peak in card.peak_flops.items()},
+        memory_bandwidth=card.memory_bandwidth * min(1.0, memory_gb * 1024 * MIB / card.memory_bytes),
+        link_bandwidth=PCIE,
     )
-
-
-def is_mobile(name: str) -> bool:
-    """Whether a GPU's name is that of a laptop version."""
-    return re.search(LAPTOP, name, re.IGNORECASE) is not None
+    return dataclasses.replace(whole, gpu=part)
 
 
 def named_model(word: str) -> str | None:

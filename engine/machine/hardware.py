@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,49 +11,16 @@ from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import format_bytes
 from isobatch.engine.machine.gpu_table import (
     MACHINES,
-    PCIE,
     SLICE,
+    Gpu,
     GpuModel,
     find_gpu_model,
-    is_mobile,
     named_model,
     names_beginning,
 )
 
 Kind = Literal["cuda", "mps", "cpu"]
-MIB, GIB = 2**20, 2**30
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
-    """One accelerator. Rates are per second: FLOPs and bytes."""
-
-    name: str
-    memory_bytes: int
-    compute_capability: tuple[int, int]
-    """(major, minor); (0, 0) for other than NVIDIA GPUs."""
-    mobile: bool = False
-    power_limit_watts: float | None = None
-    supported: bool = True
-    """Whether this torch can use it."""
-    why_unusable: str = ""
-    """Why it cannot, if it is for another reason than missing kernels."""
-    peak_flops: Mapping[str, float | None]
-    """Dense peak per precision; None where the format is not native."""
-    memory_bandwidth: float
-    link_bandwidth: float = PCIE
-    """Bytes/s to the other GPUs of its node."""
-
-    @property
-    def card(self) -> str | None:
-        """The name of its row in the table of GPUs, if it has one."""
-        found = find_gpu_model(self.name)
-        return found.name if found else None
-
-    @property
-    def native_bf16(self) -> bool:
-        """Compute capability 8.0 or higher. (torch.cuda.is_bf16_supported also counts emulation.)"""
-        return self.compute_capability >= (8, 0)
+GIB = 2**30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,19 +103,9 @@ def _model(text: str, name: str) -> GpuModel:
 
 def make_machine(model: GpuModel, nodes: int, gpus: int) -> Hardware:
     """Nodes of equal GPUs, with the host that they are usually part of."""
-    gpu = Gpu(
-        name=model.name,
-        memory_bytes=model.memory_mib * MIB,
-        compute_capability=model.capability,
-        mobile=is_mobile(model.name),
-        power_limit_watts=model.watts,
-        peak_flops=model.peaks(),
-        memory_bandwidth=model.memory_bandwidth,
-        link_bandwidth=model.link,
-    )
     return Hardware(
         kind="cuda",
-        gpus=(gpu,) * gpus,
+        gpus=(model.gpu,) * gpus,
         nodes=nodes,
         cpus=model.cpus * gpus,
         ram_bytes=model.ram_gib * gpus * GIB,

@@ -112,7 +112,7 @@ def _print_tasks(as_json: bool) -> int:
 
 
 def _print_hardware(as_json: bool) -> int:
-    rows = {model.name: round(model.memory_mib / 1024, 1) for model in MACHINES.values()}
+    rows = {name: round(model.gpu.memory_bytes / 2**30, 1) for name, model in MACHINES.items()}
     if as_json:
         print(atomic_files.json_text(rows))
         return 0

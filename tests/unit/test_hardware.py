@@ -10,8 +10,8 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.core.plan import PlanOptions
 from isobatch.engine.machine import detect
-from isobatch.engine.machine.gpu_table import MACHINES, find_gpu_model
-from isobatch.engine.machine.hardware import GIB, MIB, parse_hardware
+from isobatch.engine.machine.gpu_table import MACHINES, MIB, find_gpu_model
+from isobatch.engine.machine.hardware import GIB, parse_hardware
 from isobatch.engine.planning.choices import choose_device
 
 if TYPE_CHECKING:
@@ -62,10 +62,11 @@ def test_what_old_and_mobile_cards_lack() -> None:
 def test_each_row_is_found_by_its_own_name_and_has_rates_of_its_kind(name: str) -> None:
     machine = parse_hardware(name)
     assert machine.gpu.card == name
-    row = MACHINES[name]
-    assert 1.5 < row.half / row.fp32 < 40
-    assert 100e9 < row.memory_bandwidth < 10e12  # bytes/s
-    assert 5e12 < row.fp32 < 200e12  # FLOP/s
+    card = machine.gpu
+    fp32, half = (card.peak_flops[precision] or 0.0 for precision in ("fp32", "fp16"))
+    assert 1.5 < half / fp32 < 40
+    assert 100e9 < card.memory_bandwidth < 10e12  # bytes/s
+    assert 5e12 < fp32 < 200e12  # FLOP/s
 
 
 @pytest.mark.parametrize(
@@ -88,15 +89,15 @@ def test_each_row_is_found_by_its_own_name_and_has_rates_of_its_kind(name: str) 
 )
 def test_names_of_nvidia_smi_and_torch(seen: str, row: str | None) -> None:
     found = find_gpu_model(seen)
-    assert (found.name if found else None) == row
+    assert (found.gpu.name if found else None) == row
 
 
 def test_a_slice_has_its_share_of_a_card() -> None:
     for name in ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "h100-mig-1g.10gb"):
         found = find_gpu_model(name)
         assert found is not None
-        assert found.half == pytest.approx(989e12 / 7)  # one of seven compute slices
-        assert found.memory_bandwidth == pytest.approx(3350e9 / 8, rel=0.01)  # 10 of 80 GB
+        assert found.gpu.peak_flops["bf16"] == pytest.approx(989e12 / 7)  # one of seven compute slices
+        assert found.gpu.memory_bandwidth == pytest.approx(3350e9 / 8, rel=0.01)  # 10 of 80 GB
     assert parse_hardware("h100-mig-3g.40gb").gpu.memory_bytes == 40 * GIB
 
 
