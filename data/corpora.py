@@ -16,8 +16,6 @@ from isobatch.data.readers import LocatedRows
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import pyarrow
-
 DEMO = "demo"
 DEMO_PACKAGES = ("email", "http", "json", "logging", "urllib")
 DEMO_LARGEST_FILE = 32_000
@@ -150,11 +148,3 @@ def read_hub_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]
             k: names[row[k]] if row[k] is not None and row[k] >= 0 else None for k, names in classes.items()
         }
         yield f"{name} row {number}", {**row, **named}
-
-
-def read_hub_column(name: str, rows: Any, column: str) -> Iterator[tuple[str, int, pyarrow.Array]]:
-    """(data set, rows of the split that come before, values) of one column, as `read_parquet_column`."""
-    before = 0
-    for table in rows.select_columns([column]).with_format("arrow").iter(readers.ARROW_BATCH_ROWS):
-        yield name, before, table.column(0).combine_chunks()
-        before += len(table)

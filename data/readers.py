@@ -11,7 +11,6 @@ import io
 import itertools
 import os
 import re
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,14 +26,12 @@ from isobatch.data.preparation.progress import position
 from isobatch.data.tables import delimited, json_rows
 
 if TYPE_CHECKING:
-    import pyarrow
     from pyarrow.parquet import ParquetFile
 
 CHUNK_BYTES = 1 << 15
 MAX_LINE_BYTES = 1 << 20
-ARROW_BATCH_ROWS = 4096
+ARROW_BATCH_ROWS = 1000
 PARQUET_BATCH_BYTES = 1 << 22
-NO_PARQUET = "is no whole parquet file"
 VALIDATION_ONE_IN = 20
 """Where there is no validation split, one part in this many of the training data becomes it."""
 
@@ -73,6 +70,8 @@ class SplitFiles:
     """The columns that flags take by number, from 1 on."""
     key: str | None = None
     """Of a JSON object that holds several splits: the name of this one's rows."""
+    only: str | None = None
+    """Of Parquet the one column that is read; None for all."""
 
     @property
     def is_stream(self) -> bool:
@@ -212,18 +211,23 @@ def column_names(part: SplitFiles) -> list[str]:
 
 
 def require_column(part: SplitFiles, column: str, flag: str = "", otherwise: str = "") -> None:
-    """Raise UserError unless each file's rows have this column. `flag`: what was typed to name it, perhaps
-    nothing; `otherwise`: what else would be read.
-    """
+    """Raise UserError unless each file's rows have this column; arguments as of `require_name`."""
     for file in part.files:
-        names = column_names(dataclasses.replace(part, files=(file,)))
-        if names and column not in names:
-            what = f"{flag} {column}: {file} has no such column"
-            raise UserError(
-                (what if flag else f"{file}: has no column {column}")
-                + f"{nearest_hint(column, names)}; it has: {name_columns(names)}"
-                + (f"; {otherwise}" if otherwise else "")
-            )
+        if names := column_names(dataclasses.replace(part, files=(file,))):
+            require_name(column, names, file, flag, otherwise)
+
+
+def require_name(
+    column: str, names: Sequence[str], where: object, flag: str = "", otherwise: str = ""
+) -> None:
+    """Raise UserError unless a column is among the names of those that `where` has.
+
+    `flag`: what was typed to name it, perhaps nothing; `otherwise`: what else would be read.
+    """
+    if column not in names:
+        what = f"{flag} {column}: {where} has no such column" if flag else f"{where}: has no column {column}"
+        more = f"; {otherwise}" if otherwise else ""
+        raise UserError(f"{what}{nearest_hint(column, names)}; it has: {name_columns(names)}{more}")
 
 
 def name_columns(names: Sequence[str]) -> str:
@@ -359,7 +363,7 @@ def _parse_json_file(file: Path) -> Any:
 
 def open_parquet(file: Path) -> ParquetFile:
     """The file, of which only the metadata is read. Raises UserError where it is no whole Parquet file."""
-    with _explain_parquet_errors(file, NO_PARQUET):
+    with _explain_parquet_errors(file, "is no whole parquet file"):
         from pyarrow import parquet
 
         table = parquet.ParquetFile(os.fspath(file), page_checksum_verification=True)
@@ -376,50 +380,23 @@ def _explain_parquet_errors(file: Path, what: str) -> Iterator[None]:
         raise UserError(f"{file}: parquet needs pyarrow: pip install pyarrow") from None
     try:
         yield
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise UserError(f"{file}: {what}: {str(error).partition(chr(10))[0]}") from None
 
 
-def _read_parquet(file: Path, _: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with open_parquet(file) as table, _explain_parquet_errors(file, NO_PARQUET):
-        batches = table.iter_batches(batch_size=1000)
-        records = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-        for number, record in enumerate(records, 1):
-            yield f"{file} row {number}", record
-
-
-def read_parquet_column(part: SplitFiles, column: str) -> Iterator[tuple[Path, int, pyarrow.Array]]:
-    """(file, rows of it that come before, values) of one column from row `start` to `stop`.
-
-    The files are read row group by row group, a few thousand rows at a time; other columns are not read.
-    Raises UserError that names the row group where one is damaged.
-    """
-    stop = sys.maxsize if part.stop is None else part.stop
-    passed = 0
-    for file in part.files:
-        with open_parquet(file) as table:
-            first = passed
-            for group in range(table.num_row_groups):
-                position = passed
-                passed += table.metadata.row_group(group).num_rows
-                if passed <= part.start or position >= stop:
-                    continue
-                for values in _read_row_group(file, table, group, column):
-                    low, high = max(part.start - position, 0), min(stop - position, len(values))
-                    if low < high:
-                        yield file, position - first + low, values[low:high]
-                    position += len(values)
-
-
-def _read_row_group(file: Path, table: ParquetFile, group: int, column: str) -> Iterator[pyarrow.Array]:
-    """The values of one column of one row group, in batches: fewer rows where rows are long."""
-    where = f"row group {group + 1} of {table.num_row_groups} cannot be read"
-    with _explain_parquet_errors(file, where):
-        about = table.metadata.row_group(group)
-        rows = about.num_rows * PARQUET_BATCH_BYTES // max(1, about.total_byte_size)
-        rows = max(1, min(rows, ARROW_BATCH_ROWS))
-        for batch in table.iter_batches(rows, row_groups=[group], columns=[column]):
-            yield batch.column(0)
+def _read_parquet(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The rows, row group by row group, some at a time: fewer where rows are long."""
+    number, only = 0, None if part.only is None else [part.only]
+    with open_parquet(file) as table:
+        for group in range(table.num_row_groups):
+            about = table.metadata.row_group(group)
+            most = about.num_rows * PARQUET_BATCH_BYTES // max(1, about.total_byte_size)
+            rows = max(1, min(most, ARROW_BATCH_ROWS))
+            what = f"row group {group + 1} of {table.num_row_groups} cannot be read"
+            with _explain_parquet_errors(file, what):
+                for batch in table.iter_batches(rows, row_groups=[group], columns=only):
+                    for number, record in enumerate(batch.to_pylist(), number + 1):  # noqa: B020
+                        yield f"{file} row {number}", record
 
 
 _READERS: dict[str, Callable[[Path, SplitFiles], Iterator[tuple[str, Mapping[str, Any]]]]] = {

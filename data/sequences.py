@@ -34,7 +34,7 @@ MAX_IDS = (1 << 31) - len(MODEL_IDS)
 """Most ids of the data: all must fit int32."""
 TOKENIZER_FILE = "tokenizer.json"
 SPLITS = ("train", "valid", "test")
-BATCH_TEXTS = 1000
+BATCH_ROWS = 1000
 BLOCK_ENTRIES = 1 << 18
 END = -1
 """Stands for the end token until the number of ids is known."""
@@ -94,10 +94,7 @@ class Sequences(TokenizedData):
         if column.kind == TEXT:
             self._check_vocabulary_size()
         for part in parts.values():
-            for file in part.files:
-                kinds = sequence_sources.column_kinds(dataclasses.replace(part, files=(file,)))
-                if kinds:  # a file without rows has no columns
-                    column.require_in(kinds, file, same_kind=part.format == "parquet")
+            readers.require_column(part, column.name, sequence_sources.FLAGS[column.kind])
 
     def _check_lines(self) -> None:
         """Raise UserError where a column is named of data that has none."""
@@ -128,7 +125,9 @@ class Sequences(TokenizedData):
 
     def _find_column_in(self, part: SplitFiles) -> SequenceColumn | None:
         """The column of the sequences; None for lines of text."""
-        return None if part.is_stream else self._find_column(sequence_sources.column_kinds(part))
+        if part.is_stream:
+            return None
+        return self._find_column(sequence_sources.column_kinds(readers.read_rows(part)))
 
     def identity(self) -> dict[str, Any]:
         return {
@@ -211,9 +210,15 @@ class Sequences(TokenizedData):
         if self.recipe.data == DEMO:
             return sequence_sources.open_demo()
         if (path := self._data_path()) is None:
-            return sequence_sources.open_hub(self.recipe.data, self.options.data_config, self._find_column)
+            rows = corpora.rows_from_hub(self.recipe.data, self.options.data_config)
+            return sequence_sources.open_column(
+                rows, self._find_column(sequence_sources.column_kinds(rows.splits["train"]()))
+            )
         parts = self._find_files(path)
-        return sequence_sources.open_files(parts, self._find_column_in(parts["train"]))
+        if (column := self._find_column_in(parts["train"])) is None:
+            return sequence_sources.open_lines(parts)
+        read = {split: dataclasses.replace(part, only=column.name) for split, part in parts.items()}
+        return sequence_sources.open_column(corpora.rows_from_files(read), column)
 
     def _collect_texts(self, corpus: Corpus, found: Mapping[str, SequenceRows]) -> Tokenizer:
         """Tokenize the texts of every split into its rows; the tokenizer."""
@@ -224,7 +229,7 @@ class Sequences(TokenizedData):
         for split, rows in found.items():
             texts = rows.count_words(corpus.splits[split]())
             ids = tokenizers.encode_texts(tokenizer, texts, [], np.int32)
-            for batch in sequence_sources.batched(ids, BATCH_TEXTS):
+            for batch in sequence_sources.batched(ids, BATCH_ROWS):
                 tails = [i[rows.room :].tolist() for i in batch if len(i) > rows.room]
                 rows.words -= sum(len(tail.split()) for tail in tokenizer.decode_batch(tails))
                 rows.add(np.concatenate(batch), np.array([len(i) for i in batch]))
@@ -238,9 +243,12 @@ class Sequences(TokenizedData):
         if asked is not None:
             size, why = asked, f"--vocab-size {asked} allows 0 to {asked - 1}"
         for split, rows in found.items():
-            for batch in corpus.splits[split]():
-                sequence_sources.require_ids_below(size, batch, why)
-                rows.add(batch.values, batch.lengths)
+            for batch in sequence_sources.batched(corpus.splits[split](), BATCH_ROWS):
+                ids = [one for _, one in batch]
+                values = np.concatenate(ids)
+                if values.min(initial=0) < 0 or values.max(initial=0) >= size:
+                    sequence_sources.require_ids_below(size, batch, why)
+                rows.add(values, np.array([len(one) for one in ids]))
             rows.require_some(split, self.recipe.data)
             if split == "train" and asked is None:
                 size = rows.largest + 1

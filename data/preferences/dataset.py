@@ -16,10 +16,9 @@ from isobatch.data.corpora import DEMO, RowCorpus, overlap_notes
 from isobatch.data.preferences import demo, encoding, pairs
 from isobatch.data.template_texts import VERBATIM
 from isobatch.data.text import chat_templates
-from isobatch.data.text.conversation_encoder import SHOWN_PROMPTS
+from isobatch.data.text.conversation_encoder import SHOWN_PROMPTS, learn_mask
 from isobatch.data.text.plain_text import TokenizationSettings
-from isobatch.data.text.row_fields import ConversationCounts
-from isobatch.data.text.truncation import learn_mask
+from isobatch.data.text.row_fields import RowCounts
 from isobatch.data.tokenized import EncodedSplits, within_text
 
 if TYPE_CHECKING:
@@ -176,25 +175,25 @@ class Preferences(EncodedSplits):
         """The texts that a tokenizer is trained on."""
         name, default = self._template_names(first)
         template = chat_templates.tokenizer_training_template(default if name == "auto" else name)
-        for pair in render_rows(rows, "train", template, ConversationCounts()):
+        for pair in render_rows(rows, "train", template, RowCounts()):
             for part in (pair.prompt, *pair.answers):
                 yield from (segment.text for segment in part)
 
 
 def render_rows(
-    rows: RowCorpus, split: str, template: ChatTemplate, counts: ConversationCounts
+    rows: RowCorpus, split: str, template: ChatTemplate, counts: RowCounts
 ) -> Iterator[RenderedPair]:
     """Yield each pair of a split as text; count the rows that are skipped."""
     for where, row in rows.splits[split]():
         try:
             pair = pairs.parse_pair(row, where)
         except SkippedRowError as reason:
-            counts.left_out[str(reason)] += 1
+            counts.leave_out(reason)
         else:
-            counts.fields.update(pairs.unread(row))
+            counts.add_fields(pairs.unread(row))
             rendered = encoding.render_pair(pair, template, where)
             said = [*pair.prompt, *pair.chosen, *pair.rejected]
-            counts.fields.update(template.notes_of_fields(said, sum(rendered.answers, rendered.prompt)))
+            counts.add_fields(template.notes_of_fields(said, sum(rendered.answers, rendered.prompt)))
             yield rendered
 
 
@@ -207,7 +206,7 @@ class PairEncoder:
         """What the user should know, one line each."""
         self.shown: list[list[str]] = []
         """[prompt, chosen answer] of the first validation pairs, to be answered by the trained model."""
-        self.total = ConversationCounts()
+        self.total = RowCounts()
         self._known: set[int] = set()
         """Hashes of the training pairs."""
         self._in_train = 0
@@ -215,26 +214,24 @@ class PairEncoder:
 
     def encode(self, split: str, rows: RowCorpus) -> dict[str, Column]:
         """The columns of a split. Raises UserError where no pair is left to learn from."""
-        counts, kept, self._in_train = ConversationCounts(), [], 0
+        counts, kept, self._in_train = RowCounts(), [], 0
         rendered = render_rows(rows, split, self.template, counts)
         for texts, pair in encoding.encode_pairs(rendered, self.settings, self.template.end_id):
             if not pair.differs:
-                counts.left_out["answers that begin alike and are cut"] += 1
+                counts.leave_out("answers that begin alike and are cut")
                 continue
             self._add(split, counts, texts, pair)
             kept.append(pair.rows)
-        self.total.add(counts.to_dict())
+        self.total.update(counts)
         self.notes += counts.notes(split, self.settings.max_length)
-        self.notes += overlap_notes(split, self._in_train, counts.rows)
+        self.notes += overlap_notes(split, self._in_train, counts["rows"])
         if not kept:
             reasons = "".join(f"; {note}" for note in counts.notes(split, self.settings.max_length))
             raise UserError(f"--data {self.name}: the {split} split has no pair to learn from{reasons}")
         return self._columns(kept)
 
-    def _add(self, split: str, counts: ConversationCounts, texts: RenderedPair, pair: EncodedPair) -> None:
-        counts.rows += 1
-        counts.prompts_cut += pair.prompt_cut
-        counts.answers_cut += pair.answer_cut
+    def _add(self, split: str, counts: RowCounts, texts: RenderedPair, pair: EncodedPair) -> None:
+        counts.update(rows=1, prompts_cut=int(pair.prompt_cut), answers_cut=int(pair.answer_cut))
         if split == "valid" and len(self.shown) < SHOWN_PROMPTS and not (pair.prompt_cut or pair.answer_cut):
             self.shown.append(["".join(s.text for s in texts.prompt), texts.answers[0][0].text.strip()])
         found = hash(tuple(row.tokens.tobytes() for row in pair.rows))

@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from isobatch.data.text.conversation_encoder import BATCH_CONVERSATIONS, question_mask
-from isobatch.data.text.truncation import TokenRow, fit_turns
+from isobatch.data.text.conversation_encoder import (
+    BATCH_CONVERSATIONS,
+    TokenRow,
+    fit_turns,
+    question_mask,
+    token_rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -64,26 +69,14 @@ def encode_pairs(
     pairs: Iterable[RenderedPair], tokenization: TokenizationSettings, end_id: int
 ) -> Iterator[tuple[RenderedPair, EncodedPair]]:
     """Yield each pair with its tokens. Segments are tokenized separately; `end_id` ends an answer."""
-    waiting, tokenizer, dtype = iter(pairs), tokenization.tokenizer, tokenization.dtype
+    waiting, tokenizer = iter(pairs), tokenization.tokenizer
     while batch := list(itertools.islice(waiting, BATCH_CONVERSATIONS)):
         parts = [part for pair in batch for part in (pair.prompt, *pair.answers)]
-        texts = [segment.text for part in parts for segment in part]
-        ids = (found.ids for found in tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-        rows = iter([_joined(part, ids, end_id, dtype) for part in parts])
+        rows = token_rows(parts, tokenizer, end_id, tokenization.dtype)
         for pair in batch:
             prompt, chosen, rejected = next(rows), next(rows), next(rows)
             find_questions = partial(_droppable, pair.prompt, tokenizer)
             yield pair, fit_pair(prompt.tokens, chosen, rejected, find_questions, tokenization.max_length)
-
-
-def _joined(part: Sequence[ChatSegment], ids: Iterator[list[int]], end_id: int, dtype: type) -> TokenRow:
-    tokens: list[int] = []
-    answer_mask: list[int] = []
-    for segment in part:
-        found = next(ids) + [end_id] * segment.is_answer
-        tokens += found
-        answer_mask += [int(segment.is_learnt)] * len(found)
-    return TokenRow(np.array(tokens, dtype), np.array(answer_mask, np.uint8))
 
 
 def _droppable(prompt: Sequence[ChatSegment], tokenizer: Tokenizer) -> np.ndarray:

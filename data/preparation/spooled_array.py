@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 CHUNK_BYTES = 1 << 22
@@ -30,6 +30,25 @@ class SpooledArray:
         with self.file:
             self.file.flush()
             return np.memmap(self.file, self.dtype, "r") if self.file.tell() else np.empty(0, self.dtype)
+
+
+class SpooledColumns:
+    """Arrays by name that are collected together, each in a temporary file in `folder`."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self._spooled: dict[str, SpooledArray] = {}
+
+    def add(self, columns: Mapping[str, np.ndarray]) -> None:
+        """Append values (n,) to each column, which has the type of its first values."""
+        for name, values in columns.items():
+            if name not in self._spooled:
+                self._spooled[name] = SpooledArray(values.dtype, self.folder)
+            self._spooled[name].add(values)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All columns; nothing can be added after this."""
+        return {name: spooled.array() for name, spooled in self._spooled.items()}
 
 
 def spool_to_array(

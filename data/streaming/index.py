@@ -35,7 +35,7 @@ from isobatch.data.streaming.groups import (
 from isobatch.data.streaming.shards import Extent, shard_of
 from isobatch.data.streaming.source import LENGTH
 from isobatch.data.streaming.store import Store, StoredObject, name_of
-from isobatch.data.text.row_fields import ConversationCounts
+from isobatch.data.text.row_fields import FIELD, LEFT_OUT, RowCounts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -147,7 +147,7 @@ def build(
     if "valid" not in groups:
         held_out = builder.hold_out(groups, data)
         found.notes.append(f"there is no validation split: the last {held_out:,} rows are it")
-    total = ConversationCounts()
+    total = RowCounts()
     for split, members in groups.items():
         kept = [group for group in members if group.samples]
         if not kept:
@@ -157,10 +157,10 @@ def build(
         sizes: Counter[str] = Counter()
         for group in members:
             sizes.update(group.sizes)
-        found.sizes[split] = dict(sizes)
-        noted = ConversationCounts.from_noted(found.sizes[split])
+        noted = RowCounts({n: count for n, count in sizes.items() if n.startswith((LEFT_OUT, FIELD))})
+        found.sizes[split] = {name: count for name, count in sizes.items() if name not in noted}
         found.notes += noted.notes(split, 0)
-        total.add(noted.to_dict())
+        total.update(noted)
     found.notes += total.field_notes()
     return found
 

@@ -30,6 +30,7 @@ from isobatch.data.streaming.store import Store
 from isobatch.data.text.conversations import TOKENIZATION_VERSION, Conversations
 from isobatch.data.text.dataset import Text
 from isobatch.data.text.plain_text import PlainText, TokenizationSettings
+from isobatch.data.text.row_fields import FIELD, LEFT_OUT
 from isobatch.data.text.sources import TEXT, detect_row_kind
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from isobatch.data.base import Column, TextQuery
     from isobatch.data.streaming.shards import Rows
     from isobatch.data.streaming.store import StoredObject
-    from isobatch.data.text.sources import TextSet
+from isobatch.data.text.sources import TextSet
 
 ENCODER_FILE = "encoder.json"
 VERSION = 2
@@ -98,7 +99,8 @@ class TextGroupEncoder:
         sizes: dict[str, int] = {}
         with contextlib.suppress(NoSamplesError):
             columns, sizes = found.encode("train", self.tokenization)
-        return columns, sizes | found.total.noted()
+        noted = {name: n for name, n in found.total.items() if name.startswith((LEFT_OUT, FIELD))}
+        return columns, sizes | noted
 
     def identity(self) -> str:
         """A hash of all that decides which tokens rows become."""

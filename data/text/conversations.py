@@ -19,12 +19,12 @@ from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.cleaning.steps import REMEMBERING
 from isobatch.data.corpora import overlap_notes
 from isobatch.data.preparation.encoding import EncodingJob, encode_in_shards
-from isobatch.data.preparation.spooled_array import SpooledArray
+from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.readers import LocatedRows
 from isobatch.data.text import chat_templates, row_fields
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.text.conversation_encoder import SHOWN_PROMPTS
-from isobatch.data.text.row_fields import ConversationCounts
+from isobatch.data.text.row_fields import RowCounts
 
 if TYPE_CHECKING:
     from isobatch.data.text.plain_text import TokenizationSettings
@@ -62,7 +62,7 @@ class Conversations:
     remarks: list[str] = field(default_factory=list)
     """What the user should know of the rows."""
     cleaning: CleaningPipeline = field(default_factory=lambda: CleaningPipeline((), "conversations"))
-    total: ConversationCounts = field(default_factory=ConversationCounts)
+    total: RowCounts = field(default_factory=RowCounts)
     """Of all splits."""
     most_turns: int = 0
     """Answers of the longest training conversation."""
@@ -89,7 +89,7 @@ class Conversations:
             self.default_template if self.template_name == "auto" else self.template_name
         )
         cleaning = self.cleaning.transforms_only()
-        for where, messages in self._messages("train", ConversationCounts(), cleaning):
+        for where, messages in self._messages("train", RowCounts(), cleaning):
             yield from (segment.text for segment in template.segments(messages, where))
 
     def bind_tokenizer(self, tokenization: TokenizationSettings) -> None:
@@ -109,34 +109,29 @@ class Conversations:
         self, split: str, tokenization: TokenizationSettings
     ) -> tuple[dict[str, Column], dict[str, int]]:
         """(columns, sizes) of a split. Raises UserError where no conversation is left to learn from."""
-        counts = ConversationCounts()
-        tokens = SpooledArray(tokenization.dtype, tokenization.spool_folder)
-        learn_masks = SpooledArray(np.uint8, tokenization.spool_folder)
-        lengths, weights, hashes = ([np.empty(0, kind)] for kind in (np.uint32, np.int32, np.uint64))
+        counts, spooled = RowCounts(), SpooledColumns(tokenization.spool_folder)
         given = (json.dumps(found) for found in self._messages(split, counts, self.cleaning))
         job = self._job(tokenization)
         for shard in encode_in_shards(job, f"{self.name}, {split}", given, tokenization.workshop):
-            counts.add(shard.facts["counts"])
-            for collected, name in ((tokens, "tokens"), (learn_masks, "learn")):
-                collected.add(shard.arrays[name])
-            for found, name in ((lengths, "lengths"), (weights, "weights"), (hashes, "hashes")):
-                found.append(shard.arrays[name])
+            counts.update(shard.facts["counts"])
+            spooled.add(shard.arrays)
             if split == "valid":
                 self.prompts = [*self.prompts, *shard.facts["prompts"]][:SHOWN_PROMPTS]
             if split == "train":
                 self.most_turns = max(self.most_turns, shard.facts["turns"])
-        self.total.add(counts.to_dict())
-        self._remark(split, counts, np.concatenate(hashes), tokenization.max_length)
-        if not counts.rows:
+        self.total.update(counts)
+        found = spooled.arrays()
+        self._remark(split, counts, found.get("hashes", np.empty(0, np.uint64)), tokenization.max_length)
+        if not counts["rows"]:
             raise NoSamplesError(
                 f"--data {self.name}: the {split} split has no conversation to learn from"
                 + "".join(f"; {note}" for note in counts.notes(split, tokenization.max_length))
             )
-        offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths), dtype=np.int64)])
+        offsets = np.concatenate([[0], np.cumsum(found["lengths"], dtype=np.int64)])
         columns: dict[str, Column] = {
-            "tokens": Ragged(tokens.array(), offsets, tokenization.special_ids.get("pad") or 0),
-            "learn": Ragged(learn_masks.array(), offsets),
-            "token.weight": np.concatenate(weights),
+            "tokens": Ragged(found["tokens"], offsets, tokenization.special_ids.get("pad") or 0),
+            "learn": Ragged(found["learn"], offsets),
+            "token.weight": found["weights"],
         }
         return columns, counts.sizes()
 
@@ -153,17 +148,17 @@ class Conversations:
         place = "isobatch.data.text.conversation_encoder:ConversationEncoder"
         return EncodingJob(place, settings, tokenization.tokenizer)
 
-    def _remark(self, split: str, counts: ConversationCounts, hashes: np.ndarray, max_length: int) -> None:
+    def _remark(self, split: str, counts: RowCounts, hashes: np.ndarray, max_length: int) -> None:
         """Remark on rows that were left out or cut, and on held-out rows that are in train."""
         if split == "train":
             self.known = np.unique(hashes)
         same = 0 if split == "train" else int(np.isin(hashes, self.known).sum())
-        self.remarks += [*counts.notes(split, max_length), *overlap_notes(split, same, counts.rows)]
+        self.remarks += [*counts.notes(split, max_length), *overlap_notes(split, same, counts["rows"])]
         if same and not any(step.name in REMEMBERING for step in self.cleaning.steps):
             self.remarks.append("--clean duplicates leaves such rows out of training")
 
     def _messages(
-        self, split: str, counts: ConversationCounts, cleaning: CleaningPipeline
+        self, split: str, counts: RowCounts, cleaning: CleaningPipeline
     ) -> Iterator[tuple[str, list[Message]]]:
         """Yield (where, messages) of each conversation of a split, cleaned; count those that are skipped."""
         clean = cleaning.conversation_cleaner(self._held_out() if split == "train" else ())
@@ -174,15 +169,15 @@ class Conversations:
                 if cleaned is not None:
                     chat_formats.require_answers(cleaned)
             except SkippedRowError as reason:
-                counts.left_out[str(reason)] += 1
+                counts.leave_out(reason)
             else:
                 if cleaned is not None:
-                    counts.leading_answers += had_leading_answer
+                    counts["leading_answers"] += had_leading_answer
                     main = chat_formats.main_columns(row, self.chat_format)
-                    counts.fields.update(row_fields.notes_of_unread(row, main))
+                    counts.add_fields(row_fields.notes_of_unread(row, main))
                     answers = [n for n, m in enumerate(cleaned) if m["role"] == "assistant"]
                     behind = {m["role"] for m in cleaned[answers[-1] + 1 :]}
-                    counts.fields.update(
+                    counts.add_fields(
                         f"a message by the {role} after the last answer is not learnt" for role in behind
                     )
                     yield where, cleaned[: answers[-1] + 1]

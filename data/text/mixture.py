@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.data.base import Column, Ragged
-from isobatch.data.preparation.spooled_array import SpooledArray
+from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.text.conversation_encoder import SHOWN_PROMPTS
 from isobatch.data.text.conversations import Conversations
 
@@ -50,28 +50,25 @@ class Mixture:
         self, split: str, tokenization: TokenizationSettings
     ) -> tuple[dict[str, Column], dict[str, int]]:
         """(columns, sizes) of a split; the sizes are summed over the sets."""
-        tokens = SpooledArray(tokenization.dtype, tokenization.spool_folder)
-        learn = SpooledArray(np.uint8, tokenization.spool_folder)
-        lengths, weights, numbers = [], [], []
+        spooled = SpooledColumns(tokenization.spool_folder)
         total: Counter[str] = Counter()
         for number, one in enumerate(self.sets):
             if split in one.splits:
                 columns, sizes = one.encode(split, tokenization)
                 rows = columns["tokens"]
                 assert isinstance(rows, Ragged)
-                tokens.add(rows.values)
-                learn.add(_learn_mask(columns))
-                lengths.append(rows.lengths)
-                weights.append(np.asarray(columns["token.weight"]))
-                numbers.append(np.full(len(rows), number))
+                arrays = {"tokens": rows.values, "learn": _learn_mask(columns), "lengths": rows.lengths}
+                arrays |= {"weights": np.asarray(columns["token.weight"])}
+                spooled.add({**arrays, SET_COLUMN: np.full(len(rows), number, np.int64)})
                 self.samples[number][split], self.sizes[number][split] = len(rows), sizes
                 total.update(sizes)
-        offsets = np.concatenate([[0], np.cumsum(np.concatenate(lengths), dtype=np.int64)])
+        found = spooled.arrays()
+        offsets = np.concatenate([[0], np.cumsum(found["lengths"], dtype=np.int64)])
         return {
-            "tokens": Ragged(tokens.array(), offsets, tokenization.special_ids.get("pad") or 0),
-            "learn": Ragged(learn.array(), offsets),
-            "token.weight": np.concatenate(weights),
-            SET_COLUMN: np.concatenate(numbers).astype(np.int64),
+            "tokens": Ragged(found["tokens"], offsets, tokenization.special_ids.get("pad") or 0),
+            "learn": Ragged(found["learn"], offsets),
+            "token.weight": found["weights"],
+            SET_COLUMN: found[SET_COLUMN],
         }, dict(total)
 
     @property

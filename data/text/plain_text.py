@@ -22,10 +22,10 @@ from isobatch.data.preparation.encoding import (
     encode_in_shards,
     text_hash,
 )
-from isobatch.data.preparation.spooled_array import SpooledArray
+from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.preparation.token_stream import StreamEncoder
 from isobatch.data.text import row_fields
-from isobatch.data.text.row_fields import ConversationCounts
+from isobatch.data.text.row_fields import RowCounts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -103,7 +103,7 @@ class PlainText:
         self.name, self.corpus = name, corpus
         self.splits: Sequence[str] = sorted(corpus.splits, key=lambda split: split != "train")
         self.remarks: list[str] = []
-        self.total = ConversationCounts()
+        self.total = RowCounts()
         """Of the rows of all splits."""
         self._known = np.empty(0, np.uint64)
         """Hashes of the training documents."""
@@ -113,19 +113,17 @@ class PlainText:
         """The texts that a tokenizer is trained on."""
         return self._read("train", self.cleaning.transforms_only())
 
-    def _read(
-        self, split: str, cleaning: CleaningPipeline, counts: ConversationCounts | None = None
-    ) -> Iterator[str]:
-        texts = self._texts(split, counts or ConversationCounts())
+    def _read(self, split: str, cleaning: CleaningPipeline, counts: RowCounts | None = None) -> Iterator[str]:
+        texts = self._texts(split, RowCounts() if counts is None else counts)
         if not cleaning.steps:
             return texts
         if self.corpus.is_stream:
             return cleaning.clean_lines(texts)
         others = [name for name in self.corpus.splits if split == "train" != name]
-        held_out = (self._texts(name, ConversationCounts()) for name in others)
+        held_out = (self._texts(name, RowCounts()) for name in others)
         return cleaning.clean_texts(texts, chain.from_iterable(held_out))
 
-    def _texts(self, split: str, counts: ConversationCounts) -> Iterator[str]:
+    def _texts(self, split: str, counts: RowCounts) -> Iterator[str]:
         """The texts of a split as they are given; what rows hold beside them is counted."""
         found, column = self.corpus.splits[split](), self.corpus.column
         return iter(found) if column is None else row_fields.texts_in(found, column, counts)
@@ -145,24 +143,23 @@ class PlainText:
 
         Raises UserError for a text of fewer than two tokens.
         """
-        counts, rows = Counter[str](), ConversationCounts()
-        collected = SpooledArray(tokenization.dtype, tokenization.spool_folder)
-        hashes, shard = [], None
+        counts, rows, shard = Counter[str](), RowCounts(), None
+        spooled = SpooledColumns(tokenization.spool_folder)
         texts = self._read(split, self.cleaning, rows)
         name = f"{self.name}, {split}"
         for shard in encode_in_shards(self._job(tokenization), name, texts, tokenization.workshop):
-            collected.add(shard.arrays["tokens"])
+            spooled.add(shard.arrays)
             counts.update(shard.facts)
-            hashes.append(shard.arrays.get("hashes", np.empty(0, np.uint64)))
         if self.corpus.is_stream:
             counts["lines"] += shard is None or shard.facts["open"]
-        self.total.add(rows.to_dict())
+        self.total.update(rows)
         self.remarks += (left_out := [*rows.notes(split, tokenization.max_length)])
-        tokens = collected.array()
+        found = spooled.arrays()
+        tokens = found.get("tokens", np.empty(0, tokenization.dtype))
         if len(tokens) < 2:
             raise NoSamplesError(
                 f"--data {self.name}: the {split} text has {len(tokens)} tokens: at least 2 are needed"
-                + "".join(f"; {note} (the first: {self.total.first_left_out})" for note in left_out)
+                + "".join(f"; {note} (the first: {rows.first_left_out})" for note in left_out)
             )
         overlap = tokenization.stride and split != "train"
         columns = (
@@ -170,16 +167,9 @@ class PlainText:
             if overlap
             else blocks(tokens, tokenization.max_length)
         )
-        predicted = int(columns["token.weight"].sum())
-        sizes = {
-            "tokens": len(tokens),
-            "predicted": predicted,
-            "words": counts["words"],
-            "bytes": counts["bytes"],
-            "lines": counts["lines"],
-        }
-        self._compare_with_train(split, hashes)
-        return columns, sizes
+        sizes = {"tokens": len(tokens), "predicted": int(columns["token.weight"].sum())}
+        self._compare_with_train(split, found.get("hashes", np.empty(0, np.uint64)))
+        return columns, sizes | {name: counts[name] for name in ("words", "bytes", "lines")}
 
     def _job(self, tokenization: TokenizationSettings) -> EncodingJob:
         eos, is_stream = tokenization.special_ids["eos"], self.corpus.is_stream
@@ -191,13 +181,12 @@ class PlainText:
         }
         return EncodingJob("isobatch.data.text.plain_text:PlainTextEncoder", settings, tokenization.tokenizer)
 
-    def _compare_with_train(self, split: str, hashes: list[np.ndarray]) -> None:
+    def _compare_with_train(self, split: str, hashes: np.ndarray) -> None:
         """Remark on held-out documents that are in train. A stream has no documents, so no hashes."""
-        found = np.concatenate([np.empty(0, np.uint64), *hashes])
         if split == "train":
-            self._known = np.unique(found)
+            self._known = np.unique(hashes)
         else:
-            self.remarks += overlap_notes(split, int(np.isin(found, self._known).sum()), len(found))
+            self.remarks += overlap_notes(split, int(np.isin(hashes, self._known).sum()), len(hashes))
 
     def facts(self) -> dict[str, Any]:
         """What Facts should know of the set: nothing more than its sizes."""

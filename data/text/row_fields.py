@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
@@ -14,7 +13,7 @@ from isobatch.data import chat_formats, readers
 from isobatch.data.chat_formats import HISTORY, MESSAGE_KEYS, NO_MEDIA, NOT_READ, WEIGHT_KEYS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from isobatch.data.chat_formats import Message
     from isobatch.data.readers import LocatedRows
@@ -29,97 +28,60 @@ _JUDGEMENTS = ("true", "false", "good", "bad", "desirable", "undesirable", "chos
 
 
 LEFT_OUT, FIELD = "left out: ", "field: "
-"""What keys of counts begin with."""
+"""What names of counts begin with."""
+SIZES = ("tokens", "predicted", "words", "bytes", "lines")
+SIZES += ("conversations", "prompt_tokens", "response_tokens")
+CUTS = {
+    "prompts_cut": "the prompt loses its beginning",
+    "answers_cut": "answers are cut",
+    "turns_left_out": "later turns are left out",
+}
+"""Counts of rows that were cut, and what is said of them."""
 
 
-@dataclass(slots=True)
-class ConversationCounts:
-    """Counts of a split's conversations."""
+class RowCounts(Counter[str]):
+    """Counts of a split's rows, by name.
 
-    rows: int = 0
-    """Conversations that are learnt from."""
-    left_out: Counter[str] = field(default_factory=Counter)
-    """Reason -> rows that are not."""
+    `rows` that are learnt from, `left out: REASON`, `field: WHAT` became of one; of conversations also
+    `leading_answers` (before any question; they are dropped), `prompts_cut`, `answers_cut`, `turns_left_out`,
+    tokens of `prompt_tokens` and `response_tokens`, those learnt (`tokens`) and of these `predicted`: without
+    the first of a row; and of the learnt texts `words`, `bytes` and `lines` (an answer's end is one).
+    """
+
     first_left_out: str = ""
-    """Where the first of these stands, of texts."""
-    fields: Counter[str] = field(default_factory=Counter)
-    """What became of a field -> rows of which this is so."""
-    leading_answers: int = 0
-    """Conversations that began with an answer before any question; it is dropped."""
-    prompts_cut: int = 0
-    answers_cut: int = 0
-    turns_left_out: int = 0
-    tokens: int = 0
-    response_tokens: int = 0
-    learnt: int = 0
-    """Tokens of the texts that are learnt."""
-    predicted: int = 0
-    """Those of them that are predicted: without the first of a row."""
-    words: int = 0
-    lines: int = 0
-    """Ends of lines in the texts that are learnt; an answer's end is one."""
-    bytes: int = 0
+    """Where the first row of no text stands."""
 
-    def add(self, counts: Mapping[str, Any]) -> None:
-        """Add those of a part of the split, by the names of the fields."""
-        for name, count in counts.items():
-            if isinstance(count, Mapping):
-                getattr(self, name).update(count)
-            elif name == "first_left_out":
-                self.first_left_out = self.first_left_out or count
-            else:
-                setattr(self, name, getattr(self, name) + count)
+    def leave_out(self, reason: object) -> None:
+        """Count a row that is not learnt from."""
+        self[f"{LEFT_OUT}{reason}"] += 1
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields, as `add` takes them; `dataclasses.asdict` would count the items of a Counter."""
-        return {name: getattr(self, name) for name in self.__slots__}
+    def add_fields(self, notes: Iterable[str]) -> None:
+        """Count what became of a row's fields."""
+        self.update(f"{FIELD}{note}" for note in notes)
 
     def sizes(self) -> dict[str, int]:
         """The counts that facts keep, by the names they have there."""
-        return {
-            "tokens": self.learnt,
-            "predicted": self.predicted,
-            "words": self.words,
-            "bytes": self.bytes,
-            "lines": self.lines,
-            "conversations": self.rows,
-            "prompt_tokens": self.tokens - self.response_tokens,
-            "response_tokens": self.response_tokens,
-        }
+        return {name: self["rows" if name == "conversations" else name] for name in SIZES}
 
-    def noted(self) -> dict[str, int]:
-        """The counts that become notes, each under a key that `from_noted` reads."""
-        of_kind = {f"{LEFT_OUT}{reason}": count for reason, count in self.left_out.items()}
-        return of_kind | {f"{FIELD}{what}": count for what, count in self.fields.items()}
-
-    @classmethod
-    def from_noted(cls, sizes: dict[str, int]) -> ConversationCounts:
-        """Those among the sizes of a split, which are taken out of them."""
-        found = cls()
-        for kind, counts in ((LEFT_OUT, found.left_out), (FIELD, found.fields)):
-            for key in [key for key in sizes if key.startswith(kind)]:
-                counts[key.removeprefix(kind)] = sizes.pop(key)
-        return found
+    def of(self, kind: str) -> Counter[str]:
+        """The counts of which the names begin with LEFT_OUT or FIELD, by the rest of their names."""
+        return Counter({n.removeprefix(kind): count for n, count in self.items() if n.startswith(kind)})
 
     def notes(self, split: str, max_length: int) -> Iterator[str]:
         """What the user should know, one line each."""
-        if self.left_out:
-            reasons = ", ".join(f"{count:,} with {reason}" for reason, count in self.left_out.most_common())
+        if left_out := self.of(LEFT_OUT):
+            reasons = ", ".join(f"{count:,} with {reason}" for reason, count in left_out.most_common())
             yield f"{split}: rows left out: {reasons}"
-        if self.leading_answers:
-            what = "conversations began with an answer to nothing: it is left out"
-            yield f"{split}: {self.leading_answers:,} {what}"
-        for count, what in (
-            (self.prompts_cut, "the prompt loses its beginning"),
-            (self.answers_cut, "answers are cut"),
-            (self.turns_left_out, "later turns are left out"),
-        ):
-            if count:
-                yield f"{split}: in {count:,} of {self.rows:,} rows {what} to fit --max-length {max_length}"
+        if leading := self["leading_answers"]:
+            yield f"{split}: {leading:,} conversations began with an answer to nothing: it is left out"
+        for name, what in CUTS.items():
+            if count := self[name]:
+                rows = f"{count:,} of {self['rows']:,} rows"
+                yield f"{split}: in {rows} {what} to fit --max-length {max_length}"
 
     def field_notes(self) -> Iterator[str]:
         """What became of the rows' fields, one line each; of all splits together."""
-        yield from (f"{counted(count, 'row')}: {what}" for what, count in self.fields.most_common())
+        yield from (f"{counted(count, 'row')}: {what}" for what, count in self.of(FIELD).most_common())
 
 
 def notes_of_unread(row: Mapping[str, Any], main: Sequence[str], has_fields: bool = True) -> list[str]:
@@ -183,14 +145,14 @@ def has_weights(row: Mapping[str, Any]) -> bool:
     return any(turn.get(k) is not None for v in row.values() for turn in _messages_in(v) for k in WEIGHT_KEYS)
 
 
-def texts_in(rows: LocatedRows, column: str, counts: ConversationCounts) -> Iterator[str]:
+def texts_in(rows: LocatedRows, column: str, counts: RowCounts) -> Iterator[str]:
     """The texts in a column. Rows without one are counted, and so is what else they hold."""
     for where, row in rows:
         text = readers.text_cell(row, column, where)
         if text.strip():
-            counts.rows += 1
-            counts.fields.update(notes_of_unread(row, (column,), has_fields=False))
+            counts["rows"] += 1
+            counts.add_fields(notes_of_unread(row, (column,), has_fields=False))
             yield text
         else:
             counts.first_left_out = counts.first_left_out or where
-            counts.left_out["an empty text" if column in row else f"no column `{column}`"] += 1
+            counts.leave_out("an empty text" if column in row else f"no column `{column}`")

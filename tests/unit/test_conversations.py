@@ -12,10 +12,11 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, hub, template_texts, tokenizers
-from isobatch.data.text import chat_templates, jinja_sandbox, row_fields, truncation
+from isobatch.data.text import chat_templates, jinja_sandbox, row_fields
+from isobatch.data.text import conversation_encoder as truncation
 from isobatch.data.text.chat_templates import ChatTemplate
+from isobatch.data.text.conversation_encoder import TokenRow
 from isobatch.data.text.dataset import Text, TextOptions
-from isobatch.data.text.truncation import TokenRow
 
 if TYPE_CHECKING:
     from pathlib import Path
