@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from isobatch.core.errors import UserError
 from isobatch.data import held_out, hub, readers
 from isobatch.data.readers import LocatedRows
@@ -44,6 +46,8 @@ class RowCorpus:
     columns: tuple[str, ...]
     """The names of the training rows' columns."""
     notes: tuple[str, ...] = ()
+    """What the user should know; where validation `is_held_out` of training, the first note says so."""
+    is_held_out: bool = False
 
 
 def overlap_notes(split: str, same: int, count: int) -> list[str]:
@@ -88,11 +92,9 @@ def corpus_from_files(files: dict[str, readers.SplitFiles], share: float | None 
 
 def rows_from_files(files: dict[str, readers.SplitFiles], share: float | None = None) -> RowCorpus:
     """The rows of files that `readers.find_splits` found; `share` as of `corpus_from_files`."""
-    columns = tuple(readers.column_names(files["train"]))
-    files, notes = with_validation(files, share)
-    return RowCorpus(
-        {split: partial(readers.read_rows, part) for split, part in files.items()}, columns, notes
-    )
+    parts, notes = with_validation(files, share)
+    rows = {split: partial(readers.read_rows, part) for split, part in parts.items()}
+    return RowCorpus(rows, tuple(readers.column_names(files["train"])), notes, "valid" not in files)
 
 
 def with_validation(
@@ -106,36 +108,26 @@ def with_validation(
     return {**files, "train": train, "valid": valid}, (held_out.note(share, train.is_stream), *notes)
 
 
-def rows_from_hub(name: str, config: str | None, share: float | None = None) -> RowCorpus:
-    """The rows of a hub data set; `share` as of `corpus_from_files`.
-
-    Raises UserError where it has no train split.
-    """
-    splits, notes = load_hub_splits(name, config, share)
-    rows: dict[str, Callable[[], LocatedRows]] = {
-        k: partial(read_hub_rows, name, found) for k, found in splits.items()
-    }
-    return RowCorpus(rows, tuple(splits["train"].column_names), notes)
-
-
-def load_hub_splits(
-    name: str, config: str | None, share: float | None = None
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Split -> `datasets.Dataset`, always with a validation split, and notes for the user."""
+def hub_splits(name: str, config: str | None) -> dict[str, Any]:
+    """Split -> `datasets.Dataset`. Raises UserError where there is no train split."""
     found = hub.load_dataset(name, config)
     splits = {readers.SPLITS[split]: rows for split, rows in found.items() if split in readers.SPLITS}
     if "train" not in splits:
         raise UserError(f"--data {name}: has no train split; it has: {', '.join(found)}")
-    if "valid" in splits:
-        return splits, ()
-    rows = splits["train"]
-    if share is not None:
-        drawn = held_out.drawn_rows(len(rows), share)
-        splits["train"], splits["valid"] = (rows.select(mask.nonzero()[0]) for mask in (~drawn, drawn))
-        return splits, (held_out.note(share),)
-    border = len(rows) - max(1, len(rows) // readers.VALIDATION_ONE_IN)
-    splits["train"], splits["valid"] = rows.select(range(border)), rows.select(range(border, len(rows)))
-    return splits, (held_out.note(None),)
+    return splits
+
+
+def rows_from_hub(name: str, config: str | None, share: float | None = None) -> RowCorpus:
+    """The rows of a hub data set, with a validation split; `share` as of `corpus_from_files`."""
+    splits = hub_splits(name, config)
+    columns, is_held_out = tuple(splits["train"].column_names), "valid" not in splits
+    if is_held_out:
+        rows, every = splits["train"], np.arange(len(splits["train"]))
+        border = len(rows) - max(1, len(rows) // readers.VALIDATION_ONE_IN)
+        drawn = every >= border if share is None else held_out.drawn_rows(len(rows), share)
+        splits |= {"train": rows.select(every[~drawn]), "valid": rows.select(every[drawn])}
+    read = {split: partial(read_hub_rows, name, rows) for split, rows in splits.items()}
+    return RowCorpus(read, columns, (held_out.note(share),) if is_held_out else (), is_held_out)
 
 
 def read_hub_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

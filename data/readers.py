@@ -363,7 +363,7 @@ def _parse_json_file(file: Path) -> Any:
 
 def open_parquet(file: Path) -> ParquetFile:
     """The file, of which only the metadata is read. Raises UserError where it is no whole Parquet file."""
-    with _explain_parquet_errors(file, "is no whole parquet file"):
+    with explain_parquet_errors(file):
         from pyarrow import parquet
 
         table = parquet.ParquetFile(os.fspath(file), page_checksum_verification=True)
@@ -372,7 +372,7 @@ def open_parquet(file: Path) -> ParquetFile:
 
 
 @contextlib.contextmanager
-def _explain_parquet_errors(file: Path, what: str) -> Iterator[None]:
+def explain_parquet_errors(file: Path, what: str = "is no whole parquet file") -> Iterator[None]:
     """Raise UserError that says `what` of the file where pyarrow cannot read it, or is not installed."""
     try:
         import pyarrow
@@ -393,7 +393,7 @@ def _read_parquet(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[s
             most = about.num_rows * PARQUET_BATCH_BYTES // max(1, about.total_byte_size)
             rows = max(1, min(most, ARROW_BATCH_ROWS))
             what = f"row group {group + 1} of {table.num_row_groups} cannot be read"
-            with _explain_parquet_errors(file, what):
+            with explain_parquet_errors(file, what):
                 for batch in table.iter_batches(rows, row_groups=[group], columns=only):
                     for number, record in enumerate(batch.to_pylist(), number + 1):  # noqa: B020
                         yield f"{file} row {number}", record

@@ -11,12 +11,11 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import corpora, hub, readers, sequence_sources, tokenizers
-from isobatch.data.base import Columns, Ragged, TextQuery, save
+from isobatch.data.base import Columns, Ragged, TextQuery
 from isobatch.data.corpora import DEMO, Corpus
-from isobatch.data.preparation.file_digests import file_hash
 from isobatch.data.preparation.spooled_array import SpooledArray, spool_to_array
 from isobatch.data.sequence_sources import INTEGERS, TEXT
-from isobatch.data.tokenized import TokenizedData
+from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.data.readers import SplitFiles
     from isobatch.data.sequence_sources import IdCorpus, SequenceColumn
+    from isobatch.data.tokenized import Encoded
 
 MODEL_IDS = ("bos", "eos", "unk")
 """Ids that only the model uses, numbered after those of the data."""
 MAX_IDS = (1 << 31) - len(MODEL_IDS)
 """Most ids of the data: all must fit int32."""
-TOKENIZER_FILE = "tokenizer.json"
 SPLITS = ("train", "valid", "test")
 BATCH_ROWS = 1000
 BLOCK_ENTRIES = 1 << 18
@@ -130,17 +129,11 @@ class Sequences(TokenizedData):
         return self._find_column(sequence_sources.column_kinds(readers.read_rows(part)))
 
     def identity(self) -> dict[str, Any]:
-        return {
-            "data": self._content_identity(),
-            "format": self.recipe.format,
-            "tokenizer": self._tokenizer_source().identity(),
-            "max_length": self.recipe.max_length,
-            "options": dataclasses.asdict(self.options),
-        }
+        return super().identity() | {"options": dataclasses.asdict(self.options)}
 
     def _content_identity(self) -> Any:
         if self.recipe.data == DEMO:
-            return [platform.python_version(), *map(file_hash, corpora.demo_files())]
+            return [platform.python_version(), *super()._content_identity()]
         if (path := self._data_path()) is None:
             return self.recipe.data
         return readers.content_hashes(self._find_files(path))
@@ -165,24 +158,8 @@ class Sequences(TokenizedData):
             return [" ".join(map(str, row[: length - 1].tolist())) for row, length in rows]
         return super().describe_rows(facts, batch)
 
-    def read(self) -> Mapping[str, Columns]:
-        return self.encode_splits()[0]
-
-    def prepare(self, folder: Path) -> dict[str, Any]:
-        splits, tokenizer, extra = self.encode_splits(folder)
-        for split, columns in splits.items():
-            save(folder / split, columns)
-        if tokenizer is not None:
-            tokenizer.save(str(folder / TOKENIZER_FILE))
-        return extra
-
-    def encode_splits(
-        self, folder: Path | None = None
-    ) -> tuple[dict[str, Columns], Tokenizer | None, dict[str, Any]]:
-        """(columns per split, the tokenizer of text, what Facts should know). `folder` takes temporary files.
-
-        Raises UserError for a split without sequences, and for ids that are not in the vocabulary.
-        """
+    def encode_splits(self, folder: Path | None = None) -> Encoded:
+        """Raises UserError for a split without sequences, and for ids that are not in the vocabulary."""
         corpus = self._open_corpus()
         found = {s: SequenceRows(self.recipe.max_length, folder) for s in SPLITS if s in corpus.splits}
         notes, tokenizer = [*corpus.notes], None

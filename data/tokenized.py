@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.data import held_out, readers, tokenizers
+from isobatch.data import corpora, held_out, hub, readers, tokenizers
 from isobatch.data.base import Columns, Data, save
 from isobatch.data.corpora import DEMO
 from isobatch.data.preparation.file_digests import file_hash
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
 
+    Encoded = tuple[Mapping[str, Columns], Tokenizer | None, dict[str, Any]]
+
+TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_VOCABULARY_SIZE = 8192
 MIN_VOCABULARY_SIZE = 257
 """Of a byte-level tokenizer: 256 bytes and an end token."""
@@ -41,11 +43,81 @@ def path_of(data: str) -> Path | None:
     return path
 
 
+def check_elsewhere(data: str, valid: float | str | None) -> None:
+    """Raise UserError where the demo or a hub data set cannot be had, or not with this --valid."""
+    if data == DEMO:
+        held_out.check(valid, ("valid",), DEMO)
+    else:
+        held_out.require_share(valid, data)
+        hub.require_dataset(data)
+
+
 class TokenizedData(Data):
     """Data with texts. Its options have a `vocab_size`, for a tokenizer that is trained on them."""
 
     demo_vocabulary_size: ClassVar[int]
     """The size of the tokenizer that is trained on the demo."""
+
+    def encode_splits(self, folder: Path | None = None) -> Encoded:
+        """(columns per split, the tokenizer of texts, what Facts should know). Raises UserError.
+
+        `folder` takes temporary files.
+        """
+        raise NotImplementedError
+
+    def read(self) -> Mapping[str, Columns]:
+        return self.encode_splits()[0]
+
+    def prepare(self, folder: Path) -> dict[str, Any]:
+        splits, tokenizer, extra = self.encode_splits(folder)
+        for split, columns in splits.items():
+            save(folder / split, columns)
+        if tokenizer is not None:
+            tokenizer.save(str(folder / TOKENIZER_FILE))
+        return extra
+
+    def _tokenizer_facts(self, tokenizer: Tokenizer, special: Mapping[str, int | None]) -> dict[str, Any]:
+        """What Facts should know of a tokenizer."""
+        size = tokenizers.vocabulary_size(tokenizer)
+        return {"tokenizer": TOKENIZER_FILE, "vocabulary": size, **special}
+
+    def identity(self) -> dict[str, Any]:
+        return {
+            "data": self._content_identity(),
+            "format": self.recipe.format,
+            "tokenizer": self._tokenizer_source().identity(),
+            "max_length": self.recipe.max_length,
+        }
+
+    def _content_identity(self) -> Any:
+        """What the content depends on: hashes of the files, or the name of a hub data set."""
+        if self.recipe.data == DEMO:
+            return [file_hash(file) for file in self.demo_files()]
+        if (path := self._data_path()) is None:
+            return [self.recipe.data, self.options.data_config]
+        return readers.content_hashes(self._files(path))
+
+    def demo_files(self) -> list[Path]:
+        """The files that the demo is made of."""
+        return corpora.demo_files()
+
+    def _files(self, path: Path) -> dict[str, readers.SplitFiles]:
+        """The files of each split, with that of --valid."""
+        return held_out.find_splits(path, self.recipe.format, self.options.valid, self.options)
+
+    def _check_tables(self, instead: str) -> dict[str, readers.SplitFiles]:
+        """The files of each split, with columns; none of the demo and of hub data.
+
+        Raises UserError where they cannot be had; `instead`: what is said of a .txt file.
+        """
+        self._tokenizer_source()
+        if (path := self._data_path()) is None:
+            check_elsewhere(self.recipe.data, self.options.valid)
+            return {}
+        files = self._files(path)
+        if any(part.is_stream for part in files.values()):
+            raise UserError(f"--data {path}: a .txt file has no {instead}")
+        return files
 
     def _tokenizer_source(self) -> tokenizers.TokenizerSource:
         return tokenizers.locate(self.recipe.tokenizer, self.recipe.model, self.recipe.revision)
@@ -72,7 +144,7 @@ class TokenizedData(Data):
 
     def prepared_tokenizer(self, facts: Facts) -> Tokenizer:
         """The tokenizer that lies beside the prepared data."""
-        return tokenizers.open_tokenizer(Path(facts.folder) / "tokenizer.json")
+        return tokenizers.open_tokenizer(Path(facts.folder) / TOKENIZER_FILE)
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
         """The text of each row; of a pair the first."""
@@ -125,36 +197,3 @@ def within_text(tokenizer: Tokenizer, text: str) -> list[np.ndarray]:
     if not text.strip() or () in found:
         raise UserError("--text: has no tokens: give some words")
     return [np.array(ids) for ids in sorted(found)]
-
-
-class EncodedSplits(TokenizedData):
-    """Data that is encoded as a whole, all splits with one tokenizer."""
-
-    @abstractmethod
-    def encode_splits(self) -> tuple[Mapping[str, Columns], Tokenizer, dict[str, Any]]:
-        """(columns per split, the tokenizer, what Facts should know). Raises UserError."""
-
-    @abstractmethod
-    def demo_files(self) -> list[Path]:
-        """The files that the demo is made of."""
-
-    def read(self) -> Mapping[str, Columns]:
-        return self.encode_splits()[0]
-
-    def prepare(self, folder: Path) -> dict[str, Any]:
-        splits, tokenizer, extra = self.encode_splits()
-        for split, columns in splits.items():
-            save(folder / split, columns)
-        tokenizer.save(str(folder / "tokenizer.json"))
-        return extra
-
-    def _content_identity(self) -> Any:
-        if self.recipe.data == DEMO:
-            return [file_hash(file) for file in self.demo_files()]
-        if (path := self._data_path()) is None:
-            return [self.recipe.data, self.options.data_config]
-        return readers.content_hashes(self._files(path))
-
-    def _files(self, path: Path) -> dict[str, readers.SplitFiles]:
-        """The files of each split, with that of --valid."""
-        return held_out.find_splits(path, self.recipe.format, self.options.valid, self.options)

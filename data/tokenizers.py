@@ -296,6 +296,11 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
     return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
 
+def token_dtype(tokenizer: Tokenizer) -> type:
+    """uint16 where it holds every token id, else int32."""
+    return np.uint16 if vocabulary_size(tokenizer) <= 1 << 16 else np.int32
+
+
 def special_token_ids(tokenizer: Tokenizer, path: Path | None) -> dict[str, int | None]:
     """Role (eos, bos, pad, unk) -> id; None for a token that the vocabulary lacks.
 

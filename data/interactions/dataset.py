@@ -22,7 +22,7 @@ from isobatch.data.interactions import demo, formats, movielens
 from isobatch.data.interactions.log_splits import LogSplits
 from isobatch.data.interactions.splits import MISSING
 from isobatch.data.preparation.file_digests import file_hash
-from isobatch.data.tokenized import TokenizedData
+from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -84,7 +84,7 @@ class Interactions(TokenizedData):
             raise UserError(f"--eval-negatives {options.eval_negatives}: must be at least 1")
         path = self._data_path()
         if path is not None:
-            for file in self._files(path):
+            for file in self._tables(path):
                 if not file.is_file():
                     raise UserError(f"--data {path}: there is no {file.name}")
         elif self.recipe.data != DEMO:
@@ -92,15 +92,12 @@ class Interactions(TokenizedData):
             raise UserError(f"--data {self.recipe.data}: give a folder or file; hub data has no one form")
 
     def identity(self) -> dict[str, Any]:
+        more = {"vocab_size": self._vocabulary_size(), "options": options_to_dict(self.options)}
+        return super().identity() | more
+
+    def _content_identity(self) -> Any:
         path = self._data_path()
-        return {
-            "data": DEMO if path is None else [[f.name, file_hash(f)] for f in self._files(path)],
-            "format": self.recipe.format,
-            "tokenizer": self._tokenizer_source().identity(),
-            "max_length": self.recipe.max_length,
-            "vocab_size": self._vocabulary_size(),
-            "options": options_to_dict(self.options),
-        }
+        return DEMO if path is None else [[f.name, file_hash(f)] for f in self._tables(path)]
 
     def _folder_format(self, path: Path) -> formats.FolderFormat | None:
         """MovieLens' or the NCF protocol's; None for tables. Raises UserError for an unknown --format."""
@@ -112,7 +109,7 @@ class Interactions(TokenizedData):
             return movielens.FORMATS.get(asked or "")
         return next((f for f in movielens.FORMATS.values() if any(path.glob(f.pattern))), None)
 
-    def _files(self, path: Path) -> list[Path]:
+    def _tables(self, path: Path) -> list[Path]:
         folder_format = self._folder_format(path)
         return folder_format.files(path) if folder_format else formats.find_tables(path, self.recipe.format)
 
@@ -148,7 +145,7 @@ class Interactions(TokenizedData):
         arrays |= {"item_text": of_items, "counts": counts, "seen": found.seen, "had": found.had}
         for name, array in arrays.items():
             save_array(catalogue / f"{name}.npy", array)
-        tokenizer.save(str(folder / "tokenizer.json"))
+        tokenizer.save(str(folder / TOKENIZER_FILE))
         titles = [raw.items[name].title if name in raw.items else name for name in items]
         names = {"users": users, "items": items, "titles": titles}
         (catalogue / NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
@@ -159,9 +156,7 @@ class Interactions(TokenizedData):
             "texts": len(texts),
             "text_tokens": len(tokens.values),
             "longest_text": int(tokens.lengths.max(initial=1)),
-            "tokenizer": "tokenizer.json",
-            "vocabulary": tokenizers.vocabulary_size(tokenizer),
-            **special,
+            **self._tokenizer_facts(tokenizer, special),
             "untaken": found.untaken,
             "notes": [*found.notes, *_missing_text_notes(of_users, of_items)],
         }
@@ -195,7 +190,7 @@ class Interactions(TokenizedData):
         tokenizer.enable_truncation(self.recipe.max_length)
         encoded = tokenizer.encode_batch(texts, add_special_tokens=True)
         tokenizer.no_truncation()
-        dtype = np.uint16 if tokenizers.vocabulary_size(tokenizer) <= 1 << 16 else np.int32
+        dtype = tokenizers.token_dtype(tokenizer)
         return Ragged.from_rows([np.array(e.ids or [pad], dtype) for e in encoded], pad)
 
     def _build_splits(self, raw: formats.RawInteractions) -> tuple[LogSplits, dict[str, Columns]]:

@@ -5,10 +5,17 @@ All is drawn as whole numbers from a seeded generator, so that every machine mak
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from isobatch.data.interactions.formats import ItemText, RawInteractions
-from isobatch.data.interactions.reading import InteractionTable
+from isobatch.data.interactions.tables import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import pyarrow as pa
 
 READERS, BOOKS, LOANS = 600, 400, 24
 """LOANS is the average number of loans of a reader."""
@@ -44,6 +51,17 @@ GENRE_JOBS = {
 AGES = ("young", "middle-aged", "old")
 
 
+class _Made(Table):
+    """A table that is in memory."""
+
+    def __init__(self, table: pa.Table) -> None:
+        super().__init__({name: name for name in table.column_names})
+        self.table = table
+
+    def _read(self, at_once: bool) -> Iterator[pa.RecordBatch]:  # noqa: ARG002
+        yield from self.table.to_batches()
+
+
 def demo_interactions() -> RawInteractions:
     """600 readers, 400 books; three loans of four are of the reader's two genres; a few books are popular."""
     import pyarrow as pa
@@ -66,8 +84,7 @@ def demo_interactions() -> RawInteractions:
     )
     time = rng.permutation(len(user))
     table = pa.table({"user": user, "item": item, "time": time})
-    tables = {"all": InteractionTable(lambda: table)}
-    return RawInteractions(tables, _reader_texts(taste, rng), _book_texts(genre, rng))
+    return RawInteractions({"all": _Made(table)}, _reader_texts(taste, rng), _book_texts(genre, rng))
 
 
 def _reader_texts(taste: np.ndarray, rng: np.random.Generator) -> dict[str, str]:

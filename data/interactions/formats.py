@@ -5,31 +5,20 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest, nearest_hint
-from isobatch.data.interactions.reading import InteractionTable, NotInBlocksError, some_ids, whole_ids
-from isobatch.data.interactions.tables import (
-    csv_options,
-    parquet_columns,
-    place_of_row,
-    read_delimited,
-    read_parquet,
-    read_rows,
-    stream_delimited,
-    stream_parquet,
-)
-from isobatch.data.readers import name_columns
-from isobatch.data.tables.delimited import ATOMIC, is_number
+from isobatch.data.interactions.reading import some_ids, whole_ids
+from isobatch.data.interactions.tables import DelimitedTable, ParquetTable, Table, read_rows, shape_to_stream
+from isobatch.data.readers import name_columns, open_parquet
+from isobatch.data.tables.delimited import ATOMIC
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     import numpy as np  # noqa: TC004  heavy, and no class here has flags
-    import pyarrow as pa
 
 TABLE_FORMATS = {".csv": "csv", ".tsv": "tsv", ".parquet": "parquet", **dict.fromkeys(ATOMIC, "tsv")}
 
@@ -93,7 +82,7 @@ class ItemText(NamedTuple):
 class RawInteractions:
     """Interactions as they are in the files: ids are not numbered, repeats are not removed."""
 
-    splits: dict[str, InteractionTable]
+    splits: dict[str, Table]
     """One split `all` where the files are not split."""
     users: dict[str, str] = field(default_factory=dict)
     """User id -> text."""
@@ -174,68 +163,28 @@ def read_tables(path: Path, file_format: str | None, asked: TableColumns) -> Raw
         splits["all"] = []
     if twice := next((fs for fs in splits.values() if len(fs) > 1), None):
         raise UserError(f"--data {path}: {twice[0].name} and {twice[1].name} are the same split: keep one")
-    tables = {split: _open_interactions(fs[0], asked, notes) for split, fs in splits.items() if fs}
-    found = RawInteractions(tables, notes=notes)
+    found = RawInteractions({}, notes=notes)
     for file in files:
         if _side_of(file) == "users":
             texts = _texts_by_id(file, USER_COLUMNS, asked.user_text, notes)
             found.users = {key: item.text for key, item in texts.items()}
         elif _side_of(file) == "items":
             found.items = _texts_by_id(file, ITEM_COLUMNS, asked.item_text, notes)
+    found.splits = {split: _open_interactions(fs[0], asked, notes) for split, fs in splits.items() if fs}
     return found
 
 
-def _open_interactions(file: Path, asked: TableColumns, notes: list[str]) -> InteractionTable:
-    return InteractionTable(
-        partial(_read_interactions, file, asked, notes),
-        partial(_stream_interactions, file, asked, notes),
-        partial(_place, file, asked),
-    )
-
-
-def _place(file: Path, asked: TableColumns, row: int) -> str:
-    skip = 0 if file.suffix == ".parquet" else csv_options(file, asked[:4], [])["skip"]
-    return place_of_row(file, skip, row)
-
-
-def _read_interactions(file: Path, asked: TableColumns, notes: list[str]) -> pa.Table:
+def _open_interactions(file: Path, asked: TableColumns, notes: list[str]) -> Table:
     """The columns user and item, and rating and time where the table has them."""
-    import pyarrow as pa
-
     if file.suffix == ".parquet":
-        table = read_parquet(file)
-    else:
-        table = read_delimited(file, **csv_options(file, asked[:4], notes), ids=_id_columns(asked))
-    columns = _choose_columns(file, table.column_names, asked, notes)
-    chosen = {name: table[column] for name, column in columns.items()}
-    for name in ("rating", "time"):
-        if name in chosen:
-            _require_numbers(file, name, asked, chosen[name])
-    return pa.table(chosen)
-
-
-def _id_columns(asked: TableColumns) -> list[str]:
-    return [name for name in (asked.user, asked.item, *USER_COLUMNS, *ITEM_COLUMNS) if name]
-
-
-def _stream_interactions(file: Path, asked: TableColumns, notes: list[str]) -> Iterator[pa.RecordBatch]:
-    """What `_read_interactions` reads, a block at a time. Raises NotInBlocksError, and UserError."""
-    import pyarrow as pa
-
-    if file.suffix == ".parquet":
-        chosen = _choose_columns(file, parquet_columns(file), asked, notes)
-        batches = stream_parquet(file, list(chosen.values()))
-    else:
-        options = csv_options(file, asked[:4], notes)
-        chosen = _choose_columns(file, options["names"], asked, notes)
-        ids = [name for name in _id_columns(asked) if name in chosen.values()]
-        batches = stream_delimited(file, **options, wanted=list(chosen.values()), ids=ids)
-    for batch in batches:
-        found = {name: batch[column] for name, column in chosen.items()}
-        for name in ("rating", "time"):
-            if name in found and (found[name].null_count or not _holds_numbers(found[name].type)):
-                raise NotInBlocksError
-        yield pa.record_batch(found)
+        with open_parquet(file) as table:
+            names = table.schema_arrow.names
+        return ParquetTable(file, _choose_columns(file, names, asked, notes))
+    shape = shape_to_stream(file, asked[:4], notes)
+    ids = [name for name in (asked.user, asked.item, *USER_COLUMNS, *ITEM_COLUMNS) if name]
+    columns = _choose_columns(file, shape.names, asked, notes)
+    mark, lines = shape.dialect["delimiter"], shape.header_lines
+    return DelimitedTable(file, mark, shape.names, columns, skip=lines, ids=ids)
 
 
 def _choose_columns(
@@ -269,27 +218,6 @@ def _choose_columns(
         note = f"{file.name}: {counted[0]} is not read: an interaction counts once, whatever its quantity"
         notes += [note] if note not in notes else []
     return chosen
-
-
-def _holds_numbers(kind: Any) -> bool:
-    """Whether a type of pyarrow is one of numbers or dates."""
-    import pyarrow as pa
-
-    return bool(pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_temporal(kind))
-
-
-def _require_numbers(file: Path, name: str, asked: TableColumns, values: pa.ChunkedArray) -> None:
-    """Raise UserError unless all values are numbers or dates: text would be sorted alphabetically."""
-    if not _holds_numbers(values.type):
-        odd = next((v for v in values.to_pylist() if not is_number(v)), None)
-        raise UserError(
-            f"{file}: its {name}s hold {odd!r}: give numbers"
-            + (", or dates such as 2019-12-31 23:59:59" if name == "time" else "")
-            + f", or leave the column {getattr(asked, name) or name} out"
-        )
-    if values.null_count:
-        row = values.is_null().to_pylist().index(True) + 1
-        raise UserError(f"{_place(file, asked, row)}: has no {name}: fill it in, or leave the row out")
 
 
 def _texts_by_id(file: Path, ids: Sequence[str], asked: str | None, notes: list[str]) -> dict[str, ItemText]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from isobatch.data.preparation.spooled_array import SpooledArray, chunks_of
+from isobatch.data.preparation.spooled_array import SpooledArray, SpooledColumns, chunks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,14 +41,11 @@ class InteractionLog:
     @classmethod
     def collect(cls, chunks: Iterable[Mapping[str, np.ndarray]], folder: Path | None) -> InteractionLog:
         """The chunks one after the other; without any, no interactions."""
-        spooled: dict[str, SpooledArray] = {}
+        spooled = SpooledColumns(folder)
         for chunk in chunks:
-            for name, values in chunk.items():
-                if name not in spooled:
-                    spooled[name] = SpooledArray(values.dtype, folder)
-                spooled[name].add(values)
+            spooled.add(chunk)
         empty = {"user": np.empty(0, np.int32), "item": np.empty(0, np.int32)}
-        return cls({name: one.array() for name, one in spooled.items()} or empty, folder)
+        return cls(spooled.arrays() or empty, folder)
 
     def __len__(self) -> int:
         return len(self.user)

@@ -12,13 +12,12 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data.interactions.formats import FolderFormat, ItemText, RawInteractions
-from isobatch.data.interactions.tables import delimited_table, read_delimited, read_fields, read_rows
+from isobatch.data.interactions.tables import DelimitedTable, Table, read_fields, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-    import pyarrow as pa
 
 AGES = {"1": "under 18", "18": "18 to 24", "25": "25 to 34", "35": "35 to 44", "45": "45 to 49"}
 AGES |= {"50": "50 to 55", "56": "56 or older"}
@@ -36,6 +35,7 @@ OCCUPATIONS = (
     *("farmer", "homemaker", "K-12 student", "lawyer", "programmer", "retired", "sales", "scientist"),
     *("self-employed", "engineer", "tradesman", "unemployed", "writer"),
 )
+COLUMNS = ("user", "item", "rating", "time")
 FILES_1M = ("ratings.dat", "users.dat", "movies.dat")
 FILES_100K = ("u.data", "u.user", "u.item", "u.genre")
 SEXES = {"F": "female", "M": "male"}
@@ -44,7 +44,7 @@ SEXES = {"F": "female", "M": "male"}
 def _read_ml_1m(path: Path) -> RawInteractions:
     """ratings.dat, users.dat and movies.dat: fields between double colons, ISO-8859-1."""
     names = ["user", "_1", "item", "_2", "rating", "_3", "time"]
-    table = delimited_table(path / "ratings.dat", ":", names, ["user", "item", "rating", "time"])
+    table = DelimitedTable(path / "ratings.dat", ":", names, {name: name for name in COLUMNS})
     return RawInteractions(
         {"all": table}, _read_ml_1m_users(path / "users.dat"), _read_ml_1m_movies(path / "movies.dat")
     )
@@ -81,9 +81,7 @@ def _movie_text(title: str, genres: Iterable[str]) -> ItemText:
 
 def _read_ml_100k(path: Path) -> RawInteractions:
     """u.data with tabs; u.user and u.item with bars; u.genre names the 0/1 columns of u.item."""
-    table = delimited_table(
-        path / "u.data", "\t", ["user", "item", "rating", "time"], ["user", "item", "rating", "time"]
-    )
+    table = DelimitedTable(path / "u.data", "\t", [*COLUMNS])
     genres = [name for _, (name, _) in read_fields(path / "u.genre", "|", 2)]
     users = {
         user: f"{SEXES.get(sex, sex)}, {age} years old, {occupation}"
@@ -118,14 +116,14 @@ def _ncf_text_files(path: Path) -> tuple[Path | None, Path | None]:
 def _read_ncf(path: Path) -> RawInteractions:
     """The NCF paper's protocol: train, one test row per user, and the 99 negatives it is ranked against."""
     train, test, negatives = _ncf_files(path)
-    names = ["user", "item", "rating", "time"]
+    names, pairs = [*COLUMNS], {"user": "user", "item": "item"}
     headed = not train.open().readline()[:1].isdigit()
     width = len(train.open().readline().split("\t"))
-    splits = {
-        "train": delimited_table(train, "\t", names[:width], ["user", "item"], skip=int(headed)),
-        "test": delimited_table(test, "\t", names, ["user", "item"]),
+    splits: dict[str, Table] = {
+        "train": DelimitedTable(train, "\t", names[:width], pairs, skip=int(headed)),
+        "test": DelimitedTable(test, "\t", names, pairs),
     }
-    found = RawInteractions(splits, negatives=_read_ncf_negatives(negatives, splits["test"].whole()))
+    found = RawInteractions(splits, negatives=_read_ncf_negatives(negatives, splits["test"]))
     items, users = _ncf_text_files(path)
     if items is not None:
         named = [row for _, row in read_rows(items) if row["title"]]
@@ -136,12 +134,17 @@ def _read_ncf(path: Path) -> RawInteractions:
     return found
 
 
-def _read_ncf_negatives(file: Path, test: pa.Table) -> np.ndarray:
+def _read_ncf_negatives(file: Path, test: Table) -> np.ndarray:
     """(test rows, negatives) item ids. Raises UserError where the rows are not those of `test`."""
+    import pyarrow as pa
+
     width = len(file.open().readline().rstrip("\n").split("\t")) - 1
     names = ["pair", *(f"n{n}" for n in range(width))]
-    table = read_delimited(file, "\t", names, names)
-    pairs = [f"({u},{i})" for u, i in zip(test["user"].to_pylist(), test["item"].to_pylist(), strict=True)]
+    table, tested = (
+        pa.Table.from_batches(one.batches(at_once=True)) for one in (DelimitedTable(file, "\t", names), test)
+    )
+    taken = zip(tested["user"].to_pylist(), tested["item"].to_pylist(), strict=True)
+    pairs = [f"({user},{item})" for user, item in taken]
     if table["pair"].to_pylist() != pairs:
         raise UserError(f"{file}: its rows are not those of the test file, in the same order")
     return np.stack([table[n].to_numpy() for n in names[1:]], 1)

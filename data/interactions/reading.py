@@ -4,40 +4,24 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data.interactions.log import InteractionLog
+from isobatch.data.interactions.tables import NotInBlocksError
 from isobatch.data.preparation.progress import position
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    import pyarrow as pa  # noqa: TC004  heavy, and no class here has flags
+    import pyarrow as pa
 
-BATCH_ROWS = 1 << 18
+    from isobatch.data.interactions.tables import Table
+
 WHOLE_DECIMAL = re.compile(r"(-?\d+)\.0*")
-
-
-class NotInBlocksError(Exception):
-    """A file that must be read as a whole: its types do not follow from its first block, or it has faults."""
-
-
-@dataclass(frozen=True, slots=True)
-class InteractionTable:
-    """A table with the columns user and item, and perhaps rating and time."""
-
-    whole: Callable[[], pa.Table]
-    """Reads all of it. Raises UserError that names the fault."""
-    blocks: Callable[[], Iterator[pa.RecordBatch]] | None = None
-    """Reads it a block at a time. Raises NotInBlocksError where only `whole` can tell what is in it."""
-    where: Callable[[int], str] = "interaction {}".format
-    """The place of a row, counted from 1, for error messages."""
 
 
 def whole_ids(names: Iterable[str]) -> list[str]:
@@ -79,21 +63,16 @@ class Numbering:
         return names, np.array([place[name] for name in own], np.int32)
 
 
-def read_log(
-    table: InteractionTable, users: Numbering, items: Numbering, folder: Path | None
-) -> InteractionLog:
+def read_log(table: Table, users: Numbering, items: Numbering, folder: Path | None) -> InteractionLog:
     """The interactions with provisional numbers of users and items. Raises UserError."""
-    if table.blocks is not None:
-        try:
-            return InteractionLog.collect(_numbered(table.blocks(), users, items, table.where), folder)
-        except NotInBlocksError:
-            pass
-    batches = table.whole().to_batches()
-    return InteractionLog.collect(_numbered(batches, users, items, table.where), folder)
+    try:
+        return InteractionLog.collect(_numbered(table.batches(), users, items, table), folder)
+    except NotInBlocksError:
+        return InteractionLog.collect(_numbered(table.batches(True), users, items, table), folder)
 
 
 def _numbered(
-    batches: Iterable[pa.RecordBatch], users: Numbering, items: Numbering, where: Callable[[int], str]
+    batches: Iterable[pa.RecordBatch], users: Numbering, items: Numbering, table: Table
 ) -> Iterator[dict[str, np.ndarray]]:
     done = 0
     for batch in batches:
@@ -103,7 +82,7 @@ def _numbered(
             empty = batch[name].is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
             if empty.any():
                 row = done + int(empty.argmax()) + 1
-                raise UserError(f"{where(row)}: has no {name}: fill it in, or leave the row out")
+                raise UserError(f"{table.where(row)}: has no {name}: fill it in, or leave the row out")
             columns[name] = numbering.codes(batch[name])
         for name in ("time", "rating"):
             if name in batch.schema.names:

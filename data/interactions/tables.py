@@ -1,4 +1,4 @@
-"""Readers of tables: large ones as pyarrow columns, small ones row by row."""
+"""Tables of interactions as pyarrow columns, a block of rows at a time; small tables row by row."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import csv
 import io
 import itertools
 import re
+from abc import ABC, abstractmethod
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.data.interactions.reading import BATCH_ROWS, InteractionTable, NotInBlocksError
+from isobatch.data import readers
 from isobatch.data.preparation.progress import position
 from isobatch.data.readers import numbers_in, open_utf8, read_lines, shape_of, wide_encoding
 from isobatch.data.tables import delimited
@@ -23,6 +24,184 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from isobatch.data.tables.delimited import Shape
+
+BATCH_ROWS = 1 << 18
+NUMBERS = {"rating": "", "time": ", or dates such as 2019-12-31 23:59:59"}
+"""Columns that hold numbers, and what else they may hold: text would be sorted alphabetically."""
+
+
+class NotInBlocksError(Exception):
+    """A file that must be read at once: its types do not follow from its first block, or it has faults."""
+
+
+class Table(ABC):
+    """A table with the columns user and item, and perhaps rating and time; `columns` are their own names."""
+
+    def __init__(self, columns: Mapping[str, str]) -> None:
+        self.columns = dict(columns)
+
+    def batches(self, at_once: bool = False) -> Iterator[pa.RecordBatch]:
+        """Its rows, a block at a time. Raises UserError that names the fault, of which only a file that is
+        read `at_once` can tell where NotInBlocksError is raised.
+        """
+        import pyarrow as pa
+
+        done = 0
+        for batch in self._read(at_once):
+            arrays = [batch[column] for column in self.columns.values()]
+            for name, values in zip(self.columns, arrays, strict=True):
+                self._require_numbers(name, values, done)
+            yield pa.RecordBatch.from_arrays(arrays, names=list(self.columns))
+            done += len(batch)
+
+    @abstractmethod
+    def _read(self, at_once: bool) -> Iterator[pa.RecordBatch]:
+        """The rows of the file, with its own columns."""
+
+    def where(self, row: int) -> str:
+        """The place of a row, counted from 1, for error messages."""
+        return f"interaction {row}"
+
+    def _require_numbers(self, name: str, values: pa.Array, before: int) -> None:
+        """Raise UserError unless all values are numbers or dates, where they should be."""
+        from pyarrow import types
+
+        if name not in NUMBERS:
+            return
+        kind = values.type
+        if not (types.is_integer(kind) or types.is_floating(kind) or types.is_temporal(kind)):
+            odd = next((v for v in values.to_pylist() if not delimited.is_number(v)), None)
+            if odd is not None:
+                raise UserError(
+                    f"{self}: its {name}s hold {odd!r}: give numbers{NUMBERS[name]}, or leave the column"
+                    f" {self.columns[name]} out"
+                )
+        if values.null_count:
+            row = before + values.is_null().to_pylist().index(True) + 1
+            raise UserError(f"{self.where(row)}: has no {name}: fill it in, or leave the row out")
+
+
+class DelimitedTable(Table):
+    """A delimited text file. Its `names` are its columns, `skip` the lines above, `ids` are read as text."""
+
+    def __init__(
+        self,
+        file: Path,
+        delimiter: str,
+        names: list[str],
+        columns: Mapping[str, str] | None = None,
+        skip: int = 0,
+        ids: Sequence[str] = (),
+    ) -> None:
+        super().__init__({name: name for name in names} if columns is None else columns)
+        self.file, self.delimiter, self.names, self.skip, self.ids = file, delimiter, names, skip, ids
+
+    def __str__(self) -> str:
+        return str(self.file)
+
+    def where(self, row: int) -> str:
+        with open_utf8(self.file) as stream:  # pyarrow passes over empty lines
+            lines = (number for number, line in enumerate(stream, 1) if line.strip(b"\r\n"))
+            place = self.skip + row
+            return f"{self.file} line {next(itertools.islice(lines, place - 1, None), place)}"
+
+    def _options(self) -> tuple[Any, Any, Any]:
+        """pyarrow's options to read, to parse and to convert."""
+        import pyarrow as pa
+        from pyarrow import csv as arrow
+
+        quote = '"' if self.delimiter in ",;|" else False
+        numbers = {n: pa.int64() for n in ("user", "item", "time") if n in self.names and not self.ids}
+        words = {n: pa.dictionary(pa.int32(), pa.string()) for n in self.ids if n in self.columns.values()}
+        convert = arrow.ConvertOptions(
+            include_columns=list(self.columns.values()),
+            column_types={**words, **numbers},
+            null_values=[""],
+            strings_can_be_null=True,
+        )
+        read = arrow.ReadOptions(skip_rows=self.skip, column_names=self.names)
+        return read, arrow.ParseOptions(delimiter=self.delimiter, quote_char=quote), convert
+
+    def batches(self, at_once: bool = False) -> Iterator[pa.RecordBatch]:
+        if at_once:
+            yield from super().batches(at_once)
+            return
+        try:
+            yield from super().batches()
+        except UserError:
+            raise NotInBlocksError from None
+
+    def _read(self, at_once: bool) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+        from pyarrow import csv as arrow
+
+        if at_once:
+            yield from self._read_at_once().to_batches()
+            return
+        if not self.file.is_file() or wide_encoding(self.file):
+            raise NotInBlocksError
+        options = self._options()
+        position.begin([self.file])
+        rows = 0
+        try:
+            with arrow.open_csv(self.file, *options) as reader:
+                for batch in reader:
+                    rows += len(batch)
+                    yield batch
+                    position.advance(options[0].block_size)
+        except (pa.ArrowException, UnicodeDecodeError):
+            raise NotInBlocksError from None
+        if not rows:
+            raise NotInBlocksError
+
+    def _read_at_once(self) -> pa.Table:
+        """Raises UserError with the line that cannot be read."""
+        import pyarrow as pa
+        from pyarrow import csv as arrow
+
+        read, parse, convert = self._options()
+        error = pa.ArrowInvalid("")
+        for read.use_threads in (True, False):  # pyarrow names the row of an error only on a single thread
+            source = open_utf8(self.file) if wide_encoding(self.file) else require_file(self.file)
+            try:
+                table = arrow.read_csv(source, read, parse, convert)
+            except UnicodeDecodeError:
+                message = "its header is not UTF-8: convert it (iconv -f latin1 -t utf-8)"
+                raise UserError(f"{self.file}: {message}") from None
+            except pa.ArrowInvalid as found:
+                error = found
+            else:
+                if not table.num_rows:
+                    raise UserError(f"{self.file}: holds no rows")
+                return table
+        message = str(error).splitlines()[0]
+        row = re.search(r"Row #(\d+): ", message)
+        if row is None:
+            raise UserError(f"{self.file}: {message}")
+        reason = message[row.end() :].replace("CSV conversion error to", "cannot be read as")
+        raise UserError(f"{self.file} line {row.group(1)}: {reason}")
+
+
+class ParquetTable(Table):
+    """A Parquet file."""
+
+    def __init__(self, file: Path, columns: Mapping[str, str]) -> None:
+        super().__init__(columns)
+        self.file = file
+
+    def __str__(self) -> str:
+        return str(self.file)
+
+    def where(self, row: int) -> str:
+        return f"{self.file} row {row}"
+
+    def _read(self, at_once: bool) -> Iterator[pa.RecordBatch]:  # noqa: ARG002
+        with readers.open_parquet(self.file) as table, readers.explain_parquet_errors(self.file):
+            position.begin([self.file])
+            share = self.file.stat().st_size / max(1, table.metadata.num_rows)
+            for batch in table.iter_batches(BATCH_ROWS, columns=list(self.columns.values())):
+                yield batch
+                position.advance(len(batch) * share)
 
 
 def read_text(file: Path) -> str:
@@ -62,19 +241,12 @@ def _usual_delimiter(file: Path) -> str:
     return "," if file.suffix == ".csv" else "\t"
 
 
-def csv_options(file: Path, columns: Iterable[str | None], notes: list[str]) -> dict[str, Any]:
-    """What `read_delimited` should know of a table, of which flags name these columns; `notes` grow.
+def shape_to_stream(file: Path, columns: Iterable[str | None], notes: list[str]) -> Shape:
+    """The shape of a table, of which flags name these columns; `notes` grow.
 
-    Raises UserError for a quote that is not closed.
+    Raises UserError with the line of a quote that is not closed: pyarrow would read on to the next.
     """
     shape = shape_of(require_file(file), _usual_delimiter(file), numbers_in(columns))
-    _refuse_open_quotes(file, shape)
-    notes += [note for note in shape.notes if note not in notes]
-    return {"delimiter": shape.dialect["delimiter"], "names": shape.names, "skip": shape.header_lines}
-
-
-def _refuse_open_quotes(file: Path, shape: Shape) -> None:
-    """Raise UserError with the line of a quote that is not closed: pyarrow would read on to the next."""
     with open_utf8(file) as stream:
         quoted = any(b'"' in block for block in iter(partial(stream.read, 1 << 20), b""))
         stream.seek(0)
@@ -82,6 +254,8 @@ def _refuse_open_quotes(file: Path, shape: Shape) -> None:
     if quoted and shape.dialect["quoting"] != csv.QUOTE_NONE:
         for _ in delimited.read(read_lines(file), file, shape):
             pass
+    notes += [note for note in shape.notes if note not in notes]
+    return shape
 
 
 def read_rows(file: Path, numbers: Iterable[str] = ()) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -90,7 +264,7 @@ def read_rows(file: Path, numbers: Iterable[str] = ()) -> Iterator[tuple[str, Ma
     `numbers`: columns that flags take by number. Raises UserError for a row that does not fit the header.
     """
     if file.suffix == ".parquet":
-        yield from ((str(file), row) for row in read_parquet(file).to_pylist())
+        yield from readers.read_rows(readers.SplitFiles((file,), "parquet"))
         return
     text = io.StringIO(read_text(file), newline="")
     shape = find_shape(text, file, _usual_delimiter(file), numbers)
@@ -99,152 +273,3 @@ def read_rows(file: Path, numbers: Iterable[str] = ()) -> Iterator[tuple[str, Ma
         if None in row.values():
             raise UserError(f"{where}: has another number of fields than the header")
         yield where, row
-
-
-def place_of_row(file: Path, header: int, row: int) -> str:
-    """Where the row with this number, from 1, stands in a file whose first `header` lines are none."""
-    if file.suffix == ".parquet":
-        return f"{file} row {row}"
-    with open_utf8(file) as stream:  # pyarrow passes over empty lines
-        lines = (number for number, line in enumerate(stream, 1) if line.strip(b"\r\n"))
-        return f"{file} line {next(itertools.islice(lines, header + row - 1, None), header + row)}"
-
-
-def _csv_options(
-    delimiter: str, names: list[str] | None, wanted: list[str] | None, skip: int, ids: Sequence[str]
-) -> tuple[Any, Any, Any]:
-    """pyarrow's options to read, to parse and to convert; the arguments are those of `read_delimited`."""
-    import pyarrow as pa
-    from pyarrow import csv as arrow
-
-    parse = arrow.ParseOptions(delimiter=delimiter, quote_char='"' if delimiter in ",;|" else False)
-    numbers = {n: pa.int64() for n in ("user", "item", "time") if names and n in names and not ids}
-    words = dict.fromkeys(ids, pa.dictionary(pa.int32(), pa.string()))
-    convert = arrow.ConvertOptions(
-        include_columns=wanted, column_types={**words, **numbers}, null_values=[""], strings_can_be_null=True
-    )
-    return arrow.ReadOptions(skip_rows=skip, **({"column_names": names} if names else {})), parse, convert
-
-
-def stream_delimited(
-    file: Path,
-    delimiter: str,
-    names: list[str] | None = None,
-    wanted: list[str] | None = None,
-    skip: int = 0,
-    ids: Sequence[str] = (),
-) -> Iterator[pa.RecordBatch]:
-    """What `read_delimited` reads, a megabyte at a time.
-
-    Raises NotInBlocksError where a type does not follow from the first block, or the file has a fault.
-    """
-    import pyarrow as pa
-    from pyarrow import csv as arrow
-
-    if not file.is_file() or wide_encoding(file):
-        raise NotInBlocksError
-    read, parse, convert = _csv_options(delimiter, names, wanted, skip, ids)
-    position.begin([file])
-    rows = 0
-    try:
-        with arrow.open_csv(file, read, parse, convert) as reader:
-            for batch in reader:
-                rows += len(batch)
-                yield batch
-                position.advance(read.block_size)
-    except (pa.ArrowException, UnicodeDecodeError):
-        raise NotInBlocksError from None
-    if not rows:
-        raise NotInBlocksError
-
-
-def stream_parquet(file: Path, wanted: Sequence[str]) -> Iterator[pa.RecordBatch]:
-    """These columns of a parquet file, BATCH_ROWS rows at a time.
-
-    Raises NotInBlocksError where the file has a fault.
-    """
-    import pyarrow as pa
-    import pyarrow.parquet as reader
-
-    try:
-        with reader.ParquetFile(file, pre_buffer=False) as table:
-            position.begin([file])
-            share = file.stat().st_size / max(1, table.metadata.num_rows)
-            for batch in table.iter_batches(BATCH_ROWS, columns=list(wanted)):
-                yield batch
-                position.advance(len(batch) * share)
-    except (pa.ArrowException, OSError):
-        raise NotInBlocksError from None
-
-
-def read_delimited(
-    file: Path,
-    delimiter: str,
-    names: list[str] | None = None,
-    wanted: list[str] | None = None,
-    skip: int = 0,
-    ids: Sequence[str] = (),
-) -> pa.Table:
-    """Read a delimited text file as pyarrow columns.
-
-    `names` are the columns of a file without header, `wanted` those to keep, `skip` lines to pass over, and
-    `ids` columns that are read as text. Raises UserError with the line that cannot be read.
-    """
-    import pyarrow as pa
-    from pyarrow import csv as arrow
-
-    require_file(file)
-    read, parse, convert = _csv_options(delimiter, names, wanted, skip, ids)
-
-    def attempt(threads: bool) -> pa.Table:
-        read.use_threads = threads
-        return arrow.read_csv(open_utf8(file) if wide_encoding(file) else file, read, parse, convert)
-
-    try:
-        table = attempt(True)
-        if not (table.num_rows and table.column_names):
-            raise UserError(f"{file}: holds no rows")
-        return table
-    except UnicodeDecodeError:
-        raise UserError(f"{file}: its header is not UTF-8: convert it (iconv -f latin1 -t utf-8)") from None
-    except pa.ArrowInvalid:
-        pass
-    try:  # pyarrow names the row of an error only on a single thread
-        return attempt(False)
-    except pa.ArrowInvalid as error:
-        message = str(error).splitlines()[0]
-        row = re.search(r"Row #(\d+): ", message)
-        if row is None:
-            raise UserError(f"{file}: {message}") from None
-        reason = message[row.end() :].replace("CSV conversion error to", "cannot be read as")
-        raise UserError(f"{file} line {row.group(1)}: {reason}") from None
-
-
-def parquet_columns(file: Path) -> list[str]:
-    """The names of a parquet file's columns. Raises NotInBlocksError where it cannot be read."""
-    import pyarrow as pa
-    import pyarrow.parquet as reader
-
-    try:
-        names: list[str] = reader.read_schema(file).names
-    except (pa.ArrowException, OSError):
-        raise NotInBlocksError from None
-    delimited.refuse_twins(names, file)
-    return names
-
-
-def read_parquet(file: Path) -> pa.Table:
-    """All of a parquet file, as a table. Raises UserError where it cannot be read."""
-    import pyarrow as pa
-    import pyarrow.parquet as reader
-
-    try:
-        return reader.read_table(file)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{file}: is no whole parquet file: {error}") from None
-
-
-def delimited_table(file: Path, *options: Any, **named: Any) -> InteractionTable:
-    """The interactions in a file without header; the arguments are those of `read_delimited`."""
-    read, stream = (partial(f, file, *options, **named) for f in (read_delimited, stream_delimited))
-    return InteractionTable(read, stream, partial(place_of_row, file, named.get("skip", 0)))

@@ -19,8 +19,7 @@ from isobatch.data.preparation.encoding import text_hash
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from isobatch.data.labelled.columns import ColumnNames
-    from isobatch.data.labelled.rows import Example
+    from isobatch.data.labelled.rows import ColumnNames, Example
     from isobatch.data.readers import LocatedRows
 
 WITHHELD_LABELS = (None, "-1")

@@ -13,8 +13,8 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import AboveZero, HeldOutShare
-from isobatch.data import held_out, hub, readers, tokenizers
-from isobatch.data.base import WEIGHT, Column, TextQuery, load
+from isobatch.data import corpora, held_out, readers, tokenizers
+from isobatch.data.base import WEIGHT, Ragged, TextQuery, load
 from isobatch.data.corpora import DEMO, overlap_notes
 from isobatch.data.labelled.classes import (
     SplitClasses,
@@ -24,17 +24,17 @@ from isobatch.data.labelled.classes import (
     held_out_rows,
     refuse_identifiers,
 )
-from isobatch.data.labelled.columns import ColumnNames, find_columns
-from isobatch.data.labelled.encoder import EncodedRows
 from isobatch.data.labelled.rows import (
+    ColumnNames,
     Example,
     demo_files,
     demo_rows,
-    given_rows,
+    find_columns,
     read_examples,
 )
-from isobatch.data.preparation.encoding import EncodingJob, encode_in_shards
-from isobatch.data.tokenized import EncodedSplits, within_text
+from isobatch.data.preparation.encoding import EncodedShard, EncodingJob, encode_in_shards
+from isobatch.data.preparation.spooled_array import SpooledColumns
+from isobatch.data.tokenized import TokenizedData, within_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -43,11 +43,13 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.data.readers import LocatedRows
+    from isobatch.data.tokenized import Encoded
 
 Examples = Callable[[], Iterator[Example]]
 """Reads the examples of a split from the beginning, at every call."""
 CLASS_WEIGHT = f"class{WEIGHT}"
 """The column of a training sample's weight in the loss, by its class; there with --class-weights."""
+BATCH_TEXTS = 1024
 HELD_OUT_SHARE = 0.1
 """Part of each class that is validation where there is no such split and --valid is not given."""
 
@@ -75,7 +77,39 @@ class LabelledOptions:
     draw for it at random, the same for every seed; by default 0.1."""
 
 
-class Labelled(EncodedSplits):
+class LabelledEncoder:
+    """Tokenizes texts, or pairs of texts one after the other, cut to `max_length` tokens.
+
+    A shard has `tokens` (all,), for pairs `types` of the same shape, and `lengths` (rows,). Its facts: the
+    number of rows that are `cut`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
+        self.tokenizer, self.dtype = tokenizer, np.dtype(settings["dtype"])
+        self.pairs, self.max_length = settings["pairs"], settings["max_length"]
+
+    def __call__(self, texts: list[str]) -> EncodedShard:
+        rows: list[Any] = list(zip(texts[::2], texts[1::2], strict=True)) if self.pairs else texts
+        parts = [
+            self._encode(rows[start : start + BATCH_TEXTS]) for start in range(0, len(rows), BATCH_TEXTS)
+        ]
+        names = parts[0][0]
+        arrays = {name: np.concatenate([found[name] for found, _ in parts]) for name in names}
+        return EncodedShard(arrays, {"cut": sum(cut for _, cut in parts)})
+
+    def _encode(self, rows: list[Any]) -> tuple[dict[str, np.ndarray], int]:
+        self.tokenizer.enable_truncation(self.max_length, strategy="longest_first")
+        encoded = self.tokenizer.encode_batch(rows, add_special_tokens=True)
+        self.tokenizer.no_truncation()
+        ids = [encoding.ids for encoding in encoded]
+        arrays = {"tokens": np.concatenate([np.array(row, self.dtype) for row in ids])}
+        if self.pairs:
+            arrays["types"] = np.concatenate([np.array(e.type_ids, np.uint8) for e in encoded])
+        arrays["lengths"] = np.array([len(row) for row in ids], np.uint32)
+        return arrays, sum(bool(e.overflowing) for e in encoded)
+
+
+class Labelled(TokenizedData):
     """Labelled texts from a folder, a file, a hub id, or the demo.
 
     Columns: `tokens` (n, up to max_length) with the tokenizer's special tokens, `types` of the same shape
@@ -94,21 +128,9 @@ class Labelled(EncodedSplits):
         size = self.options.vocab_size
         if size is not None and size < 300:
             raise UserError(f"--vocab-size {size}: must be at least 300: characters and special tokens")
-        self._tokenizer_source()
-        path = self._data_path()
-        if path is not None:
-            splits = self._files(path)
-            for part in splits.values():
-                if part.is_stream:
-                    raise UserError(
-                        f"--data {path}: a .txt file has no labels: give tsv, csv, jsonl, json or parquet"
-                    )
+        splits = self._check_tables("labels: give tsv, csv, jsonl, json or parquet")
+        if splits:
             self._find_columns(readers.column_names(splits["train"]))
-        elif self.recipe.data == DEMO:
-            held_out.check(self.options.valid, ("valid",), DEMO)
-        else:
-            held_out.require_share(self.options.valid, self.recipe.data)
-            hub.require_dataset(self.recipe.data)
 
     def _find_columns(self, available: Sequence[str]) -> ColumnNames:
         options = self.options
@@ -121,11 +143,7 @@ class Labelled(EncodedSplits):
         return held_out.share_of(self.options.valid) or HELD_OUT_SHARE
 
     def identity(self) -> dict[str, Any]:
-        return {
-            "data": self._content_identity(),
-            "format": self.recipe.format,
-            "tokenizer": self._tokenizer_source().identity(),
-            "max_length": self.recipe.max_length,
+        return super().identity() | {
             "columns": [self.options.text_column, self.options.pair_column, self.options.label_column],
             "vocab_size": self._vocabulary_size(),
             **({"class_weights": self.options.class_weights} if self.options.class_weights else {}),
@@ -162,7 +180,7 @@ class Labelled(EncodedSplits):
             f"{labels[number]}: {text}" for number, text in zip(batch["label"].tolist(), texts, strict=True)
         ]
 
-    def encode_splits(self) -> tuple[dict[str, dict[str, Column]], Tokenizer, dict[str, Any]]:
+    def encode_splits(self, folder: Path | None = None) -> Encoded:  # noqa: ARG002  the workshop's is taken
         """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
         row_readers, notes = self._rows_per_split()
         first = next(iter(row_readers["train"]()), None)
@@ -178,11 +196,11 @@ class Labelled(EncodedSplits):
         classes = {split: known for split, (known, _) in splits.items()}
         labels = class_names(classes, columns, self.recipe.data)
         tokenizer, special = self._open_tokenizer(splits["train"][1]())
-        found: dict[str, dict[str, Column]] = {}
+        found: dict[str, Any] = {}
         for split, (known, examples) in splits.items():
-            rows = self._encode_split(split, examples(), columns, tokenizer)
-            found[split] = {**rows.columns(int(special["pad"] or 0)), "label": known.numbers(labels)}
-            if cut := rows.cut:
+            rows, cut = self._encode_split(split, examples(), columns, tokenizer, int(special["pad"] or 0))
+            found[split] = {**rows, "label": known.numbers(labels)}
+            if cut:
                 notes.append(
                     f"{split}: {cut} of {len(known)} texts are cut to {self.recipe.max_length} tokens"
                 )
@@ -194,9 +212,7 @@ class Labelled(EncodedSplits):
             found,
             tokenizer,
             {
-                "tokenizer": "tokenizer.json",
-                "vocabulary": tokenizers.vocabulary_size(tokenizer),
-                **special,
+                **self._tokenizer_facts(tokenizer, special),
                 "labels": labels,
                 "label_counts": counts.tolist(),
                 **({} if weights is None else {"class_weights": weights.tolist()}),
@@ -239,13 +255,15 @@ class Labelled(EncodedSplits):
                 notes += overlap_notes(split, found.shared_with(classes["train"]), len(found))
         return {split: (found, examples[split]) for split, found in classes.items()}, notes
 
-    def _rows_per_split(self) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
-        if self.recipe.data == DEMO:
+    def _rows_per_split(self) -> tuple[Mapping[str, Callable[[], LocatedRows]], list[str]]:
+        data = self.recipe.data
+        if data == DEMO:
             return demo_rows(), []
-        where = (self.recipe.data, self._data_path(), self.recipe.format, self.options)
-        path = self._data_path()
-        notes = [] if path is None else readers.table_notes(self._files(path))
-        return given_rows(*where, self.options.valid), notes
+        if (path := self._data_path()) is None:
+            splits = corpora.hub_splits(data, self.options.data_config)
+            return {s: partial(corpora.read_hub_rows, data, rows) for s, rows in splits.items()}, []
+        parts = self._files(path)
+        return {s: partial(readers.read_rows, part) for s, part in parts.items()}, readers.table_notes(parts)
 
     def _open_tokenizer(self, examples: Iterable[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
         """The tokenizer, which may be trained on the examples, and the ids of its special tokens."""
@@ -258,17 +276,26 @@ class Labelled(EncodedSplits):
         return tokenizer, {**special, "pad": [*found, 0][0]}
 
     def _encode_split(
-        self, split: str, examples: Iterable[Example], columns: ColumnNames, tokenizer: Tokenizer
-    ) -> EncodedRows:
-        pairs = columns.pair is not None
+        self,
+        split: str,
+        examples: Iterable[Example],
+        columns: ColumnNames,
+        tokenizer: Tokenizer,
+        pad: int,
+    ) -> tuple[dict[str, Ragged], int]:
+        """(`tokens`, and `types` of pairs; the rows of which something is cut off)."""
+        pairs, cut = columns.pair is not None, 0
         texts = (text for e in examples for text in ((e.text, e.pair or "") if pairs else (e.text,)))
-        dtype = np.uint16 if tokenizers.vocabulary_size(tokenizer) <= 1 << 16 else np.int32
-        settings = {"dtype": np.dtype(dtype).str, "pairs": pairs, "max_length": self.recipe.max_length}
-        job = EncodingJob("isobatch.data.labelled.encoder:LabelledEncoder", settings, tokenizer)
-        rows = EncodedRows(np.dtype(dtype), self.workshop.folder, pairs)
+        dtype = np.dtype(tokenizers.token_dtype(tokenizer))
+        settings = {"dtype": dtype.str, "pairs": pairs, "max_length": self.recipe.max_length}
+        job = EncodingJob("isobatch.data.labelled.dataset:LabelledEncoder", settings, tokenizer)
+        spooled = SpooledColumns(self.workshop.folder)
         for shard in encode_in_shards(job, split, texts, self.workshop, texts_together=1 + pairs):
-            rows.add(shard)
-        return rows
+            spooled.add(shard.arrays)
+            cut += shard.facts["cut"]
+        found = spooled.arrays()
+        offsets = np.concatenate([[0], np.cumsum(found.pop("lengths"), dtype=np.int64)])
+        return {n: Ragged(found[n], offsets, pad if n == "tokens" else 0) for n in found}, cut
 
 
 def _examples(

@@ -1,28 +1,38 @@
-"""The rows of labelled texts: from files, a hub data set, or Python's standard library."""
+"""The rows of labelled texts: their columns, what stands in them, and the demo of Python's own library."""
 
 from __future__ import annotations
 
 import ast
-import itertools
 import os
 import re
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
-from isobatch.data import held_out, hub, readers
-from isobatch.data.corpora import DEMO_PACKAGES, read_hub_rows
+from isobatch.data import readers
+from isobatch.data.corpora import DEMO_PACKAGES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    import numpy as np
-
-    from isobatch.data.labelled.columns import ColumnNames
     from isobatch.data.readers import LocatedRows
 
 MAX_TEXT_CHARACTERS = 1_000_000
+TEXT_COLUMNS = (
+    *("sentence", "text", "sentence1", "premise", "question1", "question"),
+    *("content", "comment", "review", "message", "tweet", "body", "feedback", "description"),
+)
+"""Usual names of a text column; the first that the data has is taken."""
+PAIR_COLUMNS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "question2"}
+LABEL_COLUMNS = ("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "emotion")
+
+
+class ColumnNames(NamedTuple):
+    """The columns to read; `pair` is None for single texts."""
+
+    text: str
+    pair: str | None
+    label: str
 
 
 class Example(NamedTuple):
@@ -37,45 +47,36 @@ class Example(NamedTuple):
     """The class as written; None where the row has none."""
 
 
-def rows_per_split(
-    data: str, path: Path | None, file_format: str | None, options: Any, valid: float | str | None
-) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
-    """(split -> a function that reads its rows, notes) of a path or hub id.
+def find_columns(
+    data: str,
+    available: Sequence[str],
+    text: str | None = None,
+    pair: str | None = None,
+    label: str | None = None,
+) -> ColumnNames:
+    """The columns asked for, else the first of the usual names among those available.
 
-    Where there is no validation split, every twentieth training row goes into one, or the share of --valid.
+    Raises UserError where one is missing.
     """
-    found = given_rows(data, path, file_format, options, valid)
-    if "valid" in found:
-        return found, []
-    if share := held_out.share_of(valid):
-        drawn = held_out.drawn_rows(sum(1 for _ in found["train"]()), share)
-        found["train"], found["valid"] = (
-            partial(_chosen_rows, found["train"], mask) for mask in (~drawn, drawn)
-        )
-        return found, [held_out.note(share)]
-    found["train"], found["valid"] = (
-        partial(_every_row, found["train"], readers.VALIDATION_ONE_IN, wanted) for wanted in (False, True)
-    )
-    return found, ["there is no validation split: every twentieth row of the training data is it"]
+    for flag, asked in {"--text-column": text, "--pair-column": pair, "--label-column": label}.items():
+        if asked is not None:
+            readers.require_name(asked, available, data, flag)
+    found = text or _usual(TEXT_COLUMNS, available), label or _usual(LABEL_COLUMNS, available)
+    flags = ("--text-column", "--label-column")
+    if missing := [flag for flag, name in zip(flags, found, strict=True) if name is None]:
+        question = "which column? {} says" if len(missing) == 1 else "which columns? {} say"
+        asked, has = question.format(" and ".join(missing)), readers.name_columns(available)
+        raise UserError(f"--data {data}: {asked}; it has: {has}")
+    texts, classes = map(str, found)
+    if pair is None and PAIR_COLUMNS.get(texts) in available:
+        pair = PAIR_COLUMNS[texts]
+    return ColumnNames(texts, pair, classes)
 
 
-def _every_row(rows: Callable[[], LocatedRows], count: int, wanted: bool) -> LocatedRows:
-    """Each last of `count` rows, or all others where those are not wanted."""
-    return (row for number, row in enumerate(rows(), 1) if (number % count == 0) == wanted)
-
-
-def _chosen_rows(rows: Callable[[], LocatedRows], chosen: np.ndarray) -> LocatedRows:
-    return itertools.compress(rows(), chosen.tobytes())
-
-
-def given_rows(
-    data: str, path: Path | None, file_format: str | None, options: Any, valid: float | str | None
-) -> dict[str, Callable[[], LocatedRows]]:
-    """Split -> a function that reads its rows, of the splits that a path or hub id has."""
-    if path is None:
-        return _hub_rows(data, options.data_config)
-    parts = held_out.find_splits(path, file_format, valid, options)
-    return {split: partial(readers.read_rows, part) for split, part in parts.items()}
+def _usual(names: Sequence[str], available: Sequence[str]) -> str | None:
+    """The first of the usual names that is there, in letters of any size."""
+    found = {name.lower(): name for name in reversed(available)}
+    return next((found[name] for name in names if name in found), None)
 
 
 def read_examples(rows: LocatedRows, columns: ColumnNames) -> Iterator[Example]:
@@ -123,17 +124,6 @@ def _parse_label(value: Any, where: str, column: str) -> str | None:
             " whole number; several labels a text, and scores, are not offered; --label-column takes another"
         )
     return text or None
-
-
-def _hub_rows(name: str, config: str | None) -> dict[str, Callable[[], LocatedRows]]:
-    found = {
-        readers.SPLITS[split]: rows
-        for split, rows in hub.load_dataset(name, config).items()
-        if split in readers.SPLITS
-    }
-    if "train" not in found:
-        raise UserError(f"--data {name}: has no train split")
-    return {split: partial(read_hub_rows, name, rows) for split, rows in found.items()}
 
 
 def demo_files() -> dict[str, list[Path]]:

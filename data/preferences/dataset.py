@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import HeldOutShare
-from isobatch.data import corpora, held_out, hub, readers, template_texts, tokenizers
-from isobatch.data.base import ArraySource, Column, Columns, Ragged, TextQuery
+from isobatch.data import corpora, held_out, readers, template_texts, tokenizers
+from isobatch.data.base import ArraySource, Column, Ragged, TextQuery
 from isobatch.data.chat_formats import SkippedRowError
 from isobatch.data.corpora import DEMO, RowCorpus, overlap_notes
-from isobatch.data.preferences import demo, encoding, pairs
+from isobatch.data.preferences import encoding, pairs
 from isobatch.data.template_texts import VERBATIM
 from isobatch.data.text import chat_templates
 from isobatch.data.text.conversation_encoder import SHOWN_PROMPTS, learn_mask
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.row_fields import RowCounts
-from isobatch.data.tokenized import EncodedSplits, within_text
+from isobatch.data.tokenized import TokenizedData, within_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -28,10 +30,14 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.data.preferences.encoding import EncodedPair, RenderedPair
     from isobatch.data.text.chat_templates import ChatTemplate
+    from isobatch.data.tokenized import Encoded
 
 TOKENIZATION_VERSION = 3
 """Part of the cache key: raise it when the same rows become other tokens."""
 ANSWERS = (pairs.CHOSEN, pairs.REJECTED)
+DEMO_LINES = 4
+"""Lines of an answer of the demo."""
+_HEADER = re.compile(r"^ *def .*:$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +80,7 @@ class PairSource(ArraySource):
         return {**found, "tokens": tokens, "learn": learn, "row_length": self._row_lengths(indices)}
 
 
-class Preferences(EncodedSplits):
+class Preferences(TokenizedData):
     """Rows with `prompt`, `chosen` and `rejected`. The demo is made of Python's own standard library.
 
     Columns: `chosen` and `rejected` (n, up to max_length), a prompt and an answer; `chosen.learn` and
@@ -87,36 +93,19 @@ class Preferences(EncodedSplits):
 
     def check(self) -> None:
         self._check_vocabulary_size()
-        self._tokenizer_source()
-        path = self._data_path()
-        if path is not None:
-            for part in self._files(path).values():
-                if part.is_stream:
-                    raise UserError(
-                        f"--data {path}: a .txt file has no pairs: give jsonl, json, csv, tsv or parquet with"
-                        " the columns prompt, chosen and rejected"
-                    )
-                pairs.require_columns(readers.column_names(part), str(part.files[0]))
-        elif self.recipe.data == DEMO:
-            held_out.check(self.options.valid, ("valid",), DEMO)
-        else:
-            held_out.require_share(self.options.valid, self.recipe.data)
-            hub.require_dataset(self.recipe.data)
+        files = self._check_tables(
+            "pairs: give jsonl, json, csv, tsv or parquet with the columns prompt, chosen and rejected"
+        )
+        for part in files.values():
+            pairs.require_columns(readers.column_names(part), str(part.files[0]))
 
     def identity(self) -> dict[str, Any]:
         template = template_texts.identity(self._tokenizer_source().path)
-        return {
-            "data": self._content_identity(),
-            "format": self.recipe.format,
-            "tokenizer": self._tokenizer_source().identity(),
-            "max_length": self.recipe.max_length,
+        return super().identity() | {
             "vocab_size": self._vocabulary_size(),
             **held_out.identity(self.options.valid),
             "pairs": [TOKENIZATION_VERSION, self.options.template, template],
         }
-
-    def demo_files(self) -> list[Path]:
-        return corpora.demo_files()
 
     def open(self, folder: Path, split: str) -> ArraySource:
         """The pairs of a prepared split, as a PairSource."""
@@ -126,8 +115,7 @@ class Preferences(EncodedSplits):
         """A text within the prompt or either answer."""
         return TextQuery(dict.fromkeys(ANSWERS, within_text(self.prepared_tokenizer(facts), text)))
 
-    def encode_splits(self) -> tuple[dict[str, Columns], Any, dict[str, Any]]:
-        """(columns per split, the tokenizer, what Facts should know)."""
+    def encode_splits(self, folder: Path | None = None) -> Encoded:  # noqa: ARG002  pairs fit in memory
         rows = self._open_rows()
         first = next((row for _, row in rows.splits["train"]()), None)
         if first is None:
@@ -140,14 +128,12 @@ class Preferences(EncodedSplits):
         settings = TokenizationSettings(tokenizer, special, self.recipe.max_length)
         encoder = PairEncoder(self.recipe.data, template, settings)
         order = sorted(rows.splits, key=lambda split: split != "train")
-        columns: dict[str, Columns] = {split: encoder.encode(split, rows) for split in order}
+        columns = {split: encoder.encode(split, rows) for split in order}
         return (
             columns,
             tokenizer,
             {
-                "tokenizer": "tokenizer.json",
-                "vocabulary": tokenizers.vocabulary_size(tokenizer),
-                **special,
+                **self._tokenizer_facts(tokenizer, special),
                 "template": template.to_dict(),
                 "prompts": encoder.shown,
                 "notes": [*rows.notes, *encoder.notes, *encoder.total.field_notes()],
@@ -156,7 +142,7 @@ class Preferences(EncodedSplits):
 
     def _open_rows(self) -> RowCorpus:
         if self.recipe.data == DEMO:
-            return demo.demo_pairs()
+            return demo_pairs()
         share = held_out.share_of(self.options.valid)
         if (path := self._data_path()) is None:
             rows = corpora.rows_from_hub(self.recipe.data, self.options.data_config, share)
@@ -178,6 +164,29 @@ class Preferences(EncodedSplits):
         for pair in render_rows(rows, "train", template, RowCounts()):
             for part in (pair.prompt, *pair.answers):
                 yield from (segment.text for segment in part)
+
+
+def demo_pairs() -> RowCorpus:
+    """Pairs with the head of a function as prompt: its next lines are chosen, the same turned round rejected.
+
+    Of every other file; every tenth of those is validation.
+    """
+    files = corpora.demo_files()[::2]
+    valid = files[9::10]
+    train = [file for file in files if file not in valid]
+    splits = {name: partial(_pairs_of_files, part) for name, part in (("train", train), ("valid", valid))}
+    return RowCorpus(splits, ("prompt", "chosen", "rejected"))
+
+
+def _pairs_of_files(files: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for file in files:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        for number, line in enumerate(lines):
+            body = lines[number + 1 : number + 1 + DEMO_LINES]
+            if _HEADER.match(line) and len(body) == DEMO_LINES:
+                chosen, rejected = ("".join(f"\n{one}" for one in way) for way in (body, body[::-1]))
+                where = f"{file.name} line {number + 1}"
+                yield where, {"prompt": line, "chosen": chosen, "rejected": rejected}
 
 
 def render_rows(

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from isobatch.data.base import Column, Columns
+    from isobatch.data.streaming.group_encoder import TextGroupEncoder
     from isobatch.data.streaming.groups import GroupCache, GroupPlace
     from isobatch.data.streaming.shards import Rows
-    from isobatch.data.streaming.text import TextGroupEncoder
 
 LENGTH = "length"
 TOKEN_BYTES = 4

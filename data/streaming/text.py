@@ -6,115 +6,36 @@ of --max-length, of which the last of a group may be shorter; a conversation is 
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-from dataclasses import dataclass
-from functools import cached_property, partial
-from pathlib import Path
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, template_texts, tokenizers
-from isobatch.data.base import NoSamplesError
-from isobatch.data.cleaning import pipeline
-from isobatch.data.cleaning.pipeline import CleaningPipeline
-from isobatch.data.cleaning.steps import REMEMBERING, CleaningStep
-from isobatch.data.corpora import Corpus
+from isobatch.data.cleaning.steps import REMEMBERING
 from isobatch.data.streaming import index, store
+from isobatch.data.streaming.group_encoder import VERSION, TextGroupEncoder
 from isobatch.data.streaming.groups import GroupCache, GroupTable, groups_folder
 from isobatch.data.streaming.shards import shard_of
 from isobatch.data.streaming.source import StreamedSource, rows_of_group
 from isobatch.data.streaming.store import Store
-from isobatch.data.text.conversations import TOKENIZATION_VERSION, Conversations
+from isobatch.data.text.conversations import TOKENIZATION_VERSION
 from isobatch.data.text.dataset import Text
-from isobatch.data.text.plain_text import PlainText, TokenizationSettings
-from isobatch.data.text.row_fields import FIELD, LEFT_OUT
+from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.sources import TEXT, detect_row_kind
+from isobatch.data.tokenized import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
     from tokenizers import Tokenizer
 
     from isobatch.core.facts import Facts
-    from isobatch.data.base import Column, TextQuery
-    from isobatch.data.streaming.shards import Rows
+    from isobatch.data.base import TextQuery
     from isobatch.data.streaming.store import StoredObject
-from isobatch.data.text.sources import TextSet
 
 ENCODER_FILE = "encoder.json"
-VERSION = 2
-"""Part of the cache key: raise it when the same rows become other tokens."""
-
-
-@dataclass(slots=True)
-class TextGroupEncoder:
-    """Rows of text to tokens, as local preparation does it."""
-
-    name: str
-    """--data, in errors."""
-    kind: str
-    """TEXT, or the column that marks conversations."""
-    column: str
-    """The column of plain text."""
-    cleaning: tuple[CleaningStep, ...]
-    template: str
-    response_only: bool
-    tokenizer_folder: Path | None
-    tokenization: TokenizationSettings | None = None
-    """Set when the tokenizer is known."""
-
-    @property
-    def columns(self) -> list[str] | None:
-        return [self.column] if self.kind == TEXT else None
-
-    def texts(self, rows: Rows, where: str) -> Iterator[str]:
-        """What a tokenizer is trained on."""
-        return self.text_set({"train": rows}, where).texts()
-
-    def text_set(self, rows: Mapping[str, Rows], where: str) -> TextSet:
-        """The rows of each split as local preparation sees a set."""
-        located = {split: partial(_located, found, where) for split, found in rows.items()}
-        if self.kind == TEXT:
-            return PlainText(self.name, Corpus(located, column=self.column), self.cleaning)
-        return Conversations(
-            name=self.name,
-            rows=located,
-            chat_format=self.kind,
-            template_name=self.template,
-            default_template="alpaca" if self.kind == "instruction" else "chatml",
-            response_only=self.response_only,
-            folder=self.tokenizer_folder,
-            cleaning=CleaningPipeline(self.cleaning, "conversations"),
-        )
-
-    def encode(self, rows: Rows, where: str) -> tuple[dict[str, Column], dict[str, int]]:
-        """(columns, the sizes that Facts sums up, and what is noted of rows); no columns without a text."""
-        assert self.tokenization is not None
-        found = self.text_set({"train": rows}, where)
-        found.bind_tokenizer(self.tokenization)
-        columns: dict[str, Column] = {}
-        sizes: dict[str, int] = {}
-        with contextlib.suppress(NoSamplesError):
-            columns, sizes = found.encode("train", self.tokenization)
-        noted = {name: n for name, n in found.total.items() if name.startswith((LEFT_OUT, FIELD))}
-        return columns, sizes | noted
-
-    def identity(self) -> str:
-        """A hash of all that decides which tokens rows become."""
-        assert self.tokenization is not None
-        one = self.tokenization
-        parts = [VERSION, self.kind, self.column, [pipeline.CLEANING_VERSION, *map(str, self.cleaning)]]
-        parts += [TOKENIZATION_VERSION, self.template, self.response_only, dict(one.special_ids)]
-        parts += [template_texts.identity(self.tokenizer_folder), one.max_length]
-        text = json.dumps(parts, sort_keys=True, default=str) + one.tokenizer.to_str()
-        return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _located(rows: Rows, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    return ((f"{where} row {number}", row) for number, row in enumerate(rows, 1))
 
 
 class StreamedText(Text):
@@ -189,7 +110,7 @@ class StreamedText(Text):
         tokenizer, special = self._open_or_train_tokenizer(
             lambda size: tokenizers.train_byte_level_bpe(self._texts(encoder, splits), size)
         )
-        tokenizer.save(str(folder / "tokenizer.json"))
+        tokenizer.save(str(folder / TOKENIZER_FILE))
         self._bind(encoder, tokenizer, special)
         atomic_files.write_json(folder / ENCODER_FILE, {"kind": kind, "column": column, "special": special})
         if (share := self.workshop.share) is not None:
@@ -200,9 +121,7 @@ class StreamedText(Text):
         unread = [] if is_read else [n for n in shard_of(Store(), first).columns() if n != column]
         found = index.build(folder, self.recipe.data, self.objects, splits, encoder, self._cache())
         return {
-            "tokenizer": "tokenizer.json",
-            "vocabulary": tokenizers.vocabulary_size(tokenizer),
-            **special,
+            **self._tokenizer_facts(tokenizer, special),
             "splits": found.sizes,
             "stored_bytes": found.stored_bytes,
             **self._shown(encoder, folder),
@@ -240,7 +159,7 @@ class StreamedText(Text):
         """The samples of an indexed split."""
         known = atomic_files.read_json(folder / ENCODER_FILE)
         encoder = self._encoder(known["kind"], known["column"])
-        self._bind(encoder, tokenizers.open_tokenizer(folder / "tokenizer.json"), known["special"])
+        self._bind(encoder, tokenizers.open_tokenizer(folder / TOKENIZER_FILE), known["special"])
         source = StreamedSource(folder / split, encoder, self._cache())
         window = self.recipe.shuffle_window * len(source) // len(source.table)
         source.read_ahead = max(1, min(window, len(source)))

@@ -12,7 +12,7 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import HeldOutShare
 from isobatch.data import held_out, template_texts, tokenizers
-from isobatch.data.base import ArraySource, Columns, TextQuery, load, save
+from isobatch.data.base import ArraySource, TextQuery, load
 from isobatch.data.cleaning import near_duplicates, pipeline
 from isobatch.data.cleaning.steps import CleaningStep, parse_steps
 from isobatch.data.corpora import DEMO
@@ -23,9 +23,8 @@ from isobatch.data.text.sources import TEXT, TextSet, TextSetSpec, split_set_nam
 from isobatch.data.tokenized import TokenizedData, within_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from isobatch.core.facts import Facts
+    from isobatch.data.tokenized import Encoded
 
 LEARN_COLUMN = "learn"
 """Which tokens of a row are learnt; blocks of plain text have none, as all of theirs are."""
@@ -146,21 +145,19 @@ class Text(TokenizedData):
         return parse_steps(self.options.clean or ())
 
     def identity(self) -> dict[str, Any]:
-        set_specs = self.set_specs
-        contents = [spec.content_identity() for spec in set_specs]
-        return {
-            "data": contents[0] if len(set_specs) == 1 else contents,
-            "format": self.recipe.format,
-            "tokenizer": self._tokenizer_source().identity(),
-            "max_length": self.recipe.max_length,
+        return super().identity() | {
             "text_column": self.options.text_column or TEXT,
             "vocab_size": self._vocabulary_size(),
             **({"stride": self.options.stride} if self.options.stride else {}),
             **self._pair_identity(),
             **held_out.identity(self.options.valid),
-            **self._conversations_identity(set_specs),
+            **self._conversations_identity(self.set_specs),
             **self._cleaning_identity(),
         }
+
+    def _content_identity(self) -> Any:
+        contents = [spec.content_identity() for spec in self.set_specs]
+        return contents[0] if len(contents) == 1 else contents
 
     def _conversations_identity(self, set_specs: list[TextSetSpec]) -> dict[str, Any]:
         """What else conversations depend on. A hub data set counts as such: its rows are not known."""
@@ -183,26 +180,19 @@ class Text(TokenizedData):
         sets = [spec.open(self._cleaning_steps(), folder) for spec in self.set_specs]
         return sets[0] if len(sets) == 1 else Mixture(sets)
 
-    def read(self) -> Mapping[str, Columns]:
-        found, tokenization = self._open_sets_and_tokenizer()
-        return {split: found.encode(split, tokenization)[0] for split in found.splits}
-
-    def prepare(self, folder: Path) -> dict[str, Any]:
+    def encode_splits(self, folder: Path | None = None) -> Encoded:
         found, tokenization = self._open_sets_and_tokenizer(folder)
-        sizes = {}
+        columns, sizes = {}, {}
         for split in found.splits:
-            columns, sizes[split] = found.encode(split, tokenization)
-            save(folder / split, columns)
-        tokenization.tokenizer.save(str(folder / "tokenizer.json"))
-        return {
-            "tokenizer": "tokenizer.json",
-            "vocabulary": tokenizers.vocabulary_size(tokenization.tokenizer),
-            **tokenization.special_ids,
+            columns[split], sizes[split] = found.encode(split, tokenization)
+        extra = {
+            **self._tokenizer_facts(tokenization.tokenizer, tokenization.special_ids),
             "splits": sizes,
             "prompt": demo_stories.PROMPT if self.recipe.data == DEMO else found.prompt(),
             **found.facts(),
             "notes": found.notes,
         }
+        return columns, tokenization.tokenizer, extra
 
     def _open_sets_and_tokenizer(
         self, folder: Path | None = None

@@ -53,8 +53,8 @@ class TokenizationSettings:
 
     @property
     def dtype(self) -> type:
-        """uint16 where it holds every token id, else int32. Every access takes milliseconds: keep it."""
-        return np.uint16 if tokenizers.vocabulary_size(self.tokenizer) <= 1 << 16 else np.int32
+        """Of token ids. Every access takes milliseconds: keep it."""
+        return tokenizers.token_dtype(self.tokenizer)
 
 
 class PlainTextEncoder:

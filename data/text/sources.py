@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 from functools import partial
@@ -9,16 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.data import chat_formats, corpora, held_out, hub, readers
+from isobatch.data import chat_formats, corpora, held_out, readers
 from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.corpora import DEMO, Corpus, RowCorpus
 from isobatch.data.labelled.classes import SplitClasses, class_names, drop_unlabelled_test
-from isobatch.data.labelled.columns import LABEL_COLUMNS, TEXT_COLUMNS, ColumnNames, find_columns
-from isobatch.data.labelled.rows import read_examples, rows_per_split
+from isobatch.data.labelled.rows import (
+    LABEL_COLUMNS,
+    TEXT_COLUMNS,
+    ColumnNames,
+    find_columns,
+    read_examples,
+)
 from isobatch.data.text import demo_stories
 from isobatch.data.text.conversations import Conversations
 from isobatch.data.text.plain_text import PlainText
-from isobatch.data.tokenized import path_of
+from isobatch.data.tokenized import check_elsewhere, path_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -91,13 +97,8 @@ class TextSetSpec:
 
     def check(self) -> None:
         """Raise UserError where the set cannot be found or read."""
-        valid = self.options.valid
-        if self.is_demo:
-            held_out.check(valid, ("valid",), self.location)
-            return
         if self.path is None:
-            held_out.require_share(valid, self.location)
-            hub.require_dataset(self.location)
+            check_elsewhere(self.location, self.options.valid)
         else:
             self._check_files(self.path)
 
@@ -220,9 +221,15 @@ class TextSetSpec:
 
     def _open_labelled(self, table: RowCorpus, steps: Sequence[CleaningStep]) -> Conversations:
         """Labelled texts as conversations: the text asks, and the label as written is the answer."""
-        names = find_columns(self.location, table.columns)
-        where = (self.location, self.path, self.file_format, self.options)
-        splits, remarks = rows_per_split(*where, self._share)
+        names, splits, remarks = (
+            find_columns(self.location, table.columns),
+            dict(table.splits),
+            [*table.notes],
+        )
+        if table.is_held_out and self._share is None:
+            every = partial(_chained, splits["train"], splits["valid"])
+            splits["train"], splits["valid"] = (partial(_twentieth, every, is_it) for is_it in (False, True))
+            remarks[0] = "there is no validation split: every twentieth row of the training data is it"
         classes = {split: SplitClasses.read(read_examples(rows(), names)) for split, rows in splits.items()}
         remarks += drop_unlabelled_test(classes)
         plain = f"--text-column {names.text} reads plain text"
@@ -243,6 +250,16 @@ class TextSetSpec:
             remarks=[f"the rows are texts with a label ({names.label}): {plain}", *remarks],
             cleaning=CleaningPipeline(steps, "conversations"),
         )
+
+
+def _chained(*parts: Callable[[], LocatedRows]) -> LocatedRows:
+    return itertools.chain.from_iterable(rows() for rows in parts)
+
+
+def _twentieth(rows: Callable[[], LocatedRows], wanted: bool) -> LocatedRows:
+    """Each twentieth row, or all others where those are not wanted."""
+    one_in = readers.VALIDATION_ONE_IN
+    return (row for number, row in enumerate(rows(), 1) if (number % one_in == 0) == wanted)
 
 
 def _labelled_rows(rows: Callable[[], LocatedRows], names: ColumnNames) -> LocatedRows:

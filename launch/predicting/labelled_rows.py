@@ -10,8 +10,7 @@ import numpy as np
 
 from isobatch.core.measures import counted
 from isobatch.data.base import Ragged, load
-from isobatch.data.labelled.columns import LABEL_COLUMNS
-from isobatch.data.labelled.rows import class_name
+from isobatch.data.labelled.rows import LABEL_COLUMNS, class_name
 from isobatch.models.encoder.class_metrics import class_figures, confusion_matrix, wilson_interval
 
 if TYPE_CHECKING:

@@ -14,9 +14,8 @@ from isobatch.core.flags import nearest
 from isobatch.core.recipe import Recipe
 from isobatch.data import readers
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
-from isobatch.data.labelled.columns import ColumnNames
 from isobatch.data.labelled.dataset import LabelledOptions
-from isobatch.data.labelled.rows import read_examples
+from isobatch.data.labelled.rows import ColumnNames, read_examples
 from isobatch.data.sequence_sources import find_column
 from isobatch.launch.predicting import item_choice, tables
 
