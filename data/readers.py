@@ -21,7 +21,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
-from isobatch.data.preparation.file_digests import file_hash
+from isobatch.data.digests import file_hash
 from isobatch.data.preparation.progress import position
 from isobatch.data.tables import delimited, json_rows
 

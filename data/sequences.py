@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import platform
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.data import corpora, hub, readers, sequence_sources, tokenizers
+from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import Columns, Ragged, TextQuery
-from isobatch.data.corpora import DEMO, Corpus
+from isobatch.data.corpora import DEMO, Corpus, RowCorpus
 from isobatch.data.preparation.spooled_array import SpooledArray, spool_to_array
-from isobatch.data.sequence_sources import INTEGERS, TEXT
+from isobatch.data.tables.delimited import is_number
 from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tokenizers import Tokenizer
 
     from isobatch.core.facts import Facts
-    from isobatch.data.readers import SplitFiles
-    from isobatch.data.sequence_sources import IdCorpus, SequenceColumn
+    from isobatch.data.readers import LocatedRows, SplitFiles
     from isobatch.data.tokenized import Encoded
 
 MODEL_IDS = ("bos", "eos", "unk")
@@ -33,10 +37,142 @@ MODEL_IDS = ("bos", "eos", "unk")
 MAX_IDS = (1 << 31) - len(MODEL_IDS)
 """Most ids of the data: all must fit int32."""
 SPLITS = ("train", "valid", "test")
-BATCH_ROWS = 1000
 BLOCK_ENTRIES = 1 << 18
 END = -1
 """Stands for the end token until the number of ids is known."""
+TEXT, INTEGERS = "text", "lists of integers"
+"""What a column may hold that can be learnt."""
+FLAGS = {TEXT: "--text-column", INTEGERS: "--sequence-column"}
+USUAL_COLUMNS = {TEXT: ("text", "sentence"), INTEGERS: ("tokens", "input_ids", "ids", "sequence")}
+SAMPLED_ROWS = 100
+"""Rows that are read to see what the columns of csv, tsv, jsonl and json hold."""
+DEMO_LINES = {"train": 6000, "valid": 600}
+"""Most lines of each split of the demo."""
+DEMO_LINE_WORDS = 3
+"""Fewest words of a line of the demo."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdCorpus:
+    """The sequences of ids of each split."""
+
+    splits: Mapping[str, Callable[[], Iterable[tuple[str, np.ndarray]]]]
+    """Split -> a function that reads (place, (ids,) int64) of each sequence, from the first on;
+    `place` names its file, row and column, for error messages."""
+    notes: tuple[str, ...] = ()
+
+
+class SequenceColumn(NamedTuple):
+    """The column that holds the sequences."""
+
+    name: str
+    kind: str
+    """TEXT or INTEGERS."""
+    note: str = ""
+    """What the user should know of the choice."""
+
+
+def find_column(
+    data: str, kinds: Mapping[str, str], asked: Mapping[str, str | None], prefers_text: bool
+) -> SequenceColumn:
+    """The column of the sequences among columns that hold `kinds`.
+
+    The one `asked` for, by kind; else one of lists of integers; else, or if that is preferred, one of text.
+    Raises UserError where there is none, or where several could be meant.
+    """
+    for kind, name in asked.items():
+        if name is not None:
+            readers.require_name(name, list(kinds), data, FLAGS[kind])
+            return SequenceColumn(name, kind)
+    found = {kind: [name for name, held in kinds.items() if held == kind] for kind in FLAGS}
+    kind = TEXT if found[TEXT] and (prefers_text or not found[INTEGERS]) else INTEGERS
+    usual = [name for name in USUAL_COLUMNS[kind] if name in found[kind]]
+    names = usual[:1] or found[kind]
+    if len(names) != 1:
+        problem = f"which column? {FLAGS[kind]} says" if names else f"no column holds {TEXT} or {INTEGERS}"
+        has = readers.name_columns([f"{name} ({held})" for name, held in kinds.items()] or ["no rows"])
+        raise UserError(f"--data {data}: {problem}; it has: {has}")
+    others = [f"{FLAGS[k]} {name}" for k in FLAGS for name in found[k] if name != names[0]]
+    like_row = " (is that a row? --text-column 1 reads it, too)" * (" " in names[0])
+    note = f"the column {names[0]} holds the sequences{like_row}" if others or like_row else ""
+    note += f" ({others[0]} takes another)" if others else ""
+    return SequenceColumn(names[0], kind, note)
+
+
+def column_kinds(rows: LocatedRows) -> dict[str, str]:
+    """Column -> what it holds by the first rows: TEXT, INTEGERS, or a word for users."""
+    first: dict[str, str] = {}
+    useful: dict[str, str] = {}
+    for _, row in itertools.islice(rows, SAMPLED_ROWS):
+        for name, cell in row.items():
+            kind = _cell_kind(cell)
+            (useful if kind in FLAGS else first).setdefault(str(name), kind)
+    return first | useful
+
+
+def _cell_kind(cell: Any) -> str:
+    if isinstance(cell, str):  # as is every cell of csv and tsv
+        return TEXT if cell.strip() and not is_number(cell) else "numbers"
+    if isinstance(cell, list) and cell:
+        strange = next((v for v in cell if type(v) is not int), 0)
+        return INTEGERS if type(strange) is int else f"lists of {_type_name(strange)}"
+    return _type_name(cell)
+
+
+def _type_name(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
+def open_demo() -> Corpus:
+    """Lines of source code of Python's standard library, a part of them at even distances."""
+    splits = corpora.demo_corpus().splits
+    return Corpus({split: partial(_demo_lines, texts, DEMO_LINES[split]) for split, texts in splits.items()})
+
+
+def _demo_lines(texts: Callable[[], Iterable[str]], most: int) -> list[str]:
+    lines = [line for text in texts() for line in text.split("\n") if len(line.split()) >= DEMO_LINE_WORDS]
+    return lines[:: math.ceil(len(lines) / most)]
+
+
+def open_lines(parts: Mapping[str, SplitFiles]) -> Corpus:
+    """The lines of text files, with a validation split."""
+    parts, notes = corpora.with_validation(dict(parts))
+    return Corpus({split: partial(_lines, part) for split, part in parts.items()}, notes=notes)
+
+
+def open_column(corpus: RowCorpus, column: SequenceColumn) -> Corpus | IdCorpus:
+    """The sequences in a column of rows."""
+    notes = corpus.notes + ((column.note,) if column.note else ())
+    read = _texts if column.kind == TEXT else _ids
+    splits = {split: partial(read, rows, column.name) for split, rows in corpus.splits.items()}
+    return Corpus(splits, notes=notes) if column.kind == TEXT else IdCorpus(splits, notes)
+
+
+def _lines(part: SplitFiles) -> Iterator[str]:
+    """The lines of .txt files; a very long one comes in several chunks."""
+    for file in part.files:
+        rest = ""
+        for chunk in readers.read_stream(dataclasses.replace(part, files=(file,))):
+            *lines, rest = (rest + chunk).split("\n")
+            yield from lines
+        if rest:
+            yield rest
+
+
+def _texts(rows: Callable[[], LocatedRows], column: str) -> Iterator[str]:
+    return (readers.text_cell(row, column, where) for where, row in rows())
+
+
+def _ids(rows: Callable[[], LocatedRows], column: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Raises UserError for what is no list of integers; null is one without."""
+    for where, row in rows():
+        cell, place = row.get(column) or [], f"{where}: {column}"
+        if cell and (kind := _cell_kind(cell)) != INTEGERS:
+            raise UserError(f"{place} holds {kind}, not {INTEGERS}")
+        try:
+            yield place, np.array(cell, np.int64)
+        except OverflowError:
+            raise UserError(f"{place} holds an id of more than 64 bits: number the ids from 0") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,7 +216,7 @@ class Sequences(TokenizedData):
             corpora.demo_files()
             self._check_lines()
         elif path is None:
-            hub.require_dataset(self.recipe.data)
+            corpora.require_dataset(self.recipe.data)
         else:
             self._check_files(self._find_files(path))
 
@@ -93,14 +229,14 @@ class Sequences(TokenizedData):
         if column.kind == TEXT:
             self._check_vocabulary_size()
         for part in parts.values():
-            readers.require_column(part, column.name, sequence_sources.FLAGS[column.kind])
+            readers.require_column(part, column.name, FLAGS[column.kind])
 
     def _check_lines(self) -> None:
         """Raise UserError where a column is named of data that has none."""
         for kind, name in self._asked_columns().items():
             if name is not None:
                 raise UserError(
-                    f"{sequence_sources.FLAGS[kind]} {name}: {self.recipe.data} is lines of text and has no"
+                    f"{FLAGS[kind]} {name}: {self.recipe.data} is lines of text and has no"
                     " columns: leave it out"
                 )
         self._check_vocabulary_size()
@@ -117,7 +253,7 @@ class Sequences(TokenizedData):
     def _find_column(self, kinds: Mapping[str, str]) -> SequenceColumn:
         # Whoever gives a tokenizer means text.
         prefers_text = self.recipe.tokenizer is not None
-        found = sequence_sources.find_column(self.recipe.data, kinds, self._asked_columns(), prefers_text)
+        found = find_column(self.recipe.data, kinds, self._asked_columns(), prefers_text)
         unread = ", ".join(name for name in kinds if name != found.name)
         said = [found.note] * bool(found.note) + [f"not read: {unread}"] * bool(unread)
         return found._replace(note="; ".join(said))
@@ -126,7 +262,7 @@ class Sequences(TokenizedData):
         """The column of the sequences; None for lines of text."""
         if part.is_stream:
             return None
-        return self._find_column(sequence_sources.column_kinds(readers.read_rows(part)))
+        return self._find_column(column_kinds(readers.read_rows(part)))
 
     def identity(self) -> dict[str, Any]:
         return super().identity() | {"options": dataclasses.asdict(self.options)}
@@ -185,17 +321,15 @@ class Sequences(TokenizedData):
 
     def _open_corpus(self) -> Corpus | IdCorpus:
         if self.recipe.data == DEMO:
-            return sequence_sources.open_demo()
+            return open_demo()
         if (path := self._data_path()) is None:
             rows = corpora.rows_from_hub(self.recipe.data, self.options.data_config)
-            return sequence_sources.open_column(
-                rows, self._find_column(sequence_sources.column_kinds(rows.splits["train"]()))
-            )
+            return open_column(rows, self._find_column(column_kinds(rows.splits["train"]())))
         parts = self._find_files(path)
         if (column := self._find_column_in(parts["train"])) is None:
-            return sequence_sources.open_lines(parts)
+            return open_lines(parts)
         read = {split: dataclasses.replace(part, only=column.name) for split, part in parts.items()}
-        return sequence_sources.open_column(corpora.rows_from_files(read), column)
+        return open_column(corpora.rows_from_files(read), column)
 
     def _collect_texts(self, corpus: Corpus, found: Mapping[str, SequenceRows]) -> Tokenizer:
         """Tokenize the texts of every split into its rows; the tokenizer."""
@@ -205,11 +339,10 @@ class Sequences(TokenizedData):
         )
         for split, rows in found.items():
             texts = rows.count_words(corpus.splits[split]())
-            ids = tokenizers.encode_texts(tokenizer, texts, [], np.int32)
-            for batch in sequence_sources.batched(ids, BATCH_ROWS):
-                tails = [i[rows.room :].tolist() for i in batch if len(i) > rows.room]
-                rows.words -= sum(len(tail.split()) for tail in tokenizer.decode_batch(tails))
-                rows.add(np.concatenate(batch), np.array([len(i) for i in batch]))
+            for ids in tokenizers.encode_texts(tokenizer, texts, [], np.int32):
+                if len(ids) > rows.room:
+                    rows.words -= len(tokenizer.decode(ids[rows.room :].tolist()).split())
+                rows.add(ids)
             rows.require_some(split, self.recipe.data)
         return tokenizer
 
@@ -220,12 +353,12 @@ class Sequences(TokenizedData):
         if asked is not None:
             size, why = asked, f"--vocab-size {asked} allows 0 to {asked - 1}"
         for split, rows in found.items():
-            for batch in sequence_sources.batched(corpus.splits[split](), BATCH_ROWS):
-                ids = [one for _, one in batch]
-                values = np.concatenate(ids)
-                if values.min(initial=0) < 0 or values.max(initial=0) >= size:
-                    sequence_sources.require_ids_below(size, batch, why)
-                rows.add(values, np.array([len(one) for one in ids]))
+            for place, ids in corpus.splits[split]():
+                wrong = ids[(ids < 0) | (ids >= size)]
+                if len(wrong):
+                    problem = "ids begin at 0" if wrong[0] < 0 else why
+                    raise UserError(f"{place} holds the id {wrong[0]}: {problem}")
+                rows.add(ids)
             rows.require_some(split, self.recipe.data)
             if split == "train" and asked is None:
                 size = rows.largest + 1
@@ -239,13 +372,9 @@ class SequenceRows:
     def __init__(self, max_length: int, folder: Path | None) -> None:
         self.room, self.folder = max_length - 1, folder
         self.values = SpooledArray(np.int32, folder)
-        self.lengths = [np.empty(0, np.int64)]
+        self.lengths = array("q")
         self.largest = END
         self.words = self.cut = self.empty = 0
-
-    @property
-    def count(self) -> int:
-        return sum(map(len, self.lengths))
 
     def count_words(self, texts: Iterable[str]) -> Iterator[str]:
         """Yield the texts without white space around them, and count words; empty texts are only counted."""
@@ -256,28 +385,26 @@ class SequenceRows:
             else:
                 self.empty += 1
 
-    def add(self, values: np.ndarray, lengths: np.ndarray) -> None:
-        """Append sequences: their ids (t,) end to end and their lengths (n,). Empty ones are only counted."""
-        self.largest = max(self.largest, int(values.max(initial=0)))
-        self.empty += int((lengths == 0).sum())
-        lengths = lengths[lengths > 0]
-        if lengths.max(initial=0) > self.room:
-            self.cut += int((lengths > self.room).sum())
-            begins = np.repeat(np.cumsum(lengths) - lengths, lengths)
-            values = values[np.arange(len(values)) - begins < self.room]
-            lengths = np.minimum(lengths, self.room)
-        self.values.add(np.insert(values.astype(np.int32), np.cumsum(lengths), END))
-        self.lengths.append(lengths + 1)
+    def add(self, ids: np.ndarray) -> None:
+        """Append a sequence (t,). An empty one is only counted."""
+        if not len(ids):
+            self.empty += 1
+            return
+        self.largest = max(self.largest, int(ids.max()))
+        self.cut += len(ids) > self.room
+        row = np.append(ids[: self.room], END)
+        self.values.add(row)
+        self.lengths.append(len(row))
 
     def require_some(self, split: str, data: str) -> None:
         """Raise UserError where there is no row."""
-        if not self.count:
+        if not self.lengths:
             why = f" (empty: {self.empty:,})" if self.empty else ""
             raise UserError(f"--data {data}: the {split} split holds no sequences{why}")
 
     def columns(self, eos: int, dtype: type) -> Columns:
         """The columns `tokens` and `token.weight`; nothing can be added after this."""
-        lengths, values = np.concatenate(self.lengths), self.values.array()
+        lengths, values = np.array(self.lengths, np.int64), self.values.array()
         blocks = (values[begin : begin + BLOCK_ENTRIES] for begin in range(0, len(values), BLOCK_ENTRIES))
         tokens = spool_to_array((np.where(b == END, eos, b) for b in blocks), dtype, self.folder)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -286,8 +413,8 @@ class SequenceRows:
     def sizes(self, has_words: bool) -> dict[str, int | None]:
         """The counts that facts keep. Tokens: all entries of the rows; words: of what is left of a cut."""
         return {
-            "sequences": self.count,
-            "tokens": sum(int(lengths.sum()) for lengths in self.lengths),
+            "sequences": len(self.lengths),
+            "tokens": sum(self.lengths),
             "words": self.words if has_words else None,
             "cut": self.cut,
             "empty": self.empty,
@@ -298,5 +425,6 @@ class SequenceRows:
         if self.empty:
             yield f"{split}: empty sequences left out: {self.empty:,}"
         if self.cut:
-            share = f"{self.cut:,} of {self.count:,} ({self.cut / self.count:.1%})"
+            count = len(self.lengths)
+            share = f"{self.cut:,} of {count:,} ({self.cut / count:.1%})"
             yield f"{split}: sequences cut to --max-length {self.room + 1} with the end token: {share}"

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.data import corpora, held_out, hub, readers, tokenizers
+from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import Columns, Data, save
 from isobatch.data.corpora import DEMO
-from isobatch.data.preparation.file_digests import file_hash
+from isobatch.data.digests import file_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,10 +46,10 @@ def path_of(data: str) -> Path | None:
 def check_elsewhere(data: str, valid: float | str | None) -> None:
     """Raise UserError where the demo or a hub data set cannot be had, or not with this --valid."""
     if data == DEMO:
-        held_out.check(valid, ("valid",), DEMO)
+        corpora.check_valid(valid, ("valid",), DEMO)
     else:
-        held_out.require_share(valid, data)
-        hub.require_dataset(data)
+        corpora.require_share(valid, data)
+        corpora.require_dataset(data)
 
 
 class TokenizedData(Data):
@@ -103,7 +103,7 @@ class TokenizedData(Data):
 
     def _files(self, path: Path) -> dict[str, readers.SplitFiles]:
         """The files of each split, with that of --valid."""
-        return held_out.find_splits(path, self.recipe.format, self.options.valid, self.options)
+        return corpora.find_splits(path, self.recipe.format, self.options.valid, self.options)
 
     def _check_tables(self, instead: str) -> dict[str, readers.SplitFiles]:
         """The files of each split, with columns; none of the demo and of hub data.

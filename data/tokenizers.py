@@ -14,7 +14,7 @@ from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.hub_cache import explain_hub_error
 from isobatch.core.terminal.status import doing
-from isobatch.data.preparation.file_digests import file_hash
+from isobatch.data.digests import file_hash
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

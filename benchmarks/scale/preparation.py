@@ -18,7 +18,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.package import CACHE, ROOT
-from isobatch.data.preparation.file_digests import file_hash
+from isobatch.data.digests import file_hash
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from isobatch.data.cleaning import html
+from isobatch.data.cleaning import steps
 from isobatch.data.cleaning.steps import (
     FILTERS,
     REMEMBERING,
@@ -124,7 +124,7 @@ class CleaningPipeline:
         if step is None:
             yield from chunks
             return
-        for chunk, blocks in html.remove_blocks(chunks):
+        for chunk, blocks in steps.remove_blocks(chunks):
             if blocks:
                 self.outcomes[step].affected += len(blocks)
                 self.outcomes[step].sample = self.outcomes[step].sample or f"{_excerpt(blocks[0])} -> nothing"

@@ -15,13 +15,13 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import options_to_dict
-from isobatch.data import hub, tokenizers
+from isobatch.data import corpora, tokenizers
 from isobatch.data.base import Columns, Ragged, TextQuery, save, save_array
 from isobatch.data.corpora import DEMO
+from isobatch.data.digests import file_hash
 from isobatch.data.interactions import demo, formats, movielens
+from isobatch.data.interactions.log import MISSING
 from isobatch.data.interactions.log_splits import LogSplits
-from isobatch.data.interactions.splits import MISSING
-from isobatch.data.preparation.file_digests import file_hash
 from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Interactions(TokenizedData):
                 if not file.is_file():
                     raise UserError(f"--data {path}: there is no {file.name}")
         elif self.recipe.data != DEMO:
-            hub.require_dataset(self.recipe.data)
+            corpora.require_dataset(self.recipe.data)
             raise UserError(f"--data {self.recipe.data}: give a folder or file; hub data has no one form")
 
     def identity(self) -> dict[str, Any]:

@@ -19,35 +19,18 @@ if TYPE_CHECKING:
 
 READERS, BOOKS, LOANS = 600, 400, 24
 """LOANS is the average number of loans of a reader."""
-GENRES = ("cooking", "crime", "fantasy", "gardens", "history", "poems", "science", "travel")
-GENRE_WORDS = {
-    "cooking": "bread kitchen pepper table oven salt feast broth",
-    "crime": "murder knife alibi detective corpse theft witness trial",
-    "fantasy": "dragon sword wizard crown spell quest giant castle",
-    "gardens": "rose hedge orchard seed spade moss pond lawn",
-    "history": "empire king siege treaty bronze abbey revolt archive",
-    "poems": "moon sorrow swallow silence autumn verse mirror shore",
-    "science": "atom comet enzyme proof orbit neuron crystal wave",
-    "travel": "harbour desert railway border island caravan monsoon map",
-}
-TITLE_PATTERNS = (
-    "The {} and the {}",
-    "A {} without {}",
-    "{} of the {}",
-    "Notes on {} and {}",
-    "The last {}, the {}",
-)
-GENRE_JOBS = {
-    "cooking": ("baker", "nurse"),
-    "crime": ("clerk", "lawyer"),
-    "fantasy": ("student", "programmer"),
-    "gardens": ("teacher", "retired"),
-    "history": ("teacher", "lawyer"),
-    "poems": ("student", "nurse"),
-    "science": ("engineer", "programmer"),
-    "travel": ("engineer", "retired"),
-}
-"""Genre -> the occupations of readers whose first taste it is."""
+_GENRES = """cooking: bread kitchen pepper table oven salt feast broth: baker nurse
+crime: murder knife alibi detective corpse theft witness trial: clerk lawyer
+fantasy: dragon sword wizard crown spell quest giant castle: student programmer
+gardens: rose hedge orchard seed spade moss pond lawn: teacher retired
+history: empire king siege treaty bronze abbey revolt archive: teacher lawyer
+poems: moon sorrow swallow silence autumn verse mirror shore: student nurse
+science: atom comet enzyme proof orbit neuron crystal wave: engineer programmer
+travel: harbour desert railway border island caravan monsoon map: engineer retired"""
+"""Genre: words of its books: the occupations of readers whose first taste it is."""
+GENRES, GENRE_WORDS, GENRE_JOBS = zip(*(line.split(": ") for line in _GENRES.split("\n")), strict=True)
+TITLE_PATTERNS = ("The {} and the {}", "A {} without {}", "{} of the {}", "Notes on {} and {}")
+TITLE_PATTERNS += ("The last {}, the {}",)
 AGES = ("young", "middle-aged", "old")
 
 
@@ -90,7 +73,7 @@ def demo_interactions() -> RawInteractions:
 def _reader_texts(taste: np.ndarray, rng: np.random.Generator) -> dict[str, str]:
     found = {}
     for reader, (first, _) in enumerate(taste):
-        job = GENRE_JOBS[GENRES[first]][rng.integers(2)]
+        job = GENRE_JOBS[first].split()[rng.integers(2)]
         found[str(reader)] = f"{AGES[rng.integers(len(AGES))]} {job}"
     return found
 
@@ -98,7 +81,7 @@ def _reader_texts(taste: np.ndarray, rng: np.random.Generator) -> dict[str, str]
 def _book_texts(genre: np.ndarray, rng: np.random.Generator) -> dict[str, ItemText]:
     found = {}
     for book, number in enumerate(genre):
-        words = GENRE_WORDS[GENRES[number]].split()
+        words = GENRE_WORDS[number].split()
         title = TITLE_PATTERNS[rng.integers(len(TITLE_PATTERNS))].format(
             *(words[w] for w in rng.choice(8, 2, replace=False))
         )

@@ -21,20 +21,10 @@ if TYPE_CHECKING:
 
 AGES = {"1": "under 18", "18": "18 to 24", "25": "25 to 34", "35": "35 to 44", "45": "45 to 49"}
 AGES |= {"50": "50 to 55", "56": "56 or older"}
-OCCUPATIONS = (
-    *(
-        "other",
-        "educator",
-        "artist",
-        "clerical",
-        "college student",
-        "customer service",
-        "doctor",
-        "executive",
-    ),
-    *("farmer", "homemaker", "K-12 student", "lawyer", "programmer", "retired", "sales", "scientist"),
-    *("self-employed", "engineer", "tradesman", "unemployed", "writer"),
-)
+_OCCUPATIONS = """other|educator|artist|clerical|college student|customer service|doctor|executive|farmer
+homemaker|K-12 student|lawyer|programmer|retired|sales|scientist|self-employed|engineer|tradesman|unemployed
+writer"""
+OCCUPATIONS = re.split(r"[|\n]", _OCCUPATIONS)
 COLUMNS = ("user", "item", "rating", "time")
 FILES_1M = ("ratings.dat", "users.dat", "movies.dat")
 FILES_100K = ("u.data", "u.user", "u.item", "u.genre")

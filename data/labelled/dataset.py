@@ -13,24 +13,22 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import AboveZero, HeldOutShare
-from isobatch.data import corpora, held_out, readers, tokenizers
+from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import WEIGHT, Ragged, TextQuery, load
 from isobatch.data.corpora import DEMO, overlap_notes
-from isobatch.data.labelled.classes import (
-    SplitClasses,
-    class_names,
-    class_weights,
-    drop_unlabelled_test,
-    held_out_rows,
-    refuse_identifiers,
-)
 from isobatch.data.labelled.rows import (
     ColumnNames,
     Example,
+    SplitClasses,
+    class_names,
+    class_weights,
     demo_files,
     demo_rows,
+    drop_unlabelled_test,
     find_columns,
+    held_out_rows,
     read_examples,
+    refuse_identifiers,
 )
 from isobatch.data.preparation.encoding import EncodedShard, EncodingJob, encode_in_shards
 from isobatch.data.preparation.spooled_array import SpooledColumns
@@ -140,7 +138,7 @@ class Labelled(TokenizedData):
 
     def _held_out_share(self) -> float:
         """The part of each class that is validation where there is no such split."""
-        return held_out.share_of(self.options.valid) or HELD_OUT_SHARE
+        return corpora.share_of(self.options.valid) or HELD_OUT_SHARE
 
     def identity(self) -> dict[str, Any]:
         return super().identity() | {
@@ -157,7 +155,7 @@ class Labelled(TokenizedData):
             return {}
         if path is not None and "valid" in self._files(path):
             return {}
-        return held_out.identity(share)
+        return corpora.valid_identity(share)
 
     def demo_files(self) -> list[Path]:
         return [file for files in demo_files().values() for file in files]
@@ -233,7 +231,7 @@ class Labelled(TokenizedData):
             split: partial(_examples, rows, columns, None) for split, rows in row_readers.items()
         }
         if self._data_path() is None:  # of a hub data set the splits are known now
-            held_out.check(self.options.valid, classes, self.recipe.data)
+            corpora.check_valid(self.options.valid, classes, self.recipe.data)
         notes, share = [], self._held_out_share()
         if "valid" not in classes:
             drawn = held_out_rows(classes["train"], share)

@@ -2,35 +2,143 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import HeldOutShare
-from isobatch.data import corpora, held_out, readers, template_texts, tokenizers
+from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import ArraySource, Column, Ragged, TextQuery
 from isobatch.data.chat_formats import SkippedRowError
 from isobatch.data.corpora import DEMO, RowCorpus, overlap_notes
-from isobatch.data.preferences import encoding, pairs
-from isobatch.data.template_texts import VERBATIM
+from isobatch.data.preferences import pairs
 from isobatch.data.text import chat_templates
-from isobatch.data.text.conversation_encoder import SHOWN_PROMPTS, learn_mask
+from isobatch.data.text.chat_templates import VERBATIM
+from isobatch.data.text.conversations import (
+    BATCH_CONVERSATIONS,
+    SHOWN_PROMPTS,
+    TokenRow,
+    fit_turns,
+    learn_mask,
+    question_mask,
+    token_rows,
+)
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.row_fields import RowCounts
 from isobatch.data.tokenized import TokenizedData, within_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from tokenizers import Tokenizer
+
     from isobatch.core.facts import Facts
-    from isobatch.data.preferences.encoding import EncodedPair, RenderedPair
-    from isobatch.data.text.chat_templates import ChatTemplate
+    from isobatch.data.preferences.pairs import PreferencePair
+    from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
     from isobatch.data.tokenized import Encoded
+
+
+class RenderedPair(NamedTuple):
+    """A pair as text."""
+
+    prompt: list[ChatSegment]
+    answers: tuple[list[ChatSegment], list[ChatSegment]]
+    """Chosen, rejected. They end with their last answer."""
+
+
+class EncodedPair(NamedTuple):
+    """A pair as tokens that fit."""
+
+    rows: tuple[TokenRow, TokenRow]
+    """Chosen, rejected: the prompt, and the answer behind it."""
+    prompt_cut: bool
+    """Whether the prompt lost its beginning."""
+    answer_cut: bool
+    """Whether an answer lost its end."""
+
+    @property
+    def differs(self) -> bool:
+        """Whether the rows still differ."""
+        one, other = (row.tokens for row in self.rows)
+        return not np.array_equal(one, other)
+
+
+def render_pair(pair: PreferencePair, template: ChatTemplate, where: str) -> RenderedPair:
+    """A pair written by a template. Raises UserError where the template cannot tell answers from prompts."""
+    both = [template.segments(pair.prompt + answer, where) for answer in (pair.chosen, pair.rejected)]
+    # Each answer within the prompt is a segment, and so is the text before it.
+    stop = 2 * sum(message["role"] == "assistant" for message in pair.prompt) + 1
+    answers = [[*_up_to_last_answer(segments[stop:])] for segments in both]
+    return RenderedPair(both[0][:stop], (answers[0], answers[1]))
+
+
+def _up_to_last_answer(segments: Sequence[ChatSegment]) -> Sequence[ChatSegment]:
+    last = max(number for number, segment in enumerate(segments) if segment.is_answer)
+    return segments[: last + 1]
+
+
+def encode_pairs(
+    pairs: Iterable[RenderedPair], tokenization: TokenizationSettings, end_id: int
+) -> Iterator[tuple[RenderedPair, EncodedPair]]:
+    """Yield each pair with its tokens. Segments are tokenized separately; `end_id` ends an answer."""
+    waiting, tokenizer = iter(pairs), tokenization.tokenizer
+    while batch := list(itertools.islice(waiting, BATCH_CONVERSATIONS)):
+        parts = [part for pair in batch for part in (pair.prompt, *pair.answers)]
+        rows = token_rows(parts, tokenizer, end_id, tokenization.dtype)
+        for pair in batch:
+            prompt, chosen, rejected = next(rows), next(rows), next(rows)
+            find_questions = partial(_droppable, pair.prompt, tokenizer)
+            yield pair, fit_pair(prompt.tokens, chosen, rejected, find_questions, tokenization.max_length)
+
+
+def _droppable(prompt: Sequence[ChatSegment], tokenizer: Tokenizer) -> np.ndarray:
+    """(tokens,) bool: True where a token of a prompt is a message's, earlier answers' too."""
+    whole = [s._replace(messages=((0, len(s.text)),)) if s.is_answer else s for s in prompt]
+    return question_mask(whole, tokenizer)
+
+
+def fit_pair(
+    prompt: np.ndarray,
+    chosen: TokenRow,
+    rejected: TokenRow,
+    find_questions: Callable[[], np.ndarray],
+    max_length: int,
+) -> EncodedPair:
+    """Both rows with at most `max_length` tokens and the same prompt.
+
+    The prompt loses its beginning until the longer answer fits, its messages before its template; an answer
+    that alone fills the row loses its end, and the prompt keeps at most half of the row. The other one is
+    whole where it fits.
+    """
+    half = max_length - min(len(prompt), max_length // 2)
+    lengths = [len(answer.tokens) for answer in (chosen, rejected)]
+    wanted = max(half if length >= max_length else length for length in lengths)
+    whole = np.concatenate([prompt, np.zeros(wanted, prompt.dtype)])
+    is_answer = np.arange(len(whole)) >= len(prompt)
+
+    def droppable() -> np.ndarray:
+        return np.append(find_questions(), np.zeros(wanted, bool))
+
+    row = TokenRow(whole, is_answer.astype(np.uint8))
+    kept = fit_turns(row, droppable, max_length, response_only=True)
+    prompt = kept.row.tokens[kept.row.answer_mask == 0]
+    rows = [_behind(prompt, answer, max_length - len(prompt)) for answer in (chosen, rejected)]
+    return EncodedPair((rows[0], rows[1]), kept.prompt_cut, max(lengths) > max_length - len(prompt))
+
+
+def _behind(prompt: np.ndarray, answer: TokenRow, room: int) -> TokenRow:
+    """The row of a prompt and as much of an answer as there is room for."""
+    return TokenRow(
+        np.concatenate([prompt, answer.tokens[:room]]),
+        np.concatenate([np.zeros(len(prompt), np.uint8), answer.answer_mask[:room]]),
+    )
+
 
 TOKENIZATION_VERSION = 3
 """Part of the cache key: raise it when the same rows become other tokens."""
@@ -100,10 +208,10 @@ class Preferences(TokenizedData):
             pairs.require_columns(readers.column_names(part), str(part.files[0]))
 
     def identity(self) -> dict[str, Any]:
-        template = template_texts.identity(self._tokenizer_source().path)
+        template = chat_templates.template_identity(self._tokenizer_source().path)
         return super().identity() | {
             "vocab_size": self._vocabulary_size(),
-            **held_out.identity(self.options.valid),
+            **corpora.valid_identity(self.options.valid),
             "pairs": [TOKENIZATION_VERSION, self.options.template, template],
         }
 
@@ -143,7 +251,7 @@ class Preferences(TokenizedData):
     def _open_rows(self) -> RowCorpus:
         if self.recipe.data == DEMO:
             return demo_pairs()
-        share = held_out.share_of(self.options.valid)
+        share = corpora.share_of(self.options.valid)
         if (path := self._data_path()) is None:
             rows = corpora.rows_from_hub(self.recipe.data, self.options.data_config, share)
             pairs.require_columns(rows.columns, f"--data {self.recipe.data}")
@@ -200,7 +308,7 @@ def render_rows(
             counts.leave_out(reason)
         else:
             counts.add_fields(pairs.unread(row))
-            rendered = encoding.render_pair(pair, template, where)
+            rendered = render_pair(pair, template, where)
             said = [*pair.prompt, *pair.chosen, *pair.rejected]
             counts.add_fields(template.notes_of_fields(said, sum(rendered.answers, rendered.prompt)))
             yield rendered
@@ -225,7 +333,7 @@ class PairEncoder:
         """The columns of a split. Raises UserError where no pair is left to learn from."""
         counts, kept, self._in_train = RowCounts(), [], 0
         rendered = render_rows(rows, split, self.template, counts)
-        for texts, pair in encoding.encode_pairs(rendered, self.settings, self.template.end_id):
+        for texts, pair in encode_pairs(rendered, self.settings, self.template.end_id):
             if not pair.differs:
                 counts.leave_out("answers that begin alike and are cut")
                 continue

@@ -10,16 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.data import template_texts
 from isobatch.data.base import NoSamplesError
 from isobatch.data.cleaning import pipeline
-from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.cleaning.steps import CleaningStep
 from isobatch.data.corpora import Corpus
-from isobatch.data.text.conversations import TOKENIZATION_VERSION, Conversations
+from isobatch.data.text import chat_templates
+from isobatch.data.text.conversations import TOKENIZATION_VERSION
 from isobatch.data.text.plain_text import PlainText, TokenizationSettings
 from isobatch.data.text.row_fields import FIELD, LEFT_OUT
-from isobatch.data.text.sources import TEXT
+from isobatch.data.text.sources import TEXT, chats
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -43,8 +42,8 @@ class TextGroupEncoder:
     column: str
     """The column of plain text."""
     cleaning: tuple[CleaningStep, ...]
-    template: str
-    response_only: bool
+    options: Any
+    """TextOptions."""
     tokenizer_folder: Path | None
     tokenization: TokenizationSettings | None = None
     """Set when the tokenizer is known."""
@@ -62,16 +61,7 @@ class TextGroupEncoder:
         located = {split: partial(_located, found, where) for split, found in rows.items()}
         if self.kind == TEXT:
             return PlainText(self.name, Corpus(located, column=self.column), self.cleaning)
-        return Conversations(
-            name=self.name,
-            rows=located,
-            chat_format=self.kind,
-            template_name=self.template,
-            default_template="alpaca" if self.kind == "instruction" else "chatml",
-            response_only=self.response_only,
-            folder=self.tokenizer_folder,
-            cleaning=CleaningPipeline(self.cleaning, "conversations"),
-        )
+        return chats(self.name, located, self.kind, self.options, self.cleaning, self.tokenizer_folder)
 
     def encode(self, rows: Rows, where: str) -> tuple[dict[str, Column], dict[str, int]]:
         """(columns, the sizes that Facts sums up, and what is noted of rows); no columns without a text."""
@@ -89,9 +79,10 @@ class TextGroupEncoder:
         """A hash of all that decides which tokens rows become."""
         assert self.tokenization is not None
         one = self.tokenization
-        parts = [VERSION, self.kind, self.column, [pipeline.CLEANING_VERSION, *map(str, self.cleaning)]]
-        parts += [TOKENIZATION_VERSION, self.template, self.response_only, dict(one.special_ids)]
-        parts += [template_texts.identity(self.tokenizer_folder), one.max_length]
+        options, cleaning = self.options, [pipeline.CLEANING_VERSION, *map(str, self.cleaning)]
+        parts = [VERSION, self.kind, self.column, cleaning, TOKENIZATION_VERSION, options.template]
+        parts += [options.response_only, dict(one.special_ids)]
+        parts += [chat_templates.template_identity(self.tokenizer_folder), one.max_length]
         text = json.dumps(parts, sort_keys=True, default=str) + one.tokenizer.to_str()
         return hashlib.sha256(text.encode()).hexdigest()
 

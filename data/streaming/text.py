@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.data import chat_formats, template_texts, tokenizers
+from isobatch.data import chat_formats, tokenizers
 from isobatch.data.cleaning.steps import REMEMBERING
 from isobatch.data.streaming import index, store
 from isobatch.data.streaming.group_encoder import VERSION, TextGroupEncoder
@@ -19,6 +19,7 @@ from isobatch.data.streaming.groups import GroupCache, GroupTable, groups_folder
 from isobatch.data.streaming.shards import shard_of
 from isobatch.data.streaming.source import StreamedSource, rows_of_group
 from isobatch.data.streaming.store import Store
+from isobatch.data.text import chat_templates
 from isobatch.data.text.conversations import TOKENIZATION_VERSION
 from isobatch.data.text.dataset import Text
 from isobatch.data.text.plain_text import TokenizationSettings
@@ -80,7 +81,7 @@ class StreamedText(Text):
             "text_column": options.text_column,
             "vocab_size": self._vocabulary_size(),
             "conversations": [TOKENIZATION_VERSION, options.template, options.response_only],
-            "chat_template": template_texts.identity(self._tokenizer_source().path),
+            "chat_template": chat_templates.template_identity(self._tokenizer_source().path),
             **self._pair_identity(),
             **self._cleaning_identity(),
         }
@@ -98,9 +99,7 @@ class StreamedText(Text):
     def _encoder(self, kind: str, column: str) -> TextGroupEncoder:
         options, steps = self.options, self._cleaning_steps()
         folder = self._tokenizer_folder()
-        return TextGroupEncoder(
-            self.recipe.data, kind, column, steps, options.template, options.response_only, folder
-        )
+        return TextGroupEncoder(self.recipe.data, kind, column, steps, options, folder)
 
     def prepare(self, folder: Path) -> dict[str, Any]:
         if self.recipe.max_length < 2:

@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
-from isobatch.data import template_texts, tokenizers
+from isobatch.data import tokenizers
 from isobatch.data.chat_formats import UNLEARNT
-from isobatch.data.template_texts import BUILT_IN, CHOICES, OWN_TEXTS, TURN_END_TOKENS
+from isobatch.data.digests import file_hash
 from isobatch.data.text import jinja_sandbox
 
 if TYPE_CHECKING:
@@ -26,6 +27,70 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from isobatch.data.chat_formats import Message
+
+TURN_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom|>", "[SEP]")
+"""Usual tokens at the end of a turn, for tokenizers whose settings name no end of text."""
+
+_ALPACA = """\
+{{ BEGIN }}{% if not messages or messages[0].role != 'system' %}Below is an instruction that describes a task\
+{% if messages and messages[0].input %}, paired with an input that provides further context{% endif %}. \
+Write a response that appropriately completes the request.{{ '\\n\\n' }}{% endif %}\
+{% for message in messages %}{% if message.role == 'assistant' %}### Response:
+{{ message.content }}{{ eos_token }}{{ '\\n\\n' }}{% elif message.role == 'user' %}### Instruction:
+{{ message.content }}{{ '\\n\\n' }}{% if message.input %}### Input:
+{{ message.input }}{{ '\\n\\n' }}{% endif %}{% else %}{{ message.content }}{{ '\\n\\n' }}\
+{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:{{ '\\n' }}{% endif %}"""
+"""Stanford Alpaca's wording (train.py, PROMPT_DICT), with the line break of its published texts."""
+
+_CHATML = """\
+{{ BEGIN }}{% for message in messages %}<|im_start|>{{ message.role }}{{ '\\n' }}\
+{{ message.content }}{% if message.input %}{{ '\\n' + message.input }}{% endif %}{{ END }}{{ '\\n' }}\
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"""
+
+_PLAIN = """\
+{{ BEGIN }}{% for message in messages %}{{ message.content }}\
+{% if message.input %}{{ '\\n' + message.input }}{% endif %}\
+{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"""
+
+_VERBATIM = """\
+{{ BEGIN }}{% for message in messages %}{{ message.content }}\
+{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"""
+
+VERBATIM = "verbatim"
+"""The name of the template that writes nothing between the messages."""
+BUILT_IN = {"alpaca": _ALPACA, "chatml": _CHATML, "plain": _PLAIN, VERBATIM: _VERBATIM}
+CHOICES = "alpaca|chatml|plain"
+OWN_TEXTS = frozenset(
+    text.replace("{{ BEGIN }}", begin).replace("{{ END }}", end)
+    for text in BUILT_IN.values()
+    for begin in ("{{ bos_token }}", "")
+    for end in (TURN_END_TOKENS[0], "{{ eos_token }}", "")
+)
+"""Every form of the built-in templates: a received run may call any text by their names."""
+
+
+def read_tokenizer_template(folder: Path) -> str | None:
+    """The template in chat_template.jinja beside a tokenizer, else in tokenizer_config.json; or None."""
+    folder = folder if folder.is_dir() else folder.parent
+    if (folder / tokenizers.CHAT_TEMPLATE_FILE).is_file():
+        return (folder / tokenizers.CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
+    settings = folder / "tokenizer_config.json"
+    found = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    template = found.get("chat_template")
+    if isinstance(template, list):  # several, by name
+        template = {t.get("name"): t.get("template") for t in template}.get("default")
+    return template if isinstance(template, str) and template.strip() else None
+
+
+def template_identity(folder: Path | None) -> str | None:
+    """The hash of chat_template.jinja, or None. tokenizer_config.json is part of the tokenizer's identity."""
+    folder = folder.parent if folder is not None and folder.is_file() else folder
+    return (
+        file_hash(folder / tokenizers.CHAT_TEMPLATE_FILE)
+        if folder and (folder / tokenizers.CHAT_TEMPLATE_FILE).is_file()
+        else None
+    )
+
 
 TOKENIZER_TEMPLATE = "tokenizer"
 """The name of a template that came with the tokenizer."""
@@ -232,7 +297,7 @@ def choose_template(
     known = {t.content for t in tokenizer.get_added_tokens_decoder().values()}
     in_vocabulary = [t for t in ("<|im_start|>", *TURN_END_TOKENS) if tokenizer.token_to_id(t) is not None]
     tokenizer.add_special_tokens([t for t in (*tokens.values(), *in_vocabulary) if t not in known])
-    own = template_texts.read_tokenizer_template(folder) if name == "auto" and folder else None
+    own = read_tokenizer_template(folder) if name == "auto" and folder else None
     if own is not None:
         eos = tokens["eos_token"]
         return _detect_closing(
@@ -296,7 +361,7 @@ def _detect_closing(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplat
 
 def template_in(folder: Path) -> ChatTemplate | None:
     """The chat template of the tokenizer in a folder; None where it has none. Raises UserError."""
-    if template_texts.read_tokenizer_template(folder) is None:
+    if read_tokenizer_template(folder) is None:
         return None
     tokenizer = tokenizers.open_tokenizer(folder)
     special = tokenizers.special_token_ids(tokenizer, folder)

@@ -11,15 +11,14 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import HeldOutShare
-from isobatch.data import held_out, template_texts, tokenizers
+from isobatch.data import corpora, tokenizers
 from isobatch.data.base import ArraySource, TextQuery, load
-from isobatch.data.cleaning import near_duplicates, pipeline
+from isobatch.data.cleaning import pipeline, steps
 from isobatch.data.cleaning.steps import CleaningStep, parse_steps
 from isobatch.data.corpora import DEMO
-from isobatch.data.text import conversations, demo_stories
-from isobatch.data.text.mixture import SET_COLUMN, Mixture
+from isobatch.data.text import chat_templates, conversations, demo_stories
 from isobatch.data.text.plain_text import TokenizationSettings
-from isobatch.data.text.sources import TEXT, TextSet, TextSetSpec, split_set_names
+from isobatch.data.text.sources import SET_COLUMN, TEXT, Mixture, TextSet, TextSetSpec, split_set_names
 from isobatch.data.tokenized import TokenizedData, within_text
 
 if TYPE_CHECKING:
@@ -94,7 +93,7 @@ class Text(TokenizedData):
         self._check_pair()
         self._check_vocabulary_size()
         if any(step.name == "near" for step in self._cleaning_steps()):
-            near_duplicates.require_datasketch()
+            steps.require_datasketch()
         self._tokenizer_source()
         set_specs = self.set_specs
         self._check_mix(len(set_specs))
@@ -150,7 +149,7 @@ class Text(TokenizedData):
             "vocab_size": self._vocabulary_size(),
             **({"stride": self.options.stride} if self.options.stride else {}),
             **self._pair_identity(),
-            **held_out.identity(self.options.valid),
+            **corpora.valid_identity(self.options.valid),
             **self._conversations_identity(self.set_specs),
             **self._cleaning_identity(),
         }
@@ -163,7 +162,7 @@ class Text(TokenizedData):
         """What else conversations depend on. A hub data set counts as such: its rows are not known."""
         if all(spec.kind() == TEXT for spec in set_specs) and len(set_specs) == 1:
             return {}
-        options, template = self.options, template_texts.identity(self._tokenizer_source().path)
+        options, template = self.options, chat_templates.template_identity(self._tokenizer_source().path)
         found = [conversations.TOKENIZATION_VERSION, options.template, options.response_only, template]
         return {"conversations": found} | (
             {"sets": [spec.name for spec in set_specs]} if len(set_specs) > 1 else {}
@@ -171,7 +170,7 @@ class Text(TokenizedData):
 
     def _cleaning_identity(self) -> dict[str, Any]:
         steps = self._cleaning_steps()
-        version = [near_duplicates.require_datasketch()] if any(step.name == "near" for step in steps) else []
+        version = [steps.require_datasketch()] if any(step.name == "near" for step in steps) else []
         return {"clean": [pipeline.CLEANING_VERSION, *map(str, steps), *version]} if steps else {}
 
     def open_sets(self) -> TextSet | Mixture:

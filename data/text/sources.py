@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections import Counter
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from isobatch.core.errors import UserError
-from isobatch.data import chat_formats, corpora, held_out, readers
+from isobatch.data import chat_formats, corpora, readers
+from isobatch.data.base import Column, Ragged
 from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.corpora import DEMO, Corpus, RowCorpus
-from isobatch.data.labelled.classes import SplitClasses, class_names, drop_unlabelled_test
 from isobatch.data.labelled.rows import (
     LABEL_COLUMNS,
     TEXT_COLUMNS,
     ColumnNames,
+    SplitClasses,
+    class_names,
+    drop_unlabelled_test,
     find_columns,
     read_examples,
 )
+from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.text import demo_stories
-from isobatch.data.text.conversations import Conversations
+from isobatch.data.text.conversations import SHOWN_PROMPTS, Conversations
 from isobatch.data.text.plain_text import PlainText
 from isobatch.data.tokenized import check_elsewhere, path_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from isobatch.data.cleaning.steps import CleaningStep
     from isobatch.data.readers import LocatedRows, SplitFiles
+    from isobatch.data.text.plain_text import TokenizationSettings
 
 TEXT = "text"
 """Plain text, and the column of it where none is named."""
 LABELS = "labels"
+SPLITS = ("train", "valid", "test")
+SET_COLUMN = "set"
+"""The column of a mixture with the number of a sample's set."""
 TextSet = PlainText | Conversations
 
 
@@ -74,7 +85,7 @@ def detect_row_kind(columns: Sequence[str], options: Any, is_only_set: bool, dat
     return LABELS if all(usual) and not is_only_set else TEXT
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TextSetSpec:
     """One set of --data, with the flags that say how to read it."""
 
@@ -87,7 +98,7 @@ class TextSetSpec:
     is_only_set: bool = True
     """Whether --data names no other."""
 
-    @property
+    @cached_property
     def path(self) -> Path | None:
         return path_of(self.location)
 
@@ -95,51 +106,57 @@ class TextSetSpec:
     def is_demo(self) -> bool:
         return self.location == DEMO
 
-    def check(self) -> None:
-        """Raise UserError where the set cannot be found or read."""
-        if self.path is None:
-            check_elsewhere(self.location, self.options.valid)
-        else:
-            self._check_files(self.path)
+    @cached_property
+    def files(self) -> dict[str, SplitFiles]:
+        """The files of each split, none of the demo and of a hub data set.
 
-    def _files(self, path: Path) -> dict[str, SplitFiles]:
-        """The files of each split. A share of a mixture's sets is held out of those without such a split."""
+        A share of a mixture's sets is held out of those without a validation split.
+        """
         valid = self.options.valid
+        if self.path is None:
+            return {}
         if self.is_only_set:
-            return held_out.find_splits(path, self.file_format, valid, self.options)
+            return corpora.find_splits(self.path, self.file_format, valid, self.options)
         if isinstance(valid, str):
             raise UserError(f"--valid {valid}: --data names several sets: give a share such as 0.1")
-        return readers.find_splits(path, self.file_format, self.options)
+        return readers.find_splits(self.path, self.file_format, self.options)
 
-    def _check_files(self, path: Path) -> None:
-        parts = self._files(path)
+    @property
+    def has_rows(self) -> bool:
+        """Whether it has columns: neither the demo nor a .txt file has."""
+        return not self.files["train"].is_stream if self.files else not self.is_demo
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """The names of its columns, where they are known without fetching it."""
+        return readers.column_names(self.files["train"]) if self.files and self.has_rows else []
+
+    def check(self) -> None:
+        """Raise UserError where the set cannot be found or read."""
+        options, parts = self.options, self.files
+        if not parts:
+            check_elsewhere(self.location, options.valid)
+            return
         if not any(file.stat().st_size for file in parts["train"].files):
-            raise UserError(f"--data {path}: {parts['train'].files[0]} is empty")
-        if self.options.question_column is not None and self.is_only_set:
-            self._require_pair(parts)
-        elif self.kind() == TEXT:
-            for part in parts.values():
-                if not part.is_stream:
-                    column = self._text_column(readers.column_names(parts["train"]))
-                    flag = "--text-column" if self.options.text_column == column else ""
-                    readers.require_column(part, column, flag, chat_formats.ACCEPTED)
-
-    def _require_pair(self, parts: Mapping[str, SplitFiles]) -> None:
-        """Raise UserError unless all files have the columns of questions and answers."""
-        for part in parts.values():
+            raise UserError(f"--data {self.path}: {parts['train'].files[0]} is empty")
+        wanted, otherwise = {}, ""
+        if options.question_column is not None and self.is_only_set:
+            wanted = {f"--{n}-column": getattr(options, f"{n}_column") for n in ("question", "answer")}
+        elif self.has_rows and self.kind() == TEXT:
+            column = self._text_column(self.columns)
+            wanted = {"--text-column" if options.text_column == column else "": column}
+            otherwise = chat_formats.ACCEPTED
+        for part in parts.values() if wanted else ():
             if part.is_stream:
                 raise UserError(f"--question-column: {part.files[0]} is running text, without columns")
-            readers.require_column(part, self.options.question_column, "--question-column")
-            readers.require_column(part, self.options.answer_column, "--answer-column")
+            for flag, column in wanted.items():
+                readers.require_column(part, column, flag, otherwise)
 
     def kind(self) -> str | None:
         """The kind of its rows; None for a hub data set, which must be fetched first."""
-        if self.is_demo:
-            return TEXT
-        if self.path is None:
-            return None
-        part = readers.find_splits(self.path, self.file_format, self.options)["train"]
-        return TEXT if part.is_stream else self._detect_kind(readers.column_names(part))
+        if self.has_rows:
+            return self._detect_kind(self.columns) if self.files else None
+        return TEXT
 
     def _detect_kind(self, columns: Sequence[str]) -> str:
         return detect_row_kind(columns, self.options, self.is_only_set, self.location)
@@ -149,18 +166,9 @@ class TextSetSpec:
         named = self.options.text_column
         return named if named is not None and (self.is_only_set or named in columns) else TEXT
 
-    @property
-    def has_rows(self) -> bool:
-        """Whether it has columns: neither the demo nor a .txt file has."""
-        if self.path is None:
-            return not self.is_demo
-        return not readers.find_splits(self.path, self.file_format, self.options)["train"].is_stream
-
     def has_column(self, column: str) -> bool:
         """Whether its rows have this column; True for a hub data set, which is not fetched to find out."""
-        return self.path is None or column in readers.column_names(
-            readers.find_splits(self.path, self.file_format, self.options)["train"]
-        )
+        return self.path is None or column in self.columns
 
     def content_identity(self) -> Any:
         """What its texts depend on, as JSON: hashes of the files; the name of a hub data set."""
@@ -168,14 +176,14 @@ class TextSetSpec:
             return ["stories", demo_stories.VERSION]
         if self.path is None:
             return [self.location, self.options.data_config]
-        return readers.content_hashes(self._files(self.path))
+        return readers.content_hashes(self.files)
 
     def open(self, steps: Sequence[CleaningStep], folder: Path | None) -> TextSet:
         """Its texts, with a validation split; `folder` is the tokenizer's, None where it is trained."""
         if self.is_demo:
             return PlainText(self.name, demo_stories.demo_stories(), steps)
-        if self.path is not None and not self.has_rows:
-            return PlainText(self.name, corpora.corpus_from_files(self._files(self.path), self._share), steps)
+        if not self.has_rows:
+            return PlainText(self.name, corpora.corpus_from_files(self.files, self._share), steps)
         table = self._open_rows()
         kind = self._detect_kind(table.columns)
         if kind == TEXT:
@@ -193,11 +201,11 @@ class TextSetSpec:
     def _open_rows(self) -> RowCorpus:
         if self.path is None:
             return corpora.rows_from_hub(self.location, self.options.data_config, self._share)
-        return corpora.rows_from_files(self._files(self.path), self._share)
+        return corpora.rows_from_files(self.files, self._share)
 
     @property
     def _share(self) -> float | None:
-        return held_out.share_of(self.options.valid)
+        return corpora.share_of(self.options.valid)
 
     def _open_conversations(
         self, table: RowCorpus, kind: str, steps: Sequence[CleaningStep], folder: Path | None
@@ -207,17 +215,7 @@ class TextSetSpec:
             remarks.append(
                 f"the rows are read as conversations ({kind}): --text-column {TEXT} reads plain text"
             )
-        return Conversations(
-            name=self.name,
-            rows=table.splits,
-            chat_format=kind,
-            template_name=self.options.template,
-            default_template="alpaca" if kind == "instruction" else "chatml",
-            response_only=self.options.response_only,
-            folder=folder,
-            remarks=remarks,
-            cleaning=CleaningPipeline(steps, "conversations"),
-        )
+        return chats(self.name, table.splits, kind, self.options, steps, folder, remarks)
 
     def _open_labelled(self, table: RowCorpus, steps: Sequence[CleaningStep]) -> Conversations:
         """Labelled texts as conversations: the text asks, and the label as written is the answer."""
@@ -252,6 +250,29 @@ class TextSetSpec:
         )
 
 
+def chats(
+    name: str,
+    rows: Mapping[str, Callable[[], LocatedRows]],
+    kind: str,
+    options: Any,
+    steps: Sequence[CleaningStep],
+    folder: Path | None,
+    remarks: Sequence[str] = (),
+) -> Conversations:
+    """The conversations in the rows of each split; `kind` is their format, `folder` the tokenizer's."""
+    return Conversations(
+        name=name,
+        rows=rows,
+        chat_format=kind,
+        template_name=options.template,
+        default_template="alpaca" if kind == "instruction" else "chatml",
+        response_only=options.response_only,
+        folder=folder,
+        remarks=[*remarks],
+        cleaning=CleaningPipeline(steps, "conversations"),
+    )
+
+
 def _chained(*parts: Callable[[], LocatedRows]) -> LocatedRows:
     return itertools.chain.from_iterable(rows() for rows in parts)
 
@@ -267,3 +288,109 @@ def _labelled_rows(rows: Callable[[], LocatedRows], names: ColumnNames) -> Locat
         (e.where, {"prompt": "\n".join(filter(None, (e.text, e.pair))), "completion": e.label})
         for e in read_examples(rows(), names)
     )
+
+
+class Mixture:
+    """Several sets of text.
+
+    Columns: `tokens`, `learn` and `token.weight` as of Conversations (of plain text all tokens of a block but
+    the first are learnt), and `set` (n,) int64, the number of a sample's set.
+    """
+
+    def __init__(self, sets: Sequence[TextSet]) -> None:
+        self.sets = sets
+        self.splits = [split for split in SPLITS if any(split in s.splits for s in sets)]
+        self.samples: list[dict[str, int]] = [{} for _ in sets]
+        self.sizes: list[dict[str, dict[str, int]]] = [{} for _ in sets]
+
+    def texts(self) -> Iterator[str]:
+        """The texts that a tokenizer is trained on: of each set as many characters, until it ends."""
+        return interleave_by_characters([s.texts() for s in self.sets])
+
+    def bind_tokenizer(self, tokenization: TokenizationSettings) -> None:
+        """Let every set choose its template for this tokenizer."""
+        for one in self.sets:
+            one.bind_tokenizer(tokenization)
+
+    def encode(
+        self, split: str, tokenization: TokenizationSettings
+    ) -> tuple[dict[str, Column], dict[str, int]]:
+        """(columns, sizes) of a split; the sizes are summed over the sets."""
+        spooled = SpooledColumns(tokenization.spool_folder)
+        total: Counter[str] = Counter()
+        for number, one in enumerate(self.sets):
+            if split in one.splits:
+                columns, sizes = one.encode(split, tokenization)
+                rows = columns["tokens"]
+                assert isinstance(rows, Ragged)
+                arrays = {"tokens": rows.values, "learn": _learn_mask(columns), "lengths": rows.lengths}
+                arrays |= {"weights": np.asarray(columns["token.weight"])}
+                spooled.add({**arrays, SET_COLUMN: np.full(len(rows), number, np.int64)})
+                self.samples[number][split], self.sizes[number][split] = len(rows), sizes
+                total.update(sizes)
+        found = spooled.arrays()
+        offsets = np.concatenate([[0], np.cumsum(found["lengths"], dtype=np.int64)])
+        return {
+            "tokens": Ragged(found["tokens"], offsets, tokenization.special_ids.get("pad") or 0),
+            "learn": Ragged(found["learn"], offsets),
+            "token.weight": found["weights"],
+            SET_COLUMN: found[SET_COLUMN],
+        }, dict(total)
+
+    @property
+    def _conversation_sets(self) -> list[Conversations]:
+        """The sets that have answers: conversations first, then labelled texts."""
+        found = [s for s in self.sets if isinstance(s, Conversations)]
+        return sorted(found, key=lambda s: s.form != Conversations.FORM)
+
+    def facts(self) -> dict[str, Any]:
+        """What Facts should know: the template that all share, prompts of all sets, and each set's own."""
+        conversation_sets = self._conversation_sets
+        shared: dict[str, Any] = conversation_sets[0].facts() if conversation_sets else {}
+        groups = itertools.zip_longest(*(s.prompts for s in conversation_sets))
+        prompts = [prompt for group in groups for prompt in group if prompt is not None][:SHOWN_PROMPTS]
+        sets = [
+            {"name": s.name, "form": s.form, "samples": samples, "splits": sizes} | self._set_facts(s)
+            for s, samples, sizes in zip(self.sets, self.samples, self.sizes, strict=True)
+        ]
+        common: dict[str, Any] = {
+            key: shared[key] for key in ("eos", "template", "response_only") if key in shared
+        }
+        return {"form": "mixture", **common, "prompts": prompts, "sets": sets}
+
+    def _set_facts(self, one: TextSet) -> dict[str, Any]:
+        kept = ("template", "labels", "label_tokens", "prompts")
+        return {key: value for key, value in one.facts().items() if key in kept}
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know, one line each, with the set's name."""
+        return [f"{s.name}: {note}" for s in self.sets for note in s.notes]
+
+    def prompt(self) -> str:
+        """A prompt to try the model with: of a conversation if there is any, else words of plain text."""
+        return next((found for s in (*self._conversation_sets, *self.sets) if (found := s.prompt())), "")
+
+
+def _learn_mask(columns: dict[str, Column]) -> np.ndarray:
+    """(all tokens,) uint8: the column `learn`; without one, every token of a row but the first."""
+    rows, learn = columns["tokens"], columns.get("learn")
+    assert isinstance(rows, Ragged)
+    if isinstance(learn, Ragged):
+        return learn.values
+    all_but_first = np.ones(len(rows.values), np.uint8)
+    all_but_first[rows.offsets[:-1]] = 0
+    return all_but_first
+
+
+def interleave_by_characters(streams: Iterable[Iterator[str]]) -> Iterator[str]:
+    """The texts of all streams, each time from the one that has given the fewest characters so far."""
+    waiting = [[0, number, stream] for number, stream in enumerate(streams)]
+    while waiting:
+        shortest: Any = min(waiting, key=lambda w: (w[0], w[1]))
+        text = next(shortest[2], None)
+        if text is None:
+            waiting.remove(shortest)
+        else:
+            shortest[0] += max(1, len(text))
+            yield text

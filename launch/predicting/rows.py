@@ -14,7 +14,7 @@ from isobatch.core.flags import nearest_hint
 from isobatch.data import chat_formats
 from isobatch.data.interactions.formats import USER_COLUMNS
 from isobatch.data.labelled.rows import MAX_TEXT_CHARACTERS, PAIR_COLUMNS, TEXT_COLUMNS
-from isobatch.data.sequence_sources import INTEGERS, TEXT, USUAL_COLUMNS
+from isobatch.data.sequences import INTEGERS, TEXT, USUAL_COLUMNS
 from isobatch.data.text.chat_templates import ChatTemplate
 
 if TYPE_CHECKING:

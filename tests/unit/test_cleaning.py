@@ -13,8 +13,7 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
-from isobatch.data.cleaning import html, near_duplicates
-from isobatch.data.cleaning import steps as cleaning_steps
+from isobatch.data.cleaning import steps
 from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.cleaning.steps import CONTROL, count_words, parse_steps
 from isobatch.data.text.dataset import Text, TextOptions
@@ -98,14 +97,14 @@ def test_what_is_no_step_is_refused_in_one_line(tmp_path: Path, words: list[str]
     ],
 )
 def test_html_leaves_what_a_page_shows(page: str, text: str | None) -> None:
-    assert html.to_text(page) == (page if text is None else text)
+    assert steps.to_text(page) == (page if text is None else text)
 
 
 def test_html_is_quick_on_hostile_text() -> None:
     began = time.perf_counter()
     for hostile in ("<a " * 20000, "<a '" * 20000, "<script>" * 5000, "<!--" * 20000, "&a" * 50000):
-        html.to_text(hostile)
-        list(html.remove_blocks([hostile]))
+        steps.to_text(hostile)
+        list(steps.remove_blocks([hostile]))
     assert time.perf_counter() - began < 3
 
 
@@ -159,7 +158,7 @@ def test_duplicates_are_dropped_white_space_aside() -> None:
 
 
 def test_duplicates_are_known_by_eight_bytes() -> None:
-    test = cleaning_steps.ExactDuplicates()
+    test = steps.ExactDuplicates()
     assert [test(t) for t in ("x" * 10**6, "y", "x" * 10**6)] == [False, False, True]
     assert all(0 <= key < 1 << 64 for key in test.seen)
 
@@ -176,7 +175,7 @@ def datasketch() -> None:
 def test_near_duplicates_are_dropped() -> None:
     close = STORY.replace("today", "tonight")
     # 20 words make 19 pairs, of which one changed: 18 of 20 are common.
-    assert len(near_duplicates.word_pairs(STORY)) == 19
+    assert len(steps.word_pairs(STORY)) == 19
     other = " ".join(reversed(STORY.split()))
     left, notes = cleaned([STORY, close, STORY.upper() + "!", other, "wood", "wood", "tree"], "near=0.8")
     assert left == [STORY, other, "wood", "tree"]
@@ -206,11 +205,11 @@ def test_near_finds_what_is_common_by_more_than_the_threshold() -> None:
 
 @pytest.mark.parametrize("threshold", [0.05, 0.3, 0.5, 0.8, 0.95, 1.0])
 def test_bands_bring_pairs_at_the_threshold_together(threshold: float) -> None:
-    count, size = near_duplicates.choose_bands(threshold)
-    assert count * size <= near_duplicates.NUM_HASHES
+    count, size = steps.choose_bands(threshold)
+    assert count * size <= steps.NUM_HASHES
     assert count >= 2
     if threshold > 0.05:
-        assert 1 - (1 - threshold**size) ** count >= near_duplicates.MIN_RECALL
+        assert 1 - (1 - threshold**size) ** count >= steps.MIN_RECALL
 
 
 def test_near_without_its_library_is_refused_before_anything(
@@ -270,8 +269,8 @@ def test_scripts_that_span_lines_go_however_the_stream_is_cut(cut: int) -> None:
 
 
 def test_a_script_that_is_never_closed_waits_no_longer_than_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(html, "MAX_BLOCK_CHARACTERS", 30)
-    found = list(html.remove_blocks(["a <!-- b\n", "c\n", "d" * 30 + "\n", "e\n"]))
+    monkeypatch.setattr(steps, "MAX_BLOCK_CHARACTERS", 30)
+    found = list(steps.remove_blocks(["a <!-- b\n", "c\n", "d" * 30 + "\n", "e\n"]))
     assert [text for text, _ in found] == ["", "", "a <!-- b\nc\n" + "d" * 30 + "\n", "e\n"]
 
 

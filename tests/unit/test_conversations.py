@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.data import chat_formats, hub, template_texts, tokenizers
+from isobatch.data import chat_formats, corpora, tokenizers
 from isobatch.data.text import chat_templates, jinja_sandbox, row_fields
-from isobatch.data.text import conversation_encoder as truncation
+from isobatch.data.text import conversations as truncation
 from isobatch.data.text.chat_templates import ChatTemplate
-from isobatch.data.text.conversation_encoder import TokenRow
+from isobatch.data.text.conversations import TokenRow
 from isobatch.data.text.dataset import Text, TextOptions
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ def test_a_hub_data_set_may_hold_conversations(tmp_path: Path, monkeypatch: pyte
     datasets = pytest.importorskip("datasets")
     turns = [{"role": "user", "content": "he?"}, {"role": "assistant", "content": "Hi!"}]
     rows = datasets.Dataset.from_list([{"messages": turns}] * 40)
-    monkeypatch.setattr(hub, "load_dataset", lambda *_: {"train": rows})
+    monkeypatch.setattr(corpora, "load_dataset", lambda *_: {"train": rows})
     recipe = {"model": "tiny", "revision": None, "format": None, "max_length": 400}
     tokenizer = str(byte_tokenizer(tmp_path / "t", END))
     text = Text(SimpleNamespace(data="a-team/chats", tokenizer=tokenizer, **recipe), TextOptions())
@@ -533,11 +533,11 @@ def test_a_template_file_comes_before_the_settings_and_counts_for_the_identity(t
     text = make(tmp_path / "d", [{"messages": CHAT[1:]}], tokenizer)
     before = text.identity()
     (tokenizer / "chat_template.jinja").write_text("{{ messages[0].content }}|")
-    assert template_texts.read_tokenizer_template(tokenizer) == "{{ messages[0].content }}|"
+    assert chat_templates.read_tokenizer_template(tokenizer) == "{{ messages[0].content }}|"
     assert text.identity() != before
     named = [{"name": "tools", "template": "x"}, {"name": "default", "template": "y"}]
-    assert template_texts.read_tokenizer_template(own(tmp_path / "u", named)) == "y"
-    assert template_texts.read_tokenizer_template(byte_tokenizer(tmp_path / "v")) is None
+    assert chat_templates.read_tokenizer_template(own(tmp_path / "u", named)) == "y"
+    assert chat_templates.read_tokenizer_template(byte_tokenizer(tmp_path / "v")) is None
 
 
 def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path) -> None:

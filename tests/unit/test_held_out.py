@@ -1,4 +1,4 @@
-"""Tests of data/held_out.py: what is validation where the data has no such split."""
+"""Tests of data/corpora.py: what is validation where the data has no such split."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.data import held_out
+from isobatch.data import corpora
 from isobatch.engine.registry import complete, workload
 
 if TYPE_CHECKING:
@@ -103,4 +103,4 @@ def test_pairs_and_labelled_texts_take_a_file_too(tmp_path: Path) -> None:
     ("count", "share", "wanted"), [(100, 0.1, 10), (3, 0.01, 1), (2, 0.9, 1), (1, 0.5, 1)]
 )
 def test_the_number_of_drawn_rows(count: int, share: float, wanted: int) -> None:
-    assert held_out.drawn_rows(count, share).sum() == wanted
+    assert corpora.drawn_rows(count, share).sum() == wanted

@@ -13,7 +13,6 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.core.recipe import Recipe
 from isobatch.data.interactions import log
-from isobatch.data.interactions import splits as splitting
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
 from isobatch.data.interactions.formats import TableColumns, read_tables
 from isobatch.data.preparation import spooled_array
@@ -308,11 +307,11 @@ def test_a_column_that_is_not_there_is_answered_with_one_of_its_kind(tmp_path: P
 def test_negatives_are_unseen_different_and_seeded() -> None:
     draw = np.random.default_rng(0)
     user, item = draw.integers(50, size=2000), draw.integers(40, size=2000)
-    seen = np.unique(splitting.pair_keys(user, item, 40))
+    seen = np.unique(log.pair_keys(user, item, 40))
     rows = np.arange(50)
-    negatives = splitting.draw_eval_negatives(rows, seen, 40, 8, 7)
-    assert np.array_equal(negatives, splitting.draw_eval_negatives(rows, seen, 40, 8, 7))
-    assert not np.array_equal(negatives, splitting.draw_eval_negatives(rows, seen, 40, 8, 8))
+    negatives = log.draw_eval_negatives(rows, seen, 40, 8, 7)
+    assert np.array_equal(negatives, log.draw_eval_negatives(rows, seen, 40, 8, 7))
+    assert not np.array_equal(negatives, log.draw_eval_negatives(rows, seen, 40, 8, 8))
     for u in rows:
         there = negatives[u][negatives[u] >= 0]
         assert len(set(there)) == len(there)
@@ -322,7 +321,7 @@ def test_negatives_are_unseen_different_and_seeded() -> None:
 
 
 def test_negatives_are_evenly_drawn() -> None:
-    negatives = splitting.draw_eval_negatives(np.arange(20000), np.array([-1]), 100, 10, 0)
+    negatives = log.draw_eval_negatives(np.arange(20000), np.array([-1]), 100, 10, 0)
     counts = np.bincount(negatives.reshape(-1), minlength=100)
     assert abs(counts - 2000).max() < 5 * 2000**0.5
 

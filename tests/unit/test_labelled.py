@@ -14,9 +14,8 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.data import readers
 from isobatch.data.base import Ragged
-from isobatch.data.labelled.classes import SplitClasses, held_out_rows
 from isobatch.data.labelled.dataset import Labelled, LabelledOptions
-from isobatch.data.labelled.rows import ColumnNames, find_columns, read_examples
+from isobatch.data.labelled.rows import ColumnNames, SplitClasses, find_columns, held_out_rows, read_examples
 from isobatch.tests.paths import REGISTER
 
 if TYPE_CHECKING:

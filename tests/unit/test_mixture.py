@@ -15,8 +15,7 @@ from isobatch.core.recipe import Recipe
 from isobatch.data import tokenizers
 from isobatch.data.base import ArraySource, Ragged
 from isobatch.data.text.dataset import Text, TextOptions
-from isobatch.data.text.mixture import interleave_by_characters
-from isobatch.data.text.sources import detect_row_kind, split_set_names
+from isobatch.data.text.sources import detect_row_kind, interleave_by_characters, split_set_names
 from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.training.evaluate import held_out_samples
 from isobatch.engine.training.teacher_cache import samples_used

@@ -18,7 +18,7 @@ import pytest
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
-from isobatch.data import corpora, held_out, hub, readers, tokenizers
+from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.text import demo_stories, plain_text
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.data.text.plain_text import blocks, windows
@@ -200,12 +200,12 @@ def test_rows_end_with_a_newline_where_the_tokenizer_has_no_end_token(tmp_path: 
     tokenizer = tokenizers.open_tokenizer(tmp_path / "t")
     assert tokenizer.decode(values) == "he\nab\n"  # the last row is the validation split
     assert extra["splits"]["train"]["bytes"] == 6
-    assert extra["notes"] == [held_out.note(None), "valid: 1 of 1 rows are in train too"]
+    assert extra["notes"] == [corpora.held_out_note(None), "valid: 1 of 1 rows are in train too"]
 
 
 def test_the_last_twentieth_is_held_out_at_a_line_border(tmp_path: Path) -> None:
     file = write(tmp_path, book__txt=LINES) / "book.txt"
-    train, valid = held_out.hold_out(readers.find_splits(file, None)["train"])
+    train, valid = corpora.hold_out(readers.find_splits(file, None)["train"])
     head, tail = ("".join(readers.read_stream(part)) for part in (train, valid))
     assert head + tail == LINES
     assert head.endswith("\n")
@@ -215,7 +215,7 @@ def test_the_last_twentieth_is_held_out_at_a_line_border(tmp_path: Path) -> None
 @pytest.mark.parametrize("text", ["a b\nc d\n", "one line without end", "字" * 40, "字" * 30 + "\n"])
 def test_something_is_held_out_of_tiny_files(tmp_path: Path, text: str) -> None:
     file = write(tmp_path, tiny__txt=text) / "tiny.txt"
-    parts = held_out.hold_out(readers.find_splits(file, None)["train"])
+    parts = corpora.hold_out(readers.find_splits(file, None)["train"])
     head, tail = ("".join(readers.read_stream(part)) for part in parts)
     assert head + tail == text
     assert head
@@ -397,7 +397,7 @@ def test_offline_asks_no_network_and_finds_the_cache(tmp_path: Path, monkeypatch
 def test_a_hub_data_set_is_split_and_its_column_checked(monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_list([{"text": f"he {i}"} for i in range(40)])
-    monkeypatch.setattr(hub, "load_dataset", lambda *_: {"train": rows})
+    monkeypatch.setattr(corpora, "load_dataset", lambda *_: {"train": rows})
     corpus = corpora.rows_from_hub("a-team/a-corpus", None)
     assert len(list(corpus.splits["train"]())) == 38
     assert [row for _, row in corpus.splits["valid"]()] == [{"text": "he 38"}, {"text": "he 39"}]

@@ -13,10 +13,9 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.data.base import save
 from isobatch.data.chat_formats import SkippedRowError
-from isobatch.data.preferences.dataset import Preferences, PreferencesOptions
-from isobatch.data.preferences.encoding import fit_pair
+from isobatch.data.preferences.dataset import Preferences, PreferencesOptions, fit_pair
 from isobatch.data.preferences.pairs import default_template, parse_pair
-from isobatch.data.text.conversation_encoder import TokenRow
+from isobatch.data.text.conversations import TokenRow
 
 if TYPE_CHECKING:
     from pathlib import Path

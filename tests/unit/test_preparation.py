@@ -16,8 +16,8 @@ import pytest
 from isobatch.benchmarks.scale.preparation import SHARED, prepare_alone, write_events, write_reviews
 from isobatch.core import measures
 from isobatch.core.errors import UserError
-from isobatch.data import base
-from isobatch.data.preparation import encoding, file_digests, token_stream
+from isobatch.data import base, digests
+from isobatch.data.preparation import encoding, token_stream
 from isobatch.data.preparation.encoding import EncodedShard, EncodingJob, Workshop, encode_in_shards
 from isobatch.data.preparation.token_stream import StreamEncoder, ends_pieces_at_lines
 from isobatch.data.tokenizers import train_byte_level_bpe
@@ -138,44 +138,44 @@ def test_pieces_of_a_text_have_the_tokens_of_the_whole(monkeypatch: pytest.Monke
 def raw(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that was changed long ago, of which every byte that is read for its digest is counted."""
     monkeypatch.setenv("ISOBATCH_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(file_digests, "REMEMBERED_BYTES", 4)
-    monkeypatch.setattr(file_digests, "CLOCK_TICK_NS", 0)
+    monkeypatch.setattr(digests, "REMEMBERED_BYTES", 4)
+    monkeypatch.setattr(digests, "CLOCK_TICK_NS", 0)
     (tmp_path / "raw.txt").write_text("some text")
     return tmp_path / "raw.txt"
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     read: list[Path] = []
-    blocks = file_digests._blocks  # noqa: SLF001
-    monkeypatch.setattr(file_digests, "_blocks", lambda file: [read.append(file), *blocks(file)][1:])
+    blocks = digests._blocks  # noqa: SLF001
+    monkeypatch.setattr(digests, "_blocks", lambda file: [read.append(file), *blocks(file)][1:])
     return read
 
 
 def test_a_file_is_read_for_its_digest_once(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = counted(monkeypatch)
-    assert file_digests.file_hash(raw) == file_digests.file_hash(raw)
+    assert digests.file_hash(raw) == digests.file_hash(raw)
     assert len(read) == 1
-    before = file_digests.file_hash(raw)
+    before = digests.file_hash(raw)
     found = raw.stat()
     raw.write_text("same size")
     os.utime(raw, ns=(found.st_atime_ns, found.st_mtime_ns))  # that of the inode tells it
-    assert file_digests.file_hash(raw) != before
+    assert digests.file_hash(raw) != before
     raw.with_name("copy").write_text("same size")
     raw.with_name("copy").replace(raw)
     assert len(read) == 2
-    file_digests.file_hash(raw)
+    digests.file_hash(raw)
     assert len(read) == 3
 
 
 def test_a_file_that_was_just_changed_is_read_again(raw: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_digests, "CLOCK_TICK_NS", 2_000_000_000)
+    monkeypatch.setattr(digests, "CLOCK_TICK_NS", 2_000_000_000)
     read = counted(monkeypatch)
-    file_digests.file_hash(raw)
-    file_digests.file_hash(raw)
+    digests.file_hash(raw)
+    digests.file_hash(raw)
     assert len(read) == 2
     monkeypatch.setattr(time, "time_ns", lambda: raw.stat().st_ctime_ns + 3_000_000_000)
-    file_digests.file_hash(raw)
-    file_digests.file_hash(raw)
+    digests.file_hash(raw)
+    digests.file_hash(raw)
     assert len(read) == 3
 
 

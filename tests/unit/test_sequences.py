@@ -15,9 +15,8 @@ import pytest
 from pyarrow import parquet
 
 from isobatch.core.errors import UserError
-from isobatch.data import held_out, hub, readers, sequence_sources, tokenizers
-from isobatch.data.sequence_sources import INTEGERS, TEXT
-from isobatch.data.sequences import SequenceOptions, Sequences
+from isobatch.data import corpora, readers, sequences, tokenizers
+from isobatch.data.sequences import INTEGERS, TEXT, SequenceOptions, Sequences
 from isobatch.tests.paths import REGISTER, ROOT
 
 if TYPE_CHECKING:
@@ -233,7 +232,7 @@ def test_the_last_twentieth_of_the_rows_is_held_out(tmp_path: Path) -> None:
     rows, extra = prepared(make(tmp_path, vocab_size=60), tmp_path / "out")
     assert [row[0] for row in rows["train"]] == list(range(57))
     assert [row[0] for row in rows["valid"]] == [57, 58, 59]
-    assert extra["notes"] == [held_out.note(None)]
+    assert extra["notes"] == [corpora.held_out_note(None)]
 
 
 def test_long_sequences_are_cut_and_counted(tmp_path: Path) -> None:
@@ -298,7 +297,7 @@ def test_the_column_is_found_by_what_it_holds(
     note: str,
 ) -> None:
     kinds = {name: KINDS[name] for name in columns.split()}
-    column = sequence_sources.find_column("d", kinds, asked, prefers_text)
+    column = sequences.find_column("d", kinds, asked, prefers_text)
     assert (column.name, column.kind) == found
     assert column.note == (note and f"the column {note} takes another)")
 
@@ -324,7 +323,7 @@ def test_the_column_is_found_by_what_it_holds(
 )
 def test_a_column_that_cannot_be_found_is_asked_for(kinds: dict[str, str], says: str) -> None:
     with pytest.raises(UserError) as error:
-        sequence_sources.find_column("d", kinds, {}, False)
+        sequences.find_column("d", kinds, {}, False)
     assert str(error.value) == says
 
 
@@ -335,7 +334,7 @@ def test_columns_are_known_by_their_first_useful_cells(tmp_path: Path) -> None:
         {"text": "a b", "ids": [1, 2]},
     ]
     file = write(tmp_path, a__jsonl="\n".join(map(json.dumps, rows))) / "a.jsonl"
-    found = sequence_sources.column_kinds(readers.read_rows(readers.find_splits(file, None)["train"]))
+    found = sequences.column_kinds(readers.read_rows(readers.find_splits(file, None)["train"]))
     assert found == {
         **{"text": TEXT, "ids": INTEGERS, "n": "numbers", "f": "lists of float"},
         **{"m": "lists of null", "b": "lists of bool"},
@@ -350,7 +349,7 @@ def test_a_tokenizer_is_for_text(tmp_path: Path) -> None:
     rows, extra = prepared(make(both), tmp_path / "ids")
     assert rows["train"] == [[1, 4], [2, 4]]
     chosen = "the column input_ids holds the sequences (--text-column text takes another); not read: text"
-    assert extra["notes"] == [held_out.note(None), chosen]
+    assert extra["notes"] == [corpora.held_out_note(None), chosen]
     rows, extra = prepared(make(both, tokenizer=tokenizer), tmp_path / "text")
     assert texts_of(rows["train"], tmp_path / "text") == ["he", "a"]
     chosen = (
@@ -359,7 +358,7 @@ def test_a_tokenizer_is_for_text(tmp_path: Path) -> None:
     assert chosen in extra["notes"]
     _, extra = prepared(make(ids, tokenizer=tokenizer), tmp_path / "unused")
     assert extra["notes"] == [
-        held_out.note(None),
+        corpora.held_out_note(None),
         f"--tokenizer {tokenizer} is not used: the data holds ids",
     ]
 
@@ -566,8 +565,8 @@ def test_hub_data_is_text_or_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     datasets = pytest.importorskip("datasets")
     given = [{"text": f"he {i}" if i % 4 else " ", "ids": [i, i] if i % 8 else []} for i in range(40)]
     rows = datasets.Dataset.from_list(given)
-    monkeypatch.setattr(hub, "is_cached_dataset", lambda _: True)
-    monkeypatch.setattr(hub, "load_dataset", lambda *_: {"train": rows})
+    monkeypatch.setattr(corpora, "is_cached_dataset", lambda _: True)
+    monkeypatch.setattr(corpora, "load_dataset", lambda *_: {"train": rows})
     found, extra = prepared(make("a-team/a-corpus", vocab_size=40), tmp_path / "ids")
     assert found["train"] == [[i, i, 41] for i in range(38) if i % 8]
     assert found["valid"] == [[38, 38, 41], [39, 39, 41]]
@@ -625,7 +624,7 @@ def test_sst2_has_its_known_size(tmp_path: Path) -> None:
     _, extra = prepared(data, tmp_path)
     assert sum(sizes["sequences"] for sizes in extra["splits"].values()) == 872
     assert extra["data_vocabulary"] == 50257
-    assert extra["notes"] == [held_out.note(None), "not read: label"]
+    assert extra["notes"] == [corpora.held_out_note(None), "not read: label"]
 
 
 def test_wikitext_has_its_known_lines(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from isobatch.data import readers
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
 from isobatch.data.labelled.dataset import LabelledOptions
 from isobatch.data.labelled.rows import ColumnNames, read_examples
-from isobatch.data.sequence_sources import find_column
+from isobatch.data.sequences import find_column
 from isobatch.launch.predicting import item_choice, tables
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
