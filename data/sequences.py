@@ -264,9 +264,6 @@ class Sequences(TokenizedData):
             return None
         return self._find_column(column_kinds(readers.read_rows(part)))
 
-    def identity(self) -> dict[str, Any]:
-        return super().identity() | {"options": dataclasses.asdict(self.options)}
-
     def _content_identity(self) -> Any:
         if self.recipe.data == DEMO:
             return [platform.python_version(), *super()._content_identity()]

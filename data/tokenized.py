@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import options_to_dict
 from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import Columns, Data, save
 from isobatch.data.corpora import DEMO
@@ -87,6 +88,8 @@ class TokenizedData(Data):
             "format": self.recipe.format,
             "tokenizer": self._tokenizer_source().identity(),
             "max_length": self.recipe.max_length,
+            "vocab_size": self._vocabulary_size(),
+            "options": options_to_dict(self.options),
         }
 
     def _content_identity(self) -> Any:

@@ -49,7 +49,8 @@ class TokenizerSource:
     def identity(self) -> Any:
         """What the tokens depend on, as JSON: file name -> hash, [hub id, revision], or "trained"."""
         if self.path is not None:
-            files = _format_and_files(self.path)[1] + _settings_files(self.path)
+            settings = _settings_files(self.path, (*SETTINGS_FILES, CHAT_TEMPLATE_FILE))
+            files = _format_and_files(self.path)[1] + settings
             return {f.name: file_hash(f) for f in files} | self._model_type()
         return [self.hub_id, self.revision] if self.hub_id else "trained"
 
@@ -111,9 +112,9 @@ def _existing_files(path: Path) -> list[Path]:
     return [path / n for n in TOKENIZER_FILES if (path / n).is_file()] if path.is_dir() else [path]
 
 
-def _settings_files(path: Path) -> list[Path]:
+def _settings_files(path: Path, names: Iterable[str] = SETTINGS_FILES) -> list[Path]:
     folder = path if path.is_dir() else path.parent
-    return [folder / n for n in SETTINGS_FILES if (folder / n).is_file()]
+    return [folder / n for n in names if (folder / n).is_file()]
 
 
 def _format_and_files(path: Path) -> tuple[str, list[Path]]:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import options_to_dict
 from isobatch.data import corpora, tokenizers
 from isobatch.data.base import Columns, Ragged, TextQuery, save, save_array
 from isobatch.data.corpora import DEMO
@@ -91,10 +90,6 @@ class Interactions(TokenizedData):
             corpora.require_dataset(self.recipe.data)
             raise UserError(f"--data {self.recipe.data}: give a folder or file; hub data has no one form")
 
-    def identity(self) -> dict[str, Any]:
-        more = {"vocab_size": self._vocabulary_size(), "options": options_to_dict(self.options)}
-        return super().identity() | more
-
     def _content_identity(self) -> Any:
         path = self._data_path()
         return DEMO if path is None else [[f.name, file_hash(f)] for f in self._tables(path)]
@@ -120,9 +115,7 @@ class Interactions(TokenizedData):
             return demo.demo_interactions()
         if folder_format := self._folder_format(path):
             return folder_format.read(path)
-        o = self.options
-        columns = (o.user_column, o.item_column, o.rating_column, o.time_column, o.user_text, o.item_text)
-        return formats.read_tables(path, self.recipe.format, formats.TableColumns(*columns))
+        return formats.read_tables(path, self.recipe.format, self.options)
 
     def read(self) -> Mapping[str, Columns]:
         return self._build_splits(self._load())[1]

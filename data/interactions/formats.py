@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest, nearest_hint
@@ -15,7 +15,7 @@ from isobatch.data.readers import name_columns, open_parquet
 from isobatch.data.tables.delimited import ATOMIC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np  # noqa: TC004  heavy, and no class here has flags
@@ -34,19 +34,18 @@ def _spelled(*names: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-USER_COLUMNS = _spelled(
-    *("user", "user_id", "uid", "ncf_user", "customer_id", "customer", "client_id", "account_id"),
-    *("member_id", "buyer_id", "visitor_id", "reviewer_id"),
-)
-ITEM_COLUMNS = _spelled(
-    *("item", "item_id", "movie_id", "product_id", "ncf_item", "product", "article_id", "sku", "asin"),
-    *("stock_code", "book_id", "track_id", "song_id", "artist_id", "game_id"),
-)
-RATING_COLUMNS = _spelled("rating", "score", "stars")
-TIME_COLUMNS = _spelled(
-    *("timestamp", "time", "date", "datetime", "order_date", "ordered_at", "created_at", "purchased_at"),
-    *("event_time", "invoice_date", "ts"),
-)
+USUAL_COLUMNS = {
+    "user": """user user_id uid ncf_user customer_id customer client_id account_id member_id buyer_id
+        visitor_id reviewer_id""",
+    "item": """item item_id movie_id product_id ncf_item product article_id sku asin stock_code book_id
+        track_id song_id artist_id game_id""",
+    "rating": "rating score stars",
+    "time": """timestamp time date datetime order_date ordered_at created_at purchased_at event_time
+        invoice_date ts""",
+}
+COLUMNS = {name: _spelled(*words.split()) for name, words in USUAL_COLUMNS.items()}
+"""What is read of an interaction -> the usual names of its column."""
+USER_COLUMNS, ITEM_COLUMNS = COLUMNS["user"], COLUMNS["item"]
 QUANTITY_COLUMNS = ("quantity", "qty", "amount", "count", "pieces", "units", "plays", "playcount", "weight")
 TITLE_COLUMNS = _spelled("title", "name")
 UNSPLIT_STEMS = (
@@ -57,18 +56,6 @@ UNSPLIT_STEMS = (
 USER_STEMS, ITEM_STEMS = ("users", "customers"), ("items", "movies", "products", "articles", "books")
 """Names of the tables of texts."""
 SPLITS = ("train", "valid", "test")
-
-
-class TableColumns(NamedTuple):
-    """The columns of tables that flags name; None where the usual names are looked for."""
-
-    user: str | None = None
-    item: str | None = None
-    rating: str | None = None
-    time: str | None = None
-    user_text: str | None = None
-    """The columns of the users' table that make the text, separated by commas."""
-    item_text: str | None = None
 
 
 class ItemText(NamedTuple):
@@ -111,26 +98,19 @@ def find_tables(path: Path, file_format: str | None) -> list[Path]:
     """
     if path.is_file():
         return [path]
-    known = [
-        f
-        for f in sorted(path.iterdir())
-        if f.suffix in TABLE_FORMATS and (_split_from_name(f) or _side_of(f))
-    ]
-    formats = sorted({TABLE_FORMATS[f.suffix] for f in known if _split_from_name(f)})
+    known = [f for f in sorted(path.iterdir()) if f.suffix in TABLE_FORMATS]
+    logs = [f for f in known if _split_from_name(f)]
+    formats = sorted({TABLE_FORMATS[f.suffix] for f in logs})
     if file_format is None and len(formats) > 1:
         raise UserError(f"--data {path}: holds {' and '.join(formats)} files: choose with --format")
-    found = (
-        [f for f in known if _side_of(f) or TABLE_FORMATS[f.suffix] == (file_format or formats[0])]
-        if formats
-        else []
-    )
-    if not any(_split_from_name(f) for f in found):
+    found = [f for f in logs if TABLE_FORMATS[f.suffix] == (file_format or formats[0])]
+    if not found:
         there = ", ".join(sorted(f.name for f in path.iterdir())[:6]) or "nothing"
         raise UserError(
             f"--data {path}: there is no ratings.dat, u.data or *.test.negative, and no table called"
             f" interactions, ratings or train (.csv, .tsv, .inter, .parquet); found: {there}"
         )
-    return found
+    return [f for f in known if f in found or _side_of(f)]
 
 
 def _split_from_name(file: Path) -> str | None:
@@ -149,7 +129,7 @@ def _side_of(file: Path) -> str | None:
     return next((side for side, own in names.items() if file.stem in own or file.suffix in own), None)
 
 
-def read_tables(path: Path, file_format: str | None, asked: TableColumns) -> RawInteractions:
+def read_tables(path: Path, file_format: str | None, options: Any) -> RawInteractions:
     """Read interactions from one table, or one per split, and the texts from tables of users and items.
 
     Raises UserError for a missing column, missing or unreadable values, or two files of one split.
@@ -157,7 +137,7 @@ def read_tables(path: Path, file_format: str | None, asked: TableColumns) -> Raw
     files = find_tables(path, file_format)
     notes: list[str] = []
     if path.is_file():
-        return RawInteractions({"all": _open_interactions(path, asked, notes)}, notes=notes)
+        return RawInteractions({"all": _open_interactions(path, options, notes)}, notes=notes)
     splits = {split: [f for f in files if _split_from_name(f) == split] for split in ("all", *SPLITS)}
     if splits["train"]:
         splits["all"] = []
@@ -166,38 +146,38 @@ def read_tables(path: Path, file_format: str | None, asked: TableColumns) -> Raw
     found = RawInteractions({}, notes=notes)
     for file in files:
         if _side_of(file) == "users":
-            texts = _texts_by_id(file, USER_COLUMNS, asked.user_text, notes)
+            texts = _texts_by_id(file, USER_COLUMNS, options.user_text, notes)
             found.users = {key: item.text for key, item in texts.items()}
         elif _side_of(file) == "items":
-            found.items = _texts_by_id(file, ITEM_COLUMNS, asked.item_text, notes)
-    found.splits = {split: _open_interactions(fs[0], asked, notes) for split, fs in splits.items() if fs}
+            found.items = _texts_by_id(file, ITEM_COLUMNS, options.item_text, notes)
+    found.splits = {split: _open_interactions(fs[0], options, notes) for split, fs in splits.items() if fs}
     return found
 
 
-def _open_interactions(file: Path, asked: TableColumns, notes: list[str]) -> Table:
+def _open_interactions(file: Path, options: Any, notes: list[str]) -> Table:
     """The columns user and item, and rating and time where the table has them."""
+    asked = {name: getattr(options, f"{name}_column") for name in COLUMNS}
     if file.suffix == ".parquet":
         with open_parquet(file) as table:
             names = table.schema_arrow.names
         return ParquetTable(file, _choose_columns(file, names, asked, notes))
-    shape = shape_to_stream(file, asked[:4], notes)
-    ids = [name for name in (asked.user, asked.item, *USER_COLUMNS, *ITEM_COLUMNS) if name]
+    shape = shape_to_stream(file, asked.values(), notes)
+    ids = [name for name in (asked["user"], asked["item"], *USER_COLUMNS, *ITEM_COLUMNS) if name]
     columns = _choose_columns(file, shape.names, asked, notes)
     mark, lines = shape.dialect["delimiter"], shape.header_lines
     return DelimitedTable(file, mark, shape.names, columns, skip=lines, ids=ids)
 
 
 def _choose_columns(
-    file: Path, available: list[str], asked: TableColumns, notes: list[str]
+    file: Path, available: list[str], asked: Mapping[str, str | None], notes: list[str]
 ) -> dict[str, str]:
     """user, item, rating or time -> its column in the file, which `notes` say where it is called otherwise.
 
     Raises UserError where one is missing.
     """
-    wanted = {"user": (asked.user, USER_COLUMNS), "item": (asked.item, ITEM_COLUMNS)}
-    wanted |= {"rating": (asked.rating, RATING_COLUMNS), "time": (asked.time, TIME_COLUMNS)}
     chosen = {}
-    for name, (given, usual) in wanted.items():
+    for name, usual in COLUMNS.items():
+        given = asked[name]
         column = given or next((u for u in usual if u in available), None)
         if column is None and name in ("rating", "time"):
             continue

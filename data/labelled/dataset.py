@@ -140,23 +140,6 @@ class Labelled(TokenizedData):
         """The part of each class that is validation where there is no such split."""
         return corpora.share_of(self.options.valid) or HELD_OUT_SHARE
 
-    def identity(self) -> dict[str, Any]:
-        return super().identity() | {
-            "columns": [self.options.text_column, self.options.pair_column, self.options.label_column],
-            "vocab_size": self._vocabulary_size(),
-            **({"class_weights": self.options.class_weights} if self.options.class_weights else {}),
-            **self._split_identity(),
-        }
-
-    def _split_identity(self) -> dict[str, Any]:
-        """The share that is held out, unless it is known that the data has a validation split."""
-        path, share = self._data_path(), self._held_out_share()
-        if self.recipe.data == DEMO:
-            return {}
-        if path is not None and "valid" in self._files(path):
-            return {}
-        return corpora.valid_identity(share)
-
     def demo_files(self) -> list[Path]:
         return [file for files in demo_files().values() for file in files]
 

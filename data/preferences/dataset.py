@@ -140,8 +140,6 @@ def _behind(prompt: np.ndarray, answer: TokenRow, room: int) -> TokenRow:
     )
 
 
-TOKENIZATION_VERSION = 3
-"""Part of the cache key: raise it when the same rows become other tokens."""
 ANSWERS = (pairs.CHOSEN, pairs.REJECTED)
 DEMO_LINES = 4
 """Lines of an answer of the demo."""
@@ -197,6 +195,7 @@ class Preferences(TokenizedData):
     """
 
     Options: ClassVar[type] = PreferencesOptions
+    version: ClassVar[int] = 4
     demo_vocabulary_size: ClassVar[int] = 1024
 
     def check(self) -> None:
@@ -206,14 +205,6 @@ class Preferences(TokenizedData):
         )
         for part in files.values():
             pairs.require_columns(readers.column_names(part), str(part.files[0]))
-
-    def identity(self) -> dict[str, Any]:
-        template = chat_templates.template_identity(self._tokenizer_source().path)
-        return super().identity() | {
-            "vocab_size": self._vocabulary_size(),
-            **corpora.valid_identity(self.options.valid),
-            "pairs": [TOKENIZATION_VERSION, self.options.template, template],
-        }
 
     def open(self, folder: Path, split: str) -> ArraySource:
         """The pairs of a prepared split, as a PairSource."""

@@ -14,11 +14,12 @@ from isobatch.data.base import NoSamplesError
 from isobatch.data.cleaning import pipeline
 from isobatch.data.cleaning.steps import CleaningStep
 from isobatch.data.corpora import Corpus
+from isobatch.data.digests import file_hash
 from isobatch.data.text import chat_templates
-from isobatch.data.text.conversations import TOKENIZATION_VERSION
+from isobatch.data.text.conversations import TOKENIZATION_VERSION, Conversations
 from isobatch.data.text.plain_text import PlainText, TokenizationSettings
 from isobatch.data.text.row_fields import FIELD, LEFT_OUT
-from isobatch.data.text.sources import TEXT, chats
+from isobatch.data.text.sources import TEXT
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -61,7 +62,8 @@ class TextGroupEncoder:
         located = {split: partial(_located, found, where) for split, found in rows.items()}
         if self.kind == TEXT:
             return PlainText(self.name, Corpus(located, column=self.column), self.cleaning)
-        return chats(self.name, located, self.kind, self.options, self.cleaning, self.tokenizer_folder)
+        folder, steps = self.tokenizer_folder, self.cleaning
+        return Conversations(self.name, located, self.kind, self.options, folder, steps)
 
     def encode(self, rows: Rows, where: str) -> tuple[dict[str, Column], dict[str, int]]:
         """(columns, the sizes that Facts sums up, and what is noted of rows); no columns without a text."""
@@ -82,7 +84,8 @@ class TextGroupEncoder:
         options, cleaning = self.options, [pipeline.CLEANING_VERSION, *map(str, self.cleaning)]
         parts = [VERSION, self.kind, self.column, cleaning, TOKENIZATION_VERSION, options.template]
         parts += [options.response_only, dict(one.special_ids)]
-        parts += [chat_templates.template_identity(self.tokenizer_folder), one.max_length]
+        template = chat_templates.template_file(self.tokenizer_folder)
+        parts += [template and file_hash(template), one.max_length]
         text = json.dumps(parts, sort_keys=True, default=str) + one.tokenizer.to_str()
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -19,8 +19,6 @@ from isobatch.data.streaming.groups import GroupCache, GroupTable, groups_folder
 from isobatch.data.streaming.shards import shard_of
 from isobatch.data.streaming.source import StreamedSource, rows_of_group
 from isobatch.data.streaming.store import Store
-from isobatch.data.text import chat_templates
-from isobatch.data.text.conversations import TOKENIZATION_VERSION
 from isobatch.data.text.dataset import Text
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.sources import TEXT, detect_row_kind
@@ -72,19 +70,8 @@ class StreamedText(Text):
         self._tokenizer_source()
         self._detect_kind()
 
-    def identity(self) -> dict[str, Any]:
-        options = self.options
-        return {
-            "objects": [[one.address, one.size, one.version] for one in self.objects],
-            "tokenizer": self._tokenizer_source().identity(),
-            "max_length": self.recipe.max_length,
-            "text_column": options.text_column,
-            "vocab_size": self._vocabulary_size(),
-            "conversations": [TOKENIZATION_VERSION, options.template, options.response_only],
-            "chat_template": chat_templates.template_identity(self._tokenizer_source().path),
-            **self._pair_identity(),
-            **self._cleaning_identity(),
-        }
+    def _content_identity(self) -> Any:
+        return [[one.address, one.size, one.version] for one in self.objects]
 
     def _detect_kind(self) -> tuple[str, str]:
         """(kind of rows, the column of plain text), from the first object. Raises UserError."""

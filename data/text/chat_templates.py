@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
 from isobatch.data.chat_formats import UNLEARNT
-from isobatch.data.digests import file_hash
 from isobatch.data.text import jinja_sandbox
 
 if TYPE_CHECKING:
@@ -69,27 +68,22 @@ OWN_TEXTS = frozenset(
 """Every form of the built-in templates: a received run may call any text by their names."""
 
 
+def template_file(folder: Path | None) -> Path | None:
+    """The chat_template.jinja beside a tokenizer, which comes before what its settings say."""
+    found = folder and (folder if folder.is_dir() else folder.parent) / tokenizers.CHAT_TEMPLATE_FILE
+    return found if found and found.is_file() else None
+
+
 def read_tokenizer_template(folder: Path) -> str | None:
     """The template in chat_template.jinja beside a tokenizer, else in tokenizer_config.json; or None."""
-    folder = folder if folder.is_dir() else folder.parent
-    if (folder / tokenizers.CHAT_TEMPLATE_FILE).is_file():
-        return (folder / tokenizers.CHAT_TEMPLATE_FILE).read_text(encoding="utf-8")
-    settings = folder / "tokenizer_config.json"
+    if file := template_file(folder):
+        return file.read_text(encoding="utf-8")
+    settings = (folder if folder.is_dir() else folder.parent) / "tokenizer_config.json"
     found = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
     template = found.get("chat_template")
     if isinstance(template, list):  # several, by name
         template = {t.get("name"): t.get("template") for t in template}.get("default")
     return template if isinstance(template, str) and template.strip() else None
-
-
-def template_identity(folder: Path | None) -> str | None:
-    """The hash of chat_template.jinja, or None. tokenizer_config.json is part of the tokenizer's identity."""
-    folder = folder.parent if folder is not None and folder.is_file() else folder
-    return (
-        file_hash(folder / tokenizers.CHAT_TEMPLATE_FILE)
-        if folder and (folder / tokenizers.CHAT_TEMPLATE_FILE).is_file()
-        else None
-    )
 
 
 TOKENIZER_TEMPLATE = "tokenizer"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -17,7 +17,7 @@ from isobatch.data import chat_formats
 from isobatch.data.base import Column, NoSamplesError, Ragged
 from isobatch.data.chat_formats import Message, SkippedRowError
 from isobatch.data.cleaning.pipeline import CleaningPipeline
-from isobatch.data.cleaning.steps import REMEMBERING
+from isobatch.data.cleaning.steps import REMEMBERING, CleaningStep
 from isobatch.data.corpora import overlap_notes
 from isobatch.data.preparation.encoding import EncodedShard, EncodingJob, encode_in_shards, text_hash
 from isobatch.data.preparation.spooled_array import SpooledColumns
@@ -237,7 +237,7 @@ TOKENIZATION_VERSION = 4
 """Part of the cache key: raise it when the same rows become other tokens."""
 
 
-@dataclass(slots=True)
+@dataclass
 class Conversations:
     """One set of conversations.
 
@@ -251,21 +251,17 @@ class Conversations:
     """Split -> a function that reads its rows."""
     chat_format: str
     """The columns of its rows, as `chat_formats.detect_chat_format` calls them."""
-    template_name: str
-    """--template."""
-    default_template: str
-    """The template that `auto` takes where the tokenizer has none."""
-    response_only: bool
+    options: Any
+    """TextOptions."""
     folder: Path | None
     """The tokenizer's folder; None where it is trained."""
-    form: str = FORM
-    """What facts call the set: `conversations`, or `labels` where the answers are labels."""
-    labels: list[str] = field(default_factory=list)
+    steps: InitVar[Sequence[CleaningStep]] = ()
+    labels: Sequence[str] = ()
+    """Where the answers are labels: these."""
     label_tokens: list[list[int]] = field(default_factory=list)
     """The token ids of each label, with the end token."""
     remarks: list[str] = field(default_factory=list)
     """What the user should know of the rows."""
-    cleaning: CleaningPipeline = field(default_factory=lambda: CleaningPipeline((), "conversations"))
     total: RowCounts = field(default_factory=RowCounts)
     """Of all splits."""
     most_turns: int = 0
@@ -277,6 +273,17 @@ class Conversations:
     template: ChatTemplate | None = None
     """Set by `bind_tokenizer`, as are `eos` and `label_tokens`."""
     eos: int | None = None
+
+    def __post_init__(self, steps: Sequence[CleaningStep]) -> None:
+        self.cleaning = CleaningPipeline(steps, "conversations")
+        self.response_only = self.options.response_only
+        self.template_name = "plain" if self.labels else self.options.template
+        self.default_template = "alpaca" if self.chat_format == "instruction" else "chatml"
+
+    @property
+    def form(self) -> str:
+        """What facts call the set."""
+        return "labels" if self.labels else self.FORM
 
     @property
     def notes(self) -> list[str]:
@@ -306,7 +313,7 @@ class Conversations:
             self.folder,
         )
         self.eos = tokenization.tokenizer.token_to_id(self.template.tokens["eos_token"])
-        found = tokenization.tokenizer.encode_batch(self.labels, add_special_tokens=False)
+        found = tokenization.tokenizer.encode_batch([*self.labels], add_special_tokens=False)
         self.label_tokens = [[*label.ids, self.template.end_id] for label in found]
 
     def encode(
@@ -416,7 +423,7 @@ class Conversations:
             "response_only": self.response_only,
             "prompts": self.prompts,
             "turns": self.most_turns,
-            **({"labels": self.labels, "label_tokens": self.label_tokens} if self.labels else {}),
+            **({"labels": [*self.labels], "label_tokens": self.label_tokens} if self.labels else {}),
         }
 
     def prompt(self) -> str:

@@ -11,14 +11,14 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import HeldOutShare
-from isobatch.data import corpora, tokenizers
+from isobatch.data import tokenizers
 from isobatch.data.base import ArraySource, TextQuery, load
-from isobatch.data.cleaning import pipeline, steps
-from isobatch.data.cleaning.steps import CleaningStep, parse_steps
+from isobatch.data.cleaning import pipeline
+from isobatch.data.cleaning.steps import CleaningStep, parse_steps, require_datasketch
 from isobatch.data.corpora import DEMO
-from isobatch.data.text import chat_templates, conversations, demo_stories
+from isobatch.data.text import conversations, demo_stories
 from isobatch.data.text.plain_text import TokenizationSettings
-from isobatch.data.text.sources import SET_COLUMN, TEXT, Mixture, TextSet, TextSetSpec, split_set_names
+from isobatch.data.text.sources import SET_COLUMN, Mixture, TextSet, TextSetSpec, split_set_names
 from isobatch.data.tokenized import TokenizedData, within_text
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class Text(TokenizedData):
         self._check_pair()
         self._check_vocabulary_size()
         if any(step.name == "near" for step in self._cleaning_steps()):
-            steps.require_datasketch()
+            require_datasketch()
         self._tokenizer_source()
         set_specs = self.set_specs
         self._check_mix(len(set_specs))
@@ -112,11 +112,6 @@ class Text(TokenizedData):
                 f"--text-column {self.options.text_column}: reads plain text, and --question-column"
                 " conversations: leave one out"
             )
-
-    def _pair_identity(self) -> dict[str, Any]:
-        options = self.options
-        named = [options.question_column, options.answer_column]
-        return {"pair": named} if any(named) else {}
 
     def _check_column(self, set_specs: list[TextSetSpec]) -> None:
         """Raise UserError unless one of several sets has --text-column; a single set checks it itself."""
@@ -144,34 +139,14 @@ class Text(TokenizedData):
         return parse_steps(self.options.clean or ())
 
     def identity(self) -> dict[str, Any]:
-        return super().identity() | {
-            "text_column": self.options.text_column or TEXT,
-            "vocab_size": self._vocabulary_size(),
-            **({"stride": self.options.stride} if self.options.stride else {}),
-            **self._pair_identity(),
-            **corpora.valid_identity(self.options.valid),
-            **self._conversations_identity(self.set_specs),
-            **self._cleaning_identity(),
-        }
+        found, cleaning = super().identity(), self._cleaning_steps()
+        del found["options"]["mix"]  # each set is prepared as a whole
+        near = [require_datasketch()] if any(step.name == "near" for step in cleaning) else []
+        versions = [conversations.TOKENIZATION_VERSION, pipeline.CLEANING_VERSION, *near]
+        return found | {"clean": [*map(str, cleaning)], "versions": versions}
 
     def _content_identity(self) -> Any:
-        contents = [spec.content_identity() for spec in self.set_specs]
-        return contents[0] if len(contents) == 1 else contents
-
-    def _conversations_identity(self, set_specs: list[TextSetSpec]) -> dict[str, Any]:
-        """What else conversations depend on. A hub data set counts as such: its rows are not known."""
-        if all(spec.kind() == TEXT for spec in set_specs) and len(set_specs) == 1:
-            return {}
-        options, template = self.options, chat_templates.template_identity(self._tokenizer_source().path)
-        found = [conversations.TOKENIZATION_VERSION, options.template, options.response_only, template]
-        return {"conversations": found} | (
-            {"sets": [spec.name for spec in set_specs]} if len(set_specs) > 1 else {}
-        )
-
-    def _cleaning_identity(self) -> dict[str, Any]:
-        steps = self._cleaning_steps()
-        version = [steps.require_datasketch()] if any(step.name == "near" for step in steps) else []
-        return {"clean": [pipeline.CLEANING_VERSION, *map(str, steps), *version]} if steps else {}
+        return [[spec.name * (len(self.set_specs) > 1), spec.content_identity()] for spec in self.set_specs]
 
     def open_sets(self) -> TextSet | Mixture:
         """The sets, each with a validation split; a Mixture where there are several."""

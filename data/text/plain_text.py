@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +24,6 @@ from isobatch.data.preparation.encoding import (
     text_hash,
 )
 from isobatch.data.preparation.spooled_array import SpooledColumns
-from isobatch.data.preparation.token_stream import StreamEncoder
 from isobatch.data.text import row_fields
 from isobatch.data.text.row_fields import RowCounts
 
@@ -67,12 +67,17 @@ class PlainTextEncoder:
 
     def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
         """`settings`: `dtype`; `end`, text, and `suffix`, token ids, that follow each text; `is_stream`."""
-        self.stream = StreamEncoder(tokenizer, settings["suffix"], np.dtype(settings["dtype"]))
-        self.end, self.is_stream = settings["end"], settings["is_stream"]
+        self.tokenizer, self.dtype = tokenizer, np.dtype(settings["dtype"])
+        self.end, self.suffix = settings["end"], settings["suffix"]
+        self.is_stream = settings["is_stream"]
 
     def __call__(self, texts: list[str]) -> EncodedShard:
-        ended = [text + self.end for text in texts] if self.end else texts
-        arrays = {"tokens": self.stream.encode(ended)}
+        found = array("I")
+        ended = [text + self.end for text in texts]
+        for encoding in self.tokenizer.encode_batch_fast(ended, add_special_tokens=False):
+            found.extend(encoding.ids)
+            found.extend(self.suffix)
+        arrays = {"tokens": np.frombuffer(found, np.uint32).astype(self.dtype)}
         if not self.is_stream:
             arrays["hashes"] = np.fromiter(map(text_hash, texts), np.uint64, len(texts))
         facts = {

@@ -15,7 +15,6 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, corpora, readers
 from isobatch.data.base import Column, Ragged
-from isobatch.data.cleaning.pipeline import CleaningPipeline
 from isobatch.data.corpora import DEMO, Corpus, RowCorpus
 from isobatch.data.labelled.rows import (
     LABEL_COLUMNS,
@@ -34,7 +33,7 @@ from isobatch.data.text.plain_text import PlainText
 from isobatch.data.tokenized import check_elsewhere, path_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from isobatch.data.cleaning.steps import CleaningStep
     from isobatch.data.readers import LocatedRows, SplitFiles
@@ -215,15 +214,12 @@ class TextSetSpec:
             remarks.append(
                 f"the rows are read as conversations ({kind}): --text-column {TEXT} reads plain text"
             )
-        return chats(self.name, table.splits, kind, self.options, steps, folder, remarks)
+        return Conversations(self.name, table.splits, kind, self.options, folder, steps, remarks=remarks)
 
     def _open_labelled(self, table: RowCorpus, steps: Sequence[CleaningStep]) -> Conversations:
         """Labelled texts as conversations: the text asks, and the label as written is the answer."""
-        names, splits, remarks = (
-            find_columns(self.location, table.columns),
-            dict(table.splits),
-            [*table.notes],
-        )
+        names = find_columns(self.location, table.columns)
+        splits, remarks = dict(table.splits), [*table.notes]
         if table.is_held_out and self._share is None:
             every = partial(_chained, splits["train"], splits["valid"])
             splits["train"], splits["valid"] = (partial(_twentieth, every, is_it) for is_it in (False, True))
@@ -235,42 +231,9 @@ class TextSetSpec:
             labels = class_names(classes, names, self.location)
         except UserError as error:
             raise UserError(f"{error}; {plain}") from None
-        return Conversations(
-            name=self.name,
-            form=LABELS,
-            rows={split: partial(_labelled_rows, splits[split], names) for split in classes},
-            chat_format="prompt",
-            template_name="plain",
-            default_template="plain",
-            response_only=self.options.response_only,
-            folder=None,
-            labels=labels,
-            remarks=[f"the rows are texts with a label ({names.label}): {plain}", *remarks],
-            cleaning=CleaningPipeline(steps, "conversations"),
-        )
-
-
-def chats(
-    name: str,
-    rows: Mapping[str, Callable[[], LocatedRows]],
-    kind: str,
-    options: Any,
-    steps: Sequence[CleaningStep],
-    folder: Path | None,
-    remarks: Sequence[str] = (),
-) -> Conversations:
-    """The conversations in the rows of each split; `kind` is their format, `folder` the tokenizer's."""
-    return Conversations(
-        name=name,
-        rows=rows,
-        chat_format=kind,
-        template_name=options.template,
-        default_template="alpaca" if kind == "instruction" else "chatml",
-        response_only=options.response_only,
-        folder=folder,
-        remarks=[*remarks],
-        cleaning=CleaningPipeline(steps, "conversations"),
-    )
+        rows = {split: partial(_labelled_rows, splits[split], names) for split in classes}
+        remarks = [f"the rows are texts with a label ({names.label}): {plain}", *remarks]
+        return Conversations(self.name, rows, "prompt", self.options, None, steps, labels, remarks=remarks)
 
 
 def _chained(*parts: Callable[[], LocatedRows]) -> LocatedRows:

@@ -14,7 +14,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.recipe import Recipe
 from isobatch.data.interactions import log
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
-from isobatch.data.interactions.formats import TableColumns, read_tables
+from isobatch.data.interactions.formats import read_tables
 from isobatch.data.preparation import spooled_array
 from isobatch.engine.loading.prepare import prepare
 from isobatch.models.recommendation import catalogue
@@ -176,7 +176,7 @@ def test_tables_of_a_shop_are_recognised(tmp_path: Path) -> None:
     rows = "".join(f"c{n % 5},p{n % 3},2024-01-0{n % 9 + 1}\n" for n in range(20))
     (tmp_path / "orders.csv").write_text("CustomerID,product_id,orderDate\n" + rows)
     (tmp_path / "products.csv").write_text("product_id,name\np0,lamp\np1,desk\np2,chair\n")
-    found = read_tables(tmp_path, None, TableColumns())
+    found = read_tables(tmp_path, None, InteractionOptions())
     table = found.splits["all"].whole()
     assert table.column_names == ["user", "item", "time"]
     assert table["user"].to_pylist()[:2] == ["c0", "c1"]

@@ -17,13 +17,12 @@ from isobatch.benchmarks.scale.preparation import SHARED, prepare_alone, write_e
 from isobatch.core import measures
 from isobatch.core.errors import UserError
 from isobatch.data import base, digests
-from isobatch.data.preparation import encoding, token_stream
+from isobatch.data.preparation import encoding
 from isobatch.data.preparation.encoding import EncodedShard, EncodingJob, Workshop, encode_in_shards
-from isobatch.data.preparation.token_stream import StreamEncoder, ends_pieces_at_lines
 from isobatch.data.tokenizers import train_byte_level_bpe
 from isobatch.engine.loading import prepare as preparing
 from isobatch.tests.paths import REGISTER, ROOT
-from isobatch.tests.unit.test_prepared_bytes import RECORDED, prepared, sentences, vocabulary
+from isobatch.tests.unit.test_prepared_bytes import RECORDED, prepared, vocabulary
 
 PLACE = "isobatch.tests.unit.test_preparation:encoder"
 
@@ -104,34 +103,6 @@ def test_processes_prepare_the_bytes_of_one(
     monkeypatch.setattr(preparing, "allowed_cpus", lambda *_: 2)
     assert prepared(case, tmp_path / "data") == json.loads(RECORDED.read_text())[case]
     assert not list((tmp_path / "cache" / "prepared").glob(".*.shards"))
-
-
-def test_pieces_of_a_text_have_the_tokens_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(token_stream, "PIECE_CHARACTERS", 1)
-    ends = [
-        "\n",
-        "\n ",
-        " \n",
-        " \n ",
-        "\n\n",
-        "  \n",
-        "\n  ",
-        "\t\n",
-        "\n\t",
-        "\r\n",
-        "\u00a0\n",
-        "\n\u00a0",
-    ]
-    said = sentences(3, 400, most=4)
-    text = "".join(words + ends[n % len(ends)] for n, words in enumerate(said))
-    tokenizer = train_byte_level_bpe([text], 700)
-    assert ends_pieces_at_lines(tokenizer)
-    found = StreamEncoder(tokenizer, [7], np.dtype(np.uint16)).encode([text, "", "a"])
-    whole = tokenizer.encode(text, add_special_tokens=False).ids
-    assert found.tolist() == [*whole, 7, 7, *tokenizer.encode("a").ids, 7]
-    assert len(token_stream._cut(text)) > 40  # noqa: SLF001
-    tokenizer.add_special_tokens(["token"])
-    assert not ends_pieces_at_lines(tokenizer)
 
 
 @pytest.fixture
