@@ -130,9 +130,3 @@ def test_utf_16_is_read_as_utf_8_is(kind: str, encoding: str, tmp_path: Path) ->
         prepare(kind, folder / name, folder / "out")
         found.append({f.relative_to(folder): f.read_bytes() for f in folder.rglob("out/*/*.npy")})
     assert found[0] == found[1] != {}
-
-
-def test_half_of_a_character_at_the_end_of_utf_16(tmp_path: Path) -> None:
-    (tmp_path / "x.txt").write_bytes(("\ufeff" + "some words\n" * 99).encode("utf-16-le")[:-1])
-    with pytest.raises(UserError, match="is not whole utf-16, as its first bytes say it is"):
-        prepare("text", tmp_path / "x.txt", tmp_path / "out")

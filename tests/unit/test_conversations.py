@@ -148,22 +148,6 @@ def test_messages_are_chatml_by_default_and_close_turns_with_its_own_token(tmp_p
     assert extra["eos"] == opened.token_to_id(END)
 
 
-def test_all_tokens_but_the_first_are_learnt_where_asked(tmp_path: Path) -> None:
-    rows = [{"messages": CHAT[1:3]}]
-    extra, columns, tokenizer = prepared(tmp_path, rows, template="plain", response_only=False)
-    # he | ? | newline | H | i | ! | end | newline
-    assert columns["learn"].values.tolist() == [0, 1, 1, 1, 1, 1, 1, 1]
-    assert marked(columns, tokenizer) == "he«?\nHi!<|endoftext|>\n»"
-    assert extra["splits"]["train"]["tokens"] == 8
-    assert extra["splits"]["train"]["predicted"] == 7
-
-
-def test_sharegpt_rows_and_a_last_question_without_an_answer(tmp_path: Path) -> None:
-    more = {"conversations": [*SHAREGPT["conversations"], {"from": "human", "value": "and then?"}]}
-    _, columns, tokenizer = prepared(tmp_path, [SHAREGPT, more], template="plain")
-    assert [marked(columns, tokenizer, row) for row in (0, 1)] == ["he?\n«Hi!<|endoftext|>»"] * 2
-
-
 @pytest.mark.parametrize("form", ["json", "parquet", "jsonl"])
 def test_conversations_are_read_from_every_form(tmp_path: Path, form: str) -> None:
     rows = [{"messages": CHAT}, {"messages": CHAT[1:]}]
@@ -202,11 +186,6 @@ def test_a_hub_data_set_may_hold_conversations(tmp_path: Path, monkeypatch: pyte
     assert extra["template"]["name"] == "chatml"
 
 
-def test_objects_of_lists_are_messages_too() -> None:
-    row = {"messages": {"role": ["user", "assistant"], "content": ["he?", "Hi!"]}}
-    assert chat_formats.parse_messages(row, "here", "messages") == CHAT[1:3]
-
-
 def test_a_named_text_column_wins(tmp_path: Path) -> None:
     rows = [{"text": "he", "messages": CHAT[1:3]}] * 3
     extra, columns, _ = prepared(tmp_path / "a", rows, text_column="text")
@@ -236,23 +215,6 @@ def test_prompt_and_completion_are_texts_or_messages() -> None:
         chat_formats.parse_messages({"question": "When?"}, "row 1", "question")
 
 
-@pytest.mark.parametrize(
-    "columns",
-    [
-        *("prompt completion", "prompt response", "question answer", "question response", "query response"),
-        *("input output", "input target", "instruction output", "instruction response", "problem solution"),
-        "user assistant",
-    ],
-)
-def test_usual_columns_of_questions_and_answers_are_found(columns: str) -> None:
-    row = dict(zip(columns.split(), ("When?", "At nine."), strict=True)) | {"id": 3}
-    found = chat_formats.detect_chat_format(list(row))
-    assert found
-    told = chat_formats.parse_messages(row, "row 1", found)
-    assert [(m["role"], m["content"]) for m in told] == [("user", "When?"), ("assistant", "At nine.")]
-    assert chat_formats.parse_question(row, "row 1", found) == told[:1]
-
-
 def test_other_columns_are_named(tmp_path: Path) -> None:
     rows = [{"ask": "he?", "text": "he", "reply": "Hi!"}] * 3
     usual = prepared(tmp_path / "a", [{"question": "he?", "answer": "Hi!"}] * 3)[1]
@@ -269,31 +231,6 @@ def test_other_columns_are_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=said):
             make(tmp_path / "b", rows, tokenizer=tmp_path / "b" / "tokenizer", **asked).check()
-
-
-def test_a_tokenizer_is_trained_on_the_conversations(tmp_path: Path) -> None:
-    recipe = {
-        "tokenizer": None,
-        "model": "tiny",
-        "revision": None,
-        "format": None,
-        "max_length": 400,
-    }
-    make(tmp_path, [ADD, HELLO])
-    text = Text(SimpleNamespace(data=str(tmp_path), **recipe), TextOptions(vocab_size=400))
-    extra = text.prepare(tmp_path / "out")
-    tokenizer = tokenizers.open_tokenizer(tmp_path / "out" / "tokenizer.json")
-    assert marked(text.open(tmp_path / "out", "train").columns, tokenizer) == WITH_INPUT
-    # Below and its like are words of the template: they were trained on too.
-    assert len(tokenizer.encode(extra["prompt"]).ids) < len(extra["prompt"]) / 2
-
-
-def test_the_vocabulary_is_not_counted_for_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = []
-    size = tokenizers.vocabulary_size
-    monkeypatch.setattr(tokenizers, "vocabulary_size", lambda tokenizer: counted.append(1) or size(tokenizer))
-    make(tmp_path, [HELLO] * 100).prepare(tmp_path / "out")
-    assert len(counted) < 10  # a real one takes 20 ms
 
 
 def row(text: str) -> TokenRow:
@@ -347,19 +284,6 @@ def test_an_answer_that_fits_is_whole_at_every_width() -> None:
         if not cut.answer_cut:
             assert text_of(cut.row).count("Z") == answer
         assert truncation.learn_mask(cut.row, True).any() or answer == 1 == len(given)
-
-
-def test_the_template_and_the_questions_end_are_kept(tmp_path: Path) -> None:
-    """Alpaca's words around a question that is too long, and a whole answer."""
-    long = {"instruction": "Add these.", "input": "1 2 " * 100, "output": "yes"}
-    extra, columns, tokenizer = prepared(tmp_path, [long], template="alpaca", max_length=260)
-    found = marked(columns, tokenizer)
-    head, tail = WITH_INPUT.split("Add.\n\n### Input:\n1 2")
-    assert found.startswith(head)
-    assert found.endswith(tail.replace("«3", "«yes"))
-    assert columns["tokens"].lengths.tolist() == [260]
-    assert "1 2 1 2" in found
-    assert "train: in 1 of 1 rows the prompt loses its beginning to fit --max-length 260" in extra["notes"]
 
 
 def test_cuts_are_counted_and_never_lose_all_of_an_answer(tmp_path: Path) -> None:
@@ -421,27 +345,6 @@ BROKEN_CHATS: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", [*BROKEN, *BROKEN_CHATS])
-def test_a_broken_row_is_named_by_its_line(tmp_path: Path, case: str) -> None:
-    bad, message = (BROKEN | BROKEN_CHATS)[case]
-    good: Any = HELLO if case in BROKEN else {"messages": CHAT}
-    with pytest.raises(UserError, match=message) as error:
-        make(tmp_path, [good, bad]).read()
-    assert "\n" not in str(error.value)
-
-
-def test_a_split_with_nothing_to_learn_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"split has no conversation to learn from; .* 1 with no answer"):
-        make(tmp_path, [{"messages": CHAT[:2]}]).read()
-
-
-def test_the_missing_columns_are_named_before_anything_heavy(tmp_path: Path) -> None:
-    with pytest.raises(
-        UserError, match=r"train\.jsonl: has no column text; it has: body; --text-column names that"
-    ):
-        make(tmp_path, [{"body": "x"}]).check()
-
-
 @pytest.mark.parametrize(
     ("settings", "end"),
     [
@@ -480,17 +383,6 @@ def test_a_tokenizer_that_begins_texts_begins_conversations(tmp_path: Path) -> N
 
 
 CHINESE = {"instruction": "你好吗？", "output": "我很好。"}
-
-
-def test_chinese_with_word_pieces(tmp_path: Path) -> None:
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"你好吗？我很。"]
-    (tmp_path / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
-    extra, columns, _ = prepared(tmp_path / "d", [CHINESE], tmp_path / "vocab.txt", template="plain")
-    # [SEP] stands for an end; the line break between the two is white space and no token.
-    assert [words[i] for i in columns["tokens"].values] == [*"你好吗？我很好。", "[SEP]"]
-    assert columns["learn"].values.tolist() == [0, 0, 0, 0, 1, 1, 1, 1, 1]
-    assert extra["splits"]["train"]["bytes"] == len("我很好。".encode())
-    assert columns["tokens"].pad == 0
 
 
 MISTRAL = (
@@ -637,14 +529,6 @@ def test_a_system_text_is_where_a_template_writes_it(template: str, given: Any, 
     assert text.count("Be kind.") == 1
 
 
-def test_text_that_a_template_leaves_out_is_counted(tmp_path: Path) -> None:
-    """As those of models that think do with what was thought in earlier turns."""
-    hush = TAGGED.replace("{% generation %}{{ m.content }}", "{{ m.content.split('!')[0] }}")
-    tokenizer = own(tmp_path / "t", hush.replace("{% endgeneration %}", ""), eos_token=END)
-    extra, _, _ = prepared(tmp_path / "d", [{"messages": CHAT}], tokenizer)
-    assert "2 rows: the chat template leaves out text of a message by the assistant" in extra["notes"]
-
-
 @pytest.mark.parametrize(
     ("template", "rows", "message"),
     [
@@ -665,17 +549,6 @@ def test_a_template_that_cannot_tell_answers_is_refused(
     with pytest.raises(UserError, match=message) as error:
         make(tmp_path / "d", [{"messages": rows}], tokenizer).read()
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("role", ["user", "system"])
-def test_what_follows_the_last_answer_is_named(tmp_path: Path, role: str) -> None:
-    turns = [("user", "Why?"), ("assistant", "So."), (role, "And then?")]
-    messages = [{"role": who, "content": content} for who, content in turns]
-    facts, columns, tokenizer = prepared(tmp_path / "data", [{"messages": messages}] * 3, template="chatml")
-    notes = [note for note in facts["notes"] if "after the last answer" in note]
-    assert notes == [f"6 rows: a message by the {role} after the last answer is not learnt"]
-    assert not [note for note in facts["notes"] if "no place for the system text" in note]
-    assert "And then?" not in marked(columns, tokenizer)
 
 
 def test_a_template_that_closes_nothing_gets_an_end(tmp_path: Path) -> None:
@@ -721,50 +594,9 @@ def test_a_template_has_limits(template: str, reason: str, monkeypatch: pytest.M
     jinja_sandbox.close()
 
 
-def test_our_own_templates_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> None:
-        raise AssertionError
-
-    monkeypatch.setattr(jinja_sandbox, "_renderer", refuse)
-    for name in ("alpaca", "chatml", "plain"):
-        template = chat_templates.tokenizer_training_template(name)
-        assert "he?" in template.render([{"role": "user", "content": "he?"}])
-    with pytest.raises(AssertionError):
-        ChatTemplate("plain", "{{ messages }}", "", 0).render([])
-
-
 def test_an_answer_that_quotes_the_end_is_kept_whole(tmp_path: Path) -> None:
     quoting = [CHAT[1], {"role": "assistant", "content": f"say {END} twice"}, *CHAT[3:]]
     _, columns, tokenizer = prepared(tmp_path, [{"messages": quoting}], template="plain")
     assert marked(columns, tokenizer) == (
         "he?\n«say <|endoftext|> twice<|endoftext|>»\nBye\n«See you.<|endoftext|>»"
     )
-
-
-def test_an_answer_said_twice_is_found_in_each_turn(tmp_path: Path) -> None:
-    twice = [
-        CHAT[1],
-        {"role": "assistant", "content": "he? "},
-        CHAT[3],
-        {"role": "assistant", "content": "he?"},
-    ]
-    _, columns, tokenizer = prepared(tmp_path, [{"messages": twice}], template="plain")
-    assert marked(columns, tokenizer) == "he?\n«he? <|endoftext|>»\nBye\n«he?<|endoftext|>»"
-
-
-def test_held_out_conversations_of_training_are_counted(tmp_path: Path) -> None:
-    extra, _, _ = prepared(tmp_path, [ADD, HELLO])
-    assert "valid: 2 of 2 rows are in train too" in extra["notes"]
-    # An answer's end is the end of a line: 3, and hello.
-    assert (extra["splits"]["train"]["words"], extra["splits"]["train"]["lines"]) == (2, 2)
-
-
-def test_plain_text_has_the_identity_it_had(tmp_path: Path) -> None:
-    keys = ["data", "format", "tokenizer", "max_length", "text_column", "vocab_size"]
-    plain = make(tmp_path / "a", [{"text": "he"}])
-    assert list(plain.identity()) == keys
-    assert plain.identity()["text_column"] == "text"
-    rows = [{"messages": CHAT}]
-    chats = [make(tmp_path / "b", rows), make(tmp_path / "b", rows, template="plain")]
-    chats.append(make(tmp_path / "b", rows, response_only=False))
-    assert len({json.dumps(text.identity()) for text in chats}) == 3

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError
 from isobatch.data import digests
 from isobatch.data.base import ArraySource, Data, Ragged
@@ -92,16 +91,6 @@ def test_a_change_is_found_where_it_is_first_fetched(column: str) -> None:
     assert not said  # the finding had marked the cache
 
 
-def test_labels_changed_on_purpose_are_found() -> None:
-    """465 labels: as many others changed the other way keep every sum of them."""
-    facts = prepare(data())
-    labels = np.load(Path(facts.folder) / "train" / "label.npy", mmap_mode="r+")
-    labels[:930] = 1 - labels[:930]
-    labels.flush()
-    with pytest.raises(TrainingError, match=r"label\.npy was changed"):
-        opened(facts).fetch(np.arange(100))
-
-
 def test_a_changed_cache_is_named_and_prepared_again() -> None:
     facts = prepare(data())
     for file in Path(facts.folder).rglob("*.*"):
@@ -111,32 +100,6 @@ def test_a_changed_cache_is_named_and_prepared_again() -> None:
             assert prepare(data(), said.append) == facts
             assert said == [f"{file} was changed after it was prepared: it is prepared again"]
             assert changed_file(Path(facts.folder), 1) is None
-
-
-def test_the_check_of_a_large_cache_ends_in_time() -> None:
-    facts = prepare(data())
-    flip(Path(facts.folder) / "train" / "tokens-values.npy")
-    assert changed_file(Path(facts.folder), -1) is None  # no time but for the first chunk of the smallest
-    assert changed_file(Path(facts.folder), 5) is not None
-
-
-def test_a_cache_of_an_earlier_version_gets_digests() -> None:
-    facts = prepare(data())
-    folder = Path(facts.folder)
-    older = {name: value for name, value in facts.to_dict().items() if name != "digest"}
-
-    def make_old() -> None:
-        (folder / "digests.json").unlink()
-        atomic_files.write_json(folder / "facts.json", older)
-
-    make_old()
-    opened(facts).fetch(np.arange(ROWS))  # without digests nothing is checked
-    assert prepare(data()) == facts
-    make_old()
-    flip(folder / "train" / "label.npy")
-    said: list[str] = []
-    assert prepare(data(), said.append) == facts
-    assert len(said) == 1
 
 
 def test_a_run_knows_its_digests() -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.data import corpora
 from isobatch.engine.registry import complete, workload
 
 if TYPE_CHECKING:
@@ -69,13 +68,6 @@ def test_running_text_holds_out_its_end(tmp_path: Path) -> None:
     assert valid.startswith("line 71")  # the first line that begins in the last 30 %
 
 
-@pytest.mark.parametrize(("valid", "says"), [("nowhere.jsonl", "neither a file"), ("0.95", "at most 0.9")])
-def test_what_is_neither_is_refused(tmp_path: Path, valid: str, says: str) -> None:
-    file = write_chats(tmp_path / "chats.jsonl", range(20))
-    with pytest.raises(UserError, match=f"--valid {valid}.*{says}"):
-        chats(data=file, valid=valid).check()
-
-
 def test_a_validation_split_of_its_own_refuses_another(tmp_path: Path) -> None:
     for split in ("train", "valid"):
         write_chats(tmp_path / f"{split}.jsonl", range(5))
@@ -97,10 +89,3 @@ def test_pairs_and_labelled_texts_take_a_file_too(tmp_path: Path) -> None:
         splits = chats(task, **files, **options).encode_splits()[0]  # type: ignore[attr-defined]
         found = {split: len(next(iter(columns.values()))) for split, columns in splits.items()}
         assert found == {"train": 6, "valid": 3}
-
-
-@pytest.mark.parametrize(
-    ("count", "share", "wanted"), [(100, 0.1, 10), (3, 0.01, 1), (2, 0.9, 1), (1, 0.5, 1)]
-)
-def test_the_number_of_drawn_rows(count: int, share: float, wanted: int) -> None:
-    assert corpora.drawn_rows(count, share).sum() == wanted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -183,15 +182,6 @@ def test_tables_of_a_shop_are_recognised(tmp_path: Path) -> None:
     assert found.items["p1"].title == "desk"
 
 
-def test_columns_of_other_names_and_a_single_file(tmp_path: Path) -> None:
-    file = tmp_path / "log.csv"
-    file.write_text("who,what,stars\n1,a,5\n1,b,1\n1,c,5\n2,a,4\n")
-    facts, splits = made(file, user_column="who", item_column="what", min_rating=4)
-    pairs = itertools.chain.from_iterable(ids(facts, s) for s in splits.values())
-    assert sorted(pairs) == [("1", "a"), ("1", "c"), ("2", "a")]
-    assert any(note.startswith("there are no times") for note in facts.extra["notes"])
-
-
 def test_given_splits_and_time(tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
     for split, rows in (("train", "1,a\n1,b\n2,a\n2,d\n"), ("valid", "2,b\n"), ("test", "1,c\n")):
@@ -237,16 +227,6 @@ def test_ties_of_time_are_broken_by_item_and_said(rows: tuple[str, ...], tmp_pat
     assert said in facts.extra["notes"]
 
 
-def test_a_split_by_time_does_not_follow_the_file_in_ties(tmp_path: Path) -> None:
-    rows = [f"{n % 3},{n},{n // 10}\n" for n in range(20)]
-    tests = []
-    for order in (rows, rows[::-1]):
-        (tmp_path / "all.csv").write_text("user,item,time\n" + "".join(order))
-        facts, splits = made(tmp_path / "all.csv", split="time")
-        tests.append(ids(facts, splits["test"]))
-    assert tests[0] == tests[1]
-
-
 def test_without_times_the_last_in_the_file_is_the_last(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item\nann,z\nann,y\nann,x\nbob,w\n")
     facts, splits = made(tmp_path / "log.csv")
@@ -285,25 +265,6 @@ def test_items_that_nobody_took_are_counted_in_the_protocol_and_can_be_left_out(
     assert splits["test"]["rivals"].max() < 4
 
 
-def test_split_none_trains_on_all_interactions_of_a_table_or_of_splits(tmp_path: Path) -> None:
-    facts, splits = made(tables(tmp_path / "t"), split="none")
-    assert list(splits) == ["train"]
-    assert len(ids(facts, splits["train"])) == 5
-    assert any("--split none" in note for note in facts.extra["notes"])
-    facts, splits = made(ncf(tmp_path / "x"), split="none")
-    assert sorted(ids(facts, splits["train"])) == [
-        (u, i) for u in "01" for i in ("012" if u == "0" else "023")
-    ]
-
-
-def test_a_column_that_is_not_there_is_answered_with_one_of_its_kind(tmp_path: Path) -> None:
-    (tmp_path / "orders.csv").write_text("product_id,customer_id,quantity\na,b,3\nc,b,1\n")
-    with pytest.raises(UserError, match=r"client_id: is no column .*did you mean customer_id"):
-        made(tmp_path / "orders.csv", user_column="client_id")
-    facts, _ = made(tmp_path / "orders.csv", split="none")
-    assert any("quantity is not read" in note for note in facts.extra["notes"])
-
-
 def test_negatives_are_unseen_different_and_seeded() -> None:
     draw = np.random.default_rng(0)
     user, item = draw.integers(50, size=2000), draw.integers(40, size=2000)
@@ -332,23 +293,6 @@ def test_the_demo_is_the_same_everywhere_and_its_words_tell_of_tastes() -> None:
     assert zlib.crc32(pairs.tobytes()) == 773680649
     assert facts.samples == {"train": 11181, "valid": 600, "test": 600}
     assert not splits["test"]["rivals"].min() < 0
-
-
-def test_many_rows_stay_in_arrays(tmp_path: Path) -> None:
-    import tracemalloc
-
-    draw, rows = np.random.default_rng(0), 300_000
-    user, item = draw.integers(1000, size=rows), draw.integers(1000, size=rows)
-    file = tmp_path / "big.csv"
-    np.savetxt(
-        file, np.stack([user, item, np.arange(rows)], 1), "%d", ",", header="user,item,time", comments=""
-    )
-    tracemalloc.start()
-    facts, _ = made(file)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert facts.samples["train"] > 200_000
-    assert peak < 250 * rows  # arrays; a Python object for each number would be more
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {}

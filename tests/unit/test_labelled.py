@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +13,6 @@ from isobatch.data import readers
 from isobatch.data.base import Ragged
 from isobatch.data.labelled.dataset import Labelled, LabelledOptions
 from isobatch.data.labelled.rows import ColumnNames, SplitClasses, find_columns, held_out_rows, read_examples
-from isobatch.tests.paths import REGISTER
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -95,12 +91,6 @@ def test_pairs_have_types_and_are_cut_to_the_length(tmp_path: Path) -> None:
     assert any("1 of 2 texts are cut to 16" in note for note in extra["notes"])
 
 
-def test_whole_numbers_keep_their_order(tmp_path: Path) -> None:
-    write(tmp_path, "train", [(f"text {n}", str(n)) for n in (10, 9, 2)])
-    write(tmp_path, "valid", [("text", "2")])
-    assert make(tmp_path).encode_splits()[2]["labels"] == ["2", "9", "10"]
-
-
 def sorted_rows(folder: Path) -> Path:
     """100 rows sorted by class: 60 of a, 37 of b, 3 of c."""
     labels = "a" * 60 + "b" * 37 + "c" * 3
@@ -130,22 +120,6 @@ def test_the_draw_of_held_out_rows_is_frozen_and_no_seed_changes_it(tmp_path: Pa
     assert data.identity() != make(tmp_path, valid=0.2).identity()
 
 
-def test_a_class_of_one_row_stays_in_training(tmp_path: Path) -> None:
-    write(tmp_path, "train", [("first", "a"), ("second", "b"), ("third", "b")])
-    found, _, _ = make(tmp_path, valid=0.9).encode_splits()
-    assert np.bincount(np.asarray(found["train"]["label"])).tolist() == [1, 1]
-    write(tmp_path, "train", [("first", "a"), ("second", "b")])
-    with pytest.raises(UserError, match="the valid split holds no rows"):
-        make(tmp_path).encode_splits()
-
-
-def test_a_share_is_refused_where_there_is_a_validation_split(folder: Path) -> None:
-    assert "valid" not in make(folder).identity()
-    for data in (folder, "demo"):
-        with pytest.raises(UserError, match=r"--valid 0\.2: .* has a validation split: leave it out"):
-            make(data, valid=0.2).check()
-
-
 def test_a_test_split_without_labels_is_left_out(folder: Path) -> None:
     write(folder, "test", [("a film", "-1"), ("no film", "-1")])
     found, _, extra = make(folder).encode_splits()
@@ -172,16 +146,6 @@ def test_bad_rows_are_one_line(rows: list[tuple[str, ...]], says: str, tmp_path:
     write(tmp_path, "valid", rows[:1])
     with pytest.raises(UserError, match=says):
         make(tmp_path).encode_splits()
-
-
-def test_a_label_that_no_training_row_has_is_named(folder: Path) -> None:
-    write(folder, "dev", [("a film", "pos"), ("some film", "odd")])
-    with pytest.raises(UserError, match=r"dev\.tsv line 3: the valid split has the label odd"):
-        make(folder).encode_splits()
-
-
-def test_usual_names_are_found_in_letters_of_any_size() -> None:
-    assert find_columns("d", ["Id", "Text", "LABEL"]) == ColumnNames("Text", None, "LABEL")
 
 
 def test_all_missing_columns_are_named_at_once() -> None:
@@ -215,12 +179,6 @@ def test_missing_columns_are_named(options: dict[str, str], says: str, folder: P
         make(folder, **options).check()
 
 
-def test_columns_without_usual_names_are_asked_for(tmp_path: Path) -> None:
-    write(tmp_path, "train", [("good", "1")], "title\tstars")
-    with pytest.raises(UserError, match=r"columns\? --text-column and --label-column say; it has: title"):
-        make(tmp_path).check()
-
-
 def test_usual_names_of_columns_are_known_and_said(tmp_path: Path) -> None:
     rows = [("good", "pos"), ("bad", "neg"), ("fine", "pos"), ("poor", "neg")]
     write(tmp_path, "train", rows, "comment\tsentiment")
@@ -229,30 +187,10 @@ def test_usual_names_of_columns_are_known_and_said(tmp_path: Path) -> None:
     assert extra["labels"] == ["neg", "pos"]
 
 
-def test_plain_text_has_no_labels(tmp_path: Path) -> None:
-    (tmp_path / "train.txt").write_text("words\n")
-    with pytest.raises(UserError, match=r"a \.txt file has no labels"):
-        make(tmp_path).check()
-
-
 def test_the_demo_has_every_class_in_both_splits() -> None:
     found, _, extra = make("demo").encode_splits()
     assert len(extra["labels"]) == 5
     assert all(len(set(np.asarray(c["label"]).tolist())) == 5 for c in found.values())
-
-
-def test_a_trained_tokenizer_is_the_same_in_every_process() -> None:
-    """The library's maps are ordered by a seed drawn per process."""
-    code = REGISTER + (
-        "import hashlib; from isobatch.data import tokenizers;"
-        " words = [f'{a}{b} {b}{a}{a}' for a in 'abcdefghij' for b in 'klmnopqrstuvwxyz0123456789'];"
-        " print(hashlib.sha256(tokenizers.train_lowercase_bpe(words, 400).to_str().encode()).hexdigest())"
-    )
-    found = {
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        for _ in range(3)
-    }
-    assert len(found) == 1
 
 
 def test_minus_one_is_a_class_where_not_all_of_a_split_has_it(tmp_path: Path) -> None:
@@ -266,18 +204,6 @@ def test_minus_one_is_a_class_where_not_all_of_a_split_has_it(tmp_path: Path) ->
     assert "test" not in splits
 
 
-def test_labels_that_only_look_like_numbers_are_names(tmp_path: Path) -> None:
-    (tmp_path / "train.tsv").write_text("sentence\tlabel\n" + "a text\t²\nanother text\t3\n" * 30)
-    assert make(tmp_path).encode_splits()[2]["labels"] == ["3", "²"]
-
-
-def test_held_out_texts_of_training_are_counted(tmp_path: Path) -> None:
-    write(tmp_path, "train", ROWS)
-    write(tmp_path, "valid", [ROWS[0], ("a new film", "pos"), ROWS[1]])
-    extra = make(tmp_path).encode_splits()[2]
-    assert "valid: 2 of 3 rows are in train too" in extra["notes"]
-
-
 @pytest.mark.parametrize("split", ["valid", "test"])
 def test_a_split_of_a_header_alone_is_named(split: str, tmp_path: Path) -> None:
     write(tmp_path, "train", ROWS * 10)
@@ -285,18 +211,3 @@ def test_a_split_of_a_header_alone_is_named(split: str, tmp_path: Path) -> None:
     write(tmp_path, split, [])
     with pytest.raises(UserError, match=f"the {split} split holds no rows"):
         make(tmp_path).encode_splits()
-
-
-def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path: Path) -> None:
-    """A decoder's head reads the last token that is no padding, so the model must be told which one it is."""
-    vocabulary = {"a": 0, "b": 1, "<|endoftext|>": 2}
-    (tmp_path / "vocab.json").write_text(json.dumps(vocabulary))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
-    (tmp_path / "rows.csv").write_text("text,label\n" + "ab,x\nb,y\n" * 20)
-    data = make(tmp_path / "rows.csv")
-    data.recipe.tokenizer = str(tmp_path)
-    columns, _, extra = data.encode_splits()
-    assert extra["pad"] == 2
-    tokens = columns["train"]["tokens"]
-    assert isinstance(tokens, Ragged)
-    assert sorted(map(tuple, tokens.rows(np.array([0, 1])).tolist())) == [(0, 1), (1, 2)]

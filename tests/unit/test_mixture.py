@@ -15,10 +15,8 @@ from isobatch.core.recipe import Recipe
 from isobatch.data import tokenizers
 from isobatch.data.base import ArraySource, Ragged
 from isobatch.data.text.dataset import Text, TextOptions
-from isobatch.data.text.sources import detect_row_kind, interleave_by_characters, split_set_names
+from isobatch.data.text.sources import detect_row_kind, interleave_by_characters
 from isobatch.engine.loading.sampler import make_sampler
-from isobatch.engine.training.evaluate import held_out_samples
-from isobatch.engine.training.teacher_cache import samples_used
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -137,34 +135,6 @@ def test_without_shares_every_sample_comes_once(tmp_path: Path, sets: str, make:
     assert sorted(seen) == list(range(len(sources["train"])))
 
 
-def test_what_a_run_sees_of_a_mixture_grows_with_its_epochs() -> None:
-    source = ArraySource({"x": np.zeros(100)})
-    source.parts = ((90, 0.1), (10, 0.9))
-    recipe = Recipe(task="causal-lm", data="a,b", batch_size=10, seed=0, group_by_length=False)
-    sampler = make_sampler(recipe, source, 1)
-    used = [len(samples_used(sampler, [SimpleNamespace(steps=10 * n)])) for n in (1, 2)]  # type: ignore[list-item]
-    assert used == [20, 30]  # ten of the first set an epoch, and all ten of the second
-
-
-def test_a_fraction_of_a_split_has_all_sets() -> None:
-    source = ArraySource({"x": np.zeros(30)})
-    source.parts = ((10, 1.0), (0, 1.0), (19, 1.0), (1, 1.0))
-    assert held_out_samples(source, 1.0, 1, 0).tolist() == list(range(30))
-    drawn = held_out_samples(source, 0.2, 1, seed=0)
-    assert np.digitize(drawn, [10, 29]).tolist() == [0, 0, 1, 1, 1, 1, 2]  # as many of each set, ascending
-    assert len(set(drawn.tolist())) == 7
-
-
-def test_a_set_without_a_test_split_has_none(tmp_path: Path, make: Make) -> None:
-    for split in ("train", "valid", "test"):
-        jsonl(tmp_path / "a" / f"{split}.jsonl", CHATS[:3])
-    jsonl(tmp_path / "b.jsonl", REVIEWS)
-    text = make(f"{tmp_path / 'a'}, {tmp_path / 'b.jsonl'}", mix=(1, 2))
-    extra = text.prepare(tmp_path / "out")
-    assert [one["samples"].get("test", 0) for one in extra["sets"]] == [3, 0]
-    assert [size for size, _ in text.open(tmp_path / "out", "test").parts] == [3, 0]
-
-
 def test_plain_sets_alone_need_no_answers(tmp_path: Path, make: Make) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(PROSE)
@@ -194,12 +164,6 @@ def test_kinds_are_told_by_columns() -> None:
         detect_row_kind(("messages", "label"), TextOptions(text_column="text"), is_only_set=False)
         == "messages"
     )
-
-
-def test_a_path_with_a_comma_is_one_set(tmp_path: Path) -> None:
-    (tmp_path / "a,b").mkdir()
-    assert split_set_names(str(tmp_path / "a,b")) == [str(tmp_path / "a,b")]
-    assert split_set_names("x, y/z ,demo") == ["x", "y/z", "demo"]
 
 
 def test_names_are_short_where_they_differ(tmp_path: Path, make: Make) -> None:
@@ -235,15 +199,6 @@ def test_one_set_has_no_shares_and_no_name_is_empty(tmp_path: Path, make: Make) 
         make(f"{file},{tmp_path / 'b.jsonl'}").check()
 
 
-def test_too_many_labels_say_how_to_read_plain_text(tmp_path: Path, make: Make) -> None:
-    rows = [{"text": "words of it", "label": f"class {i}"} for i in range(1200)]
-    a, b = jsonl(tmp_path / "a.jsonl", CHATS), jsonl(tmp_path / "b.jsonl", rows)
-    with pytest.raises(UserError, match=r"different values: .*; --text-column text reads plain text"):
-        make(f"{a},{b}").prepare(tmp_path / "out")
-    extra = make(f"{a},{b}", text_column="text").prepare(tmp_path / "out2")
-    assert [one["form"] for one in extra["sets"]] == ["conversations", "text"]
-
-
 def test_shares_change_no_prepared_data_and_sets_do(sets: str, make: Make) -> None:
     assert make(sets, mix=(1, 2, 3)).identity() == make(sets).identity()
     turned = ",".join(reversed(sets.split(",")))
@@ -256,16 +211,3 @@ def test_a_tokenizer_is_trained_on_all_sets_alike() -> None:
     found = "".join(text[0] for text in interleave_by_characters([long, short]))
     # Ten letters of one are worth ten texts of the other.
     assert found == "ab" + "b" * 9 + "a" + "bb" + "aaa"
-
-
-def test_a_cleaned_mixture_notes_every_set(tmp_path: Path, sets: str, make: Make) -> None:
-    extra, _, _ = prepared(make(sets, clean=("html", "short=1")), tmp_path / "out")
-    notes = [note for note in extra["notes"] if "clean" in note]
-    assert notes == [
-        "prose: clean html: nothing to do in 40 lines",
-        "prose: clean short=1: nothing to do in 40 lines",
-        "chats: clean html: nothing to do in 60 fields",
-        "chats: clean short=1: does not apply to conversations",
-        "reviews: clean html: nothing to do in 40 fields",
-        "reviews: clean short=1: does not apply to conversations",
-    ]

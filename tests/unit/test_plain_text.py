@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +17,9 @@ import pytest
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.data import corpora, readers, tokenizers
-from isobatch.data.text import demo_stories, plain_text
+from isobatch.data.text import demo_stories
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.data.text.plain_text import blocks, windows
-from isobatch.tests.paths import REGISTER
 
 ROOT = Path(__file__).parents[2]
 SHARED = ROOT.parent / "shared" / "data"
@@ -100,12 +97,6 @@ def test_gpt2_files_give_gpt2_tokens() -> None:
     assert tokenizers.special_token_ids(tokenizer, shared("gpt2-bpe"))["eos"] == 50256
 
 
-def test_bert_vocabulary_gives_word_pieces() -> None:
-    tokenizer = tokenizers.open_tokenizer(shared("bert-vocab") / "vocab.txt")
-    assert tokenizer.encode("Hello world", add_special_tokens=False).tokens == ["hello", "world"]
-    assert tokenizers.special_token_ids(tokenizer, None) == {"eos": 102, "bos": 101, "pad": 0, "unk": 100}
-
-
 @pytest.mark.parametrize("name", ["", "vocab.json", "merges.txt"])
 def test_byte_level_files_open_from_a_folder_or_either_file(tmp_path: Path, name: str) -> None:
     folder = byte_tokenizer(tmp_path / "of her's é")
@@ -149,15 +140,6 @@ def test_a_txt_file_is_one_stream_counted_in_words_and_bytes(tmp_path: Path) -> 
     assert extra["splits"]["valid"] == {"tokens": 2, "predicted": 1, "words": 1, "bytes": 2, "lines": 1}
 
 
-def test_lines_of_wikitext_are_counted_as_published(tmp_path: Path) -> None:
-    """217,646 words of the validation text: 213,886 and the end of each of its 3,760 lines."""
-    folder = shared("wikitext2")
-    settings = {"dtype": "<u2", "end": "", "suffix": [], "is_stream": True}
-    encoder = plain_text.PlainTextEncoder(tokenizers.open_tokenizer(byte_tokenizer(tmp_path)), settings)
-    facts = encoder(list(readers.read_stream(readers.SplitFiles((folder / "valid.txt",), "txt")))).facts
-    assert facts["words"] + facts["lines"] + facts["open"] == 217_646
-
-
 @pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "json", "parquet"])
 def test_rows_are_documents_with_an_end_token_behind_each(tmp_path: Path, form: str) -> None:
     tokenizer = byte_tokenizer(tmp_path / "t", tokenizers.END_OF_TEXT)
@@ -193,16 +175,6 @@ def write_rows(file: Path, texts: list[str]) -> None:
         file.write_text("\n".join(map(json.dumps, records)) if lines else json.dumps(records))
 
 
-def test_rows_end_with_a_newline_where_the_tokenizer_has_no_end_token(tmp_path: Path) -> None:
-    data = tmp_path / "d.jsonl"
-    data.write_text("".join(json.dumps({"text": t}) + "\n" for t in ["he", "ab", "he"]))
-    values, extra = tokens_of(make(data, byte_tokenizer(tmp_path / "t")), "train", tmp_path / "out")
-    tokenizer = tokenizers.open_tokenizer(tmp_path / "t")
-    assert tokenizer.decode(values) == "he\nab\n"  # the last row is the validation split
-    assert extra["splits"]["train"]["bytes"] == 6
-    assert extra["notes"] == [corpora.held_out_note(None), "valid: 1 of 1 rows are in train too"]
-
-
 def test_the_last_twentieth_is_held_out_at_a_line_border(tmp_path: Path) -> None:
     file = write(tmp_path, book__txt=LINES) / "book.txt"
     train, valid = corpora.hold_out(readers.find_splits(file, None)["train"])
@@ -232,14 +204,6 @@ def test_a_long_file_is_read_in_pieces_without_losing_a_character(
     pieces = list(readers.read_stream(readers.find_splits(file, None)["train"]))
     assert len(pieces) > 10
     assert "".join(pieces) == text.removeprefix("\ufeff")
-
-
-@pytest.mark.parametrize("name", ["with space", "quo'te\"", "ünï-字", "train.test"])
-def test_hostile_paths_work(tmp_path: Path, name: str) -> None:
-    data = write(tmp_path / name, train__txt=LINES, validation__txt=LINES, test__txt=LINES)
-    text = make(data, vocab_size=257)
-    text.check()
-    assert set(text.read()) == {"train", "valid", "test"}
 
 
 def bad_inputs(folder: Path) -> dict[str, tuple[Text, str]]:
@@ -281,28 +245,6 @@ def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
         make(data).check()
 
 
-def test_bytes_that_are_not_utf8_are_named_by_file_and_place(tmp_path: Path) -> None:
-    data = write(tmp_path, valid__txt=LINES)
-    (data / "train.txt").write_bytes(b"caf" + b"\xe9 au lait\n")
-    with pytest.raises(UserError, match=r"train\.txt: byte 3 is not UTF-8"):
-        make(data).read()
-
-
-def test_broken_jsonl_is_named_by_line(tmp_path: Path) -> None:
-    data = write(tmp_path, train__jsonl='{"text": "a"}\n{"text": \n')
-    with pytest.raises(UserError, match=r"train\.jsonl line 2: is not JSON"):
-        make(data).read()
-
-
-def test_a_row_longer_than_the_header_is_named_by_line(tmp_path: Path) -> None:
-    data = write(tmp_path, train__csv="text,label\n" + "words,1\n" * 40 + "two, words,1\n")
-    with pytest.raises(UserError, match=r"train\.csv line 42: has 3 fields and the header 2: quote a field"):
-        make(data).read()
-    (tmp_path / "train.csv").write_text('text,label\n"two, words",1\n')
-    (row,) = readers.read_rows(readers.find_splits(data, None)["train"])
-    assert row[1] == {"text": "two, words", "label": "1"}
-
-
 def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
     import pyarrow
     import pyarrow.parquet as parquet
@@ -315,12 +257,6 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=r"train\.parquet: (is no whole|row group)") as error:
             make(tmp_path).read()
         assert "\n" not in str(error.value)
-
-
-def test_too_little_text_is_refused(tmp_path: Path) -> None:
-    data = write(tmp_path, train__txt=LINES, valid__txt="a")
-    with pytest.raises(UserError, match="the valid text has 1 tokens"):
-        make(data, vocab_size=257).read()
 
 
 def test_identity_follows_content_and_settings_and_not_the_place(tmp_path: Path) -> None:
@@ -340,19 +276,6 @@ def test_identity_follows_content_and_settings_and_not_the_place(tmp_path: Path)
         make(first, tokenizer, text_column="body"),
     ):
         assert different.identity() != same
-
-
-def test_both_files_of_a_tokenizer_count_for_the_identity(tmp_path: Path) -> None:
-    data, tokenizer = write(tmp_path / "d", train__txt=LINES), byte_tokenizer(tmp_path / "t")
-    before = make(data, tokenizer / "vocab.json").identity()
-    (tokenizer / "merges.txt").write_text("#version: 0.2\n")
-    assert make(data, tokenizer / "vocab.json").identity() != before
-
-
-def test_the_model_folder_brings_its_tokenizer(tmp_path: Path) -> None:
-    data, folder = write(tmp_path / "d", train__txt=LINES), byte_tokenizer(tmp_path / "model")
-    extra = make(data, model=str(folder)).prepare(tmp_path / "out")
-    assert extra["vocabulary"] == 257
 
 
 def test_the_demo_is_the_same_stories_everywhere() -> None:
@@ -403,23 +326,3 @@ def test_a_hub_data_set_is_split_and_its_column_checked(monkeypatch: pytest.Monk
     assert [row for _, row in corpus.splits["valid"]()] == [{"text": "he 38"}, {"text": "he 39"}]
     with pytest.raises(UserError, match="--text-column: a-team/a-corpus: has no body; it has: text"):
         make("a-team/a-corpus", text_column="body").open_sets()
-
-
-def test_nothing_heavy_is_imported() -> None:
-    heavy = "torch transformers datasets pyarrow tokenizers pandas"
-    code = REGISTER + (
-        "import sys; import isobatch.data.text.dataset, isobatch.models.causal_lm.task;"
-        f" print([m for m in '{heavy}'.split() if m in sys.modules])"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert answer.stdout.strip() == "[]"
-
-
-def test_wikitext_valid_has_its_known_size(tmp_path: Path) -> None:
-    data, tokenizer = shared("wikitext2") / "valid.txt", shared("gpt2-bpe")
-    extra = make(data, tokenizer, max_length=1024).prepare(tmp_path)
-    splits = extra["splits"].values()
-    assert sum(s["bytes"] for s in splits) == 1_121_681
-    assert sum(s["words"] for s in splits) == 217_646 - 3_760  # the published count has one <eos> per line

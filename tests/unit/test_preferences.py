@@ -14,7 +14,7 @@ from isobatch.core.errors import UserError
 from isobatch.data.base import save
 from isobatch.data.chat_formats import SkippedRowError
 from isobatch.data.preferences.dataset import Preferences, PreferencesOptions, fit_pair
-from isobatch.data.preferences.pairs import default_template, parse_pair
+from isobatch.data.preferences.pairs import parse_pair
 from isobatch.data.text.conversations import TokenRow
 
 if TYPE_CHECKING:
@@ -131,20 +131,6 @@ def test_a_row_of_another_shape_is_one_line(row: dict[str, Any], says: str) -> N
 def test_a_row_without_a_preference_is_left_out(row: dict[str, Any], reason: str) -> None:
     with pytest.raises(SkippedRowError, match=reason):
         parse_pair(row, "here")
-
-
-@pytest.mark.parametrize(
-    ("row", "template"),
-    [
-        ({"prompt": "a"}, "verbatim"),
-        ({"prompt": "a", "input": "b"}, "chatml"),
-        ({"question": "a"}, "chatml"),
-        ({"instruction": "a"}, "alpaca"),
-        ({}, "verbatim"),
-    ],
-)
-def test_what_is_asked_and_is_no_beginning_gets_a_template(row: dict[str, Any], template: str) -> None:
-    assert default_template({**row, "chosen": "x", "rejected": "y"}, "verbatim") == template
 
 
 def row_of(*tokens: int) -> TokenRow:
@@ -268,13 +254,6 @@ def test_conversations_follow_the_template_and_only_the_last_answer_is_learnt(
     assert extra["template"]["name"] == "chatml"
 
 
-def test_a_folder_has_its_own_validation(tmp_path: Path) -> None:
-    write(tmp_path, TEXTS[:10], "jsonl").rename(tmp_path / "train.jsonl")
-    write(tmp_path, TEXTS[8:11], "jsonl").rename(tmp_path / "valid.jsonl")
-    extra = make(tmp_path).prepare(tmp_path / "prepared")
-    assert extra["notes"] == ["valid: 2 of 3 rows are in train too"]
-
-
 def test_a_batch_is_two_rows_of_equal_width_for_each_pair(tmp_path: Path) -> None:
     columns = make(write(tmp_path, TEXTS, "jsonl")).read()["train"]
     save(tmp_path / "prepared" / "train", columns)
@@ -290,24 +269,6 @@ def test_a_batch_is_two_rows_of_equal_width_for_each_pair(tmp_path: Path) -> Non
     assert wider["tokens"].shape == (3, 2, longest.max() + 3)
     assert wider["tokens"][:, :, : longest.max()].tolist() == batch["tokens"].tolist()
     assert not wider["learn"][:, :, longest.max() :].any()
-
-
-@pytest.mark.parametrize(
-    ("file", "text", "says"),
-    [
-        ("a.jsonl", '{"prompt": "a", "chosen": "b"}\n', "has no column rejected; it has: prompt, chosen"),
-        ("a.csv", "prompt,choosen,rejected\na,b,c\n", "has no column chosen (did you mean choosen?); it"),
-        ("a.jsonl", "", "a.jsonl: has no column chosen; it has: nothing"),
-        ("a.txt", "some text", "a.txt: a .txt file has no pairs: give jsonl, json, csv, tsv or parquet with"),
-    ],
-)  # fmt: skip
-def test_files_without_pairs_are_one_line_before_anything_is_prepared(
-    file: str, text: str, says: str, tmp_path: Path
-) -> None:
-    (tmp_path / file).write_text(text)
-    with pytest.raises(UserError) as refused:
-        make(tmp_path / file).check()
-    assert says in str(refused.value)
 
 
 def test_rows_left_out_are_counted_and_none_left_is_one_line(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tracemalloc
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,7 +15,7 @@ from pyarrow import parquet
 from isobatch.core.errors import UserError
 from isobatch.data import corpora, readers, sequences, tokenizers
 from isobatch.data.sequences import INTEGERS, TEXT, SequenceOptions, Sequences
-from isobatch.tests.paths import REGISTER, ROOT
+from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -248,15 +246,6 @@ def test_long_sequences_are_cut_and_counted(tmp_path: Path) -> None:
     assert extra["notes"] == ["train: sequences cut to --max-length 4 with the end token: 2 of 3 (66.7%)"]
 
 
-def test_ids_are_cut_and_counted(tmp_path: Path) -> None:
-    for split in ("train", "valid"):
-        write_table(tmp_path / "d" / f"{split}.parquet", {"ids": IDS})
-    rows, extra = prepared(make(tmp_path / "d", max_length=3), tmp_path / "out")
-    assert rows["train"] == [[3, 1, 8], [4, 1, 8], [2, 6, 8]]
-    assert extra["splits"]["train"]["cut"] == 2
-    assert extra["data_vocabulary"] == 7
-
-
 @pytest.mark.parametrize(("largest", "dtype"), [(65532, np.uint16), (65533, np.int32)])
 def test_ids_have_two_bytes_where_all_fit(tmp_path: Path, largest: int, dtype: type) -> None:
     file = write_parquet(tmp_path / "a.parquet", ids=[[largest], [0]])
@@ -264,11 +253,6 @@ def test_ids_have_two_bytes_where_all_fit(tmp_path: Path, largest: int, dtype: t
     assert rows == {"train": [[largest, largest + 2]], "valid": [[0, largest + 2]]}
     assert extra["unk"] == largest + 3  # the largest id of all: 65535, or one more
     assert make(file).read()["train"]["tokens"].values.dtype == dtype
-
-
-def test_a_vocabulary_may_be_larger_than_the_ids(tmp_path: Path) -> None:
-    file = write_parquet(tmp_path / "a.parquet", ids=[[1], [7]])
-    assert prepared(make(file, vocab_size=8), tmp_path / "out")[0] == {"train": [[1, 9]], "valid": [[7, 9]]}
 
 
 WORDS = "text\na\n"
@@ -325,20 +309,6 @@ def test_a_column_that_cannot_be_found_is_asked_for(kinds: dict[str, str], says:
     with pytest.raises(UserError) as error:
         sequences.find_column("d", kinds, {}, False)
     assert str(error.value) == says
-
-
-def test_columns_are_known_by_their_first_useful_cells(tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {"text": None, "ids": [], "n": "5", "f": [0.5], "m": [1, None], "b": [True]},
-        {"text": "7"},
-        {"text": "a b", "ids": [1, 2]},
-    ]
-    file = write(tmp_path, a__jsonl="\n".join(map(json.dumps, rows))) / "a.jsonl"
-    found = sequences.column_kinds(readers.read_rows(readers.find_splits(file, None)["train"]))
-    assert found == {
-        **{"text": TEXT, "ids": INTEGERS, "n": "numbers", "f": "lists of float"},
-        **{"m": "lists of null", "b": "lists of bool"},
-    }
 
 
 def test_a_tokenizer_is_for_text(tmp_path: Path) -> None:
@@ -492,13 +462,6 @@ def test_bad_cells_of_json_are_named_by_line(tmp_path: Path, cell: str, says: st
     assert refusal(make(folder), prepare=True) == f"{folder / 'train.jsonl'} line 3: tokens {says}"
 
 
-def test_a_number_among_texts_is_named_by_line(tmp_path: Path) -> None:
-    file = write(tmp_path, a__jsonl='{"text": "a"}\n{"text": 5}\n{"text": "b"}\n') / "a.jsonl"
-    assert refusal(make(file), prepare=True) == (
-        f"{file} line 2: text holds int, not text: choose another --text-column"
-    )
-
-
 @pytest.mark.parametrize(
     ("files", "says"),
     [
@@ -544,23 +507,6 @@ def test_text_of_parquet_that_is_not_utf8_is_named(tmp_path: Path) -> None:
         make(file).check()
 
 
-def test_a_file_that_is_not_whole_parquet_is_named(tmp_path: Path) -> None:
-    file = write_parquet(tmp_path / "a.parquet", 10, tokens=random_lists(100, 9, 50))
-    whole = file.read_bytes()
-    for content in (b"words", whole[: len(whole) // 2], whole[:-8]):
-        file.write_bytes(content)
-        assert refusal(make(file)).startswith(f"{file}: is no whole parquet file: ")
-
-
-def test_the_demo_is_lines_of_code(tmp_path: Path) -> None:
-    rows, extra = prepared(make("demo", max_length=64), tmp_path / "out")
-    assert 3000 < len(rows["train"]) <= 6000
-    assert 300 < len(rows["valid"]) <= 600
-    assert extra["data_vocabulary"] == 1024
-    assert all(len(text.split()) >= 3 for text in texts_of(rows["valid"], tmp_path / "out"))
-    assert extra["splits"]["valid"]["words"] >= 3 * len(rows["valid"])
-
-
 def test_hub_data_is_text_or_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     given = [{"text": f"he {i}" if i % 4 else " ", "ids": [i, i] if i % 8 else []} for i in range(40)]
@@ -596,21 +542,6 @@ def test_identity_follows_content_and_every_option_and_not_the_place(tmp_path: P
     found = [json.dumps(one.identity()) for one in (make(first), *different)]
     assert len(set(found)) == len(found)
     assert make("demo").identity() == make("demo").identity()
-
-
-def test_checking_needs_nothing_heavy(tmp_path: Path) -> None:
-    folder = write(tmp_path, train__txt="a\nb\n")
-    code = REGISTER + (
-        "import sys; from types import SimpleNamespace as N;"
-        " from isobatch.data.sequences import Sequences, SequenceOptions;"
-        f" r = N(data={str(folder)!r}, max_length=8, format=None, tokenizer=None, model=None, revision=None);"
-        " Sequences(r, SequenceOptions()).check();"
-        " print([m for m in 'torch transformers datasets pyarrow tokenizers'.split() if m in sys.modules])"
-    )
-    answer = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert answer.stdout.strip() == "[]"
 
 
 def shared(name: str) -> Path:

@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import shutil
-import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +16,11 @@ import pyarrow.parquet
 import pytest
 
 from isobatch.core.errors import TrainingError, UserError
-from isobatch.data.base import Ragged, load
+from isobatch.data.base import Ragged
 from isobatch.data.preparation.encoding import Share
 from isobatch.data.streaming import groups as group_cache
 from isobatch.data.streaming import index as indexes
 from isobatch.data.streaming import shards, store
-from isobatch.data.streaming.source import ReadAhead
 from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.prepare import prepare, prepare_share
@@ -280,20 +278,6 @@ def test_a_node_reads_the_groups_of_its_own_samples(stored: Path, monkeypatch: p
     assert set(expected) < set(groups[order].ravel().tolist())
 
 
-def test_a_group_whose_lock_was_taken_is_read_ahead_later() -> None:
-    """Locks are shared by groups whose names end alike."""
-    answers, done = iter([None, None, {}]), threading.Event()
-
-    def read(group: int) -> dict[str, Any] | None:
-        assert group == 7
-        if (found := next(answers)) is not None:
-            done.set()
-        return found
-
-    ReadAhead(read).expect([7])
-    assert done.wait(5)
-
-
 class Failing:
     """A file system whose reads fail for a while."""
 
@@ -389,17 +373,6 @@ def test_splits_follow_the_names_of_objects() -> None:
         indexes.divide(objects[1:3])
 
 
-def test_rows_without_a_text_are_counted(tmp_path: Path) -> None:
-    """20 of 40, half of them in groups that hold no text at all."""
-    rows = [{"text": text} if n < 20 else {"content": text} for n, text in enumerate(DOCUMENTS[:40])]
-    (tmp_path / "some").mkdir()
-    for split in ("train", "valid"):
-        (tmp_path / "some" / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    _, facts = prepared(tmp_path / "some")
-    said = [note for note in facts.extra["notes"] if "left out" in note]
-    assert said == [f"{s}: rows left out: 20 with no column `text`" for s in ("train", "valid")]
-
-
 def test_a_shard_without_the_column_is_refused(stored: Path) -> None:
     (stored / "part-2.jsonl").write_bytes(b'{"content": "lost without a word"}\n' * 50)
     with pytest.raises(UserError, match=r"part-2.jsonl has no column text.* it has: content"):
@@ -408,50 +381,3 @@ def test_a_shard_without_the_column_is_refused(stored: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.table({"content": ["lost"] * 50}), stored / "part-2.parquet")
     with pytest.raises(UserError, match=r"part-2.parquet has no column text.* it has: content"):
         prepared(stored)
-
-
-def test_an_empty_file_is_whole_only_where_it_has_lines(stored: Path) -> None:
-    (stored / "part-3.jsonl").write_bytes(b"")
-    assert prepared(stored)
-    (stored / "part-3.parquet").write_bytes(b"")
-    with pytest.raises(UserError, match=r"part-3.parquet has 0 bytes, so it is no whole file"):
-        prepared(stored)
-
-
-def test_damaged_text_of_a_parquet_file_is_named(stored: Path) -> None:
-    texts = pyarrow.array([b"\xff\x8b is no UTF-8"] * 9, pyarrow.binary()).view(pyarrow.string())
-    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), stored / "part-4.parquet")
-    with pytest.raises(UserError, match=r"part-4.parquet: is no whole Parquet file: 'utf-8' codec"):
-        prepared(stored)
-
-
-def test_two_may_index_the_same_shard_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wrote, save, failed = threading.Barrier(2, timeout=30), group_cache.save, []
-
-    def save_and_meet(folder: Path, columns: Any) -> None:
-        save(folder, columns)
-        wrote.wait()
-
-    def write() -> None:
-        try:
-            indexes.save_part(tmp_path / "part", [])
-        except OSError as error:
-            failed.append(error)
-
-    monkeypatch.setattr(group_cache, "save", save_and_meet)
-    threads = [threading.Thread(target=write) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failed == []
-    assert [path.name for path in tmp_path.iterdir() if path.name != "cache"] == ["part"]
-
-
-def test_the_table_of_groups_is_part_of_the_fingerprint(stored: Path) -> None:
-    _, facts = prepared(stored)
-    groups = load(_folder(facts) / "train" / "groups")
-    assert {"digest", "extent", "samples", "shard", "rows"} == set(groups)
-    assert len(np.unique(np.asarray(groups["digest"]), axis=0)) == len(np.asarray(groups["digest"]))
-    (stored / "part-2.jsonl").write_bytes(lines([*DOCUMENTS[80:119], "another end"]))
-    assert prepared(stored)[1].fingerprint != facts.fingerprint

@@ -16,7 +16,6 @@ from isobatch.data import readers
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
 from isobatch.data.labelled.dataset import LabelledOptions
 from isobatch.data.labelled.rows import ColumnNames, read_examples
-from isobatch.data.sequences import find_column
 from isobatch.launch.predicting import item_choice, tables
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
@@ -105,21 +104,6 @@ def test_columns_by_number_eat_no_row(tmp_path: Path, header: str, first: dict[s
     assert [row["1"] for row in rows_of(ambiguous, text_column="1")] == ["so it", "goes"]
 
 
-def test_an_object_of_splits_is_read_by_their_names(tmp_path: Path) -> None:
-    splits = {
-        "oos_val": [["o", "z"]],
-        "dev": [["o", "z"]],
-        "val": [["v", "y"]],
-        "train": [["t", "x"], ["u", "y"]],
-    }
-    parts = readers.find_splits(written(tmp_path, "a.json", json.dumps(splits)), None)
-    found = {split: [list(row.values()) for _, row in readers.read_rows(p)] for split, p in parts.items()}
-    assert found == {"valid": splits["val"], "train": splits["train"]}
-    assert readers.table_notes(parts) == ["of the splits in the file, oos_val, dev are not read"]
-    with pytest.raises(UserError, match="several splits"):
-        tables.read_table(str(tmp_path / "a.json"))
-
-
 def labels_in(file: Path) -> list[str | None]:
     rows = readers.read_rows(readers.find_splits(file, None)["train"])
     return [example.label for example in read_examples(rows, ColumnNames("text", None, "label"))]
@@ -141,18 +125,6 @@ def test_a_class_has_one_name_in_every_format(tmp_path: Path, form: str) -> None
         values = [1.0, 1.0, -2.0, float("nan"), None, float("nan")]
         parquet.write_table(pyarrow.table({"text": ["a"] * 6, "label": values}), file)
     assert labels_in(file) == ["1", "1", "-2", None, None, None]
-
-
-def test_parquet_with_two_columns_of_one_name_is_refused(tmp_path: Path) -> None:
-    import pyarrow
-    from pyarrow import parquet
-
-    table = pyarrow.table([["a"], ["b"]], names=["text", "text"])
-    parquet.write_table(table, tmp_path / "train.parquet")
-    with pytest.raises(UserError, match=r"train.parquet: two columns are called text: rename one$"):
-        rows_of(tmp_path / "train.parquet")
-    with pytest.raises(UserError, match=r"train.parquet: two columns are called text"):
-        interactions(tmp_path)
 
 
 @pytest.mark.parametrize("value", [4.56, "0.5", ".5", [1], ["a", "b"], {"a": 1}, "[1, 2]", "8,20", "3,8"])
@@ -230,12 +202,6 @@ def test_predict_reads_files_without_header(tmp_path: Path, capsys: pytest.Captu
     assert item_choice._named_items(lists, "--without", sold, None) == ["7", "8"]  # type: ignore[arg-type]  # noqa: SLF001
 
 
-def test_a_column_of_no_usual_name_is_said() -> None:
-    assert find_column("d", {"so it goes": "text"}, {}, prefers_text=True).note == (
-        "the column so it goes holds the sequences (is that a row? --text-column 1 reads it, too)"
-    )
-
-
 @pytest.mark.parametrize(
     ("word", "valid", "meant"),
     [
@@ -258,12 +224,3 @@ COUNTS = {
     ("ml-100k/ml-100k.inter", "user_id", "rating"): 100_000,
     ("sst2/dev.tsv", "sentence", "label"): 872,
 }
-
-
-@pytest.mark.parametrize(("name", "text", "label"), COUNTS)
-def test_real_tables_have_as_many_rows_as_they_are_said_to(name: str, text: str, label: str) -> None:
-    if not (SHARED / name).exists():
-        pytest.skip(f"needs ../shared/data/{name}")
-    rows = rows_of(SHARED / name, text_column=text, label_column=label)
-    assert len(rows) == COUNTS[name, text, label]
-    assert all(row[text] and row[label] for row in rows)
