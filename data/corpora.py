@@ -79,8 +79,10 @@ def random_order(count: int) -> np.ndarray:
     return np.argsort(np.random.PCG64(SEED).random_raw(count), kind="stable")
 
 
-def drawn_rows(count: int, share: float) -> np.ndarray:
-    """(count,) bool: a share of the rows, drawn at random; at least one, and of several not all."""
+def drawn_rows(count: int, share: float | None) -> np.ndarray:
+    """(count,) bool: the last twentieth of the rows, or a share drawn at random; of several never all."""
+    if share is None:
+        return np.arange(count) >= count - max(1, count // readers.VALIDATION_ONE_IN)
     found = np.zeros(count, bool)
     found[random_order(count)[: min(max(1, round(share * count)), max(1, count - 1))]] = True
     return found
@@ -92,23 +94,19 @@ def hold_out(part: SplitFiles, share: float | None = None) -> tuple[SplitFiles, 
     A single txt file is cut at the end of a line, other formats between rows. Of several txt files the last
     one is validation. Raises UserError where there are no rows, and for a share of several txt files.
     """
+    replace = partial(dataclasses.replace, part)
     if not part.is_stream:
         count = readers.count_rows(part)
         if not count:
             raise UserError(f"--data {part.files[0]}: holds no rows")
-        if share is not None:
-            drawn = drawn_rows(count, share)
-            return dataclasses.replace(part, kept=~drawn), dataclasses.replace(part, kept=drawn)
-        border = count - max(1, count // readers.VALIDATION_ONE_IN)
-    elif len(part.files) > 1:
+        drawn = drawn_rows(count, share)
+        return replace(kept=~drawn), replace(kept=drawn)
+    if len(part.files) > 1:
         if share is not None:
             raise UserError(f"--valid {share:g}: of several .txt files the last is held out: leave it out")
-        return dataclasses.replace(part, files=part.files[:-1]), dataclasses.replace(
-            part, files=part.files[-1:]
-        )
-    else:
-        border = _split_offset(part.files[0], share or 1 / readers.VALIDATION_ONE_IN)
-    return dataclasses.replace(part, stop=border), dataclasses.replace(part, start=border)
+        return replace(files=part.files[:-1]), replace(files=part.files[-1:])
+    border = _split_offset(part.files[0], share or 1 / readers.VALIDATION_ONE_IN)
+    return replace(stop=border), replace(start=border)
 
 
 def _split_offset(file: Path, share: float) -> int:
@@ -146,11 +144,6 @@ def held_out_note(share: float | None, is_stream: bool = False) -> str:
 def share_of(valid: float | str | None) -> float | None:
     """The share that --valid names; None where it names a file or is not given."""
     return valid if isinstance(valid, float) else None
-
-
-def valid_identity(valid: float | str | None) -> dict[str, object]:
-    """What prepared data depends on beside its files, and the file of --valid is one of those."""
-    return {"valid": [valid, SEED]} if isinstance(valid, float) else {}
 
 
 def find_splits(
@@ -287,10 +280,9 @@ def rows_from_hub(name: str, config: str | None, share: float | None = None) -> 
     splits = hub_splits(name, config)
     columns, is_held_out = tuple(splits["train"].column_names), "valid" not in splits
     if is_held_out:
-        rows, every = splits["train"], np.arange(len(splits["train"]))
-        border = len(rows) - max(1, len(rows) // readers.VALIDATION_ONE_IN)
-        drawn = every >= border if share is None else drawn_rows(len(rows), share)
-        splits |= {"train": rows.select(every[~drawn]), "valid": rows.select(every[drawn])}
+        rows = splits["train"]
+        drawn = drawn_rows(len(rows), share)
+        splits |= {"train": rows.select(np.flatnonzero(~drawn)), "valid": rows.select(np.flatnonzero(drawn))}
     read = {split: partial(read_hub_rows, name, rows) for split, rows in splits.items()}
     return RowCorpus(read, columns, (held_out_note(share),) if is_held_out else (), is_held_out)
 

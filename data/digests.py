@@ -6,13 +6,12 @@ is first fetched from, so that a changed file is found before it is learnt from,
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -167,39 +166,23 @@ BLOCK_BYTES = 1 << 22
 
 def file_hash(file: Path) -> str:
     """BLAKE2b of a file's content, 128 bits as 32 hex digits; of a large file perhaps from memory."""
-    before = _stamp(file)
-    if before["size"] < REMEMBERED_BYTES:
+    place = str(file.resolve())
+    stamp = [place, *_stamp(file)]
+    _, _, size, *changed = stamp
+    if size < REMEMBERED_BYTES:
         return _content_hash(file)
-    record = cache_folder() / "digests" / f"{_name(file)}.json"
-    known = _remembered(record)
-    if {name: known.get(name) for name in before} == before:
+    name = hashlib.blake2b(os.fsencode(place), digest_size=16).hexdigest()
+    record, known = cache_folder() / "digests" / f"{name}.json", {}
+    with suppress(UserError):  # there is no record, or a broken one
+        known = atomic_files.read_json(record)
+    if known.get("stamp") == stamp:
         return str(known["digest"])
     started, digest = time.time_ns(), _content_hash(file)
-    settled = started - max(before["mtime_ns"], before["ctime_ns"]) > CLOCK_TICK_NS
-    if settled and _stamp(file) == before:
-        with contextlib.suppress(UserError, OSError):  # a cache that cannot be written is told of elsewhere
+    if started - max(changed) > CLOCK_TICK_NS and [place, *_stamp(file)] == stamp:
+        with suppress(UserError, OSError):  # a cache that cannot be written is told of elsewhere
             record.parent.mkdir(parents=True, exist_ok=True)
-            atomic_files.write_json(record, {**before, "digest": digest})
+            atomic_files.write_json(record, {"stamp": stamp, "digest": digest})
     return digest
-
-
-def _stamp(file: Path) -> dict[str, Any]:
-    """What is another after every change of a file."""
-    found = file.stat()
-    times = {"mtime_ns": found.st_mtime_ns, "ctime_ns": found.st_ctime_ns}
-    return {"path": str(file.resolve()), "size": found.st_size, "inode": found.st_ino, **times}
-
-
-def _name(file: Path) -> str:
-    return hashlib.blake2b(os.fsencode(file.resolve()), digest_size=16).hexdigest()
-
-
-def _remembered(record: Path) -> dict[str, Any]:
-    """What is recorded; nothing where there is no record, or a broken one."""
-    try:
-        return atomic_files.read_json(record)
-    except UserError:
-        return {}
 
 
 def _content_hash(file: Path) -> str:

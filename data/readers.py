@@ -55,9 +55,9 @@ LocatedRows = Iterable[tuple[str, Mapping[str, Any]]]
 
 @dataclass(frozen=True, slots=True)
 class SplitFiles:
-    """The files of one split, all of one format, and the range of them that belongs to it.
+    """The files of one split, all of one format, and what of them belongs to it.
 
-    `start` and `stop` are bytes of a single txt file; of other formats, rows counted over all files.
+    `start` and `stop` are bytes of a single txt file.
     """
 
     files: tuple[Path, ...]
@@ -190,12 +190,11 @@ def count_rows(part: SplitFiles) -> int:
     """The rows of all files of a split: of Parquet from their metadata, otherwise by reading them."""
     if part.format != "parquet":
         return sum(1 for _ in read_rows(part))
-    return sum(_parquet_rows(file) for file in part.files)
-
-
-def _parquet_rows(file: Path) -> int:
-    with open_parquet(file) as table:
-        return int(table.metadata.num_rows)
+    count = 0
+    for file in part.files:
+        with open_parquet(file) as table:
+            count += table.metadata.num_rows
+    return count
 
 
 def read_stream(part: SplitFiles) -> Iterator[str]:
@@ -319,15 +318,13 @@ def read_lines(file: Path) -> Iterator[str]:
 
 
 def read_rows(part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(where, row) of every row from `start` to `stop`, file after file.
+    """(where, row) of every row that is `kept`, file after file.
 
     Raises UserError with the line for a row that cannot be read.
     """
     position.begin(part.files)
     found = itertools.chain.from_iterable(_READERS[part.format](file, part) for file in part.files)
-    if part.kept is not None:
-        return itertools.compress(found, part.kept.tobytes())
-    return itertools.islice(found, part.start, part.stop)
+    return found if part.kept is None else itertools.compress(found, part.kept.tobytes())
 
 
 def shape_of(file: Path, usual: str, numbers: Iterable[str] = ()) -> delimited.Shape:

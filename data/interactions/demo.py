@@ -29,8 +29,8 @@ science: atom comet enzyme proof orbit neuron crystal wave: engineer programmer
 travel: harbour desert railway border island caravan monsoon map: engineer retired"""
 """Genre: words of its books: the occupations of readers whose first taste it is."""
 GENRES, GENRE_WORDS, GENRE_JOBS = zip(*(line.split(": ") for line in _GENRES.split("\n")), strict=True)
-TITLE_PATTERNS = ("The {} and the {}", "A {} without {}", "{} of the {}", "Notes on {} and {}")
-TITLE_PATTERNS += ("The last {}, the {}",)
+TITLE_PATTERNS = ["The {} and the {}", "A {} without {}", "{} of the {}", "Notes on {} and {}"]
+TITLE_PATTERNS += ["The last {}, the {}"]
 AGES = ("young", "middle-aged", "old")
 
 

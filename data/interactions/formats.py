@@ -9,8 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest, nearest_hint
-from isobatch.data.interactions.log_splits import some_ids, whole_ids
-from isobatch.data.interactions.tables import DelimitedTable, ParquetTable, Table, read_rows, shape_to_stream
+from isobatch.data.interactions.tables import (
+    DelimitedTable,
+    ParquetTable,
+    Table,
+    read_rows,
+    shape_to_stream,
+    some_ids,
+    whole_ids,
+)
 from isobatch.data.readers import name_columns, open_parquet
 from isobatch.data.tables.delimited import ATOMIC
 

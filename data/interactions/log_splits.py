@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +21,7 @@ from isobatch.data.interactions.log import (
     split_leave_one_out,
     unique_pair_keys,
 )
-from isobatch.data.interactions.tables import NotInBlocksError
+from isobatch.data.interactions.tables import NUMBERS, NotInBlocksError, some_ids, whole_ids
 from isobatch.data.preparation.progress import position
 from isobatch.data.preparation.spooled_array import chunks_of
 
@@ -37,25 +35,6 @@ if TYPE_CHECKING:
     from isobatch.data.base import Columns
     from isobatch.data.interactions.formats import RawInteractions
     from isobatch.data.interactions.tables import Table
-
-WHOLE_DECIMAL = re.compile(r"(-?\d+)\.0*")
-
-
-def whole_ids(names: Iterable[str]) -> list[str]:
-    """The ids of a table with 3.0 as 3, which is what a column of numbers with a gap becomes on its way.
-
-    They stay where another has digits behind its point: 1.0 beside 1.5 is a version, not a number.
-    """
-    known = list(names)
-    whole = {name: found[1] for name in known if (found := WHOLE_DECIMAL.fullmatch(name))}
-    if any("." in name and name not in whole for name in known):
-        return known
-    return [whole.get(name, name) for name in known]
-
-
-def some_ids(names: Iterable[str]) -> str:
-    """The first three, for a sentence."""
-    return ", ".join(itertools.islice(names, 3))
 
 
 class Numbering:
@@ -83,29 +62,21 @@ class Numbering:
 def read_log(table: Table, users: Numbering, items: Numbering, folder: Path | None) -> InteractionLog:
     """The interactions with provisional numbers of users and items. Raises UserError."""
     try:
-        return InteractionLog.collect(_numbered(table.batches(), users, items, table), folder)
+        return InteractionLog.collect(_numbered(table.batches(), users, items), folder)
     except NotInBlocksError:
-        return InteractionLog.collect(_numbered(table.batches(True), users, items, table), folder)
+        return InteractionLog.collect(_numbered(table.batches(True), users, items), folder)
 
 
 def _numbered(
-    batches: Iterable[pa.RecordBatch], users: Numbering, items: Numbering, table: Table
+    batches: Iterable[pa.RecordBatch], users: Numbering, items: Numbering
 ) -> Iterator[dict[str, np.ndarray]]:
-    done = 0
     for batch in batches:
         position.show("reading interactions")
-        columns = {}
-        for name, numbering in (("user", users), ("item", items)):
-            empty = batch[name].is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
-            if empty.any():
-                row = done + int(empty.argmax()) + 1
-                raise UserError(f"{table.where(row)}: has no {name}: fill it in, or leave the row out")
-            columns[name] = numbering.codes(batch[name])
-        for name in ("time", "rating"):
+        columns = {"user": users.codes(batch["user"]), "item": items.codes(batch["item"])}
+        for name in NUMBERS:
             if name in batch.schema.names:
                 values = batch[name].to_numpy(zero_copy_only=False)
                 columns[name] = values.astype(np.int64) if values.dtype.kind == "M" else values
-        done += len(batch)
         yield columns
 
 

@@ -30,6 +30,26 @@ NUMBERS = {"rating": "", "time": ", or dates such as 2019-12-31 23:59:59"}
 """Columns that hold numbers, and what else they may hold: text would be sorted alphabetically."""
 
 
+WHOLE_DECIMAL = re.compile(r"(-?\d+)\.0*")
+
+
+def whole_ids(names: Iterable[str]) -> list[str]:
+    """The ids of a table with 3.0 as 3, which is what a column of numbers with a gap becomes on its way.
+
+    They stay where another has digits behind its point: 1.0 beside 1.5 is a version, not a number.
+    """
+    known = list(names)
+    whole = {name: found[1] for name in known if (found := WHOLE_DECIMAL.fullmatch(name))}
+    if any("." in name and name not in whole for name in known):
+        return known
+    return [whole.get(name, name) for name in known]
+
+
+def some_ids(names: Iterable[str]) -> str:
+    """The first three, for a sentence."""
+    return ", ".join(itertools.islice(names, 3))
+
+
 class NotInBlocksError(Exception):
     """A file that must be read at once: its types do not follow from its first block, or it has faults."""
 
@@ -50,7 +70,7 @@ class Table(ABC):
         for batch in self._read(at_once):
             arrays = [batch[column] for column in self.columns.values()]
             for name, values in zip(self.columns, arrays, strict=True):
-                self._require_numbers(name, values, done)
+                self._require_values(name, values, done)
             yield pa.RecordBatch.from_arrays(arrays, names=list(self.columns))
             done += len(batch)
 
@@ -62,22 +82,22 @@ class Table(ABC):
         """The place of a row, counted from 1, for error messages."""
         return f"interaction {row}"
 
-    def _require_numbers(self, name: str, values: pa.Array, before: int) -> None:
-        """Raise UserError unless all values are numbers or dates, where they should be."""
+    def _require_values(self, name: str, values: pa.Array, before: int) -> None:
+        """Raise UserError unless all values are there, and numbers or dates where they should be."""
         from pyarrow import types
 
-        if name not in NUMBERS:
-            return
         kind = values.type
-        if not (types.is_integer(kind) or types.is_floating(kind) or types.is_temporal(kind)):
+        is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_temporal(kind)
+        if name in NUMBERS and not is_number:
             odd = next((v for v in values.to_pylist() if not delimited.is_number(v)), None)
             if odd is not None:
                 raise UserError(
                     f"{self}: its {name}s hold {odd!r}: give numbers{NUMBERS[name]}, or leave the column"
                     f" {self.columns[name]} out"
                 )
-        if values.null_count:
-            row = before + values.is_null().to_pylist().index(True) + 1
+        empty = values.is_null(nan_is_null=name not in NUMBERS).to_numpy(zero_copy_only=False)
+        if empty.any():
+            row = before + int(empty.argmax()) + 1
             raise UserError(f"{self.where(row)}: has no {name}: fill it in, or leave the row out")
 
 
@@ -93,7 +113,7 @@ class DelimitedTable(Table):
         skip: int = 0,
         ids: Sequence[str] = (),
     ) -> None:
-        super().__init__({name: name for name in names} if columns is None else columns)
+        super().__init__(dict(zip(names, names, strict=True)) if columns is None else columns)
         self.file, self.delimiter, self.names, self.skip, self.ids = file, delimiter, names, skip, ids
 
     def __str__(self) -> str:

@@ -73,7 +73,8 @@ class EncodedShard:
         """A file of arrays, whose sums of bytes zip checks. `made_from` is a digest of the input."""
         header = np.frombuffer(json.dumps([made_from, self.facts]).encode(), np.uint8)
         packed = io.BytesIO()
-        np.savez(packed, **{HEADER: header}, **self.arrays)
+        arrays: dict[str, Any] = {HEADER: header, **self.arrays}
+        np.savez(packed, **arrays)
         return packed.getvalue()
 
     def keep(self, file: Path, made_from: str) -> None:
@@ -257,7 +258,7 @@ def _processes(job: EncodingJob, count: int) -> Iterator[Callable[..., Future[En
         for child, connection in started:
             connection.send((job.place, job.settings, job.tokenizer.to_str()))
             idle.put((child, connection))
-        yield lambda function, *given: threads.submit(function, *given, encode)
+        yield lambda made_once, number, texts: threads.submit(made_once, number, texts, encode)
     finally:
         for child, _ in started:
             child.kill()

@@ -29,8 +29,8 @@ _JUDGEMENTS = ("true", "false", "good", "bad", "desirable", "undesirable", "chos
 
 LEFT_OUT, FIELD = "left out: ", "field: "
 """What names of counts begin with."""
-SIZES = ("tokens", "predicted", "words", "bytes", "lines")
-SIZES += ("conversations", "prompt_tokens", "response_tokens")
+SIZES = [*("tokens", "predicted", "words", "bytes", "lines"), "conversations", "prompt_tokens"]
+SIZES += ["response_tokens"]
 CUTS = {
     "prompts_cut": "the prompt loses its beginning",
     "answers_cut": "answers are cut",
