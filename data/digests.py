@@ -167,21 +167,20 @@ BLOCK_BYTES = 1 << 22
 def file_hash(file: Path) -> str:
     """BLAKE2b of a file's content, 128 bits as 32 hex digits; of a large file perhaps from memory."""
     place = str(file.resolve())
-    stamp = [place, *_stamp(file)]
-    _, _, size, *changed = stamp
-    if size < REMEMBERED_BYTES:
+    stamp = list(_stamp(file))
+    if stamp[1] < REMEMBERED_BYTES:
         return _content_hash(file)
     name = hashlib.blake2b(os.fsencode(place), digest_size=16).hexdigest()
     record, known = cache_folder() / "digests" / f"{name}.json", {}
     with suppress(UserError):  # there is no record, or a broken one
         known = atomic_files.read_json(record)
-    if known.get("stamp") == stamp:
+    if known.get("stamp") == [place, *stamp]:
         return str(known["digest"])
     started, digest = time.time_ns(), _content_hash(file)
-    if started - max(changed) > CLOCK_TICK_NS and [place, *_stamp(file)] == stamp:
+    if started - max(stamp[2:]) > CLOCK_TICK_NS and list(_stamp(file)) == stamp:
         with suppress(UserError, OSError):  # a cache that cannot be written is told of elsewhere
             record.parent.mkdir(parents=True, exist_ok=True)
-            atomic_files.write_json(record, {"stamp": stamp, "digest": digest})
+            atomic_files.write_json(record, {"stamp": [place, *stamp], "digest": digest})
     return digest
 
 

@@ -143,9 +143,10 @@ def open_lines(parts: Mapping[str, SplitFiles]) -> Corpus:
 def open_column(corpus: RowCorpus, column: SequenceColumn) -> Corpus | IdCorpus:
     """The sequences in a column of rows."""
     notes = corpus.notes + ((column.note,) if column.note else ())
-    read = _texts if column.kind == TEXT else _ids
-    splits = {split: partial(read, rows, column.name) for split, rows in corpus.splits.items()}
-    return Corpus(splits, notes=notes) if column.kind == TEXT else IdCorpus(splits, notes)
+    if column.kind == TEXT:
+        texts = {split: partial(_texts, rows, column.name) for split, rows in corpus.splits.items()}
+        return Corpus(texts, notes=notes)
+    return IdCorpus({s: partial(_ids, rows, column.name) for s, rows in corpus.splits.items()}, notes)
 
 
 def _lines(part: SplitFiles) -> Iterator[str]:

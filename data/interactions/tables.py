@@ -132,7 +132,9 @@ class DelimitedTable(Table):
 
         quote = '"' if self.delimiter in ",;|" else False
         numbers = {n: pa.int64() for n in ("user", "item", "time") if n in self.names and not self.ids}
-        words = {n: pa.dictionary(pa.int32(), pa.string()) for n in self.ids if n in self.columns.values()}
+        words = dict.fromkeys(
+            set(self.ids).intersection(self.columns.values()), pa.dictionary(pa.int32(), pa.string())
+        )
         convert = arrow.ConvertOptions(
             include_columns=list(self.columns.values()),
             column_types={**words, **numbers},

@@ -356,7 +356,7 @@ class Conversations:
             # A row ends with its label: the accuracy is measured at the end of the row.
             "ends_with_answer": self.response_only or bool(self.labels),
         }
-        place = "isobatch.data.text.conversation_encoder:ConversationEncoder"
+        place = "isobatch.data.text.conversations:ConversationEncoder"
         return EncodingJob(place, settings, tokenization.tokenizer)
 
     def _remark(self, split: str, counts: RowCounts, hashes: np.ndarray, max_length: int) -> None:
