@@ -236,13 +236,11 @@ def name_columns(names: Sequence[str]) -> str:
     return listed + " (where these are no names, a number takes a column: 1 the first)" * like_row
 
 
-def text_cell(row: Mapping[str, Any], column: str, where: str) -> str:
+def text_cell(row: Mapping[str, Any], column: str, where: str, flag: str = "--text-column") -> str:
     """The text in a column of a row, empty where there is none. Raises UserError for what is no text."""
-    text = row.get(column, "")
+    text = row.get(column)
     if not isinstance(text, str | None):
-        raise UserError(
-            f"{where}: {column} holds {type(text).__name__}, not text: choose another --text-column"
-        )
+        raise UserError(f"{where}: {column} holds {type(text).__name__}, not text: choose another {flag}")
     return text or ""
 
 

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.terminal.status import doing
 from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import Columns, Ragged, TextQuery
 from isobatch.data.corpora import DEMO, Corpus, RowCorpus
+from isobatch.data.preparation.encoding import batches
 from isobatch.data.preparation.spooled_array import SpooledArray, spool_to_array
 from isobatch.data.tables.delimited import is_number
 from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData
@@ -336,11 +338,12 @@ class Sequences(TokenizedData):
             lambda size: tokenizers.train_byte_level_bpe(corpus.splits["train"](), size)
         )
         for split, rows in found.items():
-            texts = rows.count_words(corpus.splits[split]())
-            for ids in tokenizers.encode_texts(tokenizer, texts, [], np.int32):
-                if len(ids) > rows.room:
-                    rows.words -= len(tokenizer.decode(ids[rows.room :].tolist()).split())
-                rows.add(ids)
+            for batch in batches(rows.count_words(corpus.splits[split]())):
+                doing(f"tokenizing: {len(rows.lengths):,} texts done")
+                for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+                    if tail := encoding.ids[rows.room :]:
+                        rows.words -= len(tokenizer.decode(tail).split())
+                    rows.add(np.array(encoding.ids, np.int32))
             rows.require_some(split, self.recipe.data)
         return tokenizer
 

@@ -13,7 +13,6 @@ import numpy as np
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.hub_cache import explain_hub_error
-from isobatch.core.terminal.status import doing
 from isobatch.data.digests import file_hash
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-BATCH_CHARACTERS = 1 << 20
 TRAINING_CHARACTERS = 20_000_000
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER_FILES = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.bpe", "merges.txt", "vocab.txt")
@@ -319,31 +317,3 @@ def special_token_ids(tokenizer: Tokenizer, path: Path | None) -> dict[str, int 
         r: next((i for n in ns if (i := tokenizer.token_to_id(n)) is not None), None)
         for r, ns in names.items()
     }
-
-
-def encode_texts(
-    tokenizer: Tokenizer, texts: Iterable[str], suffix: list[int], dtype: type
-) -> Iterator[np.ndarray]:
-    """Yield each text's token ids (tokens,) of `dtype`, with the ids `suffix` appended.
-
-    A megabyte of text is tokenized at a time, on all cores. No special tokens are added.
-    """
-    done = 0
-    for batch in _batch_texts(texts):
-        doing(f"tokenizing: {done:,} texts done")
-        done += len(batch)
-        for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
-            yield np.array(encoding.ids + suffix, dtype)
-
-
-def _batch_texts(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch

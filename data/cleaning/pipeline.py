@@ -114,7 +114,7 @@ class CleaningPipeline:
                 outcome.seen += 1
                 if changed != text:
                     outcome.affected += 1
-                    outcome.sample = outcome.sample or _excerpt(text)
+                    outcome.sample = outcome.sample or _difference(text, changed)
                 text = changed
         return text
 
@@ -127,7 +127,7 @@ class CleaningPipeline:
         for chunk, blocks in steps.remove_blocks(chunks):
             if blocks:
                 self.outcomes[step].affected += len(blocks)
-                self.outcomes[step].sample = self.outcomes[step].sample or _excerpt(blocks[0])
+                self.outcomes[step].sample = self.outcomes[step].sample or f"{_excerpt(blocks[0])} -> nothing"
             yield chunk
 
     def _filter(self, skip: str = "", known: Iterable[str] = ()) -> Callable[[str], bool]:
@@ -174,6 +174,14 @@ class CleaningPipeline:
 def _whole(messages: list[Message]) -> str:
     """All that is said in a conversation."""
     return "\n".join(v for m in messages for k, v in m.items() if k != "role" and v)
+
+
+def _difference(before: str, after: str) -> str:
+    """An excerpt of both texts around the first character where they differ."""
+    pairs = enumerate(zip(before, after, strict=False))
+    position = next((i for i, (a, b) in pairs if a != b), min(len(before), len(after)))
+    start = max(0, position - SAMPLE_CHARACTERS // 3)
+    return f"{_excerpt(before[start:])} -> {_excerpt(after[start:])}"
 
 
 def _excerpt(text: str) -> str:

@@ -16,7 +16,7 @@ from isobatch.data.preparation.spooled_array import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from pathlib import Path
 
 BUCKET_ROWS = 1 << 20
@@ -82,30 +82,13 @@ class InteractionLog:
         return found
 
     def by_user(self, users: int) -> Iterator[InteractionArrays]:
-        """The interactions of some users at a time, users in order, each bucket in the order of the log."""
+        """The interactions of some users at a time, users in order, each bucket in the order of the log.
+
+        They lie in temporary files meanwhile.
+        """
         last = np.cumsum(self.counts("user", users))
-        buckets = _bucket_count(len(self))
-        of_user = np.maximum(last - 1, 0) * buckets // max(1, len(self))
-        return self._buckets(buckets, lambda chunk: of_user[chunk["user"]])
-
-    def by_time(self) -> Iterator[InteractionArrays]:
-        """The interactions of a stretch of time after the other, each bucket in the order of the log."""
-        buckets = _bucket_count(len(self))
-        sample = np.sort(self.columns["time"][:: max(1, len(self) // (buckets * 1000))])
-        borders = sample[np.arange(1, buckets) * len(sample) // buckets]
-        return self._buckets(buckets, lambda chunk: np.searchsorted(borders, chunk["time"], side="right"))
-
-    def _buckets(
-        self, count: int, bucket_of: Callable[[dict[str, np.ndarray]], np.ndarray]
-    ) -> Iterator[InteractionArrays]:
-        """The interactions of each bucket; they lie in temporary files meanwhile."""
-        for spooled in self._scatter(count, bucket_of):
-            found = spooled.array()
-            yield InteractionArrays(*(np.array(found[name]) for name in InteractionArrays._fields))
-
-    def _scatter(
-        self, count: int, bucket_of: Callable[[dict[str, np.ndarray]], np.ndarray]
-    ) -> list[SpooledArray]:
+        count = -(-len(self) // BUCKET_ROWS) or 1
+        bucket_of = np.maximum(last - 1, 0) * count // max(1, len(self))
         time = self.columns["time"].dtype if "time" in self.columns else np.dtype(np.int64)
         dtype: Any = np.dtype([("user", np.int32), ("item", np.int32), ("time", time), ("row", np.int64)])
         spooled = [SpooledArray(dtype, self.folder) for _ in range(count)]
@@ -116,15 +99,13 @@ class InteractionLog:
                 rows[name] = chunk[name]
             rows["row"] = np.arange(start, start + len(rows))
             start += len(rows)
-            bucket = bucket_of(chunk)
+            bucket = bucket_of[chunk["user"]]
             ends = np.cumsum(np.bincount(bucket, minlength=count))
             for number, part in enumerate(np.split(rows[np.argsort(bucket, kind="stable")], ends[:-1])):
                 spooled[number].add(part)
-        return spooled
-
-
-def _bucket_count(rows: int) -> int:
-    return -(-rows // BUCKET_ROWS) or 1
+        for one in spooled:
+            found = one.array()
+            yield InteractionArrays(*(np.array(found[name]) for name in InteractionArrays._fields))
 
 
 VALIDATION_ONE_USER_IN = 5
@@ -208,18 +189,11 @@ def split_by_time(log: InteractionLog) -> dict[str, InteractionLog]:
 
     Those at one time are in the order of users and items.
     """
-    ends = [*(round(share * len(log)) for share in TIME_SPLIT_ENDS), len(log)]
-
-    def sorted_parts() -> Iterator[dict[str, np.ndarray]]:
-        for pairs in log.by_time():
-            order = np.lexsort((pairs.item, pairs.user, pairs.time))
-            yield {"user": pairs.user[order], "item": pairs.item[order]}
-
-    whole = InteractionLog.collect(sorted_parts(), log.folder)
-    starts = [0, *ends[:-1]]
+    order = np.lexsort((log.item, log.user, log.columns["time"]))
+    parts = np.split(order, [round(share * len(log)) for share in TIME_SPLIT_ENDS])
     return {
-        split: InteractionLog({name: c[start:end] for name, c in whole.columns.items()}, log.folder)
-        for split, start, end in zip(("train", "valid", "test"), starts, ends, strict=True)
+        split: InteractionLog({"user": log.user[rows], "item": log.item[rows]}, log.folder)
+        for split, rows in zip(("train", "valid", "test"), parts, strict=True)
     }
 
 

@@ -96,10 +96,8 @@ def read_examples(rows: LocatedRows, columns: ColumnNames) -> Iterator[Example]:
 
 
 def _text_field(row: Mapping[str, Any], column: str, where: str, flag: str) -> str:
-    text = row.get(column)
-    if text is not None and not isinstance(text, str):
-        raise UserError(f"{where}: {column} holds {type(text).__name__}, not text: choose another {flag}")
-    if not text or not text.strip():
+    text = readers.text_cell(row, column, where, flag)
+    if not text.strip():
         raise UserError(f"{where}: {column} is empty: leave the row out, or choose another {flag}")
     if len(text) > MAX_TEXT_CHARACTERS:
         raise UserError(

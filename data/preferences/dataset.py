@@ -322,7 +322,8 @@ class PairEncoder:
 
     def encode(self, split: str, rows: RowCorpus) -> dict[str, Column]:
         """The columns of a split. Raises UserError where no pair is left to learn from."""
-        counts, kept, self._in_train = RowCounts(), [], 0
+        counts, self._in_train = RowCounts(), 0
+        kept: list[tuple[TokenRow, TokenRow]] = []
         rendered = render_rows(rows, split, self.template, counts)
         for texts, pair in encode_pairs(rendered, self.settings, self.template.end_id):
             if not pair.differs:
@@ -347,14 +348,13 @@ class PairEncoder:
             self._known.add(found)
         self._in_train += split != "train" and found in self._known
 
-    def _columns(self, kept: list[Any]) -> dict[str, Column]:
+    def _columns(self, kept: list[tuple[TokenRow, TokenRow]]) -> dict[str, Column]:
         columns: dict[str, Column] = {}
+        masks = [[learn_mask(row, True) for row in pair] for pair in kept]
         for number, name in enumerate(ANSWERS):
-            rows = [pair[number] for pair in kept]
             pad = self.settings.special_ids.get("pad") or 0
-            columns[name] = Ragged.from_rows([row.tokens for row in rows], pad)
-            columns[f"{name}.learn"] = Ragged.from_rows([learn_mask(row, True) for row in rows])
-        chosen = [pair[0] for pair in kept]
-        columns["token.weight"] = np.array([learn_mask(row, True).sum() for row in chosen], np.int32)
-        columns["text.weight"] = np.array([len(row.tokens) - 1 for row in chosen], np.int32)
+            columns[name] = Ragged.from_rows([pair[number].tokens for pair in kept], pad)
+            columns[f"{name}.learn"] = Ragged.from_rows([mask[number] for mask in masks])
+        columns["token.weight"] = np.array([mask.sum() for mask, _ in masks], np.int32)
+        columns["text.weight"] = np.array([len(mask) - 1 for mask, _ in masks], np.int32)
         return columns

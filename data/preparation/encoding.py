@@ -156,7 +156,7 @@ def encode_in_shards(
     """
     described = json.dumps([job.place, job.settings, name]).encode()
     keeper = _Keeper(workshop.folder, short_digest(described, job.tokenizer.to_str().encode()))
-    numbered = enumerate(_batches(texts, texts_together))
+    numbered = enumerate(batches(texts, texts_together))
     if (share := workshop.share) is None:
         yield from _encode(job, name, numbered, workshop.workers, keeper)
         return
@@ -190,7 +190,7 @@ def _encode(
             yield waiting.popleft().result()
 
 
-def _batches(texts: Iterable[str], together: int) -> Iterator[list[str]]:
+def batches(texts: Iterable[str], together: int = 1) -> Iterator[list[str]]:
     """The texts in lists of SHARD_CHARACTERS or a little more."""
     batch: list[str] = []
     characters = 0

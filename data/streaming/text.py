@@ -52,15 +52,18 @@ class StreamedText(Text):
     def check(self) -> None:
         store.check(self.recipe.data)
         options = self.options
-        prepared = "needs data on this machine, which is prepared as a whole: copy it here, or leave this out"
-        if options.mix is not None:
-            raise UserError(f"--mix: {prepared}")
-        if options.valid is not None:
-            raise UserError(f"--valid {options.valid}: {prepared}")
-        if options.stride:
-            raise UserError(f"--stride {options.stride}: {prepared}")
-        if remembering := [str(step) for step in self._cleaning_steps() if step.name in REMEMBERING]:
-            raise UserError(f"--clean {','.join(remembering)}: {prepared}")
+        remembering = [str(step) for step in self._cleaning_steps() if step.name in REMEMBERING]
+        asked = {
+            "--mix": options.mix is not None,
+            f"--valid {options.valid}": options.valid is not None,
+            f"--stride {options.stride}": options.stride,
+            f"--clean {','.join(remembering)}": remembering,
+        }
+        if refused := [flag for flag, given in asked.items() if given]:
+            raise UserError(
+                f"{refused[0]}: needs data on this machine, which is prepared as a whole: copy it here, or"
+                " leave this out"
+            )
         if self.recipe.format is not None:
             raise UserError(
                 f"--format {self.recipe.format}: an object in a store says by its ending what it is"
