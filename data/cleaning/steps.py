@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import importlib.metadata
 import itertools
+import math
 import re
 import unicodedata
 import zlib
@@ -181,8 +182,13 @@ def _split_blocks(text: str) -> tuple[str, list[str]]:
 
 TRANSFORMS = ("html", "unicode", "control")
 """Steps that change texts."""
-FILTERS = {"short": 10.0, "duplicates": None, "near": 0.8}
-"""Steps that drop whole texts, with the default of their number; None where they take none."""
+FILTERS = ("short", "duplicates", "near")
+"""Steps that drop whole texts."""
+NUMBERS: dict[str, tuple[float, Callable[[float], bool], str]] = {
+    "short": (10.0, lambda n: n >= 1 and n.is_integer(), "a whole number of words, as in short=10"),
+    "near": (0.8, lambda n: 0 < n <= 1, "a share above 0 and at most 1, as in near=0.8"),
+}
+"""Step -> its usual number, which others it takes, and what is said of those that it does not."""
 REMEMBERING = ("duplicates", "near")
 """Steps that drop a text for others that were seen."""
 # The zero-width joiners matter between letters of Persian or Hindi and in emoji; after Latin letters and
@@ -229,21 +235,18 @@ def _parse_step(word: str) -> CleaningStep:
         raise UserError(
             f"--clean {word}: there is no such step{hint}; steps: {', '.join((*TRANSFORMS, *FILTERS))}"
         )
-    default = FILTERS.get(name)
-    if not equals or default is None:
+    if name not in NUMBERS:
         if equals:
             raise UserError(f"--clean {word}: {name} takes no number")
-        return CleaningStep(name, default)
-    try:
-        value = float(number)
-    except ValueError:
-        raise UserError(
-            f"--clean {word}: {number or 'nothing'} is not a number, as in {name}={default:g}"
-        ) from None
-    if name == "short" and not (value >= 1 and value.is_integer()):
-        raise UserError(f"--clean {word}: must be a whole number of words, as in short=10")
-    if name == "near" and not 0 < value <= 1:
-        raise UserError(f"--clean {word}: must be a share above 0 and at most 1, as in near=0.8")
+        return CleaningStep(name)
+    value, is_allowed, what = NUMBERS[name]
+    if equals:
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if not is_allowed(value):
+            raise UserError(f"--clean {word}: must be {what}")
     return CleaningStep(name, value)
 
 
@@ -258,14 +261,12 @@ def transform(name: str, text: str, line_break: str) -> str:
 
 def make_filter(step: CleaningStep) -> Callable[[str], bool]:
     """A function that says whether a step of FILTERS drops a text; `duplicates` and `near` remember texts."""
-    if step.name == "short":
-        assert step.number is not None
-        most_words = step.number
-        return lambda text: count_words(text) <= most_words
-    if step.name == "duplicates":
+    if step.number is None:
         return ExactDuplicates()
-    assert step.number is not None
-    return NearDuplicates(step.number)
+    if step.name == "near":
+        return NearDuplicates(step.number)
+    most_words = step.number
+    return lambda text: count_words(text) <= most_words
 
 
 def count_words(text: str) -> int:

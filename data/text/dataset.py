@@ -140,7 +140,8 @@ class Text(TokenizedData):
 
     def identity(self) -> dict[str, Any]:
         found, cleaning = super().identity(), self._cleaning_steps()
-        del found["options"]["mix"]  # each set is prepared as a whole
+        for name in ("clean", "mix"):  # the steps have one order, and each set is prepared as a whole
+            del found["options"][name]
         near = [require_datasketch()] if any(step.name == "near" for step in cleaning) else []
         versions = [conversations.TOKENIZATION_VERSION, pipeline.CLEANING_VERSION, *near]
         return found | {"clean": [*map(str, cleaning)], "versions": versions}
