@@ -176,8 +176,8 @@ def test_tables_of_a_shop_are_recognised(tmp_path: Path) -> None:
     (tmp_path / "orders.csv").write_text("CustomerID,product_id,orderDate\n" + rows)
     (tmp_path / "products.csv").write_text("product_id,name\np0,lamp\np1,desk\np2,chair\n")
     found = read_tables(tmp_path, None, InteractionOptions())
-    table = found.splits["all"].whole()
-    assert table.column_names == ["user", "item", "time"]
+    (table,) = found.splits["all"].batches()
+    assert table.schema.names == ["user", "item", "time"]
     assert table["user"].to_pylist()[:2] == ["c0", "c1"]
     assert found.items["p1"].title == "desk"
 
