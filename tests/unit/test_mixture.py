@@ -1,4 +1,4 @@
-"""Tests of data/text/mixture.py and sources.py: several sets in one run, and the share of each in a batch."""
+"""Tests of data/text/sources.py: several sets in one run, and the share of each in a batch."""
 
 from __future__ import annotations
 
