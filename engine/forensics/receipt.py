@@ -25,12 +25,12 @@ from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.metrics_log import LEFT_OUT, SEAL
 from isobatch.engine.runs.step_rows import NEEDED, is_step
+from isobatch.engine.verification.log_audit import WrongRecordError, check
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping
 
     from isobatch.data.base import Source
-    from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.log_audit import LogRecord
 
@@ -148,56 +148,43 @@ def differing_parts(receipt: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     return sorted(name for name in {*receipt, *other} if receipt.get(name) != other.get(name))
 
 
-def order_problems(receipt: Mapping[str, Any], recipe: Recipe, source: Source) -> Iterator[str]:
-    """Compare the steps, samples and learning rates that a receipt claims with recipe and data; the first
-    difference.
+def check_order(receipt: Mapping[str, Any], recipe: Recipe, source: Source) -> None:
+    """Compare the steps, samples and learning rates that a receipt claims with recipe and data. Raises
+    WrongRecordError.
     """
     task, _ = workload_of(recipe).make(recipe)
     sampler = make_sampler(recipe, source, task.cohort)
     schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
-    if problem := _length_problem(receipt, recipe, schedules) or _figures_problem(receipt):
-        yield problem
-        return
-    samples, claimed = 0, {(row["phase"], row["step"]): row for row in receipt["steps"]}
+    done = receipt["phases"]
+    is_same = list(done) == [schedule.name for schedule in schedules]
+    check(is_same, f"it names the phases {', '.join(done)}, and the recipe has others")
+    for schedule in schedules:
+        steps, may_end = done[schedule.name], recipe.patience and schedule.early_stopping
+        fits = steps == schedule.steps or (steps < schedule.steps and may_end)
+        said = f"it claims {steps} steps, and the recipe has {schedule.steps}"
+        check(bool(fits), f"phase {schedule.name}: {said}")
+    claimed, due = {(row["phase"], row["step"]): row for row in receipt["steps"]}, places_due(receipt)
+    check(bool(due or claimed), "it leaves out every step")
+    for phase, step in sorted({*due} ^ claimed.keys())[:1]:
+        is_due = (phase, step) in due
+        how = "lacks the figures of this step" if is_due else "has figures of a step that has none"
+        raise WrongRecordError(f"phase {phase}, step {step}: it {how}")
+    in_order = [(row["phase"], row["step"]) for row in receipt["steps"]] == due
+    check(in_order, "it has the figures of a step twice, or not in their order")
+    samples = 0
     for schedule in schedules:
         left_out, chain = left_out_of(receipt, schedule.name), ""
-        for step, batch in enumerate(islice(sampler.batches(), receipt["phases"][schedule.name]), 1):
+        for step, batch in enumerate(islice(sampler.batches(), done[schedule.name]), 1):
             if not left_out[step]:
                 chain, samples = extend_chain(chain, batch), samples + len(batch)
-            row, where = claimed.get((schedule.name, step)), f"phase {schedule.name}, step {step}"
-            if row is None:
+            if (row := claimed.get((schedule.name, step))) is None:
                 continue
-            if (row["chain"], row["samples"]) != (chain, samples):
-                yield f"{where}: the samples are not those of recipe and data"
-                return
+            where = f"phase {schedule.name}, step {step}"
+            is_same = (row["chain"], row["samples"]) == (chain, samples)
+            check(is_same, f"{where}: the samples are not those of recipe and data")
             rate = learning_rate(recipe, schedule.lr, step - 1, schedule.steps, schedule.steps_per_epoch)
-            if not math.isclose(row["lr"], rate, rel_tol=1e-9):
-                yield f"{where}: the learning rate is not the recipe's"
-                return
-
-
-def _length_problem(receipt: Mapping[str, Any], recipe: Recipe, schedules: Sequence[PhaseSchedule]) -> str:
-    """Where a receipt claims other phases or steps than the recipe has; empty where it does not."""
-    if list(receipt["phases"]) != [schedule.name for schedule in schedules]:
-        return f"it names the phases {', '.join(receipt['phases'])}, and the recipe has others"
-    for schedule in schedules:
-        done = receipt["phases"][schedule.name]
-        may_end = recipe.patience and schedule.early_stopping
-        if done > schedule.steps or (done < schedule.steps and not may_end):
-            return f"phase {schedule.name}: it claims {done} steps, and the recipe has {schedule.steps}"
-    return ""
-
-
-def _figures_problem(receipt: Mapping[str, Any]) -> str:
-    """Where a receipt lacks the figures of a step, or has more than it should; empty where it does not."""
-    claimed, due = [(row["phase"], row["step"]) for row in receipt["steps"]], places_due(receipt)
-    if claimed == due:
-        return "" if due else "it leaves out every step"
-    if not (differing := sorted({*due} ^ {*claimed})):
-        return "it has the figures of a step twice, or not in their order"
-    phase, step = differing[0]
-    how = "lacks the figures of this step" if differing[0] in due else "has figures of a step that has none"
-    return f"phase {phase}, step {step}: it {how}"
+            is_same = math.isclose(row["lr"], rate, rel_tol=1e-9)
+            check(is_same, f"{where}: the learning rate is not the recipe's")
 
 
 def left_out_of(receipt: Mapping[str, Any], phase: str) -> np.ndarray:

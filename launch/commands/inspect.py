@@ -45,20 +45,14 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
     asked = consent.asks(recipe, run.folder, targets)
     unknown = asked.pop(consent.CODE, ())
     return {
-        "folder": str(run.folder),
-        "task": recipe.task,
-        "hash": recipe.hash(),
-        "recorded_hash": run.recorded_hash,
-        "recipe": recipe.to_dict(),
-        "status": run.status(),
-        "reason": str(summary.get("reason") or ""),
-        "steps": summary.get("steps"),
+        **{"folder": str(run.folder), "task": recipe.task, "status": run.status()},
+        **{"hash": recipe.hash(), "recorded_hash": run.recorded_hash, "recipe": recipe.to_dict()},
+        **{"steps": summary.get("steps"), "reason": str(summary.get("reason") or "")},
         "split": str(summary.get("split") or "no split"),
         "metrics": metrics if isinstance(metrics, dict) else {},
         "curves": _curves(thinned_rows(run.metrics, POINTS, ("split",))),
         "code": [{"file": f, "sha256": code[f], "agreed": f not in unknown} for f in code],
-        "reads": dict(places(recipe))
-        | {"prepared data": run.facts.folder}
+        "reads": {**dict(places(recipe)), "prepared data": run.facts.folder}
         | ({"base of final/": base} if base else {}),
         "sends": targets,
         "asks": [one for named in asked.values() for one in named],

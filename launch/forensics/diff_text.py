@@ -31,7 +31,9 @@ def lines_of(found: Answer) -> list[str]:
     differs = [item for part in ("recipe", "plan", "versions") for item in found[part].items()]
     rows = [[in_words(name), *map(_text, values)] for name, values in differs]
     lines += ["", text_table([["what differs", *NAMES], *rows], 110)] if rows else []
-    return [*lines, "", *_details(found["log"], found.get("step", {})), found["verdict"]]
+    why_not = found.get("step", {}).get("why_not")
+    lines += ["", f"the step was not redone: {why_not}"] if why_not else []
+    return [*lines, "", found["verdict"]]
 
 
 def weights_verdict(found: WeightsDifference) -> str:
@@ -59,25 +61,6 @@ def _text(value: Any) -> str:
     if isinstance(value, str) and Path(value).is_absolute():
         return "/".join(Path(value).parts[-2:])
     return "" if value is None else str(value)
-
-
-def _details(log: Answer, step: Answer) -> list[str]:
-    lines = []
-    if log["kind"] != "apart" and (log["previous"] or not log["step"]):
-        until = f"before step {log['step']:,} of {log['phase']}" if log["step"] else "over all steps"
-        most = log["largest"]
-        figures = (
-            f"the loss differs by at most {most['loss']:.1g}, the gradient norm by {most['grad_norm']:.1g}"
-        )
-        lines.append(f"{until} {figures}")
-    if "why_not" in step:
-        lines.append(f"the step was not redone: {step['why_not']}")
-    elif step:
-        lines.append("the step was redone from {} (A) and {} (B)".format(*step["redone_from"]))
-        if step["weights"]["difference"]:
-            most = "of their norm, most in {parameter}".format(**step["weights"])
-            lines.append(f"the weights before it differ by {step['weights']['difference']:.1g} {most}")
-    return lines
 
 
 def verdict_of(found: Answer) -> tuple[str, bool]:
@@ -137,26 +120,15 @@ def _row_counts(samples: Answer) -> str:
 
 
 def data_words(samples: Answer) -> str:
-    """Which training rows of both are not the same: those with another content at the same number, or, where
-    rows moved, those that one side has and the other has nowhere.
-    """
+    """Which training rows of both are not the same."""
     if "why_not" in samples:
         return f"they were trained on other data (which rows: {samples['why_not']})"
     tokens = "the tokenizers differ, and with them all tokens; " if samples["tokenizers_differ"] else ""
-    counts, alone, changed = _row_counts(samples), samples["alone"], samples["changed_rows"]
-    if not any(alone):
-        order = f" in another order, as at {_numbers(samples['changed'])}" if changed else ""
-        return f"{tokens}they were trained on the same rows{order}"
-    if sum(alone) < changed or not changed:
-        sides = [
-            f"{name} alone has {number:,} ({_numbers(rows)}{', ...' if number > len(rows) else ''})"
-            for name, number, rows in zip(NAMES, alone, samples["alone_rows"], strict=True)
-            if number
-        ]
-        return f"{tokens}they were trained on other data{counts}: {', '.join(sides)}"
-    more = changed - len(samples["changed"])
-    named = _numbers(samples["changed"]) + (f" and {more:,} more" if more else "")
-    return f"{tokens}the {'text' if tokens else 'data'} changed at sample {named}{counts}"
+    what, more = "text" if tokens else "data", samples["changed_rows"] - len(samples["changed"])
+    changed = f"changed at sample {_numbers(samples['changed'])}" + (f" and {more:,} more" if more else "")
+    if not samples["changed"]:
+        changed = "of the training rows that both have is the same"
+    return f"{tokens}the {what} {changed}{_row_counts(samples)}"
 
 
 def _numbers(rows: list[int]) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from isobatch.core.errors import IsobatchError, UserError
 from isobatch.core.terminal.status import doing
-from isobatch.engine.forensics.compare_data import MOST_NAMED, TrainingRows, compare_data
+from isobatch.data.base import MEASURES
 from isobatch.engine.forensics.compare_logs import EXACT_FLOOR
 from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.optimization.left_out import left_out_steps
@@ -19,16 +20,24 @@ from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.launch.local.run_setup import locate_data
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
+    from isobatch.data.base import Data, Source
     from isobatch.engine.forensics.compare_logs import LogDifference
     from isobatch.engine.forensics.observed_step import ObservedStep
     from isobatch.engine.runs.run_folder import RunFolder
 
 Runs = tuple["RunFolder", "RunFolder"]
+AT_A_TIME = 1024
+"""Rows of data."""
+MOST_NAMED = 10
+"""Samples and rows."""
 
 
 def parted_samples(runs: Runs, parted: LogDifference) -> dict[str, Any]:
-    """`step` and what either alone took there, where the orders differ; what `compare_data` says, where the
+    """`step` and what either alone took there, where the orders differ; what `changed_rows` says, where the
     data does; `why_not` where the data of one is not at hand.
     """
     sides = []
@@ -38,21 +47,57 @@ def parted_samples(runs: Runs, parted: LogDifference) -> dict[str, Any]:
         except UserError as error:
             bring = f"`isobatch seen {run.folder} --step 1 --data PATH` brings it here"
             return {"why_not": f"{error}; {bring}"}
-        sides.append(TrainingRows(workload_of(run.recipe).make(run.recipe)[1], run.facts))
-    found: dict[str, Any] = {"rows": list(map(len, sides))}
+        sides.append((workload_of(run.recipe).make(run.recipe)[1], run.facts))
+    sources = [data.open(Path(facts.folder), "train") for data, facts in sides]
+    found: dict[str, Any] = {"rows": list(map(len, sources))}
     if parted.kind == "samples":
-        found |= _first_other_batch(runs, sides, parted)
+        found |= _first_other_batch(runs, sources, parted)
     if runs[0].facts.fingerprint != runs[1].facts.fingerprint:
         doing("comparing the data")
-        found |= compare_data(*sides)
+        found |= changed_rows(*sides)
     return found
 
 
-def _first_other_batch(runs: Runs, sides: list[TrainingRows], parted: LogDifference) -> dict[str, Any]:
+def changed_rows(one: tuple[Data, Facts], other: tuple[Data, Facts]) -> dict[str, Any]:
+    """`changed`: the first numbers of training rows whose content differs, and `changed_rows` how many do, of
+    those that both have.
+
+    `tokenizers_differ`: as one that was trained on the data may after a changed word. Then all tokens do, and
+    rows are compared by their texts.
+    """
+    by_text = len({_tokenizer(facts) for _, facts in (one, other)}) > 1
+    width = max(facts.longest for _, facts in (one, other))
+    rows = zip(*(_contents(*side, width, by_text) for side in (one, other)), strict=False)
+    changed = [row for row, (a, b) in enumerate(rows) if a != b]
+    named = {"changed": changed[:MOST_NAMED], "changed_rows": len(changed)}
+    return {**named, "tokenizers_differ": by_text}
+
+
+def _tokenizer(facts: Facts) -> bytes:
+    """Empty where the data has none."""
+    name = facts.extra.get("tokenizer")
+    file = Path(facts.folder) / str(name)
+    return file.read_bytes() if name and file.is_file() else b""
+
+
+def _contents(data: Data, facts: Facts, width: int, by_text: bool) -> Iterator[bytes]:
+    """What each training row holds, padded to `width`: equal where the rows are."""
+    source = data.open(Path(facts.folder), "train")
+    for start in range(0, len(source), AT_A_TIME):
+        rows = np.arange(start, min(start + AT_A_TIME, len(source)))
+        batch = source.fetch(rows, width)
+        if by_text:
+            yield from (text.encode() for text in data.describe_rows(facts, batch))
+        else:  # but for the column that `fetch` adds, the number of the row
+            columns = [np.ascontiguousarray(batch[name]) for name in sorted(batch) if name != MEASURES[0]]
+            yield from (b"".join(column[at].tobytes() for column in columns) for at in range(len(rows)))
+
+
+def _first_other_batch(runs: Runs, sources: list[Source], parted: LogDifference) -> dict[str, Any]:
     """By the recipes: the first of the steps in question whose samples differ."""
     samplers = [
-        make_sampler(run.recipe, side.source, workload_of(run.recipe).make(run.recipe)[0].cohort)
-        for run, side in zip(runs, sides, strict=True)
+        make_sampler(run.recipe, source, workload_of(run.recipe).make(run.recipe)[0].cohort)
+        for run, source in zip(runs, sources, strict=True)
     ]
     left_out = [left_out_steps(run).get(parted.phase, frozenset()) for run in runs]
     for step in range(parted.previous + 1, parted.step + 1):

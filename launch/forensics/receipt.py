@@ -31,6 +31,7 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.verification.audit import audit_records, recipe_problems
+from isobatch.engine.verification.log_audit import WrongRecordError
 from isobatch.engine.verification.proof import within
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import (
@@ -175,10 +176,18 @@ def audit_receipt(file: Path, options: AuditOptions) -> Finding:
             locate_data(run, recipe, options.data)
         except OtherDataError as error:
             found.problems.append(f"the data here is not the receipt's: {error.what}")
-        if not found.problems:
-            _check_order(run, recipe, content, found)
-        if not found.problems:
-            (_check_against_run if handed_over else _check_first_steps)(run, content, options, found)
+        if found.problems:
+            return found
+        doing("comparing the samples of every step")
+        _, data = workload_of(recipe).make(recipe)
+        try:
+            receipts.check_order(content, recipe, data.open(Path(run.facts.folder), "train"))
+        except WrongRecordError as error:
+            found.problems.append(str(error))
+            return found
+        steps = sum(content["phases"].values())
+        found.checked.append(f"recipe and data, the samples of all {steps:,} steps")
+        (_check_against_run if handed_over else _check_first_steps)(run, content, options, found)
     return found
 
 
@@ -214,15 +223,6 @@ def _folder(
         run = RunFolder.create(Path(temporary) / "audited", recipe, facts, RunOptions(quiet=True))
         run.write_plan(Plan.from_dict(content["plan"]))
         yield run, False
-
-
-def _check_order(run: RunFolder, recipe: Recipe, content: Content, found: Finding) -> None:
-    doing("comparing the samples of every step")
-    _, data = workload_of(recipe).make(recipe)
-    found.problems += receipts.order_problems(content, recipe, data.open(Path(run.facts.folder), "train"))
-    if not found.problems:
-        steps = sum(content["phases"].values())
-        found.checked.append(f"recipe and data, the samples of all {steps:,} steps")
 
 
 def _check_against_run(run: RunFolder, content: Content, options: AuditOptions, found: Finding) -> None:

@@ -13,14 +13,12 @@ from isobatch.core.flags import check_fields
 from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.terminal.status import doing
-from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, is_prepared, locate_data, open_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from isobatch.engine.forensics.run_order import RunOrder
     from isobatch.engine.runs.run_folder import RunFolder
 
 SHOWN = 20
@@ -98,8 +96,15 @@ def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
     else:
         doing("looking for the text")
         found = seen_rows.text_answer(order, text or "")
-    notes = list(map(str, order.facts.extra.get("notes", ())))
-    return {"run": str(run.folder), **_state(run, order), **found, "notes": notes}
+    return {
+        "run": str(run.folder),
+        "status": run.status(),
+        "training_rows": order.sampler.count,
+        "steps": {schedule.name: schedule.steps for schedule in order.schedules},
+        "steps_done": order.counted,
+        "data_at_hand": order.source is not None,
+        **found,
+    }
 
 
 def _text(options: SeenOptions) -> str | None:
@@ -115,22 +120,6 @@ def _text(options: SeenOptions) -> str | None:
         raise UserError(f"--file {path}: is no text in UTF-8: give a text file, or --text") from None
 
 
-def _state(run: RunFolder, order: RunOrder) -> dict[str, Any]:
-    """How far the run is, and what the answer rests on."""
-    steps = {schedule.name: schedule.steps for schedule in order.schedules}
-    before = run.recipe.starts_from
-    exported = [row["exported"] for row in newest_rows(run.metrics) if "exported" in row]
-    return {
-        "status": run.status(),
-        "training_rows": order.sampler.count,
-        "steps": steps,
-        "steps_done": order.counted,
-        "exported": exported[-1] if exported else None,
-        "data_at_hand": order.source is not None,
-        **({"starts_from": before["run"]} if before else {}),
-    }
-
-
 def lines(answer: Mapping[str, Any]) -> Iterator[str]:
     """What a user reads."""
     if "rows_of_step" in answer:
@@ -141,13 +130,6 @@ def lines(answer: Mapping[str, Any]) -> Iterator[str]:
         yield from _row_lines(answer["rows"][0], answer)
     if not answer["data_at_hand"]:
         yield "the prepared data is not on this machine, which says texts and micro-batches (--data PATH)"
-    phase, last = list(answer["steps_done"].items())[-1]
-    if answer["exported"] not in (None, f"{phase}-{last}"):
-        step = answer["exported"].rpartition("-")[2]
-        yield f"final/ holds the weights after step {step} of {phase}, the best: later steps are not in it"
-    if "starts_from" in answer:
-        before = answer["starts_from"]
-        yield f"the run began with the weights of {before}: ask `isobatch seen {before}` of those as well"
 
 
 def _text_lines(answer: Mapping[str, Any]) -> Iterator[str]:
@@ -157,7 +139,6 @@ def _text_lines(answer: Mapping[str, Any]) -> Iterator[str]:
     if not places:
         holds = "is exactly this text" if answer["whole"] else "contains this text"
         yield f"no row of the prepared data {holds}, token by token; a near match is not looked for"
-        yield from (f"  when the data was prepared: {note}" for note in answer["notes"])
         return
     if crossing := sum(len(place["rows"]) > 1 for place in places):
         border = "the text runs over a border of rows, which are windows of one stream: each row holds a part"

@@ -391,15 +391,12 @@ def test_of_a_run_that_ended_early(tmp_path: Path, capsys: pytest.CaptureFixture
     order = open_order(run, at_hand=True)
     done, steps = order.counted["train"], order.schedules[0].steps
     assert (done, steps) == (12, 24)
-    with run.metrics.open("a") as log:
-        log.write(json.dumps({"phase": "train", "step": 12, "final": {}, "exported": "train-8"}) + "\n")
     run.write_summary({"status": "done"})
     row = int(order.sampler.batch(20)[0])
     assert seen([str(run.folder), "--sample", str(row), "--trust"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"row {row} was seen 3 times: step ")
     assert lines[1].startswith("  not reached (done after step 12 of 24): step ")
-    assert lines[-1] == "final/ holds the weights after step 8 of train, the best: later steps are not in it"
     assert seen([str(run.folder), "--step", "21"]) == 0
     head, *rows = capsys.readouterr().out.splitlines()
     assert head == "step 21 (epoch 6) was not reached (done after step 12 of 24) and holds 24 rows:"
