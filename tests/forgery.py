@@ -27,7 +27,7 @@ def reseal(run: RunFolder) -> None:
     rows = list(rows_in(run.metrics))
     run.metrics.unlink()
     journal = MetricsLog(run, writes=True)
-    journal._continue(journal._first_seal(), 0)  # noqa: SLF001
+    journal._continue(journal._first_seal())  # noqa: SLF001
     for row in rows:
         if SEAL in row:
             journal.seal(row["phase"], row["step"])

@@ -46,8 +46,6 @@ class MetricsLog:
         """The row of the newest step, where it was not due to be logged."""
         self._promise: dict[str, Any] = {"log_every": every, "ledger": ledger}
         """What this process logs; in its first row of a step."""
-        self._size = 0
-        """Bytes of metrics.jsonl."""
         self._hash = hashlib.sha256()
 
     def begin(self, phases: list[str]) -> None:
@@ -56,7 +54,7 @@ class MetricsLog:
             for path in (self.run.metrics, self.run.samples):
                 path.unlink(missing_ok=True)
             self.run.truncate_decisions(phases, phases[0], 0)
-            self._continue(self._first_seal(), 0)
+            self._continue(self._first_seal())
 
     def resume(self, saved: Mapping[str, Any], phases: list[str], phase: str, step: int) -> str:
         """Cut the logs where a checkpoint was saved: a resumed run trains and logs the later steps again.
@@ -68,28 +66,25 @@ class MetricsLog:
             return ""
         self.run.truncate_decisions(phases, phase, step)
         _cut(self.run.samples, saved["ledger"])
-        if self._is_sealed_at(saved):
+        row = last_row_before(self.run.metrics, saved["metrics"])
+        if row is not None and row.get(SEAL) == saved[SEAL]:
             _cut(self.run.metrics, saved["metrics"])
-            self._continue(saved[SEAL], saved["metrics"])
+            self._continue(saved[SEAL])
             return ""
         size = _size(self.run.metrics)
         self.run.truncate_rows(phases, phase, step)
         seal = next((row[SEAL] for row in reversed(list(rows_in(self.run.metrics))) if SEAL in row), "")
-        self._continue(seal or self._first_seal(), _size(self.run.metrics))
+        self._continue(seal or self._first_seal())
         then = f"{size} bytes, {saved['metrics']} when the checkpoint was saved"
         lost = f"rows up to step {step} of {phase} were lost or changed ({then})"
         self.log_metrics({"phase": phase, "step": step, LOST: lost})
         return lost
 
-    def _is_sealed_at(self, saved: Mapping[str, Any]) -> bool:
-        row = last_row_before(self.run.metrics, saved["metrics"])
-        return row is not None and row.get(SEAL) == saved[SEAL]
-
     def _first_seal(self) -> str:
         return first_seal(self.run.recipe.hash(), self.run.facts.fingerprint)
 
-    def _continue(self, seal: str, size: int) -> None:
-        self._hash, self._size = hashlib.sha256(seal.encode()), size
+    def _continue(self, seal: str) -> None:
+        self._hash = hashlib.sha256(seal.encode())
 
     def log_step(self, row: Mapping[str, Any], samples: np.ndarray) -> None:
         """Log a step if it is due, and its samples to the ledger if there is one."""
@@ -131,7 +126,7 @@ class MetricsLog:
         for path in (self.run.metrics, self.run.samples):  # else a checkpoint might outlive its rows
             _sync(path)
         self._hash = hashlib.sha256(seal.encode())
-        return {SEAL: seal, "metrics": self._size, "ledger": _size(self.run.samples)}
+        return {SEAL: seal, "metrics": _size(self.run.metrics), "ledger": _size(self.run.samples)}
 
     def log_decision(self, row: Mapping[str, Any]) -> None:
         """Append a row to decisions.jsonl."""
@@ -142,8 +137,6 @@ class MetricsLog:
         line = (atomic_files.json_text(row, ensure_ascii=False) + "\n").encode()
         with atomic_files.explain_write_errors(path), path.open("ab") as stream:
             stream.write(line)
-        if path == self.run.metrics:
-            self._size += len(line)
         return line
 
 

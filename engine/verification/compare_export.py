@@ -26,8 +26,6 @@ ROUNDING = 1e-5
 """Difference allowed between tensors that are computed in the export, as a share of the largest element."""
 VERSION_KEYS = ("transformers_version", "torch_version")
 """Fields of JSON files that name the library which wrote them."""
-
-
 MEASURED_ROUNDING = 2e-2
 """The same in files that are computed from held-out data, some in 16 bits."""
 CONFIGURATIONS = (".json", ".jinja", ".txt", ".model")
@@ -82,27 +80,23 @@ def _plain_places(card: str, recipe: Recipe) -> str:
 
 
 def compare_folders(final: Path, fresh: Path, measured: Sequence[str] = ()) -> dict[str, Any]:
-    """Compare two exports. Returns `files`, `identical` (their number), `largest` and `differing`.
+    """Compare two exports. Returns `identical`, and `differing`, the files that differ by more than rounding
+    or that only `final` has; of them `configurations` are such that another version of a library may have
+    written them.
 
-    `largest` is the largest difference of tensors, as a share of their largest element; `differing` names
-    the files that differ by more than rounding, or that only `final` has; of them `configurations` are such
-    that another version of a library may have written them. Files of `measured` may differ by more. Model
-    cards are left out: they hold measured figures, which are compared for themselves.
+    Files of `measured` may differ by more. Model cards are left out: they hold measured figures, which are
+    compared for themselves.
     """
     wanted, found = (
         {name: digest for name, digest in folder_digests(folder).items() if name != model_card.FILE}
         for folder in (final, fresh)
     )
-    same = [name for name in found if wanted.get(name) == found[name]]
-    differing, largest = sorted(wanted.keys() - found.keys()), 0.0
-    for name in sorted(found.keys() - set(same)):
-        difference = _difference(final / name, fresh / name)
-        largest = max(largest, difference)
-        if not difference <= (MEASURED_ROUNDING if name in measured else ROUNDING):
-            differing.append(name)
+    others = sorted(name for name, digest in found.items() if wanted.get(name) != digest)
+    allowed = {name: MEASURED_ROUNDING if name in measured else ROUNDING for name in others}
+    differing = sorted(wanted.keys() - found.keys())
+    differing += [name for name in others if not _difference(final / name, fresh / name) <= allowed[name]]
     excused = [name for name in differing if _is_configuration(final / name)]
-    figures = {"files": len(found), "identical": len(same), "largest": largest}
-    return {**figures, "differing": differing, "configurations": excused}
+    return {"identical": wanted == found, "differing": differing, "configurations": excused}
 
 
 def _is_configuration(path: Path) -> bool:
@@ -125,9 +119,9 @@ def _difference(wanted: Path, found: Path) -> float:
 
 def _json_content(path: Path) -> Any:
     content = parse_json(path.read_text(encoding="utf-8"))
-    return (
-        {k: v for k, v in content.items() if k not in VERSION_KEYS} if isinstance(content, dict) else content
-    )
+    for name in VERSION_KEYS if isinstance(content, dict) else ():
+        content.pop(name, None)
+    return content
 
 
 def _tensors_difference(wanted: Path, found: Path) -> float:
