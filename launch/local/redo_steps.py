@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 import tempfile
@@ -15,14 +16,14 @@ from isobatch.core.facts import Facts
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.terminal.status import doing
+from isobatch.engine.verification.windows import Job, Redone
 from isobatch.launch.local.accelerate_launcher import launch_workers
 from isobatch.launch.local.run_setup import open_run, plan_for_this_machine
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.verification.windows import Job, Redone
 
-Jobs = list[tuple[Plan, "Job"]]
+Jobs = list[tuple[Plan, Job]]
 KEPT_ATTENTION = ("sdpa", "eager")
 """Attention of a run that is had everywhere."""
 
@@ -34,13 +35,8 @@ def plan_to_redo(run: RunFolder, micro_batch: int, **asked: Any) -> Plan:
     UserError.
     """
     attention = run.plan.attention if run.plan.attention in KEPT_ATTENTION else "auto"
-    own: dict[str, Any] = {
-        "processes": 1,
-        "strategy": "single",
-        "precision": run.plan.precision,
-        "attention": attention,
-    }
-    own |= {"activation_checkpointing": "off", **asked}
+    own: dict[str, Any] = {"processes": 1, "strategy": "single", "activation_checkpointing": "off"}
+    own |= {"precision": run.plan.precision, "attention": attention, **asked}
     options = PlanOptions(micro_batch=min(micro_batch, run.recipe.batch_size), compile="off", **own)
     made = plan_for_this_machine(run.recipe, run.facts, options)
     return dataclasses.replace(made, reduction="explicit")
@@ -53,8 +49,6 @@ def redo(run: RunFolder, jobs: Jobs, owns_process: bool = True) -> list[Redone]:
     """
     if jobs[0][0].processes == 1:
         return _redo_here(run, jobs)
-    from isobatch.engine.verification.windows import Redone
-
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         asked = [{"plan": plan.to_dict(), "job": dataclasses.asdict(job)} for plan, job in jobs]
@@ -85,7 +79,8 @@ def _redo_here(run: RunFolder, jobs: Jobs, folder: Path | None = None) -> list[R
         found.append(replay.redo(job))
     assert world is not None
     if folder is not None and world.is_main:
-        atomic_files.write_json(folder / "report.json", {"redone": [dataclasses.asdict(r) for r in found]})
+        report = {"redone": [dataclasses.asdict(redone) for redone in found]}
+        atomic_files.write_text(folder / "report.json", json.dumps(report))  # with NaN where there is one
     world.close()
     world.exit_process(DONE)
     AcceleratorState._reset_state()  # noqa: SLF001  the next jobs may be of another precision
@@ -94,8 +89,6 @@ def _redo_here(run: RunFolder, jobs: Jobs, folder: Path | None = None) -> list[R
 
 def redo_task_file(folder: Path) -> int:
     """In a worker process: do what task.json in `folder` asks for; writes report.json there."""
-    from isobatch.engine.verification.windows import Job
-
     task = atomic_files.read_json(folder / "task.json")
     jobs = [(Plan.from_dict(asked["plan"]), Job.from_dict(asked["job"])) for asked in task["jobs"]]
     run = open_run(task["run"])
