@@ -62,7 +62,7 @@ _TABLE = (
     ("submit --to slurm", "clusters.slurm.command slurm Slurm", "a Slurm job that trains until done"),
     ("submit --to k8s", "clusters.kubernetes.command k8s Kubernetes", "the same as a Kubernetes job"),
     ("submit --to ray", "clusters.ray.command ray Ray", "the same as a script for a Ray cluster"),
-    ("verify", "commands.verify verify local.verify_run:Verify", "redo steps in another cut; exit 3"),
+    ("verify", "local.verify_run verify Verify", "redo steps in another cut; exit 3"),
     ("replay", "forensics.replay replay Replay", "a step again: losses by sample, gradients, the first NaN"),
     ("seen", "forensics.seen seen Seen", "which steps saw a row or a text, or which rows a step saw"),
     ("diff", "forensics.diff diff Diff", "where two runs part: samples, step, module; exit 3 where they do"),

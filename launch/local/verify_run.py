@@ -1,4 +1,4 @@
-"""Verifies a run against its recipe: its records, steps redone under another plan, or all of it."""
+"""`verify`: checks a run against its recipe: its records, steps redone under another plan, or all of it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from isobatch.core.errors import TrainingError
+from isobatch.core import atomic_files
+from isobatch.core.errors import DONE, FAILED, TrainingError, UserError
 from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import INVARIANCES, Plan, StrategyChoice
 from isobatch.core.terminal.status import doing
+from isobatch.engine import consent
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.choices import choose_invariance
 from isobatch.engine.registry import workload_of
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.training.loss_checks import RESERVED as STEP_FIELDS
 from isobatch.engine.verification.audit import audit_records, recipe_problems
 from isobatch.engine.verification.proof import Proof
@@ -32,6 +35,7 @@ from isobatch.engine.verification.windows import (
     other_windows,
     trusted_weights,
 )
+from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.redo_steps import plan_to_redo, redo
 from isobatch.launch.local.replay_in_full import replay_in_full
 from isobatch.launch.local.run_setup import TrustOptions, compare_source, locate_data
@@ -39,7 +43,6 @@ from isobatch.launch.local.run_setup import TrustOptions, compare_source, locate
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.log_audit import LogRecord
 
 Level = Literal["records", "steps", "full"]
@@ -70,6 +73,43 @@ class VerifyOptions(TrustOptions):
 
     def __post_init__(self) -> None:
         check_fields(self)
+
+
+def verify(words: Sequence[str]) -> int:
+    """Usage: verify RUN [--level records|steps|full] [--steps 3] [--processes N] [--strategy S]
+    [--micro-batch M] [--data PATH] [--json]
+
+    Exit 3 on a difference, and where the level's proof is not complete.
+    """
+    positional, flags = split_words(words)
+    if len(positional) != 1:
+        raise UserError("verify: give the folder of one run (`runs` lists them)")
+    options = command_options(flags, VerifyOptions, "verify")
+    run = RunFolder.open(positional[0])
+    if not recipe_problems(run):  # else nothing of it is executed
+        consent.require(run.recipe, run.folder, options.trust)
+    report = verify_run(run, options)
+    print(atomic_files.json_text(report) if options.json else _format_report(report, run))
+    return DONE if report["verified"] else FAILED
+
+
+def _format_report(report: dict[str, Any], run: RunFolder) -> str:
+    lines = [
+        f"  {r['phase']} {r['step']:>6} from {r['start']}: loss {r['loss']:.6f}, logged"
+        f" {r['logged_loss']:.6f}, difference {r['loss_difference']:.1e}; gradient norm"
+        f" {r['norm_difference']:.1e}"
+        for r in report["steps"]
+    ]
+    if lines:
+        cut = f"{report['world_size']} process(es), micro-batches of {report['micro_batch_samples']}"
+        lines.insert(0, f"redone on {cut}:")
+    lines += [f"  {problem}" for problem in (*report["problems"], *report["unproven"])]
+    verdict = "NOT what its recipe says" if report["problems"] else "not proven"
+    if report["verified"]:
+        verdict = f"verified ({run.plan.invariance})" if run.has_plan else "verified"
+        verdict = "the records agree" if report["level"] == "records" else verdict
+        verdict += f"; taken on trust: {'; '.join(report['trusted'])}" if report["trusted"] else ""
+    return "\n".join([*lines, f"checked: {report['coverage']}", f"{report['run']}: {verdict}"])
 
 
 def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True) -> dict[str, Any]:
