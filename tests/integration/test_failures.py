@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
 import time
@@ -11,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from safetensors.torch import load_file, save_file
 
 from isobatch.core.package import own_command
 from isobatch.tests.integration.helpers import ROOT, launch, losses, rows, summary, warm_command
@@ -87,32 +85,3 @@ def test_an_edited_task_is_another_recipe(tmp_path: Path) -> None:
     changed = launch("verify", str(first), cwd=tmp_path)
     assert changed.returncode == 3
     assert "not the code that was trained" in changed.stdout
-
-
-def test_verify_notices_a_changed_outcome_and_a_moved_cache(tmp_path: Path) -> None:
-    cache = {"ISOBATCH_CACHE": str(tmp_path / "cache")}
-    assert launch(*words("Line", "--log-every", "7", "--ledger"), cwd=tmp_path, **cache).returncode == 0
-    run = tmp_path / "runs" / "run"
-    shutil.rmtree(tmp_path / "cache")
-    assert launch("verify", str(run), cwd=tmp_path, **cache).returncode == 0
-    weights = run / "final" / "model.safetensors"
-    honest = weights.read_bytes()
-    save_file({k: v * 0 for k, v in load_file(weights).items()}, weights)
-    changed = launch("verify", str(run), cwd=tmp_path, **cache)
-    assert (changed.returncode, "final/ is not what the run wrote" in changed.stdout) == (3, True)
-    weights.write_bytes(honest)
-    path = run / "summary.json"
-    kept = json.loads(path.read_text())
-    path.write_text(json.dumps({**kept, "metrics": {**kept["metrics"], "loss": 0.5}}))
-    assert launch("verify", str(run), cwd=tmp_path, **cache).returncode == 3
-
-
-@pytest.mark.parametrize(
-    ("task", "code", "hint"),
-    [("Normed", 2, "BatchNorm1d: its statistics"), ("WrongUnit", 3, "loss() counts in 'tokens'")],
-)
-def test_what_a_task_may_not_do_is_one_line(task: str, code: int, hint: str, tmp_path: Path) -> None:
-    done = launch(*words(task), cwd=tmp_path)
-    assert done.returncode == code, done.stderr
-    assert hint in done.stderr
-    assert "Traceback" not in done.stderr

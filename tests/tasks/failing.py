@@ -203,18 +203,6 @@ class Unused(Line):
         return model
 
 
-class Normed(Line):
-    def build_model(self, facts: Any) -> Any:
-        from torch import nn
-
-        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-
-
-class WrongUnit(Line):
-    def loss(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Loss]:
-        return {"loss": Loss((model(batch["x"]) - batch["y"]).square().sum(), "tokens")}
-
-
 class Thaws(Line):
     """Two phases: what the first left frozen trains in the second."""
 

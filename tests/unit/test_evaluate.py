@@ -114,20 +114,3 @@ def test_by_default_the_losses_are_the_metrics(size: int, run_ranks: Any) -> Non
     assert found["tokens"] == pytest.approx(tokens / lengths)
     assert found["rows"] == pytest.approx(lengths / COUNT)
     assert found["loss"] == pytest.approx(found["tokens"] + found["rows"])
-
-
-class Paired(Plain):
-    """Three samples at a time; the last of the split are fewer."""
-
-    cohort = 3
-
-    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
-        index = batch["index"]
-        assert all(len(set((part // 3).tolist())) == 1 for part in index.split(3)), "a cohort was cut"
-        return {"loss": Loss(index.sum().float(), "cohort")}
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_cohorts_are_evaluated_whole(size: int, run_ranks: Any) -> None:
-    found = run_ranks(size, lambda world: measured(world, Paired(None, None))).values[0]
-    assert found["loss"] == pytest.approx(sum(range(COUNT)) / -(-COUNT // 3))

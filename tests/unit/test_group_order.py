@@ -80,7 +80,7 @@ def test_data_in_a_store_is_ordered_by_shards() -> None:
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"data": "demo", "order": "shards"}, "--order shards: the data is prepared on this machine"),
+        ({"data": "demo", "order": "shards"}, "--order shards: all of the data is on this machine"),
         (
             {"data": "s3://bucket/a.jsonl", "order": "rows", "shuffle_window": 4},
             "--shuffle-window 4: it is that of --order shards; leave it out",

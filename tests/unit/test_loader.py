@@ -76,10 +76,6 @@ def test_a_thread_and_workers_give_the_same_batches() -> None:
     assert collected(loader(Slow(), workers=2).steps(0, 6)) == threaded
 
 
-def test_a_stream_may_begin_anywhere() -> None:
-    assert collected(loader(Slow()).steps(3, 6)) == collected(loader(Slow()).steps(0, 6))[3:]
-
-
 def test_every_sample_of_a_batch_is_fetched_by_some_rank_and_padded_as_cut() -> None:
     steps = [list(loader(Slow(), rank, processes=3).steps(0, 2)) for rank in range(3)]
     for same in zip(*steps, strict=True):

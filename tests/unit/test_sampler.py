@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobatch.engine.loading.permutation import shuffle
-from isobatch.engine.loading.sampler import LENGTH_WINDOW, Sampler, divide_by_shares, extend_chain
+from isobatch.engine.loading.sampler import LENGTH_WINDOW, Sampler, extend_chain
 
 
 def by_number(lengths: np.ndarray | None) -> Any:
@@ -87,15 +87,6 @@ def of_set(sampler: Sampler, number: int, samples: np.ndarray) -> np.ndarray:
     start = sum(size for size, _ in sampler.parts[:number])
     mine = (samples >= start) & (samples < start + sampler.parts[number][0])
     return samples[mine] - start
-
-
-@given(st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6), st.integers(1, 10**6))
-def test_quotas_are_the_shares_to_within_one(shares: list[float], count: int) -> None:
-    found = divide_by_shares(shares, count)
-    assert sum(found) == count
-    assert all(
-        abs(q - count * share / sum(shares)) < 1 + 1e-6 for q, share in zip(found, shares, strict=True)
-    )
 
 
 @given(SETS, st.integers(1, 20), st.integers(0, 2**63 - 1), st.sampled_from([1.0, 0.6, 0.1]))

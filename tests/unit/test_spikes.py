@@ -21,7 +21,6 @@ from isobatch.engine.optimization.spikes import WINDOW, SpikeWatch
 from isobatch.engine.registry import complete
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.auto import resume
-from isobatch.launch.forensics.diff import diff_runs
 from isobatch.launch.local.launch_run import launch_run, skip_steps
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.tests.forgery import reseal
@@ -104,13 +103,6 @@ def test_where_checkpoints_lie_changes_nothing(tmp_path: Path, runs: dict[str, R
         found = load_file(run.final / "model.safetensors")
         assert all(found[name].equal(wanted[name]) for name in wanted)
     assert verified(by_hand, "full").verified
-
-
-def test_diff_names_the_step(runs: dict[str, RunFolder]) -> None:
-    found = diff_runs(runs["warn"], runs["skip"])
-    assert found["verdict"] == f"they part at step {SPIKE}, which B left out"
-    found = diff_runs(runs["rollback"], runs["skip"])
-    assert found["verdict"] == f"they part at step {SPIKE - 20}, which A left out"
 
 
 def test_by_hand_a_run_that_failed_goes_on_without_it(tmp_path: Path) -> None:

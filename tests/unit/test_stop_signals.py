@@ -34,16 +34,6 @@ def test_a_signal_sets_the_flag_and_handlers_come_back(number: signal.Signals) -
     assert signal.getsignal(number) is before
 
 
-def test_what_nohup_ignores_stays_ignored() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        with StopFlag() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert not stop.requested
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_before_training_is_one_line_and_75(
     number: signal.Signals, capsys: pytest.CaptureFixture[str]
