@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from isobatch.core.facts import Facts
 
@@ -20,7 +20,7 @@ SPECIAL_TOKEN_ROLES = ("eos", "bos", "pad", "unk")
 
 
 def save(
-    model: nn.Module,
+    model: Any,
     facts: Facts,
     folder: Path,
     weights: Mapping[str, Tensor] | None = None,
@@ -42,14 +42,13 @@ def save(
         save_model(model, file, metadata=metadata)
     else:
         save_file(dict(weights), file, metadata=metadata)
-    untyped_model: Any = model
-    untyped_model.config.architectures = [type(model).__name__]
-    untyped_model.config.save_pretrained(folder)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
     if getattr(model, "_auto_class", None):  # a model with custom code: save the code too
         from transformers.dynamic_module_utils import custom_object_save
 
         custom_object_save(model, folder)
-    save_tokenizer(untyped_model.config.to_dict(), facts, folder)
+    save_tokenizer(model.config.to_dict(), facts, folder)
 
 
 def save_tokenizer(config: Mapping[str, Any], facts: Facts, folder: Path) -> None:
@@ -65,7 +64,8 @@ def save_tokenizer(config: Mapping[str, Any], facts: Facts, folder: Path) -> Non
     if (end := template.get("end")) and end != eos:  # programs stop at eos_token: it is what ends an answer
         names["eos_token"] = end
         jinja = f"{{% set eos_token = {json.dumps(eos)} %}}{jinja}" if "eos_token" in str(jinja) else jinja
-    limit = {} if max_input_tokens(config) is None else {"model_max_length": max_input_tokens(config)}
+    longest = max_input_tokens(config)
+    limit = {} if longest is None else {"model_max_length": longest}
     saved = PreTrainedTokenizerFast(
         tokenizer_object=prepared, model_input_names=model_input_names(config), **limit, **names
     )

@@ -27,6 +27,8 @@ def metrics(
 ) -> dict[str, Any]:
     """Metrics of a split from its reduced parts: `nll`, or `nll.N` and `right.N` for a mixture.
 
+    A mixture also has those of each dataset, as NAME_metric, with an accuracy where its answers are labels.
+
     `facts_extra`: the data's extra facts; `stride`: distance in tokens of the windows over running text.
     """
     losses = [part for name, part in parts.items() if name.startswith("nll")]
@@ -34,21 +36,13 @@ def metrics(
     loss = sum(float(part.value) for part in losses) / max(1.0, weight)
     if "nll" in parts:
         return _dataset_metrics(loss, facts_extra, facts_extra, split, stride)
-    return _loss_and_perplexity(loss) | _metrics_per_dataset(parts, split, facts_extra, stride)
-
-
-def _metrics_per_dataset(
-    parts: Mapping[str, Any], split: str, facts_extra: Mapping[str, Any], stride: int
-) -> dict[str, Any]:
-    """Metrics of each dataset that this split has, named NAME_metric; accuracy if its answers are labels."""
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = {"loss": loss, "perplexity": finite_exp(loss)}
     for number, dataset in enumerate(facts_extra["sets"]):
         nll, correct = parts[f"nll.{number}"], parts.get(f"right.{number}")
         values: dict[str, Any] = {}
         if nll.weight:
-            values = _dataset_metrics(
-                float(nll.value) / float(nll.weight), dataset, facts_extra, split, stride
-            )
+            loss = float(nll.value) / float(nll.weight)
+            values = _dataset_metrics(loss, dataset, facts_extra, split, stride)
         if correct is not None and correct.weight:
             values["accuracy"] = float(correct.value) / float(correct.weight)
         found |= {f"{dataset['name']}_{name}": value for name, value in values.items()}
@@ -59,7 +53,7 @@ def _dataset_metrics(
     loss: float, dataset: Mapping[str, Any], facts_extra: Mapping[str, Any], split: str, stride: int
 ) -> dict[str, Any]:
     """Metrics of one dataset with this mean loss in nats per predicted token."""
-    found: dict[str, Any] = _loss_and_perplexity(loss)
+    found: dict[str, Any] = {"loss": loss, "perplexity": finite_exp(loss)}
     if dataset.get("form", RUNNING_TEXT) == RUNNING_TEXT:
         found["stride"] = stride
     elif facts_extra["response_only"]:
@@ -71,10 +65,6 @@ def _dataset_metrics(
             words = text_counts["words"] + text_counts["lines"]
             found["word_perplexity"] = finite_exp(nats / max(1, words))
     return found
-
-
-def _loss_and_perplexity(loss: float) -> dict[str, float]:
-    return {"loss": loss, "perplexity": finite_exp(loss)}
 
 
 def finite_exp(value: float) -> float:
