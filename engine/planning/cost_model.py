@@ -103,13 +103,6 @@ def memory_bandwidth(case: PlanningCase) -> float:
     return case.ceilings.bandwidth if case.device == "cpu" else case.hardware.gpu.memory_bandwidth
 
 
-def host_bandwidth(case: PlanningCase) -> float:
-    """Bytes/s of a node's own memory."""
-    if case.device == "cpu":
-        return case.ceilings.bandwidth
-    return min(calibration.HOST_CORE_BANDWIDTH * case.hardware.cpus, calibration.HOST_BANDWIDTH)
-
-
 def micro_batch_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     """Seconds of a micro-batch apart from its tokens: launches, one addition to every gradient, and the part
     of a sharded model's exchange that arithmetic cannot hide.
@@ -236,11 +229,6 @@ def all_gather_seconds(size: float, processes: int, case: PlanningCase, messages
     return inside + between + math.log2(processes) * latency * messages
 
 
-def all_reduce_seconds(size: float, processes: int, case: PlanningCase) -> float:
-    """Seconds to sum `size` bytes over all processes: a reduce-scatter and an all-gather, in buckets."""
-    return 2 * all_gather_seconds(size, processes, case, math.ceil(size / BUCKET_BYTES))
-
-
 def gather_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
     """Seconds that a micro-batch's exchange of sharded weights takes by itself; 0 where they are whole.
 
@@ -276,7 +264,8 @@ def exchange_seconds(
     if choices.traits.shards_weights:
         arithmetic = one_micro_batch - micro_batch_seconds(case, choices)
         return count * _hidden_share(case) * max(0.0, gather_seconds(case, choices) - arithmetic)
-    total = all_reduce_seconds(4.0 * case.model_size.trainable, choices.processes, case)
+    size = 4.0 * case.model_size.trainable  # a reduce-scatter and an all-gather, in buckets
+    total = 2 * all_gather_seconds(size, choices.processes, case, math.ceil(size / BUCKET_BYTES))
     if case.device == "cpu" or not choices.traits.overlaps_reduction:
         return total
     return max(0.05 * total, total - calibration.HIDDEN * one_micro_batch)
@@ -294,7 +283,8 @@ def update_seconds(case: PlanningCase, choices: ExecutionChoices) -> float:
         return slower * updated / case.ceilings.adamw
     rate = memory_bandwidth(case)
     if choices.traits.offloads:
-        rate = host_bandwidth(case) / case.local(choices.processes)
+        host = min(calibration.HOST_CORE_BANDWIDTH * case.hardware.cpus, calibration.HOST_BANDWIDTH)
+        rate = host / case.local(choices.processes)
     return 28.0 * case.model_size.trainable / sharded / rate
 
 

@@ -79,7 +79,8 @@ def memory_limit(case: PlanningCase, asked: PlanOptions, processes: int) -> floa
     if text is None:
         return 0.8 * memory
     match = re.fullmatch(MEMORY_LIMIT, text.strip().lower())
-    if match is None or float(match[1]) == 0 or (match[2] == "%" and float(match[1]) > 100):
+    assert match is not None, "PlanOptions checks it"
+    if float(match[1]) == 0 or (match[2] == "%" and float(match[1]) > 100):
         raise UserError(f"--memory-limit {text}: is not a size such as 10GB or a share such as 80%")
     if match[2] == "%":
         return memory * float(match[1]) / 100
