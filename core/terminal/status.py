@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
 import sys
@@ -30,8 +29,6 @@ RELAY_VARIABLE = "ISOBATCH_RELAY_STATUS"
 """Set for child processes whose parent shows their status on a terminal."""
 SHOWN_AFTER_SECONDS = 1.0
 SAID_AFTER_SECONDS = 10.0
-FIRST_SAID_AFTER_SECONDS = 1.0
-"""Of a command that takes long, once its words are checked: in a pipe it says soon that it has begun."""
 _PERIOD_SECONDS = 0.2
 _BAR_CELLS = 20
 _CLEAR = "\r\x1b[K"
@@ -159,15 +156,11 @@ class _Lines:
 
     def __init__(self, mark: str) -> None:
         self.mark = mark
-        self.first_at = math.inf
-        """When a first line is due, however long its activity takes."""
         self._said, self._said_at = "", 0.0
 
     def tick(self, activity: Activity, began: float) -> None:
         repeated = activity.every_ten_seconds and activity.total > 0
         due = now() - (max(began, self._said_at) if repeated else began) >= SAID_AFTER_SECONDS
-        if self.first_at <= now() and activity.text:
-            due, self.first_at = True, math.inf
         if due and (repeated or not (activity.total or activity.text == self._said)):
             self._said, self._said_at = activity.text, now()
             figures = (f"{activity.done:,}/{activity.total:,}", *activity.figures)
@@ -221,12 +214,6 @@ _status = _Status()
 def start_status(mark: str = "") -> None:
     """Begin to show what this process does; `mark` is put before each line that is no terminal's."""
     _status.start(mark)
-
-
-def begins_now() -> None:
-    """What takes long begins: in a pipe, which shows no status, a line says so after a second."""
-    if isinstance(_status.display, _Lines):
-        _status.display.first_at = now() + FIRST_SAID_AFTER_SECONDS
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import time
 from dataclasses import dataclass
@@ -122,8 +123,7 @@ def verify(run: Run | str | Path, **options: Any) -> Verification:
     asked = VerifyOptions(**known_options(options, (VerifyOptions,)))
     with preserve_process_state():
         report = verify_run(open_run(found.folder, asked.trust), asked, owns_process=False)
-    fields = ("verified", "problems", "steps", "unproven", "coverage", "trusted")
-    return Verification(*(report[name] for name in fields))
+    return Verification(**{field.name: report[field.name] for field in dataclasses.fields(Verification)})
 
 
 @contextlib.contextmanager

@@ -95,12 +95,9 @@ def resume(words: Sequence[str]) -> int:
     positional, flags = split_words(words)
     if len(positional) != 1:
         raise UserError("resume: give the folder of one run, as in: resume runs/causal-lm-0123456789ab")
-    groups = {
-        "recipe": {"data": flags_of(Recipe, "recipe")["data"]},
-        "resume": flags_of(ResumeOptions, "resume"),
-        "plan": flags_of(PlanOptions, "plan"),
-        "run": flags_of(RunOptions, "run"),
-    }
+    kinds = {"resume": ResumeOptions, "plan": PlanOptions, "run": RunOptions}
+    groups = {name: flags_of(kind, name) for name, kind in kinds.items()}
+    groups["recipe"] = {"data": flags_of(Recipe, "recipe")["data"]}
     values, notes = sort_flags(flags, groups, "resume")
     options = ResumeOptions(**values["resume"])
     run = _here(positional[0], values["run"], options.trust)
@@ -110,7 +107,7 @@ def resume(words: Sequence[str]) -> int:
     if run.status() == "done":
         if options.skip_step is not None:
             steps_to_skip(run, options.skip_step)
-            raise UserError(f"--skip-step {options.skip_step}: {run.folder} is done: `--again` trains anew")
+            raise UserError(f"--skip-step {options.skip_step}: {run.folder} is done: train it anew without")
         print_unless_quiet(f"{run.folder} is done", run_options.quiet)
         return _print_result(run, DONE, options)
     refuse_if_in_a_job(run)

@@ -33,7 +33,6 @@ from isobatch.core.errors import (
 )
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.core.strategies import traits_of
-from isobatch.core.terminal.status import begins_now
 from isobatch.engine import consent
 from isobatch.engine.optimization.left_out import ASKED, leave_out, refuse_where_steps_matter
 from isobatch.engine.planning.planner import with_smaller_budget
@@ -97,17 +96,13 @@ def steps_to_skip(run: RunFolder, asked: str) -> tuple[str, int, int]:
     task, _ = workload_of(run.recipe).make(run.recipe)
     refuse_where_steps_matter(task)
     names = [phase.name for phase in task.phases() if run.recipe.phase in (None, phase.name)]
-    phase, colon, steps = asked.rpartition(":")
-    first, dash, last = steps.partition("-")
-    example = f"1200-1203 or {names[-1]}:1200-1203"
-    if not first.isdecimal() or (dash and not last.isdecimal()) or (colon and phase not in names):
-        raise UserError(f"--skip-step {asked}: give a step or a range, as in {example}")
-    if not colon and len(names) > 1:
-        raise UserError(f"--skip-step {asked}: of which phase? As in {names[0]}:{asked}")
-    start, stop = int(first), int(last or first)
-    if not 0 < start <= stop:
-        raise UserError(f"--skip-step {asked}: the first step is 1, and a range ascends")
-    return phase or names[0], start, stop
+    match = re.fullmatch(r"(?:(.+):)?(\d+)(?:-(\d+))?", asked)
+    phase = names[0] if match and match[1] is None and len(names) == 1 else match and match[1]
+    start, stop = (int(match[2]), int(match[3] or match[2])) if match else (0, 0)
+    if phase not in names or not 0 < start <= stop:
+        example = f"{'' if len(names) == 1 else f'{names[-1]}:'}1200-1203"
+        raise UserError(f"--skip-step {asked}: give a step or an ascending range of a phase, as in {example}")
+    return str(phase), start, stop
 
 
 def find_or_train(
@@ -118,7 +113,6 @@ def find_or_train(
     With `owns_process` False, as in a notebook, the process is never ended and its signal handlers stay.
     Raises UserError, for example where the run is being trained already, here or by a Slurm job.
     """
-    begins_now()
     for note in request.notes:
         print_unless_quiet(note, request.run.quiet)
     facts = prepare_facts(request)

@@ -17,7 +17,7 @@ from isobatch.engine.planning import calibration
 from isobatch.engine.training.step_metrics import tracked_values
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from isobatch.engine.distributed.communicator import Communicator
@@ -61,7 +61,7 @@ def _scalar(value: Any) -> Any:
 
 
 def end_tracking(run: RunFolder, world: Communicator, step: int, say: Callable[[str], None]) -> None:
-    """Give the trackers the final metrics, as numbers and where they have one as a table, and the plots.
+    """Give the trackers the final metrics and the plots.
 
     `say` is told where that fails: the run is done without it.
     """
@@ -70,44 +70,26 @@ def end_tracking(run: RunFolder, world: Communicator, step: int, say: Callable[[
     for tracker in world.accelerator.trackers:
         try:
             tracker.log({f"{FINAL}/{name}": value for name, value in metrics.items()}, step=step)
-            _GIVERS[tracker.name](tracker, metrics, files, step)
+            _give_plots(tracker, files, step)
         except Exception as error:
             say(f"--tracker {tracker.name}: the final figures did not arrive: {error}")
 
 
-def _to_tensorboard(tracker: Any, _: Mapping[str, float], files: list[Path], step: int) -> None:
-    from matplotlib.image import imread
+def _give_plots(tracker: Any, files: list[Path], step: int) -> None:
+    if tracker.name == "tensorboard":
+        from matplotlib.image import imread
 
-    images = {file.stem: imread(file)[None, ..., :3] for file in files}
-    tracker.log_images(images, step=step, dataformats="NHWC")
+        images = {file.stem: imread(file)[None, ..., :3] for file in files}
+        tracker.log_images(images, step=step, dataformats="NHWC")
+    elif tracker.name == "wandb":
+        tracker.log_images({file.stem: [str(file)] for file in files}, step=step)
+    elif tracker.name == "mlflow":
+        for file in files:
+            tracker.log_artifact(str(file), "plots")
+    elif tracker.name == "trackio":
+        import trackio
 
-
-def _to_wandb(tracker: Any, metrics: Mapping[str, float], files: list[Path], step: int) -> None:
-    tracker.log_images({file.stem: [str(file)] for file in files}, step=step)
-    rows = [[name, value] for name, value in metrics.items()]
-    tracker.log_table(FINAL, columns=["metric", "value"], data=rows, step=step)
-
-
-def _to_mlflow(tracker: Any, _: Mapping[str, float], files: list[Path], __: int) -> None:
-    for file in files:
-        tracker.log_artifact(str(file), "plots")
-
-
-def _to_trackio(tracker: Any, metrics: Mapping[str, float], files: list[Path], step: int) -> None:
-    import pandas
-    import trackio
-
-    rows = pandas.DataFrame({"metric": list(metrics), "value": list(metrics.values())})
-    images = {file.stem: trackio.Image(str(file)) for file in files}
-    tracker.log({**images, FINAL: trackio.Table(dataframe=rows)}, step=step)
-
-
-_GIVERS = {
-    "tensorboard": _to_tensorboard,
-    "wandb": _to_wandb,
-    "mlflow": _to_mlflow,
-    "trackio": _to_trackio,
-}
+        tracker.log({file.stem: trackio.Image(str(file)) for file in files}, step=step)
 
 
 LOWEST_PRIORITY = 19

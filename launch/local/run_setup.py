@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files, hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
-from isobatch.core.flags import build_options, spelling
+from isobatch.core.flags import build_options
 from isobatch.core.measures import printable
 from isobatch.core.package import CACHE, cache_folder
 from isobatch.core.plan import INVARIANCES, PlanOptions
-from isobatch.core.recipe import is_read
 from isobatch.core.terminal.status import doing
 from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
@@ -155,48 +154,16 @@ def create_run(request: Request, facts: Facts) -> RunFolder:
 
     Where another process has just made one for the same request, that one. Raises UserError.
     """
-    out = Path(request.run.out).expanduser()
-    name = request.run.name or run_name(request.recipe)
+    out, name = Path(request.run.out).expanduser(), request.run.name
     while True:
-        folder = out / name if request.run.name else free_folder(out, name)
+        folder = out / name if name else free_folder(out, run_name(request.recipe))
         if made := find_run(request, facts):
             return made
         try:
             return RunFolder.create(folder, request.recipe, facts, request.run)
         except FolderTakenError:
-            if request.run.name and find_run(request, facts) is None:
-                raise FolderTakenError(folder, _why_other(folder, request.recipe, facts)) from None
-
-
-MOST_DIFFERENCES = 3
-"""Of two recipes that a line names."""
-
-
-def _why_other(folder: Path, recipe: Recipe, facts: Facts) -> str:
-    """In what the run in a folder differs from a recipe on this data."""
-    try:
-        run = RunFolder(folder)
-        theirs, ours = _flags(run.recipe), _flags(recipe)
-        same_data = run.facts.fingerprint == facts.fingerprint
-    except (UserError, OSError):
-        return "is not a run"
-    both_read = [name for name in ours if is_read(name, theirs) and is_read(name, ours)]
-    differing = [name for name in both_read if theirs.get(name) != ours[name]]
-    if not differing:
-        return "is a run of this recipe" if same_data else "is a run on other data"
-    shown = [f"{spelling(name)} {_shown(theirs.get(name))}, not {_shown(ours[name])}" for name in differing]
-    return f"is another run's, with {'; '.join(shown[:MOST_DIFFERENCES])}"
-
-
-def _flags(recipe: Recipe) -> dict[str, Any]:
-    """All fields of a recipe, its task's among them."""
-    found = recipe.to_dict()
-    options = found.pop("options")
-    return {**found, **options}
-
-
-def _shown(value: Any) -> str:
-    return ",".join(map(_shown, value)) if isinstance(value, list) else str(value)
+            if name and find_run(request, facts) is None:
+                raise
 
 
 def plan_for_this_machine(

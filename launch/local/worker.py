@@ -47,7 +47,9 @@ def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) ->
         options = dataclasses.replace(options, hang_timeout=0)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.update({name: os.environ.get(name, MOST_KERNELS) for name in KERNEL_CACHES})
-    _quiet_libraries(options)
+    if not options.debug:
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
 
     main = rank_and_world_size(os.environ)[0] == 0
@@ -112,23 +114,23 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
         return Verdict(DONE, "")
     except Exception as caught:
         error = classify(caught)
-        if error is None or (isinstance(error, UserCodeError) and (options.debug or not owns_process)):
+        own_code = isinstance(error, UserCodeError)
+        if error is None or (own_code and (options.debug or not owns_process)):
             raise
         if isinstance(error, UserCodeError):
             console.say(error.frames.rstrip("\n"))
-        code = error.exit_code
-        if isinstance(error, WorkerLostError):
+        lost = isinstance(error, WorkerLostError)
+        if lost:
             traceback.print_exc()
             error = WorkerLostError(peers.reason() or str(error))
-        if (code == FAILED or isinstance(error, UserCodeError)) and world.is_main:
+        code = error.exit_code
+        if (code == FAILED or own_code) and world.is_main:
             run.mark_failed(str(error))
         doing()
-        line = " ".join(str(error).split())
-        if not owns_process:  # the caller raises the error
-            return Verdict(code, str(error), error.cause)
-        if (world.is_main and not isinstance(error, WorkerLostError)) or _failed_alone(run):
+        if owns_process and ((world.is_main and not lost) or _failed_alone(run)):
+            line = " ".join(str(error).split())
             console.say(line if code == STOPPED else f"isobatch: {line}", always=True)
-        return Verdict(code, str(error), error.cause)
+        return Verdict(code, str(error), error.cause)  # without a process of its own, the caller raises it
 
 
 def _mark() -> str:
@@ -140,12 +142,6 @@ def _failed_alone(run: RunFolder) -> bool:
     """Print once: rank 0 reports errors common to all ranks; a rank that fails alone reports itself."""
     time.sleep(RANK_0_REPORTS_FIRST_SECONDS)
     return not run.has_verdict()
-
-
-def _quiet_libraries(options: RunOptions) -> None:
-    if not options.debug:
-        warnings.filterwarnings("ignore", category=FutureWarning)
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def main(words: Sequence[str]) -> int:

@@ -127,15 +127,11 @@ def test_what_another_process_made_in_the_same_instant_is_the_run(
     assert create_run(asked, facts).folder == mine.folder
     again = create_run(ask(tmp_path, "--again"), facts)
     assert again.folder.name == f"{mine.folder.name}-2"
-    taken = {
-        ("--again",): "is a run of this recipe: choose",
-        ("--lr", "0.5", "--seed", "3"): r"is another run's, with --seed 0, not 3; --lr .*, not 0.5: choose",
-    }
-    for words, why in taken.items():
-        with pytest.raises(FolderTakenError, match=why):
+    for words in (["--again"], ["--lr", "0.5", "--seed", "3"]):
+        with pytest.raises(FolderTakenError, match="is another run's or not a run: choose"):
             create_run(ask(tmp_path, *words, "--name", mine.folder.name), facts)
     (mine.folder / "recipe.json").unlink()
-    with pytest.raises(FolderTakenError, match="is not a run: choose"):
+    with pytest.raises(FolderTakenError, match="not a run: choose"):
         create_run(ask(tmp_path, "--seed", "3", "--name", mine.folder.name), facts)
 
 

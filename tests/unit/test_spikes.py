@@ -115,7 +115,7 @@ def test_by_hand_a_run_that_failed_goes_on_without_it(tmp_path: Path) -> None:
     assert verified(run, "full").verified
     with pytest.raises(UserError, match=r"--skip-step 3: .* is done"):
         resume([str(run.folder), "--skip-step", "3"])
-    with pytest.raises(UserError, match="give a step or a range"):
+    with pytest.raises(UserError, match="give a step or an ascending range"):
         resume([str(run.folder), "--skip-step", "abc"])
 
 

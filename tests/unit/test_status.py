@@ -129,19 +129,3 @@ def test_in_a_pipe_what_is_left_is_said_every_ten_seconds(
         lines.tick(activity, 100.0)
     said = capsys.readouterr().err.splitlines()
     assert said == [f"[isobatch] tokenizing train: {n}/40, 0:20 left" for n in (10, 20)]
-
-
-def test_in_a_pipe_a_long_command_says_soon_that_it_has_begun(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(status, "FIRST_SAID_AFTER_SECONDS", 0.0)
-    with status.stopped_status():
-        status.start_status()
-        status.doing("planning")
-        time.sleep(0.5)
-        assert capfd.readouterr().err == ""
-        status.begins_now()
-        time.sleep(0.5)
-        status.doing("training")
-        time.sleep(0.5)
-    assert capfd.readouterr().err == "planning ...\n"
