@@ -160,13 +160,13 @@ def _format_of(path: Path) -> str:
 
 def _find_in_folder(folder: Path, file_format: str | None) -> dict[str, SplitFiles]:
     names = sorted(f for f in folder.iterdir() if f.is_file())
-    known = [f for f in names if _ending(f) in FORMATS and _split_from_name(f)]
+    known = [f for f in names if _ending(f) in FORMATS and split_named(f.stem)]
     formats = sorted({_format_of(f) for f in known})
     if file_format is None and len(formats) > 1:
         raise UserError(f"--data {folder}: holds {' and '.join(formats)} files: choose with --format")
     known = [f for f in known if file_format in (None, _format_of(f))]
     found = {
-        split: tuple(f for f in known if _split_from_name(f) == split) for split in ("train", "valid", "test")
+        split: tuple(f for f in known if split_named(f.stem) == split) for split in ("train", "valid", "test")
     }
     if not found["train"]:
         for tagged in (f for f in names if f.suffix.lower() in TAGGED):
@@ -181,9 +181,10 @@ def _find_in_folder(folder: Path, file_format: str | None) -> dict[str, SplitFil
     return {split: SplitFiles(files, file_format or formats[0]) for split, files in found.items() if files}
 
 
-def _split_from_name(file: Path) -> str | None:
-    words = re.split(r"[^a-z]+", file.stem.lower())
-    return next((SPLITS[w] for w in words if w in SPLITS), None)
+def split_named(name: str) -> str | None:
+    """The split that the words of a file's name say."""
+    words = re.split(r"[^a-z]+", name.lower())
+    return next((SPLITS[word] for word in words if word in SPLITS), None)
 
 
 def count_rows(part: SplitFiles) -> int:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -103,17 +102,6 @@ def _joined(groups: list[IndexedGroup]) -> dict[str, Column]:
     return {name: np.concatenate([one[name] for one in kept]) for name in kept[0]} if kept else {}
 
 
-@dataclass(slots=True)
-class Index:
-    """What Facts should know of an index."""
-
-    sizes: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Split -> sums of what the encoder counts."""
-    notes: list[str] = field(default_factory=list)
-    stored_bytes: int = 0
-    """Of all objects."""
-
-
 def divide(objects: list[StoredObject]) -> dict[str, list[int]]:
     """Split -> numbers of its objects, by the words in their names; train where there are none.
 
@@ -121,9 +109,7 @@ def divide(objects: list[StoredObject]) -> dict[str, list[int]]:
     """
     splits: dict[str, list[int]] = {"train": []}
     for number, one in enumerate(objects):
-        words = re.split(r"[^a-z]+", name_of(one.address).lower())
-        split = next((readers.SPLITS[word] for word in words if word in readers.SPLITS), "train")
-        splits.setdefault(split, []).append(number)
+        splits.setdefault(readers.split_named(name_of(one.address)) or "train", []).append(number)
     if not splits["train"]:
         raise UserError(f"--data: all objects are held out by their names, as {objects[0].address}")
     return splits
@@ -136,17 +122,21 @@ def build(
     splits: Mapping[str, list[int]],
     encoder: TextGroupEncoder,
     cache: GroupCache,
-) -> Index:
-    """Write the index of every split into `folder`. `data`: --data, for errors."""
+) -> tuple[dict[str, dict[str, int]], list[str]]:
+    """Write the index of every split into `folder`. `data`: --data, for errors.
+
+    Returns (split -> sums of what the encoder counts, notes).
+    """
     builder = _Builder(objects, encoder, cache)
     parts = builder.index_all()
-    found = Index(stored_bytes=sum(one.size for one in objects))
+    found: dict[str, dict[str, int]] = {}
+    notes: list[str] = []
     groups = {
         split: [group for number in numbers for group in parts[number]] for split, numbers in splits.items()
     }
     if "valid" not in groups:
         held_out = builder.hold_out(groups, data)
-        found.notes.append(f"there is no validation split: the last {held_out:,} rows are it")
+        notes.append(f"there is no validation split: the last {held_out:,} rows are it")
     total = RowCounts()
     for split, members in groups.items():
         kept = [group for group in members if group.samples]
@@ -158,11 +148,10 @@ def build(
         for group in members:
             sizes.update(group.sizes)
         noted = RowCounts({n: count for n, count in sizes.items() if n.startswith((LEFT_OUT, FIELD))})
-        found.sizes[split] = {name: count for name, count in sizes.items() if name not in noted}
-        found.notes += noted.notes(split, 0)
+        found[split] = {name: count for name, count in sizes.items() if name not in noted}
+        notes += noted.notes(split, 0)
         total.update(noted)
-    found.notes += total.field_notes()
-    return found
+    return found, [*notes, *total.field_notes()]
 
 
 def index_share(

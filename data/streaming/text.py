@@ -108,13 +108,13 @@ class StreamedText(Text):
         first = self.objects[0]
         is_read = kind != TEXT or not first.address.endswith(".parquet")  # of which one column is read
         unread = [] if is_read else [n for n in shard_of(Store(), first).columns() if n != column]
-        found = index.build(folder, self.recipe.data, self.objects, splits, encoder, self._cache())
+        sizes, notes = index.build(folder, self.recipe.data, self.objects, splits, encoder, self._cache())
         return {
             **self._tokenizer_facts(tokenizer, special),
-            "splits": found.sizes,
-            "stored_bytes": found.stored_bytes,
+            "splits": sizes,
+            "stored_bytes": sum(one.size for one in self.objects),
             **self._shown(encoder, folder),
-            "notes": [*found.notes, *(f"the field `{name}` is not read" for name in unread)],
+            "notes": [*notes, *(f"the field `{name}` is not read" for name in unread)],
         }
 
     def _texts(self, encoder: TextGroupEncoder, splits: Mapping[str, list[int]]) -> Iterator[str]:
