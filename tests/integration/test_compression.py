@@ -219,39 +219,33 @@ def test_what_cannot_be_pruned_is_one_line(case: str, home: Path) -> None:
     assert expected in line
 
 
-def data(folder: Path, labels: str) -> Path:
-    folder.mkdir()
-    lines = [f"some words {n}\t{labels[n % len(labels)]}" for n in range(40)]
+def changed(home: Path, folder: Path, file: str, *place: str, **values: Any) -> str:
+    """The teacher's final/ with these values at a place of one of its JSON files."""
+    shutil.copytree(home / "runs" / "teacher" / "final", folder)
+    found = json.loads((folder / file).read_text())
+    inner = found
+    for name in place:
+        inner = inner[name]
+    inner |= values
+    (folder / file).write_text(json.dumps(found))
+    return str(folder)
+
+
+def test_a_model_that_does_not_fit_is_refused(home: Path, tmp_path: Path) -> None:
+    """A teacher of other classes, one that reads other tokens, and a family without a map."""
+    lines = [f"some words {n}\t{'xyz'[n % 3]}" for n in range(40)]
+    (tmp_path / "rows").mkdir()
     for name in ("train.tsv", "dev.tsv"):
-        (folder / name).write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
-    return folder
-
-
-def test_a_teacher_of_other_classes_is_refused(home: Path, tmp_path: Path) -> None:
-    other = data(tmp_path / "other", "xyz")
-    done = launch("auto", "--task", "pruning", "--teacher", "runs/teacher", "--data", str(other), cwd=home)
-    assert "the data has x, y, z" in complaint(done)
-
-
-def test_a_teacher_that_reads_other_tokens_is_refused(home: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(home / "runs" / "teacher" / "final", other)
-    file = other / "tokenizer.json"
-    tokens = json.loads(file.read_text())
-    tokens["model"]["vocab"]["zzzzzz"] = len(tokens["model"]["vocab"])
-    file.write_text(json.dumps(tokens))
-    words = ["--teacher", str(other), "--model", "runs/teacher/final"]
-    assert "its tokenizer is not that of" in complaint(launch("auto", "--task", "pruning", *words, cwd=home))
-
-
-def test_a_family_without_a_map_is_named(home: Path, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(home / "runs" / "teacher" / "final", other)
-    config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps({**config, "model_type": "electra"}))
-    for task in ("pruning", "qat"):
-        line = complaint(launch("auto", "--task", task, "--model", str(other), cwd=home))
-        assert "known of bert, roberta, distilbert" in line
+        (tmp_path / "rows" / name).write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
+    tokens = changed(home, tmp_path / "tokens", "tokenizer.json", "model", "vocab", zzzzzz=99_999)
+    electra = changed(home, tmp_path / "electra", "config.json", model_type="electra")
+    for words, said in (
+        (["pruning", "--teacher", "runs/teacher", "--data", str(tmp_path / "rows")], "the data has x, y, z"),
+        (["pruning", "--teacher", tokens, "--model", "runs/teacher/final"], "its tokenizer is not that of"),
+        (["pruning", "--model", electra], "known of bert, roberta, distilbert"),
+        (["qat", "--model", electra], "known of bert, roberta, distilbert"),
+    ):
+        assert said in complaint(launch("auto", "--task", *words, cwd=home))
 
 
 def test_four_bits_need_qat(home: Path) -> None:
