@@ -160,7 +160,7 @@ def _unanswered_lines(answerer: Answerer, unanswered: Sequence[UnansweredRowErro
     for why in dict.fromkeys(error.why for error in unanswered):
         of_it = [error for error in unanswered if error.why == why]
         first = str(of_it[0]).removesuffix(": leave it out")
-        yield f"{counted(len(of_it), 'row')} {why[len(of_it) > 1]}; the first: {first}"
+        yield f"{counted(len(of_it), 'row')} without an answer ({why}); the first: {first}"
     if isinstance(answerer.rows, UserReader) and (items := answerer.rows.left_out):
         unknown = counted(len(items), "unknown item")
         yield f"{unknown} of the rows left out: training had none of that name; the first: {items[0]}"

@@ -80,12 +80,11 @@ class LabelledRows:
         new, trained = self._pairs[False].total(), self._pairs[True].total()
         lines = []
         if new:
-            named = f"{counted(new, 'row')} {'has' if new == 1 else 'have'} a label in `{self._column}`"
-            lines.append(f"{named}: {self._figures(False)}")
+            lines.append(f"{counted(new, 'row')} with a label in `{self._column}`: {self._figures(False)}")
         if trained:
             others = "left out above" if new else "so that this is no evaluation"
-            rows = f"{counted(trained, 'row')}{' more' if new else ''} {'is' if trained == 1 else 'are'}"
-            lines.append(f"{rows} in the run's training data, {others}: {self._figures(True)}")
+            rows = f"{counted(trained, 'row')} of the run's training data"
+            lines.append(f"{rows}, {others}: {self._figures(True)}")
         if lines and self._foreign:
             lines[0] += f"; the model does not know the labels of {self._foreign:,} more"
         return lines

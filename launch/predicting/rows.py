@@ -22,17 +22,13 @@ if TYPE_CHECKING:
 
 ITEMS_COLUMN = "items"
 """A list of what a user took who was not in training."""
-NO_TEXT = ("has no text and no answer", "have no text and no answer")
-UNKNOWN_USER = (
-    "is of a user of whom training knew nothing, and has no answer",
-    "are of users of whom training knew nothing, and have no answer",
-)
+NO_TEXT, UNKNOWN_USER = "no text", "training knew nothing of the user"
 
 
 class UnansweredRowError(UserError):
-    """A row that gets no answer, and does not end the command. `why`: of one such row, and of several."""
+    """A row that gets no answer, and does not end the command."""
 
-    def __init__(self, message: str, why: tuple[str, str]) -> None:
+    def __init__(self, message: str, why: str) -> None:
         super().__init__(message)
         self.why = why
 

@@ -102,7 +102,7 @@ def test_unknown_rows_are_counted_and_the_others_are_written_as_lists(
     assert [(row["user"], row["rank"]) for row in rows] == [("1", 1), ("1", 2), ("u1", 1), ("u1", 2)]
     assert list(rows[0]) == ["user", "rank", "item", "title", "score"]
     unknown, left_out = capsys.readouterr().err.splitlines()
-    assert unknown.startswith("2 rows are of users of whom training knew nothing")
+    assert unknown.startswith("2 rows without an answer (training knew nothing of the user)")
     assert "guests.jsonl line 2: item i3" in unknown
     assert left_out.endswith("guests.jsonl line 1: item new")
 

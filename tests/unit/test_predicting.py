@@ -166,7 +166,7 @@ def test_a_row_without_a_text_stays_in_its_place_without_an_answer(
     assert [row["prediction"] for row in rows] == [1, None, 2]
     assert list(map(list, map(tables.flatten, rows))) == [["text", "prediction", "probabilities.x"]] * 3
     assert format_row(rows[1]) == "text:    prediction:   probabilities: x "
-    assert "1 row has no text and no answer; the first: " in capsys.readouterr().err
+    assert "1 row without an answer (no text); the first: " in capsys.readouterr().err
     with pytest.raises(UserError, match="is empty"):
         list(answer_file(Answerer(predict, TextReader()), str(write(file, [{"text": ""}]))))
 
@@ -208,7 +208,7 @@ def test_rows_with_labels_are_judged(tmp_path: Path, capsys: pytest.CaptureFixtu
     said = capsys.readouterr().err.strip()
     # F1 of "0": 2 right, 3 labelled, 2 answered; of "1": 1 right, 1 labelled, 2 answered.
     assert said == (
-        "4 rows have a label in `sentiment`: accuracy 75.0 % (30.1 to 95.4), macro F1 0.733;"
+        "4 rows with a label in `sentiment`: accuracy 75.0 % (30.1 to 95.4), macro F1 0.733;"
         " the model does not know the labels of 1 more"
     )
     list(answer_file(Answerer(predict, TextReader(), "another"), file))
@@ -235,7 +235,6 @@ def test_rows_of_the_training_data_are_no_evaluation(
     file = str(write(tmp_path / "rows.csv", [{"text": text, "label": label} for text, label in told]))
     list(answer_file(answerer, file))
     assert capsys.readouterr().err.splitlines() == [
-        "1 row has a label in `label`: accuracy 0.0 % (0.0 to 79.3), macro F1 0.000",
-        "2 rows more are in the run's training data, left out above: accuracy 100.0 % (34.2 to 100.0),"
-        " macro F1 1.000",
+        "1 row with a label in `label`: accuracy 0.0 % (0.0 to 79.3), macro F1 0.000",
+        "2 rows of the run's training data, left out above: accuracy 100.0 % (34.2 to 100.0), macro F1 1.000",
     ]
