@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import math
 from dataclasses import dataclass, field
@@ -18,14 +17,13 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from isobatch.engine.machine.ceilings import Ceilings, ceilings_of, machine_key
-from isobatch.engine.planning.memory_model import CONTEXT_BYTES, ExecutionChoices, memory_footprint
+from isobatch.engine.planning.memory_model import CONTEXT_BYTES
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from isobatch.core.plan import Plan
     from isobatch.engine.machine.hardware import Hardware
-    from isobatch.engine.planning.cost_model import PlanningCase
 
 TYPICAL_CORE = Ceilings(
     matmul=(19e9, 35e9, 44e9, 47e9, 47e9),
@@ -230,46 +228,6 @@ def _parse(line: str) -> Measured | None:
         return row if all(math.isfinite(n) and n > 0 for n in numbers) else None
     except (ValueError, TypeError):
         return None
-
-
-def history_key(case: PlanningCase, choices: ExecutionChoices) -> tuple[str, str, float]:
-    """(key, kind, size) of a run in the machine's history: see `Measured`.
-
-    The key holds all that decides memory and time but the micro-batch, which follows from it.
-    """
-    recipe, facts = case.recipe, case.facts
-    shape = {
-        "task": recipe.task,
-        "size": dataclasses.asdict(case.model_size),
-        "lengths": [case.longest, round(facts.mean_length, 2)],
-        "batch": [recipe.batch_size, recipe.optimizer],
-        "choices": dataclasses.asdict(choices),
-        "compile": case.compile,
-    }
-    key = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
-    kind = f"{recipe.task} {choices.device} {choices.precision}"
-    tokens = min(recipe.batch_size * facts.mean_length, 1e5)
-    footprint = memory_footprint(recipe, case.model_size, choices, tokens, case.longest)
-    return key, kind, footprint.step - footprint.workspace
-
-
-def correction_for(case: PlanningCase, choices: ExecutionChoices) -> Correction:
-    """The correction that this machine's history has for a run."""
-    if not case.measured.history.rows:
-        return Correction()
-    return case.measured.history.correction(*history_key(case, choices))
-
-
-def correct_bytes(case: PlanningCase, predicted: float, correction: Correction) -> float:
-    """Predicted bytes of a process, with what is beside the process itself corrected."""
-    process = min(predicted, CONTEXT_BYTES[case.device])
-    return process + correction.memory * (predicted - process)
-
-
-def uncorrected_limit(case: PlanningCase, limit: float, correction: Correction) -> float:
-    """The uncorrected prediction that becomes `limit` bytes when it is corrected."""
-    process = min(limit, CONTEXT_BYTES[case.device])
-    return process + (limit - process) / correction.memory
 
 
 def measured_run(plan: Plan, peak: int, seconds: float | None) -> Measured | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -14,14 +16,14 @@ from isobatch.core.measures import format_bytes
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import MEMORY_LIMIT, UNITS, PlanOptions, StrategyName
 from isobatch.core.strategies import STRATEGIES, traits_of
-from isobatch.engine.planning.calibration import (
-    Correction,
-    correct_bytes,
-    correction_for,
-    uncorrected_limit,
-)
+from isobatch.engine.planning.calibration import Correction
 from isobatch.engine.planning.cost_model import PlanningCase, largest_micro_batch, step_seconds
-from isobatch.engine.planning.memory_model import ExecutionChoices, MemoryFootprint, memory_footprint
+from isobatch.engine.planning.memory_model import (
+    CONTEXT_BYTES,
+    ExecutionChoices,
+    MemoryFootprint,
+    memory_footprint,
+)
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
@@ -86,6 +88,46 @@ def memory_limit(case: PlanningCase, asked: PlanOptions, processes: int) -> floa
         return memory * float(match[1]) / 100
     sharing = case.local(processes) if case.device == "cpu" else 1
     return min(float(memory), float(match[1]) * UNITS[match[2]] / sharing)
+
+
+def history_key(case: PlanningCase, choices: ExecutionChoices) -> tuple[str, str, float]:
+    """(key, kind, size) of a run in the machine's history: see `calibration.Measured`.
+
+    The key holds all that decides memory and time but the micro-batch, which follows from it.
+    """
+    recipe, facts = case.recipe, case.facts
+    shape = {
+        "task": recipe.task,
+        "size": dataclasses.asdict(case.model_size),
+        "lengths": [case.longest, round(facts.mean_length, 2)],
+        "batch": [recipe.batch_size, recipe.optimizer],
+        "choices": dataclasses.asdict(choices),
+        "compile": case.compile,
+    }
+    key = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
+    kind = f"{recipe.task} {choices.device} {choices.precision}"
+    tokens = min(recipe.batch_size * facts.mean_length, 1e5)
+    footprint = memory_footprint(recipe, case.model_size, choices, tokens, case.longest)
+    return key, kind, footprint.step - footprint.workspace
+
+
+def correction_for(case: PlanningCase, choices: ExecutionChoices) -> Correction:
+    """The correction that this machine's history has for a run."""
+    if not case.measured.history.rows:
+        return Correction()
+    return case.measured.history.correction(*history_key(case, choices))
+
+
+def correct_bytes(case: PlanningCase, predicted: float, correction: Correction) -> float:
+    """Predicted bytes of a process, with what is beside the process itself corrected."""
+    process = min(predicted, CONTEXT_BYTES[case.device])
+    return process + correction.memory * (predicted - process)
+
+
+def uncorrected_limit(case: PlanningCase, limit: float, correction: Correction) -> float:
+    """The uncorrected prediction that becomes `limit` bytes when it is corrected."""
+    process = min(limit, CONTEXT_BYTES[case.device])
+    return process + (limit - process) / correction.memory
 
 
 def strategies_to_try(

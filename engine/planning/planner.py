@@ -14,13 +14,14 @@ from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.strategies import traits_of
 from isobatch.engine.planning import choices as choose
 from isobatch.engine.planning import parallel_layout as layout
-from isobatch.engine.planning.calibration import MEASURED, MachineRecord, correct_bytes, history_key
+from isobatch.engine.planning.calibration import MEASURED, MachineRecord
 from isobatch.engine.planning.cost_model import (
     PlanningCase,
     expected_padding,
     fixed_tokens,
     micro_batch_seconds,
 )
+from isobatch.engine.planning.parallel_layout import correct_bytes, history_key
 from isobatch.models.head_chunks import chunk_bytes
 
 if TYPE_CHECKING:
