@@ -199,8 +199,8 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
         context.peak_memory.observe("export")
         summary |= metrics_fields(held_out) | context.peak_memory.fields()
         decisions = bytes_digest(context.run.decisions) if context.run.decisions.exists() else ""
-        where = {"phase": context.progress.phase, "step": context.progress.step}
-        found: dict[str, Any] = {
+        where: dict[str, Any] = {"phase": context.progress.phase, "step": context.progress.step}
+        found = {
             **where,
             "final": folder_digests(context.run.final),
             "exported": folder.name,
