@@ -23,7 +23,7 @@ def reduced(strategy: Any) -> Any:
 
     if hasattr(strategy, "reduce"):
         strategy.reduce()
-        found = [p.grad for p in strategy.trained if p.grad is not None]
+        found = [p.grad for _, p in strategy.trained() if p.grad is not None]
         strategy.optimizer.zero_grad()
     else:
         from deepspeed.utils import safe_get_full_grad
