@@ -9,9 +9,8 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from isal import isal_zlib
-
 from isobatch.core.errors import UserError
+from isobatch.core.extras import crc32_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -121,7 +120,7 @@ def crc32(path: Path) -> int:
     value = 0
     with path.open("rb") as stream:
         while block := stream.read(1 << 22):
-            value = isal_zlib.crc32(block, value)
+            value = crc32_of(block, value)
     return value
 
 

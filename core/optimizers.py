@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.errors import UserError
-
 if TYPE_CHECKING:
     from torch.optim import Optimizer  # noqa: TC004  heavy, and no class here has flags
 
@@ -38,6 +36,8 @@ class OptimizerTraits:
     """Whether its parameter groups may set `betas` and `eps`, as Adam's."""
     remark: str = ""
     """How it saves memory against AdamW, for the list of alternatives; empty where it does not."""
+    library: str = "torch"
+    """What it needs to be installed."""
 
     def build(self, groups: Groups, lr: float, device: str) -> Optimizer:
         """The optimizer over parameter groups, on a type of device."""
@@ -66,12 +66,10 @@ def _adafactor(groups: Groups, lr: float, device: str) -> Optimizer:
     return torch.optim.Adafactor(groups, lr=lr)
 
 
-def _eight_bit(name: str, flag: str) -> Callable[[Groups, float, str], Optimizer]:
+def _eight_bit(name: str) -> Callable[[Groups, float, str], Optimizer]:
     def make(groups: Groups, lr: float, device: str) -> Optimizer:
-        try:
-            import bitsandbytes
-        except ImportError:
-            raise UserError(f"--optimizer {flag} needs: pip install bitsandbytes") from None
+        import bitsandbytes
+
         optimizer: Optimizer = getattr(bitsandbytes.optim, name)(groups, lr=lr)
         return optimizer
 
@@ -83,20 +81,22 @@ OPTIMIZERS = {
         make=_adamw, state_bytes=8.0, elementwise=True, update_bytes=0.0, takes_betas=True
     ),
     "adamw8bit": OptimizerTraits(
-        make=_eight_bit("AdamW8bit", "adamw8bit"),
+        make=_eight_bit("AdamW8bit"),
         state_bytes=2.0,
         elementwise=False,
         cpu_update=19.0,
         takes_betas=True,
         remark="moments in 8 bits",
+        library="bitsandbytes",
     ),
     "paged-adamw8bit": OptimizerTraits(
-        make=_eight_bit("PagedAdamW8bit", "paged-adamw8bit"),
+        make=_eight_bit("PagedAdamW8bit"),
         state_bytes=2.0,
         elementwise=False,
         cpu_update=19.0,
         takes_betas=True,
         remark="and they move to host memory when a GPU's is full",
+        library="bitsandbytes",
     ),
     # Its state is one row and one column per matrix.
     "adafactor": OptimizerTraits(

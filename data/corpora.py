@@ -14,6 +14,7 @@ import numpy as np
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
+from isobatch.core.extras import need
 from isobatch.core.flags import nearest_path_hint
 from isobatch.data import readers
 from isobatch.data.readers import LocatedRows
@@ -51,11 +52,10 @@ def load_dataset(name: str, config: str | None) -> Any:
 
     Raises UserError with one line where it cannot be had.
     """
-    try:
-        import datasets
-        import huggingface_hub.constants
-    except ImportError:
-        raise UserError(f"--data {name}: hub data needs datasets: pip install datasets") from None
+    need("datasets", f"--data {name}: hub data")
+    import datasets
+    import huggingface_hub.constants
+
     folder = None
     if not hub_cache.is_reachable():
         folder = hub_cache.snapshot("datasets", name)

@@ -14,6 +14,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
+from isobatch.core.extras import need
 from isobatch.core.flags import nearest_hint
 
 if TYPE_CHECKING:
@@ -33,10 +34,8 @@ def require_datasketch() -> str:
 
     Raises UserError where it is not installed.
     """
-    try:
-        return importlib.metadata.version("datasketch")
-    except importlib.metadata.PackageNotFoundError:
-        raise UserError("--clean near: needs datasketch: pip install datasketch") from None
+    need("datasketch", "--clean near")
+    return importlib.metadata.version("datasketch")
 
 
 class NearDuplicates:

@@ -17,10 +17,9 @@ import shutil
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isal import isal_zlib
-
 from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError
+from isobatch.core.extras import crc32_of
 from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.checkpointing.layout import FilePart, Layout, layout_in
 
@@ -69,7 +68,7 @@ def read_contents(folder: Path) -> CheckpointTexts:
         recorded = atomic_files.parse_json((folder / CHECKSUMS).read_bytes())
         texts = {name: (folder / name).read_bytes() for name in TEXTS}
         for name, text in texts.items():
-            if isal_zlib.crc32(text) != recorded[name]:
+            if crc32_of(text) != recorded[name]:
                 raise ValueError(f"{name} is not what was written")
         index, state = (atomic_files.parse_json(texts[name]) for name in TEXTS)
         layout, sums = layout_in(index), recorded["parts"]
@@ -132,7 +131,7 @@ class SavedCheckpoint:
             of_part = block[: part.stop - start]
             self._read_into(of_part, part.file, start)
             digest.update(of_part)
-            crc = isal_zlib.crc32(of_part, crc)
+            crc = crc32_of(of_part, crc)
         return {"bytes": part.stop - part.start, "crc32": crc, "sha256": digest.hexdigest()}
 
     def _read_into(self, memory: memoryview, file: int, start: int) -> None:

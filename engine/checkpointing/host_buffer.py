@@ -22,9 +22,9 @@ import weakref
 from typing import TYPE_CHECKING
 
 import torch
-from isal import isal_zlib
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from isobatch.core.extras import crc32_of
 from isobatch.engine.checkpointing.layout import SECTOR, whole_sectors
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class HostBuffer:
                     if error.errno != errno.EINVAL:
                         raise
                     _write(path, memory, start, total, 0)  # O_DIRECT is not supported everywhere
-            crc, digest = isal_zlib.crc32(memory), hashlib.sha256(memory).hexdigest()
+            crc, digest = crc32_of(memory), hashlib.sha256(memory).hexdigest()
         return {"bytes": size, "crc32": crc, "sha256": digest}
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.extras import need
 from isobatch.core.package import ROOT
 from isobatch.engine.model_setup.deferred_materialization import read_late
 from isobatch.engine.model_setup.layer_blocks import layer_blocks
@@ -59,10 +60,9 @@ def make_engine(model: nn.Module, optimizer: Optimizer, config: dict[str, Any], 
     if world.device.type == "cpu":
         os.environ["DS_ACCELERATOR"] = "cpu"
     with contextlib.redirect_stdout(sys.stderr):  # it logs to standard output from its import on
-        try:
-            import deepspeed
-        except ImportError:
-            raise UserError("ZeRO needs: pip install deepspeed") from None
+        need("deepspeed", "ZeRO")
+        import deepspeed
+
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         # Its shared-memory all-reduce is compiled at first use, under a lock that a killed process leaves
         # behind, and spins forever where a rank has died. gloo raises an error instead.

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
+from isobatch.core.extras import need
 from isobatch.core.flags import build_options
 from isobatch.core.measures import format_bytes, format_p_value
 from isobatch.core.package import GO_ON_VARIABLE
@@ -52,6 +53,8 @@ def compress(words: Sequence[str]) -> int:
         return DONE
     if options.dry_run:
         return plan_stages(chain, PlanCommandOptions(json=options.json))
+    for library in ("onnx", "onnxruntime", "matplotlib"):
+        need(library, "--task compress")
     runs: list[RunFolder] = []
     for number, (stage, kinds) in enumerate(EXPORTS.items(), start=1):
         print(f"compress: stage {number} of {len(EXPORTS)}, {stage}", file=sys.stderr)

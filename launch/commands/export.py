@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.extras import need
 from isobatch.core.terminal.status import doing
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
@@ -53,6 +54,9 @@ def export(words: Sequence[str]) -> int:
         raise UserError(
             f"--to {unknown[0]}: a {run.recipe.task} run exports {', '.join(task.exports)}{needs}"
         )
+    if any(kind.startswith("onnx") for kind in wanted):
+        for library in ("onnx", "onnxruntime"):
+            need(library, f"--to {','.join(wanted)}")
     found = {kind: export_form(run, kind, options.data) for kind in wanted}
     if options.json:
         print(atomic_files.json_text(found))

@@ -6,7 +6,7 @@ import importlib.metadata
 import resource
 import sys
 import tomllib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.package import ROOT
 from isobatch.engine.machine.detect import positive
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
     from pathlib import Path
 
-ONLY_FOR_SOME = (
-    *("deepspeed", "bitsandbytes", "peft", "onnx", "onnxruntime", "datasets", "matplotlib", "nvidia-ml-py"),
-)
+ONLY_FOR_SOME = ("peft", "nvidia-ml-py")
 """Requirements without which training still works, but for the flags that need them."""
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLOWS = {
@@ -46,11 +44,12 @@ def reinstall(requirement: str) -> str:
 
 
 def requirements(root: Path = ROOT) -> list[str]:
-    """What this copy of isobatch requires: of its pyproject.toml, else of the installed package."""
+    """What this copy and its extras require: of its pyproject.toml, else of the installed package."""
     project = root / "pyproject.toml"
     if project.is_file():
-        found: list[str] = tomllib.loads(project.read_text())["project"]["dependencies"]
-        return found
+        found: dict[str, Any] = tomllib.loads(project.read_text())["project"]
+        extras = [line for lines in found["optional-dependencies"].values() for line in lines]
+        return [*found["dependencies"], *(f"{line.partition(';')[0]}; extra == 'any'" for line in extras)]
     return importlib.metadata.requires("isobatch") or []
 
 
@@ -68,18 +67,21 @@ def check_versions(
     """A line for each requirement that is not met; one line where all are."""
     from packaging.requirements import Requirement
 
-    needs = [
-        need for need in map(Requirement, required) if not need.marker or need.marker.evaluate({"extra": ""})
-    ]
-    wrong = []
-    for need in needs:
+    wrong, met = [], 0
+    for need in map(Requirement, required):
         version = installed(need.name)
+        optional = "extra" in str(need.marker)
+        if need.name == "isobatch" or (optional and version is None):
+            continue
+        if need.marker and not optional and not need.marker.evaluate():
+            continue
         if version is None or not need.specifier.contains(version, prereleases=True):
-            say = warning if need.name in ONLY_FOR_SOME else broken
+            say = warning if optional or need.name in ONLY_FOR_SOME else broken
             here = "is not installed" if version is None else f"{version} is here"
             text = f"{here}; isobatch needs {need.name}{need.specifier}"
             wrong.append(say(need.name, text, f'{pip()} install "{need.name}{need.specifier}"'))
-    return wrong or [ok("versions", f"all {len(needs)} required packages are here, in versions that fit")]
+        met += 1
+    return wrong or [ok("versions", f"all {met} required packages are here, in versions that fit")]
 
 
 def check_locale(encoding: str) -> Check:

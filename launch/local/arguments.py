@@ -7,7 +7,6 @@ is imported and before anything runs.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import keyword
 import math
 import re
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
+from isobatch.core.extras import need
 from isobatch.core.flags import SWITCH_WORDS, BareValue, Flag, convert, flags_of, nearest, spelling
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
@@ -321,8 +321,8 @@ def check_request(request: Request, elsewhere: bool = False) -> None:
 
 
 def _check_tracker(name: str) -> None:
-    if name != "none" and importlib.util.find_spec(name) is None:
-        raise UserError(f"--tracker {name} needs: pip install {name}")
+    if name != "none":
+        need(name, f"--tracker {name}")
 
 
 def _groups(chosen: Workload, command: str, options_class: type | None) -> Groups:

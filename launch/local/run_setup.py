@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files, hub_cache
 from isobatch.core.errors import UserError
+from isobatch.core.extras import need
 from isobatch.core.facts import Facts
 from isobatch.core.flags import build_options
 from isobatch.core.measures import printable
+from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.package import CACHE, cache_folder
 from isobatch.core.plan import INVARIANCES, PlanOptions
+from isobatch.core.strategies import traits_of
 from isobatch.core.terminal.status import doing
 from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
@@ -174,7 +177,10 @@ def plan_for_this_machine(
     task, _ = workload_of(recipe).make(recipe)
     size, machine = task.model_size(facts), detect()
     record = machine_record(machine, cache_folder())
-    return make_plan(recipe, facts, size, machine, options, world=world, measured=record)
+    plan = make_plan(recipe, facts, size, machine, options, world=world, measured=record)
+    need(traits_of(plan.strategy).library.lower(), f"--strategy {plan.strategy}")
+    need(OPTIMIZERS[recipe.optimizer].library, f"--optimizer {recipe.optimizer}")
+    return plan
 
 
 def plan_with_remarks(

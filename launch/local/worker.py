@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserCodeError, UserError
+from isobatch.core.extras import has
 from isobatch.core.terminal.console import LINE_MARK
 from isobatch.core.terminal.status import RELAY_VARIABLE, doing, start_status
 from isobatch.engine import consent
@@ -101,7 +102,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
     try:
         if options.tracker != "none":
             begin_tracking(run, world)
-        plotter = Plotter(run, draws=world.is_main)
+        plotter = Plotter(run, draws=world.is_main and has("matplotlib"))
         with peers, torch.autograd.set_detect_anomaly(options.anomaly):
             context = RunContext(run, world, options, console, owns_process, plotter.start)
             train(context, end_process)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.extras import need
 from isobatch.launch.report.records import GPU_USE, read_records, report_of, task_of
 from isobatch.models.protocols import Drawing
 
@@ -31,6 +32,7 @@ PANELS: tuple[tuple[str, tuple[tuple[str, float, str], ...]], ...] = (
 
 def draw_figure(draw: Any, width: float, height: float, columns: int = 1) -> Figure:
     """The figure that `draw(*axes)` draws; width and height in inches. A `$` in a name is no formula."""
+    need("matplotlib", "a report")
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import DONE, UserError
+from isobatch.core.extras import need
 from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
 from isobatch.launch.local.arguments import command_options, split_words
@@ -79,11 +80,8 @@ def make_app(where: str, options: ServeOptions) -> Any:
 
 
 def _require_libraries() -> None:
-    try:
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError:
-        raise UserError("serve: needs starlette and uvicorn: pip install starlette uvicorn") from None
+    need("starlette", "serve")
+    need("uvicorn", "serve")
 
 
 def listen(host: str, port: int) -> socket.socket:

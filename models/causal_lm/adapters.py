@@ -12,7 +12,8 @@ import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from isobatch.core.errors import ExportError, UserError, refuse
+from isobatch.core.errors import ExportError, refuse
+from isobatch.core.extras import need
 from isobatch.core.number_ranges import Positive, Probability
 from isobatch.models import hub, lora
 
@@ -165,10 +166,8 @@ def quantized_loading(bits: int, device: Any) -> dict[str, Any]:
     if bits == 16:
         return {}
     lora.quiet_bitsandbytes()
-    try:
-        importlib.import_module("bitsandbytes")
-    except ImportError:
-        raise UserError(f"--load-bits {bits} needs: pip install bitsandbytes") from None
+    need("bitsandbytes", f"--load-bits {bits}")
+    importlib.import_module("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(load_in_8bit=bits == 8, load_in_4bit=bits == 4, bnb_4bit_quant_type="nf4")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
+from isobatch.core.extras import need
 from isobatch.core.number_ranges import Count
 from isobatch.models import hub, lora, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
@@ -137,6 +138,8 @@ class CausalLM(Task):
         return found
 
     def check(self) -> None:
+        if self.options.load_bits != 16:
+            need("bitsandbytes", f"--load-bits {self.options.load_bits}")
         name = self._model_name
         adapters.check_options(self.options, pretrained=name not in PRESETS)
         if self.recipe.max_length < 2:

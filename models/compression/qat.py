@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
+from isobatch.core.extras import need
 from isobatch.models import saving
 from isobatch.models.base import CHANGES_SHAPE, Batch, ModelSize, Phase
 from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
@@ -87,6 +88,8 @@ class QAT(DistilledClassifier):
 
     def check(self) -> None:
         super().check()
+        for library in ("onnx", "onnxruntime"):  # said before it trains: its last act is to write such a file
+            need(library, f"--task {self.recipe.task}")
         if (config := self._initial_config()) is not None:
             encoders.sizes_from_config(config, self._model_name)
             if (activation := onnx_graph.activation_of(config)) not in onnx_graph.ACTIVATIONS:

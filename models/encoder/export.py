@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.core.errors import ExportError, UserError
+from isobatch.core.errors import ExportError
+from isobatch.core.extras import need
 from isobatch.models import saving
 from isobatch.models.base import Batch
 from isobatch.models.encoder import encoders, evaluation, onnx_graph
@@ -191,10 +192,7 @@ def trace_onnx(model: Any, file: Path) -> None:
     """
     import torch
 
-    try:
-        import onnxscript  # noqa: F401  asked for by name before it is used
-    except ImportError:
-        raise UserError("--to onnx of this model needs: pip install onnxscript") from None
+    need("onnxscript", "--to onnx of this model")
     logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision
     names = saving.model_input_names(model.config.to_dict())
     example = torch.ones(2, 8, dtype=torch.int64)

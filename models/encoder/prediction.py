@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.extras import need
 from isobatch.models import hub, saving
 from isobatch.models.encoder import evaluation
 from isobatch.models.encoder.evaluation import Runner
@@ -136,10 +137,7 @@ def open_onnx(file: Path, max_length: int | None) -> TextClassifier:
 
 def open_onnx_runner(file: Path) -> Runner:
     """Raises UserError where onnxruntime is missing, or cannot read the file."""
-    try:
-        import onnxruntime  # noqa: F401  asked for by name before it is used
-    except ImportError:
-        raise UserError(f"{file}: needs onnxruntime: pip install onnxruntime") from None
+    need("onnxruntime", f"{file}:")
     try:
         return evaluation.onnx_runner(file)
     except Exception as error:  # the library's exceptions have no base of their own

@@ -65,7 +65,7 @@ def refuse(number: int) -> Callable[..., Any]:
 
 def wheel(**installed: str | None) -> list[Check]:
     versions = {"torch": "2.13", "onnx": "1.20", **installed}
-    return software.check_versions(["torch>=2.11", "onnx>=1.19"], versions.get)
+    return software.check_versions(["torch>=2.11", "onnx>=1.19; extra == 'onnx'"], versions.get)
 
 
 def fails(probe: Probe, error: str) -> Callable[[Path], Check]:
