@@ -129,9 +129,7 @@ def test_most_steps_are_timed_and_the_last_is_traced(tmp_path: Path) -> None:
     assert findings["parts"]["data wait"] >= 0.01
     assert sum(findings["parts"].values()) == pytest.approx(findings["step_seconds"], rel=0.05)
     assert (findings["micro_batches"], findings["samples_per_micro_batch"]) == (2, 2)
-    operators = {row["operator"] for row in findings["operators"]}
-    assert "aten::addmm" in operators
-    assert not operators & set(PARTS)
+    assert "aten::addmm" in {row["operator"] for row in findings["operators"]}
     profiler.write(tmp_path)
     assert "nn.Module: Linear" in (tmp_path / "trace.json").read_text()
     assert not found.active
