@@ -181,7 +181,7 @@ def _parse_message(message: Any, where: str) -> Message:
         raise RequestError(f"{where}: a role is one of {', '.join(ROLES)}", field="messages")
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    texts: list[str] = [p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
+    texts: list[Any] = [p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str)]
     if not texts or len(texts) < len(parts):
         raise RequestError(f"{where}: content must be a text", field="messages")
     return {"role": role, "content": "".join(texts)}
