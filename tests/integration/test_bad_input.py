@@ -19,17 +19,9 @@ if TYPE_CHECKING:
 LM = ["--task", "causal-lm"]
 WORDS = {
     "unknown flag": (["auto", *LM, "--epohs", "3"], "did you mean --epochs?"),
-    "wrong type": (["auto", *LM, "--lr", "fast"], "--lr fast: is not a number"),
-    "negative": (["auto", *LM, "--batch-size", "-4"], "--batch-size -4: must be at least 1"),
-    "zero": (["auto", *LM, "--max-length", "0"], "--max-length 0: must be at least 1"),
-    "epochs and steps": (["auto", *LM, "--epochs", "1", "--steps", "5"], "exclude each other"),
-    "unknown task": (["auto", "--task", "causallm"], "did you mean causal-lm?"),
     "unknown command": (["trian"], "did you mean train?"),
-    "unknown machine": (["plan", *LM, "--hardware", "8xh10"], "did you mean"),
-    "unknown preset": (["auto", *LM, "--model", "tny"], "did you mean tiny?"),
     "no such data": (["auto", *LM, "--data", "no where/ü"], "no where/ü"),
     "no such run": (["resume", "nothing"], "nothing is not a run"),
-    "emulated bf16": (["plan", *LM, "--hardware", "t4", "--precision", "bf16"], "bf16"),
     "no gpu": (["auto", *LM, "--device", "cuda"], "cuda"),
     "no such tracker": (["auto", *LM, "--tracker", "wandb"], "pip install wandb"),
 }

@@ -107,9 +107,7 @@ def test_a_recipe_file_with_a_field_that_nobody_knows_is_refused() -> None:
     ("values", "problem"),
     [
         ({"batch_size": "abc"}, "--batch-size abc: is not an integer"),
-        ({"lr": -3.0}, "--lr -3.0: must be at least 0"),
         ({"optimizer": "adam"}, "did you mean adamw"),
-        ({"warmup": "soon"}, "--warmup soon: is not an interval"),
     ],
 )
 def test_a_recipe_made_in_python_is_checked(values: Any, problem: str) -> None:
@@ -147,8 +145,6 @@ def test_a_recipe_from_before_the_first_release_is_refused(field: str, how: str)
         ({"warmup": Interval(1, "minutes")}, "minutes depend on the machine"),
         ({"eval_every": Interval(1, "minutes")}, "minutes depend on the machine"),
         ({"eval_every": Interval(0, "steps")}, "--eval-every 0: must be above 0"),
-        ({"eval_every": Interval(0, "epochs")}, "--eval-every 0ep: must be above 0"),
-        ({"eval_every": "0%"}, "--eval-every 0%: must be above 0"),
         ({"warmup": "101%"}, "--warmup 101%: is more than the whole run"),
         ({"epochs": (2.0, 0.0)}, "--epochs 2.0,0.0: must be above 0"),
     ],
