@@ -110,16 +110,13 @@ def load_task_class(location: str) -> type[Task]:
     if not file.is_file():
         raise UserError(f"--task {location}: there is no file {file}")
     module = _import_file(location, file)
-    found = getattr(module, name, None)
-    if not (isinstance(found, type) and issubclass(found, Task)):
-        own = [
-            k
-            for k, v in vars(module).items()
-            if isinstance(v, type) and issubclass(v, Task) and v is not Task
-        ]
-        there = f"no Task called {name} there{nearest_hint(name, own)}"
+    own = {k: v for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task)}
+    found = own.get(name)
+    if found is None:
+        known = [k for k, v in own.items() if v is not Task]
+        there = f"no Task called {name} there{nearest_hint(name, known)}"
         problem = there if name else f"which class? Write {path}:Class"
-        raise UserError(f"--task {location}: {problem}; found: {', '.join(own) or 'none'}")
+        raise UserError(f"--task {location}: {problem}; found: {', '.join(known) or 'none'}")
     _refuse_other_parameters(location, found, Task)
     if isinstance(found.data, type):
         _refuse_other_parameters(location, found.data, Data)
