@@ -281,7 +281,9 @@ def _check_signature(file: Path, signers: str | None, found: Finding) -> None:
     signature = signature_of(file)
     if not signature.is_file():
         missing = f"it is not signed: there is no {signature.name}"
-        (found.problems if signers else found.unknown).append(missing)
+        (found.problems if signers else found.unknown).append(
+            missing if signers else f"who made it: {missing}"
+        )
         return
     common = ["-n", NAMESPACE, "-s", str(signature)]
     text = file.read_text(encoding="utf-8")

@@ -77,6 +77,28 @@ def test_an_honest_receipt_holds(made: Fixtures, capsys: pytest.CaptureFixture[s
     assert json.loads(capsys.readouterr().out)["holds"]
 
 
+TWO_LOSSES = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("ragged_of_two", {TASK.partition(":")[0]!r})
+ragged = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(ragged)
+
+
+class Two(ragged.RaggedLM):
+    def loss(self, model, batch, step):
+        (loss,) = super().loss(model, batch, step).values()
+        return {{"a": loss, "b": ragged.Loss(2 * loss.sum, loss.unit)}}
+"""
+
+
+def test_a_receipt_has_the_whole_loss_alone(tmp_path: Path) -> None:
+    (tmp_path / "two.py").write_text(TWO_LOSSES)
+    recipe = isobatch.Recipe(task=f"{tmp_path}/two.py:Two", steps=4)
+    run = isobatch.train(recipe, out=tmp_path, name="two", quiet=True).folder
+    assert receipt([str(run), "--out", str(tmp_path / "receipt.json")]) == 0
+    assert audited(tmp_path / "receipt.json").problems == []
+
+
 def test_in_the_runs_folder_it_is_held_against_the_run(made: Fixtures, tmp_path: Path) -> None:
     run = shutil.copytree(made.run, tmp_path / "copy")
     assert receipt([str(run)]) == 0
