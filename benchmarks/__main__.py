@@ -13,83 +13,33 @@ from pathlib import Path
 runpy.run_path(str(Path(__file__).resolve().parents[1] / "launch" / "_root.py"))
 
 BENCHMARKS = {
-    "engine": (
-        "speed.engine",
-        "this engine, a bare PyTorch loop and transformers' Trainer: speed and memory",
-    ),
+    "engine": ("speed.engine", "this engine, a bare PyTorch loop and transformers' Trainer"),
     "classifier": ("speed.classifier", "fine-tuning on real text against Trainer: samples a second"),
     "recommender": (
         "speed.recommender",
-        "training on texts, naive and as here; on ids alone against a DataLoader of rows",
+        "training on texts, naive and as here; on ids against a DataLoader",
     ),
     "sequence-vae": (
         "speed.sequence_vae",
-        "a sequence VAE from slow settings to this engine; what its monitor costs",
+        "a sequence VAE from slow settings to this engine; its monitor",
     ),
-    "adapters": ("speed.adapters", "fine-tuning in 16, 8 and 4 bits: memory, steps, checkpoints; cleaning"),
     "compression": ("speed.compression", "pruning and 4-bit training: steps, file sizes, latency"),
     "tune": ("speed.tune", "what each commonly named speed-up is worth here, on all tasks, by `tune`"),
-    "chosen-plan": (
-        "quality.chosen_plan",
-        "the planner's choice against all plans of a recipe, each tried",
-    ),
+    "chosen-plan": ("quality.chosen_plan", "the planner's choice against all plans of a recipe, each tried"),
     "scaling": ("speed.scaling", "one process of one thread against two on two cores, the same recipe"),
     "startup": ("components.startup", "--help, and from the command to the first optimizer step"),
-    "doctor": ("components.doctor", "seconds and false alarms of doctor, and the planted faults it finds"),
     "sampler": ("components.sampler", "rows a second from the sampler's order and the vectorised fetch"),
     "fleet": ("scale.fleet", "host work a step, balance and goodput from 8 to 16,384 GPUs, simulated"),
-    "streaming": (
-        "scale.streaming",
-        "training from a store against prepared data",
-    ),
-    "long-log": (
-        "components.long_log",
-        "what the log of a million steps costs to write, cut, audit and draw",
-    ),
-    "replay": ("components.replay_cost", "what seeing into a step costs, against the plain step"),
-    "preparation": (
-        "scale.preparation",
-        "text beside the tokenizers' own rates, memory a row of tables, digests remembered",
-    ),
-    "digests": ("components.digests", "what checking prepared data against its digests costs"),
+    "streaming": ("scale.streaming", "training from a store against prepared data"),
     "noise": ("components.noise", "what keyed dropout costs against torch's own"),
-    "checkpoint": (
-        "components.checkpoint",
-        "what saving in the background costs training, against torch.save",
-    ),
-    "contention": (
-        "components.contention",
-        "what waiting threads do to speed when another process wants the cores",
-    ),
+    "checkpoint": ("components.checkpoint", "what saving in the background costs training"),
     "strategies": (
         "quality.strategies",
-        "single, DDP and ZeRO in worlds of 1 to 3: equal losses, and any resumes any",
-    ),
-    "accuracy": (
-        "quality.accuracy",
-        "accuracy after pruning and 4-bit training on real text; takes hours, continues if stopped",
+        "single, DDP and ZeRO in worlds of 1 to 3: equal losses",
     ),
     "golden": ("quality.golden", "training before and after a change, killed and resumed: equal to the bit"),
-    "honest-runs": (
-        "quality.honest_runs",
-        "sixty honest runs of every task in ten worlds, each of which verify must pass",
-    ),
-    "collapse": (
-        "quality.collapse",
-        "posterior collapse on real sentences, and what keeps a VAE from it",
-    ),
-    "texts": (
-        "quality.texts",
-        "whether texts help a recommender, where, and what each way of using them costs",
-    ),
-    "predictions": (
-        "quality.predictions",
-        "predicted memory and time beside what 27 recipes took",
-    ),
-    "published": (
-        "quality.published",
-        "the planner's memory and time beside published figures; needs no GPU",
-    ),
+    "predictions": ("quality.predictions", "predicted memory and time beside what 27 recipes took"),
+    "published": ("quality.published", "the planner's memory and time beside published figures"),
     "soak": ("soak.command", "a hundred faults at random moments; the runs must end as if there were none"),
 }
 """Name -> its module, which has a `measure(quick)`, and what it measures."""

@@ -20,7 +20,7 @@ WORD = "call"
 
 
 def command(place: str, *words: str) -> list[str]:
-    """The words after `python` that call `place`, such as `quality.texts:scheme`, with `words`."""
+    """The words after `python` that call `place`, such as `speed.engine:contend`, with `words`."""
     return [str(ROOT / "benchmarks" / "__main__.py"), WORD, place, *words]
 
 

@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -182,6 +183,20 @@ def _place() -> str:
     return f"{'/'.join(ours[-1].filename.split('/')[-2:])}:{ours[-1].lineno}" if ours else "elsewhere"
 
 
+def _head_alone(states: Any, head: Any) -> Any:
+    """A language model that has only a head: its (B, T, D) states are given."""
+    from torch import nn
+
+    class HeadAlone(nn.Module):
+        def get_output_embeddings(self) -> Any:
+            return head
+
+        def forward(self, **_: Any) -> SimpleNamespace:
+            return SimpleNamespace(logits=head(states))
+
+    return HeadAlone()
+
+
 def head(quick: str) -> Row:
     """The head and its loss alone, as a share of a training step's arithmetic.
 
@@ -191,7 +206,6 @@ def head(quick: str) -> Row:
     import torch
 
     from isobatch.benchmarks.gpu import runs
-    from isobatch.benchmarks.speed.adapters import HeadAlone
     from isobatch.models.causal_lm import chunked_cross_entropy
 
     on_gpu = torch.cuda.is_available()
@@ -200,7 +214,7 @@ def head(quick: str) -> Row:
     torch.manual_seed(0)
     states = torch.randn(1, tokens, width, device=device, requires_grad=True)
     layer = chunked_cross_entropy.BypassableHead(width, words, bias=False, device=device)
-    model, targets = HeadAlone(states, layer), torch.randint(words, (1, tokens), device=device)
+    model, targets = _head_alone(states, layer), torch.randint(words, (1, tokens), device=device)
     seconds = []
     for _ in range(8):
         states.grad = layer.weight.grad = None

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.benchmarks import child_process
-from isobatch.benchmarks.scale.fleet_checkpoint import checkpoint_figures
 from isobatch.core.measures import peak_resident_bytes
 from isobatch.data.base import Source
 from isobatch.engine.loading.microbatching import MicroBatchBudget, cut_batch
@@ -36,12 +35,9 @@ DAYS = 54
 
 
 def measure(quick: bool) -> list[dict[str, Any]]:
-    """Rows per world: milliseconds of host work a step, the balance of the cut, goodput, files."""
+    """Rows per world: milliseconds of host work a step, the balance of the cut, goodput."""
     worlds = (*WORLDS[:3], WORLDS[-1]) if quick else WORLDS
-    rows = [
-        {**_host_work(world, 3 if quick else 9), **_goodput(world), **checkpoint_figures(world)}
-        for world in worlds
-    ]
+    rows = [{**_host_work(world, 3 if quick else 9), **_goodput(world)} for world in worlds]
     return [*rows, _largest_source()]
 
 

@@ -1,7 +1,7 @@
 """Speed and memory against a bare PyTorch loop and Trainer: `python -m benchmarks engine`.
 
 All train the same model on the same samples in the same order; their losses must agree. Each contender is a
-process of its own, in turn, whose idle threads soon sleep (see components/contention.py): spinning threads
+process of its own, in turn, whose idle threads soon sleep: spinning threads
 would make the figures depend on other processes. Speed is that of the median step after the first few, memory
 the process's peak until its last step. Processor time does not count what other processes took.
 """

@@ -23,12 +23,8 @@ HUB = ROOT / "tests" / "fixtures" / "hub"
 DATA = {
     "classifier": ("reviews", "encoder"),
     "compression": ("reviews", "encoder"),
-    "accuracy": ("reviews", "encoder"),
-    "adapters": ("text", "tokenizer"),
     "recommender": ("films", ""),
-    "texts": ("films", "encoder"),
     "sequence-vae": ("text", ""),
-    "collapse": ("text", ""),
 }
 """Benchmark -> its data and its model, by the names of `made`."""
 USERS, ITEMS, EACH = 900, 150, 45
