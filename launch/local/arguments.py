@@ -338,7 +338,7 @@ def _groups(chosen: Workload, command: str, options_class: type | None) -> Group
 
 
 LEFT = {
-    "watch": "`diff` compares what is logged so far: run it again",
+    "watch": "run the command again: `diff` and `report` show what there is so far",
     "witness": "keep a signed `isobatch receipt RUN --sign KEY` elsewhere",
     "against": "run `isobatch verify` under that Python",
     "compare_bits": "run it with --load-bits 16, 8 and 4 in turn",

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
-import threading
-import time
 from dataclasses import dataclass
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
-from isobatch.core.number_ranges import PortNumber
 from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import command_options, split_words
@@ -27,11 +21,8 @@ from isobatch.launch.report.page import render_markdown, render_page
 from isobatch.launch.report.tables import metric_line, metrics_of, table_beside, text_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-LOCAL = "127.0.0.1"
-DRAW_SECONDS = 5.0
-"""Least time between two drawings of a watched page: drawing takes processor time from the run."""
 MOST_COLUMNS = 1000
 """Characters of a line where no terminal limits them."""
 
@@ -46,17 +37,13 @@ class ReportOptions(TrustOptions):
     """Only draw the figures of each run into its plots/, or into --to FOLDER; also while it trains."""
     json: bool = False
     """report.json on standard output."""
-    watch: bool = False
-    """Serve the page on this machine and draw it anew while the run trains; Ctrl-C ends."""
-    port: PortNumber | None = None
-    """Of --watch; by default any that is free."""
 
 
 def report(words: Sequence[str]) -> int:
-    """Usage: report RUN... [--to FOLDER] [--json] [--png], or report RUN --watch [--port N]
+    """Usage: report RUN... [--to FOLDER] [--json] [--png]
 
     Markdown, JSON and one HTML page that opens offline. The first run is the baseline that the others are
-    compared with. Of a run that is not done the page shows what there is; --watch follows it while it trains.
+    compared with. Of a run that is not done the page shows what there is.
     """
     positional, flags = split_words(words)
     options = command_options(flags, ReportOptions, "report")
@@ -67,10 +54,6 @@ def report(words: Sequence[str]) -> int:
         runs = [open_run(run.folder, trust=True) for run in runs]
     if options.png:
         return _draw(runs, options.to)
-    if options.watch:
-        return watch(runs, options)
-    if options.port is not None:
-        raise UserError(f"--port {options.port}: means nothing without --watch")
     folder = Path(options.to).expanduser() if options.to else runs[-1].folder / "report"
     contents = write_report(runs, folder)
     print(atomic_files.json_text(contents.to_dict()) if options.json else text_of(contents, folder))
@@ -84,65 +67,6 @@ def _draw(runs: Sequence[RunFolder], to: str | None) -> int:
         for file in write_plots(run, folder / run.folder.name if to and runs[1:] else folder):
             print(printable(file))
     return 0
-
-
-def watch(runs: Sequence[RunFolder], options: ReportOptions) -> int:
-    """Serve the page of the runs until Ctrl-C. Raises UserError where the port is taken."""
-    if options.to or options.json:
-        raise UserError("--watch serves a page: it writes no files, so leave --to and --json out")
-    with (
-        make_server(lambda: live_page(runs), options.port or 0) as server,
-        contextlib.suppress(KeyboardInterrupt),
-    ):
-        doing()
-        print(f"http://{LOCAL}:{server.server_address[1]}/ (Ctrl-C ends)", flush=True)
-        server.serve_forever()
-    return 0
-
-
-def make_server(draw: Callable[[], str], port: int) -> ThreadingHTTPServer:
-    """A server of the page that `draw` returns to this machine alone, drawn anew where the last one is old.
-
-    Port 0 takes any. Raises UserError where it cannot listen.
-    """
-    lock, text, drawn_at = threading.Lock(), b"", float("-inf")
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            nonlocal text, drawn_at
-            if self.headers.get("Host", "").partition(":")[0] not in (LOCAL, "localhost"):
-                # Another site's page may have this address under its own name (DNS rebinding).
-                return self.send_error(HTTPStatus.FORBIDDEN)
-            if self.path != "/":
-                return self.send_error(HTTPStatus.NOT_FOUND)
-            try:
-                with lock:  # one request draws while others wait for it
-                    if time.monotonic() - drawn_at > DRAW_SECONDS:
-                        text = draw().encode(errors="replace")
-                        drawn_at = time.monotonic()
-            except UserError as error:
-                return self.send_error(HTTPStatus.INTERNAL_SERVER_ERROR, explain=str(error))
-            self.send_response(HTTPStatus.OK)
-            self.send_header("Content-Type", "text/html; charset=utf-8")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-            return None
-
-        def log_message(self, *_: Any) -> None:
-            """Requests are not worth a line each."""
-
-    try:
-        return ThreadingHTTPServer((LOCAL, port), Handler)
-    except OSError as error:
-        raise UserError(f"--port {port}: {error.strerror}; leave it out to take any that is free") from None
-
-
-def live_page(runs: Sequence[RunFolder]) -> str:
-    """The page of the runs as they stand now; a browser asks for it again while one of them trains."""
-    contents = collect([RunFolder.open(run.folder) for run in runs], measure=False)
-    trains = any(run["state"] == "training" for run in contents.runs)
-    return render_page(contents, refresh=int(DRAW_SECONDS) if trains else None)
 
 
 def write_report(runs: Sequence[RunFolder], folder: Path) -> Contents:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isobatch.core.measures import printable
 from isobatch.core.package import ROOT
 from isobatch.launch.report.figures import draw_figure, training_drawings, use_drawings
-from isobatch.launch.report.tables import baselines_tables, differences_table, runs_table
+from isobatch.launch.report.tables import baselines_tables, runs_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -24,9 +24,7 @@ class PagePart(NamedTuple):
     """A part of the report."""
 
     kind: str
-    """`h2`, `h3`, `verdict`, `note`, `sample`; `table`; `figure` (alone) or `row` of figures; `Plan` or
-    `Events`, tables that a reader may fold.
-    """
+    """`h2`, `h3`, `verdict`, `note`, `sample`; `table`; `figure` (alone) or `row` of figures."""
     text: str = ""
     rows: Sequence[Sequence[str]] = ()
     """Of a table, its head first."""
@@ -56,8 +54,6 @@ def parts_of(contents: Contents) -> Iterator[PagePart]:
     for title in dict.fromkeys(drawing.title for drawing in drawings):
         yield PagePart("h2", title)
         yield from (PagePart("figure", drawings=[one]) for one in drawings if one.title == title)
-    if differing := differences_table(runs):
-        yield from (PagePart("h2", "What differs"), PagePart("table", rows=differing))
     if curves := _training(runs):
         yield from (PagePart("h2", "Training"), PagePart("row", drawings=curves))
     if written := [run for run in runs if run["sample"]]:
@@ -96,20 +92,17 @@ def _of_run(run: dict[str, Any]) -> Iterator[PagePart]:
     else:
         yield PagePart("note", "No step is logged yet.")
     yield PagePart("row", drawings=use_drawings(run))
-    for kind, name, head in (
-        ("table", "memory", ["memory per process", "predicted", "measured", "prediction is off by"]),
-        ("Plan", "plan", ["field", "value", "reason"]),
-        ("Events", "events", ["at", "decision", "with"]),
-    ):
-        yield PagePart(kind, rows=[head, *run[name]] if run[name] else ())
+    if run["memory"]:
+        head = ["memory per process", "predicted", "measured", "prediction is off by"]
+        yield PagePart("table", rows=[head, run["memory"]])
 
 
-def render_page(contents: Contents, refresh: int | None = None) -> str:
-    """The text of report.html. `refresh`: seconds after which a browser should ask for it again."""
+def render_page(contents: Contents) -> str:
+    """The text of report.html."""
     from jinja2 import Environment, StrictUndefined
 
     template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE.read_text())
-    return printable(template.render(parts=parts_of(contents), refresh=refresh, svg=_svg))
+    return printable(template.render(parts=parts_of(contents), svg=_svg))
 
 
 def _svg(drawing: Drawing) -> str:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.measures import format_bytes, format_fields, printable
+from isobatch.core.measures import format_bytes, printable
 from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
-from isobatch.engine.runs.log_reader import damaged_rows, newest_rows, thinned_rows
-from isobatch.launch.report.tables import format_value, in_words
+from isobatch.engine.runs.log_reader import damaged_rows, thinned_rows
 from isobatch.models.protocols import Reports, TaskReport
 
 if TYPE_CHECKING:
@@ -47,8 +45,6 @@ MEANS = (
     ("seconds a step", "step_seconds", "{:.4g}"),
 )
 """Figures without a target: what they are called, their field, and how they are written."""
-EVENTS = 200
-"""Most decisions that are shown, the newest."""
 
 
 def task_of(run: RunFolder) -> Task | None:
@@ -71,7 +67,7 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
 
     `evaluations` are on the validation split while it trained, `final_evaluations` of the exported weights,
     which may be those of an earlier step: a line through all of them would run back. And how it used its
-    machine: `machine` (columns), `use`, `memory`, `plan` and `events` (tables). `notes` are on files that
+    machine: `machine` (columns), `use` (a table) and `memory` (a row). `notes` are on files that
     cannot be read: the run is shown with what there is.
     """
     notes: list[str] = []
@@ -102,7 +98,6 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
         "evaluations": _curve(line, shown),
         "final_evaluations": _curve(others, shown),
         "curves": curves,
-        "recipe": _readable(lambda: run.recipe.to_compare(), notes) or {},
         "reported": [
             {"step": row["at"], **{name: row[name] for name in reported if name in row}}
             for row in _thinned([row for row in steps if any(name in row for name in reported)])
@@ -110,9 +105,7 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
         "machine": machine,
         "predicted_peak_memory_bytes": plan.get("predicted_peak_memory_bytes"),
         "use": list(use_table(machine, summary, plan)),
-        "memory": memory_table(machine, summary, plan),
-        "plan": _plan_table(plan),
-        "events": [_event(row) for row in newest_rows(run.decisions)[-EVENTS:]],
+        "memory": memory_row(machine, summary, plan),
         "notes": notes,
     }
 
@@ -177,27 +170,17 @@ def use_table(curves: Curves, summary: Mapping[str, Any], plan: Mapping[str, Any
             yield [label, form.format(value), "", ""]
 
 
-def memory_table(curves: Curves, summary: Mapping[str, Any], plan: Mapping[str, Any]) -> list[list[str]]:
-    """Rows (stage, predicted, measured, difference), by stage where the run has them, and the whole run's."""
-    measured, predicted = (
-        {str(stage): number for stage, value in found.items() if (number := _positive(value))}
-        if isinstance(found, dict)
-        else {}
-        for found in (summary.get("peak_memory_by_stage"), plan.get("predicted_memory_by_stage"))
-    )
+def memory_row(curves: Curves, summary: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
+    """(stage of the peak, predicted, measured, difference); empty where neither is known."""
+    foreseen, found = _positive(plan.get("predicted_peak_memory_bytes")), _peak_memory(curves, summary)
+    if not foreseen and not found:
+        return []
     at = summary.get("peak_memory_stage")
-    whole = f"whole run (highest while: {at})" if isinstance(at, str) else "whole run"
-    rows = [(stage, predicted.get(stage), measured.get(stage)) for stage in measured | predicted]
-    rows.append((whole, _positive(plan.get("predicted_peak_memory_bytes")), _peak_memory(curves, summary)))
     return [
-        [
-            name,
-            format_bytes(foreseen) if foreseen else "",
-            format_bytes(found) if found else "",
-            f"{100 * (foreseen / found - 1):+.0f} %" if foreseen and found else "",
-        ]
-        for name, foreseen, found in rows
-        if foreseen or found
+        f"highest while: {at}" if isinstance(at, str) else "",
+        format_bytes(foreseen) if foreseen else "",
+        format_bytes(found) if found else "",
+        f"{100 * (foreseen / found - 1):+.0f} %" if foreseen and found else "",
     ]
 
 
@@ -218,29 +201,3 @@ def _positive(value: Any) -> float | None:
 
 def _verdict(met: bool) -> str:
     return "met" if met else "missed"
-
-
-def _plan_table(plan: dict[str, Any]) -> list[list[str]]:
-    """Rows (field, value, reason)."""
-
-    def text(name: str, value: Any) -> str:
-        if isinstance(value, bool):
-            return "on" if value else "off"
-        if isinstance(value, dict):
-            return format_fields(value)
-        return format_bytes(value) if name.endswith("_bytes") else format_value(value)
-
-    reasons = plan.get("reasons") or {}
-    shown = {name: plan[name] for name in plan if name in reasons}
-    return [[in_words(name), text(name, value), printable(reasons[name])] for name, value in shown.items()]
-
-
-def _event(row: dict[str, Any]) -> list[str]:
-    """(where, decision, its facts) of a row of decisions.jsonl."""
-    facts = []
-    for name, value in row.items():
-        text = format_value(value) if isinstance(value, float | int | str) else json.dumps(value)
-        if name not in ("decision", "phase", "step"):
-            facts.append(f"{name} {text if len(text) <= 200 else text[:200] + ' ...'}")
-    where = f"{row['phase']} {row.get('step', '')}".strip() if row.get("phase") else "launch"
-    return [printable(where), printable(row.get("decision", "")), printable(", ".join(facts))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import format_bytes
@@ -45,26 +44,9 @@ def baselines_tables(runs: list[dict[str, Any]]) -> list[tuple[str, list[list[st
     return [(f"{run['run']} beside its baselines: {run['split']}", table) for run, table in found if table]
 
 
-def differences_table(runs: list[dict[str, Any]]) -> list[list[str]]:
-    """A row for each field that all recipes have and in which they differ, a column for each run; none where
-    none does.
-    """
-    recipes = [run["recipe"] for run in runs]
-    shared = [name for name in recipes[0] if all(name in recipe for recipe in recipes)]
-    rows = [[in_words(name), *(_recipe_text(recipe[name]) for recipe in recipes)] for name in shared]
-    differing = [row for row in rows if len(set(row[1:])) > 1]
-    return [["recipe", *(run["run"] for run in runs)], *differing] if differing else []
-
-
 def in_words(name: str) -> str:
     """The name of a field or a metric, for people."""
     return name.replace("_", " ")
-
-
-def _recipe_text(value: Any) -> str:
-    if isinstance(value, str) and Path(value).is_absolute():
-        return "/".join(Path(value).parts[-2:])
-    return "" if value is None else format_value(value)
 
 
 def metrics_of(run: dict[str, Any]) -> dict[str, Any]:

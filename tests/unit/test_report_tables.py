@@ -7,7 +7,6 @@ import pytest
 from isobatch.launch.report.contents import Group
 from isobatch.launch.report.page import caption
 from isobatch.launch.report.tables import (
-    differences_table,
     metric_line,
     runs_table,
     table_beside,
@@ -37,17 +36,6 @@ def test_a_table_keeps_within_the_terminal_by_leaving_out_its_last_columns(width
 )
 def test_a_metric_is_a_line_in_words(name: str, value: object, line: str) -> None:
     assert metric_line(name, value) == line
-
-
-def test_a_field_of_one_task_alone_is_no_difference() -> None:
-    one = {"run": "a", "recipe": {"task": "x", "lr": 0.1, "seed": 0, "model": "/home/me/models/base"}}
-    two = {
-        "run": "b",
-        "recipe": {"task": "y", "lr": 0.2, "seed": 0, "bits": 4, "model": "/home/me/big"},
-    }
-    assert differences_table([one, two]) == [
-        ["recipe", "a", "b"], ["task", "x", "y"], ["lr", "0.1", "0.2"], ["model", "models/base", "me/big"]
-    ]  # fmt: skip
 
 
 def test_a_baseline_stands_beside_the_model() -> None:
