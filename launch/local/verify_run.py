@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 Level = Literal["records", "steps", "full"]
 LEADING_SECONDS = 10.0
 """Predicted time of the steps that lead to the last checkpoints."""
-MOST_LEADING = 150
+LEAST_LEADING, MOST_LEADING = 20, 150
+"""Bounds of their number: other programs make the predicted time of a step longer, and may hide nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,8 +222,9 @@ def _distance_of_fp32(run: RunFolder, log: LogRecord) -> float:
 
 def _leading_steps(own: Plan | None, here: Plan) -> int:
     """Most steps to redo before the closing ones, by the time they take and how far rounding may spread."""
-    seconds = max(1e-4, here.predicted_step_seconds)
-    return min(int(LEADING_SECONDS / seconds), MOST_LEADING if own and own.invariance == "exact" else FEW)
+    in_time = int(LEADING_SECONDS / max(1e-4, here.predicted_step_seconds))
+    most = MOST_LEADING if own is not None and own.invariance == "exact" else FEW
+    return min(max(in_time, LEAST_LEADING), most)
 
 
 def _missing_checkpoint(run: RunFolder, log: LogRecord, closing: list[Window]) -> str:

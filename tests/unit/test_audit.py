@@ -29,7 +29,13 @@ from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.verification.audit import audit_records, recipe_problems
-from isobatch.launch.local.verify_run import VerifyOptions, verify_run
+from isobatch.launch.local.verify_run import (
+    LEAST_LEADING,
+    MOST_LEADING,
+    VerifyOptions,
+    _leading_steps,
+    verify_run,
+)
 from isobatch.tests.forgery import one_process, reseal
 from isobatch.tests.unit.helpers import plan
 
@@ -350,3 +356,9 @@ def test_only_one_rank_writes(tmp_path: Path) -> None:
     journal.log_metrics({"loss": 1.0})
     journal.log_decision({"decision": "stop"})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(1e-3, MOST_LEADING), (0.25, 40), (60.0, LEAST_LEADING)])
+def test_a_busy_machine_redoes_at_least_some_steps_of_the_way(seconds: float, steps: int) -> None:
+    """Its predicted time of a step is long: a forged loss between two checkpoints is found all the same."""
+    assert _leading_steps(plan(invariance="exact"), plan(predicted_step_seconds=seconds)) == steps

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.engine.loading.prepare import prepare
-from isobatch.engine.registry import workload
+from isobatch.engine.registry import TASKS, workload
 from isobatch.engine.training import step_metrics
 from isobatch.tests.unit.helpers import plan
 
@@ -70,6 +70,8 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "autoencoder": ("sequence-vae", 0, {"pretrain": 0.2}),
 }
 """Name -> (task, its phase, flags); a model that is a task's name stands for a finished one of it."""
+CASES |= {task: (task, 0, {}) for task in TASKS.keys() - {task for task, *_ in CASES.values()}}
+"""A workload that is registered and has no case of its own is held to its defaults."""
 
 
 def whole_plan(**changes: Any) -> Any:
