@@ -43,7 +43,7 @@ from isobatch.launch.local.run_setup import (
     store_plan,
 )
 from isobatch.launch.planning.targets import PlanCommandOptions
-from isobatch.launch.report.tables import table_beside, text_table, wrapped
+from isobatch.launch.report.tables import table_beside, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -79,10 +79,6 @@ def auto(words: Sequence[str]) -> int:
         from isobatch.launch.sweeps.sweep import train_sweep
 
         return train_sweep(points, options)
-    if options.parallel > 1:
-        raise UserError(
-            f"--parallel {options.parallel}: is for a sweep; give a flag several values: --lr 1e-3,1e-4"
-        )
     run, verdict = find_or_train(request, trust=options.trust)
     return _print_result(run, verdict.code, options)
 
@@ -164,7 +160,7 @@ def _remember_typed(run: RunFolder, typed: Mapping[str, Any]) -> None:
 
 
 LINE = 110
-"""Most characters of a line of metrics."""
+"""Most characters of a line of a table."""
 
 
 def _print_result(run: RunFolder, code: int, options: AutoOptions | ResumeOptions) -> int:
@@ -184,7 +180,6 @@ def print_outcome(run: RunFolder) -> None:
     figures = format_metrics(rest, ".4g")
     status, steps, split = (summary.get(k) for k in ("status", "steps", "split"))
     measured = f", {split}: {figures}" if split else ", nothing was measured" if status == "done" else ""
-    line = f"{run.folder}: {status}, {steps} steps{measured}"
-    print(printable("\n".join(wrapped(line, "  ", LINE))))
+    print(printable(f"{run.folder}: {status}, {steps} steps{measured}"))
     if beside:
         print(printable(text_table(beside, LINE)))

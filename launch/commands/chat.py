@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import DONE, UserError
-from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
 from isobatch.data.text import chat_templates
@@ -29,14 +28,7 @@ if TYPE_CHECKING:
     from isobatch.data.text.chat_templates import ChatSegment
     from isobatch.engine.runs.run_folder import RunFolder
 
-HELP, RESET, SYSTEM, QUIT = "/help", "/reset", "/system", "/quit"
-SINGLE_QUESTIONS = f"it was trained on single questions: {RESET}, or --history off, forgets those before"
-COMMANDS = {
-    HELP: "these lines",
-    RESET: "forget all before",
-    f"{SYSTEM} TEXT": "tell the model something first, and begin anew",
-    QUIT: "end (as the end of input does)",
-}
+RESET, QUIT = "/reset", "/quit"
 ANSWER_TOKENS, TEXT_TOKENS = 256, 60
 
 
@@ -49,8 +41,6 @@ class ChatOptions(TrustOptions):
     all. It may stand behind the run, too."""
     system: str | None = None
     """What the model is told before the first question."""
-    history: bool = True
-    """Give the model all that was said; off asks each question alone, as /reset before each does."""
     tokens: number_ranges.Positive | None = None
     """Most tokens to add; by default 256 of an answer, 60 of a text."""
     temperature: number_ranges.Rate = 0.8
@@ -79,11 +69,6 @@ class LanguageModel:
     """How conversations are written; None where it knows none."""
     writer: Callable[[int | None], Callable[[Any, Any], WrittenText]]
     """(bits of its matrices) -> the model, read once: (prompt, sampling) -> the text behind it, in pieces."""
-    origin: str = ""
-    """What it was trained from."""
-    turns: int | None = None
-    """Questions of the longest conversation that it was trained on, where that is known."""
-    remote_code: bool = False
 
 
 def open_language_model(place: str, trust: bool = False) -> LanguageModel:
@@ -92,15 +77,12 @@ def open_language_model(place: str, trust: bool = False) -> LanguageModel:
         return model
     run = open_run(place, trust)
     task = require_capability(run, Generates, "chat", "continues no text")
-    return LanguageModel(
-        str(run.folder),
-        run.final,
-        template_of(run),
-        partial(task.writer, run.final),
-        f"from {run.recipe.model}",
-        run.facts.extra.get("turns"),
-        bool(run.recipe.options.get("remote_code")),
-    )
+    return language_model_of(run, task)
+
+
+def language_model_of(run: RunFolder, task: Generates) -> LanguageModel:
+    """The model of a run that is finished."""
+    return LanguageModel(str(run.folder), run.final, template_of(run), partial(task.writer, run.final))
 
 
 def template_of(run: RunFolder) -> ChatTemplate | None:
@@ -126,7 +108,7 @@ def plain_model(where: str) -> LanguageModel | None:
             " language model"
         )
     template = chat_templates.template_in(path)
-    return LanguageModel(where, path, template, partial(_plain_writer, path), "a folder without a run")
+    return LanguageModel(where, path, template, partial(_plain_writer, path))
 
 
 def _plain_writer(folder: Path, bits: int | None) -> Callable[[Any, Sampling], TextStream]:
@@ -135,10 +117,10 @@ def _plain_writer(folder: Path, bits: int | None) -> Callable[[Any, Sampling], T
 
 def chat(words: Sequence[str]) -> int:
     """Usage: chat RUN ["a text" or --prompt "..."] [--system "..."] [--tokens 256] [--temperature 0.8]
-    [--top-k 50] [--top-p 0.9] [--seed 0] [--load-bits 16|8|4] [--history off] [--json]
+    [--top-k 50] [--top-p 0.9] [--seed 0] [--load-bits 16|8|4] [--json]
 
-    Without a prompt, a line is a question; /help lists what else can be typed. RUN may be the folder of a
-    model of transformers, or of an adapter of peft.
+    Without a prompt, a line is a question; /reset forgets those before, /quit ends. RUN may be the folder of
+    a model of transformers, or of an adapter of peft.
     """
     positional, flags = split_words(words)
     if len(positional) == 2:
@@ -157,20 +139,19 @@ def chat(words: Sequence[str]) -> int:
     if template is None:
         _print_answer(options, writer(options.prompt, drawn), str(options.prompt))
         return DONE
-    talk = Conversation(template, lambda prompt: writer(prompt, drawn), options.system, options.history)
+    talk = Conversation(template, lambda prompt: writer(prompt, drawn), options.system)
     if options.prompt is not None:
         _print_answer(options, talk.answer(options.prompt))
         return DONE
     if sys.stdin.isatty():
-        print(
-            printable(f"{model.name} ({model.origin}); {HELP} lists commands, {QUIT} ends"), file=sys.stderr
-        )
-    if options.history and model.turns == 1:
-        print(SINGLE_QUESTIONS, file=sys.stderr)
+        print(printable(f"{model.name}: {RESET} forgets what was said, {QUIT} ends"), file=sys.stderr)
     for line in _input_lines():
         if line in (QUIT, "exit", "quit"):
             break
-        talk.say(line)
+        if line == RESET:
+            talk.reset()
+        else:
+            talk.say(line)
     return DONE
 
 
@@ -202,38 +183,22 @@ class Conversation:
         template: ChatTemplate,
         write_text: Callable[[list[ChatSegment]], Iterable[str]],
         system: str | None = None,
-        keeps_history: bool = True,
     ) -> None:
         self.template, self.write_text, self.system = template, write_text, system
-        self.keeps_history = keeps_history
-        self.messages = _system(system)
+        self.reset()
 
-    def say(self, line: str) -> None:
-        """A question, which is answered on standard output, or a command."""
-        command, _, rest = line.partition(" ")
-        if command == HELP:
-            width = max(map(len, COMMANDS))
-            print("\n".join(f"  {name:<{width}}  {text}" for name, text in COMMANDS.items()), file=sys.stderr)
-        elif command == RESET:
-            self.messages = _system(self.system)
-        elif command == SYSTEM:
-            self.system = rest.strip() or None
-            self.messages = _system(self.system)
-        elif command.startswith("/") and command[1:].isalpha():
-            known = [name.partition(" ")[0] for name in COMMANDS]
-            print(printable(f"{command} is no command{nearest_hint(command, known)}"), file=sys.stderr)
-        else:
-            self._ask(line)
+    def reset(self) -> None:
+        """Forget all but what the model was told first."""
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def answer(self, question: str) -> Iterable[str]:
         """The pieces of the answer to a question, which is one of the messages from now on."""
-        if not self.keeps_history:
-            self.messages = _system(self.system)
         self.messages.append({"role": "user", "content": question})
         doing("answering")
         return self.write_text(self.template.prompt_segments(self.messages))
 
-    def _ask(self, line: str) -> None:
+    def say(self, line: str) -> None:
+        """A question, which is answered on standard output."""
         try:
             answer = print_pieces(self.answer(line))
         except KeyboardInterrupt:  # ends this answer, not the chat
@@ -267,8 +232,3 @@ def print_pieces(pieces: Iterable[str], prefix: str = "") -> str:
         print(shown(piece), end="", flush=True)
     print(flush=True)
     return text
-
-
-def _system(told: str | None) -> list[dict[str, str]]:
-    """What a conversation begins with."""
-    return [{"role": "system", "content": told}] if told else []

@@ -15,7 +15,6 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.extras import need
 from isobatch.core.flags import build_options
-from isobatch.core.measures import format_bytes, format_p_value
 from isobatch.core.package import GO_ON_VARIABLE
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.export import export_form
@@ -38,8 +37,6 @@ EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": (
 """The stages in order -> what each exports."""
 SOURCES = {"pruning": "teacher", "qat": "pruned"}
 """The flag that names the run of the stage before."""
-REMOVABLE = {"both": "the weights of both", "heads": "the heads", "neurons": "the neurons"}
-"""--granularity -> what --sparsity is a part of."""
 LEAST_TO_JUDGE = 30
 """Held-out rows: fewer cannot tell a classifier from chance."""
 
@@ -75,7 +72,6 @@ def compress(words: Sequence[str]) -> int:
                 export_form(run, kind)
     folder = runs[-1].folder / "report"
     contents = write_report(runs, folder)
-    print("\n".join(["compress kept:", *map(kept_line, EXPORTS, runs)]), file=sys.stderr)
     dumped = atomic_files.json_text(contents.to_dict(), ensure_ascii=False) if options.json else ""
     print(dumped or text_of(contents, folder))
     return DONE
@@ -116,24 +112,3 @@ def refuse_chance(run: RunFolder) -> None:
         f" always answering the largest class, {majority:.1%}; give more --epochs, another --lr or a"
         f" pretrained --model (`auto --task pruning --teacher {run.folder}` prunes it all the same)"
     )
-
-
-def kept_line(stage: str, run: RunFolder) -> str:
-    """What a stage left of the model, and of its accuracy."""
-    summary = run.summary() or {}
-    metrics = summary.get("metrics", {})
-    # Quantizers have parameters of their own, so that of a rounded model the file says how small it is.
-    said = [] if "bits" in metrics else [f"{summary.get('parameters', 0):,} parameters"]
-    if "heads_left" in metrics:
-        heads, neurons = sum(metrics["heads_left"]), sum(metrics["neurons_left"])
-        what = REMOVABLE[run.recipe.options["granularity"]]
-        said.append(f"{heads:,} heads, {neurons:,} neurons ({metrics['sparsity']:.1%} of {what} removed)")
-    if "bits" in metrics:
-        said.append(f"{metrics['bits']} bits, {format_bytes(metrics['file_bytes'])}")
-    if "accuracy" in metrics:
-        said.append(f"accuracy {metrics['accuracy']:.2%}")
-    if "mcnemar_p" in metrics:
-        points = 100 * (metrics["accuracy"] - metrics["baseline_accuracy"])
-        p = format_p_value(metrics["mcnemar_p"], 2)
-        said[-1] += f" ({points:+.2f} points against its teacher, McNemar p {p})"
-    return f"  {stage}: {'; '.join(said)}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
@@ -11,21 +10,16 @@ from isobatch.core.measures import printable
 from isobatch.core.terminal.console import format_metrics
 from isobatch.engine import consent
 from isobatch.engine.named_places import adapter_base, places
-from isobatch.engine.runs.log_reader import thinned_rows
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.engine.runs.step_rows import is_step
 from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.local.arguments import command_options, split_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-POINTS = 400
-"""Rows that are read of a long log."""
-
 
 def inspect(words: Sequence[str]) -> int:
-    """Usage: inspect RUN [--json]: recipe, status, curves and metrics of a run, what code it brings, what it
+    """Usage: inspect RUN [--json]: recipe, status and metrics of a run, what code it brings, what it
     reads and where it sends. Nothing that came with it is executed, read or sent to.
     """
     positional, flags = split_words(words)
@@ -50,23 +44,12 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
         **{"steps": summary.get("steps"), "reason": str(summary.get("reason") or "")},
         "split": str(summary.get("split") or "no split"),
         "metrics": metrics if isinstance(metrics, dict) else {},
-        "curves": _curves(thinned_rows(run.metrics, POINTS, ("split",))),
         "code": [{"file": f, "sha256": code[f], "agreed": f not in unknown} for f in code],
         "reads": {**dict(places(recipe)), "prepared data": run.facts.folder}
         | ({"base of final/": base} if base else {}),
         "sends": targets,
         "asks": [one for named in asked.values() for one in named],
     }
-
-
-def _curves(rows: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Name -> its values over the steps: the training loss, and the loss of each held-out split."""
-    found: dict[str, list[float]] = {}
-    for row in rows:
-        value = row.get("loss")
-        if isinstance(value, float | int) and math.isfinite(value) and (is_step(row) or "split" in row):
-            found.setdefault(str(row.get("split", "training")), []).append(float(value))
-    return found
 
 
 def _format(found: dict[str, Any]) -> str:
@@ -78,7 +61,6 @@ def _format(found: dict[str, Any]) -> str:
         f"recipe {found['hash']}{forged}",
         *(f"  {name}: {_short(value)}" for name, value in values.items() if value is not None),
         *([f"reason: {found['reason']}"] if found["reason"] else []),
-        *(f"loss, {name}: {curve[0]:.4g}, then {curve[-1]:.4g}" for name, curve in found["curves"].items()),
     ]
     if found["metrics"]:
         shown = format_metrics(found["metrics"], ".4g")

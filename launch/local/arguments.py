@@ -338,6 +338,9 @@ def _groups(chosen: Workload, command: str, options_class: type | None) -> Group
 
 
 LEFT = {
+    "parallel": "start a sweep for each GPU (CUDA_VISIBLE_DEVICES=1 isobatch auto ...), or an array",
+    "history": "type /reset before a question",
+    "skip_unknown": "rows that training did not know are left out and counted without it",
     "watch": "run the command again: `diff` and `report` show what there is so far",
     "witness": "keep a signed `isobatch receipt RUN --sign KEY` elsewhere",
     "against": "run `isobatch verify` under that Python",

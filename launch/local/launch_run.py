@@ -66,8 +66,6 @@ class AutoOptions(TrustOptions):
     """At the end, summary.json on standard output."""
     seeds: number_ranges.Positive = 1
     """Train so often, with --seed and the numbers after it, and give mean and deviation of the metrics."""
-    parallel: number_ranges.Positive = 1
-    """Of a sweep: so many runs at once, each on its share of the GPUs, or of the cores."""
     dry_run: bool = False
     """Train nothing: show the plan, as `plan` does."""
     dump_config: bool = False

@@ -14,18 +14,15 @@ from isobatch.core.flags import flags_of
 from isobatch.core.measures import printable
 from isobatch.core.package import cache_folder
 from isobatch.core.terminal.status import doing
-from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.commands.chat import LanguageModel, plain_model, sampling, template_of
+from isobatch.launch.commands.chat import LanguageModel, language_model_of, plain_model, sampling
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.run_setup import TrustOptions, open_run
-from isobatch.launch.predicting.item_choice import restrict
-from isobatch.launch.predicting.labelled_rows import TrainedTexts
+from isobatch.launch.predicting.recommend import restrict
 from isobatch.launch.predicting.rows import (
     PromptReader,
     RowReader,
-    SampleError,
     SequenceReader,
     TextReader,
     UserReader,
@@ -87,8 +84,6 @@ class ModelOptions(ServedModelOptions):
     """Draw among the likeliest tokens that have this probability together."""
     seed: number_ranges.Count = 0
     """Of the draws; the same for every row, so that an answer does not depend on its place."""
-    skip_unknown: bool = False
-    """Of a recommender: leave out items, and rows of users, that training did not know, and count them."""
     with_seen: bool = False
     """Of a recommender: offer also what a user had already."""
 
@@ -106,10 +101,6 @@ class Answerer:
 
     predict: Predictor
     rows: RowReader
-    label_column: str | None = None
-    """Where training found the labels; None for the usual names."""
-    trained: TrainedTexts | None = None
-    """What a classifier was trained on; None where its prepared data is not here."""
     write_text: Any = None
     """Of a language model: (prompt, sampling) -> the text behind it, in pieces."""
 
@@ -162,18 +153,16 @@ def open_answerer(found: Path | LanguageModel | TrainedModel, options: ModelOpti
         _refuse_unread(
             options, what, "text_column", "tokens", "temperature", "top_k", "top_p", "seed", "load_bits"
         )
-        template = template_of(run)
-        model = LanguageModel(str(run.folder), run.final, template, partial(task.writer, run.final))
-        return _writer(model, PromptReader(text or asked.get("question_column"), template), options)
+        model = language_model_of(run, task)
+        return _writer(model, PromptReader(text or asked.get("question_column"), model.template), options)
     if isinstance(task, OpensItemLists):
         choice = ("only", "without", "with_seen")
-        _refuse_unread(options, what, "text_column", "top", "by", "skip_unknown", *choice)
+        _refuse_unread(options, what, "text_column", "top", "by", *choice)
         lists = task.open_lists(run.final, options.by)
         items = asked.get("item_column")
         for line in restrict(lists, options.only, options.without, options.with_seen, items):
             print(printable(line), file=sys.stderr)
-        known = lists if options.skip_unknown else None
-        users = UserReader(text or asked.get("user_column"), known, split=lists.split_items)
+        users = UserReader(text or asked.get("user_column"), lists)
         return Answerer(partial(_recommend, lists, options.top), users)
     assert isinstance(task, Predicts), "the caller has asked"
     if isinstance(task, EncodesLatents):
@@ -182,9 +171,8 @@ def open_answerer(found: Path | LanguageModel | TrainedModel, options: ModelOpti
         return Answerer(task.open_predictor(run.final, run.folder, "torch"), reader)
     _refuse_unread(options, what, "form", *prediction.COLUMNS)
     predictor = task.open_predictor(run.final, run.folder / "exports", options.form)
-    is_here = _has_prepared_data(run)
-    pairs = True if asked.get("pair_column") else has_text_pairs(run.facts) if is_here else None
-    return Answerer(predictor, TextReader(text, pair, pairs), asked.get("label_column"), _trained_texts(run))
+    pairs = True if asked.get("pair_column") else _has_pairs(run)
+    return Answerer(predictor, TextReader(text, pair, pairs))
 
 
 def _open_onnx(file: Path, options: ModelOptions) -> Answerer:
@@ -195,7 +183,7 @@ def _open_onnx(file: Path, options: ModelOptions) -> Answerer:
     run = None if found is None else RunFolder.open(found)
     classifier = prediction.open_onnx(file, None if run is None else run.recipe.max_length)
     text, pair = (getattr(options, name) or classifier.columns[name] for name in prediction.COLUMNS)
-    return Answerer(classifier, TextReader(text, pair), trained=None if run is None else _trained_texts(run))
+    return Answerer(classifier, TextReader(text, pair))
 
 
 def _refuse_unread(options: ModelOptions, what: str, *read: str) -> None:
@@ -218,26 +206,14 @@ def _writer(model: LanguageModel, reader: PromptReader, options: ModelOptions) -
 
 def _recommend(lists: Recommendations, top: int, users: Sequence[str | list[str]]) -> list[dict[str, Any]]:
     """`users`: ids; or, of users who were not in training, the items they took."""
-    answers = []
-    for number, user in enumerate(users):
-        try:
-            entries = lists.recommend(user, top) if isinstance(user, str) else lists.for_items(user, top)
-        except UserError as error:
-            raise SampleError(number, str(error)) from None
-        answers.append({f"{name}s": [e[name] for e in entries] for name in ("item", "title", "score")})
-    return answers
+    found = (lists.recommend(u, top) if isinstance(u, str) else lists.for_items(u, top) for u in users)
+    return [{f"{name}s": [e[name] for e in one] for name in ("item", "title", "score")} for one in found]
 
 
-def _trained_texts(run: RunFolder) -> TrainedTexts | None:
-    """What a classifier was trained on; None where its prepared data is not here."""
-    if not _has_prepared_data(run):
-        return None
-    tokenizer = open_tokenizer(Path(run.facts.folder) / "tokenizer.json")
-    return TrainedTexts(run.facts.folder, tokenizer, run.recipe.max_length)
-
-
-def _has_prepared_data(run: RunFolder) -> bool:
-    """Whether it is here, in this machine's own cache: a received run may name any folder."""
+def _has_pairs(run: RunFolder) -> bool | None:
+    """Whether the texts that it learnt were pairs; None where its prepared data is not in this machine's own
+    cache: a received run may name any folder.
+    """
     folder = Path(run.facts.folder)
     ours = folder.resolve().parent == (cache_folder() / "prepared").resolve()
-    return ours and (folder / "train").is_dir()
+    return has_text_pairs(run.facts) if ours and (folder / "train").is_dir() else None

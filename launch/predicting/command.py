@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,8 @@ from isobatch.launch.predicting.answerer import (
     open_answerer,
     reads_texts,
 )
-from isobatch.launch.predicting.labelled_rows import LabelledRows
 from isobatch.launch.predicting.recommend import listed
-from isobatch.launch.predicting.rows import SampleError, UnansweredRowError, UserReader
+from isobatch.launch.predicting.rows import RowReader, UnansweredRowError, UserReader
 from isobatch.models.protocols import OpensItemLists
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def predict(words: Sequence[str]) -> int:
     """Usage: predict RUN ["text" ...] [--file rows.csv] [--out predictions.csv] [--form onnx-int4]
     [--text-column NAME] [--pair-column NAME] [--json]; of language models also [--tokens 60]
     [--temperature 0] [--top-k 50] [--top-p 0.9] [--seed 0]; of recommenders [--top 10]
-    [--by ease] [--only FILE|ID,ID] [--without FILE|ID,ID] [--with-seen] [--skip-unknown]; their --out has a
+    [--by ease] [--only FILE|ID,ID] [--without FILE|ID,ID] [--with-seen]; their --out has a
     row for each item of a list, as that of `recommend`.
 
     RUN may be an ONNX file of a classifier, the folder of one, or that of a language model. Texts of pairs
@@ -58,9 +58,8 @@ def predict(words: Sequence[str]) -> int:
     if not positional:
         raise UserError('predict: give the folder of a run, and texts or --file: predict RUN "text"')
     where, *texts = positional
-    for theirs, ours in {"data": "file", "batch_size": "eval_batch_size"}.items():
-        if theirs in flags:  # as `auto` calls the rows; and of training, but a word here
-            flags.setdefault(ours, flags.pop(theirs))
+    if "data" in flags:  # as `auto` calls the rows
+        flags.setdefault("file", flags.pop("data"))
     if len(texts) == 1 and "file" not in flags and _is_table(texts[0]):
         flags["file"] = texts.pop()
     options = command_options(flags, PredictOptions, "predict")
@@ -124,44 +123,39 @@ def _answer_texts(answerer: Answerer, texts: Sequence[str]) -> list[dict[str, An
 
 
 def answer_file(answerer: Answerer, file: str) -> Iterator[list[dict[str, Any]]]:
-    """Rows without a text get an empty answer, and are counted at the end, as are right answers."""
+    """Rows without a text, or of an unknown user, get an empty answer, and are counted at the end."""
     done = 0
     unanswered: list[UnansweredRowError] = []
     blank: dict[str, Any] | None = None
-    labelled = LabelledRows(answerer.label_column, answerer.trained)
+    rows = answerer.rows
+    if isinstance(rows, UserReader):
+        rows = dataclasses.replace(rows, skips_unknown=True)
     doing("predicting")
-    for chunk in tables.in_chunks(
-        tables.read_table(file, columns=[*answerer.rows.columns, answerer.label_column])
-    ):
+    for chunk in tables.in_chunks(tables.read_table(file, columns=rows.columns)):
         samples: dict[int, Any] = {}
         for place, (where, row) in enumerate(chunk):
             try:
-                samples[place] = answerer.rows.from_row(row, where)
+                samples[place] = rows.from_row(row, where)
             except UnansweredRowError as error:
                 unanswered.append(error)
         if not samples and blank is None:
             raise unanswered[0]
-        try:
-            answers = dict(zip(samples, answerer.predict(list(samples.values())), strict=True))
-        except SampleError as error:
-            where, _ = chunk[list(samples)[error.number]]
-            raise UserError(f"{where}: {error}; --skip-unknown goes on without it") from None
+        answers = dict(zip(samples, answerer.predict(list(samples.values())), strict=True))
         blank = blank or _without_values(next(iter(answers.values())))
-        labelled.count([chunk[place][1] for place in answers], list(samples.values()), list(answers.values()))
         done += len(chunk)
         doing(f"predicting: {counted(done, 'row')} done")
         yield [tables.beside(row, answers.get(place, blank)) for place, (_, row) in enumerate(chunk)]
-    for line in (*_unanswered_lines(answerer, unanswered), *labelled.lines()):
+    for line in _unanswered_lines(rows, unanswered):
         print(printable(line), file=sys.stderr)
 
 
-def _unanswered_lines(answerer: Answerer, unanswered: Sequence[UnansweredRowError]) -> Iterator[str]:
+def _unanswered_lines(rows: RowReader, unanswered: Sequence[UnansweredRowError]) -> Iterator[str]:
     """How many rows got no answer, for each reason, and how many items of rows were left out."""
     for why in dict.fromkeys(error.why for error in unanswered):
         of_it = [error for error in unanswered if error.why == why]
         first = str(of_it[0]).removesuffix(": leave it out")
         yield f"{counted(len(of_it), 'row')} without an answer ({why}); the first: {first}"
-    if isinstance(answerer.rows, UserReader) and (items := answerer.rows.left_out):
+    if isinstance(rows, UserReader) and (items := rows.left_out):
         unknown = counted(len(items), "unknown item")
         yield f"{unknown} of the rows left out: training had none of that name; the first: {items[0]}"
 

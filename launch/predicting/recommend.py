@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import atomic_files, number_ranges
@@ -12,22 +13,25 @@ from isobatch.core.errors import UserError, refuse
 from isobatch.core.flags import spelling
 from isobatch.core.measures import counted, printable
 from isobatch.core.terminal.status import doing
+from isobatch.data.interactions.formats import ITEM_COLUMNS
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
 from isobatch.launch.local.run_setup import TrustOptions
-from isobatch.launch.predicting import item_choice, tables
+from isobatch.launch.predicting import tables
 from isobatch.models.protocols import OpensItemLists
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from isobatch.models.recommendation.recommendations import Recommendations
 
-    Named = tuple[str, list[dict[str, Any]]]
-    """A user, or an item that others are like, and the list."""
+    Answer = tuple[dict[str, Any], list[dict[str, Any]]]
+    """What was asked, a user, an item that others are like or items taken, and the list."""
 
 REFUSAL = "recommends nothing"
-USERS_AT_A_TIME = 1000
+LISTS_AT_A_TIME = 1000
+TEXT_LINE = "text"
+"""The column of a .txt file, which has an item a line."""
+MOST_NAMED = 5
 NOTHING_LEFT = "what users had is left out unless --with-seen, and --only and --without restrict the rest"
 EMPTY_LIST = f"recommend: nothing is left to offer: {NOTHING_LEFT}"
 
@@ -41,7 +45,7 @@ class RecommendOptions(TrustOptions):
     items: str | None = None
     """A user who was not in training, by what they took: ids or titles of items, with commas between them."""
     similar_to: str | None = None
-    """Items like this one, by its id or title; `all` with --out: those like each."""
+    """Items like this one, by its id or title."""
     only: str | None = None
     """Offer these items alone: ids or titles with commas between them, or a file with an item a row."""
     without: str | None = None
@@ -61,7 +65,7 @@ class RecommendOptions(TrustOptions):
 
 def recommend(words: Sequence[str]) -> int:
     """Usage: recommend RUN --user ID,ID | --items ID,ID | --similar-to ITEM [--out list.csv], or for all
-    users recommend RUN --out lists.parquet, for all items recommend RUN --similar-to all --out like.parquet
+    users recommend RUN --out lists.parquet
     [--only FILE|ID,ID] [--without FILE|ID,ID] [--with-seen] [--by ease|knn|popularity|best] [--top 10]
     [--json]
     """
@@ -71,7 +75,7 @@ def recommend(words: Sequence[str]) -> int:
     task = require_capability(run, OpensItemLists, "recommend", REFUSAL)
     lists = task.open_lists(run.final, options.by)
     column = run.recipe.options.get("item_column")
-    left_out = item_choice.restrict(lists, options.only, options.without, options.with_seen, column)
+    left_out = restrict(lists, options.only, options.without, options.with_seen, column)
     metrics = (run.summary() or {}).get("metrics", {})
     metrics = metrics if isinstance(metrics, dict) else {}
     ranked_by = task.better_baseline(metrics) if options.by == "model" else f"ranked by {lists.by}"
@@ -88,64 +92,48 @@ def _refuse_contradictions(options: RecommendOptions) -> None:
             f"recommend: {several} are several questions: give one": len(asked) > 1,
             "recommend: needs one of --user ID, --items ID,ID and --similar-to ITEM, or for all users --out"
             " lists.parquet": not (asked or options.out),
-            "--with-seen: changes nothing of --similar-to; leave it out": options.with_seen
-            and options.similar_to is not None,
         }
     )
 
 
 def _answer(lists: Recommendations, options: RecommendOptions, out: Path | None, remarks: list[str]) -> int:
-    """Answer the question. `remarks` on the lists are said before an answer, and not before an error."""
-    top, similar_to = options.top, options.similar_to
-    found: list[dict[str, Any]] = []
-    several: Iterable[Named] | None = None
-    given: dict[str, Any] = {}
-    if similar_to == "all" and not lists.knows_item("all"):
-        if out is None:
-            raise UserError("--similar-to all: is a list for each item: give --out similar.parquet")
-        several = lists.similar_to_all(top)
-    elif similar_to is not None:
-        found, given = lists.similar(similar_to, top), {"similar_to": similar_to}
-        remarks = [*remarks, *lists.remarks([similar_to])]
-    elif options.items is not None:
-        taken = lists.split_items(options.items)
-        found, given = lists.for_items(taken, top), {"taken": taken}
-        remarks = [*remarks, *lists.remarks(taken)]
-    elif options.user is None:
-        several = lists.recommend_to_all(top)
-    else:
-        answers = [(user, lists.recommend(user, top)) for user in lists.split_users(options.user)]
-        several = answers if len(answers) > 1 else None
-        user, found = answers[0]
-        given = {"user": user}
-        if several and not any(items for _, items in answers):
-            raise UserError(EMPTY_LIST)
-    if several is None and not found:
+    """Answer the question. `remarks` on the lists are said with an answer, and not before an error."""
+    answers, said = _lists(lists, options)
+    remarks = [*remarks, *said]
+    if out is not None:
+        return _write(answers, out, options, remarks)
+    found = list(answers)
+    if not any(items for _, items in found):
         raise UserError(EMPTY_LIST)
     _say(remarks)
-    if several is not None and out is not None:
-        return _write_all("user" if similar_to is None else "similar_to", several, out, options)
-    if out is not None:
-        tables.write_rows(out, [[{"rank": rank, **entry} for rank, entry in enumerate(found, 1)]])
-        return _done({"items": len(found), "out": str(out)}, f"{len(found):,} items -> {out}", options)
     if options.json:
-        users = [{"user": user, "items": items} for user, items in several or ()]
-        answer = {"by": lists.by, "users": users} if users else {**given, "by": lists.by, "items": found}
+        asked, items = found[0]
+        answer = {**asked, "by": lists.by, "items": items}
+        if len(found) > 1:
+            answer = {"by": lists.by, "users": [{**asked, "items": items} for asked, items in found]}
         print(atomic_files.json_text(answer, ensure_ascii=False))
         return 0
-    for user, items in several or [("", found)]:
-        width = max((len(entry["item"]) for entry in items), default=0)
-        lines = [f"{user}:"] if user else []
+    for asked, items in found:
+        if len(found) > 1:
+            print(printable(f"{asked['user']}:"))
         for entry in items:
-            named = [entry["item"].ljust(width)] if entry["item"] != entry["title"] else []
-            lines.append("  ".join([f"{entry['score']:8.3f}", *named, entry["title"]]))
-        print("\n".join(map(printable, lines)))
+            named = [] if entry["item"] == entry["title"] else [entry["item"]]
+            print(printable("  ".join([f"{entry['score']:8.3f}", *named, entry["title"]])))
     return 0
 
 
-def _done(found: dict[str, Any], said: str, options: RecommendOptions) -> int:
-    print(atomic_files.json_text(found) if options.json else said)
-    return 0
+def _lists(lists: Recommendations, options: RecommendOptions) -> tuple[Iterable[Answer], list[str]]:
+    """The lists that are asked for, and remarks on what was named. Raises UserError."""
+    top, similar_to = options.top, options.similar_to
+    if similar_to is not None:
+        return [({"similar_to": similar_to}, lists.similar(similar_to, top))], lists.remarks([similar_to])
+    if options.items is not None:
+        taken = lists.split_items(options.items)
+        return [({"taken": taken}, lists.for_items(taken, top))], lists.remarks(taken)
+    if options.user is not None:
+        users = lists.split_users(options.user)
+        return [({"user": user}, lists.recommend(user, top)) for user in users], []
+    return (({"user": user}, items) for user, items in lists.recommend_to_all(top)), []
 
 
 def _say(lines: Iterable[str]) -> None:
@@ -153,30 +141,32 @@ def _say(lines: Iterable[str]) -> None:
         print(printable(line), file=sys.stderr)
 
 
-def _write_all(column: str, found: Iterable[Named], out: Path, options: RecommendOptions) -> int:
-    """Write the lists of users, or of items that others are similar to, whose names stand in `column`."""
-    what, done, empty, waiting = "users" if column == "user" else "items", 0, 0, iter(found)
+def _write(answers: Iterable[Answer], out: Path, options: RecommendOptions, remarks: list[str]) -> int:
+    """Write a row for each item of each list."""
+    done, empty, waiting = 0, 0, iter(answers)
 
     def rows() -> Iterator[list[dict[str, Any]]]:
         nonlocal done, empty
-        while block := list(itertools.islice(waiting, USERS_AT_A_TIME)):
-            yield [row for name, entries in block for row in ranked(column, name, entries)]
+        while block := list(itertools.islice(waiting, LISTS_AT_A_TIME)):
+            yield [row for asked, entries in block for row in ranked(asked, entries)]
             done, empty = done + len(block), empty + sum(not entries for _, entries in block)
-            doing(f"recommending: {done:,} {what} done")
+            doing(f"recommending: {counted(done, 'list')} done")
         if empty == done:
             raise UserError(EMPTY_LIST)
 
     tables.write_rows(out, rows())
-    if empty:
-        _say([f"{empty:,} of {done:,} {what} have no list: {NOTHING_LEFT}"])
-    said = f"{done:,} {what}, the best {options.top} -> {out}"
-    return _done({what: done, "top": options.top, "out": str(out)}, said, options)
+    _say([*remarks, *([f"{empty:,} of {done:,} lists are empty: {NOTHING_LEFT}"] if empty else [])])
+    found = {"lists": done, "top": options.top, "out": str(out)}
+    said = f"{counted(done, 'list')} of the best {options.top} -> {out}"
+    print(atomic_files.json_text(found) if options.json else said)
+    return 0
 
 
-def ranked(column: str, name: str, entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def ranked(asked: dict[str, Any], entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The rows of a list as files have them: whose it is, rank from 1, item, title, score."""
+    whose = {name: value for name, value in asked.items() if name != "taken"}
     for rank, entry in enumerate(entries, 1):
-        yield {column: name, "rank": rank, **entry}
+        yield {**whose, "rank": rank, **entry}
 
 
 def listed(
@@ -192,9 +182,57 @@ def listed(
             done += 1
             columns = zip(row["items"] or (), row["titles"] or (), row["scores"] or (), strict=True)
             entries = [{"item": item, "title": title, "score": score} for item, title, score in columns]
-            found += ranked("user", user_in(row) or str(done), entries)
+            found += ranked({"user": user_in(row) or str(done)}, entries)
         empty += sum(row["items"] == [] for row in rows)
         if found:
             yield found
     if empty:
         _say([f"{counted(empty, 'row')} without a list: {NOTHING_LEFT}"])
+
+
+def restrict(
+    lists: Recommendations, only: str | None, without: str | None, with_seen: bool, column: str | None
+) -> list[str]:
+    """Restrict the lists as the flags say; lines on items that training did not know. Raises UserError.
+
+    `column`: of the items in a file; by default a usual name, or the only one there is.
+    """
+    flags = {"--only": only, "--without": without}
+    given = {flag: text for flag, text in flags.items() if text is not None}
+    named = {flag: _named_items(lists, flag, text, column) for flag, text in given.items()}
+    unknown = set(lists.restrict(named.get("--only"), named.get("--without", []), with_seen))
+    remarks = []
+    for flag, names in named.items():
+        if missing := [name for name in names if name in unknown]:
+            if len(missing) == len(names) or not _is_table(given[flag]):
+                raise UserError(f"{flag} {given[flag]}: {missing[0]} is not in the training data")
+            few = ", ".join(missing[:MOST_NAMED]) + (", ..." if len(missing) > MOST_NAMED else "")
+            remarks.append(
+                f"{flag}: {len(missing):,} of {len(names):,} items are not in the training data: {few}"
+            )
+    if not lists.offered:
+        raise UserError(
+            f"{' and '.join(map(' '.join, given.items()))}: no item is left to offer: give others"
+        )
+    return remarks
+
+
+def _is_table(text: str) -> bool:
+    return Path(text).suffix.lower() in tables.ROW_ENDINGS
+
+
+def _named_items(lists: Recommendations, flag: str, text: str, column: str | None) -> list[str]:
+    if not _is_table(text):
+        return lists.split_items(text)
+    rows = list(tables.read_table(text, flag, [column]))
+    names = list(rows[0][1])
+    first = [n for n in names if len(names) == 1 and n not in ITEM_COLUMNS and lists.knows_item(n)]
+    return [*first, *(_item_in(row, flag, where, column) for where, row in rows)]
+
+
+def _item_in(row: Mapping[str, Any], flag: str, where: str, column: str | None) -> str:
+    usual = (*([column] if column else []), *ITEM_COLUMNS, TEXT_LINE)
+    wanted = [name for name in usual if name in row] or list(row)
+    if len(row) > 1 and wanted == list(row):
+        raise UserError(f"{flag}: {where}: has no column item_id; it has: {', '.join(row)}")
+    return str(row[wanted[0]])

@@ -5,7 +5,6 @@ Each reader has `from_row(row, where)` and `from_text(value, where)`; `where` na
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,14 +30,6 @@ class UnansweredRowError(UserError):
     def __init__(self, message: str, why: str) -> None:
         super().__init__(message)
         self.why = why
-
-
-class SampleError(UserError):
-    """One of the samples that a model was asked cannot be answered. `number`: its place among them."""
-
-    def __init__(self, number: int, message: str) -> None:
-        super().__init__(message)
-        self.number = number
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,29 +110,31 @@ class SequenceReader(RowReader):
 class UserReader(RowReader):
     """Ids of users; or, of users who were not in training, the items that each took."""
 
-    known: Any = None
-    """With --skip-unknown, `Recommendations`: what it does not know is left out."""
+    lists: Any = None
+    """`Recommendations`: knows which items a cell names that commas part, as of a csv file."""
+    skips_unknown: bool = False
+    """Leave out what training did not know."""
     left_out: list[str] = field(default_factory=list)
     """The items left out so far, each with its place."""
-    split: Callable[[str], list[str]] = lambda text: text.split(",")
-    """Makes a list of the items in a cell, as of a csv file, that commas part."""
 
     def from_row(self, row: Mapping[str, Any], where: str) -> str | list[str]:
         taken = None if self.column else row.get(ITEMS_COLUMN)
         if isinstance(taken, str) and taken.strip():
-            taken = self.split(taken)
+            taken = self.lists.split_items(taken) if self.lists else taken.split(",")
         if isinstance(taken, list):
             if not taken:
                 raise UnansweredRowError(f"{where}: {ITEMS_COLUMN}: is empty: leave it out", NO_TEXT)
             return self._known_items([str(item) for item in taken], where)
         named = [name for name in USER_COLUMNS if name in row][:1] or ["user_id"]
         user = self.from_text(row[find_column(row, self.column, named, where)], where)
-        if self.known is not None and not self.known.knows_user(user):
+        if self.lists and self.skips_unknown and not self.lists.knows_user(user):
             raise UnansweredRowError(f"{where}: user {user}: is not in the training data", UNKNOWN_USER)
         return user
 
     def _known_items(self, items: list[str], where: str) -> list[str]:
-        unknown = [item for item in items if self.known is not None and not self.known.knows_item(item)]
+        if self.lists is None or not self.skips_unknown:
+            return items
+        unknown = [item for item in items if not self.lists.knows_item(item)]
         self.left_out.extend(f"{where}: item {item}" for item in unknown)
         if len(unknown) == len(items):
             said = f"{where}: item {items[0]}: is not known from training, nor another"

@@ -127,15 +127,3 @@ def _version_in_words(prefix: str) -> str:
     whole = prefix == "full" or prefix.startswith("full_")
     own = prefix.removeprefix("full").lstrip("_") if whole else prefix
     return (in_words(own) or "this model") + (", all items" if whole else "")
-
-
-def wrapped(text: str, separator: str, width: int) -> list[str]:
-    """Lines of at most `width` characters, broken at `separator` where it occurs; later ones indented."""
-    lines = [""]
-    for part in text.split(separator):
-        longer = f"{lines[-1]}{separator}{part}" if lines[-1] else part
-        if len(longer) <= width or not lines[-1]:
-            lines[-1] = longer
-        else:
-            lines.append(f"    {part}")
-    return lines

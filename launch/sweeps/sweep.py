@@ -1,4 +1,4 @@
-"""`auto --lr 1e-3,3e-3 --seed 0-2`: a run for each combination, then a table, a plot and sweep.json.
+"""`auto --lr 1e-3,3e-3 --seed 0-2`: a run for each combination, then a table and sweep.json.
 
 Called again, it goes on where it was stopped. Seeds of one setting are one row: mean and deviation. The best
 is chosen by the validation split; of the test split its figures alone are shown, by which nothing was chosen.
@@ -18,15 +18,10 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, STOPPED
 from isobatch.core.flags import to_json_value
 from isobatch.core.measures import aligned, printable
-from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import run_name
-from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.local.arguments import distinct, labelled
 from isobatch.launch.local.launch_run import find_or_train
-from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
-from isobatch.launch.report.figures import draw_figure
-from isobatch.launch.sweeps.parallel import OUTPUT, shares_of_machine, train_in_parallel
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +31,7 @@ if TYPE_CHECKING:
     from isobatch.launch.local.arguments import Point
     from isobatch.launch.local.launch_run import AutoOptions
 
-FILE_NAME, PLOT = "sweep.json", "sweep.png"
+FILE_NAME = "sweep.json"
 SEED = "seed"
 TEST, VALID = HELD_OUT_SPLITS
 
@@ -70,11 +65,10 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
     folder = _folder(points)
     found = summary(trained, *compared_by, of_seeds=options.seeds > 1)
     atomic_files.write_json(folder / FILE_NAME, found)
-    write_plot(found, folder)
     print(
         atomic_files.json_text(found)
         if options.json
-        else f"{format_sweep(found)}\nplot and all figures: {folder}"
+        else f"{format_sweep(found)}\nall figures: {folder / FILE_NAME}"
     )
     return max(one.code for one in trained)
 
@@ -87,10 +81,7 @@ def _values(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 
 def _train_all(points: Sequence[Point], options: AutoOptions) -> Iterator[tuple[RunFolder, int]]:
-    """The run of each point and the exit code of its training; one after the other, or several at once."""
-    if options.parallel > 1:
-        yield from _train_at_once(points, options)
-        return
+    """The run of each point and the exit code of its training, one after the other."""
     for number, (point, values) in enumerate(zip(points, _values(points), strict=True), 1):
         request = labelled(point)
         if not request.run.quiet:
@@ -98,23 +89,6 @@ def _train_all(points: Sequence[Point], options: AutoOptions) -> Iterator[tuple[
             print(printable(f"run {number} of {len(points)}: {shown}"), file=sys.stderr)
         run, verdict = find_or_train(request, trust=options.trust)
         yield run, verdict.code
-
-
-def _train_at_once(points: Sequence[Point], options: AutoOptions) -> Iterator[tuple[RunFolder, int]]:
-    shares = shares_of_machine(min(options.parallel, len(points)))
-    runs = []
-    for request in map(labelled, points):
-        facts = prepare_facts(request)
-        consent.remember(request.recipe, request.run.sends())
-        run = find_run(request, facts) or create_run(request, facts)
-        consent.require(run.recipe, run.folder, options.trust)
-        refuse_if_in_a_job(run)
-        runs.append(run)
-    codes = train_in_parallel(runs, points[0][0].plan, shares)
-    for run, code in zip(runs, codes, strict=True):
-        if code not in (DONE, STOPPED):
-            print(printable(f"{run.folder} failed: see {run.folder / OUTPUT}"), file=sys.stderr)
-    yield from zip(runs, codes, strict=True)
 
 
 def _value(recipe: Recipe, name: str) -> Any:
@@ -221,42 +195,3 @@ def _figure(row: Mapping[str, Any], name: str) -> str:
         return ""
     text = f"{row['metrics'][name]:.4g}"
     return f"{text} +- {row['deviations'][name]:.2g}" if name in row["deviations"] else text
-
-
-LOGARITHMIC = 10
-"""Largest over smallest value from which on an axis is logarithmic."""
-
-
-def write_plot(found: Mapping[str, Any], folder: Path) -> None:
-    """Draw the rows of `sweep.summary` that have the metric; nothing where fewer than two do."""
-    rows = [row for row in found["rows"] if found["metric"] in row["metrics"]]
-    if len(rows) < 2:
-        return
-    numbers = [n for n, v in rows[0]["values"].items() if type(v) in (int, float)]
-    axis = numbers[0] if numbers else next(iter(rows[0]["values"]))
-
-    def draw(ax: Any) -> None:
-        for name, line in _lines(rows, axis).items():
-            x = [row["values"][axis] for row in line]
-            y = [row["metrics"][found["metric"]] for row in line]
-            spread = [row["deviations"].get(found["metric"], 0.0) for row in line]
-            ax.errorbar(x if numbers else list(map(str, x)), y, yerr=spread, marker="o", ms=4, label=name)
-        ax.set(xlabel=axis.replace("_", " "), ylabel=f"{found['split']} {found['metric']}".replace("_", " "))
-        found_x = [row["values"][axis] for row in rows] if numbers else [1]
-        if min(found_x) > 0 and max(found_x) / min(found_x) >= LOGARITHMIC:
-            ax.set_xscale("log")
-        if len(ax.containers) > 1:
-            ax.legend(fontsize=8, frameon=False)
-
-    file = folder / PLOT
-    with atomic_files.explain_write_errors(file):
-        draw_figure(draw, 5.2, 3.2).savefig(file, format="png", dpi=110)
-
-
-def _lines(rows: list[dict[str, Any]], axis: str) -> dict[str, list[dict[str, Any]]]:
-    """Values beside the axis, in words -> their rows in the order of the axis."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in sorted(rows, key=lambda row: row["values"][axis]):
-        name = ", ".join(f"{n.replace('_', ' ')} {v}" for n, v in row["values"].items() if n != axis)
-        found.setdefault(name, []).append(row)
-    return found

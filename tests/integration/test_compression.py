@@ -186,8 +186,6 @@ def test_compress_is_the_chain_and_goes_on_where_it_stood(home: Path) -> None:
     stages = ["chain-classifier", "chain-pruning", "chain-qat"]
     assert sorted(p.name for p in (home / "chained").iterdir()) == stages
     assert (home / "chained" / "chain-qat" / "report" / "report.html").is_file()
-    kept = done.stderr.partition("compress kept:\n")[2].splitlines()
-    assert [line.split(":")[0].strip() for line in kept[:3]] == ["classifier", "pruning", "qat"]
     shutil.rmtree(home / "chained" / "chain-qat")
     first = (home / "chained" / "chain-classifier" / "metrics.jsonl").read_bytes()
     again = launch(*words, cwd=home)

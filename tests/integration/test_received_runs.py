@@ -399,7 +399,6 @@ def test_inspect_says_what_a_run_is(home: Path, capfd: pytest.CaptureFixture[str
     assert in_place(["inspect", str(run)]) == 0
     said = capfd.readouterr().out.splitlines()
     assert said[0] == f"{run}: {home}/sent/mine.py:Mine, done, 2 steps"
-    assert "loss, training: 2, then 1" in said
     assert "metrics of valid, as its file says: loss 1" in said
     assert f"reads prepared data: {home}/nowhere" in said
     assert said[-1].startswith(f"executes {home}/sent/mine.py (SHA-256 ")

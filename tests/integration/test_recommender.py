@@ -182,7 +182,7 @@ def test_lists_for_a_user(home: Path) -> None:
 
 
 def test_lists_leave_out_all_that_a_user_had_held_out_or_not(home: Path) -> None:
-    table = demo.demo_interactions().splits["all"].whole().to_pandas()
+    table = demo.demo_interactions().splits["all"].table.to_pandas()
     found = Recommendations(home / "runs" / "one" / "final")
     had = table[table.user == 7].item.nunique()
     assert len(found.top("7", 9999)) == len(found.items) - had
@@ -260,7 +260,7 @@ def test_lists_for_a_user_who_was_not_there(home: Path) -> None:
     assert "item 3x: is not in" in complaint(launch("recommend", "runs/one", "--items", "3x", cwd=home))
 
 
-def test_lists_of_several_users_and_of_all_items(
+def test_lists_of_several_users(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(home)
@@ -272,12 +272,6 @@ def test_lists_of_several_users_and_of_all_items(
     assert [row["item"] for row in two] == [entry["item"] for one in found for entry in one["items"]]
     assert predict(["runs/one", "7", "9", "--top", "3", "--out", "same.parquet"]) == 0
     assert parquet.read_table(home / "same.parquet").to_pylist() == two
-    assert recommend(["runs/one", "--similar-to", "all", "--top", "2", "--out", "like.parquet"]) == 0
-    like = parquet.read_table(home / "like.parquet").to_pylist()
-    items = len(Recommendations(home / "runs" / "one" / "final").items)
-    assert len(like) == 2 * items
-    with pytest.raises(UserError, match=r"--similar-to all: .* give --out"):
-        recommend(["runs/one", "--similar-to", "all"])
 
 
 def test_what_a_split_chose_ranks_after_training_on_everything(

@@ -42,39 +42,12 @@ def test_an_answer_is_part_of_the_next_question(talk: Any, capsys: pytest.Captur
     assert [message["content"] for message in asked[1]] == ["be kind", "one?", "an answer", "two?"]
 
 
-def test_without_history_each_question_is_asked_alone(talk: Any) -> None:
-    conversation, asked = talk
-    conversation.keeps_history = False
-    conversation.say("one?")
-    conversation.say("two?")
-    assert [message["content"] for message in asked[1]] == ["be kind", "two?"]
-
-
 def test_reset_forgets_all_but_what_was_told_first(talk: Any) -> None:
     conversation, asked = talk
     conversation.say("one?")
-    conversation.say("/reset")
+    conversation.reset()
     conversation.say("two?")
     assert [message["content"] for message in asked[1]] == ["be kind", "two?"]
-
-
-@pytest.mark.parametrize(("line", "told"), [("/system be brief", ["be brief"]), ("/system", [])])
-def test_system_tells_something_else_and_begins_anew(talk: Any, line: str, told: list[str]) -> None:
-    conversation, asked = talk
-    conversation.say("one?")
-    conversation.say(line)
-    conversation.say("two?")
-    assert [message["content"] for message in asked[1]] == [*told, "two?"]
-
-
-def test_help_and_what_is_no_command(talk: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    conversation, asked = talk
-    conversation.say("/help")
-    assert "/system TEXT" in capsys.readouterr().err
-    conversation.say("/rest")
-    assert "/rest is no command (did you mean /reset?)" in capsys.readouterr().err
-    conversation.say("/etc/hosts holds what?")
-    assert len(asked) == 1
 
 
 def test_the_model_of_a_plain_folder_is_opened_without_a_run(

@@ -1,4 +1,4 @@
-"""Tests of what `compress` says of its stages: what each kept, and a classifier that learnt nothing."""
+"""Tests of the chain `compress`: its plan, how it goes on, and a classifier that learnt nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isobatch.core.package import way_to_go_on
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.auto import auto
-from isobatch.launch.commands.compress import compress, kept_line, refuse_chance
+from isobatch.launch.commands.compress import compress, refuse_chance
 from isobatch.launch.commands.plan import plan
 from isobatch.launch.sweeps import chain
 from isobatch.models.compression.pruning import FREE_FAST_SPARSITY, Pruning
@@ -38,24 +38,6 @@ def test_a_classifier_no_better_than_its_largest_class_is_named(accuracy: float,
     with pytest.raises(UserError, match=said) if warns else contextlib.nullcontext():
         refuse_chance(run_of({"accuracy": accuracy}))
     refuse_chance(run_of({"accuracy": accuracy}, valid=29))
-
-
-def test_each_stage_says_what_it_kept() -> None:
-    assert kept_line("classifier", run_of({"accuracy": 0.8853})) == (
-        "  classifier: 22,565,376 parameters; accuracy 88.53%"
-    )
-    pruned = {
-        "accuracy": 0.8911,
-        "heads_left": [12, 9, 8],
-        "neurons_left": [1536, 1536, 1536],
-        "sparsity": 0.2,
-        "baseline_accuracy": 0.8854,
-        "mcnemar_p": 0.44,
-    }
-    line = kept_line("pruning", run_of(pruned, "heads"))
-    assert "29 heads, 4,608 neurons (20.0% of the heads removed)" in line
-    assert line.endswith("accuracy 89.11% (+0.57 points against its teacher, McNemar p 0.44)")
-    assert kept_line("qat", run_of({"bits": 4, "file_bytes": 17_400_000})) == "  qat: 4 bits, 17 MB"
 
 
 def test_fast_mode_trains_long_enough_on_small_data_unless_a_length_is_given() -> None:

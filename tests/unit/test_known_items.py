@@ -11,8 +11,7 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.launch.predicting.answerer import Answerer
 from isobatch.launch.predicting.command import answer_file
-from isobatch.launch.predicting.item_choice import restrict
-from isobatch.launch.predicting.recommend import RecommendOptions, _answer, listed
+from isobatch.launch.predicting.recommend import RecommendOptions, _answer, listed, restrict
 from isobatch.launch.predicting.rows import UserReader
 from isobatch.models.recommendation.recommendations import SHRINKAGE, RecommendationError, Recommendations
 from isobatch.tests.unit.test_new_users import ITEMS, write_model
@@ -79,14 +78,14 @@ def test_items_can_be_left_out_or_be_the_only_ones(tmp_path: Path) -> None:
         restrict(lists, "gone.csv", None, False, None)
 
 
-def answerer(folder: Path, skip: bool) -> Answerer:
+def answerer(folder: Path) -> Answerer:
     lists = open_lists(folder)
 
     def predict(users: Sequence[Any]) -> list[dict[str, Any]]:
         found = [lists.recommend(u, 2) if isinstance(u, str) else lists.for_items(u, 2) for u in users]
         return [{f"{n}s": [e[n] for e in entries] for n in ("item", "title", "score")} for entries in found]
 
-    return Answerer(predict, UserReader(None, lists if skip else None))
+    return Answerer(predict, UserReader(None, lists))
 
 
 def test_unknown_rows_are_counted_and_the_others_are_written_as_lists(
@@ -96,7 +95,7 @@ def test_unknown_rows_are_counted_and_the_others_are_written_as_lists(
     guests = [{"items": ["i0", "new"]}, {"items": ["i3"]}, {"user": "nobody"}, {"user": "u1"}]
     file = tmp_path / "guests.jsonl"
     file.write_text("".join(json.dumps(guest) + "\n" for guest in guests))
-    reading = answerer(tmp_path, skip=True)
+    reading = answerer(tmp_path)
     assert isinstance(reading.rows, UserReader)
     (rows,) = listed(answer_file(reading, str(file)), reading.rows.user_in)
     assert [(row["user"], row["rank"]) for row in rows] == [("1", 1), ("1", 2), ("u1", 1), ("u1", 2)]
@@ -164,7 +163,7 @@ def test_empty_lists_are_refused_or_counted(tmp_path: Path, capsys: pytest.Captu
     assert [f.name for f in tmp_path.iterdir() if "lists" in f.name] == []
     assert _answer(lists, RecommendOptions(), out, []) == 0
     assert len(out.read_text().splitlines()) == 1 + 2 * 39
-    assert "1 of 40 users have no list: what users had is left out" in capsys.readouterr().err
+    assert "1 of 40 lists are empty: what users had is left out" in capsys.readouterr().err
     rows = [{"user": u, "items": [], "titles": [], "scores": []} for u in ("u0", "u1")]
     assert list(listed([rows], lambda row: row["user"])) == []
     assert "2 rows without a list" in capsys.readouterr().err

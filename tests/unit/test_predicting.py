@@ -14,14 +14,11 @@ import pytest
 from pyarrow import parquet
 
 from isobatch.core.errors import UserError
-from isobatch.data import tokenizers
-from isobatch.data.base import Ragged, save
 from isobatch.data.text import chat_templates
 from isobatch.launch.predicting import tables
 from isobatch.launch.predicting.answerer import Answerer
 from isobatch.launch.predicting.command import answer_file, format_row
-from isobatch.launch.predicting.labelled_rows import TrainedTexts
-from isobatch.launch.predicting.rows import PromptReader, SampleError, SequenceReader, TextReader, UserReader
+from isobatch.launch.predicting.rows import PromptReader, SequenceReader, TextReader, UserReader
 from isobatch.models.encoder.prediction import batches_of_one_width
 
 if TYPE_CHECKING:
@@ -180,61 +177,8 @@ def test_a_batch_has_one_width_and_every_sample_is_in_one() -> None:
         assert len(batch) == 1 or len(batch) * widths[batch[0]] <= 8192
 
 
-def test_a_row_that_cannot_be_answered_is_named(tmp_path: Path) -> None:
-    def predict(samples: Sequence[Any]) -> list[dict[str, Any]]:
-        raise SampleError(samples.index("d"), "user d: is not in the training data")
-
-    rows = [{"user": name} for name in "abcd"]
-    answerer = Answerer(predict, UserReader())
-    with pytest.raises(UserError, match=r"rows.csv line 5: user d: is not in the training data"):
-        list(answer_file(answerer, str(write(tmp_path / "rows.csv", rows))))
-
-
 def test_each_line_of_a_text_file_is_a_row(tmp_path: Path) -> None:
     (tmp_path / "asked.txt").write_text("When do you open?\n\nWhere?\r\n")
     rows = list(tables.read_table(str(tmp_path / "asked.txt")))
     assert [row for _, row in rows] == [{"text": "When do you open?"}, {"text": "Where?"}]
     assert rows[1][0].endswith("asked.txt line 3")
-
-
-def test_rows_with_labels_are_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def predict(samples: Sequence[Any]) -> list[dict[str, Any]]:
-        return [{"prediction": text[0], "probabilities": {"0": 0.5, "1": 0.5}} for text in samples]
-
-    told = [("1 x", "1"), ("0 y", "0"), ("1 z", "0"), ("0 w", "0"), ("0 v", ""), ("0 u", "7")]
-    rows = [{"text": text, "sentiment": label} for text, label in told]
-    file = str(write(tmp_path / "rows.csv", rows))
-    list(answer_file(Answerer(predict, TextReader()), file))
-    said = capsys.readouterr().err.strip()
-    # F1 of "0": 2 right, 3 labelled, 2 answered; of "1": 1 right, 1 labelled, 2 answered.
-    assert said == (
-        "4 rows with a label in `sentiment`: accuracy 75.0 % (30.1 to 95.4), macro F1 0.733;"
-        " the model does not know the labels of 1 more"
-    )
-    list(answer_file(Answerer(predict, TextReader(), "another"), file))
-    assert capsys.readouterr().err == ""
-
-
-def test_rows_of_the_training_data_are_no_evaluation(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tokenizer = tokenizers.train_lowercase_bpe(["1 x", "0 y", "1 z", "0 w"], 300)
-    texts = ["1 x", "0 y", "1 z, cut"]
-    rows = [np.array(tokenizer.encode(text).ids[:4], np.uint16) for text in texts]
-    save(tmp_path / "train", {"tokens": Ragged.from_rows(rows)})
-    trained = TrainedTexts(str(tmp_path), tokenizer, 4)
-    assert trained.holds(["1 x", "1 x x", "0 y", "0 w", "1 z, cut short"]).tolist() == [
-        *(True, False, True, False, True),
-    ]
-    answerer = Answerer(
-        lambda samples: [{"prediction": s[0], "probabilities": {"0": 0.5, "1": 0.5}} for s in samples],
-        TextReader(),
-        trained=trained,
-    )
-    told = [("1 x", "1"), ("0 y", "0"), ("0 w", "1")]
-    file = str(write(tmp_path / "rows.csv", [{"text": text, "label": label} for text, label in told]))
-    list(answer_file(answerer, file))
-    assert capsys.readouterr().err.splitlines() == [
-        "1 row with a label in `label`: accuracy 0.0 % (0.0 to 79.3), macro F1 0.000",
-        "2 rows of the run's training data, left out above: accuracy 100.0 % (34.2 to 100.0), macro F1 1.000",
-    ]

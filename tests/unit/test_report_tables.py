@@ -11,7 +11,6 @@ from isobatch.launch.report.tables import (
     runs_table,
     table_beside,
     text_table,
-    wrapped,
 )
 
 ROWS = [["model", "accuracy", "speed"], ["a long name", "0.91", "2.00x"], ["b", "0.9", "baseline of torch"]]
@@ -55,11 +54,6 @@ def test_a_baseline_stands_beside_the_model() -> None:
 @pytest.mark.parametrize("metrics", [{}, {"loss": 1.0, "f1_macro": 0.5}, {"loss": 1.0, "ce_loss": 0.5}])
 def test_metrics_of_one_version_are_no_table(metrics: dict[str, float]) -> None:
     assert table_beside(metrics, "recommender") == ([], metrics)
-
-
-def test_a_long_line_is_broken_between_its_figures() -> None:
-    assert wrapped("a 1  b 2  c 3", "  ", 8) == ["a 1  b 2", "    c 3"]
-    assert wrapped("a long word", "  ", 4) == ["a long word"]
 
 
 def test_a_checkpoint_that_was_chosen_by_the_same_samples_is_named() -> None:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.core.plan import PlanOptions
 from isobatch.launch.commands.auto import auto
 from isobatch.launch.local.arguments import parse_sweep
-from isobatch.launch.sweeps import parallel
 from isobatch.launch.sweeps.sweep import Trained, format_sweep, summary
 
 LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
@@ -81,24 +76,3 @@ def test_seeds_alone_are_rows_and_beside_others_a_mean() -> None:
 def test_flags_about_one_run_are_refused(words: str) -> None:
     with pytest.raises(UserError, match="about one run"):
         auto(["--task", LINE, "--lr", "1e-3,1e-2", *words.split()])
-
-
-def test_runs_at_once_have_a_share_of_the_cores_and_fail_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = (
-        "import os, sys; print(len(os.sched_getaffinity(0)), sys.argv[2:]); sys.exit('bad' in sys.argv[1])"
-    )
-    own = [sys.executable, "-c", program]
-    monkeypatch.setattr(parallel, "own_command", lambda _, folder, *words: [*own, folder, *words])
-    shares = parallel.shares_of_machine(min(2, len(os.sched_getaffinity(0))))
-    runs: Any = [SimpleNamespace(folder=tmp_path / name) for name in ("good", "bad", "fine")]
-    for run in runs:
-        run.folder.mkdir()
-    codes = parallel.train_in_parallel(runs, PlanOptions(precision="bf16"), shares)
-    assert codes == [0, 1, 0]
-    said = (tmp_path / "good" / parallel.OUTPUT).read_text()
-    memory = f"'--memory-limit', '{80 // len(shares)}%'"
-    assert said == f"{len(shares[0][1])} ['--precision', 'bf16', {memory}]\n"
-    with pytest.raises(UserError, match=r"--parallel 9999: this machine has \d+ (cores|GPUs)"):
-        parallel.shares_of_machine(9999)

@@ -16,7 +16,7 @@ from isobatch.data import readers
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
 from isobatch.data.labelled.dataset import LabelledOptions
 from isobatch.data.labelled.rows import ColumnNames, read_examples
-from isobatch.launch.predicting import item_choice, tables
+from isobatch.launch.predicting import recommend, tables
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
@@ -199,7 +199,7 @@ def test_predict_reads_files_without_header(tmp_path: Path, capsys: pytest.Captu
     assert "a semicolon is between its fields" in capsys.readouterr().err
     lists = SimpleNamespace(knows_item=lambda item: item in ("7", "8"))
     sold = str(written(tmp_path, "sold.csv", "7\n8\n"))
-    assert item_choice._named_items(lists, "--without", sold, None) == ["7", "8"]  # type: ignore[arg-type]  # noqa: SLF001
+    assert recommend._named_items(lists, "--without", sold, None) == ["7", "8"]  # type: ignore[arg-type]  # noqa: SLF001
 
 
 @pytest.mark.parametrize(
