@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
-from isobatch.core.flags import SWITCH_WORDS, BareValue, Flag, convert, flags_of, nearest, spelling
+from isobatch.core.flags import SWITCH_WORDS, BareValue, Flag, convert, flags_of, nearest_hint, spelling
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.optimization.schedule import phase_schedules
@@ -27,7 +27,6 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.words.config_files import config_text, flags_of_files, join
 from isobatch.launch.local.words.foreign_words import Translation, translate, words_for
-from isobatch.launch.local.words.other_tools import SYNONYMS
 from isobatch.launch.local.words.sweeps import combinations, label
 
 if TYPE_CHECKING:
@@ -262,7 +261,7 @@ def _request(chosen: Workload, groups: Groups, found: Translation, options_class
     plan = chosen.plan_options(recipe.preset, values["plan"])
     if start := values["files"].get("from"):
         recipe = _starting_from(RunFolder.open(start), recipe, chosen, found.written)
-    recipe, batch_notes = _with_batch_scaling(recipe, scaling, values["plan"].get("processes"), found.written)
+    recipe, batch_notes = _with_batch_scaling(recipe, scaling, values["plan"].get("processes"))
     notes = [*found.notes.values(), *preset_notes, *batch_notes]
     request = Request(chosen, recipe, plan, RunOptions(**values["run"]), values["command"], notes)
     check_request(request, getattr(options_class, "data_is_elsewhere", False))
@@ -362,23 +361,20 @@ def _refuse_unknown(written: Mapping[str, str], known: Mapping[str, Flag], where
 
 
 def _hint_of(name: str, word: str, known: Mapping[str, Flag]) -> str:
-    """What may be meant by an unknown flag; of a word of another tool, our own for it."""
+    """What may be meant by an unknown flag; of a word of another tool, our own flag for it."""
     if name in LEFT:
         return f" (taken out: {LEFT[name]})"
     if word != name:
         return f" (it stands for {spelling(name)})"
-    names = {spelling(other): other for other in sorted({*known, *words_for(known)})}
-    meant = nearest(spelling(word), names)
-    ours = SYNONYMS.get(names.get(meant, ""))
-    return f" (did you mean {meant}{f', {spelling(ours)} here' if ours else ''}?)" if meant else ""
+    return nearest_hint(spelling(word), map(spelling, words_for(known)))
 
 
 def _with_batch_scaling(
-    recipe: Recipe, scaling: BatchScaling, processes: int | None, written: Mapping[str, str]
+    recipe: Recipe, scaling: BatchScaling, processes: int | None
 ) -> tuple[Recipe, list[str]]:
     """The recipe with the global batch asked for, and a line where it was named in other tools' words.
 
-    `processes`: the number that the user gave; `written`: our name of a flag -> the name that was written.
+    `processes`: the number that the user gave.
     """
     each, steps, notes = scaling.per_device_batch_size, scaling.gradient_accumulation_steps, []
     if each or steps:
@@ -386,11 +382,10 @@ def _with_batch_scaling(
         factors = {**first, "gradient_accumulation_steps": steps, "processes": processes if each else None}
         given = {name: factor for name, factor in factors.items() if factor}
         recipe = dataclasses.replace(recipe, batch_size=math.prod(given.values()))
-        product = " x ".join(
-            f"{'' if name in written else 'the default '}{spelling(written.get(name, name))} {factor}"
-            for name, factor in given.items()
+        notes.append(
+            f"{' x '.join(f'{spelling(n)} {k}' for n, k in given.items())} is a global batch of"
+            f" {recipe.batch_size}, on any number of processes"
         )
-        notes.append(f"{product} is a global batch of {recipe.batch_size}, on any number of processes")
     if scaling.scale_batch is not None:
         recipe = recipe.scaled(scaling.scale_batch, scaling.lr_rule)
     return recipe, notes

@@ -62,7 +62,7 @@ def parse_chain(name: str, words: Sequence[str], own: Collection[str]) -> Chain:
     flags = {k: v for k, v in found.flags.items() if k not in ("task", *SOURCES, *own)}
     if unknown := [flag for flag in flags if flag not in every]:
         word = spelling(found.written[unknown[0]])
-        hint = nearest_hint(word, map(spelling, sorted(every | words_for(every))))
+        hint = nearest_hint(word, map(spelling, words_for(every)))
         raise UserError(f"{word}: no stage of {name} has such a flag{hint}")
     per_stage = {stage: _flags_of(stage, stages, flags, known[stage]) for stage in stages}
     chain = Chain(stages, per_stage, {k: v for k, v in found.flags.items() if k in own}, flags)

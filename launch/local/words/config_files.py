@@ -7,6 +7,7 @@ typed. A run's recipe.json is one too. What stands on the command line comes bef
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,9 +111,7 @@ def join(file: str, base: Translation, typed: Translation, known: Collection[str
     """
     for name, word in base.written.items():
         if name not in known:
-            raise UserError(
-                f"{file}: {word} is no flag here{nearest_hint(word, [*known, *words_for(known)])}"
-            )
+            raise UserError(f"{file}: {word} is no flag here{nearest_hint(word, words_for(known))}")
     taken = {*typed.flags}.union(*(INSTEAD.get(name, ()) for name in typed.flags))
     kept = {name: value for name, value in base.flags.items() if name not in taken}
     words = {word for name, word in base.written.items() if name in taken}
@@ -133,11 +132,6 @@ def config_text(groups: Iterable[tuple[str, Mapping[str, Flag], Mapping[str, Any
 
 
 def scalar(text: str) -> str:
-    """The text as YAML, in quotes only where it needs them."""
-    import yaml
-
-    try:
-        plain = yaml.BaseLoader(f"key: {text}  # remark").get_single_data() == {"key": text}
-    except yaml.YAMLError:
-        plain = False
-    return text if plain and text not in NOTHING else json.dumps(text)
+    """The text as YAML, in quotes where it may need them."""
+    is_plain = re.fullmatch(r"[\w./][\w./,%+-]*", text) and text not in NOTHING
+    return text if is_plain else json.dumps(text)

@@ -8,15 +8,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from decimal import Decimal
-from pathlib import PurePath
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import BareValue, spelling
-from isobatch.launch.local.words.other_tools import FORMS, OF_FINISHED_MODELS, SYNONYMS, VALUES, WORDS
+from isobatch.launch.local.words.other_tools import OF_FINISHED_MODELS, SYNONYMS, VALUES, WORDS
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Collection, Container, Mapping
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,58 +45,36 @@ def translate(flags: Mapping[str, str], own: Container[str]) -> Translation:
 
     Raises UserError for a word whose meaning cannot be had, and where two words set one flag.
     """
-    found, yielding = Translation(), []
+    found = Translation()
     for word, value in flags.items():
-        rule = _rule(word, value, own)
-        if rule is None:
-            found.set({our_name(word, own): value}, word)
-        elif rule.yields:
-            yielding.append((word, value, rule))
-        else:
-            found.set(rule.flags, word, rule.note(word, value))
-    for word, value, rule in yielding:
-        if not found.flags.keys() & rule.flags.keys():
-            found.set(rule.flags, word, rule.note(word, value))
-        elif word in SYNONYMS:
-            found.set({SYNONYMS[word]: value}, word)
+        found.set(*_meaning(word, value, own))
     return found
 
 
-class _Rule(NamedTuple):
-    """What a word with a value is here."""
-
-    flags: dict[str, str]
-    remark: str
-    yields: bool
-
-    def note(self, word: str, value: str) -> str:
-        """What the user reads who wrote the word; empty where it is plain."""
-        if word in self.flags.values() or self.flags == {word: value}:
-            return ""
-        if not self.flags:
-            return self.remark and f"{_as_written(word, value)} has no effect: {self.remark}"
-        ours = " ".join(f"{spelling(name)} {text}" for name, text in self.flags.items())
-        return f"{_as_written(word, value)} is {ours}" + (f": {self.remark}" if self.remark else "")
-
-
-def _rule(word: str, value: str, own: Container[str]) -> _Rule | None:
-    """The rule for a word with this value; None where they mean what they mean here."""
+def _meaning(word: str, value: str, own: Container[str]) -> tuple[dict[str, str], str, str]:
+    """(the flags that a word with this value sets, the word, what the user reads of it). Raises UserError."""
     is_foreign = word not in own and word in WORDS
     forms = WORDS[word] if is_foreign else VALUES.get(our_name(word, own), {})
-    for pattern, text in forms.items():
-        if re.fullmatch(pattern, value.lower()):
-            if text.startswith("!"):
-                raise UserError(f"{_as_written(word, value)}: {text[2:]}")
-            flags, _, remark = text.partition("#")
-            pairs = flags.removeprefix("?").split()
-            filled = {n: _filled(v, value) for n, v in zip(pairs[::2], pairs[1::2], strict=True)}
-            return _Rule(filled, remark.strip(), text.startswith("?"))
-    if not is_foreign:
-        return None
-    if isinstance(value, BareValue):
-        raise UserError(f"{spelling(word)}: needs a value")
-    names = " nor ".join(FORMS.get(pattern, pattern.replace("|", " or ")) for pattern in forms)
-    raise UserError(f"{spelling(word)} {value}: is neither {names}")
+    written = spelling(word) if isinstance(value, BareValue) else f"{spelling(word)} {value}"
+    rule = next((rule for form, rule in forms.items() if re.fullmatch(form, value.lower())), None)
+    if rule is None and not is_foreign:
+        return {our_name(word, own): value}, word, ""
+    if rule is None:
+        wrong = (
+            "needs a value" if isinstance(value, BareValue) else "has no meaning here: `describe` lists flags"
+        )
+        raise UserError(f"{written}: {wrong}")
+    if rule.startswith("!"):
+        raise UserError(f"{written}: {rule[2:]}")
+    flags, _, remark = rule.partition(" # ") if not rule.startswith("#") else ("", "", rule[2:])
+    pairs = flags.split()
+    found = {name: _filled(form, value) for name, form in zip(pairs[::2], pairs[1::2], strict=True)}
+    if not found:
+        return found, word, remark and f"{written} has no effect: {remark}"
+    if word in found.values() or found == {word: value}:
+        return found, word, ""
+    ours = " ".join(f"{spelling(name)} {text}" for name, text in found.items())
+    return found, word, f"{written} is {ours}" + (f": {remark}" if remark else "")
 
 
 def _filled(template: str, value: str) -> str:
@@ -106,8 +83,7 @@ def _filled(template: str, value: str) -> str:
         return f"{(Decimal(value) * 100).normalize():f}%"
     if items := re.fullmatch(r"[\[(](.*)[\])]", value):
         value = ",".join(part.strip(" '\"") for part in items[1].split(",") if part.strip())
-    path = PurePath(value)
-    return template.replace("{parent}", str(path.parent)).replace("{last}", path.name).replace("{}", value)
+    return template.replace("{}", value)
 
 
 def our_name(word: str, own: Container[str]) -> str:
@@ -117,23 +93,6 @@ def our_name(word: str, own: Container[str]) -> str:
     return of_finished if ours not in own and of_finished in own else ours
 
 
-def words_for(known: Iterable[str]) -> set[str]:
-    """Words of other tools that a command with these flags takes."""
-    names = set(known)
-    return {word for word, ours in SYNONYMS.items() if ours in names} | {
-        word for word, forms in WORDS.items() if _flags_in(forms.values()) <= names
-    }
-
-
-def _flags_in(rules: Iterable[str]) -> set[str]:
-    """The flags that rules set."""
-    return {
-        name
-        for rule in rules
-        if not rule.startswith("!")
-        for name in rule.partition("#")[0].removeprefix("?").split()[::2]
-    }
-
-
-def _as_written(word: str, value: str) -> str:
-    return spelling(word) if isinstance(value, BareValue) else f"{spelling(word)} {value}"
+def words_for(known: Collection[str]) -> list[str]:
+    """These flags, and their names in other tools."""
+    return [*known, *(word for word, ours in SYNONYMS.items() if ours in known)]
