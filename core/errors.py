@@ -15,9 +15,6 @@ STOPPED = 75
 INTERRUPTED = 130
 """By Ctrl-C where nothing is saved: 128 + SIGINT, as shells say it."""
 
-RESIZED = "resized"
-"""The cause of a stop that the launcher asked for because it has room for more processes."""
-
 USER_MODULE = "isobatch_user_"
 """The name of a user's task file as a module begins so."""
 
@@ -28,7 +25,7 @@ class IsobatchError(Exception):
     exit_code: ClassVar[int] = BUG
     cause: str = ""
     """Why a restart may succeed: `memory` (with a smaller budget), `job memory` (the same, once), `lost`
-    (a process died), `spike` (without some steps) or RESIZED; else empty."""
+    (a process died) or `spike` (without some steps); else empty."""
 
 
 class UserError(IsobatchError, ValueError):

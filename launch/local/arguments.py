@@ -349,6 +349,11 @@ LEFT = {
     "remember": "type the flags that `tune` prints",
     "trials": "run `tune` for what each measure brings",
     "trial_seconds": "run `tune` for what each measure brings",
+    "mail": 'give --sbatch "--mail-user=ADDRESS --mail-type=END,FAIL"',
+    "mpi": 'give --srun "--mpi=TYPE"',
+    "signal": "the job is told by USR1",
+    "job_name": "a job has the run's --name",
+    "min_ray_workers": "give fewer --ray-workers: the run goes on in them",
 }
 """Flags that were taken out -> what to use instead."""
 

@@ -21,7 +21,6 @@ from isobatch.core.errors import (
     BUG,
     DONE,
     FAILED,
-    RESIZED,
     STOPPED,
     WRONG_INPUT,
     JobMemoryError,
@@ -170,8 +169,6 @@ def train_with_restarts(run: RunFolder, attempt: Attempt) -> Verdict:
                 return _fail(run, str(error))
         elif verdict.cause == SpikeError.cause:
             print(f"isobatch: {verdict.reason}; going on from the checkpoint before", file=sys.stderr)
-        elif verdict.cause == RESIZED:
-            _log_restart(run, "resize", verdict.reason, "in a larger world")
         elif verdict.cause == WorkerLostError.cause:
             restarts += 1
             if restarts > options.max_restarts:

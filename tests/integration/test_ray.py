@@ -1,4 +1,4 @@
-"""Runs on a Ray of this machine: a killed worker, a lost node, and one that comes."""
+"""Runs on a Ray of this machine: a killed worker, and a signal."""
 
 from __future__ import annotations
 
@@ -115,30 +115,6 @@ def test_a_killed_worker_is_replaced(make_cluster: Callable[..., Any], tmp_path:
     assert "lost" in restarts[0]["reason"]
     assert summary(training.run)["world_size"] == 2
     assert summary(training.run)["resumed_from"]
-
-
-@pytest.mark.slow
-def test_where_a_node_is_lost_the_other_one_goes_on(make_cluster: Callable[..., Any], tmp_path: Path) -> None:
-    cluster = make_cluster(1)
-    other = cluster.add_node(**NODE, num_cpus=1)
-    training = OnRay(tmp_path, cluster, "--steps", "2000", "--min-ray-workers", "1")
-    training.wait_for(training.has_saved)
-    cluster.remove_node(other, allow_graceful=False)
-    training.check(steps=2000)
-    assert "going on with 1 of 2 workers" in (tmp_path / "out").read_text()
-    assert summary(training.run)["world_size"] == 1
-
-
-@pytest.mark.slow
-def test_a_node_that_comes_is_taken(make_cluster: Callable[..., Any], tmp_path: Path) -> None:
-    cluster = make_cluster(1)
-    training = OnRay(tmp_path, cluster, "--steps", "2500", "--min-ray-workers", "1")
-    training.wait_for(training.has_saved)
-    cluster.add_node(**NODE, num_cpus=1)
-    training.check(steps=2500)
-    (resized,) = [one for one in rows(training.run, "decisions.jsonl") if one["decision"] == "resize"]
-    assert resized["reason"] == "there is room for 1 more workers"
-    assert summary(training.run)["world_size"] == 2
 
 
 @pytest.mark.slow

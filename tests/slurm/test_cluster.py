@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 from typing import TYPE_CHECKING
 
@@ -93,7 +94,8 @@ def test_no_name_or_path_breaks_out_of_the_script(cluster: Cluster, tmp_path: Pa
     folder.mkdir()
     setup = folder / "it's; touch pwned.sh"
     setup.write_text("touch set-up\n")
-    flags = ["--nodes", "1", "--steps", "5", "--job-name", HOSTILE, "--setup", str(setup)]
+    flags = ["--nodes", "1", "--steps", "5", "--setup", str(setup)]
+    flags += ["--sbatch", f"--comment={shlex.quote(HOSTILE)}"]
     job = cluster.submit("Line", *flags, "--after", _held(cluster, tmp_path), cwd=folder)
     assert HOSTILE in cluster.ask("scontrol", "show", "job", job.number)
     shown = launch("runs", "--json", cwd=folder, **cluster.environment)

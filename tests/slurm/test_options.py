@@ -20,12 +20,13 @@ pytestmark = pytest.mark.slurm
 def test_a_job_without_its_submitters_environment_trains_in_two_legs_and_sends_one_mail(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    flags = ["--nodes", "2", "--steps", "60", "--eval-every", "1000", "--mail", "me@example.org"]
-    words = ["--sbatch", "--export=NONE", "--srun", "--cpu-bind=none --slurmd-debug=error"]
-    words += ["--signal", "USR2", "--max-legs", "2"]
+    flags = ["--nodes", "2", "--steps", "60", "--eval-every", "1000"]
+    mail = "--mail-user=me@example.org --mail-type=END,FAIL"
+    words = ["--sbatch", f"--export=NONE {mail}", "--srun", "--cpu-bind=none --slurmd-debug=error"]
+    words += ["--max-legs", "2"]
     job = cluster.submit("Slow", *flags, *words, cwd=tmp_path)
     job.reach(20)
-    cluster.ask("scancel", "--batch", "--signal=USR2", job.number)
+    cluster.ask("scancel", "--batch", "--signal=USR1", job.number)
     job.finish(90)
     assert int(job.shown("Restarts")) == 1
     assert summary(job.run)["world_size"] == 2

@@ -19,6 +19,7 @@ from isobatch.engine.runs import slurm_queue
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.runs.slurm_queue import JobStatus, refuse_if_in_a_job
+from isobatch.launch.clusters.slurm import client
 from isobatch.launch.commands.auto import resume
 from isobatch.launch.control import one_run
 from isobatch.launch.control.runs import runs
@@ -325,3 +326,22 @@ def test_a_run_that_trains_here_is_interrupted(
         trainer.wait(5)
     assert code == 0
     assert ("saved at step 12; `resume" if kind == "quick" else "ended; nothing was saved") in out
+
+
+@pytest.mark.parametrize(
+    ("squeue", "remark"),
+    [
+        (queued("7", "RUNNING"), ""),
+        (queued("7", "PENDING", "AssocMaxJobsLimit"), "job 7 waits: AssocMaxJobsLimit"),
+        (queued("7", "PENDING", "PartitionTimeLimit"), "job 7 will not start by itself (PartitionTimeLimit)"),
+        (queued("7", "PENDING", "QOSMaxWallDurationPerJobLimit"), "job 7 will not start by itself (QOSMaxW"),
+        (AWAY, ""),
+    ],
+)
+def test_why_a_new_job_waits(squeue: str, remark: str, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(client, "WATCH_EVERY_SECONDS", 0.01)
+    slurm(squeue=squeue)
+    found = client.waiting_remark(["7"])
+    assert found.startswith(remark)
+    assert bool(found) == bool(remark)

@@ -1,16 +1,14 @@
-"""`ray`: print the script of a run on a Ray cluster, run it, or hand it in as a job.
+"""`ray`: print the script of a run on a Ray cluster, or run it.
 
 The script is of Ray Train's TorchTrainer, whose workers run ours, in a loop of attempts (driver.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import re
 import runpy
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +26,7 @@ if TYPE_CHECKING:
     from isobatch.launch.local.arguments import Request
 
 HERE = r"auto|local|(\[[0-9a-f:]+\]|[\w.-]+):\d+"
-"""Addresses of which this machine is a node."""
-ELSEWHERE = r"(https?|ray)://.+"
-"""Addresses at which Ray takes jobs."""
+"""Addresses of a cluster of which this machine is a node."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +38,6 @@ class RayOptions:
 
     ray_workers: Positive = 1
     """Ray workers, each with its own resources."""
-    min_ray_workers: Positive | None = None
-    """Go on with so few where there is no room for all, and take more as they come; by default all."""
     gpus_per_worker: Count = 0
     """GPUs of each worker, each with a process of its own."""
     cpus_per_worker: Positive | None = None
@@ -52,29 +46,17 @@ class RayOptions:
     """Train on CPUs."""
     address: str = "auto"
     """The cluster: auto (the one that this machine is in), local (this machine alone) or HOST:PORT of its
-    head, to train from here; http://HOST:8265 or ray://HOST:10001 to hand in a job."""
+    head."""
     submit: bool = False
-    """Train on the cluster; a job is handed in, and its number printed."""
+    """Train on the cluster."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.least > self.ray_workers:
+        if not re.fullmatch(HERE, self.address):
             raise UserError(
-                f"--min-ray-workers {self.min_ray_workers}: is more than --ray-workers {self.ray_workers}"
+                f"--address {self.address}: give auto, local or HOST:PORT of a cluster's head; elsewhere hand"
+                " the printed script in: ray job submit --address URL --working-dir . -- python SCRIPT"
             )
-        if not re.fullmatch(f"{HERE}|{ELSEWHERE}", self.address):
-            raise UserError(
-                f"--address {self.address}: give auto, local, HOST:PORT of a cluster's head, or http://HOST:8265"
-            )
-
-    @property
-    def least(self) -> int:
-        """The fewest workers to go on with."""
-        return self.min_ray_workers or self.ray_workers
-
-    @property
-    def hands_in_a_job(self) -> bool:
-        return re.fullmatch(ELSEWHERE, self.address) is not None
 
 
 TEMPLATE = '''"""isobatch: trains {task} as {name} on a Ray cluster until it is done.
@@ -93,22 +75,20 @@ from ray.train.torch import TorchTrainer
 from isobatch.launch.clusters.ray.driver import train_until_done
 from isobatch.launch.clusters.ray.workers import HostGroup, work
 
-RESOURCES = {resources}  # of a worker
 FLAGS = """\\
 {flags}"""
 
 
-def trainer(workers, order):
-    """One attempt with so many workers. isobatch makes another one from the last checkpoint, not Ray."""
+def trainer(order):
+    """One attempt. isobatch makes another one from the last checkpoint, not Ray."""
     return TorchTrainer(
         work,
         train_loop_config=order,
         torch_config=HostGroup(),
-        scaling_config=ScalingConfig(num_workers=workers, use_gpu={use_gpu}, resources_per_worker=RESOURCES),
-        run_config=RunConfig(
-            storage_path=order["storage"],
-            failure_config=FailureConfig(max_failures=0, controller_failure_limit={controller_failures}),
+        scaling_config=ScalingConfig(
+            num_workers={workers}, use_gpu={use_gpu}, resources_per_worker={resources}
         ),
+        run_config=RunConfig(storage_path=order["storage"], failure_config=FailureConfig(max_failures=0)),
     )
 
 
@@ -119,10 +99,8 @@ if __name__ == "__main__":
             FLAGS,
             folder={folder!r},
             address={address!r},
-            workers=({least}, {most}),  # at least, at most
             processes={processes},  # of each worker
-            resources=RESOURCES,
-            limit_cpus={limit_cpus},
+            cpus={cpus},  # of each worker, that training keeps to; 0 for all of the node
         )
     )
 '''
@@ -131,8 +109,8 @@ if __name__ == "__main__":
 def ray(words: Sequence[str]) -> int:
     """Usage: ray --task TASK --ray-workers N --gpus-per-worker G [flags] [--submit]
 
-    flags: --cpu --cpus-per-worker C --min-ray-workers M --address auto|local|HOST:PORT|http://HOST:8265, and
-           those of `auto`. All nodes see the folder in which this is run, --out and --data.
+    flags: --cpu --cpus-per-worker C --address auto|local|HOST:PORT, and those of `auto`. All nodes see the
+           folder in which this is run, --out and --data.
     """
     request, options = parse(words, "ray", RayOptions)
     request = on_device(request, "ray", "--gpus-per-worker", options.gpus_per_worker, options.cpu)
@@ -146,7 +124,7 @@ def ray(words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "isobatch_on_ray.py"
         path.write_text(script, encoding="utf-8")
-        return _hand_in(path, options.address) if options.hands_in_a_job else _run(path)
+        return _run(path)
 
 
 def render(request: Request, options: RayOptions) -> str:
@@ -161,13 +139,10 @@ def render(request: Request, options: RayOptions) -> str:
         resources={"CPU": options.cpus_per_worker or 1, **({"GPU": gpus} if gpus else {})},
         flags=flags,
         use_gpu=bool(gpus),
-        address="auto" if options.hands_in_a_job else options.address,
-        least=options.least,
-        most=options.ray_workers,
+        address=options.address,
+        workers=options.ray_workers,
         processes=processes_each(request, "--ray-workers", options.ray_workers, gpus),
-        # Ray waits for room for ever; where fewer workers will do, they are counted anew.
-        controller_failures=0 if options.least < options.ray_workers else -1,
-        limit_cpus=options.cpus_per_worker is not None,
+        cpus=options.cpus_per_worker or 0,
     )
 
 
@@ -177,21 +152,4 @@ def _run(script: Path) -> int:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as end:
         return int(end.code or 0)
-    return DONE
-
-
-def _hand_in(script: Path, address: str) -> int:
-    """Hand in a script as a job of Ray, and print the job's number. Raises UserError where Ray takes none."""
-    from ray.job_submission import JobSubmissionClient
-
-    # Of a library that says on standard output what it does: there the number alone is to stand.
-    with contextlib.redirect_stdout(sys.stderr):
-        try:
-            job = JobSubmissionClient(address).submit_job(
-                entrypoint=f"python {script.name}", runtime_env={"working_dir": str(script.parent)}
-            )
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise UserError(f"--address {address}: {str(error).splitlines()[0]}") from None
-    print(job)
-    print(f"ray job logs --address {address} -f {job} shows what it does", file=sys.stderr)
     return DONE

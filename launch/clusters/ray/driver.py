@@ -1,7 +1,7 @@
 """The driver of a run on Ray: it makes attempts, each one fit of a TorchTrainer, as `auto` makes them here.
 
 Ray restarts nothing by itself. What ended an attempt stands in exit.json, and `launch_run.py` decides whether
-another one goes on from the last checkpoint, in as many workers as there is room for.
+another one goes on from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
 from isobatch.launch.cli import guarded
 from isobatch.launch.clusters.common import find_or_create
-from isobatch.launch.clusters.ray.attempts import Attempts, Places, RunLog
+from isobatch.launch.clusters.ray.attempts import Attempts, RunLog
 from isobatch.launch.commands.auto import print_outcome
 from isobatch.launch.local import launch_run
 from isobatch.launch.local.arguments import Request, parse_request
@@ -26,7 +26,7 @@ from isobatch.launch.local.interfaces import local_address
 from isobatch.launch.local.run_setup import print_unless_quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from isobatch.launch.clusters.ray.attempts import Trainer
 
@@ -35,24 +35,19 @@ OWN_RESTARTS = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_METRICS_E
 
 
 def train_until_done(
-    trainer: Callable[[int, dict[str, Any]], Trainer],
+    trainer: Callable[[dict[str, Any]], Trainer],
     flags: str,
     *,
     folder: str,
     address: str,
-    workers: tuple[int, int],
     processes: int,
-    resources: Mapping[str, float],
-    limit_cpus: bool = False,
+    cpus: int = 0,
 ) -> int:
     """Train the run of `flags` in attempts until it is done; its exit code.
 
-    `trainer(workers, order)`: one attempt with so many workers. `folder`: where relative paths begin, on all
-    nodes. `workers`: at least and at most. `processes`: of each worker. `limit_cpus`: whether training keeps
-    to the cores among `resources`.
+    `trainer(order)`: one attempt. `folder`: where relative paths begin, on all nodes. `processes`: of each
+    worker. `cpus`: cores that training keeps to; 0 for all of the node.
     """
-    places = Places(resources, *workers)
-    cpus = int(resources["CPU"]) if limit_cpus else 0
 
     def train() -> int:
         os.chdir(folder)
@@ -69,7 +64,7 @@ def train_until_done(
             order = {"processes": processes, "cpus": cpus, "folder": folder}
             plan = atomic_files.json_text({**options_to_dict(request.plan), "processes": None})
             log = RunLog(run.folder / "log.txt", request.run.quiet)
-            attempts = Attempts(trainer, places, order, plan, stop, log)
+            attempts = Attempts(trainer, order, plan, stop, log)
             verdict = launch_run.train_with_restarts(run, attempts)
         if verdict.code == DONE:
             print_outcome(run)

@@ -61,11 +61,6 @@ def stop_file(run: RunFolder, nonce: str) -> Path:
     return run.folder / "ray" / f"stop-{nonce}"
 
 
-def started_file(run: RunFolder, nonce: str) -> Path:
-    """There as soon as all workers of an attempt have their places."""
-    return run.folder / "ray" / f"started-{nonce}"
-
-
 def work(order: dict[str, Any]) -> None:
     """Train in this worker's processes until they end. Raises RuntimeError where one has failed.
 
@@ -77,8 +72,6 @@ def work(order: dict[str, Any]) -> None:
     os.environ[NONCE] = order["nonce"]
     rank = ray.train.get_context().get_world_rank()
     with _meeting() as meeting, (run.folder / "ray" / f"worker-{rank}.log").open("ab", buffering=0) as log:
-        if rank == 0:
-            started_file(run, order["nonce"]).touch()
         children = [_start(order, index, meeting, log) for index in range(order["processes"])]
         asked_to_stop = stop_file(run, order["nonce"]).exists
         codes = _wait(children, asked_to_stop)
@@ -154,8 +147,9 @@ def _wait(children: Sequence[subprocess.Popen[bytes]], asked_to_stop: Callable[[
             number = signal.SIGKILL
         elif now - signalled > REPEAT_SIGNAL_SECONDS and asked_to_stop():
             signalled, number = now, signal.SIGUSR1
-        for child in running if number else ():
-            child.send_signal(number)
+        if number is not None:
+            for child in running:
+                child.send_signal(number)
         time.sleep(POLL_SECONDS)
     return [child.returncode for child in children]
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
-from isobatch.engine.runs.slurm_queue import run_slurm
+from isobatch.engine.runs.slurm_queue import SlurmSilentError, job_statuses, run_slurm
 from isobatch.launch.clusters.slurm.options import parse_time_limit
 
 if TYPE_CHECKING:
@@ -17,6 +18,23 @@ if TYPE_CHECKING:
 
 UNUSABLE_STATES = ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING", "UNKNOWN", "POWER", "REBOOT", "MAINT")
 """Words in a node's state under which no new step can run there."""
+WATCH_SECONDS, WATCH_EVERY_SECONDS = 1.5, 0.3
+"""How long after its submission a job's reason is looked for."""
+NEVER_STARTS = {
+    "PartitionTimeLimit": "--time is above the partition's limit",
+    "PartitionNodeLimit": "--nodes is outside the partition's limits, or its nodes are down",
+    "PartitionConfig": "the partition does not allow what it asks for",
+    "BadConstraints": "no node has what --constraint asks for",
+    "InvalidAccount": "--account is not valid",
+    "InvalidQOS": "--qos is not valid",
+    "JobHeld.*": "it is held, until scontrol release",
+    "DependencyNeverSatisfied": "the job of --after failed",
+    "(Assoc|QOS)Max.*(PerJob|PerNode|WallDuration).*|QOSMin.*|MaxMemPerLimit": "it asks for more, or less,"
+    " than your account or QOS allows one job",
+    "(Association|QOS)TimeLimit|(Assoc|QOS)Grp.*Minutes.*": "your account or QOS has no time left",
+}
+"""Reasons that do not go away when other jobs end, as patterns; from Slurm's job_reason_codes.html and
+resource_limits.html."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,52 +102,15 @@ def show_job(job: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(\S*)", run_slurm("scontrol", "show", "job", job, seconds=10).out))
 
 
-def seconds_of(limit: str) -> float | None:
-    """Seconds of a time that Slurm shows; None for its words of no limit."""
-    try:
-        return float(parse_time_limit(limit))
-    except UserError:
-        return None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartitionNode:
-    """A node as it belongs to a partition: a row of sinfo."""
-
-    name: str
-    partition: str
-    is_default: bool
-    """Whether that is the partition of jobs that name none."""
-    cpus: int
-    gpus: int
-    usable: bool
-    seconds: float | None
-    """The partition's time limit; None where it has none."""
-
-
-def partition_nodes() -> list[PartitionNode]:
-    """The nodes of all partitions; none where sinfo does not say."""
-    rows = run_slurm("sinfo", "-h", "-N", "-o", "%N|%R|%P|%c|%G|%T|%l|%a", seconds=10).out.splitlines()
+def cpus_and_gpus(partition: str | None) -> list[tuple[int, int]]:
+    """(cores, GPUs) of each node of a partition, or of the default one; none where sinfo does not say."""
+    words = ("-p", partition) if partition else ()
+    said = run_slurm("sinfo", "-h", "-N", *words, "-o", "%P|%c|%G", seconds=10).out.splitlines()
     return [
-        PartitionNode(
-            name=name,
-            partition=partition,
-            is_default=marked.endswith("*"),
-            cpus=int(cpus),
-            gpus=sum(int(count) for count in re.findall(r"gpu\S*?:(\d+)", gres)),  # gpu:h100:8(S:0-1),nvme:2
-            usable=is_usable(state) and up == "up",
-            seconds=seconds_of(limit),
-        )
-        for name, partition, marked, cpus, gres, state, limit, up in (
-            row.split("|") for row in rows if row.count("|") == 7
-        )
+        (int(cpus), sum(map(int, re.findall(r"gpu\S*?:(\d+)", gres))))  # gpu:h100:8(S:0-1),nvme:2
+        for name, cpus, gres in (row.split("|") for row in said if row.count("|") == 2)
+        if partition or name.endswith("*")
     ]
-
-
-def nodes_for(partition: str | None, nodes: Sequence[PartitionNode]) -> list[PartitionNode]:
-    """Those of the partitions that a job asks for, or of the default one."""
-    wanted = (partition or "").split(",")
-    return [n for n in nodes if (n.partition in wanted if partition else n.is_default)]
 
 
 def submit(script: Path) -> str:
@@ -154,5 +135,33 @@ def requeue(job: str) -> str:
 
 
 def seconds_left(job: str) -> float | None:
-    """Seconds until the job's time limit; None where Slurm does not say."""
-    return seconds_of(run_slurm("squeue", "-h", "-j", job, "-o", "%L").out)
+    """Seconds until the job's time limit; None where Slurm does not say, or there is none."""
+    try:
+        return float(parse_time_limit(run_slurm("squeue", "-h", "-j", job, "-o", "%L").out))
+    except UserError:
+        return None
+
+
+def waiting_remark(jobs: Sequence[str]) -> str:
+    """Why jobs that were just submitted wait, and what to do where they never start; empty where they run.
+
+    Waits for Slurm's first look at them.
+    """
+    deadline, remark = time.monotonic() + WATCH_SECONDS, ""
+    while time.monotonic() < deadline:
+        try:
+            statuses = job_statuses(jobs)
+        except SlurmSilentError:
+            return ""
+        waiting = {job: s.reason for job, s in statuses.items() if s.waits and s.reason}
+        for job, reason in waiting.items():
+            remark = f"job {job} waits: {reason}"
+            if why := next((why for words, why in NEVER_STARTS.items() if re.fullmatch(words, reason)), ""):
+                return (
+                    f"job {job} will not start by itself ({reason}): {why}; scontrol can change it, or cancel"
+                    " the run and submit it anew"
+                )
+        if statuses and not any(s.waits for s in statuses.values()):
+            return ""
+        time.sleep(WATCH_EVERY_SECONDS)
+    return remark

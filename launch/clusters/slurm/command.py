@@ -18,7 +18,7 @@ from isobatch.core.measures import printable
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.slurm_queue import InAJobError, last_job_of, refuse_if_in_a_job, update_job_record
 from isobatch.launch.clusters.common import find_or_create, processes_each
-from isobatch.launch.clusters.slurm import acceptance, client, containers
+from isobatch.launch.clusters.slurm import client, containers
 from isobatch.launch.clusters.slurm.array import SUBMITTED, array_folder, array_text, numbered
 from isobatch.launch.clusters.slurm.legs import JobRequest, seconds_to_stop
 from isobatch.launch.clusters.slurm.options import (
@@ -48,10 +48,10 @@ DEFAULT_CPUS, DEFAULT_CPUS_PER_GPU = 4, 8
 def slurm(words: Sequence[str]) -> int:
     """Usage: slurm --task TASK --nodes N --gpus-per-node G --time HH:MM:SS [flags] [--submit] [--json]
 
-    flags: --cpu --partition --account --qos --constraint --mem --cpus-per-task --job-name --setup FILE
-           --array 0-4 (a run per seed) --parallel N --after JOB --lead SECONDS --signal NAME --max-legs N
-           --mail ADDRESS --container IMAGE --container-python PYTHON --sbatch "OPTIONS" --srun "OPTIONS"
-           --mpi TYPE, and those of `auto`. A list such as --lr 1e-3,3e-3 trains a run for each value.
+    flags: --cpu --partition --account --qos --constraint --mem --cpus-per-task --setup FILE
+           --array 0-4 (a run per seed) --parallel N --after JOB --lead SECONDS --max-legs N
+           --container IMAGE --container-python PYTHON --sbatch "OPTIONS" --srun "OPTIONS", and those of
+           `auto`. A list such as --lr 1e-3,3e-3 trains a run for each value.
     """
     points = parse_sweep(join_sbatch_value(words), "slurm", SlurmOptions)
     options = SlurmOptions(**points[0][0].extra)
@@ -103,12 +103,11 @@ class Submission:
         self.name = asked.run.name
 
     def check(self, requests: Mapping[int, Request]) -> None:
-        """Raise UserError for what no script may hold, or Slurm would refuse: nothing is written yet."""
+        """Raise UserError for what no script may hold: nothing is written yet."""
         draft = RunFolder(Path(self._asked.run.out).expanduser().resolve() / (self.name or "run"))
         script = self._script(dict.fromkeys(requests, draft))
         render(script)
         self._container(self._asked.recipe, draft.folder)
-        acceptance.check(script, self._options.submit)
 
     def make(self, runs: dict[int, RunFolder], requests: Mapping[int, Request]) -> None:
         """Write the script of these runs, submit it where that is asked for, and say so."""
@@ -135,7 +134,7 @@ class Submission:
         else:
             print(text, end="")
             print(f"the run is ready: sbatch {path}, or --submit", file=sys.stderr)
-        if number and (remark := acceptance.waiting_remark([last_job_of(run) for run in runs.values()])):
+        if number and (remark := client.waiting_remark([last_job_of(run) for run in runs.values()])):
             print(printable(remark), file=sys.stderr)
 
     def _script(self, runs: Mapping[int, RunFolder]) -> JobScript:
@@ -144,7 +143,7 @@ class Submission:
         measured = max(round(seconds_to_stop(run)) for run in runs.values())
         at_once = str(options.parallel or "") or (parse_array(options.array)[1] if options.array else "")
         return JobScript(
-            name=refuse_control_characters(options.job_name or name, "--job-name"),
+            name=refuse_control_characters(name, "--name"),
             runs={number: run.folder for number, run in runs.items()},
             folder=array_folder(first.parent, name) if self.in_array else first / "slurm",
             nodes=options.nodes,
@@ -157,7 +156,6 @@ class Submission:
             raw_options=parse_sbatch_options(options.sbatch) if options.sbatch else (),
             setup=Path(options.setup).expanduser().resolve() if options.setup else None,
             start_folder=Path.cwd(),
-            signal=options.signal,
             environment=tuple(environment_elsewhere().items()),
         )
 
@@ -169,17 +167,13 @@ class Submission:
             # Without this Slurm keeps a job whose dependency failed in the queue for ever.
             jobs = options.after.replace(",", ":")
             extra += [("dependency", f"afterok:{jobs}"), ("kill-on-invalid-dep", "yes")]
-        if options.mail:
-            # Slurm 22.05 sends neither END nor FAIL for a job that is requeued: one e-mail for all legs.
-            extra += [("mail-user", options.mail), ("mail-type", "END,FAIL")]
         return extra
 
     def _fair_cpus(self) -> int:
         """Cores of the smallest node in proportion to the GPUs asked for; all where it has no GPU."""
-        options, nodes = self._options, client.partition_nodes()
-        wanted = client.nodes_for(options.partition, nodes)
+        options = self._options
         cpus, has = min(
-            ((node.cpus, node.gpus) for node in wanted),
+            client.cpus_and_gpus(options.partition),
             default=(DEFAULT_CPUS_PER_GPU * options.gpus_per_node or DEFAULT_CPUS, 0),
         )
         return max(1, cpus * options.gpus_per_node // has) if has and options.gpus_per_node else cpus
@@ -190,7 +184,6 @@ class Submission:
             lead=script.lead,
             plan={**options_to_dict(request.plan), "processes": None},
             seconds=script.seconds,
-            signal=script.signal,
             max_legs=self._options.max_legs,
             srun=step_words(self._options),
             container=self._container(run.recipe, run.folder),

@@ -66,7 +66,7 @@ def job(words: Sequence[str]) -> int:
     run = RunFolder.open(words[0])
     allocation = client.Allocation.from_environment(os.environ)
     request = JobRequest.read(run.folder)
-    with JobStop(request.signal) as stop:
+    with JobStop() as stop:
         if run.status() == "done":
             return DONE
         consent.require(run.recipe, run.folder)
@@ -95,8 +95,7 @@ def plan_for_nodes(run: RunFolder, nodes: int, request: JobRequest) -> Plan:
 class JobStop:
     """Context that handles stop signals; `reason` is `limit`, `term` or `interrupt`, empty before a stop."""
 
-    def __init__(self, warning: str = "USR1") -> None:
-        self._warning = signal.Signals[f"SIG{warning}"]
+    def __init__(self) -> None:
         self.reason = ""
         self.warned = False
         """Slurm's warning came: the time limit is near, or the job is about to be preempted."""
@@ -107,13 +106,13 @@ class JobStop:
         self.reason = self.reason or reason
 
     def _handle_signal(self, number: int, _: FrameType | None) -> None:
-        if number == self._warning:
+        if number == signal.SIGUSR1:
             self.warned = True
         else:
             self.request("term" if number == signal.SIGTERM else "interrupt")
 
     def __enter__(self) -> JobStop:
-        caught = {*STOP_SIGNALS, self._warning}
+        caught = {*STOP_SIGNALS, signal.SIGUSR1}
         self._before = {number: signal.signal(number, self._handle_signal) for number in caught}
         return self
 

@@ -48,8 +48,6 @@ class JobRequest:
     """The plan's options, without the number of processes."""
     seconds: int
     """The time limit, where Slurm does not answer."""
-    signal: str = "USR1"
-    """Slurm's warning before the time limit, without SIG."""
     max_legs: int | None = None
     """Starts of the job at most; None for no limit."""
     srun: tuple[str, ...] = ("--mpi=none",)

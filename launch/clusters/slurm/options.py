@@ -6,7 +6,7 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Count, Positive
@@ -14,35 +14,22 @@ from isobatch.core.strategies import traits_of
 from isobatch.launch.clusters.common import on_device, processes_each
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from isobatch.launch.local.arguments import Request
 
-RESERVED_OPTIONS = {
-    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node", "no-requeue"), "--nodes"),
-    **dict.fromkeys(("gpus-per-node", "gpus-per-task"), "--gpus-per-node"),
-    **dict.fromkeys(("output", "open-mode", "chdir"), "--out"),
-    **dict.fromkeys(("parsable", "test-only", "wait"), "--submit"),
-    **{"cpus-per-task": "--cpus-per-task", "time": "--time", "signal": "--lead or --signal"},
-    **{"array": "--array", "dependency": "--after", "job-name": "--job-name", "wrap": "--task"},
-}
-"""Options of sbatch that the script sets itself -> the flag of `slurm` to use instead."""
-SHORT_OPTIONS = {"N": "nodes", "n": "ntasks", "c": "cpus-per-task", "t": "time", "a": "array"}
-SHORT_OPTIONS |= {"d": "dependency", "J": "job-name", "o": "output", "D": "chdir", "W": "wait"}
-SWITCHES = "HhkOQsvV"
-"""Short options of sbatch without a value, which others may follow in one word (-Hn2)."""
-RESERVED_STEP_OPTIONS = {
-    **dict.fromkeys(("nodes", "ntasks", "nodelist", "ntasks-per-node"), "it runs one launcher on each node"),
-    **dict.fromkeys(("gpus-per-task", "gpus-per-node"), "use --gpus-per-node"),
-    **{"cpus-per-task": "use --cpus-per-task", "mpi": "use --mpi", "jobid": "it runs in its own job"},
-    **dict.fromkeys(("overlap", "exclusive"), "a step may have to share a node with one that died"),
-    **dict.fromkeys(("output", "error", "input", "pty", "unbuffered"), "each node has a log in slurm/"),
-    **dict.fromkeys(("container", "container-image", "container-workdir"), "use --container"),
-    "export": "what a node needs is in its environment",
-    "kill-on-bad-exit": "one launcher that fails ends the others",
-    "het-group": "a run is planned for nodes of one kind",
-}
-"""Options of srun that each step sets itself -> why, or the flag of `slurm` to use instead."""
+OF_THE_SCRIPT = (
+    *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gpus-per-task", "time"),
+    *("array", "dependency", "job-name", "wrap", "output", "open-mode", "chdir", "no-requeue", "signal"),
+    *("parsable", "test-only", "wait"),
+)
+"""Options of sbatch that the script sets itself, or that have a flag of `slurm`."""
+OF_A_STEP = (
+    *("nodes", "ntasks", "nodelist", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gpus-per-task"),
+    *("jobid", "overlap", "exclusive", "export", "kill-on-bad-exit", "het-group"),
+    *("output", "error", "input", "pty", "unbuffered", "container", "container-image", "container-workdir"),
+)
+"""Options of srun that each step sets itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,18 +73,10 @@ class SlurmOptions:
     """Train inside this image: a .sif, a .sqsh, a folder, or a name such as docker://nvcr.io/nvidia/pytorch."""
     container_python: str = "python3"
     """The image's Python, which has torch and isobatch's other requirements."""
-    mpi: str = "none"
-    """As srun's: how MPI programs are started; training needs none."""
-    job_name: str | None = None
-    """The job's name; by default the run's."""
     lead: Positive | None = None
     """Seconds before the time limit at which Slurm tells the job to save; by default from measured steps."""
-    signal: Literal["USR1", "USR2", "HUP"] = "USR1"
-    """The signal by which Slurm tells it."""
     max_legs: Positive | None = None
     """Starts of the job at most; by default it goes on while each leg adds a checkpoint."""
-    mail: str | None = None
-    """An address that gets one e-mail when the run is over, done or failed."""
     submit: bool = False
     """Submit it and print the job's number."""
     json: bool = False
@@ -124,8 +103,7 @@ def validated(request: Request, options: SlurmOptions) -> Request:
     most = least = world
     if strategy != "auto" and (traits := traits_of(strategy)):
         most, least = traits.most_processes or world, traits.least_processes if traits.shards else 1
-    array, lead, setup, mail = options.array, options.lead, options.setup, options.mail
-    jobs = (options.after or "0").split(",")
+    array, lead, setup = options.array, options.lead, options.setup
     for is_wrong, why in (
         (array and request.recipe.seed, "--seed: each task of --array is a seed of its own; leave one out"),
         (
@@ -138,16 +116,6 @@ def validated(request: Request, options: SlurmOptions) -> Request:
             f"--strategy {strategy}: one process has nobody to share with: add --nodes or --processes",
         ),
         (setup and not Path(setup).expanduser().is_file(), f"--setup {setup}: there is no such file"),
-        (mail and not re.fullmatch(r"[^\s,=]+@[^\s,=]+", mail), f"--mail {mail}: is not one address"),
-        (not options.mpi.isidentifier(), f"--mpi {options.mpi}: is no type that `srun --mpi=list` shows"),
-        (
-            options.container_python != "python3" and not options.container,
-            f"--container-python {options.container_python}: says nothing without --container",
-        ),
-        (
-            not all(re.fullmatch(r"\d+(_\d+)?", job) for job in jobs),
-            f"--after {options.after}: is not a job's number, or several with commas",
-        ),
     ):
         if is_wrong:
             raise UserError(why)
@@ -161,7 +129,7 @@ def step_words(options: SlurmOptions) -> tuple[str, ...]:
     Each process of a node sees all of its GPUs, for NVLink: left out, the job's binding would be inherited.
     """
     binding = ("--gpu-bind=none",) if options.gpus_per_node else ()
-    return (f"--mpi={options.mpi}", *binding, *(parse_srun_options(options.srun) if options.srun else ()))
+    return ("--mpi=none", *binding, *(parse_srun_options(options.srun) if options.srun else ()))
 
 
 def is_array(options: SlurmOptions, combinations: int) -> bool:
@@ -184,45 +152,27 @@ def refuse_control_characters(word: str, flag: str = "sbatch option") -> str:
 
 def parse_sbatch_options(text: str) -> tuple[str, ...]:
     """The words of --sbatch. Raises UserError for options that the script sets itself."""
-    words = _option_words("--sbatch", text, "--exclusive")
-    for word in words:
-        letter = word[1:].lstrip(SWITCHES)[:1] if re.match("-[^-]", word) else ""
-        if way_out := _reserved(f"--{SHORT_OPTIONS.get(letter, '')}" if letter else word, RESERVED_OPTIONS):
-            raise UserError(f"--sbatch {word}: the script sets this itself; use {way_out}")
-    return words
+    return _option_words("--sbatch", text, "--exclusive", OF_THE_SCRIPT)
 
 
 def parse_srun_options(text: str) -> tuple[str, ...]:
     """The words of --srun. Raises UserError for options that each step sets itself."""
-    words = _option_words("--srun", text, "--cpu-bind=cores")
-    for word in words:
-        if re.match(r"-[A-Za-z]", word):
-            raise UserError(f"--srun {word}: write srun's options out, as in --cpu-bind=cores")
-        if why := _reserved(word, RESERVED_STEP_OPTIONS):
-            raise UserError(f"--srun {word}: each step sets this itself; {why}")
-    return words
+    return _option_words("--srun", text, "--cpu-bind=cores", OF_A_STEP)
 
 
-def _option_words(flag: str, text: str, example: str) -> tuple[str, ...]:
+def _option_words(flag: str, text: str, example: str, reserved: Sequence[str]) -> tuple[str, ...]:
+    """Short options are refused: letters in one word may hide a reserved one. Slurm takes --nod=2, too."""
     try:
         words = shlex.split(refuse_control_characters(text, flag))
     except ValueError as error:
         raise UserError(f"{flag} {text}: {error}") from None
-    if ":" in words or "hetjob" in words:
-        raise UserError(
-            f"{flag} {text}: a heterogeneous job has nodes of several kinds, and a run is planned for one:"
-            " leave it out"
-        )
-    if not words or not words[0].startswith("-"):
-        raise UserError(f'{flag} {text}: holds {flag[2:]}\'s own options, as in {flag} "{example}"')
+    if not words or not words[0].startswith("-") or any(re.match("-[^-]", word) for word in words):
+        raise UserError(f'{flag} {text}: holds {flag[2:]}\'s own options, written out: {flag} "{example}"')
+    for word in words:
+        name = word[2:].partition("=")[0] if word.startswith("--") else ""
+        if name and any(own.startswith(name) for own in reserved):
+            raise UserError(f"{flag} {word}: isobatch sets this itself; `describe slurm` has its flags")
     return tuple(words)
-
-
-def _reserved(word: str, reserved: Mapping[str, str]) -> str:
-    """What `reserved` says of the option that a word sets, or nothing; Slurm accepts --nod=2, too."""
-    name = word[2:].partition("=")[0] if word.startswith("--") else ""
-    begun = (said for own, said in reserved.items() if name and own.startswith(name))
-    return reserved.get(name) or next(begun, "")
 
 
 def parse_time_limit(text: str) -> int:

@@ -23,10 +23,6 @@ PRELUDE = (
     'export PATH="${PATH:-/usr/local/bin:/usr/bin:/bin}"',
     'say() { echo "isobatch: ${SLURMD_NODENAME:-$HOSTNAME}: $1"; }',
     'missing() { echo "isobatch: ${SLURMD_NODENAME:-$HOSTNAME} does not see $1: $2"; exit 2; }',
-    'if [ -n "${SLURM_HET_SIZE:-}" ]; then',
-    "  say 'a run is planned for nodes of one kind, and this is a heterogeneous job: submit it alone'",
-    "  exit 2",
-    "fi",
 )
 """The first lines of bash. Slurm gives a job no PATH where it cannot load the user's environment."""
 
@@ -44,8 +40,7 @@ class JobScript:
     seconds: int
     """Time limit."""
     lead: int
-    """Seconds before the time limit at which Slurm sends `signal`."""
-    signal: str = "USR1"
+    """Seconds before the time limit at which Slurm sends SIGUSR1."""
     cpus: int
     """Per node."""
     gpus: int = 0
@@ -88,7 +83,7 @@ def options_of(script: JobScript) -> list[tuple[str, str]]:
         *script.extra_options,
         *([("array", script.array)] if script.array else []),
         # B: only the batch script is signalled; `job` forwards the stop.
-        ("signal", f"B:{script.signal}@{script.lead}"),
+        ("signal", f"B:USR1@{script.lead}"),
         ("requeue", ""),
         # A node that fails does not end the allocation of the others.
         ("no-kill", ""),
@@ -114,7 +109,7 @@ def _body(script: JobScript) -> list[str]:
             f"source {setup} || {{ say {shlex.quote(f'--setup {script.setup} failed')}; exit 2; }}",
         ]
     # A signal while Python starts must not end the job.
-    lines += ["set -u", f"trap '' {script.signal} TERM"]
+    lines += ["set -u", "trap '' USR1 TERM"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in script.environment]
     if script.array:
         lines += ['case "$SLURM_ARRAY_TASK_ID" in']
