@@ -132,9 +132,6 @@ class Plan:
     """Memory of the training device for each process."""
     predicted_memory_by_stage: dict[str, int] = field(default_factory=dict)
     """Stage (load, train, save, evaluate, export) -> predicted peak bytes per process."""
-    correction: dict[str, Any] = field(default_factory=dict)
-    """How runs on this machine corrected the predictions: the factors `memory` and `seconds`; and the `key`,
-    `kind` and `size` of this run in the machine's history."""
     rounding: tuple[float, float] | None = None
     """Under invariance rounding: how far another cut moved the first steps (loss, relative gradient norm), as
     measured when training began; None before."""

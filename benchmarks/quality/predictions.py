@@ -1,7 +1,6 @@
 """Predicted memory and time beside what was measured: `python -m benchmarks predictions`.
 
-Every recipe trains twice in processes of its own: predicted from this processor's rates alone (cold), and
-then corrected by the first run (calibrated). Memory is the process's peak (VmHWM) over all stages.
+Every recipe trains in a process of its own. Memory is the process's peak (VmHWM) over all stages.
 """
 
 from __future__ import annotations
@@ -72,25 +71,21 @@ def measure(quick: bool, only: str = "") -> list[dict[str, Any]]:
         with contextlib.chdir(home):  # the models' folders are named as seen from there
             rows = [_row(n, home) for n in names]
     found = [row for row in rows if "failed" not in row]
-    return [*rows, *(_errors(kind, found) for kind in ("cold", "calibrated"))]
+    return [*rows, _errors("cold", found)]
 
 
 def _row(name: str, home: Path) -> dict[str, Any]:
-    """Two runs of a recipe: the first predicted from rates alone, the second corrected by the first."""
+    """A run of a recipe, predicted from this processor's rates alone."""
     print(name, file=sys.stderr)
     environment = {**os.environ, "ISOBATCH_CACHE": f"{home}/cache", "ISOBATCH_STATE": f"{home}/state"}
-    for file in (home / "cache").glob("history-*"):
-        file.unlink()  # what other recipes took corrects nothing here
-    row: dict[str, Any] = {"recipe": name}
-    for kind in ("cold", "calibrated"):
-        for file in (home / "cache").glob("ceilings-*"):
-            file.unlink()  # measured anew, under the load that the run will have
-        began = time.monotonic()
-        done = _train(name, kind, home, environment)
-        if done.returncode:
-            return {"recipe": name, "failed": done.stderr.strip().splitlines()[-1]}
-        row |= _figures(home / "runs" / f"{_slug(name)}-{kind}", kind, time.monotonic() - began)
-    return row
+    for file in (home / "cache").glob("ceilings-*"):
+        file.unlink()  # measured anew, under the load that the run will have
+    began = time.monotonic()
+    done = _train(name, "cold", home, environment)
+    if done.returncode:
+        return {"recipe": name, "failed": done.stderr.strip().splitlines()[-1]}
+    found = _figures(home / "runs" / f"{_slug(name)}-cold", "cold", time.monotonic() - began)
+    return {"recipe": name, **found}
 
 
 def _train(name: str, kind: str, home: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:

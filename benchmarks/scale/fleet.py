@@ -7,6 +7,7 @@ whose machines fail, simulated, with the interval between checkpoints that loses
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from isobatch.core.measures import peak_resident_bytes
 from isobatch.data.base import Source
 from isobatch.engine.loading.microbatching import MicroBatchBudget, cut_batch
 from isobatch.engine.loading.sampler import Sampler
-from isobatch.engine.planning.cost_model import best_interval
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,6 +71,11 @@ def _milliseconds(work: Callable[[], Any], repeats: int) -> float:
         work()
         taken.append(time.process_time() - began)
     return round(1e3 * min(taken), 2)
+
+
+def best_interval(save: float, between_failures: float) -> float:
+    """Seconds between checkpoints that lose least (Young 1974, with Daly's term of 2006); all in seconds."""
+    return max(save, math.sqrt(2 * save * between_failures) - save)
 
 
 def simulated_goodput(interval: float, save: float, restart: float, between: float, seconds: float) -> float:

@@ -13,10 +13,11 @@ import importlib.metadata
 import json
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.terminal.status import doing
@@ -44,9 +45,9 @@ DISTURBED_SECONDS = 600.0
 class Ceilings:
     """Rates that this machine's processor reaches with all of its cores, in fp32 unless it says bf16."""
 
-    matmul: tuple[float, ...]
+    matmul: Sequence[float]
     """FLOP/s of a product of ROWS tokens with a square weight of each of WIDTHS."""
-    matmul_bf16: tuple[float, ...]
+    matmul_bf16: Sequence[float]
     bandwidth: float
     """Bytes/s read and written by an addition of large tensors."""
     cached_bandwidth: float
@@ -79,47 +80,20 @@ def ceilings_of(hardware: Hardware, folder: Path) -> Ceilings | None:
     """The ceilings of this machine, measured on first use and then read from `folder`; None elsewhere.
 
     A machine that is only named has none, and neither has one of another number of cores. Rates that other
-    programs disturbed are measured again after a while, and the best of both kept.
+    programs disturbed are measured again after a while.
     """
     if hardware.source != "detected":
         return None
     file = folder / f"ceilings-{machine_key(hardware)}.json"
-    kept = None
-    with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
-        kept = _from_dict(json.loads(file.read_text()))
+    with contextlib.suppress(OSError, ValueError, TypeError):  # none yet, or a damaged file
+        kept = Ceilings(**json.loads(file.read_text()))
         if not kept.disturbed or time.time() - file.stat().st_mtime < DISTURBED_SECONDS:
             return kept
     doing("measuring this machine")
     found = measure(hardware)
-    if kept is not None:
-        found = _best(found, kept)
     with contextlib.suppress(OSError):  # a folder that cannot be written: measured again next time
         folder.mkdir(parents=True, exist_ok=True)
         atomic_files.write_json(file, dataclasses.asdict(found))
-    return found
-
-
-def _best(left: Ceilings, right: Ceilings) -> Ceilings:
-    """The higher of each rate and the shorter of each time: other programs can only slow them down."""
-    values: dict[str, Any] = {}
-    for name, rate in dataclasses.asdict(left).items():
-        other = getattr(right, name)
-        if isinstance(rate, tuple):
-            values[name] = tuple(map(max, rate, other))
-        else:
-            values[name] = (min if name.endswith("seconds") or name == "waited" else max)(rate, other)
-    return Ceilings(**values)
-
-
-def _from_dict(values: dict[str, Any]) -> Ceilings:
-    """Raises what broken values raise."""
-    rates = {
-        name: tuple(map(float, value)) if isinstance(value, list) else float(value)
-        for name, value in values.items()
-    }
-    found = Ceilings(**rates)  # type: ignore[arg-type]
-    if not len(found.matmul) == len(found.matmul_bf16) == len(WIDTHS):
-        raise ValueError("measured at other widths")
     return found
 
 

@@ -26,7 +26,7 @@ GRANTED_CPUS = "ISOBATCH_CPUS"
 """Environment variable with the cores that a launcher grants our processes on this machine."""
 CommandRunner = Callable[[list[str]], str | None]
 """Command line -> its standard output, or None where it fails."""
-QUERY = "index,uuid,name,memory.total,compute_cap,power.limit"
+QUERY = "index,uuid,name,memory.total,compute_cap"
 PROBE = """
 import json, torch
 failure, p = "", []
@@ -206,7 +206,7 @@ def detect_gpus(env: Mapping[str, str], execute: CommandRunner, root: Path = Pat
     """The visible GPUs. torch is asked only where nvidia-smi lists one, or `root` has a GPU's device file."""
     table = execute(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]) or ""
     listed = [
-        [cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.count(",") == 5
+        [cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.count(",") == 4
     ]
     rows = visible_rows(listed, env.get("CUDA_VISIBLE_DEVICES"))
     own = len(list(root.glob(OWN_FILES)))
@@ -215,9 +215,9 @@ def detect_gpus(env: Mapping[str, str], execute: CommandRunner, root: Path = Pat
     answer = execute([sys.executable, "-c", PROBE])
     seen = VisibleDevices(**json.loads(answer.splitlines()[-1])) if answer else None
     if seen and seen.devices:  # torch's order differs from nvidia-smi's where GPUs differ
-        watts, chips = {row[2]: positive(row[5]) for row in rows}, seen.chips or [""] * len(seen.devices)
+        chips = seen.chips or [""] * len(seen.devices)
         return tuple(
-            make_gpu(name, memory, (major, minor), watts.get(name), seen.architectures, chip)
+            make_gpu(name, memory, (major, minor), seen.architectures, chip)
             for (name, memory, major, minor), chip in zip(seen.devices, chips, strict=True)
         )
     if rows:
@@ -234,7 +234,7 @@ def _unlisted(count: int, seen: VisibleDevices) -> tuple[Gpu, ...]:
     """
     if not count and "driver" not in seen.why_unusable:
         return ()
-    gpu = make_gpu("NVIDIA GPU", 0, (0, 0), None, [], why_unusable=seen.why_unusable)
+    gpu = make_gpu("NVIDIA GPU", 0, (0, 0), [], why_unusable=seen.why_unusable)
     return (gpu,) * max(1, count)
 
 
@@ -254,19 +254,18 @@ def visible_rows(rows: list[list[str]], asked: str | None) -> list[list[str]]:
 
 
 def _from_row(row: list[str], seen: VisibleDevices | None) -> Gpu:
-    _, _, name, memory, capability, watts = row
+    _, _, name, memory, capability = row
     known, digits = find_gpu_model(name), re.fullmatch(r"(\d+)\.(\d+)", capability)
     pair = (int(digits[1]), int(digits[2])) if digits else known.gpu.compute_capability if known else (0, 0)
     architectures, why = (seen.architectures, seen.why_unusable) if seen else (None, "")
     size = int((positive(memory) or 0) * MIB)
-    return make_gpu(name, size, pair, positive(watts), architectures, why_unusable=why)
+    return make_gpu(name, size, pair, architectures, why_unusable=why)
 
 
 def make_gpu(
     name: str,
     memory: int,
     capability: tuple[int, int],
-    watts: float | None,
     architectures: list[str] | None,
     chip: str = "",
     why_unusable: str = "",
@@ -285,7 +284,6 @@ def make_gpu(
         memory_bytes=memory,
         compute_capability=capability,
         mobile=is_mobile(name),
-        power_limit_watts=watts,
         supported=runs and not why_unusable,
         why_unusable=why_unusable,
         peak_flops=known.gpu.peak_flops if known else cautious,

@@ -31,7 +31,6 @@ class Gpu:
     compute_capability: tuple[int, int]
     """(major, minor); (0, 0) for other than NVIDIA GPUs."""
     mobile: bool = False
-    power_limit_watts: float | None = None
     supported: bool = True
     """Whether this torch can use it."""
     why_unusable: str = ""
@@ -79,7 +78,6 @@ def _gpu(
     capability: tuple[int, int],
     rates: tuple[float, float, float],
     link: float,
-    watts: float,
 ) -> Gpu:
     """`rates`: dense peaks in fp32 and in bf16 and fp16, TFLOP/s, where tensor cores are not used for fp32
     (TF32 stays off); and GB/s of memory.
@@ -90,7 +88,6 @@ def _gpu(
         memory_bytes=mib * MIB,
         compute_capability=capability,
         mobile=is_mobile(name),
-        power_limit_watts=watts,
         peak_flops={"fp32": fp32, "fp16": half, "bf16": half if capability >= (8, 0) else None},
         memory_bandwidth=memory,
         link_bandwidth=link,
@@ -98,10 +95,10 @@ def _gpu(
 
 
 def _geforce(
-    name: str, pattern: str, mib: int, capability: tuple[int, int], tflops: float, gb_s: float, watts: float
+    name: str, pattern: str, mib: int, capability: tuple[int, int], tflops: float, gb_s: float
 ) -> GpuModel:
     """A desktop card: `tflops` in fp32, `gb_s` of memory."""
-    gpu = _gpu(name, mib, capability, (tflops, 2 * tflops, gb_s), PCIE, watts)
+    gpu = _gpu(name, mib, capability, (tflops, 2 * tflops, gb_s), PCIE)
     return GpuModel(pattern, gpu, 16, 64 if mib > 16000 else 32, 1.25e8)
 
 
@@ -112,11 +109,10 @@ def _server(
     capability: tuple[int, int],
     rates: tuple[float, float, float],
     link: float,
-    watts: float,
     host: tuple[int, int, float],
 ) -> GpuModel:
     """A card with its `host`: cores, GiB, and bytes/s between nodes."""
-    return GpuModel(pattern, _gpu(name, mib, capability, rates, link, watts), *host)
+    return GpuModel(pattern, _gpu(name, mib, capability, rates, link), *host)
 
 
 AMPERE, ADA, BLACKWELL = (8, 6), (8, 9), (12, 0)
@@ -126,46 +122,46 @@ CLOUD, DGX_A, DGX_H = (8, 32, 3e9), (12, 144, 100e9), (24, 256, 200e9)
 # papers and product pages for GeForce; data sheets of T4, V100, A10, A100, L4, L40S, H100, H200, DGX B200,
 # RTX A6000, RTX 6000 Ada; AWS's G5 page for the A10G; AMD's data sheet of the MI300X.
 MODELS = (
-    _server("rtx3050-laptop", "3050.*Laptop", 4096, AMPERE, (5.5, 11, 192), PCIE, 60, (8, 16, 1.25e8)),
-    _geforce("rtx3060ti", r"3060 Ti", 8192, AMPERE, 16.2, 448, 200),
-    _geforce("rtx3060", r"3060", 12288, AMPERE, 12.7, 360, 170),
-    _geforce("rtx3070ti", r"3070 Ti", 8192, AMPERE, 21.7, 608, 290),
-    _geforce("rtx3070", r"3070", 8192, AMPERE, 20.3, 448, 220),
-    _geforce("rtx3080ti", r"3080 Ti", 12288, AMPERE, 34.1, 912, 350),
-    _geforce("rtx3080", r"3080", 10240, AMPERE, 29.8, 760, 320),
-    _geforce("rtx3090ti", r"3090 Ti", 24564, AMPERE, 40.0, 1008, 450),
-    _geforce("rtx3090", r"3090", 24576, AMPERE, 35.6, 936, 350),
-    _geforce("rtx4060ti-16gb", r"4060 Ti.*16", 16380, ADA, 22.1, 288, 165),
-    _geforce("rtx4060ti", r"4060 Ti", 8188, ADA, 22.1, 288, 160),
-    _geforce("rtx4060", r"4060", 8188, ADA, 15.1, 272, 115),
-    _geforce("rtx4070ti-super", r"4070 Ti SUPER", 16376, ADA, 44.1, 672, 285),
-    _geforce("rtx4070ti", r"4070 Ti", 12282, ADA, 40.1, 504, 285),
-    _geforce("rtx4070-super", r"4070 SUPER", 12282, ADA, 35.5, 504, 220),
-    _geforce("rtx4070", r"4070", 12282, ADA, 29.1, 504, 200),
-    _server("rtx4080-laptop", "4080.*Laptop", 12282, ADA, (24.7, 49, 432), PCIE, 150, (16, 32, 1.25e8)),
-    _geforce("rtx4080-super", r"4080 SUPER", 16376, ADA, 52.2, 736, 320),
-    _geforce("rtx4080", r"4080", 16376, ADA, 48.7, 717, 320),
-    _geforce("rtx4090", r"4090", 24564, ADA, 82.6, 1008, 450),
-    _geforce("rtx5070ti", r"5070 Ti", 16303, BLACKWELL, 43.9, 896, 300),
-    _geforce("rtx5070", r"5070", 12227, BLACKWELL, 30.9, 672, 250),
-    _geforce("rtx5080", r"5080", 16303, BLACKWELL, 56.3, 960, 360),
-    _geforce("rtx5090", r"5090", 32607, BLACKWELL, 104.8, 1792, 575),
-    _server("t4", r"\bT4\b", 15360, (7, 5), (8.1, 65, 300), 6e9, 70, (4, 16, 3e9)),
-    _server("v100-32gb", r"V100.*32GB", 32768, (7, 0), (15.7, 125, 900), 130e9, 300, (8, 61, 3e9)),
-    _server("v100", r"V100", 16160, (7, 0), (15.7, 125, 900), 130e9, 300, (8, 61, 3e9)),
-    _server("a10g", r"\bA10G\b", 23028, AMPERE, (31.5, 70, 600), PCIE, 300, CLOUD),
-    _server("a10", r"\bA10\b", 23028, AMPERE, (31.2, 125, 600), PCIE, 150, CLOUD),
-    _server("l40s", r"\bL40S\b", 46068, ADA, (91.6, 362, 864), PEER, 350, (16, 128, 12.5e9)),
-    _server("l4", r"\bL4\b", 23034, ADA, (30.3, 121, 300), PCIE, 72, CLOUD),
-    _server("rtx-a6000", r"RTX A6000", 49140, AMPERE, (38.7, 155, 768), PEER, 300, (16, 64, 1.25e9)),
-    _server("rtx6000-ada", r"RTX 6000 Ada", 49140, ADA, (91.1, 364, 960), PEER, 300, (16, 64, 1.25e9)),
-    _server("a100-40gb", r"A100.*40GB", 40536, (8, 0), (19.5, 312, 1555), 230e9, 400, DGX_A),
-    _server("a100-80gb", r"A100", 81920, (8, 0), (19.5, 312, 2039), 230e9, 400, DGX_A),
-    _server("h200", r"H200", 143771, (9, 0), (67, 989, 4800), 370e9, 700, DGX_H),
-    _server("h100-pcie", r"H100.*PCIe", 81559, (9, 0), (51, 756, 2000), PEER, 350, (16, 128, 12.5e9)),
-    _server("h100", r"H100", 81559, (9, 0), (67, 989, 3350), 370e9, 700, DGX_H),
-    _server("b200", r"B200", 183359, (10, 0), (75, 2250, 8000), 700e9, 1000, (28, 256, 200e9)),
-    _server("mi300x", r"MI300X", 196592, (9, 4), (163.4, 1307, 5300), 300e9, 750, (24, 256, 200e9)),
+    _server("rtx3050-laptop", "3050.*Laptop", 4096, AMPERE, (5.5, 11, 192), PCIE, (8, 16, 1.25e8)),
+    _geforce("rtx3060ti", r"3060 Ti", 8192, AMPERE, 16.2, 448),
+    _geforce("rtx3060", r"3060", 12288, AMPERE, 12.7, 360),
+    _geforce("rtx3070ti", r"3070 Ti", 8192, AMPERE, 21.7, 608),
+    _geforce("rtx3070", r"3070", 8192, AMPERE, 20.3, 448),
+    _geforce("rtx3080ti", r"3080 Ti", 12288, AMPERE, 34.1, 912),
+    _geforce("rtx3080", r"3080", 10240, AMPERE, 29.8, 760),
+    _geforce("rtx3090ti", r"3090 Ti", 24564, AMPERE, 40.0, 1008),
+    _geforce("rtx3090", r"3090", 24576, AMPERE, 35.6, 936),
+    _geforce("rtx4060ti-16gb", r"4060 Ti.*16", 16380, ADA, 22.1, 288),
+    _geforce("rtx4060ti", r"4060 Ti", 8188, ADA, 22.1, 288),
+    _geforce("rtx4060", r"4060", 8188, ADA, 15.1, 272),
+    _geforce("rtx4070ti-super", r"4070 Ti SUPER", 16376, ADA, 44.1, 672),
+    _geforce("rtx4070ti", r"4070 Ti", 12282, ADA, 40.1, 504),
+    _geforce("rtx4070-super", r"4070 SUPER", 12282, ADA, 35.5, 504),
+    _geforce("rtx4070", r"4070", 12282, ADA, 29.1, 504),
+    _server("rtx4080-laptop", "4080.*Laptop", 12282, ADA, (24.7, 49, 432), PCIE, (16, 32, 1.25e8)),
+    _geforce("rtx4080-super", r"4080 SUPER", 16376, ADA, 52.2, 736),
+    _geforce("rtx4080", r"4080", 16376, ADA, 48.7, 717),
+    _geforce("rtx4090", r"4090", 24564, ADA, 82.6, 1008),
+    _geforce("rtx5070ti", r"5070 Ti", 16303, BLACKWELL, 43.9, 896),
+    _geforce("rtx5070", r"5070", 12227, BLACKWELL, 30.9, 672),
+    _geforce("rtx5080", r"5080", 16303, BLACKWELL, 56.3, 960),
+    _geforce("rtx5090", r"5090", 32607, BLACKWELL, 104.8, 1792),
+    _server("t4", r"\bT4\b", 15360, (7, 5), (8.1, 65, 300), 6e9, (4, 16, 3e9)),
+    _server("v100-32gb", r"V100.*32GB", 32768, (7, 0), (15.7, 125, 900), 130e9, (8, 61, 3e9)),
+    _server("v100", r"V100", 16160, (7, 0), (15.7, 125, 900), 130e9, (8, 61, 3e9)),
+    _server("a10g", r"\bA10G\b", 23028, AMPERE, (31.5, 70, 600), PCIE, CLOUD),
+    _server("a10", r"\bA10\b", 23028, AMPERE, (31.2, 125, 600), PCIE, CLOUD),
+    _server("l40s", r"\bL40S\b", 46068, ADA, (91.6, 362, 864), PEER, (16, 128, 12.5e9)),
+    _server("l4", r"\bL4\b", 23034, ADA, (30.3, 121, 300), PCIE, CLOUD),
+    _server("rtx-a6000", r"RTX A6000", 49140, AMPERE, (38.7, 155, 768), PEER, (16, 64, 1.25e9)),
+    _server("rtx6000-ada", r"RTX 6000 Ada", 49140, ADA, (91.1, 364, 960), PEER, (16, 64, 1.25e9)),
+    _server("a100-40gb", r"A100.*40GB", 40536, (8, 0), (19.5, 312, 1555), 230e9, DGX_A),
+    _server("a100-80gb", r"A100", 81920, (8, 0), (19.5, 312, 2039), 230e9, DGX_A),
+    _server("h200", r"H200", 143771, (9, 0), (67, 989, 4800), 370e9, DGX_H),
+    _server("h100-pcie", r"H100.*PCIe", 81559, (9, 0), (51, 756, 2000), PEER, (16, 128, 12.5e9)),
+    _server("h100", r"H100", 81559, (9, 0), (67, 989, 3350), 370e9, DGX_H),
+    _server("b200", r"B200", 183359, (10, 0), (75, 2250, 8000), 700e9, (28, 256, 200e9)),
+    _server("mi300x", r"MI300X", 196592, (9, 4), (163.4, 1307, 5300), 300e9, (24, 256, 200e9)),
 )
 MACHINES = {model.gpu.name: model for model in MODELS}
 SLICE = r"[ -]mig[ -](\d)g\.(\d+)gb\b.*"

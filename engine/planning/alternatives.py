@@ -1,10 +1,9 @@
-"""What other settings would take, listed beside a plan: those that use less memory, those of the loader."""
+"""What stands beside a plan: settings that use less memory, and what a step waits for its samples."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import format_bytes
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.engine.loading.data_rate import DataRate
     from isobatch.models.base import ModelSize, Task
-
-PREFETCHES = (2, 8)
-"""Micro-batches kept ready that are compared."""
 
 
 def memory_alternatives(
@@ -40,7 +36,7 @@ def memory_alternatives(
     def peak(recipe: Recipe, size: ModelSize, choices: ExecutionChoices) -> int:
         return memory_footprint(recipe, size, choices, plan.micro_batch_tokens, facts.longest).peak
 
-    # The plan's own figure is of a typical micro-batch, and corrected by what ran here.
+    # The plan's own figure is of a typical micro-batch.
     full = peak(recipe, model_size, choices)
     offset = plan.predicted_peak_memory_bytes - full
     unchunked = peak(recipe, dataclasses.replace(model_size, head_bytes=0), choices)
@@ -64,10 +60,8 @@ def memory_alternatives(
     return [{"flags": f, "peak_memory_bytes": offset + found, "remark": why} for f, why, found in rows]
 
 
-def step_with_reading(
-    plan: Plan, recipe: Recipe, facts: Facts, rate: DataRate, workers: int, pinned: bool
-) -> float:
-    """Seconds of a step with what is not hidden of the reading of its samples.
+def seconds_of_waiting(plan: Plan, recipe: Recipe, facts: Facts, rate: DataRate) -> float:
+    """Seconds that a step is longer by what is not hidden of the reading of its samples.
 
     One thread or `workers` processes read while the step before computes. On a CPU whose cores all compute, a
     step takes longer by as long as reading keeps a core busy: the other threads wait for the one that lost
@@ -77,39 +71,9 @@ def step_with_reading(
     compute, reading = plan.predicted_step_seconds, samples * rate.sample_seconds
     if plan.device == "cpu":
         compute += samples * rate.busy_seconds
-    elif not pinned:
+    elif not plan.pin_memory:
         compute += samples * rate.sample_bytes / (PAGEABLE_SHARE * HOST_LINK)
-    if workers:
+    if plan.workers:
         batches = math.ceil(samples * facts.mean_length / plan.micro_batch_tokens)
-        reading = reading / workers + batches * WORKER_BATCH_SECONDS
-    return max(compute, reading)
-
-
-def seconds_of_waiting(plan: Plan, recipe: Recipe, facts: Facts, rate: DataRate) -> float:
-    """Seconds that the plan's own way of reading adds to a step."""
-    seconds = step_with_reading(plan, recipe, facts, rate, plan.workers, plan.pin_memory)
-    return seconds - plan.predicted_step_seconds
-
-
-def reading_alternatives(plan: Plan, recipe: Recipe, facts: Facts, rate: DataRate) -> list[dict[str, Any]]:
-    """Rows of (flags, step_seconds, ready_bytes, remark); the first is the plan itself."""
-    batch = plan.micro_batch_tokens / max(1.0, facts.mean_length) * rate.sample_bytes
-    batch = min(batch, recipe.batch_size * rate.sample_bytes)
-    workers, prefetch, pinned = plan.workers, plan.prefetch, plan.pin_memory
-    settings = [("", "as planned", workers, prefetch, pinned)]
-    for count in sorted({0, 1, 2, min(8, os.cpu_count() or 1)} - {workers}):
-        remark = "" if count else "read in a thread"
-        settings.append((f"--workers {count}", remark, count, prefetch, pinned))
-    for count in (count for count in PREFETCHES if count != prefetch):
-        settings.append((f"--prefetch {count}", "helps where reading is uneven", workers, count, pinned))
-    remark = "uncalibrated" if plan.device == "cuda" else "nothing is copied to a device"
-    settings.append((f"--pin-memory {'off' if pinned else 'on'}", remark, workers, prefetch, not pinned))
-    return [
-        {
-            "flags": flags,
-            "step_seconds": step_with_reading(plan, recipe, facts, rate, count, pin),
-            "ready_bytes": math.ceil(ready * max(1, count) * batch),
-            "remark": remark,
-        }
-        for flags, remark, count, ready, pin in settings
-    ]
+        reading = reading / plan.workers + batches * WORKER_BATCH_SECONDS
+    return max(compute, reading) - plan.predicted_step_seconds

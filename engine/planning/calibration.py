@@ -1,29 +1,15 @@
-"""What the planner rests on: constants, and what runs on this machine took beside what was predicted.
+"""The constants that the planner rests on: measured on CPUs, fitted to published figures for GPUs.
 
-Constants are measured on CPUs and fitted to published figures for GPUs. A card that was measured has
-constants of its own in MEASURED, the one place to fill: a benchmark's result file has them as a row of the
-fields of `GpuConstants`. The history is a file of JSON lines per machine. Its figures are ratios of measured
-to predicted, so that they hold for other runs of the same kind too.
+A card that was measured has constants of its own in MEASURED, the one place to fill: a benchmark's result
+file has them as a row of the fields of `GpuConstants`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import math
-from dataclasses import dataclass, field
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
 
-from isobatch.engine.machine.ceilings import Ceilings, ceilings_of, machine_key
-from isobatch.engine.planning.memory_model import CONTEXT_BYTES
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from isobatch.core.plan import Plan
-    from isobatch.engine.machine.hardware import Hardware
+from isobatch.engine.machine.ceilings import Ceilings
 
 TYPICAL_CORE = Ceilings(
     matmul=(19e9, 35e9, 44e9, 47e9, 47e9),
@@ -116,139 +102,3 @@ def typical_ceilings(cores: int) -> Ceilings:
         **{name: cores * getattr(core, name) for name in ("bandwidth", "cached_bandwidth", "gelu", "adamw")},
     }
     return dataclasses.replace(core, **rates)
-
-
-KEPT = 500
-"""Newest rows that are read."""
-NEIGHBOURS = 5
-"""Runs of a kind whose ratios count: those of the nearest size."""
-LARGEST_RATIO = 4.0
-"""A ratio beyond it tells of a disturbed run, not of the model."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measured:
-    """A run's measured figures over the uncorrected predictions."""
-
-    key: str
-    """Names the recipe's shape and the plan: equal keys take equal memory and time."""
-    kind: str
-    """Names the kind of run: task, device, precision, strategy."""
-    size: float
-    """Predicted bytes of the run beside the process itself."""
-    memory: float
-    """Measured over predicted bytes, both beside the process itself."""
-    seconds: float
-    """Measured over predicted seconds of a step."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Correction:
-    """Factors for a prediction, and the runs that they come from."""
-
-    memory: float = 1.0
-    seconds: float = 1.0
-    basis: str = ""
-    """Why; empty where nothing like it has run here."""
-
-
-@dataclass(frozen=True, slots=True)
-class RunHistory:
-    """The measured runs of one machine, oldest first."""
-
-    rows: tuple[Measured, ...] = ()
-
-    @classmethod
-    def read(cls, file: Path) -> RunHistory:
-        """The rows of a file; none where there is no file, and without those that cannot be read."""
-        try:
-            lines = file.read_text(errors="replace").splitlines()[-KEPT:]
-        except OSError:
-            return cls()
-        return cls(tuple(row for line in lines if (row := _parse(line)) is not None))
-
-    def correction(self, key: str, kind: str, size: float) -> Correction:
-        """The newest run of this key; else the median of the runs of this kind that are nearest in size."""
-        if same := [row for row in self.rows if row.key == key]:
-            newest = same[-1]
-            return Correction(
-                memory=newest.memory, seconds=newest.seconds, basis="corrected by the same run here before"
-            )
-        alike = {row.key: row for row in self.rows if row.kind == kind}.values()
-        near = sorted(alike, key=lambda row: abs(math.log(max(row.size, 1.0) / max(size, 1.0))))[:NEIGHBOURS]
-        if not near:
-            return Correction()
-        runs = "a run" if len(near) == 1 else f"{len(near)} runs"
-        return Correction(
-            memory=median(row.memory for row in near),
-            seconds=median(row.seconds for row in near),
-            basis=f"corrected by {runs} of this kind here",
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MachineRecord:
-    """What was measured on a machine."""
-
-    ceilings: Ceilings | None = None
-    history: RunHistory = field(default_factory=RunHistory)
-
-
-def machine_record(hardware: Hardware, folder: Path) -> MachineRecord:
-    """What `folder` holds of this machine; its ceilings are measured if they are not there.
-
-    Of a machine that is only named nothing was measured.
-    """
-    if hardware.source != "detected":
-        return MachineRecord()
-    history = RunHistory.read(history_file(folder, hardware))
-    return MachineRecord(ceilings=ceilings_of(hardware, folder), history=history)
-
-
-def history_file(folder: Path, hardware: Hardware) -> Path:
-    """Where the runs of this machine are kept."""
-    return folder / f"history-{machine_key(hardware)}.jsonl"
-
-
-def append(file: Path, row: Measured) -> None:
-    """Add a run, unless its figures are no plausible ones. A folder that cannot be written is left alone."""
-    ratios = (row.memory, row.seconds)
-    if all(1 / LARGEST_RATIO <= ratio <= LARGEST_RATIO for ratio in ratios):
-        with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a") as lines:
-                lines.write(json.dumps(dataclasses.asdict(row)) + "\n")
-
-
-def _parse(line: str) -> Measured | None:
-    try:
-        values: dict[str, Any] = json.loads(line)
-        row = Measured(**values)
-        numbers = (row.size, row.memory, row.seconds)
-        return row if all(math.isfinite(n) and n > 0 for n in numbers) else None
-    except (ValueError, TypeError):
-        return None
-
-
-def measured_run(plan: Plan, peak: int, seconds: float | None) -> Measured | None:
-    """The row of a run for the history: its peak bytes and the median seconds of its steps, if they count.
-
-    None where the plan was made without a key, or where the figures are below what the process itself takes.
-    Where other programs disturbed the steps, or the rates that predicted them, the old ratio stays.
-    """
-    if not plan.correction:
-        return None
-    process = CONTEXT_BYTES[plan.device]
-    corrected = (plan.predicted_peak_memory_bytes - process) / plan.correction["memory"]
-    predicted = plan.predicted_step_seconds / plan.correction["seconds"]
-    if min(corrected, predicted, peak - process) <= 0:
-        return None
-    if seconds is None or plan.correction.get("disturbed"):
-        seconds = plan.predicted_step_seconds
-    return Measured(
-        key=plan.correction["key"],
-        kind=plan.correction["kind"],
-        size=plan.correction["size"],
-        memory=(peak - process) / corrected,
-        seconds=seconds / predicted,
-    )

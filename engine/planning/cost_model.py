@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -17,15 +17,12 @@ from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import Precision
 from isobatch.core.recipe import Recipe
 from isobatch.engine.loading.microbatching import BatchCut, MicroBatchBudget, cut_batch
+from isobatch.engine.machine.ceilings import Ceilings
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.planning import calibration
-from isobatch.engine.planning.calibration import MachineRecord
 from isobatch.engine.planning.memory_model import ExecutionChoices, held_weight_bytes, kept_bytes_per_token
 from isobatch.models.base import ModelSize
 from isobatch.models.flops import flops_per_token, intermediate_width, layers_and_width
-
-if TYPE_CHECKING:
-    from isobatch.engine.machine.ceilings import Ceilings
 
 BUCKET_BYTES = 25e6
 """Gradients are reduced in buckets of this size (DDP's default)."""
@@ -50,13 +47,13 @@ class PlanningCase:
     compile: bool = False
     world_nodes: int | None = None
     """Number of nodes where the processes were started already; else None."""
-    measured: MachineRecord = field(default_factory=MachineRecord)
-    """What was measured on this machine."""
+    measured: Ceilings | None = None
+    """Rates that were measured on this machine."""
 
     @property
     def ceilings(self) -> Ceilings:
         """Rates of the processor, all cores together: measured, or those of a typical one."""
-        return self.measured.ceilings or calibration.typical_ceilings(self.hardware.cpus)
+        return self.measured or calibration.typical_ceilings(self.hardware.cpus)
 
     @property
     def longest(self) -> int:
@@ -309,18 +306,3 @@ def run_steps(recipe: Recipe, facts: Facts) -> float:
     if recipe.steps is not None:
         return float(sum(recipe.steps))
     return max(recipe.least_steps, sum(recipe.epochs or (1.0,)) * steps_per_epoch(recipe, facts))
-
-
-def best_interval(save: float, between_failures: float) -> float:
-    """Seconds between checkpoints that lose least (Young 1974, with Daly's term of 2006); all in seconds."""
-    return max(save, math.sqrt(2 * save * between_failures) - save)
-
-
-def expected_goodput(interval: float, save: float, restart: float, between_failures: float) -> float:
-    """Share of the time that a run computes steps which are not lost; all arguments in seconds.
-
-    Complete model of Daly 2006 (Future Generation Computer Systems 22), equation 20, for failures by chance.
-    `restart`: from a failure to the next step.
-    """
-    segments = math.expm1(min(700.0, (interval + save) / between_failures))
-    return interval / (between_failures * math.exp(min(700.0, restart / between_failures)) * segments)

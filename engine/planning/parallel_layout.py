@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -16,14 +14,8 @@ from isobatch.core.measures import format_bytes
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import MEMORY_LIMIT, UNITS, PlanOptions, StrategyName
 from isobatch.core.strategies import STRATEGIES, traits_of
-from isobatch.engine.planning.calibration import Correction
 from isobatch.engine.planning.cost_model import PlanningCase, largest_micro_batch, step_seconds
-from isobatch.engine.planning.memory_model import (
-    CONTEXT_BYTES,
-    ExecutionChoices,
-    MemoryFootprint,
-    memory_footprint,
-)
+from isobatch.engine.planning.memory_model import ExecutionChoices, MemoryFootprint, memory_footprint
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
@@ -57,13 +49,11 @@ class ParallelLayout:
     """Padded tokens of the largest micro-batch."""
     samples: int
     seconds: float
-    """Per optimizer step, before the correction."""
+    """Per optimizer step."""
     stages: dict[str, int]
-    """Stage -> predicted peak bytes per process with a typical batch, before the correction."""
+    """Stage -> predicted peak bytes per process with a typical batch."""
     most: int
     """The most of the worst stage, with micro-batches as large as the budget allows."""
-    correction: Correction
-    """What this machine's history makes of the predictions."""
     bound: str
     """What limits the token budget: a key of the reasons in `why_tokens`."""
 
@@ -88,46 +78,6 @@ def memory_limit(case: PlanningCase, asked: PlanOptions, processes: int) -> floa
         return memory * float(match[1]) / 100
     sharing = case.local(processes) if case.device == "cpu" else 1
     return min(float(memory), float(match[1]) * UNITS[match[2]] / sharing)
-
-
-def history_key(case: PlanningCase, choices: ExecutionChoices) -> tuple[str, str, float]:
-    """(key, kind, size) of a run in the machine's history: see `calibration.Measured`.
-
-    The key holds all that decides memory and time but the micro-batch, which follows from it.
-    """
-    recipe, facts = case.recipe, case.facts
-    shape = {
-        "task": recipe.task,
-        "size": dataclasses.asdict(case.model_size),
-        "lengths": [case.longest, round(facts.mean_length, 2)],
-        "batch": [recipe.batch_size, recipe.optimizer],
-        "choices": dataclasses.asdict(choices),
-        "compile": case.compile,
-    }
-    key = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()[:16]
-    kind = f"{recipe.task} {choices.device} {choices.precision}"
-    tokens = min(recipe.batch_size * facts.mean_length, 1e5)
-    footprint = memory_footprint(recipe, case.model_size, choices, tokens, case.longest)
-    return key, kind, footprint.step - footprint.workspace
-
-
-def correction_for(case: PlanningCase, choices: ExecutionChoices) -> Correction:
-    """The correction that this machine's history has for a run."""
-    if not case.measured.history.rows:
-        return Correction()
-    return case.measured.history.correction(*history_key(case, choices))
-
-
-def correct_bytes(case: PlanningCase, predicted: float, correction: Correction) -> float:
-    """Predicted bytes of a process, with what is beside the process itself corrected."""
-    process = min(predicted, CONTEXT_BYTES[case.device])
-    return process + correction.memory * (predicted - process)
-
-
-def uncorrected_limit(case: PlanningCase, limit: float, correction: Correction) -> float:
-    """The uncorrected prediction that becomes `limit` bytes when it is corrected."""
-    process = min(limit, CONTEXT_BYTES[case.device])
-    return process + (limit - process) / correction.memory
 
 
 def strategies_to_try(
@@ -201,7 +151,6 @@ def _layout(
         seconds=step_seconds(case, choices, samples, tokens),
         stages=_footprint(case, choices, typical, evaluated=tokens).stages,
         most=math.ceil(LARGEST_EXCESS * _footprint(case, choices, tokens).peak),
-        correction=correction_for(case, choices),
         bound=bound,
     )
 
@@ -229,7 +178,6 @@ def token_budget(case: PlanningCase, asked: PlanOptions, choices: ExecutionChoic
     A budget below the length of the longest sample means that it does not fit.
     """
     limit = memory_limit(case, asked, choices.processes)
-    limit = uncorrected_limit(case, limit, correction_for(case, choices))
     empty, per_token, full = (_footprint(case, choices, tokens) for tokens in (0, 1, MANY))
     free = limit - empty.resident - empty.activations - empty.tables
     token_bytes = per_token.activations - empty.activations
@@ -298,10 +246,7 @@ def does_not_fit(case: PlanningCase, asked: PlanOptions, processes: int) -> str:
     """The error message where the longest sample does not fit on this many processes."""
     limit = memory_limit(case, asked, processes)
     settings = (_choices(case, processes, *one) for one in strategies_to_try(case, asked, processes))
-    peaks = (
-        (_footprint(case, choices, case.longest).peak, correction_for(case, choices)) for choices in settings
-    )
-    need = min(math.ceil(correct_bytes(case, peak, correction)) for peak, correction in peaks)
+    need = min(_footprint(case, choices, case.longest).peak for choices in settings)
     if need <= limit:
         return (
             f"--strategy zero3-offload: it takes {format_bytes(offloaded_bytes(case, processes))} of RAM a"

@@ -6,7 +6,6 @@ parallel_layout.py sizes the micro-batch; choices.py makes the choices that need
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import TrainingError, UserError
@@ -14,14 +13,13 @@ from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.strategies import traits_of
 from isobatch.engine.planning import choices as choose
 from isobatch.engine.planning import parallel_layout as layout
-from isobatch.engine.planning.calibration import MEASURED, MachineRecord
+from isobatch.engine.planning.calibration import MEASURED
 from isobatch.engine.planning.cost_model import (
     PlanningCase,
     expected_padding,
     fixed_tokens,
     micro_batch_seconds,
 )
-from isobatch.engine.planning.parallel_layout import correct_bytes, history_key
 from isobatch.models.head_chunks import chunk_bytes
 
 if TYPE_CHECKING:
@@ -29,7 +27,6 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.engine.machine.ceilings import Ceilings
     from isobatch.engine.machine.hardware import Hardware
-    from isobatch.engine.planning.calibration import Correction
     from isobatch.engine.planning.choices import PlanFields
     from isobatch.engine.planning.parallel_layout import ParallelLayout
     from isobatch.models.base import ModelSize
@@ -44,12 +41,12 @@ def make_plan(
     *,
     world: int | None = None,
     foreign_noise: bool = False,
-    measured: MachineRecord | None = None,
+    measured: Ceilings | None = None,
 ) -> Plan:
     """How to run this recipe on this hardware, with a reason for every field.
 
     `world`: the number of processes, where a launcher started them already. `foreign_noise`: the model draws
-    noise from torch's generators. `measured`: what was measured on this hardware, if anything. Raises
+    noise from torch's generators. `measured`: rates of this hardware, if they were measured. Raises
     UserError where the recipe or an option cannot be met.
     """
     fields: PlanFields = {"device": choose.choose_device(hardware, asked)}
@@ -71,7 +68,7 @@ def make_plan(
         precision=precision,
         attention=fields["attention"][0],
         world_nodes=hardware.nodes if world and hardware.source == "detected" else None,
-        measured=measured or MachineRecord(),
+        measured=measured,
     )
     _check_processes(case, asked, world)
     eager, compiled = _with_compile(case, False), _with_compile(case, True)
@@ -175,44 +172,30 @@ def _layout_fields(
 
 
 def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields:
-    correction = chosen.correction
-    measured, basis = _basis(case, correction)
-    stages = {stage: math.ceil(correct_bytes(case, b, correction)) for stage, b in chosen.stages.items()}
+    measured, basis = _basis(case)
+    stages = chosen.stages
     worst = max(stages, key=lambda stage: stages[stage])
-    key, kind, size = history_key(case, chosen.choices)
-    kept = {
-        "memory": correction.memory,
-        "seconds": correction.seconds,
-        "disturbed": case.ceilings.disturbed,
-        "key": key,
-        "kind": kind,
-        "size": size,
-    }
     bound = (
         f"micro-batches of {chosen.tokens} tokens, the most that the budget allows, and"
         f" {layout.LARGEST_EXCESS - 1:.0%} for what no model foresees"
     )
     memory = layout.device_memory(case, chosen.choices.processes)
     of = "a process's share of the RAM" if case.device == "cpu" else "the GPU's memory"
-    seconds = chosen.seconds * correction.seconds
     return {
         "predicted_peak_memory_bytes": (stages[worst], f"the peak of the stage {worst}; {basis}"),
-        "memory_bound_bytes": (math.ceil(correct_bytes(case, chosen.most, correction)), bound),
+        "memory_bound_bytes": (chosen.most, bound),
         "device_memory_bytes": (memory, of),
         "predicted_memory_by_stage": (stages, "the peak of each stage by itself"),
-        "predicted_step_seconds": (seconds, f"arithmetic, launches, exchange and update; {basis}"),
+        "predicted_step_seconds": (chosen.seconds, f"arithmetic, launches, exchange and update; {basis}"),
         "calibrated": (measured, basis),
-        "correction": (kept, basis),
     }
 
 
-def _basis(case: PlanningCase, correction: Correction) -> tuple[bool, str]:
+def _basis(case: PlanningCase) -> tuple[bool, str]:
     """(whether measurements on this kind of device stand behind the predictions, in words)."""
     card = case.hardware.gpu.card if case.device != "cpu" else None
-    if correction.basis:
-        return True, correction.basis
     if case.device == "cpu":
-        return True, _basis_of_rates(case.measured.ceilings)
+        return True, _basis_of_rates(case.measured)
     if card in MEASURED:
         return True, f"constants were measured on {card}"
     return False, "uncalibrated: fitted to published figures, no measurement of ours stands behind it"

@@ -13,16 +13,23 @@ from isobatch.core.flags import build_options, flags_of
 from isobatch.data.preparation.encoding import Share
 from isobatch.engine.loading.prepare import prepare as prepare_data
 from isobatch.engine.loading.prepare import prepare_share
-from isobatch.engine.planning.alternatives import memory_alternatives, reading_alternatives
+from isobatch.engine.planning.alternatives import memory_alternatives
 from isobatch.engine.planning.choices import fixed_loader_settings
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.local.arguments import Request, parse_request, task_name
 from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.planning.comparison import compare_targets, short_duration
-from isobatch.launch.planning.estimate import estimate, failures, with_what_would_fit
-from isobatch.launch.planning.machines import HERE, parse_machine, parse_prices
+from isobatch.launch.planning.estimate import estimate, with_what_would_fit
 from isobatch.launch.planning.plan_text import format_plan
-from isobatch.launch.planning.targets import PlanCommandOptions, print_notes, say, target_of
+from isobatch.launch.planning.targets import (
+    HERE,
+    PlanCommandOptions,
+    parse_machine,
+    parse_prices,
+    print_notes,
+    say,
+    target_of,
+)
 from isobatch.launch.sweeps.chain import parse_chain
 
 if TYPE_CHECKING:
@@ -101,7 +108,7 @@ def _without_training(request: Request) -> Request:
 
 def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, Any], str]:
     """The plan of a request, as JSON and as text. Raises UserError where there is none."""
-    prices, deadline, mtbf = parse_prices(options.price), options.seconds("deadline"), options.seconds("mtbf")
+    prices, deadline = parse_prices(options.price), options.seconds()
     machine = parse_machine(options.hardware or HERE, "--hardware")
     print_notes(request)
     target = target_of(request, options, machine)
@@ -109,8 +116,8 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
     for note in target.task.notes(facts):
         say(request)(note)
     found = estimate(target, prices)
-    plan, size, time = found.plan, found.model_size, found.time
-    if plan is None or size is None or time is None:
+    plan, size = found.plan, found.model_size
+    if plan is None or size is None:
         raise UserError(with_what_would_fit(found))
     loader = fixed_loader_settings(plan)
     answer = {
@@ -120,9 +127,7 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
         "reasons": plan.reasons,
         "invariance": plan.invariance,
         "run": found.to_dict(deadline),
-        "failures": failures(time, mtbf) if mtbf else None,
         "savings": memory_alternatives(lambda r: request.workload.make(r)[0], recipe, facts, size, plan),
-        "reading": reading_alternatives(plan, recipe, facts, found.rate) if found.rate else [],
         "loader": {name: {"value": value, "reason": reason} for name, (value, reason) in loader.items()},
     }
     return answer, format_plan(found, deadline, answer)

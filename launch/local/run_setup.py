@@ -25,8 +25,8 @@ from isobatch.core.terminal.status import doing
 from isobatch.data.digests import FACTS_FILE, changed_file
 from isobatch.engine import consent
 from isobatch.engine.loading.prepare import CHECK_SECONDS, folder_of, prepare
+from isobatch.engine.machine.ceilings import ceilings_of
 from isobatch.engine.machine.detect import detect
-from isobatch.engine.planning.calibration import machine_record
 from isobatch.engine.planning.choices import unmet_wishes
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
@@ -176,8 +176,8 @@ def plan_for_this_machine(
     doing("planning")
     task, _ = workload_of(recipe).make(recipe)
     size, machine = task.model_size(facts), detect()
-    record = machine_record(machine, cache_folder())
-    plan = make_plan(recipe, facts, size, machine, options, world=world, measured=record)
+    rates = ceilings_of(machine, cache_folder())
+    plan = make_plan(recipe, facts, size, machine, options, world=world, measured=rates)
     need(traits_of(plan.strategy).library.lower(), f"--strategy {plan.strategy}")
     need(OPTIMIZERS[recipe.optimizer].library, f"--optimizer {recipe.optimizer}")
     return plan

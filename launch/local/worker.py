@@ -86,7 +86,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
     from isobatch.engine.distributed.liveness import PeerMonitor
     from isobatch.engine.training.run_context import RunContext
     from isobatch.engine.training.trainer import train
-    from isobatch.launch.local.observers import Plotter, begin_tracking, end_tracking, remember_run
+    from isobatch.launch.local.observers import Plotter, begin_tracking, end_tracking
 
     log = run.folder / "log.txt" if world.is_main else None
     console = Console(log, options.quiet or not world.is_main, _mark())
@@ -106,8 +106,6 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
         with peers, torch.autograd.set_detect_anomaly(options.anomaly):
             context = RunContext(run, world, options, console, owns_process, plotter.start)
             train(context, end_process)
-        if world.is_main:
-            remember_run(run)
         if context.task.plot_every or options.tracker != "none":
             plotter.finish()
         if world.is_main and context.tracks:

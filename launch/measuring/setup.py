@@ -22,9 +22,9 @@ from isobatch.core.plan import INVARIANCES, Plan
 from isobatch.core.recipe import Recipe
 from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
 from isobatch.engine.loading.prepare import prepare
+from isobatch.engine.machine.ceilings import ceilings_of
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import Hardware
-from isobatch.engine.planning.calibration import machine_record
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.launch.local.accelerate_launcher import launch_workers
@@ -110,8 +110,8 @@ class Setup:
 def _plan(
     recipe: Recipe, facts: Facts, size: ModelSize, hardware: Hardware, asked: PlanOptions, world: int | None
 ) -> Plan:
-    record = machine_record(hardware, cache_folder())
-    return make_plan(recipe, facts, size, hardware, asked, world=world, measured=record)
+    rates = ceilings_of(hardware, cache_folder())
+    return make_plan(recipe, facts, size, hardware, asked, world=world, measured=rates)
 
 
 def read_setup(words: Sequence[str], command: str, options: type) -> Setup:

@@ -13,15 +13,21 @@ from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import format_bytes, format_duration
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.planning.estimate import Estimate, estimate, with_what_would_fit
-from isobatch.launch.planning.machines import HERE, MEANING, machine_key, parse_machine, parse_prices
-from isobatch.launch.planning.targets import PlanCommandOptions, print_notes, target_of
+from isobatch.launch.planning.targets import (
+    HERE,
+    PRICES,
+    PlanCommandOptions,
+    parse_machine,
+    parse_prices,
+    print_notes,
+    target_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from isobatch.engine.machine.hardware import Hardware
     from isobatch.launch.local.arguments import Request
-    from isobatch.launch.planning.machines import Prices
     from isobatch.launch.planning.targets import Target
     from isobatch.models.base import ModelSize
 
@@ -31,13 +37,7 @@ MODES = ("full", "fast")
 def compare_targets(words: Sequence[str], request: Request, options: PlanCommandOptions) -> int:
     """Print the machines or modes of --compare side by side. Raises UserError where none of them fits."""
     parse_machine(options.hardware or HERE, "--hardware")
-    flag, deadline, prices = (
-        f"--compare {options.compare}",
-        options.seconds("deadline"),
-        parse_prices(options.price),
-    )
-    if options.mtbf:
-        raise UserError(f"--mtbf {options.mtbf}: is about the machines of one run; leave out --compare")
+    flag, deadline, prices = f"--compare {options.compare}", options.seconds(), parse_prices(options.price)
     print_notes(request)
     names = [name.strip() for name in str(options.compare).split(",")]
     if "" in names or len(set(names)) < len(names):
@@ -133,12 +133,12 @@ class Comparison:
             "rows": [e.to_dict(self.deadline) for e in self.estimates],
             "fastest": self.fastest.target.name,
             "cheapest": self.cheapest.target.name if self.cheapest else None,
-            "price_meaning": MEANING if self.priced else None,
+            "price_meaning": PRICES if self.priced else None,
         }
 
 
 def compare(
-    flag: str, targets: Sequence[Target], prices: Prices | None, deadline: float | None
+    flag: str, targets: Sequence[Target], prices: Mapping[str, float], deadline: float | None
 ) -> Comparison:
     """Estimate each target. Raises UserError where the recipe fits none; `flag` is what named them."""
     sizes: dict[str, ModelSize | None] = {}
@@ -151,8 +151,8 @@ def compare(
         largest = max(found, key=lambda e: e.memory * e.target.hardware.devices)
         why = f"{largest.target.name}: {with_what_would_fit(largest)}"
         raise UserError(f"{flag}: the recipe fits none of them; {why}")
-    of_gpu = prices is not None and prices.per_gpu is not None
-    one_price = of_gpu and len({machine_key(e.target.hardware)[2] for e in found}) > 1
+    cards = {e.target.hardware.gpu.card if e.target.hardware.gpus else None for e in found}
+    one_price = "" in prices and len(cards) > 1
     return Comparison(estimates=found, deadline=deadline, priced=bool(prices), one_price=one_price)
 
 
@@ -209,12 +209,9 @@ def _conclusions(found: Comparison) -> list[str]:
     else:
         lines = [f"fastest{within}: {name}, {time}"]
     if found.one_price:
-        lines.append(
-            "which is cheapest, one price for several kinds of card does not say: give a file, --price"
-            f" prices.yaml, with a line for each, such as {found.estimates[0].target.name}: 2.10"
-        )
+        lines.append("one price of several cards does not say which is cheapest: --price h100=2.10,t4=0.35")
     if found.priced:
-        lines.append(f"prices: {MEANING}")
+        lines.append(f"prices: {PRICES}")
     if any(e.plan and not e.plan.calibrated for e in found.estimates):
         lines.append("~ uncalibrated: no measurement on this kind of device stands behind it")
     return lines

@@ -1,4 +1,4 @@
-"""What a recipe takes on a machine: whether it fits, how long the whole run takes, its energy and cost."""
+"""What a recipe takes on a machine: whether it fits, how long the whole run takes, and what it costs."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.planning.alternatives import seconds_of_waiting
 from isobatch.engine.planning.calibration import gpu_constants
 from isobatch.engine.planning.choices import compile_seconds
-from isobatch.engine.planning.cost_model import best_interval, expected_goodput, steps_per_epoch
+from isobatch.engine.planning.cost_model import steps_per_epoch
 from isobatch.engine.planning.parallel_layout import length_flag
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
-from isobatch.launch.planning.targets import Target
+from isobatch.launch.planning.targets import Target, price_per_hour
 from isobatch.models.base import ModelSize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
     from isobatch.engine.machine.hardware import Hardware
-    from isobatch.launch.planning.machines import Prices
     from isobatch.models.base import Task
 
 SHORTEST = 16
@@ -46,8 +45,6 @@ DISK_BANDWIDTH = 5e8
 """Bytes/s of a checkpoint or an export (uncalibrated)."""
 FORWARD_SHARE = 1 / 3
 """Of a step's arithmetic: an evaluation has no backward pass."""
-LEAST_GOODPUT = 0.01
-"""Below it a run is not said to end: the estimate holds for failures that are rare beside a save."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,25 +98,6 @@ def run_time(
     return RunTime(steps=steps, parts=parts)
 
 
-def failures(time: RunTime, between: float) -> dict[str, Any]:
-    """What failures take of a run that saves as often as loses least; `between`: mean seconds between two.
-
-    Training goes on while a checkpoint is written: what it waits is less than `save_seconds`.
-    """
-    save, restart = time.parts["save"], time.parts["start"] + time.parts["compile"]
-    interval = best_interval(save, between)
-    goodput = expected_goodput(interval, save, restart, between)
-    minutes = interval / 60
-    return {
-        "mtbf_seconds": between,
-        "save_seconds": save,
-        "restart_seconds": restart,
-        "save_every": f"{max(0.1, minutes):.1f}m" if minutes < 10 else f"{minutes:.0f}m",
-        "goodput": goodput,
-        "run_seconds": time.total / goodput if goodput >= LEAST_GOODPUT else None,
-    }
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
     """The prediction for a target; all but the name, the machine and `why_not` are None where none fits."""
@@ -138,15 +116,6 @@ class Estimate:
     def seconds(self) -> float | None:
         """Of the whole run, from the command to its end."""
         return self.time.total if self.time else None
-
-    @property
-    def energy(self) -> float | None:
-        """kWh of the GPUs at their power limit, an upper bound; None where none is known."""
-        gpus, plan = self.target.hardware.gpus, self.plan
-        if plan is None or self.seconds is None or not gpus or plan.device == "cpu":
-            return None
-        watts = self.target.hardware.gpu.power_limit_watts
-        return None if watts is None else plan.processes * watts * self.seconds / 3.6e6
 
     @property
     def fits(self) -> bool:
@@ -184,7 +153,6 @@ class Estimate:
             "step_seconds": plan and plan.predicted_step_seconds,
             "run_seconds": self.seconds,
             "run_seconds_by_part": time and {name: round(part, 3) for name, part in time.parts.items()},
-            "most_energy_kwh": self.energy,
             "peak_memory_bytes": plan and plan.predicted_peak_memory_bytes,
             "memory_bytes": self.memory,
             "price_per_hour": self.price,
@@ -195,9 +163,9 @@ class Estimate:
         }
 
 
-def estimate(target: Target, prices: Prices | None, model_size: ModelSize | None = None) -> Estimate:
+def estimate(target: Target, prices: Mapping[str, float], model_size: ModelSize | None = None) -> Estimate:
     """The estimate of a target; what keeps it from fitting stands in `why_not`."""
-    price = prices.per_hour(target.hardware) if prices else None
+    price = price_per_hour(target.hardware, prices)
     task = target.task
     try:
         model_size = model_size or task.model_size(target.facts)

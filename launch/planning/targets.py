@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,19 +18,26 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.loading.data_rate import DataRate, measure_data_rate
 from isobatch.engine.loading.prepare import assumed_facts
 from isobatch.engine.loading.prepare import prepare as prepare_data
-from isobatch.engine.machine.hardware import Hardware
-from isobatch.engine.planning.calibration import machine_record
+from isobatch.engine.machine.ceilings import ceilings_of
+from isobatch.engine.machine.detect import detect
+from isobatch.engine.machine.gpu_table import named_model
+from isobatch.engine.machine.hardware import Hardware, parse_hardware
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import Workload
 from isobatch.launch.local.run_setup import TrustOptions, print_unless_quiet
-from isobatch.launch.planning.machines import HERE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
 
     from isobatch.core.plan import Plan
     from isobatch.launch.local.arguments import Request
     from isobatch.models.base import ModelSize, Task
+
+HERE = "here"
+"""The name of the machine that this command runs on."""
+PRICE = r"(\d+(?:\.\d+)?)(?:/h)?"
+PRICES = "a price is for an hour of one GPU (of the machine, where it has none); idle ones are paid too"
+"""What a price means, as users read it beside a cost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,23 +52,50 @@ class PlanCommandOptions(TrustOptions):
     """Machines side by side, as in rtx4080-laptop,8xa100-80gb,4x8xh100 (here: this one); or the modes
     full,fast."""
     price: str | None = None
-    """What an hour of one GPU costs, as in 2.10/h; or a YAML or JSON file with lines such as 8xh100: 23.92,
-    the price of an hour of that machine."""
+    """What an hour of one GPU costs, as in 2.10/h; of several cards: h100=2.10,t4=0.35."""
     deadline: str | None = None
     """Within which time the run should end, as in 6h, 90m or 1d12h."""
-    mtbf: str | None = None
-    """Mean time between failures of all machines of the run together, as in 12h: the plan says how often to
-    save, and what share of the time is kept."""
     json: bool = False
     """One JSON object on standard output."""
 
-    def seconds(self, name: str) -> float | None:
-        """Seconds of --deadline or --mtbf. Raises UserError."""
-        text = getattr(self, name)
+    def seconds(self) -> float | None:
+        """Seconds of --deadline. Raises UserError."""
         try:
-            return None if text is None else parse_duration(text)
+            return None if self.deadline is None else parse_duration(self.deadline)
         except ValueError as error:
-            raise UserError(f"--{name} {text}: {error}") from None
+            raise UserError(f"--deadline {self.deadline}: {error}") from None
+
+
+def parse_machine(name: str, flag: str) -> Hardware:
+    """The machine of a name as in --hardware, or `here`. Raises UserError, which begins with `flag`."""
+    if name.strip().lower() == HERE:
+        return detect()
+    try:
+        return parse_hardware(name)
+    except UserError as error:
+        raise UserError(str(error).replace("--hardware", flag, 1)) from None
+
+
+def parse_prices(text: str | None) -> dict[str, float]:
+    """--price as card -> price of an hour of one GPU; "" is any card. Raises UserError."""
+    found = {}
+    for part in text.split(",") if text else ():
+        name, _, price = part.rpartition("=")
+        card = named_model(name.strip()) if name else ""
+        match = re.fullmatch(PRICE, price.strip().lower())
+        if card is None or match is None or float(match[1]) <= 0:
+            raise UserError(
+                f"--price {text}: is no price of a GPU's hour such as 2.10/h, or of cards: h100=2.10,t4=0.35"
+            )
+        found[card] = float(match[1])
+    return found
+
+
+def price_per_hour(machine: Hardware, prices: Mapping[str, float]) -> float | None:
+    """The price of all of a machine for an hour; None where its card has none."""
+    card = machine.gpu.card if machine.gpus else None
+    each = prices.get(card or "", prices.get(""))
+    return each and each * machine.devices
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,8 +118,8 @@ class Target:
     def plan(self, model_size: ModelSize | None = None) -> Plan:
         """The plan. Raises UserError where none fits."""
         size = model_size or self.task.model_size(self.facts)
-        record = machine_record(self.hardware, cache_folder())
-        return make_plan(self.recipe, self.facts, size, self.hardware, self.asked, measured=record)
+        rates = ceilings_of(self.hardware, cache_folder())
+        return make_plan(self.recipe, self.facts, size, self.hardware, self.asked, measured=rates)
 
     def data_rate(self) -> DataRate | None:
         """How fast samples are read here: a measurement of 0.1 s. None for a machine that is elsewhere."""

@@ -144,13 +144,22 @@ GPT2 = ("plan", "--task", "causal-lm", "--model", "gpt2-124m", "--assume-length"
 def test_machines_side_by_side(tmp_path: Path) -> None:
     names = "rtx4080-laptop,8xa100-80gb,4x8xh100,t4,cpu:2x24gb"
     began = time.monotonic()
-    (tmp_path / "prices.yaml").write_text("".join(f"{name}: 1\n" for name in names.split(",")))
-    words = ["--compare", names, "--price", "prices.yaml", "--deadline", "2h", "--json"]
+    words = [
+        "--compare",
+        names,
+        "--price",
+        "t4=1,h100=3,a100-80gb=2,rtx4080-laptop=1",
+        "--deadline",
+        "2h",
+        "--json",
+    ]
     done = launch(*GPT2, *words, cwd=tmp_path)
     assert time.monotonic() - began < 10
     found = json.loads(done.stdout)["machines"]
     assert ",".join(row["name"] for row in found["rows"]) == names
-    cheapest = min((row for row in found["rows"] if row["meets_deadline"]), key=lambda row: row["cost"])
+    cheapest = min(
+        (row for row in found["rows"] if row["cost"] and row["meets_deadline"]), key=lambda r: r["cost"]
+    )
     assert found["cheapest"] == cheapest["name"]
     assert found["rows"][4]["meets_deadline"] is False
 
@@ -172,7 +181,7 @@ def test_modes_and_schemes_side_by_side(tmp_path: Path) -> None:
         (("--compare", "h100,fast"), "machines or modes"),
         (("--compare", "h100", "--hardware", "t4"), "--compare names the machines"),
         (("--compare", "h100", "--deadline", "soon"), "--deadline soon: is no time such as 6h"),
-        (("--price", "free"), "--price free: is neither a price"),
+        (("--price", "free"), "--price free: is no price"),
     ],
 )
 def test_wrong_words_of_a_comparison(words: tuple[str, ...], hint: str, tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_alternatives_that_hardly_differ_are_not_shown() -> None:
         return [{"flags": f"--n {p}", "peak_memory_bytes": p, "remark": ""} for p in peaks]
 
     def shown(*peaks: int) -> list[str]:
-        lines = format_alternatives("", "peak_memory_bytes", rows(*peaks), lambda _: "")
+        lines = format_alternatives(rows(*peaks))
         return [line.split()[1] for line in lines[1:-1]]
 
     assert shown(1000, 985, 1015, 900, 1200) == ["1000", "900", "1200"]

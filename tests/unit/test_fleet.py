@@ -7,8 +7,7 @@ import math
 import pytest
 
 from isobatch.benchmarks import child_process
-from isobatch.benchmarks.scale.fleet import measure, simulated_goodput
-from isobatch.engine.planning.cost_model import best_interval, expected_goodput
+from isobatch.benchmarks.scale.fleet import best_interval, measure, simulated_goodput
 
 YEARS = 30 * 365 * 86_400.0
 
@@ -18,7 +17,6 @@ def test_goodput_is_that_of_daly(hours: float) -> None:
     """Complete model of Daly 2006 (Future Generation Computer Systems 22), for exponential failures."""
     between, save, restart, interval = 3600.0 * hours, 30.0, 300.0, 900.0
     expected = interval / (between * math.exp(restart / between) * math.expm1((interval + save) / between))
-    assert expected_goodput(interval, save, restart, between) == pytest.approx(expected)
     found = simulated_goodput(interval, save, restart, between, YEARS)
     assert found == pytest.approx(expected, rel=0.01)
 
@@ -36,8 +34,6 @@ def test_a_rank_works_little_for_a_batch_of_thousands() -> None:
     assert [row["world"] for row in rows] == [8, 64, 512]
     assert all(row["padded cut ms"] < 50 for row in rows), "it was 207 ms and more at world 512"
     assert all(row["packed load max/mean"] < 1.03 for row in rows)
-    assert [row["checkpoint files"] for row in rows] == [1 + 3, 8 + 3, 64 + 3]  # a node's; the texts
-    assert all(row["opens of a rank"] <= 10 for row in rows)
     assert largest["first batch, s"] < 10
     assert largest["peak memory, MB"] < 1000
 

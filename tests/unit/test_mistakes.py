@@ -55,9 +55,9 @@ MISTAKES = [
     (f"plan {LM} --hardware 8xh10", "did you mean 8xh100"),
     (f"plan {LM} --hardware h100x8", "did you mean 8xh100?"),
     (f"plan {LM} --compare full,fsat", "did you mean fast?"),
-    (f"plan {LM} --compare h100 --price cheap", "a price such as 2.10/h"),
+    (f"plan {LM} --compare h100 --price cheap", "such as 2.10/h"),
     ("plan --task text-classification", "there is no such task, classifier here"),
-    (f"plan {LM} --compare h100 --mtbf 6h", "leave out --compare"),
+    (f"plan {LM} --mtbf 6h", "taken out: --save-every 5m"),
     # Where it is kept, and other files
     (f"auto {LM} --name a/b", "is a folder's name in --out"),
     (f"auto {LM} --save-every 0ep", "--save-every 0ep: must be above 0"),
