@@ -250,8 +250,6 @@ class Data(ABC):
     """Whether its sources have `groups`, so that --order shards means something."""
     cache_name: ClassVar[str] = ""
     """Names this kind of data in the keys of the cache, wherever its class moves; by default its place."""
-    encodes_in_shards: ClassVar[bool] = False
-    """Whether `prepare` encodes by the workshop in shards, of which several machines may each make some."""
     workshop: Workshop = Workshop()
     """The processes that `prepare` may start, and where it may keep what they have done."""
 

@@ -188,7 +188,7 @@ class Interactions(TokenizedData):
 
     def _build_splits(self, raw: formats.RawInteractions) -> tuple[LogSplits, dict[str, Columns]]:
         """(the splits, and what is known of them; columns per split)."""
-        found = LogSplits(raw, self.options, self.recipe, self.workshop.folder)
+        found = LogSplits(raw, self.options, self.recipe)
         return found, {split: found.columns(split) for split in found.logs}
 
 

@@ -41,7 +41,7 @@ class _Made(Table):
         super().__init__({name: name for name in table.column_names})
         self.table = table
 
-    def _read(self, at_once: bool) -> Iterator[pa.RecordBatch]:  # noqa: ARG002
+    def _read(self) -> Iterator[pa.RecordBatch]:
         yield from self.table.to_batches()
 
 

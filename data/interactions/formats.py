@@ -53,7 +53,6 @@ USUAL_COLUMNS = {
 COLUMNS = {name: _spelled(*words.split()) for name, words in USUAL_COLUMNS.items()}
 """What is read of an interaction -> the usual names of its column."""
 USER_COLUMNS, ITEM_COLUMNS = COLUMNS["user"], COLUMNS["item"]
-QUANTITY_COLUMNS = ("quantity", "qty", "amount", "count", "pieces", "units", "plays", "playcount", "weight")
 TITLE_COLUMNS = _spelled("title", "name")
 UNSPLIT_STEMS = (
     *("interactions", "ratings", "log", "orders", "purchases", "transactions", "clicks", "views", "plays"),
@@ -201,9 +200,6 @@ def _choose_columns(
     said += [f"not read: {', '.join(unread[:8])}"] if unread else []
     if said and (note := f"{file.name}: {'; '.join(said)}") not in notes:
         notes.append(note)
-    if counted := [n for n in available if n.lower() in QUANTITY_COLUMNS and n not in chosen.values()]:
-        note = f"{file.name}: {counted[0]} is not read: an interaction counts once, whatever its quantity"
-        notes += [note] if note not in notes else []
     return chosen
 
 

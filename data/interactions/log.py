@@ -1,111 +1,37 @@
-"""A log of interactions on disk, in the order of the file; read in chunks, or user by user in buckets."""
+"""A log of interactions in the order of the file, and how it is split."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from isobatch.data.preparation.spooled_array import (
-    SpooledArray,
-    SpooledColumns,
-    chunks_of,
-    release,
-    scratch_array,
-    spool_to_array,
-)
-
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-    from pathlib import Path
-
-BUCKET_ROWS = 1 << 20
-"""Interactions that are sorted at once."""
-
-
-class InteractionArrays(NamedTuple):
-    """Interactions as arrays (n,): numbers of users and items, times (0 where there are none), and rows."""
-
-    user: np.ndarray
-    item: np.ndarray
-    time: np.ndarray
-    row: np.ndarray
-    """The place in the log."""
-
-    def take(self, rows: np.ndarray) -> InteractionArrays:
-        """The interactions at these indices, or where this mask is true."""
-        return InteractionArrays(*(column[rows] for column in self))
+    from collections.abc import Iterable, Mapping
 
 
 class InteractionLog:
     """Columns (n,) by name: `user` and `item` int32, and perhaps `time` and `rating`."""
 
-    def __init__(self, columns: Mapping[str, np.ndarray], folder: Path | None) -> None:
-        """`folder` takes temporary files."""
-        self.columns, self.folder = dict(columns), folder
+    def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
+        self.columns = dict(columns)
         self.user, self.item = self.columns["user"], self.columns["item"]
-
-    @classmethod
-    def collect(cls, chunks: Iterable[Mapping[str, np.ndarray]], folder: Path | None) -> InteractionLog:
-        """The chunks one after the other; without any, no interactions."""
-        spooled = SpooledColumns(folder)
-        for chunk in chunks:
-            spooled.add(chunk)
-        empty = {"user": np.empty(0, np.int32), "item": np.empty(0, np.int32)}
-        return cls(spooled.arrays() or empty, folder)
 
     def __len__(self) -> int:
         return len(self.user)
 
-    def chunks(self) -> Iterator[dict[str, np.ndarray]]:
-        """Some rows of all columns at a time."""
-        for values in chunks_of(*self.columns.values()):
-            yield dict(zip(self.columns, values, strict=True))
+    @property
+    def time(self) -> np.ndarray:
+        """(n,) of each interaction, 0 where there are no times."""
+        return self.columns.get("time", np.zeros(len(self), np.int64))
 
-    def where(self, kept: np.ndarray) -> InteractionLog:
-        """The interactions of which `kept` (n,) is true."""
-
-        def chunks() -> Iterator[dict[str, np.ndarray]]:
-            start = 0
-            for chunk in self.chunks():
-                mask = kept[start : start + len(chunk["user"])]
-                yield {name: values[mask] for name, values in chunk.items()}
-                start += len(mask)
-
-        return self if kept.all() else InteractionLog.collect(chunks(), self.folder)
+    def take(self, rows: np.ndarray) -> InteractionLog:
+        """The interactions at these indices, or where this mask is true."""
+        return InteractionLog({name: values[rows] for name, values in self.columns.items()})
 
     def counts(self, column: str, most: int) -> np.ndarray:
         """(most,) int64: interactions of each user or item."""
-        found = np.zeros(most, np.int64)
-        for (values,) in chunks_of(self.columns[column]):
-            found += np.bincount(values, minlength=most)
-        return found
-
-    def by_user(self, users: int) -> Iterator[InteractionArrays]:
-        """The interactions of some users at a time, users in order, each bucket in the order of the log.
-
-        They lie in temporary files meanwhile.
-        """
-        last = np.cumsum(self.counts("user", users))
-        count = -(-len(self) // BUCKET_ROWS) or 1
-        bucket_of = np.maximum(last - 1, 0) * count // max(1, len(self))
-        time = self.columns["time"].dtype if "time" in self.columns else np.dtype(np.int64)
-        dtype: Any = np.dtype([("user", np.int32), ("item", np.int32), ("time", time), ("row", np.int64)])
-        spooled = [SpooledArray(dtype, self.folder) for _ in range(count)]
-        start = 0
-        for chunk in self.chunks():
-            rows = np.zeros(len(chunk["user"]), dtype)
-            for name in set(chunk) & set(rows.dtype.names):
-                rows[name] = chunk[name]
-            rows["row"] = np.arange(start, start + len(rows))
-            start += len(rows)
-            bucket = bucket_of[chunk["user"]]
-            ends = np.cumsum(np.bincount(bucket, minlength=count))
-            for number, part in enumerate(np.split(rows[np.argsort(bucket, kind="stable")], ends[:-1])):
-                spooled[number].add(part)
-        for one in spooled:
-            found = one.array()
-            yield InteractionArrays(*(np.array(found[name]) for name in InteractionArrays._fields))
+        return np.bincount(self.columns[column], minlength=most)
 
 
 VALIDATION_ONE_USER_IN = 5
@@ -121,67 +47,48 @@ def pair_keys(user: np.ndarray, item: np.ndarray, items: int) -> np.ndarray:
     return user.astype(np.int64) * items + item
 
 
-def drop_repeats(log: InteractionLog, users: int, items: int, split: str, notes: list[str]) -> InteractionLog:
+def drop_repeats(log: InteractionLog, items: int, split: str, notes: list[str]) -> InteractionLog:
     """Keep the latest interaction of each pair, in the order of the file; add a note of those dropped."""
+    key = pair_keys(log.user, log.item, items)
+    order = np.lexsort((log.time, key))
     kept = np.zeros(len(log), bool)
-    for pairs in log.by_user(users):
-        key = pair_keys(pairs.user, pairs.item, items)
-        order = np.lexsort((pairs.time, key))
-        last = np.append(key[order][1:] != key[order][:-1], True) if len(key) else np.empty(0, bool)
-        kept[pairs.row[order[last]]] = True
+    kept[order[_ends_run(key[order])]] = True
     if repeats := len(log) - int(kept.sum()):
         where = "" if split == "all" else f"{split}: "
         latest = "at its last time" if "time" in log.columns else "where it is last in the file"
         notes.append(f"{where}{repeats:,} repeated interactions count once, each {latest}")
-    return log.where(kept)
+    return log.take(kept)
+
+
+def _ends_run(values: np.ndarray) -> np.ndarray:
+    """(n,) bool: whether the next of these sorted values is another."""
+    return np.append(values[1:] != values[:-1], True) if len(values) else np.empty(0, bool)
 
 
 def split_leave_one_out(
-    log: InteractionLog, users: int, notes: list[str], by_id: bool = False
+    log: InteractionLog, notes: list[str], by_id: bool = False
 ) -> dict[str, InteractionLog]:
     """Leave-one-out: a user's last interaction is test, the last but one validation.
 
     Training keeps at least one: a user with two has no validation item, a user with one no test item.
     Of interactions at one time the later in the file is later, or with `by_id` that of the larger item.
     """
-    train, single = np.zeros(len(log), bool), 0
-    held_out: dict[str, list[dict[str, np.ndarray]]] = {"valid": [], "test": []}
-    for pairs in log.by_user(users):
-        ties = (pairs.item,) if by_id else ()
-        order = np.lexsort((*ties, pairs.time, pairs.user))
-        counts = np.bincount(pairs.user)
-        user = pairs.user[order]
-        back = np.cumsum(counts)[user] - 1 - np.arange(len(user))  # 0 for a user's last
-        test = (back == 0) & (counts[user] >= 2)
-        valid = (back == 1) & (counts[user] >= 3)
-        train[pairs.row[order[~(test | valid)]]] = True
-        single += int((counts == 1).sum())
-        for split, rows in (("valid", valid), ("test", test)):
-            held_out[split].append({"user": user[rows], "item": pairs.item[order[rows]]})
-    if single:
+    ties = (log.item,) if by_id else ()
+    order = np.lexsort((*ties, log.time, log.user))
+    counts, user = np.bincount(log.user), log.user[order]
+    back = np.cumsum(counts)[user] - 1 - np.arange(len(user))  # 0 for a user's last
+    test = (back == 0) & (counts[user] >= 2)
+    valid = (back == 1) & (counts[user] >= 3)
+    if single := int((counts == 1).sum()):
         notes.append(f"{single} users have one interaction: they are trained on and not evaluated")
-    return {"train": log.where(train)} | {
-        split: InteractionLog.collect(found, log.folder) for split, found in held_out.items()
-    }
+    train = np.sort(order[~(test | valid)])
+    return {"train": log.take(train), "valid": log.take(order[valid]), "test": log.take(order[test])}
 
 
 def in_random_order(log: InteractionLog) -> InteractionLog:
     """The interactions with times drawn at random, the same whatever the recipe's seed."""
     times = np.random.Generator(np.random.PCG64(0)).permutation(len(log))
-    return InteractionLog({**log.columns, "time": times}, log.folder)
-
-
-def count_tied_users(log: InteractionLog, users: int) -> tuple[int, int]:
-    """(users for whom the times do not say which interaction is the last, or the last but one; all users)."""
-    tied = known = 0
-    for pairs in log.by_user(users):
-        order = np.lexsort((pairs.time, pairs.user))
-        user, time = pairs.user[order], pairs.time[order]
-        same = (user[1:] == user[:-1]) & (time[1:] == time[:-1])
-        back = np.cumsum(np.bincount(user))[user] - 1 - np.arange(len(user))
-        tied += len(np.unique(user[1:][same & (back[1:] <= 1)]))
-        known += len(np.unique(user))
-    return tied, known
+    return InteractionLog({**log.columns, "time": times})
 
 
 def split_by_time(log: InteractionLog) -> dict[str, InteractionLog]:
@@ -189,69 +96,49 @@ def split_by_time(log: InteractionLog) -> dict[str, InteractionLog]:
 
     Those at one time are in the order of users and items.
     """
-    order = np.lexsort((log.item, log.user, log.columns["time"]))
+    order = np.lexsort((log.item, log.user, log.time))
     parts = np.split(order, [round(share * len(log)) for share in TIME_SPLIT_ENDS])
-    return {
-        split: InteractionLog({"user": log.user[rows], "item": log.item[rows]}, log.folder)
-        for split, rows in zip(("train", "valid", "test"), parts, strict=True)
-    }
+    return {split: log.take(rows) for split, rows in zip(("train", "valid", "test"), parts, strict=True)}
 
 
-def hold_out_validation(
-    parts: dict[str, InteractionLog], users: int, notes: list[str]
-) -> dict[str, InteractionLog]:
+def hold_out_validation(parts: dict[str, InteractionLog], notes: list[str]) -> dict[str, InteractionLog]:
     """Add a validation split: a random training interaction of every fifth user, if they have two or more."""
     train = parts["train"]
     any_order = np.random.Generator(np.random.PCG64(0)).permutation(len(train))
-    kept, found = np.ones(len(train), bool), []
-    for pairs in train.by_user(users):
-        order = np.lexsort((any_order[pairs.row], pairs.user))
-        user = pairs.user[order]
-        last = np.append(user[1:] != user[:-1], True) if len(user) else np.empty(0, bool)
-        held_out = order[last & (user % VALIDATION_ONE_USER_IN == 0) & (np.bincount(user)[user] >= 2)]
-        kept[pairs.row[held_out]] = False
-        found.append({"user": pairs.user[held_out], "item": pairs.item[held_out]})
+    order = np.lexsort((any_order, train.user))
+    user = train.user[order]
+    chosen = (user % VALIDATION_ONE_USER_IN == 0) & (np.bincount(user)[user] >= 2)
+    held_out = order[_ends_run(user) & chosen]
+    kept = np.ones(len(train), bool)
+    kept[held_out] = False
     notes.append("there is no validation split: one training interaction of every fifth user is it")
-    return {**parts, "train": train.where(kept), "valid": InteractionLog.collect(found, train.folder)}
+    return {**parts, "train": train.take(kept), "valid": train.take(held_out)}
 
 
-def unique_pair_keys(logs: Iterable[InteractionLog], users: int, items: int) -> np.ndarray:
-    """(pairs,) int64: the `pair_keys` of all pairs of the splits, sorted, each once."""
-    whole = [log for log in logs if len(log)]
-    folder = whole[0].folder if whole else None
-    joined = InteractionLog.collect(
-        ({"user": chunk["user"], "item": chunk["item"]} for log in whole for chunk in log.chunks()), folder
-    )
-    keys = (_each_once(pair_keys(part.user, part.item, items)) for part in joined.by_user(users))
-    return spool_to_array(keys, np.int64, folder)
+def unique_pair_keys(logs: Iterable[InteractionLog], items: int) -> np.ndarray:
+    """(pairs,) int64: the `pair_keys` of all pairs of the splits, sorted, each once.
+
+    np.unique's table of hashes takes ten times the memory (numpy 2.4).
+    """
+    ordered = np.sort(np.concatenate([pair_keys(log.user, log.item, items) for log in logs]))
+    return ordered[_ends_run(ordered)]
 
 
-def _each_once(keys: np.ndarray) -> np.ndarray:
-    """The keys sorted, each once: np.unique's table of hashes takes ten times the memory (numpy 2.4)."""
-    ordered = np.sort(keys)
-    return ordered[np.append(True, ordered[1:] != ordered[:-1])] if len(ordered) else ordered
-
-
-def count_in(keys: Iterable[np.ndarray], among: np.ndarray) -> int:
+def count_in(keys: np.ndarray, among: np.ndarray) -> int:
     """How many of the keys are among these, which are sorted."""
-    found = 0
-    for some in keys if len(among) else ():
-        place = np.minimum(np.searchsorted(among, some), len(among) - 1)
-        found += int((among[place] == some).sum())
-        release(among)
-    return found
+    if not len(among):
+        return 0
+    place = np.minimum(np.searchsorted(among, keys), len(among) - 1)
+    return int((among[place] == keys).sum())
 
 
-def draw_eval_negatives(
-    user: np.ndarray, seen: np.ndarray, items: int, count: int, seed: int, folder: Path | None = None
-) -> np.ndarray:
+def draw_eval_negatives(user: np.ndarray, seen: np.ndarray, items: int, count: int, seed: int) -> np.ndarray:
     """Draw, for each of `user` (n,), `count` different items that the user has not seen, uniformly.
 
-    `seen` are sorted `pair_keys`. Returns (n, count) int32, in a temporary file in `folder`; -1 fills the
-    rows of users with too few items.
+    `seen` are sorted `pair_keys`. Returns (n, count) int32; -1 fills the rows of users with too few items.
     """
     rng = np.random.Generator(np.random.PCG64(seed))
-    found = scratch_array((len(user), count), np.int32, folder)
+    found = np.empty((len(user), count), np.int32)
     known = np.searchsorted(seen, (user + 1).astype(np.int64) * items) - np.searchsorted(
         seen, user.astype(np.int64) * items
     )
@@ -260,8 +147,6 @@ def draw_eval_negatives(
         rows = np.arange(start, min(start + (1 << 14), len(user)))
         rows = rows[~has_few[rows]]
         found[rows] = _draw_with_rejection(user[rows], seen, items, count, rng)
-        release(found)
-        release(seen)
     for row in np.flatnonzero(has_few):
         first, last = np.searchsorted(seen, [user[row] * items, (user[row] + 1) * items])
         unseen = np.setdiff1d(np.arange(items), seen[first:last] - int(user[row]) * items)

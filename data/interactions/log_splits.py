@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core.errors import UserError
+from isobatch.core.terminal.status import doing
 from isobatch.data.interactions.log import (
     MISSING,
     InteractionLog,
     count_in,
-    count_tied_users,
     draw_eval_negatives,
     drop_repeats,
     hold_out_validation,
@@ -21,15 +21,10 @@ from isobatch.data.interactions.log import (
     split_leave_one_out,
     unique_pair_keys,
 )
-from isobatch.data.interactions.tables import NUMBERS, NotInBlocksError, some_ids, whole_ids
-from isobatch.data.preparation.progress import position
-from isobatch.data.preparation.spooled_array import chunks_of
+from isobatch.data.interactions.tables import NUMBERS, some_ids, whole_ids
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator
-    from pathlib import Path
-
-    import pyarrow as pa
 
     from isobatch.core.recipe import Recipe
     from isobatch.data.base import Columns
@@ -59,43 +54,30 @@ class Numbering:
         return names, np.array([place[name] for name in own], np.int32)
 
 
-def read_log(table: Table, users: Numbering, items: Numbering, folder: Path | None) -> InteractionLog:
+def read_log(table: Table, users: Numbering, items: Numbering) -> InteractionLog:
     """The interactions with provisional numbers of users and items. Raises UserError."""
-    try:
-        return InteractionLog.collect(_numbered(table.batches(), users, items), folder)
-    except NotInBlocksError:
-        return InteractionLog.collect(_numbered(table.batches(True), users, items), folder)
-
-
-def _numbered(
-    batches: Iterable[pa.RecordBatch], users: Numbering, items: Numbering
-) -> Iterator[dict[str, np.ndarray]]:
-    for batch in batches:
-        position.show("reading interactions")
-        columns = {"user": users.codes(batch["user"]), "item": items.codes(batch["item"])}
+    doing("reading interactions")
+    parts: dict[str, list[np.ndarray]] = {"user": [], "item": []}
+    for batch in table.batches():
+        parts["user"].append(users.codes(batch["user"]))
+        parts["item"].append(items.codes(batch["item"]))
         for name in NUMBERS:
             if name in batch.schema.names:
                 values = batch[name].to_numpy(zero_copy_only=False)
-                columns[name] = values.astype(np.int64) if values.dtype.kind == "M" else values
-        yield columns
+                values = values.astype(np.int64) if values.dtype.kind == "M" else values
+                parts.setdefault(name, []).append(values)
+    empty = np.empty(0, np.int32)
+    return InteractionLog({name: np.concatenate(found or [empty]) for name, found in parts.items()})
 
 
 def renumbered(
     log: InteractionLog, users: np.ndarray, items: np.ndarray, min_rating: float
 ) -> InteractionLog:
     """The log with final numbers, without ratings, and without interactions rated below `min_rating`."""
-
-    def chunks() -> Iterator[dict[str, np.ndarray]]:
-        for chunk in log.chunks():
-            found = {"user": users[chunk["user"]], "item": items[chunk["item"]]}
-            if "time" in chunk:
-                found["time"] = chunk["time"]
-            if "rating" in chunk:
-                kept = chunk["rating"] >= min_rating
-                found = {name: values[kept] for name, values in found.items()}
-            yield found
-
-    return InteractionLog.collect(chunks(), log.folder)
+    columns = {**log.columns, "user": users[log.user], "item": items[log.item]}
+    rating = columns.pop("rating", None)
+    found = InteractionLog(columns)
+    return found if rating is None else found.take(rating >= min_rating)
 
 
 EVAL_NEGATIVES_SEED = 0
@@ -105,19 +87,18 @@ EVAL_NEGATIVES_SEED = 0
 class LogSplits:
     """The splits of interactions, ids by number, and what is known of them all. Raises UserError."""
 
-    def __init__(self, raw: RawInteractions, options: Any, recipe: Recipe, folder: Path | None) -> None:
-        """`options`: InteractionOptions; `folder` takes temporary files."""
-        self.options, self.recipe, self.negatives, self.folder = options, recipe, raw.negatives, folder
+    def __init__(self, raw: RawInteractions, options: Any, recipe: Recipe) -> None:
+        """`options`: InteractionOptions."""
+        self.options, self.recipe, self.negatives = options, recipe, raw.negatives
         self.notes = raw.notes
         parts, self.has_times = self._read(raw)
         self.method = options.split or ("given" if "train" in parts else "leave-one-out")
         self.logs = self._split(parts)
         if len(self.logs["train"]) == 0:
             raise UserError(f"--data {recipe.data}: no interactions are left to train on")
-        sizes = len(self.users), len(self.items)
-        self.seen = unique_pair_keys([self.logs["train"]], *sizes)
+        self.seen = unique_pair_keys([self.logs["train"]], len(self.items))
         """The `pair_keys` of the training interactions, sorted, each once."""
-        self.had = unique_pair_keys(self.logs.values(), *sizes)
+        self.had = unique_pair_keys(self.logs.values(), len(self.items))
         """Those of all interactions."""
         taken = np.sum([log.counts("item", len(self.items)) for log in self.logs.values()], axis=0)
         self.untaken = int((taken == 0).sum()) if self.negatives is None else 0
@@ -134,8 +115,8 @@ class LogSplits:
 
     def _read(self, raw: RawInteractions) -> tuple[dict[str, InteractionLog], bool]:
         """(the splits that the data has, without repeats; whether there are times)"""
-        users, items, folder = Numbering(), Numbering(), self.folder
-        logs = {split: read_log(table, users, items, folder) for split, table in raw.splits.items()}
+        users, items = Numbering(), Numbering()
+        logs = {split: read_log(table, users, items) for split, table in raw.splits.items()}
         given = [] if self.negatives is None else [str(n) for n in np.unique(self.negatives)]
         self.users, of_users = users.finish()
         described = raw.items if self.options.catalogue == "all" else ()
@@ -148,43 +129,38 @@ class LogSplits:
         has_times = "time" in next(iter(logs.values())).columns
         numbered = {s: renumbered(log, of_users, of_items, least) for s, log in logs.items()}
         self.notes += _rating_notes(logs.values(), sum(map(len, numbered.values())), least)
-        sizes = len(self.users), len(self.items)
-        return {s: drop_repeats(log, *sizes, s, self.notes) for s, log in numbered.items()}, has_times
+        count = len(self.items)
+        return {s: drop_repeats(log, count, s, self.notes) for s, log in numbered.items()}, has_times
 
     def _split(self, parts: dict[str, InteractionLog]) -> dict[str, InteractionLog]:
-        data, method, users = self.recipe.data, self.method, len(self.users)
+        data, method = self.recipe.data, self.method
         given = "train" in parts
         if method == "none":
             return {"train": self._join(parts)}
         if method == "given":
             if not given:
                 raise UserError(f"--split given: {data} has no train file")
-            return parts if "valid" in parts else hold_out_validation(parts, users, self.notes)
+            return parts if "valid" in parts else hold_out_validation(parts, self.notes)
         if given:
             raise UserError(f"--split {method}: {data} is split already: leave it out")
         if method == "random":
-            return split_leave_one_out(in_random_order(parts["all"]), users, self.notes)
+            return split_leave_one_out(in_random_order(parts["all"]), self.notes)
         if method == "time":
             if not self.has_times:
                 raise UserError(f"--split time: {data} has no times (see --time-column)")
             return split_by_time(parts["all"])
         if not self.has_times:
             self.notes.append("there are no times: a user's last interaction is the last in the file")
-        elif (found := count_tied_users(parts["all"], users))[0]:
-            tied, known = found
-            self.notes.append(
-                f"{tied:,} of {known:,} users have last interactions at one time: the larger item id is"
-                " the last"
-            )
-        return split_leave_one_out(parts["all"], users, self.notes, self.has_times)
+        return split_leave_one_out(parts["all"], self.notes, self.has_times)
 
     def _join(self, parts: dict[str, InteractionLog]) -> InteractionLog:
         """All interactions: those of the splits one after the other, where the data is split."""
         if len(parts) == 1:
             return next(iter(parts.values()))
-        pairs = ({n: c[n] for n in ("user", "item")} for log in parts.values() for c in log.chunks())
-        joined = InteractionLog.collect(pairs, self.folder)
-        return drop_repeats(joined, len(self.users), len(self.items), "all", self.notes)
+        columns = {
+            name: np.concatenate([log.columns[name] for log in parts.values()]) for name in ("user", "item")
+        }
+        return drop_repeats(InteractionLog(columns), len(self.items), "all", self.notes)
 
     def _leave_out_users_with_all_items(self) -> None:
         """Nothing is left that their held-out items could be ranked against, unless the data names it."""
@@ -199,7 +175,7 @@ class LogSplits:
                     f"{split}: {out:,} of {len(kept):,} held-out interactions are of users who took all"
                     " items: left out, as none is left to rank against"
                 )
-            self.logs[split] = self.logs[split].where(kept)
+            self.logs[split] = self.logs[split].take(kept)
             left += int(kept.sum())
         if held_out and not left and has_all.any():
             raise UserError(
@@ -227,13 +203,7 @@ class LogSplits:
                     there = log.counts(column, most) > 0
                     if new := int((there & ~known[column]).sum()):
                         yield f"{split}: {new:,} of its {what} are in no training interaction"
-                    if self.method == "given" and new > max(2, there.sum() / 2):
-                        names = self.users if column == "user" else self.items
-                        masks = there & ~known[column], known[column]
-                        ids = [some_ids(names[n] for n in np.flatnonzero(mask)) for mask in masks]
-                        yield f"{split}: its {what} have ids such as {ids[0]}, and those of train {ids[1]}"
-                keys = (pair_keys(u, i, len(self.items)) for u, i in chunks_of(log.user, log.item))
-                if same := count_in(keys, self.seen):
+                if same := count_in(pair_keys(log.user, log.item, len(self.items)), self.seen):
                     yield f"{split}: {same:,} of {len(log):,} interactions are in train too"
 
     def columns(self, split: str) -> Columns:
@@ -247,9 +217,9 @@ class LogSplits:
         if split == "test" and self.negatives is not None:
             return self._given_rivals(self.negatives, log)
         drawn = draw_eval_negatives(
-            log.user, self.had, len(self.items), self.options.eval_negatives, EVAL_NEGATIVES_SEED, self.folder
+            log.user, self.had, len(self.items), self.options.eval_negatives, EVAL_NEGATIVES_SEED
         )
-        if short := sum(int((rows == MISSING).any(1).sum()) for (rows,) in chunks_of(drawn)):
+        if short := int((drawn == MISSING).any(1).sum()):
             self.notes.append(
                 f"{split}: {short} users have fewer than {self.options.eval_negatives} unseen items: theirs"
                 " are ranked against those there are"
@@ -265,7 +235,7 @@ class LogSplits:
         number = np.array([index[str(n)] for n in named], np.int32)
         found: np.ndarray = number[where].reshape(given.shape)
         keys = pair_keys(np.repeat(log.user, given.shape[1]), found.reshape(-1), len(self.items))
-        if had := count_in([keys], self.had):
+        if had := count_in(keys, self.had):
             self.notes.append(
                 f"test: {had:,} of the {found.size:,} negatives that the data names are items that their"
                 " users had: they are rivals all the same"

@@ -131,7 +131,7 @@ def _read_ncf_negatives(file: Path, test: Table) -> np.ndarray:
     width = len(file.open().readline().rstrip("\n").split("\t")) - 1
     names = ["pair", *(f"n{n}" for n in range(width))]
     table, tested = (
-        pa.Table.from_batches(one.batches(at_once=True)) for one in (DelimitedTable(file, "\t", names), test)
+        pa.Table.from_batches(one.batches()) for one in (DelimitedTable(file, "\t", names), test)
     )
     taken = zip(tested["user"].to_pylist(), tested["item"].to_pylist(), strict=True)
     pairs = [f"({user},{item})" for user, item in taken]

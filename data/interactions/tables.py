@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.data import readers
-from isobatch.data.preparation.progress import position
 from isobatch.data.readers import numbers_in, open_utf8, read_lines, shape_of, wide_encoding
 from isobatch.data.tables import delimited
 from isobatch.data.tables.delimited import find_shape
@@ -50,24 +49,18 @@ def some_ids(names: Iterable[str]) -> str:
     return ", ".join(itertools.islice(names, 3))
 
 
-class NotInBlocksError(Exception):
-    """A file that must be read at once: its types do not follow from its first block, or it has faults."""
-
-
 class Table(ABC):
     """A table with the columns user and item, and perhaps rating and time; `columns` are their own names."""
 
     def __init__(self, columns: Mapping[str, str]) -> None:
         self.columns = dict(columns)
 
-    def batches(self, at_once: bool = False) -> Iterator[pa.RecordBatch]:
-        """Its rows, a block at a time. Raises UserError that names the fault, of which only a file that is
-        read `at_once` can tell where NotInBlocksError is raised.
-        """
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Its rows, a block at a time. Raises UserError that names the fault."""
         import pyarrow as pa
 
         done = 0
-        for batch in self._read(at_once):
+        for batch in self._read():
             arrays = [batch[column] for column in self.columns.values()]
             for name, values in zip(self.columns, arrays, strict=True):
                 self._require_values(name, values, done)
@@ -75,7 +68,7 @@ class Table(ABC):
             done += len(batch)
 
     @abstractmethod
-    def _read(self, at_once: bool) -> Iterator[pa.RecordBatch]:
+    def _read(self) -> Iterator[pa.RecordBatch]:
         """The rows of the file, with its own columns."""
 
     def where(self, row: int) -> str:
@@ -144,39 +137,7 @@ class DelimitedTable(Table):
         read = arrow.ReadOptions(skip_rows=self.skip, column_names=self.names)
         return read, arrow.ParseOptions(delimiter=self.delimiter, quote_char=quote), convert
 
-    def batches(self, at_once: bool = False) -> Iterator[pa.RecordBatch]:
-        if at_once:
-            yield from super().batches(at_once)
-            return
-        try:
-            yield from super().batches()
-        except UserError:
-            raise NotInBlocksError from None
-
-    def _read(self, at_once: bool) -> Iterator[pa.RecordBatch]:
-        import pyarrow as pa
-        from pyarrow import csv as arrow
-
-        if at_once:
-            yield from self._read_at_once().to_batches()
-            return
-        if not self.file.is_file() or wide_encoding(self.file):
-            raise NotInBlocksError
-        options = self._options()
-        position.begin([self.file])
-        rows = 0
-        try:
-            with arrow.open_csv(self.file, *options) as reader:
-                for batch in reader:
-                    rows += len(batch)
-                    yield batch
-                    position.advance(options[0].block_size)
-        except (pa.ArrowException, UnicodeDecodeError):
-            raise NotInBlocksError from None
-        if not rows:
-            raise NotInBlocksError
-
-    def _read_at_once(self) -> pa.Table:
+    def _read(self) -> Iterator[pa.RecordBatch]:
         """Raises UserError with the line that cannot be read."""
         import pyarrow as pa
         from pyarrow import csv as arrow
@@ -195,7 +156,8 @@ class DelimitedTable(Table):
             else:
                 if not table.num_rows:
                     raise UserError(f"{self.file}: holds no rows")
-                return table
+                yield from table.to_batches()
+                return
         message = str(error).splitlines()[0]
         row = re.search(r"Row #(\d+): ", message)
         if row is None:
@@ -217,13 +179,9 @@ class ParquetTable(Table):
     def where(self, row: int) -> str:
         return f"{self.file} row {row}"
 
-    def _read(self, at_once: bool) -> Iterator[pa.RecordBatch]:  # noqa: ARG002
+    def _read(self) -> Iterator[pa.RecordBatch]:
         with readers.open_parquet(self.file) as table, readers.explain_parquet_errors(self.file):
-            position.begin([self.file])
-            share = self.file.stat().st_size / max(1, table.metadata.num_rows)
-            for batch in table.iter_batches(BATCH_ROWS, columns=list(self.columns.values())):
-                yield batch
-                position.advance(len(batch) * share)
+            yield from table.iter_batches(BATCH_ROWS, columns=list(self.columns.values()))
 
 
 def read_text(file: Path) -> str:

@@ -28,7 +28,6 @@ from isobatch.data.labelled.rows import (
     find_columns,
     held_out_rows,
     read_examples,
-    refuse_identifiers,
 )
 from isobatch.data.preparation.encoding import EncodedShard, EncodingJob, encode_in_shards
 from isobatch.data.preparation.spooled_array import SpooledColumns
@@ -119,7 +118,6 @@ class Labelled(TokenizedData):
     Options: ClassVar[type] = LabelledOptions
     version: ClassVar[int] = 2
     cache_name: ClassVar[str] = "data.labelled.Labelled"
-    encodes_in_shards: ClassVar[bool] = True
     demo_vocabulary_size: ClassVar[int] = 2048
 
     def check(self) -> None:
@@ -209,7 +207,6 @@ class Labelled(TokenizedData):
         classes = {
             split: SplitClasses.read(read_examples(rows(), columns)) for split, rows in row_readers.items()
         }
-        refuse_identifiers(classes["train"], columns.label, row_readers["train"](), self.recipe.data)
         examples: dict[str, Examples] = {
             split: partial(_examples, rows, columns, None) for split, rows in row_readers.items()
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import itertools
 import math
 import os
 import re
@@ -166,8 +165,6 @@ def _function_sources(source: str) -> Iterator[tuple[ast.FunctionDef, str]]:
 WITHHELD_LABELS = (None, "-1")
 """Labels that mean none, as in GLUE's test splits."""
 MAX_CLASSES = 1000
-MIN_IDENTIFIERS, SAMPLED_ROWS = 50, 1000
-"""From so many rows on, a class for each is an identifier; rows in which fewer values are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,23 +256,6 @@ def drop_unlabelled_test(splits: dict[str, SplitClasses]) -> list[str]:
         del splits["test"]
         return ["the test split has no labels and is left out"]
     return []
-
-
-def refuse_identifiers(classes: SplitClasses, column: str, rows: LocatedRows, data: str) -> None:
-    """Raise UserError where every training row has a class of its own. `rows`: those of the split."""
-    if len(classes) < MIN_IDENTIFIERS or len(classes.labels) < len(classes):
-        return
-    values: dict[str, set[str]] = {}
-    for _, row in itertools.islice(rows, SAMPLED_ROWS):
-        for name, value in row.items():
-            values.setdefault(str(name), set()).add(str(value))
-    labels = [name for name, found in values.items() if 1 < len(found) <= MIN_IDENTIFIERS]
-    hint = f"; labels may be in: {', '.join(labels)}" if labels else ""
-    count = len(classes)
-    raise UserError(
-        f"--data {data}: {count:,} classes for {count:,} rows: is `{column}` an identifier? Choose another"
-        f" --label-column{hint}"
-    )
 
 
 def class_names(splits: Mapping[str, SplitClasses], columns: ColumnNames, data: str) -> list[str]:

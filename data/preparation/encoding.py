@@ -99,30 +99,6 @@ def kept_shard(file: Path, made_from: str) -> EncodedShard | None:
     return EncodedShard(arrays, facts) if said == made_from else None
 
 
-@dataclass(slots=True)
-class Share:
-    """What one of `count` tasks encodes: each `count`-th shard, from its `number` (1 to `count`) on."""
-
-    number: int
-    count: int
-    taken: int = 0
-    """Shards of this share so far."""
-    others: list[Path] = field(default_factory=list)
-    """The files in which other tasks keep their shards."""
-
-    def takes(self, shard: int, file: Path) -> bool:
-        """Whether a shard is of this share."""
-        if shard % self.count != self.number - 1:
-            self.others.append(file)
-            return False
-        self.taken += 1
-        return True
-
-    def missing(self) -> int:
-        """Shards that other tasks have not kept yet."""
-        return sum(not file.exists() for file in self.others)
-
-
 @dataclass(frozen=True, slots=True)
 class Workshop:
     """What a preparation may use."""
@@ -131,8 +107,6 @@ class Workshop:
     """Processes: the cores that this one may use."""
     folder: Path | None = None
     """Where shards are kept until the data is prepared; None: nowhere."""
-    share: Share | None = None
-    """The shards that are to be made, where other tasks make the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,27 +124,14 @@ class EncodingJob:
 def encode_in_shards(
     job: EncodingJob, name: str, texts: Iterable[str], workshop: Workshop, texts_together: int = 1
 ) -> Iterator[EncodedShard]:
-    """Yield the shards of the texts, in order; of a share the first one. `name` is what the status says.
+    """Yield the shards of the texts, in order. `name` is what the status says.
 
     `texts_together`: a shard ends behind so many texts, or a multiple. Raises UserError as the encoder does.
     """
     described = json.dumps([job.place, job.settings, name]).encode()
     keeper = _Keeper(workshop.folder, short_digest(described, job.tokenizer.to_str().encode()))
-    numbered = enumerate(batches(texts, texts_together))
-    if (share := workshop.share) is None:
-        yield from _encode(job, name, numbered, workshop.workers, keeper)
-        return
-    # The first is encoded in every share: a split without samples would be refused.
-    own = ((n, batch) for n, batch in numbered if share.takes(n, keeper.file_of(n)) or n == 0)
-    shards = _encode(job, name, own, workshop.workers, keeper)
-    yield from itertools.islice(shards, 1)
-    deque(shards, maxlen=0)
-
-
-def _encode(
-    job: EncodingJob, name: str, numbered: Iterator[tuple[int, list[str]]], workers: int, keeper: _Keeper
-) -> Iterator[EncodedShard]:
-    """Yield the shards of numbered batches of texts, in order."""
+    numbered: Iterator[tuple[int, list[str]]] = enumerate(batches(texts, texts_together))
+    workers = workshop.workers
     first = list(itertools.islice(numbered, SHARDS_IN_THREADS))
     numbered = itertools.chain(first, numbered)
     if workers == 1 or len(first) < SHARDS_IN_THREADS:

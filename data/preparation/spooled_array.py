@@ -61,14 +61,6 @@ def spool_to_array(
     return spooled.array()
 
 
-def scratch_array(shape: tuple[int, ...], dtype: type, folder: Path | None) -> np.ndarray:
-    """A writable array of zeros in a temporary file."""
-    if not all(shape):
-        return np.empty(shape, dtype)
-    with _temporary_file(folder) as file:
-        return np.memmap(file, dtype, "w+", shape=shape)
-
-
 def chunks_of(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
     """At most CHUNK_BYTES of each array at a time, the same rows of all; only those stay resident."""
     widest = max(array[:1].nbytes for array in arrays)

@@ -37,11 +37,10 @@ from isobatch.data.streaming.store import Store, StoredObject, name_of
 from isobatch.data.text.row_fields import FIELD, LEFT_OUT, RowCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
     from pathlib import Path
 
     from isobatch.data.base import Column, Columns
-    from isobatch.data.preparation.encoding import Share
     from isobatch.data.streaming.group_encoder import TextGroupEncoder
     from isobatch.data.streaming.groups import GroupCache
     from isobatch.data.streaming.shards import Rows
@@ -154,15 +153,6 @@ def build(
     return found, [*notes, *total.field_notes()]
 
 
-def index_share(
-    objects: list[StoredObject], encoder: TextGroupEncoder, cache: GroupCache, share: Share
-) -> None:
-    """Index the objects of a share, where other tasks index the others."""
-    builder = _Builder(objects, encoder, cache)
-    own = [number for number in range(len(objects)) if share.takes(number, builder.part_of(number))]
-    builder.index(own)
-
-
 class _Builder:
     """Indexes shards in threads."""
 
@@ -174,12 +164,7 @@ class _Builder:
 
     def index_all(self) -> list[list[IndexedGroup]]:
         """The groups of every shard."""
-        every = range(len(self.objects))
-        self.index(every)
-        return [load_part(self.part_of(number), number) for number in every]
-
-    def index(self, numbers: Sequence[int]) -> None:
-        """Keep the parts of these shards."""
+        numbers = range(len(self.objects))
         with explain_write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             pool = ThreadPoolExecutor(THREADS, "index")
@@ -188,6 +173,7 @@ class _Builder:
                     doing("indexing", done, len(numbers))
             finally:
                 pool.shutdown(cancel_futures=True)
+        return [load_part(self.part_of(number), number) for number in numbers]
 
     def part_of(self, number: int) -> Path:
         """The folder in which a shard's part is kept."""

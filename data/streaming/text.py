@@ -102,9 +102,6 @@ class StreamedText(Text):
         tokenizer.save(str(folder / TOKENIZER_FILE))
         self._bind(encoder, tokenizer, special)
         atomic_files.write_json(folder / ENCODER_FILE, {"kind": kind, "column": column, "special": special})
-        if (share := self.workshop.share) is not None:
-            index.index_share(self.objects, encoder, self._cache(), share)
-            return {}
         first = self.objects[0]
         is_read = kind != TEXT or not first.address.endswith(".parquet")  # of which one column is read
         unread = [] if is_read else [n for n in shard_of(Store(), first).columns() if n != column]

@@ -69,7 +69,6 @@ class Text(TokenizedData):
     """
 
     Options: ClassVar[type] = TextOptions
-    encodes_in_shards: ClassVar[bool] = True
     cache_name: ClassVar[str] = "data.text.Text"
     demo_vocabulary_size: ClassVar[int] = 1024
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,14 +14,14 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.facts import Facts
 from isobatch.core.package import cache_folder
 from isobatch.core.terminal.status import doing
-from isobatch.data.base import Data, NoSamplesError, fingerprint, length_quantiles
+from isobatch.data.base import Data, fingerprint, length_quantiles
 from isobatch.data.digests import DIGESTS_FILE, FACTS_FILE, changed_file, write_digests
-from isobatch.data.preparation.encoding import Share, Workshop
+from isobatch.data.preparation.encoding import Workshop
 from isobatch.data.tokenizers import open_tokenizer, vocabulary_size
 from isobatch.engine.machine.detect import allowed_cpus
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 CHECK_SECONDS = 2.0
 """How long a cache is checked when it is found; what is not checked then is when samples are fetched."""
@@ -53,42 +51,6 @@ def prepare(data: Data, say: Callable[[str], None] = lambda _: None) -> Facts:
             return Facts.from_dict({**atomic_files.read_json(folder / FACTS_FILE), "folder": str(folder)})
 
 
-def prepare_share(data: Data, share: Share, say: Callable[[str], None] = lambda _: None) -> Facts | None:
-    """Encode one of several tasks' share of the data; the facts where that was all that lacked.
-
-    The shards are kept in the cache, which all tasks see. The task that finds all of them there prepares the
-    data from them; the others return None. Safe when tasks run at once, are killed, or run again. Raises
-    UserError where data of this kind is not encoded in shards, and as `prepare` does.
-    """
-    if not data.encodes_in_shards:
-        raise UserError(
-            f"--shard {share.number}/{share.count}: data of this kind is not encoded in shards: prepare it on"
-            " one machine, without --shard"
-        )
-    folder = folder_of(data)
-    if not (folder / FACTS_FILE).exists():
-        with atomic_files.explain_write_errors(folder.parent):
-            _encode_share(data, share, folder)
-        # In this order: shards go away when they have become the data.
-        if share.missing() and not (folder / FACTS_FILE).exists():
-            return None
-    facts = prepare(data, say)
-    shutil.rmtree(_shards_of(folder), ignore_errors=True)
-    return facts
-
-
-def _encode_share(data: Data, share: Share, folder: Path) -> None:
-    data.workshop = Workshop(allowed_cpus(Path("/"), os.environ), _shards_of(folder), share)
-    try:
-        with tempfile.TemporaryDirectory() as unused, _nothing_trains_yet():
-            data.prepare(Path(unused))
-    except NoSamplesError:
-        return  # perhaps in this share alone: the one that joins them sees it
-    except FileNotFoundError:
-        if not (folder / FACTS_FILE).exists():  # else another joined them meanwhile
-            raise
-
-
 def folder_of(data: Data) -> Path:
     """The folder of the cache that has the data when it is prepared."""
     class_name = f"{type(data).__module__}.{type(data).__qualname__}"
@@ -97,42 +59,31 @@ def folder_of(data: Data) -> Path:
     return cache_folder() / "prepared" / key
 
 
-def _shards_of(folder: Path) -> Path:
-    return folder.with_name(f".{folder.name}.shards")
-
-
 def _changed_file(folder: Path) -> Path | None:
     """A file of the cache that was changed."""
     return changed_file(folder, CHECK_SECONDS) if (folder / DIGESTS_FILE).exists() else folder
 
 
 def _make(data: Data, folder: Path) -> None:
-    temporary, shards = folder.with_name(f".{folder.name}.tmp"), _shards_of(folder)
+    temporary, shards = (folder.with_name(f".{folder.name}.{kind}") for kind in ("tmp", "shards"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         doing("preparing the data")
         data.workshop = Workshop(allowed_cpus(Path("/"), os.environ), shards)
-        with _nothing_trains_yet():
-            extra = data.prepare(temporary)
+        extra = data.prepare(temporary)
         atomic_files.write_json(temporary / FACTS_FILE, _measure(data, temporary, extra).to_dict())
         shutil.rmtree(folder, ignore_errors=True)
         temporary.replace(folder)
         shutil.rmtree(shards, ignore_errors=True)
+    except TrainingError as error:  # what ends training, such as a damaged object, is wrong input here
+        shutil.rmtree(shards, ignore_errors=True)
+        raise UserError(str(error)) from None
     except UserError:
         shutil.rmtree(shards, ignore_errors=True)
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _nothing_trains_yet() -> Iterator[None]:
-    """What ends training, such as a damaged object, is wrong input here."""
-    try:
-        yield
-    except TrainingError as error:
-        raise UserError(str(error)) from None
 
 
 def _measure(data: Data, folder: Path, extra: dict[str, object]) -> Facts:

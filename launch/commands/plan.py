@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.flags import build_options, flags_of
-from isobatch.data.preparation.encoding import Share
 from isobatch.engine.loading.prepare import prepare as prepare_data
-from isobatch.engine.loading.prepare import prepare_share
 from isobatch.engine.planning.alternatives import memory_alternatives
 from isobatch.engine.planning.choices import fixed_loader_settings
 from isobatch.engine.registry import CHAINS
@@ -48,8 +45,6 @@ class PrepareOptions(TrustOptions):
 
     json: bool = False
     """One JSON object on standard output."""
-    shard: str | None = None
-    """I/N: make the I-th of N shares alone, as one of N tasks with one cache; the last one joins them."""
 
 
 def plan(words: Sequence[str]) -> int:
@@ -134,20 +129,14 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
 
 
 def prepare(words: Sequence[str]) -> int:
-    """Usage: prepare --task TASK [--data PATH] [--shard I/N] [flags]
+    """Usage: prepare --task TASK [--data PATH] [flags]
 
-    Run it where the internet is; runs then need none. --shard: N tasks divide the work between them.
+    Run it where the internet is; runs then need none.
     """
     request = parse_request(words, "prepare", PrepareOptions)
-    share = _share(request.extra.get("shard"))
     print_notes(request)
     task, data = request.workload.make(request.recipe)
-    if share is None:
-        facts = prepare_data(data, say(request))
-    elif (found := prepare_share(data, share, say(request))) is not None:
-        facts = found
-    else:
-        return _print_share(share, bool(request.extra.get("json")))
+    facts = prepare_data(data, say(request))
     task.fetch()
     if request.extra.get("json"):
         print(atomic_files.json_text(facts.to_dict(), ensure_ascii=False))
@@ -159,27 +148,4 @@ def prepare(words: Sequence[str]) -> int:
     )
     for line in (*facts.extra.get("notes", []), f"in {facts.folder}"):
         print(line)
-    return 0
-
-
-def _share(shard: str | None) -> Share | None:
-    """The share that --shard names. Raises UserError."""
-    if shard is None:
-        return None
-    match = re.fullmatch(r"(\d+)/(\d+)", shard)
-    if match is None or not 1 <= int(match[1]) <= int(match[2]):
-        raise UserError(f"--shard {shard}: is not I/N with I from 1 to N, such as 3/16")
-    return Share(int(match[1]), int(match[2]))
-
-
-def _print_share(share: Share, as_json: bool) -> int:
-    """Say what a share came to that was not the last."""
-    missing = share.missing()
-    if as_json:
-        print(atomic_files.json_text({"shards": share.taken, "missing": missing}))
-    else:
-        print(
-            f"share {share.number} of {share.count} is encoded: {share.taken} shards;"
-            f" {missing} of other tasks are not there yet"
-        )
     return 0

@@ -342,6 +342,7 @@ LEFT = {
     "skip_unknown": "rows that training did not know are left out and counted without it",
     "watch": "run the command again: `diff` and `report` show what there is so far",
     "mtbf": "--save-every 5m loses at most five minutes; checkpoints are written beside the training",
+    "shard": "`prepare` on one machine uses all of its cores, and goes on where it was killed",
     "witness": "keep a signed `isobatch receipt RUN --sign KEY` elsewhere",
     "against": "run `isobatch verify` under that Python",
     "compare_bits": "run it with --load-bits 16, 8 and 4 in turn",

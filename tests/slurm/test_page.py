@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from isobatch.core.package import own_command
-from isobatch.tests.integration.helpers import ROOT, launch, summary
+from isobatch.tests.integration.helpers import ROOT, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,19 +83,3 @@ def test_every_command_of_the_page(cluster: Cluster, folder: Path) -> None:
     held = cluster.ask("scontrol", "show", "job", jobs["after"])
     assert f"afterok:{jobs['base']}" in held
     assert "torch.sif" in (folder / "runs" / "inside" / "slurm" / "request.json").read_text()
-
-
-def test_tasks_of_an_array_prepare_what_one_machine_does(
-    cluster: Cluster, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "texts" / "train.txt").write_text("".join(f"It rained on {n}. " for n in range(300_000)))
-    (array,) = [block for block in LATER if "--shard" in block]
-    monkeypatch.setenv("ISOBATCH_CACHE", str(folder / "cache"))
-    done = bash(array.replace("sbatch", "sbatch --wait"), cluster, folder)
-    assert done.returncode == 0, done.stderr
-    (found,) = (folder / "cache" / "prepared").glob("[!.]*/facts.json")
-    words = ["prepare", "--task", "causal-lm", "--data", "texts/", "--json"]
-    alone = launch(*words, cwd=folder, ISOBATCH_CACHE=str(folder / "alone"))
-    assert alone.returncode == 0, alone.stderr
-    assert json.loads(found.read_text())["digest"] == json.loads(alone.stdout)["digest"]
-    assert not list(found.parents[1].glob(".*.shards"))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from isobatch.core import extras
 from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
 from isobatch.data.cleaning import steps
@@ -19,9 +18,8 @@ from isobatch.data.cleaning.steps import CONTROL, count_words, parse_steps
 from isobatch.data.text.dataset import Text, TextOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from pathlib import Path
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
 TOKENIZER = {
     "model": "tiny",
     "tokenizer": None,
@@ -185,12 +183,9 @@ def test_bands_bring_pairs_at_the_threshold_together(threshold: float) -> None:
 def test_near_without_its_library_is_refused_before_anything(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def absent(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", absent)
+    monkeypatch.setattr(extras, "has", lambda library: library != "datasketch")
     (tmp_path / "train.txt").write_text("words\n")
-    with pytest.raises(UserError, match="--clean near: needs datasketch: pip install datasketch"):
+    with pytest.raises(UserError, match="--clean near needs datasketch: pip install"):
         make(tmp_path, "near").check()
 
 
@@ -286,13 +281,3 @@ def test_what_is_held_out_is_not_trained_on(tmp_path: Path) -> None:
     leaking = make(tmp_path, template="plain").prepare(tmp_path / "leaking")["notes"]
     assert "valid: 2 of 3 rows are in train too" in leaking
     assert "--clean duplicates leaves such rows out of training" in leaking
-
-
-@pytest.fixture
-def quick() -> Callable[[Text, Path], float]:
-    def seconds(text: Text, folder: Path) -> float:
-        began = time.perf_counter()
-        text.prepare(folder)
-        return time.perf_counter() - began
-
-    return seconds

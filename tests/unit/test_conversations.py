@@ -31,9 +31,6 @@ CHAT = [
     {"role": "user", "content": "Bye"},
     {"role": "assistant", "content": "See you."},
 ]
-SHAREGPT = {
-    "conversations": [{"from": "human", "value": "he?"}, {"from": "gpt", "value": "Hi!"}],
-}
 
 
 def byte_tokenizer(folder: Path, *more: str, **settings: Any) -> Path:
@@ -315,35 +312,6 @@ def test_rows_without_an_answer_are_left_out_and_counted(tmp_path: Path) -> None
     assert marked(columns, tokenizer, 1) == "Bye\n«See you.<|endoftext|>»"
 
 
-BROKEN = {
-    "json": ('{"instruction": "a", ', r"train\.jsonl line 2: is not JSON"),
-    "no output": (
-        {"instruction": "a", "outputs": "b"},
-        r"line 2: has no output \(did you mean outputs\?\); it has",
-    ),
-    "number": ({"instruction": "a", "output": 5}, r"line 2: output holds int, not text"),
-    "list": (["a"], r"line 2: is list, not an object"),
-}
-BROKEN_CHATS: dict[str, tuple[Any, str]] = {
-    "column": ({"message": []}, r"line 2: has no messages \(did you mean message\?\); it has: message"),
-    "text": ({"messages": "hi"}, r"line 2: messages holds str, not a list of messages"),
-    "turn": ({"messages": ["hi"]}, r"line 2: message 1 is str, not an object with"),
-    "role": (
-        {"messages": [CHAT[1], {"role": "asistant", "content": "x"}]},
-        r"line 2: message 2 is by 'asistant' \(did you mean assistant\?\): a role is one of system, user",
-    ),
-    "no role": (
-        {"messages": [{"content": "x"}]},
-        r"line 2: message 1 has no role \(or from\); it has: content",
-    ),
-    "no content": ({"messages": [{"role": "user"}]}, r"line 2: message 1 has no content \(or value\)"),
-    "pictures": (
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        r"line 2: message 1: a part of its content is 'image': only text is learnt",
-    ),
-}
-
-
 @pytest.mark.parametrize(
     ("settings", "end"),
     [
@@ -379,9 +347,6 @@ def test_a_tokenizer_that_begins_texts_begins_conversations(tmp_path: Path) -> N
     opened.save(str(tmp_path / "u" / "tokenizer.json"))
     _, columns, opened = prepared(tmp_path / "d", [{"messages": CHAT}], tmp_path / "u", template="plain")
     assert marked(columns, opened) == "<s>" + TWO_TURNS["plain"].replace(END, "</s>")
-
-
-CHINESE = {"instruction": "你好吗？", "output": "我很好。"}
 
 
 MISTRAL = (

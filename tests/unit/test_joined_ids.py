@@ -78,12 +78,6 @@ def test_tables_that_hardly_join_are_told_with_ids_of_both(tmp_path: Path) -> No
         "2 of 11 items with interactions are in the table of items: ids such as 7, 3, 10 are not, and the"
         " table has b02, b03, b04"
     )
-    (tmp_path / "given").mkdir()
-    for split, user in (("train", "{}"), ("test", "u{}")):
-        rows = {"user": [user.format(n % 3) for n in range(9)], "item": [7 * n % 11 for n in range(9)]}
-        write(tmp_path / "given" / f"{split}.csv", rows)
-    said = "test: its users have ids such as u0, u1, u2, and those of train 0, 1, 2"
-    assert said in made(tmp_path / "given")[0].extra["notes"]
 
 
 def test_several_rows_of_one_item_are_counted(tmp_path: Path) -> None:

@@ -134,10 +134,6 @@ def test_a_test_split_without_labels_is_left_out(folder: Path) -> None:
         ([("good", "1"), ("", "0")], "train.tsv line 3: sentence is empty"),
         ([("good", "1"), ("bad", "")], "train.tsv line 3: label is empty in the train split"),
         ([("good", "1"), ("x" * 1_000_001, "0")], "line 3: sentence has 1,000,001 characters"),
-        (
-            [(f"text {n}", f"label {n}") for n in range(1001)],
-            "1,001 classes for 1,001 rows: is `label` an identifier",
-        ),
         ([(f"text {n}", f"label {n % 1001}") for n in range(1002)], "label has 1,001 different values"),
     ],
 )
@@ -156,14 +152,6 @@ def test_all_missing_columns_are_named_at_once() -> None:
     said = r"^--label-column strs: d has no such column \(did you mean stars\?\)"
     with pytest.raises(UserError, match=said):
         find_columns("d", ["id", "stars"], label="strs")
-
-
-def test_an_identifier_is_no_label(tmp_path: Path) -> None:
-    lines = [f"{n},film {n % 60},{'good' if n % 2 else 'bad'}" for n in range(60)]
-    (tmp_path / "rows.csv").write_text("\n".join(["id,comment,sentiment", *lines]))
-    said = r"60 classes for 60 rows: is `id` an identifier\? .*; labels may be in: sentiment$"
-    with pytest.raises(UserError, match=said):
-        make(tmp_path / "rows.csv", label_column="id").encode_splits()
 
 
 @pytest.mark.parametrize(

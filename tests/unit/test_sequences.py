@@ -15,12 +15,10 @@ from pyarrow import parquet
 from isobatch.core.errors import UserError
 from isobatch.data import corpora, readers, sequences, tokenizers
 from isobatch.data.sequences import INTEGERS, TEXT, SequenceOptions, Sequences
-from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-SHARED = ROOT.parent / "shared" / "data"
 IDS = [[3, 1], [], [4, 1, 5], None, [2, 6, 5, 3, 5]]
 """Rows of ids; the second and the fourth are empty."""
 
@@ -542,25 +540,3 @@ def test_identity_follows_content_and_every_option_and_not_the_place(tmp_path: P
     found = [json.dumps(one.identity()) for one in (make(first), *different)]
     assert len(set(found)) == len(found)
     assert make("demo").identity() == make("demo").identity()
-
-
-def shared(name: str) -> Path:
-    if not (SHARED / name).exists():
-        pytest.skip(f"{SHARED / name} is not on this machine")
-    return SHARED / name
-
-
-def test_sst2_has_its_known_size(tmp_path: Path) -> None:
-    data = make(shared("sst2") / "dev.tsv", tokenizer=shared("gpt2-bpe"), max_length=128)
-    _, extra = prepared(data, tmp_path)
-    assert sum(sizes["sequences"] for sizes in extra["splits"].values()) == 872
-    assert extra["data_vocabulary"] == 50257
-    assert extra["notes"] == [corpora.held_out_note(None), "not read: label"]
-
-
-def test_wikitext_has_its_known_lines(tmp_path: Path) -> None:
-    data = make(shared("wikitext2") / "valid.txt", tokenizer=shared("gpt2-bpe"), max_length=2048)
-    _, extra = prepared(data, tmp_path)
-    sizes = extra["splits"].values()
-    assert sum(s["sequences"] + s["empty"] for s in sizes) == 3760
-    assert sum(s["words"] for s in sizes) == 217_646 - 3_760  # the published count has one <eos> per line

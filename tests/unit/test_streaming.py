@@ -17,13 +17,12 @@ import pytest
 
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.data.base import Ragged
-from isobatch.data.preparation.encoding import Share
 from isobatch.data.streaming import groups as group_cache
 from isobatch.data.streaming import index as indexes
 from isobatch.data.streaming import shards, store
 from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine.loading.loader import BatchLoader
-from isobatch.engine.loading.prepare import prepare, prepare_share
+from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.registry import complete, workload
 from isobatch.tests.unit.helpers import plan
 
@@ -178,23 +177,6 @@ def test_an_index_goes_on_and_costs_only_what_is_new(stored: Path, monkeypatch: 
     assert {start for name, start in read if name == "part-0.jsonl"} == {0}, "its columns and a prompt"
     assert "part-1.jsonl" not in dict(read)
     assert len([start for name, start in read if name == "part-2.jsonl"]) > 2
-
-
-def test_tasks_index_a_share_of_the_objects_each(
-    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, wanted = prepared(stored)
-    shutil.copy(_folder(wanted) / "tokenizer.json", tmp_path)
-    asked = {"tokenizer": str(tmp_path / "tokenizer.json")}
-    _, wanted = prepared(stored, **asked)
-    monkeypatch.setenv("ISOBATCH_CACHE", str(tmp_path / "other"))
-    tasks = [data_of(f"file://{stored}/*", **asked) for _ in range(3)]
-    assert prepare_share(tasks[1], Share(2, 3)) is None
-    assert prepare_share(tasks[2], Share(3, 3)) is None
-    assert len(list((tmp_path / "other" / "shards").glob("[!.]*"))) == 2
-    found = prepare_share(tasks[0], Share(1, 3))
-    assert found is not None
-    assert (found.digest, found.extra, found.samples) == (wanted.digest, wanted.extra, wanted.samples)
 
 
 @pytest.mark.parametrize("kept", [True, False])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -18,7 +17,8 @@ from isobatch.data.labelled.dataset import LabelledOptions
 from isobatch.data.labelled.rows import ColumnNames, read_examples
 from isobatch.launch.predicting import recommend, tables
 
-SHARED = Path(__file__).parents[3] / "shared" / "data"
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def rows_of(file: Path, **columns: str) -> list[dict[str, Any]]:
@@ -214,13 +214,3 @@ def test_predict_reads_files_without_header(tmp_path: Path, capsys: pytest.Captu
 )
 def test_only_a_misspelt_word_is_answered_with_another(word: str, valid: list[str], meant: str) -> None:
     assert nearest(word, valid) == meant
-
-
-COUNTS = {
-    ("goemotions/train.tsv", "1", "2"): 43_410,
-    ("stsb/train.csv", "1", "3"): 5_749,
-    ("stsb/dev.csv", "1", "3"): 1_500,
-    ("clinc150/data_full.json", "1", "2"): 15_000,
-    ("ml-100k/ml-100k.inter", "user_id", "rating"): 100_000,
-    ("sst2/dev.tsv", "sentence", "label"): 872,
-}

@@ -1,4 +1,4 @@
-"""Tests that a saved model stops where `chat` does, in plain transformers, with every published template."""
+"""Tests that a saved model stops where `chat` does, in plain transformers."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from isobatch.data import tokenizers
 from isobatch.data.text import chat_templates
 from isobatch.models import saving
 from isobatch.models.causal_lm import generation
-from isobatch.tests.unit.test_row_fields import PUBLISHED, SMALL, make_tokenizer
+from isobatch.tests.unit.test_row_fields import SMALL, make_tokenizer
 
-TEMPLATES = {**SMALL, **{file.stem: file.read_text(encoding="utf-8") for file in PUBLISHED.glob("*.jinja")}}
 CHAT = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "0a1b2c"}]
 
 
@@ -40,9 +39,9 @@ def save_trained(folder: Path, source: str) -> tuple[Any, str]:
     return template, template.render(CHAT)
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", SMALL)
 def test_plain_transformers_stops_where_chat_does(name: str, tmp_path: Path) -> None:
-    template, written = save_trained(tmp_path, TEMPLATES[name])
+    template, written = save_trained(tmp_path, SMALL[name])
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert tokenizer.eos_token_id == template.end_id
