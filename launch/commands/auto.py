@@ -24,7 +24,6 @@ from isobatch.launch.local.arguments import (
     sort_flags,
     split_words,
     task_name,
-    with_seed,
 )
 from isobatch.launch.local.launch_run import (
     AutoOptions,
@@ -62,7 +61,7 @@ def auto(words: Sequence[str]) -> int:
     points = parse_sweep(words, "auto", AutoOptions)
     request = points[0][0]
     options = AutoOptions(**request.extra)
-    about_one = {"seeds": options.seeds > 1, "dump-config": options.dump_config, "dry-run": options.dry_run}
+    about_one = {"dump-config": options.dump_config, "dry-run": options.dry_run}
     if len(points) > 1 and any(about_one.values()):
         word = next(word for word, is_given in about_one.items() if is_given)
         raise UserError(f"--{word}: is about one run; give each flag one value, or --seed 0-2 with a list")
@@ -73,8 +72,6 @@ def auto(words: Sequence[str]) -> int:
         from isobatch.launch.commands.plan import show_plan
 
         return show_plan(request, PlanCommandOptions(json=options.json))
-    if options.seeds > 1:
-        points = [(with_seed(request, request.recipe.seed + k), ("seed",)) for k in range(options.seeds)]
     if len(points) > 1:
         from isobatch.launch.sweeps.sweep import train_sweep
 

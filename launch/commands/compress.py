@@ -19,10 +19,9 @@ from isobatch.core.package import GO_ON_VARIABLE
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.commands.plan import plan_stages
-from isobatch.launch.local.arguments import parse_request, request_text
+from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.local.run_setup import find_namesake, prepare_facts
-from isobatch.launch.local.words.config_files import scalar
 from isobatch.launch.planning.targets import PlanCommandOptions
 from isobatch.launch.report.command import text_of, write_report
 from isobatch.launch.sweeps.chain import parse_chain
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.launch.sweeps.chain import Chain
 
 EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": ("onnx-int4",)}
 """The stages in order -> what each exports."""
@@ -43,11 +41,8 @@ LEAST_TO_JUDGE = 30
 
 def compress(words: Sequence[str]) -> int:
     """Usage: auto --task compress --data FOLDER --model MODEL [--fast] [flags of the three stages]"""
-    chain = parse_chain("compress", words, {"json", "dry_run", "dump_config"})
+    chain = parse_chain("compress", words, {"json", "dry_run"})
     options = build_options(AutoOptions, chain.own, "auto")
-    if options.dump_config:
-        print(_config_of(chain))
-        return DONE
     if options.dry_run:
         return plan_stages(chain, PlanCommandOptions(json=options.json))
     for library in ("onnx", "onnxruntime", "matplotlib"):
@@ -75,17 +70,6 @@ def compress(words: Sequence[str]) -> int:
     dumped = atomic_files.json_text(contents.to_dict(), ensure_ascii=False) if options.json else ""
     print(dumped or text_of(contents, folder))
     return DONE
-
-
-def _config_of(chain: Chain) -> str:
-    """The flags of the chain as a file for --config, and as remarks what each stage makes of them."""
-    lines = ["# the whole chain: what was typed", "task: compress"]
-    lines += [f"{name}: {scalar(value)}" for name, value in chain.given.items()]
-    for stage in chain.stages:
-        request = parse_request(chain.words(stage, chain.start), "auto")
-        lines += ["", f"# {stage} makes of it:"]
-        lines += [f"# {line}".rstrip() for line in request_text(request).splitlines()]
-    return "\n".join(lines)
 
 
 @contextlib.contextmanager

@@ -337,6 +337,7 @@ def _groups(chosen: Workload, command: str, options_class: type | None) -> Group
 
 
 LEFT = {
+    "seeds": "name them, as in --seed 0-2",
     "parallel": "start a sweep for each GPU (CUDA_VISIBLE_DEVICES=1 isobatch auto ...), or an array",
     "history": "type /reset before a question",
     "skip_unknown": "rows that training did not know are left out and counted without it",

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from isobatch.core import number_ranges
 from isobatch.core.errors import (
     BUG,
     DONE,
@@ -63,8 +62,6 @@ class AutoOptions(TrustOptions):
 
     json: bool = False
     """At the end, summary.json on standard output."""
-    seeds: number_ranges.Positive = 1
-    """Train so often, with --seed and the numbers after it, and give mean and deviation of the metrics."""
     dry_run: bool = False
     """Train nothing: show the plan, as `plan` does."""
     dump_config: bool = False

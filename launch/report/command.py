@@ -6,7 +6,7 @@ import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -18,7 +18,7 @@ from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.launch.report.contents import Contents, collect
 from isobatch.launch.report.figures import write_plots
 from isobatch.launch.report.page import render_markdown, render_page
-from isobatch.launch.report.tables import metric_line, metrics_of, table_beside, text_table
+from isobatch.launch.report.tables import baselines_tables, runs_table, text_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -91,18 +91,9 @@ def text_of(contents: Contents, folder: Path) -> str:
     parts = []
     for group in contents.groups:
         parts += [*group.verdicts(), text_table(group.table(), width)]
-    for run in contents.unmeasured():
-        beside, rest = table_beside(metrics_of(run), run["task"])
-        lines = [
-            f"{run['run']} ({run['task']}): {run['state']}" + (f", {run['split']}" if run["split"] else "")
-        ]
-        lines += [run["remark"]] if run.get("remark") else []
-        lines += ["", text_table(beside, width), ""] if beside else []
-        lines += [metric_line(name, value) for name, value in rest.items() if _fits_a_line(value)]
-        parts.append("\n".join(lines))
+    rest = contents.unmeasured()
+    parts += [f"{run['run']} ({run['task']}): {run['state']}" for run in rest]
+    parts += [run["remark"] for run in rest if run.get("remark")]
+    parts += [f"{title}\n{text_table(rows, width)}" for title, rows in baselines_tables(rest)]
+    parts += [text_table(runs_table(rest), width)] if rest else []
     return printable("\n\n".join([*parts, f"all figures: {folder}/report.html, as text {folder}/report.md"]))
-
-
-def _fits_a_line(value: Any) -> bool:
-    """Whether it is a number, or a list of such."""
-    return all(isinstance(one, float | int) for one in (value if isinstance(value, list) else [value]))

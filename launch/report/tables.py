@@ -80,15 +80,6 @@ def format_value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def metric_line(name: str, value: Any) -> str:
-    """`name: value` in words, with four digits and bytes with their unit."""
-    if name.endswith("_bytes") and isinstance(value, int):
-        return f"{in_words(name.removesuffix('_bytes'))}: {format_bytes(value)}"
-    if name.endswith("_ci95") and isinstance(value, list) and len(value) == 2:
-        return f"{in_words(name.removesuffix('_ci95'))}, 95 % interval: {value[0]:.4g} to {value[1]:.4g}"
-    return f"{in_words(name)}: {f'{value:.4g}' if isinstance(value, float) else format_value(value)}"
-
-
 def text_table(rows: list[list[str]], width: int) -> str:
     """Rows in aligned columns; the last columns are left out where the terminal is narrower."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -86,7 +86,7 @@ def refuse_unknown(body: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def prediction_app(name: str, answerer: Answerer) -> Starlette:
-    """POST /predict with {"texts": [...]}, {"text": "..."} or {"rows": [{...}]}: {"predictions": [...]}.
+    """POST /predict with {"texts": [...]} or {"rows": [{...}]}: {"predictions": [...]}.
 
     A recommender also takes {"items": [...]}, what a user took who was not in training.
     """
@@ -121,12 +121,10 @@ def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
     """Raises RequestError, and UserError for a text or row that cannot be read."""
     if isinstance(answerer.rows, UserReader) and body.keys() == {ITEMS_COLUMN}:
         return [answerer.rows.from_row(body, "the request")]
-    refuse_unknown(body, ("texts", "text", "rows"))
+    refuse_unknown(body, ("texts", "rows"))
     if len(body) != 1:
-        raise RequestError('give {"texts": [...]}, {"text": "..."} or {"rows": [{...}]}')
+        raise RequestError('give {"texts": [...]} or {"rows": [{...}]}')
     ((field, values),) = body.items()
-    if field == "text":
-        field, values = "texts", values if isinstance(values, list) else [values]
     if not isinstance(values, list) or not 1 <= len(values) <= MAX_SAMPLES:
         raise RequestError(f"{field}: must be a list of 1 to {MAX_SAMPLES} entries", field=field)
     if field == "rows" and not all(isinstance(row, dict) for row in values):
@@ -137,7 +135,7 @@ def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
 
 def application(routes: list[Route], name: str) -> Starlette:
     """The routes, a description at /, and an answer in one sentence to whatever goes wrong."""
-    paths = [route.path for route in routes if "{" not in route.path]
+    paths = [route.path for route in routes]
 
     async def describe(_: Request) -> Response:
         return JSONResponse({"model": name, "paths": paths})

@@ -220,20 +220,11 @@ class LanguageModelApi:
     ) -> None:
         self.name, self._write_text, self._template = name, write_text, template
         self._thread, self._rendering = ModelThread(), ModelThread()
-        self._description = {
-            "id": name,
-            "object": "model",
-            "created": int(time.time()),
-            "owned_by": "isobatch",
-        }
+        self._began = int(time.time())
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._description]})
-
-    async def model(self, request: Request) -> Response:
-        if (name := request.path_params["name"]) != self.name:
-            raise RequestError(f"there is no model {name!r} here: this server has {self.name!r}", 404)
-        return JSONResponse(self._description)
+        described = {"id": self.name, "object": "model", "created": self._began, "owned_by": "isobatch"}
+        return JSONResponse({"object": "list", "data": [described]})
 
     async def completions(self, request: Request) -> Response:
         """Of both kinds, by the path."""
@@ -288,6 +279,6 @@ def language_model_app(
 ) -> Starlette:
     """OpenAI's endpoints. `template`: how the conversations were written that it was trained on."""
     api = LanguageModelApi(name, write_text, template)
-    routes = [Route("/v1/models", api.models), Route("/v1/models/{name:path}", api.model)]
     paths = ("/v1/completions", "/v1/chat/completions")
-    return application([*routes, *(Route(path, api.completions, methods=["POST"]) for path in paths)], name)
+    posted = [Route(path, api.completions, methods=["POST"]) for path in paths]
+    return application([Route("/v1/models", api.models), *posted], name)

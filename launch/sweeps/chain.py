@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 ONLY_FIRST = ("model", "tokenizer", "revision", "preset")
 """Flags of the first stage's initial model; each later stage starts from the model of the one before."""
-GIVEN = {"teacher", "pruned", "seeds", *SOURCES}
+GIVEN = {"teacher", "pruned", *SOURCES}
 """Flags that a chain gives its stages, or none has."""
 
 
@@ -32,8 +32,6 @@ class Chain:
     """Stage -> its flags."""
     own: dict[str, str]
     """Flags of the command."""
-    given: Mapping[str, str]
-    """All flags of the stages as the user gave them, in our words."""
 
     @property
     def start(self) -> dict[str, str]:
@@ -65,7 +63,7 @@ def parse_chain(name: str, words: Sequence[str], own: Collection[str]) -> Chain:
         hint = nearest_hint(word, map(spelling, words_for(every)))
         raise UserError(f"{word}: no stage of {name} has such a flag{hint}")
     per_stage = {stage: _flags_of(stage, stages, flags, known[stage]) for stage in stages}
-    chain = Chain(stages, per_stage, {k: v for k, v in found.flags.items() if k in own}, flags)
+    chain = Chain(stages, per_stage, {k: v for k, v in found.flags.items() if k in own})
     for stage in stages:
         parse_request(chain.words(stage, chain.start), "auto")
     return chain

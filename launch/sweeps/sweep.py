@@ -63,7 +63,7 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
         metrics = (run.summary() or {}).get("metrics_by_split", {}) if code == DONE else {}
         trained.append(Trained(values=swept, folder=run.folder, code=code, metrics=metrics))
     folder = _folder(points)
-    found = summary(trained, *compared_by, of_seeds=options.seeds > 1)
+    found = summary(trained, *compared_by)
     atomic_files.write_json(folder / FILE_NAME, found)
     print(
         atomic_files.json_text(found)
@@ -107,13 +107,11 @@ def _folder(points: Sequence[Point]) -> Path:
     return folder
 
 
-def summary(
-    trained: Sequence[Trained], metric: str, direction: str, of_seeds: bool = False
-) -> dict[str, Any]:
+def summary(trained: Sequence[Trained], metric: str, direction: str) -> dict[str, Any]:
     """The answer of --json: a row for each setting with its figures on the validation split, and the best of
-    them by the task's own metric, with those on the test split. `of_seeds`: one row for seeds alone, too.
+    them by the task's own metric, with those on the test split.
     """
-    names = [name for name in trained[0].values if name != SEED] or ([] if of_seeds else [SEED])
+    names = [name for name in trained[0].values if name != SEED]
     settings: dict[tuple[Any, ...], list[Trained]] = {}
     for one in trained:
         settings.setdefault(tuple(one.values[name] for name in names), []).append(one)

@@ -166,7 +166,7 @@ def check_report(home: Path) -> None:
 
 
 def test_seeds_are_runs_of_their_own_and_one_answer(home: Path) -> None:
-    words = ["auto", "--task", "classifier", "--steps", "8", "--seeds", "2", "--json", "--quiet"]
+    words = ["auto", "--task", "classifier", "--steps", "8", "--seed", "0-1", "--json", "--quiet"]
     done = launch(*words, cwd=home)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

@@ -17,7 +17,6 @@ from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.auto import auto
 from isobatch.launch.commands.compress import compress, refuse_chance
 from isobatch.launch.commands.plan import plan
-from isobatch.launch.sweeps import chain
 from isobatch.models.compression.pruning import FREE_FAST_SPARSITY, Pruning
 
 
@@ -100,16 +99,3 @@ def test_the_plan_of_a_chain_is_that_of_its_stages(capsys: pytest.CaptureFixture
     ]
     with pytest.raises(UserError, match="--compare: no stage of compress has such a flag"):
         plan(["--task", "compress", "--compare", "full,fast"])
-
-
-def test_the_flags_of_a_chain_are_dumped_as_a_file_that_gives_the_same_chain(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    words = ["--data", "demo", "--fast", "--lr", "1e-4", "--steps", "20"]
-    assert compress(["--task", "compress", *words, "--dump-config"]) == 0
-    file = tmp_path / "chain.yaml"
-    file.write_text(capsys.readouterr().out)
-    typed = chain.parse_chain("compress", ["--task", "compress", *words], set())
-    again = chain.parse_chain("compress", ["--config", str(file)], set())
-    assert typed.flags == again.flags
-    assert "# task: qat" in file.read_text()

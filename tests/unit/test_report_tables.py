@@ -7,7 +7,6 @@ import pytest
 from isobatch.launch.report.contents import Group
 from isobatch.launch.report.page import caption
 from isobatch.launch.report.tables import (
-    metric_line,
     runs_table,
     table_beside,
     text_table,
@@ -21,20 +20,6 @@ def test_a_table_keeps_within_the_terminal_by_leaving_out_its_last_columns(width
     lines = text_table(ROWS, width).splitlines()
     assert lines[0].split() == ROWS[0][:columns]
     assert columns == 1 or max(map(len, lines)) <= width
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "line"),
-    [
-        ("bits_per_byte", 1.23456, "bits per byte: 1.235"),
-        ("file_bytes", 17364192, "file: 17 MB"),
-        ("accuracy_ci95", [0.811686, 0.881655], "accuracy, 95 % interval: 0.8117 to 0.8817"),
-        ("accuracy_ci95", [0.8], "accuracy ci95: 0.8"),
-        ("heads_left", [8, 10], "heads left: 8, 10"),
-    ],
-)
-def test_a_metric_is_a_line_in_words(name: str, value: object, line: str) -> None:
-    assert metric_line(name, value) == line
 
 
 def test_a_baseline_stands_beside_the_model() -> None:

@@ -58,10 +58,8 @@ def test_recommenders_are_compared_by_the_figure_that_ranks_all_items() -> None:
     assert task.best_metric == ("ndcg@5", "max")
 
 
-def test_seeds_alone_are_rows_and_beside_others_a_mean() -> None:
-    seeds = summary([trained(loss=0.5, seed=0), trained(loss=0.3, seed=1)], "loss", "min")
-    assert len(seeds["rows"]) == 2
-    one = summary([trained(loss=0.5, seed=0), trained(loss=0.3, seed=1)], "loss", "min", of_seeds=True)
+def test_seeds_are_a_mean() -> None:
+    one = summary([trained(loss=0.5, seed=0), trained(loss=0.3, seed=1)], "loss", "min")
     assert one["rows"][0]["metrics"]["loss"] == pytest.approx(0.4)
     assert format_sweep(one).splitlines()[-2] == "test: loss 0.6 +- 0.14"
     both = summary([trained(loss=0.5, lr=1, seed=0), trained(loss=0.3, lr=1, seed=1)], "loss", "min")
@@ -72,7 +70,7 @@ def test_seeds_alone_are_rows_and_beside_others_a_mean() -> None:
     assert format_sweep(both).splitlines()[-1] == "+-: standard deviation of 2 seeds around their mean"
 
 
-@pytest.mark.parametrize("words", ["--seeds 2", "--dry-run", "--dump-config"])
+@pytest.mark.parametrize("words", ["--dry-run", "--dump-config"])
 def test_flags_about_one_run_are_refused(words: str) -> None:
     with pytest.raises(UserError, match="about one run"):
         auto(["--task", LINE, "--lr", "1e-3,1e-2", *words.split()])
