@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from isobatch.launch.doctor.check import Check
 
 ROOT = Path("/")
-ALL_SECONDS, LEAST_SECONDS = 19.0, 1.5
-"""Of all checks; of measuring the processor, where the others took that long."""
 COMPILE = Probe(
     "torch.compile",
     "compiled",
@@ -49,8 +46,9 @@ NCCL = Probe(
 )
 BITSANDBYTES = Probe(
     "bitsandbytes",
-    "quantised",
+    "imported",
     reinstall("bitsandbytes>=0.49"),
+    {"module": "bitsandbytes"},
     needed_by="--load-bits, --adapter qlora and 8-bit optimizers",
 )
 DEEPSPEED = Probe(
@@ -61,18 +59,11 @@ DEEPSPEED = Probe(
     {"module": "deepspeed"},
     needed_by="--strategy zero1, zero2 and zero3",
 )
-SPEED = Probe(
-    "speed",
-    "ceilings",
-    "plug it in; sudo cpupower frequency-set -g performance; then rm ISOBATCH_CACHE/ceilings-*",
-    needed_by="plans for this machine",
-    patient=False,
-)
 
 
 def check_machine(out: Path) -> Iterator[Check]:
     """Every check, as soon as it is known. `out`: the folder of runs."""
-    began, load = time.monotonic(), os.getloadavg()[0]
+    load = os.getloadavg()[0]
     with contextlib.ExitStack() as stack:
 
         def begin(probe: Probe) -> Child:
@@ -88,9 +79,10 @@ def check_machine(out: Path) -> Iterator[Check]:
             others += map(begin, [*map(devices.gpu_probe, usable), with_all])
 
         yield from software.check_versions(software.requirements())
-        yield software.check_locale(sys.getfilesystemencoding())
-        yield from _check_variables(hardware.cpus, len(hardware.gpus))
-        yield software.check_limits()
+        listed = len(list(ROOT.glob(OWN_FILES)))
+        yield from software.check_variables(
+            os.environ, cores=hardware.cpus, gpus=len(hardware.gpus), listed_gpus=listed
+        )
         yield devices.check_cores(hardware.cpus, os.cpu_count() or 1, load)
         yield devices.check_memory(ROOT, hardware.ram_bytes)
         if sys.platform == "linux":
@@ -99,13 +91,9 @@ def check_machine(out: Path) -> Iterator[Check]:
         yield from storage.check_folder("prepared data", cache_folder(), "ISOBATCH_CACHE")
         yield storage.check_hub(hub_cache.is_reachable())
         yield storage.check_slurm()
-        yield from storage.check_nodes(os.environ, out)
         yield from devices.check_gpus(hardware)
         for child in (*others, compiled):
             yield child.check()
-        # Alone, because plans reckon with what it measures.
-        left = max(LEAST_SECONDS, ALL_SECONDS - (time.monotonic() - began))
-        yield begin(dataclasses.replace(SPEED, seconds=left)).check()
 
 
 def _is_here(library: Probe) -> bool:
@@ -116,12 +104,3 @@ def _on_loopback() -> dict[str, str]:
     """As `auto` starts its processes; what the user set stays, so that its mistakes are met."""
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {name: os.environ.get(name, loopback_interface()) for name in names}
-
-
-def _check_variables(cores: int, gpus: int) -> list[Check]:
-    import psutil
-
-    listed = len(list(ROOT.glob(OWN_FILES)))
-    return software.check_variables(
-        os.environ, cores=cores, gpus=gpus, listed_gpus=listed, interfaces=[*psutil.net_if_addrs()]
-    )

@@ -36,8 +36,6 @@ SLOW_NCCL = 1e9
 LARGEST_ERROR = {"float32": 1e-3, "bfloat16": 5e-2}
 """Relative error of a product of 64 numbers: about 3e-7 (with TF32 5e-4) and 5e-3 are usual."""
 FREE_GPU_SHARE = 0.8
-SLOW_CORE = 3e9
-"""fp32 FLOP/s of a core, of which tens of 1e9 are usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,22 +174,6 @@ def try_products(device: str) -> None:
                 raise ArithmeticError(f"a product in {name} is off by {error:.1e}")
 
 
-def ceilings() -> str:
-    """The measured rates of this processor, which plans reckon with; measured now where they are not kept."""
-    from isobatch.core.package import cache_folder
-    from isobatch.engine.machine.ceilings import ceilings_of
-    from isobatch.engine.machine.detect import detect
-
-    hardware = detect()
-    found = ceilings_of(hardware, cache_folder())
-    assert found is not None, "a machine that is here has rates"
-    flops = max(found.matmul)
-    text = f"{flops / 1e9:.0f} GFLOP/s in fp32, {found.bandwidth / 1e9:.1f} GB/s from memory"
-    if flops < SLOW_CORE * hardware.cpus:
-        raise RuntimeWarning(f"{text}: very slow for {hardware.cpus} cores")
-    return text
-
-
 def compiled() -> str:
     """torch.compile of a few operations, on the GPU where there is one, with a cache of its own."""
     os.nice(10)  # it takes longest, and others are waited for
@@ -217,23 +199,6 @@ def compiled() -> str:
 
 def _kernel(x: Any) -> Any:
     return x.relu() * 2 + 1
-
-
-def quantised() -> str:
-    """bitsandbytes' 4 bits there and back."""
-    import logging
-
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    import bitsandbytes
-    import torch
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(device)
-    packed, state = bitsandbytes.functional.quantize_4bit(x, quant_type="nf4")
-    error = float((bitsandbytes.functional.dequantize_4bit(packed, state) - x).abs().mean())
-    if not 0.03 < error < 0.15:  # of nf4: 0.07
-        raise ArithmeticError(f"4 bits there and back are off by {error:.2f}")
-    return f"{bitsandbytes.__version__} quantises to 4 bits and back on {device}"
 
 
 def imported(module: str) -> str:

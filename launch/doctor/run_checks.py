@@ -1,4 +1,4 @@
-"""Checks of one run: what it does or why it ended, who waits for whom, and whether its files are whole."""
+"""Checks of one run: what it does or why it ended, who waits for whom, and whether its records are whole."""
 
 from __future__ import annotations
 
@@ -9,34 +9,22 @@ import time
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.atomic_files import rows_in
-from isobatch.core.errors import DONE, STOPPED, TrainingError, UserError, WorkerLostError
+from isobatch.core.errors import TrainingError, UserError, WorkerLostError
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_folder import RunFolder, refuse_links
-from isobatch.engine.runs.slurm_queue import SlurmSilentError, job_statuses, last_job_of
 from isobatch.launch.control.run_state import look
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.doctor.storage import ELSEWHERE, check_space
-from isobatch.launch.local.launch_run import dead_process
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
 TRACES = ("recipe.json", "metrics.jsonl", "checkpoints", "launcher.log", "plan.json", "summary.json")
 """Files by which a damaged run is still known as one."""
 DAMAGE = (UserError, TrainingError, TypeError, KeyError, ValueError, AttributeError, IndexError, OSError)
 """What reading damaged records may raise."""
-CHECKED_BYTES = 2 << 30
-"""Checkpoints up to this size are compared with their checksums, larger ones with their sizes."""
-RESTARTS = ("restart", "smaller micro-batches")
-"""Decisions of `launch/local/launch_run.py`."""
-NEVER_STARTS = (
-    *("DependencyNeverSatisfied", "PartitionDown", "PartitionInactive", "JobHeldUser", "JobHeldAdmin"),
-    *("BadConstraints", "PartitionNodeLimit", "PartitionTimeLimit", "AssocMaxJobsLimit"),
-)
-"""Reasons of squeue for which a job waits until somebody changes something."""
 TAIL_BYTES = 1 << 16
 ERROR = re.compile(
     r"^(?:\S*rank(?P<rank>\d+)\]?:?\s*)?(?P<error>[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)\b: .+)$",
@@ -75,38 +63,32 @@ def check_run(folder: Path) -> Iterator[Check]:
     yield from check_records(run)
     training = run.is_training()
     yield check_state(run, training)
-    yield from check_end(run, training)
-    yield from check_job(run)
+    if not training and run.status_or_none() not in ("done", "stopped") and (found := last_error(run.folder)):
+        yield broken("last error", found[0], f"less {found[1]}")
     yield from check_progress(run, training)
-    yield from check_checkpoints(run, training)
     elsewhere = ELSEWHERE.format("move the run there, or --out")
     yield check_space("disk", run.folder, shutil.disk_usage(run.folder), elsewhere)
 
 
 def check_records(run: RunFolder) -> Iterator[Check]:
     """A line for each record that is missing or damaged; one line where all are whole."""
-    copy, anew = "copy it from another run of this recipe and data", "isobatch resume {} writes it anew"
-    readers: dict[str, tuple[Callable[[], Any], str]] = {
-        "recipe.json": (lambda: run.recipe, "copy it from where the run came from"),
-        "facts.json": (lambda: run.facts, copy),
-        "plan.json": (lambda: run.plan if run.has_plan else None, anew),
-        "run.json": (run.options, copy),
-        "metrics.jsonl": (lambda: _read_newest_rows(run.metrics), "isobatch verify {} says what is missing"),
-        "summary.json": (run.summary, f"rm {{}}/summary.json; {anew}"),
+    readers = {
+        "recipe.json": lambda: run.recipe,
+        "facts.json": lambda: run.facts,
+        "plan.json": lambda: run.plan if run.has_plan else None,
+        "run.json": run.options,
+        "metrics.jsonl": lambda: _read_newest_rows(run.metrics),
+        "summary.json": run.summary,
     }
     whole = True
-    for record, (read, remedy) in readers.items():
+    for record, read in readers.items():
         try:
             read()
         except DAMAGE as error:
             whole = False
-            yield broken(record, f"cannot be read: {_short(error)}", remedy.replace("{}", str(run.folder)))
-    if whole and run.recorded_hash not in ("", run.recipe.hash()):
-        text = f"was changed after the run was made (recipe {run.recipe.hash()}, then {run.recorded_hash})"
-        yield broken(
-            "recipe.json", text, f"put it back as it was; isobatch verify {run.folder} --level records"
-        )
-    elif whole:
+            remedy = "copy it from where the run came from; plan.json and summary.json are written anew"
+            yield broken(record, f"cannot be read: {_short(error)}", remedy)
+    if whole:
         yield ok("records", f"whole; {run.recipe.task}, recipe {run.recipe.hash()}")
 
 
@@ -156,42 +138,6 @@ def remedy_of(reason: str, folder: Path) -> str:
     """What helps against a failure, by its reason."""
     known = next(way for word, way in REMEDIES.items() if word in reason.lower())
     return known.replace("{}", str(folder))
-
-
-def check_end(run: RunFolder, training: bool) -> Iterator[Check]:
-    """What the last attempt wrote when it ended, and how often it began anew."""
-    if not training and run.status_or_none() not in ("done", "stopped"):
-        verdict = run.read_exit() or dead_process(run.folder / "launcher.log")
-        if verdict is not None and verdict.code not in (DONE, STOPPED) and verdict.reason not in _reason(run):
-            text = f"exit code {verdict.code}: {verdict.reason}"
-            yield broken("last attempt", text, remedy_of(verdict.reason, run.folder))
-        if found := last_error(run.folder, explained=verdict is not None):
-            yield broken("last error", found[0], f"less {found[1]}")
-    restarts = [row for row in rows_in(run.decisions) if row.get("decision") in RESTARTS]
-    if restarts:
-        text = f"{len(restarts)} times, the last: {restarts[-1].get('reason', '')}"
-        yield warning("restarts", text, f"isobatch logs {run.folder} says what was before each")
-
-
-def check_job(run: RunFolder) -> Iterator[Check]:
-    """What Slurm says of the run's last job."""
-    try:
-        job = last_job_of(run)
-        status = job_statuses([job]).get(job) if job else None
-    except SlurmSilentError as error:
-        yield warning("Slurm job", str(error), "scontrol ping; ask who runs the cluster")
-        return
-    except DAMAGE as error:
-        yield warning("Slurm job", f"slurm/job.json: {_short(error)}", f"rm {run.folder}/slurm/job.json")
-        return
-    if job and status is None:
-        yield ok("Slurm job", f"{job}: Slurm does not know it any more (sacct -j {job} may)")
-    elif status and status.is_over and status.state != "COMPLETED" and run.status_or_none() != "done":
-        yield broken("Slurm job", f"{job} {status}", f"sacct -j {job}; isobatch logs {run.folder}")
-    elif status and status.waits and status.reason in NEVER_STARTS:
-        yield broken("Slurm job", f"{job} {status}: it never starts so", f"scontrol show job {job}")
-    elif status:
-        yield ok("Slurm job", f"{job} {status}")
 
 
 def check_progress(run: RunFolder, training: bool) -> Iterator[Check]:
@@ -281,40 +227,10 @@ def _names(numbers: Sequence[int]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {text}"
 
 
-def check_checkpoints(run: RunFolder, training: bool) -> Iterator[Check]:
-    """Whether each is whole; what `resume` would go on from."""
-    folders = sorted(run.checkpoints.glob("[!.]*-*"), key=lambda p: p.stat().st_mtime)
-    problems = {path.name: problem for path in folders if (problem := damage_of(path))}
-    whole = [path.name for path in folders if path.name not in problems]
-    last = f"`resume` goes on from {whole[-1]}" if whole else "`resume` begins anew"
-    for name, problem in problems.items():
-        say = warning if whole else broken
-        yield say("checkpoint", f"{name}: {problem}; {last}", f"isobatch resume {run.folder} removes it")
-    if whole and not problems:
-        yield ok("checkpoints", f"{', '.join(whole)}: whole")
-    elif not folders and not training and newest_rows(run.metrics) and run.status_or_none() != "done":
-        text = "none was saved: `resume` begins anew"
-        yield warning("checkpoints", text, f"isobatch resume {run.folder} --save-every 5m")
-
-
-def damage_of(folder: Path) -> str:
-    """What is wrong with a checkpoint; empty where it is whole."""
-    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-
-    try:
-        saved = SavedCheckpoint(folder)
-        if sum(path.stat().st_size for path in folder.iterdir()) <= CHECKED_BYTES:
-            saved.verify_checksums()
-    except DAMAGE as error:
-        return _short(error).rpartition(" is damaged: ")[2]
-    return ""
-
-
-def last_error(folder: Path, explained: bool = False) -> tuple[str, Path] | None:
+def last_error(folder: Path) -> tuple[str, Path] | None:
     """The last error that the run's processes wrote, and its file; None where there is none.
 
-    Lost connections follow from what ended another rank: they are told only where nothing else is, and not
-    where the end is `explained`.
+    Lost connections follow from what ended another rank: they are told only where nothing else is.
     """
     logs = [path for path in (folder / "launcher.log",) if path.is_file()]
     for pattern in ("node-*.log", "*.out"):
@@ -323,7 +239,7 @@ def last_error(folder: Path, explained: bool = False) -> tuple[str, Path] | None
         text = _tail(path)
         found = list(ERROR.finditer(text))
         own = [m for m in found if not isinstance(classify(RuntimeError(m["error"])), WorkerLostError)]
-        if chosen := (own or ([] if explained else found))[-1:]:
+        if chosen := (own or found)[-1:]:
             rank = f"rank {chosen[0]['rank']}: " if chosen[0]["rank"] else ""
             return f"{rank}{chosen[0]['error'][:300]}", path
         if killed := KILLED.findall(text):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import resource
 import sys
 import tomllib
 from typing import TYPE_CHECKING, Any
@@ -13,7 +12,7 @@ from isobatch.engine.machine.detect import positive
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
 ONLY_FOR_SOME = ("peft", "nvidia-ml-py")
@@ -21,16 +20,11 @@ ONLY_FOR_SOME = ("peft", "nvidia-ml-py")
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLOWS = {
     "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before",
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "every tensor is allocated by the driver",
-    "TORCHDYNAMO_DISABLE": "--compile does nothing",
     "TORCH_COMPILE_DISABLE": "--compile does nothing",
     "NCCL_P2P_DISABLE": "GPUs exchange gradients through host memory",
-    "NCCL_SHM_DISABLE": "GPUs exchange gradients through the network",
     "NCCL_IB_DISABLE": "nodes exchange gradients without InfiniBand",
 }
 """Variables that are on with 1 -> what they do."""
-INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-FEWEST_FILES = 1024
 
 
 def pip() -> str:
@@ -84,24 +78,11 @@ def check_versions(
     return wrong or [ok("versions", f"all {met} required packages are here, in versions that fit")]
 
 
-def check_locale(encoding: str) -> Check:
-    """`encoding`: in which Python reads names of files."""
-    if encoding.lower().replace("-", "") == "utf8":
-        return ok("locale", "UTF-8")
-    lost = "names and texts in other letters cannot be read"
-    return warning("locale", f"{encoding}: {lost}", "export LC_ALL=C.UTF-8")
-
-
 def check_variables(
-    env: Mapping[str, str],
-    *,
-    cores: int,
-    gpus: int = 0,
-    listed_gpus: int = 0,
-    interfaces: Collection[str] = (),
+    env: Mapping[str, str], *, cores: int, gpus: int = 0, listed_gpus: int = 0
 ) -> list[Check]:
-    """`gpus` that torch may use; `listed_gpus` that the machine has; `interfaces` of its networks."""
-    found = [*_stale_world(env), *_of_devices(env, cores, gpus, listed_gpus), *_networks(env, interfaces)]
+    """`gpus` that torch may use; `listed_gpus` that the machine has."""
+    found = [*_stale_world(env), *_of_devices(env, cores, gpus, listed_gpus)]
     return found or [ok("environment", "no variable stands in the way")]
 
 
@@ -128,23 +109,3 @@ def _of_devices(env: Mapping[str, str], cores: int, gpus: int, listed_gpus: int)
     name, threads = "OMP_NUM_THREADS", positive(env.get("OMP_NUM_THREADS"))
     if threads and "TORCHELASTIC_RUN_ID" not in env and (threads > cores or threads == 1 < cores):
         yield warning(name, f"one process has {threads:g} threads for {cores} cores", f"unset {name}")
-
-
-def _networks(env: Mapping[str, str], interfaces: Collection[str]) -> Iterator[Check]:
-    for name in INTERFACES:
-        wanted = env.get(name, "")
-        exists = any(here.startswith(part) for part in wanted.split(",") for here in interfaces)
-        if wanted and interfaces and not exists and not wanted.startswith("^"):
-            have = ", ".join(sorted(interfaces))
-            yield broken(name, f"there is no network {wanted} (there are {have})", f"unset {name}")
-
-
-def check_limits(soft_files: int | None = None) -> Check:
-    """How many files a process may open; by default as it is here."""
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0] if soft_files is None else soft_files
-    if files == resource.RLIM_INFINITY:
-        return ok("limits", "unlimited open files")
-    if files < FEWEST_FILES:
-        text = f"{files} open files: loader processes and launchers need more"
-        return warning("limits", text, "ulimit -n 65536")
-    return ok("limits", f"{files:,} open files")

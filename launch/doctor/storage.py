@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,33 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.hub_cache import OFFLINE, TRUE
 from isobatch.core.measures import format_bytes
-from isobatch.engine.machine.detect import positive
 from isobatch.engine.runs.slurm_queue import run_slurm
 from isobatch.launch.clusters.slurm.client import is_usable
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 GB = 10**9
 FULL_BYTES, SCARCE_BYTES = GB // 2, 5 * GB
 WRITTEN_BYTES = 32 << 20
 SLOW_RATE = 30e6
 """Bytes/s of synced writes under which checkpoints hold up training."""
-ASK_FOR_LOCK = """
-import sys
-from filelock import FileLock, Timeout
-try:
-    FileLock(sys.argv[1], timeout=0).acquire()
-    print("got")
-except Timeout:
-    print("refused")
-"""
 PREFIX = ".isobatch-doctor-"
 ELSEWHERE = "choose a folder on another disk ({})"
 PROXIES = ("HTTPS_PROXY", "https_proxy", "HF_ENDPOINT")
-ASK_SECONDS, NODES_SECONDS = 8.0, 12.0
-COMMANDS = ("sbatch", "srun", "squeue", "sinfo", "scontrol", "scancel")
+ASK_SECONDS = 8.0
 
 
 def check_folder(name: str, folder: Path, flag: str) -> list[Check]:
@@ -51,7 +37,7 @@ def check_folder(name: str, folder: Path, flag: str) -> list[Check]:
             return [
                 check_space(name, folder, shutil.disk_usage(place), elsewhere),
                 check_speed(name, write_rate(Path(made)), elsewhere),
-                check_semantics(name, Path(made), elsewhere),
+                check_locks(name, Path(made), elsewhere),
             ]
     except OSError as error:
         if "No space" in str(error):
@@ -95,55 +81,18 @@ def check_speed(name: str, rate: float, elsewhere: str) -> Check:
     return ok(f"{name} speed", text)
 
 
-def check_semantics(
-    name: str, folder: Path, elsewhere: str, ask_for_lock: Callable[[Path], str] | None = None
-) -> Check:
-    """Whether locks hold between processes, a rename replaces, and a file can be mapped into memory."""
-    tries = (
-        (
-            "locks",
-            lambda: _try_lock(folder, ask_for_lock or _ask_in_child),
-            "two processes could train one run",
-        ),
-        ("rename", lambda: _try_rename(folder), "a killed run may leave half a file"),
-        ("mmap", lambda: _try_mmap(folder), "prepared data and weights are read by memory maps"),
-    )
-    for what, works, harm in tries:
-        try:
-            problem = "" if works() else "does not work"
-        except (OSError, NotImplementedError, ValueError) as error:
-            problem = str(error)
-        if problem:
-            return broken(f"{name} files", f"{what}: {problem}; {harm}", elsewhere)
-    return ok(f"{name} files", "locks, renames and memory maps work")
+def check_locks(name: str, folder: Path, elsewhere: str) -> Check:
+    """Whether a lock that is held is refused to another: it keeps two processes from training one run."""
+    from filelock import FileLock, Timeout
 
-
-def _try_lock(folder: Path, ask: Callable[[Path], str]) -> bool:
-    """Whether another process is refused a lock that this one holds."""
-    from filelock import FileLock
-
-    with FileLock(folder / "lock", timeout=0):
-        return ask(folder / "lock") == "refused"
-
-
-def _ask_in_child(path: Path) -> str:
-    words = [sys.executable, "-c", ASK_FOR_LOCK, str(path)]
-    return subprocess.run(words, capture_output=True, text=True, check=False, timeout=30).stdout.strip()
-
-
-def _try_rename(folder: Path) -> bool:
-    old, new = folder / "old", folder / "new"
-    old.write_text("old")
-    new.write_text("new")
-    new.replace(old)
-    return old.read_text() == "new" and not new.exists()
-
-
-def _try_mmap(folder: Path) -> bool:
-    path = folder / "map"
-    path.write_bytes(b"isobatch" * 1024)
-    with path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return content[-8:] == b"isobatch"
+    try:
+        with FileLock(folder / "lock", timeout=0), FileLock(folder / "lock", timeout=0):
+            problem = "a lock that is held is given to another"
+    except Timeout:
+        return ok(f"{name} locks", "a lock that is held is refused to others")
+    except (OSError, NotImplementedError) as error:
+        problem = str(error)
+    return broken(f"{name} locks", f"{problem}; two processes could train one run", elsewhere)
 
 
 def check_hub(reachable: bool, env: Mapping[str, str] = os.environ) -> Check:
@@ -165,9 +114,6 @@ def check_slurm() -> Check:
     asked = run_slurm("sinfo", "-h", "-N", "-o", "%N %T", seconds=ASK_SECONDS)
     if asked.no_cluster:
         return ok("Slurm", "its commands are installed, and no cluster is configured")
-    if missing := [name for name in COMMANDS if shutil.which(name) is None]:
-        remedy = "install the package of Slurm's client commands (slurm-client)"
-        return broken("Slurm", f"{', '.join(missing)} are missing", remedy)
     if asked.code:
         remedy = "scontrol ping; sudo systemctl restart munge; ask who runs the cluster"
         return broken("Slurm", f"does not answer: {asked.error}", remedy)
@@ -177,25 +123,3 @@ def check_slurm() -> Check:
         text = f"none of its {len(states)} nodes can start a job now"
         return warning("Slurm", text, "sinfo -R says why; jobs wait until then")
     return ok("Slurm", f"answers; {len(usable)} of {len(states)} nodes can run jobs")
-
-
-def check_nodes(env: Mapping[str, str], runs: Path) -> list[Check]:
-    """In an allocation of several nodes: whether all of them see the folder of runs."""
-    count = int(positive(env.get("SLURM_JOB_NUM_NODES")) or 1)
-    if count < 2 or shutil.which("srun") is None:
-        return []
-    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=existing_parent(runs)) as folder:
-        words = [
-            "--overlap",
-            "--ntasks-per-node=1",
-            f"--nodes={count}",
-            "sh",
-            "-c",
-            'test -d "$1" && hostname',
-        ]
-        asked = run_slurm("srun", *words, "sh", folder, seconds=NODES_SECONDS)
-    seeing = set(asked.out.split())
-    if len(seeing) < count:
-        text = f"{len(seeing)} of {count} nodes see {runs}: {asked.error or ', '.join(sorted(seeing))}"
-        return [broken("shared folder", text, "choose --out on the file system that all nodes mount")]
-    return [ok("shared folder", f"all {count} nodes see {runs}")]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import filelock
 import pytest
 
 from isobatch.engine.machine.detect import make_gpu
@@ -19,6 +19,7 @@ from isobatch.launch.doctor.probes import Answer, Child, Probe
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from isobatch.tests.unit.fake_slurm import Say, Slurm
 
@@ -29,11 +30,11 @@ LATE = Answer(error="no answer within 10 s", late=True)
 
 
 def variables_of(**env: str) -> list[Check]:
-    return software.check_variables(env, cores=8, gpus=1, listed_gpus=1, interfaces=["lo", "eth0"])
+    return software.check_variables(env, cores=8, gpus=1, listed_gpus=1)
 
 
 def gpu_checks(capability: tuple[int, int] = (8, 9), why: str = "") -> list[Check]:
-    gpu = make_gpu("NVIDIA L4", 24 * GB, capability, 72.0, ["sm_80", "sm_90"], why_unusable=why)
+    gpu = make_gpu("NVIDIA L4", 24 * GB, capability, ["sm_80", "sm_90"], why_unusable=why)
     return devices.check_gpus(Hardware(kind="cuda", gpus=(gpu,), cpus=8, ram_bytes=64 * GB))
 
 
@@ -77,7 +78,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     "a requirement is missing": (lambda _: wheel(torch=None), "torch", "broken", 'install "torch>=2.11"'),
     "a version is too old": (lambda _: wheel(torch="2.4.1"), "torch", "broken", 'install "torch>=2.11"'),
     "an optional one is too old": (lambda _: wheel(onnx="1.2"), "onnx", "warning", 'install "onnx>=1.19"'),
-    "the locale": (lambda _: software.check_locale("latin-1"), "locale", "warning", "LC_ALL=C.UTF-8"),
     "torch crashes": (fails(machine.TORCH, "ended by SIGILL"), "torch", "broken", "--force-reinstall"),
     "a torch for CPUs beside a GPU": (lambda _: gpu_checks(why=NO_CUDA), "GPU 0", "broken", "pytorch.org"),
     "an old driver": (lambda _: gpu_checks(why=OLD_DRIVER), "GPU 0", "broken", "newer driver"),
@@ -91,7 +91,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         *("GPU 0", "warning", "processes"),
     ),
     "one core of many": (lambda _: devices.check_cores(1, 64), "cores", "warning", "--cpus-per-task"),
-    "a clock held low": (fails(machine.SPEED, "RuntimeWarning: slow"), "speed", "warning", "cpupower"),
     "memory is held": (lambda tmp: memory(tmp, available=1), "memory", "warning", "ps aux"),
     "the cgroup is full": (lambda tmp: memory(tmp, used=17), "memory", "warning", "ps aux"),
     "a small /dev/shm": (
@@ -108,14 +107,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         *("runs space", "warning", "du -sh"),
     ),
     "a slow disk": (lambda _: storage.check_speed("runs", 4e6, "--out"), "runs speed", "warning", "--out"),
-    "locks that hold nobody": (
-        lambda tmp: storage.check_semantics("runs", tmp, "--out", lambda _: "got"),
-        *("runs files", "broken", "--out"),
-    ),
-    "no locks": (
-        lambda tmp: storage.check_semantics("runs", tmp, "--out", refuse(errno.ENOLCK)),
-        *("runs files", "broken", "--out"),
-    ),
     "a world left in the shell": (
         lambda _: variables_of(RANK="1", WORLD_SIZE="4", MASTER_ADDR="n1"),
         *("WORLD_SIZE", "broken", "unset RANK WORLD_SIZE MASTER_ADDR"),
@@ -134,11 +125,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     ),
     "one thread": (lambda _: variables_of(OMP_NUM_THREADS="1"), "OMP_NUM_THREADS", "warning", "unset OMP"),
     "too many": (lambda _: variables_of(OMP_NUM_THREADS="64"), "OMP_NUM_THREADS", "warning", "unset OMP"),
-    "no such network": (
-        lambda _: variables_of(GLOO_SOCKET_IFNAME="ib0"),
-        *("GLOO_SOCKET_IFNAME", "broken", "unset GLOO_SOCKET_IFNAME"),
-    ),
-    "few open files": (lambda _: software.check_limits(256), "limits", "warning", "ulimit -n"),
     "processes do not meet": (lambda _: machine.GLOO.check(LATE), "gloo", "broken", "GLOO_SOCKET_IFNAME"),
     "NCCL fails": (fails(machine.NCCL, "unhandled system error"), "nccl", "broken", "NCCL_DEBUG=INFO"),
     "slow links": (fails(machine.NCCL, "RuntimeWarning: slow"), "nccl", "warning", "topo -m"),
@@ -172,9 +158,6 @@ WELL: dict[str, Callable[[], Any]] = {
     "a rank of torchrun": lambda: variables_of(
         RANK="1", WORLD_SIZE="2", TORCHELASTIC_RUN_ID="a", OMP_NUM_THREADS="1"
     ),
-    "interfaces that are there": lambda: variables_of(
-        GLOO_SOCKET_IFNAME="eth", NCCL_SOCKET_IFNAME="^lo,docker"
-    ),
     "switches that are off": lambda: variables_of(CUDA_LAUNCH_BLOCKING="0", NCCL_P2P_DISABLE="0"),
     "as many threads as cores": lambda: variables_of(OMP_NUM_THREADS="8"),
     "a small machine": lambda: devices.check_cores(1, 1),
@@ -183,8 +166,6 @@ WELL: dict[str, Callable[[], Any]] = {
     "a Hub that is not there": lambda: storage.check_hub(False, {}),
     "a Hub that is not wanted": lambda: storage.check_hub(False, {"HF_HUB_OFFLINE": "1", "HTTPS_PROXY": "x"}),
     "a slow compilation": lambda: machine.COMPILE.check(LATE),
-    "a busy machine": lambda: machine.SPEED.check(LATE),
-    "many files": lambda: software.check_limits(1 << 20),
 }
 """What is no fault, though it looks a little like one."""
 
@@ -202,21 +183,18 @@ def test_what_can_be_used_raises_no_alarm(tmp_path: Path) -> None:
     assert gpu_checks() == gpu_checks((8, 0)) == [], "they are tried instead"
 
 
-@pytest.mark.parametrize(
-    ("function", "error"), [("replace", errno.EXDEV), ("mmap", errno.ENODEV), ("mkdtemp", errno.EROFS)]
-)
-def test_a_file_system_that_refuses(
-    function: str, error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has no renames, no memory maps, or is mounted read-only."""
-    places: dict[str, Any] = {"replace": Path, "mmap": storage.mmap, "mkdtemp": storage.tempfile}
-    monkeypatch.setattr(places[function], function, refuse(error))
-    if function == "mkdtemp":
-        (check,) = storage.check_folder("runs", tmp_path / "runs", "--out")
-        assert "Read-only" in check.text
-    else:
-        check = storage.check_semantics("runs", tmp_path, "--out", lambda _: "refused")
-    assert (check.state, "--out" in check.remedy) == ("broken", True)
+def test_a_file_system_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps no locks, or is mounted read-only."""
+    assert storage.check_locks("runs", tmp_path, "--out").state == "ok"
+    for error in (errno.ENOLCK, errno.ENOSYS):
+        monkeypatch.setattr(filelock.FileLock, "acquire", refuse(error))
+        check = storage.check_locks("runs", tmp_path, "--out")
+        assert (check.name, check.state, "--out" in check.remedy) == ("runs locks", "broken", True)
+    monkeypatch.setattr(filelock.FileLock, "acquire", lambda _: None)
+    assert "given to another" in storage.check_locks("runs", tmp_path, "--out").text
+    monkeypatch.setattr(storage.tempfile, "mkdtemp", refuse(errno.EROFS))
+    (check,) = storage.check_folder("runs", tmp_path / "runs", "--out")
+    assert ("Read-only" in check.text, check.state) == (True, "broken")
 
 
 SLURM_FAULTS = {
@@ -238,30 +216,9 @@ def test_faults_of_slurm(fault: str, slurm: Slurm) -> None:
     assert (check.state, remedy in check.remedy) == (state, True), check
 
 
-def test_commands_of_slurm_that_are_missing(
-    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slurm(sinfo="echo n1 idle")
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    (tmp_path / "bin" / "bash").symlink_to("/bin/bash")
-    check = storage.check_slurm()
-    assert (check.state, "srun are missing" in check.text) == ("broken", True)
-
-
 def test_slurm_without_a_cluster_is_no_fault(slurm: Slurm) -> None:
     slurm(sinfo='echo "sinfo: fatal: Could not establish a configuration source" >&2; exit 1')
     assert storage.check_slurm().state == "ok"
-
-
-@pytest.mark.parametrize(
-    ("lines", "state"), [("echo n1; echo n2", "ok"), ("echo n1; exit 1", "broken"), ("exit 1", "broken")]
-)
-def test_nodes_of_an_allocation(lines: str, state: str, slurm: Slurm, tmp_path: Path) -> None:
-    """Those that see the folder of runs say their names."""
-    slurm(srun=lines)
-    (check,) = storage.check_nodes({"SLURM_JOB_NUM_NODES": "2"}, tmp_path)
-    assert check.state == state
-    assert storage.check_nodes({}, tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -319,7 +276,7 @@ def test_a_healthy_machine_raises_no_alarm(say: Say, tmp_path: Path) -> None:
     checks = json.loads(out)["checks"]
     assert [check for check in checks if check["state"] != "ok"] == []
     assert code == 0
-    assert {"versions", "runs files", "torch", "GPU", "gloo", "DeepSpeed"} <= {c["name"] for c in checks}
+    assert {"versions", "runs locks", "torch", "GPU", "gloo", "DeepSpeed"} <= {c["name"] for c in checks}
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 

@@ -11,18 +11,17 @@ import pytest
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.engine.runs.run_folder import RunFolder, Verdict
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.doctor import run_checks
 from isobatch.launch.doctor.command import doctor
 from isobatch.launch.doctor.run_checks import check_ranks, describe_ranks
-from isobatch.tests.unit.fake_slurm import AWAY, Say, Slurm, queued
-from isobatch.tests.unit.test_checkpoint import save
 from isobatch.tests.unit.test_slurm_commands import make_run
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from isobatch.launch.doctor.check import Check
+    from isobatch.tests.unit.fake_slurm import Say
 
 HERE = {"code": "read (mine.py:7)", "waiting": "", "still_seconds": 400.0, "silent_seconds": 0.0}
 STEP_12 = {**HERE, "place": "step 12, micro-batch 1 of 2", "process": "4242 on n1"}
@@ -66,7 +65,6 @@ def test_why_a_run_failed(reason: str, remedy: str, tmp_path: Path) -> None:
 def test_a_run_that_was_killed(tmp_path: Path) -> None:
     found = found_in(run_of(tmp_path))
     assert "how it ended nobody wrote" in found["state"].text
-    assert "none was saved" in found["checkpoints"].text
     assert "isobatch resume" in found["state"].remedy
 
 
@@ -99,54 +97,20 @@ def test_the_last_error_is_that_of_the_rank_that_failed_first(tmp_path: Path) ->
     (run.folder / "launcher.log").write_text(LOG)
     found = found_in(run)
     assert found["last error"].text == "rank 1: ValueError: row 12 has no label"
-    assert found["last attempt"].text == "exit code 3: rank 1 was ended by signal 9"
-    assert "dmesg" in found["last attempt"].remedy
-    run.write_exit(Verdict(1, "a bug: see the traceback"))
-    assert found_in(run)["last attempt"].text == "exit code 1: a bug: see the traceback"
-    run.mark_failed("a bug: see the traceback")
-    assert "last attempt" not in found_in(run), "it says what the state says"
 
 
 def test_a_lost_connection_is_told_where_nothing_else_is(tmp_path: Path) -> None:
     run = run_of(tmp_path)
     (run.folder / "launcher.log").write_text("\n".join(LOG.splitlines()[3:4]))
     assert "Connection closed by peer" in found_in(run)["last error"].text
-    run.write_exit(Verdict(3, "rank 1 is lost", "lost"))
-    assert "last error" not in found_in(run)
 
 
-def test_what_slurm_wrote_when_it_ended_a_job(tmp_path: Path, slurm: Slurm) -> None:
+def test_what_slurm_wrote_when_it_ended_a_job(tmp_path: Path) -> None:
     run = run_of(tmp_path, job="7")
-    slurm(squeue=queued("7", "TIMEOUT"))
     (run.folder / "slurm" / "7.out").write_text(
         "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 0 DUE TO TIME LIMIT"
     )
-    found = found_in(run)
-    assert "DUE TO TIME LIMIT" in found["last error"].text
-    assert (found["Slurm job"].state, found["Slurm job"].text) == ("broken", "7 TIMEOUT")
-
-
-@pytest.mark.parametrize(
-    ("squeue", "state", "text"),
-    [
-        (queued("7", "PENDING", "DependencyNeverSatisfied"), "broken", "never starts"),
-        (queued("7", "PENDING", "Priority"), "ok", "PENDING (Priority)"),
-        (AWAY, "warning", "does not answer"),
-        ("exit 0", "ok", "does not know it"),
-    ],
-)
-def test_the_job_of_a_run(squeue: str, state: str, text: str, tmp_path: Path, slurm: Slurm) -> None:
-    run = run_of(tmp_path, job="7")
-    slurm(squeue=squeue)
-    check = found_in(run)["Slurm job"]
-    assert (check.state, text in check.text) == (state, True), check
-
-
-def test_restarts_are_told(tmp_path: Path) -> None:
-    run = run_of(tmp_path, status="done")
-    for _ in range(2):
-        run.log_decision("restart", reason="rank 1 is lost", what="attempt 2")
-    assert found_in(run)["restarts"].text == "2 times, the last: rank 1 is lost"
+    assert "DUE TO TIME LIMIT" in found_in(run)["last error"].text
 
 
 @pytest.mark.parametrize("record", ["recipe.json", "facts.json", "plan.json", "run.json", "summary.json"])
@@ -171,13 +135,6 @@ def test_a_damaged_row_is_found_and_one_that_is_being_written_is_not(tmp_path: P
         assert found_in(run)["metrics.jsonl"].state == "broken"
 
 
-def test_a_recipe_that_was_changed(tmp_path: Path) -> None:
-    run = run_of(tmp_path)
-    changed = {**atomic_files.read_json(run.folder / "recipe.json"), "seed": 5}
-    atomic_files.write_json(run.folder / "recipe.json", changed)
-    assert "was changed after the run was made" in found_in(run)["recipe.json"].text
-
-
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         list(run_checks.check_run(tmp_path / "nowhere"))
@@ -190,30 +147,6 @@ def test_a_run_that_links_elsewhere_is_refused(tmp_path: Path) -> None:
     (run.folder / "launcher.log").symlink_to("/etc/passwd")
     with pytest.raises(UserError, match="is a link to"):
         found_in(run)
-
-
-def saved_checkpoint(run_ranks: Any, run: RunFolder, step: int) -> Path:
-    folder = save(run_ranks, run.checkpoints / f"train-{step}")
-    os.utime(folder, (step, step))
-    return folder
-
-
-def test_damaged_checkpoints(tmp_path: Path, run_ranks: Any) -> None:
-    run = run_of(tmp_path)
-    first, second = (saved_checkpoint(run_ranks, run, step) for step in (3, 6))
-    assert found_in(run)["checkpoints"].text == "train-3, train-6: whole"
-    weights = second / "node-00000.safetensors"
-    content = bytearray(weights.read_bytes())
-    content[-3] ^= 1
-    weights.write_bytes(content)
-    os.utime(second, (6, 6))
-    check = found_in(run)["checkpoint"]
-    assert (check.state, check.text.startswith("train-6: ")) == ("warning", True)
-    assert "goes on from train-3" in check.text
-    (first / "index.json").unlink()
-    os.utime(first, (3, 3))
-    assert found_in(run)["checkpoint"].state == "broken"
-    assert "begins anew" in found_in(run)["checkpoint"].text
 
 
 @pytest.mark.parametrize(
