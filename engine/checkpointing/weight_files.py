@@ -180,17 +180,11 @@ def compare_weight_files(one: Weights, other: Weights) -> WeightsDifference:
 def _paired(one: Weights, other: Weights) -> tuple[dict[str, str], tuple[list[str], list[str]]]:
     """Name -> the other's, and the names that either alone has.
 
-    A name that the other lacks is none of these where its values stand there under another name; and two of
-    one shape that is no other's belong together.
+    A name that the other lacks is none of these where its values stand there under another name.
     """
     pairs = {name: name for name in one if name in other}
     left = [[n for n in a if n not in b and not _is_tied(a[n](), b)] for a, b in ((one, other), (other, one))]
-    shapes = [[tuple(side[n]().shape) for n in names] for side, names in zip((one, other), left, strict=True)]
-    for shape in set(shapes[0]) & set(shapes[1]):
-        if shapes[0].count(shape) == shapes[1].count(shape) == 1:
-            pairs[left[0][shapes[0].index(shape)]] = left[1][shapes[1].index(shape)]
-    alone = [n for n in left[0] if n not in pairs], [n for n in left[1] if n not in pairs.values()]
-    return pairs, alone
+    return pairs, (left[0], left[1])
 
 
 def _relative(square: float, norm: float) -> float:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import glob
 import hashlib
 import itertools
 import os
@@ -76,7 +75,7 @@ class RunFolder:
         """An existing run. Raises UserError where the folder is none, or links to files elsewhere."""
         path = Path(folder).expanduser()
         if not (path / "recipe.json").is_file():
-            raise UserError(f"{path} is not a run: {_what_is_near(path)}")
+            raise UserError(f"{path} is not a run: it has no recipe.json (`runs` lists the runs here)")
         refuse_links(path)
         return cls(path)
 
@@ -344,12 +343,3 @@ def refuse_links(folder: Path) -> None:
                     raise UserError(f"{path} is a link to {path.readlink()}: {where}")
                 elif not entry.is_symlink() and not entry.is_file(follow_symlinks=False):
                     raise UserError(f"{path} is neither a file nor a folder: a run has none such")
-
-
-def _what_is_near(path: Path) -> str:
-    """Runs whose names begin with this one, such as the stages of a chain."""
-    named = sorted(str(one.parent) for one in path.parent.glob(f"{glob.escape(path.name)}-*/recipe.json"))
-    if named:
-        more = ", ..." if len(named) > 4 else ""
-        return f"the runs that begin with its name are {', '.join(named[:4])}{more}"
-    return "it has no recipe.json (`runs` lists the runs here)"

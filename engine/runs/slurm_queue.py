@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS = 30
 SQUEUE_SECONDS = 5
 """Slurm's own commands try for 18 s where the controller is away."""
-PATIENCE_SECONDS, FIRST_PAUSE_SECONDS = 20.0, 1.0
-"""How long `refuse_if_in_a_job` asks again where Slurm does not answer."""
 NO_ANSWER = "Unable to contact slurm controller"
 """What Slurm's commands say while slurmctld is away."""
 FINISHED_STATES = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED"
@@ -62,10 +58,10 @@ class CommandResult:
         return self.code != 0 and "configuration source" in self.err
 
 
-def run_slurm(*words: str, seconds: float = TIMEOUT_SECONDS, text: str = "") -> CommandResult:
-    """Run one Slurm command, for `seconds` at most, with `text` as its input; never raises."""
+def run_slurm(*words: str, seconds: float = TIMEOUT_SECONDS) -> CommandResult:
+    """Run one Slurm command, for `seconds` at most; never raises."""
     try:
-        done = subprocess.run(words, input=text, capture_output=True, text=True, timeout=seconds, check=False)
+        done = subprocess.run(words, input="", capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
         return CommandResult(127, "", f"no answer within {seconds:g} s")
     except OSError as error:
@@ -157,22 +153,16 @@ def last_job_of(run: RunFolder) -> str:
 def refuse_if_in_a_job(run: RunFolder, asking_job: str = "") -> None:
     """Refuse a run that another job than `asking_job` trains or will train.
 
-    Raises InAJobError, and UserError where Slurm does not say within PATIENCE_SECONDS.
+    Raises InAJobError, and UserError where Slurm does not say.
     """
     job, status = last_job_of(run), None
-    deadline, pause = time.monotonic() + PATIENCE_SECONDS, FIRST_PAUSE_SECONDS
-    while job and job != asking_job:
+    if job and job != asking_job:
         try:
             status = job_statuses([job]).get(job)
-            break
         except SlurmSilentError as error:
-            if time.monotonic() + pause >= deadline:
-                raise UserError(
-                    f"{run.folder} was in job {job}, which may still train it: {error}; try again when squeue"
-                    f" answers, or remove {run.folder}/slurm/job.json if you know that the job is over"
-                ) from None
-            print(f"isobatch: {error}; asking again", file=sys.stderr)
-            time.sleep(pause)
-            pause *= 2
+            raise UserError(
+                f"{run.folder} was in job {job}, which may still train it: {error}; try again when squeue"
+                f" answers, or remove {run.folder}/slurm/job.json if you know that the job is over"
+            ) from None
     if status is not None and not status.is_over:
         raise InAJobError(f"{run.folder} is in job {job} already ({status})", run)

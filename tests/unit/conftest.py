@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.engine.distributed.communicator import Communicator
-from isobatch.engine.runs import slurm_queue
 from isobatch.tests.unit.fake_slurm import NO_CLUSTER, Say, Slurm
 
 if TYPE_CHECKING:
@@ -160,7 +159,6 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Slurm:
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
-    monkeypatch.setattr(slurm_queue, "PATIENCE_SECONDS", 0.0)
 
     def install(**commands: str) -> None:
         for name, lines in commands.items():

@@ -1,4 +1,4 @@
-"""Tests of launch/clusters/slurm/array.py and of `slurm` with lists: runs, names, numbers and folders."""
+"""Tests of launch/clusters/slurm/command.py and of `slurm` with lists: runs, names, numbers and folders."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.launch.clusters.slurm import array
+from isobatch.launch.clusters.slurm import command
 from isobatch.launch.clusters.slurm.options import SlurmOptions, is_array
 from isobatch.launch.local.arguments import parse_sweep
 
@@ -40,25 +40,25 @@ LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
 )
 def test_the_runs_of_an_array(words: str, seeds: str | None, wanted: dict[int, str]) -> None:
     points = parse_sweep(["--task", LINE, "--name", "r", *words.split()], "auto")
-    assert {n: request.run.name for n, request in array.numbered(points, seeds).items()} == wanted
+    assert {n: request.run.name for n, request in command.numbered(points, seeds).items()} == wanted
 
 
 def test_the_numbers_are_written_short() -> None:
-    assert array.array_text([9, 0, 1, 2, 3, 5, 6], "") == "0-3,5,6,9"
-    assert array.array_text(range(1000), "8") == "0-999%8"
+    assert command.array_text([9, 0, 1, 2, 3, 5, 6], "") == "0-3,5,6,9"
+    assert command.array_text(range(1000), "8") == "0-999%8"
     for options, runs in ((SlurmOptions(parallel=2), 1), (SlurmOptions(parallel=2, array="0-9%3"), 10)):
         with pytest.raises(UserError, match="--parallel 2: limits the runs of an array"):
             is_array(options, runs)
 
 
 def test_no_submission_writes_into_the_folder_of_another(tmp_path: Path) -> None:
-    first = array.array_folder(tmp_path, "r")
-    assert first == array.array_folder(tmp_path, "r") == tmp_path / "slurm-r"
+    first = command.array_folder(tmp_path, "r")
+    assert first == command.array_folder(tmp_path, "r") == tmp_path / "slurm-r"
     for _ in range(2):
-        taken = array.array_folder(tmp_path, "r")
+        taken = command.array_folder(tmp_path, "r")
         taken.mkdir()
-        (taken / array.SUBMITTED).touch()
-    assert array.array_folder(tmp_path, "r") == tmp_path / "slurm-r-3"
+        (taken / command.SUBMITTED).touch()
+    assert command.array_folder(tmp_path, "r") == tmp_path / "slurm-r-3"
 
 
 def test_a_larger_sweep_remembers_a_smaller_one(cli: Cli, tmp_path: Path) -> None:

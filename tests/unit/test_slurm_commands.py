@@ -91,18 +91,6 @@ def test_a_silent_slurm_lets_nobody_train_a_run_twice(
         refuse_if_in_a_job(make_run(tmp_path / "r"))
 
 
-def test_a_controller_that_comes_back_is_asked_again(
-    tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(slurm_queue, "PATIENCE_SECONDS", 5.0)
-    monkeypatch.setattr(slurm_queue, "FIRST_PAUSE_SECONDS", 0.01)
-    slurm(
-        squeue=f"[ -e {tmp_path}/asked ] || {{ touch {tmp_path}/asked; {AWAY}; }}; {queued('7', 'RUNNING')}"
-    )
-    with pytest.raises(UserError, match=r"is in job 7 already \(RUNNING\)"):
-        refuse_if_in_a_job(make_run(tmp_path / "r"))
-
-
 def test_nobody_trains_here_what_a_job_will_train(
     tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

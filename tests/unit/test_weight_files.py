@@ -101,8 +101,6 @@ def test_a_tied_head_may_stand_under_either_name(tmp_path: Path) -> None:
     tied = {"head.weight" if n == "embed.weight" else n: v for n, v in tensors().items()}
     found = compared(tmp_path, tied)
     assert found.equal
-    nearly = {n: v * (1 + 2e-7) if n == "head.weight" else v for n, v in tied.items()}
-    assert compared(tmp_path, nearly).tensors == 4
     both = compared(tmp_path, {**tensors(), "head.weight": tensors()["embed.weight"]})
     assert both.equal
     assert both.tensors == 4

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.slurm_queue import InAJobError, last_job_of, refuse_if_in_a_job, update_job_record
 from isobatch.launch.clusters.common import find_or_create, processes_each
 from isobatch.launch.clusters.slurm import client, containers
-from isobatch.launch.clusters.slurm.array import SUBMITTED, array_folder, array_text, numbered
 from isobatch.launch.clusters.slurm.legs import JobRequest, seconds_to_stop
 from isobatch.launch.clusters.slurm.options import (
     SlurmOptions,
@@ -33,16 +33,20 @@ from isobatch.launch.clusters.slurm.options import (
     validated,
 )
 from isobatch.launch.clusters.slurm.sbatch_script import JobScript, default_lead, render
-from isobatch.launch.local.arguments import Request, parse_sweep
+from isobatch.launch.local.arguments import Request, distinct, labelled, named, parse_sweep, with_seed
 from isobatch.launch.local.run_setup import environment_elsewhere
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from isobatch.core.recipe import Recipe
 
 DEFAULT_CPUS, DEFAULT_CPUS_PER_GPU = 4, 8
 """Cores of a node without GPUs, and per GPU, where neither the user nor sinfo says."""
+SUBMITTED = "array.json"
+"""In an array's folder once it was submitted: the run of each job."""
+MAX_INDEX = 1000
+"""Largest number of an array's task where the cluster does not say otherwise (MaxArraySize)."""
 
 
 def slurm(words: Sequence[str]) -> int:
@@ -200,3 +204,40 @@ class Submission:
             mounts=containers.checked_mounts(containers.needed_paths(recipe, folder)),
         )
         return dataclasses.asdict(made)
+
+
+def numbered(points: Sequence[tuple[Request, tuple[str, ...]]], array: str | None) -> dict[int, Request]:
+    """Number -> request, of a sweep's points (request, names of what was swept) with all seeds of --array.
+
+    A task has its seed as its number where only seeds differ, else they are counted from 0.
+    """
+    points, seeds = distinct(points), parse_array(array)[0] if array else []
+    if not array and len(points) == 1:
+        return {0: points[0][0]}
+    if array and not points[0][1]:
+        return {seed: named(with_seed(points[0][0], seed), str(seed)) for seed in seeds}
+    if array:
+        points = [(with_seed(r, seed), (*swept, "seed")) for r, swept in points for seed in seeds]
+    requests = [labelled(point) for point in points]
+    seeds = [request.recipe.seed for request in requests]
+    if set(points[0][1]) == {"seed"} and max(seeds) <= MAX_INDEX:
+        return dict(zip(seeds, requests, strict=True))
+    return dict(enumerate(requests))
+
+
+def array_text(numbers: Iterable[int], limit: str) -> str:
+    """--array for these tasks, such as 0-4,7%2; `limit`: how many may run at once, empty for all."""
+    parts: list[str] = []
+    for _, group in itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
+        run = [number for _, number in group]
+        parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    return ",".join(parts) + (f"%{limit}" if limit else "")
+
+
+def array_folder(out: Path, name: str) -> Path:
+    """The folder for an array's script and output: the first slurm-NAME, slurm-NAME-2 ... that no earlier
+    submission has.
+    """
+    endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    folders = (out / f"slurm-{name}{ending}" for ending in endings)
+    return next(folder for folder in folders if not (folder / SUBMITTED).exists())
