@@ -46,7 +46,7 @@ def describe(words: Sequence[str]) -> int:
     if name in COMMANDS:
         groups, notes = _command_groups(name)
     elif name in CHAINS:
-        groups, notes = _chain_groups(name)
+        groups, notes = {}, [f"the flags of its stages: {', '.join(f'describe {s}' for s in CHAINS[name])}"]
     else:
         groups, notes = _task_groups(name)
     if options.json:
@@ -82,17 +82,6 @@ def _task_groups(name: str) -> tuple[Groups, list[str]]:
 
 def _in_words(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', '-')} {value_text(value)}" for name, value in values.items())
-
-
-def _chain_groups(name: str) -> tuple[Groups, list[str]]:
-    """The flags of a chain's first stage, and those of the others that it lacks."""
-    seen: set[str] = set()
-    groups: Groups = {}
-    for stage in CHAINS[name]:
-        for title, rows in _task_groups(stage)[0].items():
-            groups[title] = groups.get(title, []) + [row for row in rows if row["flag"] not in seen]
-            seen |= {row["flag"] for row in rows}
-    return {title: rows for title, rows in groups.items() if rows}, []
 
 
 def _command_groups(name: str) -> tuple[Groups, list[str]]:

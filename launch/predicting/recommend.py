@@ -197,19 +197,17 @@ def restrict(
 
     `column`: of the items in a file; by default a usual name, or the only one there is.
     """
-    flags = {"--only": only, "--without": without}
-    given = {flag: text for flag, text in flags.items() if text is not None}
+    given = {flag: text for flag, text in (("--only", only), ("--without", without)) if text is not None}
     named = {flag: _named_items(lists, flag, text, column) for flag, text in given.items()}
     unknown = set(lists.restrict(named.get("--only"), named.get("--without", []), with_seen))
     remarks = []
     for flag, names in named.items():
         if missing := [name for name in names if name in unknown]:
+            few = ", ".join(missing[:MOST_NAMED])
+            said = f"{len(missing):,} of {len(names):,} items are not in the training data: {few}"
             if len(missing) == len(names) or not _is_table(given[flag]):
-                raise UserError(f"{flag} {given[flag]}: {missing[0]} is not in the training data")
-            few = ", ".join(missing[:MOST_NAMED]) + (", ..." if len(missing) > MOST_NAMED else "")
-            remarks.append(
-                f"{flag}: {len(missing):,} of {len(names):,} items are not in the training data: {few}"
-            )
+                raise UserError(f"{flag} {given[flag]}: {said}")
+            remarks.append(f"{flag}: {said}")
     if not lists.offered:
         raise UserError(
             f"{' and '.join(map(' '.join, given.items()))}: no item is left to offer: give others"

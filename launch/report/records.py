@@ -162,11 +162,8 @@ def use_table(curves: Curves, summary: Mapping[str, Any], plan: Mapping[str, Any
     if known := [(wait, step) for wait, step in pairs if wait is not None and step]:
         wait = 100 * sum(wait for wait, _ in known) / sum(step for _, step in known)
         yield ["data wait", f"{wait:.1f} %", f"under {DATA_WAIT:.0f} %", _verdict(wait < DATA_WAIT)]
-    # Samples of length 1, such as pairs of ids, have as many tokens as samples, and no padding.
-    is_of_pairs = _mean(curves, "tokens_per_second") == _mean(curves, "samples_per_second")
     for label, name, form in MEANS:
-        value = None if is_of_pairs and name in ("padding", "tokens_per_second") else _mean(curves, name)
-        if value is not None:
+        if (value := _mean(curves, name)) is not None:
             yield [label, form.format(value), "", ""]
 
 

@@ -12,9 +12,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 
-MOST_WORD_PERPLEXITY = 1e5
-"""More than there are words in a language says nothing."""
-
 MOST_COLUMNS = 12
 """Of a page that is 1,280 pixels wide."""
 
@@ -50,18 +47,11 @@ def in_words(name: str) -> str:
 
 
 def metrics_of(run: dict[str, Any]) -> dict[str, Any]:
-    """The metrics of a run's summary; none where a received run has something else there.
-
-    Without latencies, which were measured in the training process, and the perplexity of words of a model
-    that knows none.
+    """The metrics of a run's summary without latencies, which were measured in the training process; none
+    where a received run has something else there.
     """
-
-    def is_noise(name: str, value: Any) -> bool:
-        senseless = isinstance(value, float) and value > MOST_WORD_PERPLEXITY
-        return name.startswith("latency_") or (name.endswith("word_perplexity") and senseless)
-
     found = run["metrics"] if isinstance(run["metrics"], dict) else {}
-    return {name: value for name, value in found.items() if not is_noise(str(name), value)}
+    return {str(n): value for n, value in found.items() if not str(n).startswith("latency_")}
 
 
 def _figure(value: Any, form: Callable[[Any], str]) -> str:

@@ -147,19 +147,15 @@ def _figures(group: Sequence[Trained], split: str) -> dict[str, dict[str, float]
 
 
 def format_sweep(found: Mapping[str, Any]) -> str:
-    """The table: what was swept, the task's own metric first, and the others that are numbers."""
+    """The table: what was swept, and the task's own metric; sweep.json has the others."""
     rows, metric = found["rows"], found["metric"]
-    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
-    names.sort(key=lambda name: name != metric)
     swept = list(rows[0]["values"])
-    cells = [["", *swept, *(f"{VALID} {name}" for name in names[:MOST_COLUMNS]), "run"]]
+    cells = [["", *swept, f"{VALID} {metric}", "run"]]
     best = found["best"] and found["best"]["values"]
     for row in rows:
         mark = "best" if row["values"] == best and len(rows) > 1 else ""
-        figures = [_figure(row, name) for name in names[:MOST_COLUMNS]]
-        cells.append([mark, *(str(row["values"][n]) for n in swept), *figures, _run_names(row)])
-    lines = [*aligned(cells), "", *_legend(found, names[:MOST_COLUMNS])]
-    return "\n".join(map(printable, lines))
+        cells.append([mark, *(str(row["values"][n]) for n in swept), _figure(row, metric), _run_names(row)])
+    return "\n".join(map(printable, [*aligned(cells), "", *_legend(found)]))
 
 
 def _run_names(row: Mapping[str, Any]) -> str:
@@ -169,23 +165,19 @@ def _run_names(row: Mapping[str, Any]) -> str:
     return Path(row["runs"][0]).name + others + failed
 
 
-def _legend(found: Mapping[str, Any], names: Sequence[str]) -> Iterator[str]:
-    """What the table's figures are, and those of the best on the test split."""
-    better, best = "lower" if found["direction"] == "min" else "higher", found["best"]
+def _legend(found: Mapping[str, Any]) -> Iterator[str]:
+    """What the table's figures are, and that of the best on the test split."""
+    best, metric, alone = found["best"], found["metric"], len(found["rows"]) == 1
     if best is None:
-        yield f"best: none, as no run has a {found['metric']} of the {VALID} split to choose by"
-    elif len(found["rows"]) > 1:
-        yield f"best: by {VALID} {found['metric']} ({better} is better)"
-    if best and TEST in best:
-        figures = (f"{name} {_figure(best[TEST], name)}" for name in names if name in best[TEST]["metrics"])
-        yield f"{TEST}{', of the best alone' if len(found['rows']) > 1 else ''}: " + "  ".join(figures)
+        yield f"best: none, as no run has a {metric} of the {VALID} split to choose by"
+    elif not alone:
+        better = "lower" if found["direction"] == "min" else "higher"
+        yield f"best: by {VALID} {metric} ({better} is better)"
+    if best and TEST in best and metric in best[TEST]["metrics"]:
+        yield f"{TEST}{'' if alone else ', of the best alone'}: {_figure(best[TEST], metric)}"
     if any(row["deviations"] for row in found["rows"]):
         seeds = max(len(row["runs"]) - row["failed"] for row in found["rows"])
         yield f"+-: standard deviation of {seeds} seeds around their mean"
-
-
-MOST_COLUMNS = 4
-"""Metrics that a table shows; sweep.json has all."""
 
 
 def _figure(row: Mapping[str, Any], name: str) -> str:

@@ -72,7 +72,7 @@ def test_items_can_be_left_out_or_be_the_only_ones(tmp_path: Path) -> None:
     restrict(lists, "i0,i9,Bug's Life, A", "i9", True, None)
     assert set(names(lists.recommend("u0", 99))) == {"i0", "i4"}, "i0 was had, and --with-seen keeps it"
     assert set(names(lists.for_items(["i0"], 99))) == {"i0", "i4"}
-    with pytest.raises(UserError, match="--only i9,gone: gone is not in the training data"):
+    with pytest.raises(UserError, match="--only i9,gone: 1 of 2 items are not in the training data: gone"):
         restrict(lists, "i9,gone", None, False, None)
     with pytest.raises(UserError, match="there is no such file"):
         restrict(lists, "gone.csv", None, False, None)

@@ -159,7 +159,7 @@ def test_a_smoothed_loss_neither_lags_nor_jumps() -> None:
     assert [math.isnan(value) for value in smoothed([None, math.nan, 1.0])] == [True, True, False]
 
 
-def test_a_recommender_shows_its_held_out_curve_and_no_tokens(tmp_path: Path) -> None:
+def test_a_recommender_shows_its_held_out_curve(tmp_path: Path) -> None:
     recipe, _ = workload("recommender").complete({"steps": [100], "text": "off"})
     facts = Facts(fingerprint="f", folder="", samples={"train": 100}, lengths=(1, 1))
     made = RunFolder.create(tmp_path / "shop", recipe, facts, RunOptions())
@@ -175,7 +175,6 @@ def test_a_recommender_shows_its_held_out_curve_and_no_tokens(tmp_path: Path) ->
         "Training loss",
         "Training ndcg@10",
     ]
-    assert [row[0] for row in found["use"]] == ["samples a second"]
     summary = {"remark": "EASE is better: `isobatch recommend runs/shop --by ease`", "status": "done"}
     (made.folder / "summary.json").write_text(json.dumps(summary))
     records(made, tmp_path)
