@@ -95,9 +95,7 @@ def find_column(
         has = readers.name_columns([f"{name} ({held})" for name, held in kinds.items()] or ["no rows"])
         raise UserError(f"--data {data}: {problem}; it has: {has}")
     others = [f"{FLAGS[k]} {name}" for k in FLAGS for name in found[k] if name != names[0]]
-    like_row = " (is that a row? --text-column 1 reads it, too)" * (" " in names[0])
-    note = f"the column {names[0]} holds the sequences{like_row}" if others or like_row else ""
-    note += f" ({others[0]} takes another)" if others else ""
+    note = f"the column {names[0]} holds the sequences ({others[0]} takes another)" if others else ""
     return SequenceColumn(names[0], kind, note)
 
 
@@ -304,8 +302,6 @@ class Sequences(TokenizedData):
             size = tokenizers.vocabulary_size(tokenizer)
         else:
             size = self._collect_ids(corpus, found)
-            if self.recipe.tokenizer is not None:
-                notes.append(f"--tokenizer {self.recipe.tokenizer} is not used: the data holds ids")
         own = {name: size + number for number, name in enumerate(MODEL_IDS)}
         vocabulary = size + len(MODEL_IDS)
         dtype = np.uint16 if vocabulary <= 1 << 16 else np.int32

@@ -56,10 +56,6 @@ class InteractionOptions:
     """The column of ratings; by default rating, score or stars."""
     time_column: str | None = None
     """The column of times; by default timestamp, time or date."""
-    user_text: str | None = None
-    """The columns of the users' table that make the text; by default all but the id."""
-    item_text: str | None = None
-    """The columns of the items' table that make the text; by default all but the id."""
     vocab_size: int | None = None
     """Size of a tokenizer trained on the texts, where no model brings one; by default 8192."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest, nearest_hint
+from isobatch.core.flags import nearest
 from isobatch.data.interactions.tables import (
     DelimitedTable,
     ParquetTable,
@@ -152,10 +152,10 @@ def read_tables(path: Path, file_format: str | None, options: Any) -> RawInterac
     found = RawInteractions({}, notes=notes)
     for file in files:
         if _side_of(file) == "users":
-            texts = _texts_by_id(file, USER_COLUMNS, options.user_text, notes)
+            texts = _texts_by_id(file, USER_COLUMNS, notes)
             found.users = {key: item.text for key, item in texts.items()}
         elif _side_of(file) == "items":
-            found.items = _texts_by_id(file, ITEM_COLUMNS, options.item_text, notes)
+            found.items = _texts_by_id(file, ITEM_COLUMNS, notes)
     found.splits = {split: _open_interactions(fs[0], options, notes) for split, fs in splits.items() if fs}
     return found
 
@@ -203,9 +203,9 @@ def _choose_columns(
     return chosen
 
 
-def _texts_by_id(file: Path, ids: Sequence[str], asked: str | None, notes: list[str]) -> dict[str, ItemText]:
+def _texts_by_id(file: Path, ids: Sequence[str], notes: list[str]) -> dict[str, ItemText]:
     """Id -> title and text of a table of users or items; a note where several rows have one id."""
-    rows = list(_read_id_texts(file, ids, asked))
+    rows = list(_read_id_texts(file, ids))
     keys = whole_ids(key for key, _ in rows)
     if twice := [key for key, count in Counter(keys).items() if count > 1]:
         notes.append(
@@ -214,23 +214,19 @@ def _texts_by_id(file: Path, ids: Sequence[str], asked: str | None, notes: list[
     return dict(zip(keys, (text for _, text in rows), strict=True))
 
 
-def _read_id_texts(file: Path, ids: Sequence[str], asked: str | None) -> Iterator[tuple[str, ItemText]]:
-    """(id, title and text) of each row of a table of users or items. `asked`: its text columns."""
-    available: list[str] = []
-    wanted = asked.split(",") if asked else []
-    for where, row in read_rows(file, filter(str.isdecimal, wanted)):
-        if not available:
-            available = list(row)
-            key = next((name for name in (*ids, "id") if name in available), available[0])
-            named = wanted or [n for n in available if n != key]
+def _read_id_texts(file: Path, ids: Sequence[str]) -> Iterator[tuple[str, ItemText]]:
+    """(id, title and text) of each row of a table of users or items: all columns but the id make the text."""
+    named: list[str] = []
+    key = title = ""
+    for where, row in read_rows(file):
+        if not key:
+            key = next((name for name in (*ids, "id") if name in row), next(iter(row)))
+            named = [name for name in row if name != key]
             if key.isdecimal() and key not in ("0", "1"):
                 raise UserError(
-                    f"{file}: its first row names no columns ({', '.join(available[:4])}): give it a header,"
-                    " or take columns by number, as in --item-text 2 (the id is the first)"
+                    f"{file}: its first row names no columns ({', '.join([*row][:4])}): give it a header"
                 )
-            if missing := [n for n in named if n not in available]:
-                raise UserError(f"{file}: has no column {missing[0]}{nearest_hint(missing[0], available)}")
-            title = next((n for n in TITLE_COLUMNS if n in available), named[0] if named else key)
+            title = next((name for name in TITLE_COLUMNS if name in row), named[0] if named else key)
         if row[key] in (None, "") or row[key] != row[key]:
             raise UserError(f"{where}: has no {key}: fill it in, or leave the row out")
         text = ". ".join(str(row[n]).replace("|", ", ") for n in named if row[n] not in (None, ""))

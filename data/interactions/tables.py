@@ -238,16 +238,16 @@ def shape_to_stream(file: Path, columns: Iterable[str | None], notes: list[str])
     return shape
 
 
-def read_rows(file: Path, numbers: Iterable[str] = ()) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def read_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(where, column -> value) of each row of a small csv, tsv or parquet table.
 
-    `numbers`: columns that flags take by number. Raises UserError for a row that does not fit the header.
+    Raises UserError for a row that does not fit the header.
     """
     if file.suffix == ".parquet":
         yield from readers.read_rows(readers.SplitFiles((file,), "parquet"))
         return
     text = io.StringIO(read_text(file), newline="")
-    shape = find_shape(text, file, _usual_delimiter(file), numbers)
+    shape = find_shape(text, file, _usual_delimiter(file))
     text.seek(0)
     for where, row in delimited.read(text, file, shape):
         if None in row.values():

@@ -90,15 +90,7 @@ def main_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 def unread(row: Mapping[str, Any]) -> list[str]:
     """A note of each field that a row's pair does not hold. Whole texts get nothing from beside them."""
-    columns = main_columns(row)
-    notes = row_fields.notes_of_unread(row, columns, not holds_whole_texts(row))
-    if columns[0] in chat_formats.CHAT_COLUMNS:
-        prompt, *answers = (_turns(row, name, "") for name in columns)
-        texts = [turns if isinstance(turns, str) else turns[-1]["content"] for turns in answers]
-        last = _answers_behind(row, prompt) if isinstance(prompt, list) else []
-        if any(message["content"] not in texts for message in last):
-            notes.append(f"the answer that ends `{columns[0]}` is no answer of the pair: it is not read")
-    return notes
+    return row_fields.notes_of_unread(row, main_columns(row), not holds_whole_texts(row))
 
 
 def _answers_behind(row: Mapping[str, Any], prompt: list[Message]) -> list[Message]:

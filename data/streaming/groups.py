@@ -159,28 +159,22 @@ class GroupCache:
         self._unmeasured = limit  # so that the first write measures
         self._lock = threading.Lock()
 
-    def get(
-        self, name: str, digest: bytes, make: Callable[[], Columns], wait: bool = True
-    ) -> dict[str, Column] | None:
+    def get(self, name: str, digest: bytes, make: Callable[[], Columns]) -> dict[str, Column]:
         """The columns of a group, from the folder where they are as they were indexed, else made and kept.
 
-        One process at a time makes a group; without `wait`, None where another one does so now. What `make`
-        returns is not compared with the digest.
+        One process at a time makes a group. What `make` returns is not compared with the digest.
         """
-        from filelock import FileLock, Timeout
+        from filelock import FileLock
 
         if (found := self.look_up(name, digest)) is not None:
             return found
         with atomic_files.explain_write_errors(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            try:
-                with FileLock(self.folder / f".lock-{name[-2:]}", timeout=-1 if wait else 0):
-                    if (found := self.look_up(name, digest)) is None:
-                        found = dict(make())
-                        self.keep(name, found)
-                    return found
-            except Timeout:
-                return None
+            with FileLock(self.folder / f".lock-{name[-2:]}"):
+                if (found := self.look_up(name, digest)) is None:
+                    found = dict(make())
+                    self.keep(name, found)
+                return found
 
     def look_up(self, name: str, digest: bytes) -> dict[str, Column] | None:
         """The columns of a group that is in the folder and whole; a damaged one is deleted."""

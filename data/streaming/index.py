@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from isobatch.data.base import Column, Columns
-    from isobatch.data.streaming.group_encoder import TextGroupEncoder
     from isobatch.data.streaming.groups import GroupCache
     from isobatch.data.streaming.shards import Rows
+    from isobatch.data.streaming.text import TextGroupEncoder
 
 THREADS = 16
 """Shards that are read at a time; they tokenize on all cores between them."""

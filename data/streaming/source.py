@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import threading
-import time
 from collections import OrderedDict
 from contextlib import suppress
 from functools import lru_cache, partial
@@ -25,9 +24,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from isobatch.data.base import Column, Columns
-    from isobatch.data.streaming.group_encoder import TextGroupEncoder
     from isobatch.data.streaming.groups import GroupCache, GroupPlace
     from isobatch.data.streaming.shards import Rows
+    from isobatch.data.streaming.text import TextGroupEncoder
 
 LENGTH = "length"
 TOKEN_BYTES = 4
@@ -41,15 +40,10 @@ THREADS = 8
 """They get groups before they are needed."""
 LEAST_REMEMBERED = 128
 """Groups that were asked for last, which are not asked for again."""
-BUSY_SECONDS = 0.05
-"""Until a group that could not be read, because its lock was taken, is tried again."""
 
 
 class ReadAhead:
-    """Calls `read` with each group that is expected, in threads that end with the process.
-
-    Again later where it returns None.
-    """
+    """Calls `read` with each group that is expected, in threads that end with the process."""
 
     def __init__(self, read: Callable[[int], Any]) -> None:
         self._read = read
@@ -75,9 +69,7 @@ class ReadAhead:
         while True:
             group = self._waiting.get()
             with suppress(Exception):  # who needs the group meets the error too, and is told
-                if self._read(group) is None:  # another group may only have had the same lock
-                    time.sleep(BUSY_SECONDS)
-                    self._waiting.put(group)
+                self._read(group)
 
 
 class StreamedSource(Source):
@@ -103,7 +95,7 @@ class StreamedSource(Source):
         self._store = Store()
         self._columns_of = lru_cache(OPEN_GROUPS)(self._columns)
         self._shard_of = lru_cache(OPEN_SHARDS)(self._shard)
-        self._reader = ReadAhead(lambda group: self.cache.get(*self._request(group), wait=False))
+        self._reader = ReadAhead(lambda group: self.cache.get(*self._request(group)))
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -154,7 +146,6 @@ class StreamedSource(Source):
     def _columns(self, group: int) -> dict[str, Column]:
         """The columns of a group, mapped; read from the store where no process of this machine has it."""
         columns = self.cache.get(*self._request(group))
-        assert columns is not None
         self.unread[group] = False
         return columns
 

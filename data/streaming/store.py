@@ -10,7 +10,6 @@ import random
 import re
 import socket
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -65,6 +64,8 @@ so that ranks that failed together do not come back together."""
 SAID_AFTER = 5
 """Attempts that fail before a person is told, some 4 seconds."""
 SAID_EVERY_SECONDS = 60.0
+_next_word = [0.0]
+"""When a person may be told again that a store fails; the threads of a process share it."""
 REFUSALS = (FileNotFoundError, PermissionError, ValueError, TypeError, ImportError)
 """To ask again would not help."""
 NO_CREDENTIALS = "NoCredentialsError"
@@ -264,8 +265,10 @@ def _insist(address: str, what: str, attempt: Callable[[], T], attempts: int = 0
                     f"{address}: {what} could not be had in {attempts} attempts: {said}; `resume` goes on"
                     " when the store answers"
                 ) from None
-            if number >= SAID_AFTER:
-                _failing.say(f"{address}: {what} cannot be had ({said}): trying again")
+            if number >= SAID_AFTER and time.monotonic() >= _next_word[0]:
+                _next_word[0] = time.monotonic() + SAID_EVERY_SECONDS
+                line = printable(f"{address}: {what} cannot be had ({said}): trying again")
+                print(line, file=sys.stderr, flush=True)
         time.sleep(pause * _PAUSES.uniform(0.5, 1))
         pause = min(2 * pause, LONGEST_PAUSE)
     raise AssertionError("the last attempt returns or raises")
@@ -278,22 +281,6 @@ def _why_refused(error: Exception, address: str) -> str | None:
         remedy = CREDENTIALS.get(address.partition("://")[0], "")
         return f"no permission: give credentials that may list and read it{remedy}"
     return None
-
-
-class Failing:
-    """Tells a person now and then that a store fails; the threads of a process share one."""
-
-    def __init__(self) -> None:
-        self._lock, self._next = threading.Lock(), 0.0
-
-    def say(self, line: str) -> None:
-        with self._lock:
-            if time.monotonic() >= self._next:
-                self._next = time.monotonic() + SAID_EVERY_SECONDS
-                print(printable(line), file=sys.stderr, flush=True)
-
-
-_failing = Failing()
 
 
 class ObjectFile(io.RawIOBase):

@@ -73,14 +73,6 @@ def parse(text: str, where: str) -> Any:
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
         return value
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: is not JSON: {error.msg} at character {error.pos + 1}") from None
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise UserError(
-            f"{where}: holds {half}, half of a character: remove it or complete the pair"
-        ) from None
-    except RecursionError:
-        raise UserError(f"{where}: its lists or objects nest too deeply") from None
-    except ValueError as error:  # a number of thousands of digits
-        raise UserError(f"{where}: cannot be read: {str(error).partition(';')[0]}") from None
+    except (ValueError, RecursionError) as error:  # half of a character, thousands of digits, ...
+        reason = str(error).partition(";")[0] or type(error).__name__
+        raise UserError(f"{where}: is not JSON that can be read: {reason}") from None

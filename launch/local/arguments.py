@@ -338,6 +338,8 @@ def _groups(chosen: Workload, command: str, options_class: type | None) -> Group
 
 LEFT = {
     "seeds": "name them, as in --seed 0-2",
+    "user_text": "leave the other columns out of the table of users",
+    "item_text": "leave the other columns out of the table of items",
     "parallel": "start a sweep for each GPU (CUDA_VISIBLE_DEVICES=1 isobatch auto ...), or an array",
     "history": "type /reset before a question",
     "skip_unknown": "rows that training did not know are left out and counted without it",

@@ -32,12 +32,12 @@ DEEP = '{"text": ' + "[" * 100_000 + "]" * 100_000 + ', "label": "x"}\n'
 BAD = {
     "half.jsonl": (
         '{"text": "a \\ud800 b", "label": "x"}\n' * 30,
-        r"line 1: holds \\ud800, half of a character",
+        "line 1: is not JSON .* surrogates not allowed",
     ),
-    "deep.jsonl": (DEEP, "line 1: its lists or objects nest too deeply"),
+    "deep.jsonl": (DEEP, "line 1: is not JSON .* recursion"),
     "digits.jsonl": (
         '{"text": "a", "label": ' + "9" * 5000 + "}\n",
-        "line 1: cannot be read: Exceeds the limit",
+        "line 1: is not JSON .* Exceeds the limit",
     ),
     "five.json": ("5", "holds int, not a list of objects"),
     "null.json": ("null", "holds NoneType, not a list of objects"),

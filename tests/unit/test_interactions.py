@@ -163,9 +163,6 @@ def test_tables(kind: str, tmp_path: Path) -> None:
     assert words(facts, "users") == ["Ayr. 30", "Bath. 40"]
     assert words(facts, "items") == ["Never. sea", "X ray. war, sea", "Yacht. sea", "Zoo"]
     assert catalogue.read_names(facts.folder)["titles"] == ["Never", "X ray", "Yacht", "Zoo"]
-    chosen, _ = made(tmp_path / "t", user_text="town", item_text="genre")
-    assert words(chosen, "users") == ["Ayr", "Bath"]
-    assert words(chosen, "items") == ["sea", "war, sea", "sea", ""]
 
 
 def test_tables_of_a_shop_are_recognised(tmp_path: Path) -> None:

@@ -389,7 +389,6 @@ ASK, SAY = {"role": "user", "content": "Zask"}, {"role": "assistant", "content":
 EARLIER = {"role": "assistant", "content": "Zold"}
 PAIR = {"chosen": "Zgood", "rejected": "Zbad"}
 MESSAGES = [ASK, EARLIER, {"role": "user", "content": "Zmore"}, SAY]
-OBJECT = {"from": "human", "value": "Zask"}
 READ: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "an object of lists": (
         "causal-lm",
@@ -423,14 +422,6 @@ NOTED: dict[str, tuple[str, dict[str, Any], str]] = {
         "the field `messages.mood` is not read",
     ),
     "columns beside a text": ("causal-lm", {"text": "Zsay", "role": "user"}, "the field `role` is not read"),
-    "another answer of the prompt": (
-        "dpo",
-        {
-            "conversations": [ASK, EARLIER],
-            **{n: {"role": "assistant", "content": t} for n, t in PAIR.items()},
-        },
-        "the answer that ends `conversations` is no answer of the pair: it is not read",
-    ),
     "an unanswered history": (
         "causal-lm",
         {"prompt": "Zask", "completion": "Zsay", "history": [["Zq", None]]},

@@ -310,10 +310,9 @@ def test_a_column_that_cannot_be_found_is_asked_for(kinds: dict[str, str], says:
 
 
 def test_a_tokenizer_is_for_text(tmp_path: Path) -> None:
-    """A table with both is read as ids, unless a tokenizer is given; without text it has no effect."""
+    """A table with both is read as ids, unless a tokenizer is given."""
     tokenizer = byte_tokenizer(tmp_path / "t")
     both = write_parquet(tmp_path / "both.parquet", text=["he", "a", "b"], input_ids=[[1], [2], [0]])
-    ids = write_parquet(tmp_path / "ids.parquet", input_ids=[[1], [0]])
     rows, extra = prepared(make(both), tmp_path / "ids")
     assert rows["train"] == [[1, 4], [2, 4]]
     chosen = "the column input_ids holds the sequences (--text-column text takes another); not read: text"
@@ -324,11 +323,6 @@ def test_a_tokenizer_is_for_text(tmp_path: Path) -> None:
         "the column text holds the sequences (--sequence-column input_ids takes another); not read: input_ids"
     )
     assert chosen in extra["notes"]
-    _, extra = prepared(make(ids, tokenizer=tokenizer), tmp_path / "unused")
-    assert extra["notes"] == [
-        corpora.held_out_note(None),
-        f"--tokenizer {tokenizer} is not used: the data holds ids",
-    ]
 
 
 def bad_settings(folder: Path) -> dict[str, tuple[Sequences, str]]:

@@ -294,7 +294,7 @@ def test_a_read_is_tried_again_and_the_last_error_names_the_object(monkeypatch: 
 def test_a_store_that_fails_is_said_once_a_minute(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(store, "_failing", store.Failing())
+    monkeypatch.setattr(store, "_next_word", [0.0])
     for part in range(2):
         files = Failing(store.SAID_AFTER + 3, ConnectionResetError("reset by peer"))
         monkeypatch.setattr(store.Store, "_open", lambda *_, files=files: (files, "path"))

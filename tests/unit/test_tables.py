@@ -153,8 +153,8 @@ LOGS = {
 def test_a_table_of_interactions_loses_nothing(tmp_path: Path, case: str) -> None:
     name, content, options = LOGS[case]
     written(tmp_path, name, content)
-    written(tmp_path, "items.csv", "10;Dune\n11;Solaris\n")
-    extra, names = interactions(tmp_path, item_text="2", **options)
+    written(tmp_path, "items.csv", "id;title\n10;Dune\n11;Solaris\n")
+    extra, names = interactions(tmp_path, **options)
     assert (names["users"], names["items"], names["titles"]) == (
         ["1", "2"],
         ["10", "11"],
