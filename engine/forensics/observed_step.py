@@ -15,7 +15,7 @@ from isobatch.engine.loading.device_copies import to_tensors
 from isobatch.engine.runs.step_rows import LossAndNorm, StepRow, step_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import nn
 
@@ -61,17 +61,10 @@ class ObservedStep:
         return next((output for output in self.outputs if not output.is_finite), None)
 
 
-def observe_step(
-    replay: Replay,
-    window: Window,
-    alone: bool = True,
-    around: Callable[[nn.Module], contextlib.AbstractContextManager[None]] | None = None,
-    only: int | None = None,
-) -> ObservedStep:
+def observe_step(replay: Replay, window: Window, alone: bool = True) -> ObservedStep:
     """Redo a window and observe its last step, in this process, even where the run left that out.
 
-    `alone`: also compute each sample's losses by itself, or those of the sample `only`. `around(model)` is
-    entered for the observed step.
+    `alone`: also compute each sample's losses by itself.
     """
     session = replay.session
     left_out = session.left_out.get(window.phase, frozenset())
@@ -79,11 +72,9 @@ def observe_step(
     rows = (row for row in step_rows(replay.run.metrics) if row.place == (window.phase, window.stop))
     with session, replay.phase_at(window) as (active, _):
         for loaded in active.batches(window.start, window.stop):
-            if loaded.work.step + 1 < window.stop:
-                active.step(loaded)
-                continue
-            with around(active.strategy.unwrapped) if around else contextlib.nullcontext():
-                return observe_loaded(session, active, loaded, window, next(rows, None), alone, only)
+            if loaded.work.step + 1 == window.stop:
+                return _observe_loaded(session, active, loaded, window, next(rows, None), alone)
+            active.step(loaded)
     raise AssertionError("a window has at least one step")
 
 
@@ -116,19 +107,18 @@ def open_step(replay: Replay, window: Window, samples: Sequence[int] = ()) -> It
         yield StepParts(active.strategy.unwrapped, batch, step)
 
 
-def observe_loaded(
+def _observe_loaded(
     session: Session,
     active: ActivePhase,
     loaded: LoadedStep,
     window: Window,
     logged: StepRow | None,
     alone: bool,
-    only: int | None = None,
 ) -> ObservedStep:
     """Train on a loaded step, the last of a window, and observe it. `logged`: what the run logged of it."""
     model, task = active.strategy.unwrapped, session.task
     weights = {name: _figures(p) for name, p in model.named_parameters()}
-    losses_alone = active.stepper.losses_alone(loaded, only) if alone else []
+    losses_alone = active.stepper.losses_alone(loaded) if alone else []
     recorder = ModuleRecorder(len(loaded.work.samples), task.rows_per_sample)
     gradients: dict[str, float] = {}
     with recorder.hooked(model), _watching(task, recorder, gradients):

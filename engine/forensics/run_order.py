@@ -1,4 +1,4 @@
-"""The order in which a run takes its samples, from its folder alone; prepared data adds lengths and texts."""
+"""The order in which a run takes its samples, from its folder alone; prepared data adds the texts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,7 @@ import numpy as np
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
-from isobatch.core.plan import Plan
 from isobatch.data.base import Data, Source
-from isobatch.engine.loading.loader import training_budget
-from isobatch.engine.loading.microbatching import cut_batch
 from isobatch.engine.loading.sampler import Sampler, make_sampler
 from isobatch.engine.optimization.left_out import LeftOut, left_out_steps
 from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
@@ -50,8 +47,6 @@ class RunOrder:
     facts: Facts
     source: Source | None
     """The prepared training samples; None where they are not at hand."""
-    cohort: int
-    plan: Plan | None
     sampler: Sampler
     schedules: list[PhaseSchedule]
     counted: dict[str, int]
@@ -78,22 +73,6 @@ class RunOrder:
     def epoch_of(self, step: int) -> int:
         return (step - 1) // self.sampler.steps_per_epoch + 1
 
-    def places(self, step: int) -> tuple[np.ndarray, list[dict[str, int]]]:
-        """The samples of a step, and `rank` and `micro_batch` (from 1) where the plan's cut puts each; empty
-        without plan or lengths.
-        """
-        samples = self.sampler.batch(step - 1)
-        found: list[dict[str, int]] = [{} for _ in samples]
-        if self.source is None or self.plan is None:
-            return samples, found
-        lengths = self.source.lengths(samples)
-        cut = cut_batch(lengths, self.plan.processes, training_budget(self.plan), self.cohort)
-        for rank in range(self.plan.processes):
-            for number, micro in enumerate(cut.of_rank(rank), 1):
-                for position in micro.positions.tolist():
-                    found[position] = {"rank": rank, "micro_batch": number}
-        return samples, found
-
 
 def open_order(run: RunFolder, at_hand: bool) -> RunOrder:
     """A run's order. `at_hand`: whether its prepared data is on this machine. Raises UserError."""
@@ -109,10 +88,8 @@ def open_order(run: RunFolder, at_hand: bool) -> RunOrder:
         )
     sampler = make_sampler(recipe, source or CountedSource(facts, data), task.cohort)
     schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
-    plan = run.plan if run.has_plan else None
     counted = counted_steps(run, schedules)
-    left_out = left_out_steps(run)
-    return RunOrder(data, facts, source, task.cohort, plan, sampler, schedules, counted, left_out)
+    return RunOrder(data, facts, source, sampler, schedules, counted, left_out_steps(run))
 
 
 def counted_steps(run: RunFolder, schedules: Sequence[PhaseSchedule]) -> dict[str, int]:

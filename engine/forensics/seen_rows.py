@@ -12,10 +12,10 @@ from isobatch.core.errors import UserError
 from isobatch.data.base import ArraySource, Ragged
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from isobatch.data.base import Column, TextQuery
-    from isobatch.engine.forensics.run_order import RunOrder, Sighting
+    from isobatch.engine.forensics.run_order import RunOrder
     from isobatch.engine.optimization.schedule import PhaseSchedule
 
 TRAIN = "train"
@@ -39,7 +39,7 @@ def row_answers(order: RunOrder, rows: Sequence[int]) -> list[dict[str, Any]]:
             "split": TRAIN,
             "row": row,
             **_set_of(order, row),
-            "seen": list(_located(order, row, filter(order.is_counted, found[row]))),
+            "seen": [dataclasses.asdict(one) for one in found[row] if order.is_counted(one)],
             "later": [dataclasses.asdict(one) for one in found[row] if not order.is_counted(one)],
             "text": text,
         }
@@ -70,8 +70,7 @@ def text_answer(order: RunOrder, text: str) -> dict[str, Any]:
 def step_answer(order: RunOrder, step: int, phase: str | None) -> dict[str, Any]:
     """The rows of a step, in the recipe's order. Raises UserError."""
     schedule = _phase(order, step, phase)
-    samples, places = order.places(step)
-    rows = samples.tolist()
+    rows = order.sampler.batch(step - 1).tolist()
     left_out = step in order.left_out.get(schedule.name, ())
     return {
         "phase": schedule.name,
@@ -80,10 +79,7 @@ def step_answer(order: RunOrder, step: int, phase: str | None) -> dict[str, Any]
         "steps": schedule.steps,
         "counted": step <= order.counted[schedule.name] and not left_out,
         **({"left_out": True} if left_out else {}),
-        "rows": [
-            {"row": row, **place, "text": text}
-            for row, place, text in zip(rows, places, previews(order, rows), strict=True)
-        ],
+        "rows": [{"row": row, "text": text} for row, text in zip(rows, previews(order, rows), strict=True)],
     }
 
 
@@ -111,14 +107,6 @@ def _phase(order: RunOrder, step: int, phase: str | None) -> PhaseSchedule:
     if step > schedule.steps:
         raise UserError(f"--step {step}: phase {schedule.name} has the steps 1 to {schedule.steps}")
     return schedule
-
-
-def _located(order: RunOrder, row: int, sightings: Iterable[Sighting]) -> Iterator[dict[str, Any]]:
-    """The sightings with their places; of a row that a step holds twice, each time its own."""
-    for sighting in dict.fromkeys(sightings):
-        samples, places = order.places(sighting.step)
-        for position in np.flatnonzero(samples == row).tolist():
-            yield {**dataclasses.asdict(sighting), **places[position]}
 
 
 def _set_of(order: RunOrder, row: int) -> dict[str, Any]:

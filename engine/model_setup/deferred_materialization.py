@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing.weight_files import stored_tensors
 from isobatch.models import hub
 
@@ -154,9 +153,7 @@ def _late(kind: Any, place: Any, *args: Any, config: Any = None, dtype: Any = No
         return None
     if hasattr(config, "quantization_config") or (Path(place) / ADAPTER).exists():
         return None
-    try:
-        stored = stored_tensors(Path(place))
-    except UserError:  # of the hub, or no safetensors
+    if not (stored := stored_tensors(Path(place))):  # of the hub, or no safetensors
         return None
     noise = torch.get_rng_state()
     with init_empty_weights(include_buffers=False):

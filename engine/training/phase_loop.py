@@ -59,10 +59,6 @@ class PhaseLoop:
         self.saved_step = -1
         self.step_began = now()
         self.noise_checked = False
-        self.losses: list[float] = []
-        """Of the steps that this process trained."""
-        self.held_out: list[float] = []
-        """The monitored metric of the validation split, by its evaluations."""
         self._first_step = 0
         self._warm: tuple[int, float] | None = None
         """The step from which steps are timed for the time left, and the phase's seconds until then."""
@@ -289,7 +285,6 @@ class PhaseLoop:
         context, progress, schedule = self.context, self.progress, self.schedule
         context.peak_memory.observe("train")
         row = {**step_row(result, losses, norm, progress, schedule), **result.figures}
-        self.losses.append(row["loss"])
         if result.recorded:
             row |= context.task.step_figures(_recorded_arrays(result, values))
         row |= {"memory_bytes": context.peak_memory.bytes, **context.gpu_monitor.latest()}
@@ -319,8 +314,7 @@ class PhaseLoop:
         name, _ = self.context.task.best_metric
         stopping, step = self.early_stopping, self.progress.step
         metrics = self.context.measure("valid", self.context.recipe.eval_fraction, step)
-        self.held_out.append(monitored(metrics, name))
-        if stopping.update(metrics[name], step) and stopping.patience:
+        if stopping.update(monitored(metrics, name), step) and stopping.patience:
             self._log_decision("best checkpoint", metric=name, value=stopping.best)
             self._save()
         if stopping.should_stop:

@@ -163,11 +163,9 @@ class Stepper:
         positions = np.arange(len(host["index"]))
         return to_device(host, self.world.device), self.step_context(step, positions=positions, host=host)
 
-    def losses_alone(
-        self, loaded: LoadedStep, only: int | None = None
-    ) -> list[tuple[np.ndarray, dict[str, float]]]:
+    def losses_alone(self, loaded: LoadedStep) -> list[tuple[np.ndarray, dict[str, float]]]:
         """(places in the global batch, share of each loss of the step) of this rank's samples, or
-        cohorts, each computed alone; of one sample where `only` names it. Nothing that trains changes.
+        cohorts, each computed alone. Nothing that trains changes.
         """
         work, model, cohort = loaded.work, self.strategy.unwrapped, self.task.cohort
         found = []
@@ -175,8 +173,6 @@ class Stepper:
             for number, (micro, host) in enumerate(zip(work.micro_batches, loaded.batches, strict=True)):
                 for start in range(0, len(micro.positions), cohort):
                     rows = slice(start, start + cohort)
-                    if only is not None and only not in work.samples[micro.positions[rows]]:
-                        continue
                     part = {name: column[rows] for name, column in host.items()}
                     self._bind(work.step, part, number)
                     places = micro.positions[rows]

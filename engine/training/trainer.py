@@ -18,7 +18,6 @@ from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.distributed.liveness import Watchdog
 from isobatch.engine.model_setup.compile_model import passed_by, uncompiled
-from isobatch.engine.optimization.loss_trend import ending_remark
 from isobatch.engine.optimization.schedule import remarks, why_lengthened
 from isobatch.engine.registry import TASKS
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS, metrics_fields
@@ -169,8 +168,6 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
     context.stop_if_asked()
     if not held_out:
         context.console.say("no split is held out: nothing was measured")
-    else:  # where nothing is held out, a fall of the training loss tells nothing of new data
-        _say_if_too_short(context, loop, held_out.get("valid", {}))
     context.check_data()
     checked = context.checked_data()
     summary = context.summarize("done", "", held_out)
@@ -214,18 +211,6 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
         context.log.seal(**where)
         context.run.write_summary(summary)
     context.world.barrier()
-
-
-def _say_if_too_short(context: RunContext, loop: PhaseLoop, valid: dict[str, float]) -> None:
-    """A line where training ended too early, unless early stopping chose its end."""
-    if context.progress.step < loop.schedule.steps or loop.earlier_best_step():
-        return
-    name, direction = context.task.best_metric
-    sign = 1 if direction == "min" else -1
-    evaluations = [sign * v for v in (*loop.held_out, *([valid[name]] if name in valid else []))]
-    folder, schedules = str(context.run.folder), context.session.schedules
-    if remark := ending_remark(context.recipe, schedules, loop.losses, evaluations, folder):
-        context.console.say(remark)
 
 
 def _refuse_nonfinite_weights(context: RunContext, strategy: Strategy) -> None:

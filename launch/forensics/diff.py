@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import atomic_files
@@ -15,7 +14,7 @@ from isobatch.core.terminal.status import doing
 from isobatch.engine.forensics.compare_logs import EXACT_FLOOR, compare_logs
 from isobatch.engine.runs.step_rows import step_rows
 from isobatch.engine.verification.tolerance import TOLERANCE, rounding_tolerance
-from isobatch.launch.forensics.diff_text import lines_of, verdict_of, weights_verdict
+from isobatch.launch.forensics.diff_text import lines_of, verdict_of
 from isobatch.launch.forensics.parted import parted_samples, parted_step
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.runs.step_rows import LossAndNorm
 
-RECIPE_FILE = "recipe.json"
-"""What makes a folder a run."""
 PLAN = (
     *("device", "processes", "strategy", "precision", "attention", "compile", "pack", "pad_multiple"),
     *("micro_batch_samples", "micro_batch_tokens", "activation_checkpointing", "reduction"),
@@ -49,34 +46,16 @@ class DiffOptions(TrustOptions):
 def diff(words: Sequence[str]) -> int:
     """Usage: diff RUN RUN [--level step|module|sample] [--json]: where two runs part, and why.
 
-    A checkpoint of ours, or a folder of weights of transformers or its Trainer, in place of a run: only the
-    weights are compared. Exit code 0 where only the order of float sums differs, 3 at a true difference.
+    Exit code 0 where only the order of float sums differs, 3 at a true difference.
     """
     positional, flags = split_words(words)
     if len(positional) != 2:
         raise UserError("diff: give two runs, as in: diff runs/a runs/b (`compare` takes more)")
     options = command_options(flags, DiffOptions, "diff")
-    if any(Path(place).exists() and not (Path(place) / RECIPE_FILE).exists() for place in positional):
-        found = diff_weights(*map(Path, positional))
-    else:
-        one, other = (open_run(place, options.trust) for place in positional)
-        found = diff_runs(one, other, options.level)
+    one, other = (open_run(place, options.trust) for place in positional)
+    found = diff_runs(one, other, options.level)
     print(atomic_files.json_text(found) if options.json else printable("\n".join(lines_of(found))))
     return DONE if found["equal"] else FAILED
-
-
-def diff_weights(one: Path, other: Path) -> dict[str, Any]:
-    """The answer of --json where one is no run: its weights, and of a run those that it exported.
-
-    Raises UserError where a place holds no weights.
-    """
-    from isobatch.engine.checkpointing.weight_files import compare_weight_files, open_weights
-
-    doing("comparing the weights")
-    places = [_weights_of(place) for place in (one, other)]
-    parted = compare_weight_files(*map(open_weights, places))
-    found = {"runs": list(map(str, places)), "weights": parted.to_dict()}
-    return {**found, "verdict": weights_verdict(parted), "equal": parted.equal}
 
 
 def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[str, Any]:
@@ -119,15 +98,6 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, lis
     """Name -> both values, where they differ; None where one has none."""
     names = dict.fromkeys([*one, *other])
     return {n: [one.get(n), other.get(n)] for n in names if one.get(n) != other.get(n)}
-
-
-def _weights_of(place: Path) -> Path:
-    """Of a run its export, or its newest checkpoint; else the place itself."""
-    if not (place / RECIPE_FILE).exists():
-        return place
-    if (place / "final").is_dir():
-        return place / "final"
-    return max(place.glob("checkpoints/*-*"), key=lambda path: path.stat().st_mtime, default=place)
 
 
 def _versions(run: RunFolder) -> dict[str, Any]:

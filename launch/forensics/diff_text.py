@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.launch.report.tables import in_words, text_table
-
-if TYPE_CHECKING:
-    from isobatch.engine.checkpointing.weight_files import WeightsDifference
 
 NAMES = ("A", "B")
 ORDERING = ("seed", "batch_size", "data", "train_fraction", "group_by_length", "mix")
@@ -24,37 +21,12 @@ Answer = dict[str, Any]
 def lines_of(found: Answer) -> list[str]:
     """The runs, what their recipes, plans and versions differ in, what was found, and the verdict."""
     lines = [f"{name}: {place}" for name, place in zip(NAMES, found["runs"], strict=True)]
-    if "weights" in found:
-        rows = [[name, f"{difference:.2g}"] for name, difference in found["weights"]["largest"]]
-        lines += ["", text_table([["differs most", "of its norm"], *rows], 110)] if rows else []
-        return [*lines, "", found["verdict"]]
     differs = [item for part in ("recipe", "plan", "versions") for item in found[part].items()]
     rows = [[in_words(name), *map(_text, values)] for name, values in differs]
     lines += ["", text_table([["what differs", *NAMES], *rows], 110)] if rows else []
     why_not = found.get("step", {}).get("why_not")
     lines += ["", f"the step was not redone: {why_not}"] if why_not else []
     return [*lines, "", found["verdict"]]
-
-
-def weights_verdict(found: WeightsDifference) -> str:
-    """The sentence on the weights of two places, one of which is no run."""
-    if not found.tensors:
-        return "they have no tensor in common: nothing can be said"
-    of = f"of {found.tensors:,} tensors {found.same:,} are the same bit for bit"
-    said = [f"{name} alone has {_some(own)}" for name, own in zip(NAMES, found.alone, strict=True) if own]
-    said += [f"another shape have {_some(found.shapes)}"] if found.shapes else []
-    if found.differs:
-        said.append(f"they differ by {found.difference:.2g} of their norm, most in {found.largest[0][0]}")
-    if said:
-        return f"the weights are not the same: {'; '.join(said)}; {of}"
-    if found.same == found.tensors:
-        return f"the same bit for bit in all {found.tensors:,} tensors"
-    return f"only rounding differs: by {found.difference:.1g} of the weights' norm; {of}"
-
-
-def _some(names: list[str], most: int = 3) -> str:
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _text(value: Any) -> str:

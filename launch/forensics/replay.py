@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import bdb
-import contextlib
 import math
-import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,9 +11,8 @@ import numpy as np
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import printable
-from isobatch.core.number_ranges import Count, Positive
+from isobatch.core.number_ranges import Positive
 from isobatch.core.terminal.status import doing
 from isobatch.engine.forensics.seen_rows import shortened
 from isobatch.engine.registry import workload_of
@@ -28,9 +23,8 @@ from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run
 from isobatch.launch.report.tables import text_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from torch import nn
+    import contextlib
+    from collections.abc import Sequence
 
     from isobatch.engine.forensics.observed_step import ObservedStep, StepParts
     from isobatch.engine.runs.run_folder import RunFolder
@@ -51,10 +45,6 @@ class ReplayOptions(TrustOptions):
     """The step, from 1, as metrics.jsonl counts it; by default the last that was logged."""
     phase: str | None = None
     """Its phase, where the recipe has several; by default that of the last logged step."""
-    sample: Count | None = None
-    """Only this sample of the step, by its number."""
-    break_: str | None = None
-    """Stop in Python's debugger where this module begins, by its name in the model."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """By default that of the run, where this machine has it."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
@@ -68,7 +58,7 @@ class ReplayOptions(TrustOptions):
 
 
 def replay(words: Sequence[str]) -> int:
-    """Usage: replay RUN [--step N] [--phase NAME] [--sample I] [--break MODULE] [--precision fp32] [--json]
+    """Usage: replay RUN [--step N] [--phase NAME] [--precision fp32] [--json]
 
     Goes from the nearest kept checkpoint to the step, with the batches, the noise and the rates of the run,
     in one process, and shows the losses by sample, the first module with a NaN, and the largest gradients.
@@ -78,11 +68,8 @@ def replay(words: Sequence[str]) -> int:
         raise UserError("replay: give the folder of one run, as in: replay RUN --step 120")
     options = command_options(flags, ReplayOptions, "replay")
     run = open_run(positional[0], options.trust)
-    try:
-        seen = replay_step(run, options)
-    except bdb.BdbQuit:  # the user's own end of the debugger
-        return 0
-    found = atomic_files.json_text(as_json(seen)) if options.json else text_of(seen, run, options.sample)
+    seen = replay_step(run, options)
+    found = atomic_files.json_text(as_json(seen)) if options.json else text_of(seen, run)
     print(found if options.json else printable(found))
     return 0
 
@@ -91,15 +78,7 @@ def replay_step(run: RunFolder, options: ReplayOptions) -> ObservedStep:
     """Redo one step of a run as the flags say. Raises UserError."""
     from isobatch.engine.forensics.observed_step import observe_step
 
-    replayed, window = _open(run, options)
-    breaking = partial(_breaking, name=options.break_) if options.break_ else None
-    seen = observe_step(replayed, window, around=breaking, only=options.sample)
-    if options.sample is not None and options.sample not in seen.samples:
-        raise UserError(
-            f"--sample {options.sample}: is not in step {window.stop}; `isobatch seen {run.folder} --sample"
-            f" {options.sample}` says which steps saw it"
-        )
-    return seen
+    return observe_step(*_open(run, options))
 
 
 def replay_parts(
@@ -134,28 +113,7 @@ def _open(run: RunFolder, options: ReplayOptions) -> tuple[Replay, Window]:
     return replayed, window_to(run, replayed.session.phases, phase, step)
 
 
-@contextlib.contextmanager
-def _breaking(model: nn.Module, name: str) -> Iterator[None]:
-    """Stop in the debugger before the module's forward passes."""
-    modules = dict(model.named_modules())
-    if name not in modules:
-        known = [known for known in modules if known]
-        raise UserError(f"--break {name}: the model has no such module{nearest_hint(name, known)}")
-
-    if sys.stdin is None or sys.stdin.closed:
-        raise UserError(f"--break {name}: the debugger reads from standard input, and it is closed")
-
-    def stop(_module: nn.Module, _inputs: Any) -> None:
-        breakpoint()  # _module and _inputs are here; `up` leads to who calls it
-
-    handle = modules[name].register_forward_pre_hook(stop)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def text_of(seen: ObservedStep, run: RunFolder, sample: int | None = None) -> str:
+def text_of(seen: ObservedStep, run: RunFolder) -> str:
     """What a person reads of a step."""
     logged: Sequence[float | None] = seen.logged.figures if seen.logged else (None, None)
     lines = [
@@ -167,27 +125,23 @@ def text_of(seen: ObservedStep, run: RunFolder, sample: int | None = None) -> st
         samples = seen.samples[~np.isfinite(bad.norms)] if len(bad.norms) > 1 else ()
         which = f", in samples {', '.join(map(str, samples[:SHOWN]))}" if len(samples) else ""
         lines.append(f"the first output with a NaN or an infinity: {bad.module} ({bad.direction}){which}")
-    modules = _module_rows(seen, sample)
-    of_whom = "the step" if sample is None else f"sample {sample}"
-    lines += ["", f"norms in {of_whom}, in the order of the forward pass:"]
+    modules = _module_rows(seen)
+    lines += ["", "norms in the step, in the order of the forward pass:"]
     lines.append(text_table([["module", "output", "its gradient"], *modules[:MODULES]], 110))
     lines += [f"and {len(modules) - MODULES:,} more (--json)"] if len(modules) > MODULES else []
     lines += ["", "losses of samples computed alone, as their share of the step:"]
-    lines.append(text_table([["sample", "loss", "text"], *_sample_rows(seen, run, sample)], 110))
+    lines.append(text_table([["sample", "loss", "text"], *_sample_rows(seen, run)], 110))
     largest = sorted(seen.gradients.items(), key=lambda item: -item[1])[:SHOWN]
     lines += ["", "the largest gradients:"]
     lines.append(text_table([["parameter", "norm"], *([name, f"{norm:.4g}"] for name, norm in largest)], 110))
     return "\n".join(lines)
 
 
-def _module_rows(seen: ObservedStep, sample: int | None) -> list[list[str]]:
-    """The norm of what each module computed, of the whole batch or of one sample, and of its gradient."""
-    whose = np.flatnonzero(seen.samples == sample) if sample is not None else slice(None)
+def _module_rows(seen: ObservedStep) -> list[list[str]]:
+    """The norm of what each module computed, of the whole batch, and of its gradient."""
     found: dict[str, dict[str, str]] = {}
     for output in seen.outputs:
-        known = sample is None or len(output.norms) == len(seen.samples)
-        norm = f"{np.linalg.norm(output.norms[whose]):.4g}" if known else ""
-        found.setdefault(output.module, {})[output.direction] = norm
+        found.setdefault(output.module, {})[output.direction] = f"{np.linalg.norm(output.norms):.4g}"
     return [[name, of.get("forward", ""), of.get("backward", "")] for name, of in found.items()]
 
 
@@ -197,11 +151,9 @@ def _beside(logged: float | None, found: float) -> str:
     return f"{found:.6g} (logged {logged:.6g}, differs by {abs(found - logged):.1g})"
 
 
-def _sample_rows(seen: ObservedStep, run: RunFolder, sample: int | None) -> list[list[str]]:
-    """The samples with the largest losses, or the one asked for, each with the beginning of its text."""
+def _sample_rows(seen: ObservedStep, run: RunFolder) -> list[list[str]]:
+    """The samples with the largest losses, each with the beginning of its text."""
     rows = [(seen.samples[places], sum(losses.values())) for places, losses in seen.alone]
-    if sample is not None:
-        rows = [(numbers, loss) for numbers, loss in rows if sample in numbers]
     rows = sorted(rows, key=lambda row: -np.nan_to_num(row[1], nan=np.inf))[:SHOWN]
     _, data = workload_of(run.recipe).make(run.recipe)
     source = data.open(Path(run.facts.folder), "train")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
@@ -25,7 +24,7 @@ SHOWN = 20
 """Most rows, and most steps of a row, that are written out; --json has all."""
 SHOWN_LATER = 3
 """The same for steps that the run has not made."""
-QUESTIONS = ("sample", "text", "file", "step")
+QUESTIONS = ("sample", "text", "step")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +35,6 @@ class SeenOptions(TrustOptions):
     """A row of the training data as it was prepared; the first is 0."""
     text: str | None = None
     """A text: the rows that hold it, token by token. Of a recommender USER or USER,ITEM."""
-    file: str | None = None
-    """A text file whose content is looked for in this way."""
     step: Positive | None = None
     """A step, of which the rows are listed; the first is 1."""
     phase: str | None = None
@@ -51,7 +48,7 @@ class SeenOptions(TrustOptions):
         check_fields(self)
         asked = [f"--{name}" for name in QUESTIONS if getattr(self, name) is not None]
         if not asked:
-            raise UserError("seen: what shall be looked for? Give one of --sample, --text, --file or --step")
+            raise UserError("seen: what shall be looked for? Give one of --sample, --text or --step")
         if len(asked) > 1:
             raise UserError(f"{' and '.join(asked)} are {len(asked)} questions: give one of them")
         if self.phase is not None and self.step is None:
@@ -59,7 +56,7 @@ class SeenOptions(TrustOptions):
 
 
 def seen(words: Sequence[str]) -> int:
-    """Usage: seen RUN --sample 1204 | --text "..." | --file text.txt | --step 120 [--phase NAME]
+    """Usage: seen RUN --sample 1204 | --text "..." | --step 120 [--phase NAME]
     [--data PATH] [--json]
 
     Rows are numbered as they were prepared, from 0; steps from 1.
@@ -83,8 +80,7 @@ def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
     from isobatch.engine.forensics import seen_rows
     from isobatch.engine.forensics.run_order import needs_data, open_order
 
-    text = _text(options)
-    if options.data is not None or text is not None or needs_data(run.recipe):
+    if options.data is not None or options.text is not None or needs_data(run.recipe):
         doing("looking for the data")
         locate_data(run, run.recipe, options.data)
     order = open_order(run, is_prepared(run))
@@ -95,7 +91,7 @@ def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
         found = {"rows": seen_rows.row_answers(order, [options.sample])}
     else:
         doing("looking for the text")
-        found = seen_rows.text_answer(order, text or "")
+        found = seen_rows.text_answer(order, options.text or "")
     return {
         "run": str(run.folder),
         "status": run.status(),
@@ -107,19 +103,6 @@ def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
     }
 
 
-def _text(options: SeenOptions) -> str | None:
-    """The text that is looked for, if it is a text. Raises UserError."""
-    if options.file is None:
-        return options.text
-    path = Path(options.file).expanduser()
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--file {path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"--file {path}: is no text in UTF-8: give a text file, or --text") from None
-
-
 def lines(answer: Mapping[str, Any]) -> Iterator[str]:
     """What a user reads."""
     if "rows_of_step" in answer:
@@ -129,7 +112,7 @@ def lines(answer: Mapping[str, Any]) -> Iterator[str]:
     else:
         yield from _row_lines(answer["rows"][0], answer)
     if not answer["data_at_hand"]:
-        yield "the prepared data is not on this machine, which says texts and micro-batches (--data PATH)"
+        yield "the prepared data is not on this machine, which says texts (--data PATH)"
 
 
 def _text_lines(answer: Mapping[str, Any]) -> Iterator[str]:
@@ -184,21 +167,16 @@ def _step_lines(step: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[
     yield f"step {step['step']:,}{phase} (epoch {step['epoch']}) {held} {_count(len(rows), 'row')}:"
     for row in rows:
         text = "" if row["text"] is None else f"  {row['text']}"
-        yield f"  {row['row']:,}{_place(row, '  ')}{text}"
+        yield f"  {row['row']:,}{text}"
 
 
 def _steps(sightings: Sequence[Mapping[str, Any]], several_phases: bool, most: int = SHOWN) -> str:
     shown = [
-        f"{one['phase'] + ' ' if several_phases else ''}step {one['step']:,}"
-        f" (epoch {one['epoch']}{_place(one, ', ')})"
+        f"{one['phase'] + ' ' if several_phases else ''}step {one['step']:,} (epoch {one['epoch']})"
         for one in sightings[:most]
     ]
     more = len(sightings) - most
     return ", ".join(shown) + (f" and {more:,} more (--json has all)" if more > 0 else "")
-
-
-def _place(one: Mapping[str, Any], before: str) -> str:
-    return f"{before}micro-batch {one['micro_batch']} of rank {one['rank']}" if "rank" in one else ""
 
 
 def _progress(answer: Mapping[str, Any]) -> str:

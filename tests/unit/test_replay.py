@@ -100,8 +100,6 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "no run": ([], "give the folder of one run"),
     "too far": (["--step", "99"], "--step 99: train has 12 steps"),
     "no such phase": (["--phase", "training", "--step", "1"], "--phase training: this recipe has train"),
-    "no such module": (["--step", "1", "--break", "iner"], "did you mean inner"),
-    "another step's sample": (["--step", "1", "--sample", "64"], "isobatch seen"),
 }
 
 
@@ -113,31 +111,16 @@ def test_a_wrong_question_is_one_line(case: str, run: RunFolder) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_a_debugger_without_standard_input_is_one_line(
-    run: RunFolder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(UserError, match="--break inner: the debugger"):
-        command.replay([str(run.folder), "--step", "1", "--break", "inner"])
-
-
-def test_the_text_has_the_norms_of_modules_for_the_step_and_for_a_sample(
+def test_the_text_has_the_norms_of_modules(
     run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = replay_step(run, ReplayOptions(step=5))
-    sample = int(seen.samples[3])
-    output, gradient = (
-        next(o for o in seen.outputs if (o.module, o.direction) == ("norm", way)) for way in WAYS
-    )
-    for words, norms in (
-        ([], (np.linalg.norm(output.norms), np.linalg.norm(gradient.norms))),
-        (["--sample", str(sample)], (output.norms[3], gradient.norms[3])),
-    ):
-        assert command.replay([str(run.folder), "--step", "5", *words]) == 0
-        said = capsys.readouterr().out
-        (line,) = [line.split() for line in said.splitlines() if line.split()[:1] == ["norm"]]
-        assert [float(word) for word in line[1:]] == pytest.approx(norms, rel=1e-3)
-    assert len(replay_step(run, ReplayOptions(step=5, sample=sample)).alone) == 1
+    outputs = [next(o for o in seen.outputs if (o.module, o.direction) == ("norm", way)) for way in WAYS]
+    assert command.replay([str(run.folder), "--step", "5"]) == 0
+    said = capsys.readouterr().out
+    (line,) = [line.split() for line in said.splitlines() if line.split()[:1] == ["norm"]]
+    norms = [np.linalg.norm(output.norms) for output in outputs]
+    assert [float(word) for word in line[1:]] == pytest.approx(norms, rel=1e-3)
     monkeypatch.setattr(command, "MODULES", 2)
     assert f"and {len(seen.outputs) // 2 - 2} more (--json)" in command.text_of(seen, run)
 

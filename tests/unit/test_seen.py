@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.data.base import Ragged, TextQuery
-from isobatch.engine.forensics.run_order import RunOrder, open_order
+from isobatch.engine.forensics.run_order import open_order
 from isobatch.engine.forensics.seen_rows import find_rows, row_answers, step_answer, text_answer
 from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.prepare import prepare
@@ -90,15 +89,13 @@ def consumed(run: RunFolder) -> dict[int, list[dict[str, Any]]]:
     for schedule in schedules_of(run):
         for step in range(schedule.steps):
             here = []
-            for rank, loader in enumerate(loaders):
+            for loader in loaders:
                 work = loader.plan_step(step)
-                for number, micro in enumerate(work.micro_batches, 1):
-                    here += [(position, rank, number) for position in micro.positions.tolist()]
-            assert [position for position, _, _ in sorted(here)] == list(range(len(work.samples)))
+                here += [position for micro in work.micro_batches for position in micro.positions.tolist()]
+            assert sorted(here) == list(range(len(work.samples)))
             where = {"phase": schedule.name, "step": step + 1, "epoch": step // schedule.steps_per_epoch + 1}
-            for position, rank, number in sorted(here):
-                place = {"rank": rank, "micro_batch": number}
-                found[int(work.samples[position])].append({**where, **place})
+            for position in here:
+                found[int(work.samples[position])].append(where)
     return found
 
 
@@ -108,16 +105,9 @@ def assert_agrees(run: RunFolder) -> None:
     rows = np.random.default_rng(0).permutation(order.sampler.count)[:SAMPLES].tolist()
     assert any(expected[row] for row in rows)
     order = dataclasses.replace(order, data=_Silent())  # the texts are tried below
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RunOrder, "places", functools.cache(RunOrder.places))  # a step is cut once
-        answers = row_answers(order, rows)
-    for row, answer in zip(rows, answers, strict=True):
-        without_place = [{k: one[k] for k in ("phase", "step", "epoch")} for one in expected[row]]
-        counted = [one["step"] <= order.counted[one["phase"]] for one in expected[row]]
-        assert answer["seen"] == [one for one, is_done in zip(expected[row], counted, strict=True) if is_done]
-        assert answer["later"] == [
-            one for one, is_done in zip(without_place, counted, strict=True) if not is_done
-        ]
+    for row, answer in zip(rows, row_answers(order, rows), strict=True):
+        assert answer["seen"] == [one for one in expected[row] if one["step"] <= order.counted[one["phase"]]]
+        assert answer["later"] == [one for one in expected[row] if one["step"] > order.counted[one["phase"]]]
     last = order.schedules[-1]
     for step in (1, last.steps):
         answer = step_answer(order, step, last.name)
@@ -190,16 +180,13 @@ def test_of_a_mixture_with_shares(tmp_path: Path, mixture: str, like: bool, frac
     assert "Say 7." in answer["text"]
 
 
-def test_without_the_data_the_steps_are_known_and_the_micro_batches_are_not(
-    tmp_path: Path, mixture: str
-) -> None:
+def test_without_the_data_the_steps_are_known_and_the_texts_are_not(tmp_path: Path, mixture: str) -> None:
     values = {"data": mixture, "mix": (0.5, 0.2, 0.3)}
     run = make_run(tmp_path / "run", "causal-lm", passes=2.5, **SMALL_LM, **values)
     there, gone = open_order(run, at_hand=True), open_order(run, at_hand=False)
     rows = list(range(0, there.sampler.count, 17))
     for known, found in zip(row_answers(there, rows), row_answers(gone, rows), strict=True):
-        steps = [{k: one[k] for k in ("phase", "step", "epoch")} for one in known["seen"]]
-        assert found["seen"] == steps
+        assert found["seen"] == known["seen"]
         assert found["text"] is None
 
 
@@ -341,13 +328,12 @@ def test_tokens_are_found_over_the_borders_of_chunks(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ({}, "what shall be looked for? Give one of --sample, --text, --file or --step"),
+        ({}, "what shall be looked for? Give one of --sample, --text or --step"),
         ({"sample": 1, "step": 2}, "--sample and --step are 2 questions: give one of them"),
         ({"sample": 1, "phase": "train"}, "--phase train: belongs to --step"),
         ({"sample": 93}, "--sample 93: the training data has 93 rows, numbered 0 to 92"),
         ({"step": 9}, "--step 9: phase train has the steps 1 to 8"),
         ({"step": 1, "phase": "qat"}, "--phase qat: this run's phases are train"),
-        ({"file": "nowhere.txt"}, "--file nowhere.txt: cannot be read"),
     ],
 )
 def test_a_wrong_question_is_one_line(words: dict[str, Any], answer: str, tmp_path: Path) -> None:
@@ -395,21 +381,15 @@ def test_what_a_user_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     row = int(order.sampler.batch(0)[0])
     assert seen([str(run.folder), "--sample", str(row)]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
-    (answer,) = row_answers(order, [row])
-    place = answer["seen"][0]
-    times = len(answer["seen"])
-    assert first.startswith(
-        f"row {row:,} was seen {times} time{'s' * (times > 1)}: step 1 (epoch 1, micro-batch"
-        f" {place['micro_batch']} of rank {place['rank']})"
-    )
+    times = len(row_answers(order, [row])[0]["seen"])
+    assert first.startswith(f"row {row:,} was seen {times} time{'s' * (times > 1)}: step 1 (epoch 1)")
     assert f"still to come (unfinished after step {order.counted['train']} of" in rest[0]
     assert f"row {row:,} of the training data as prepared" in rest[1]
     assert seen([str(run.folder), "--step", "1", "--json"]) == 0
     step = json.loads(capsys.readouterr().out)["rows_of_step"]
     assert [one["row"] for one in step["rows"]] == order.sampler.batch(0).tolist()
     assert step["counted"]
-    (tmp_path / "text.txt").write_text("nothing of the kind")
-    assert seen([str(run.folder), "--file", str(tmp_path / "text.txt")]) == 0
+    assert seen([str(run.folder), "--text", "nothing of the kind"]) == 0
     assert capsys.readouterr().out.startswith("no row of the prepared data is exactly this text")
 
 
