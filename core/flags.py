@@ -23,9 +23,6 @@ from typing import Any, Literal
 
 from isobatch.core.errors import UserError
 
-if typing.TYPE_CHECKING:
-    from pathlib import Path
-
 T = typing.TypeVar("T")
 
 
@@ -344,13 +341,6 @@ def nearest_hint(word: str, valid: Iterable[str]) -> str:
     """A hint naming the closest valid word; nothing where none is like it, as a wrong hint misleads."""
     found = nearest(word, valid)
     return f" (did you mean {found}?)" if found else ""
-
-
-def nearest_path_hint(path: Path) -> str:
-    """A hint naming the file or folder beside this one whose name is most like it, without regard to case."""
-    names = {p.name.lower(): p for p in path.parent.iterdir()} if path.parent.is_dir() else {}
-    close = difflib.get_close_matches(path.name.lower(), names, n=1)
-    return f" (did you mean {names[close[0]]}?)" if close else ""
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.machinery
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -23,27 +22,14 @@ LOOPBACK_SCRIPT = ROOT / "launch" / "loopback.py"
 CACHE = "ISOBATCH_CACHE"
 """Environment variable with the folder of prepared data."""
 
-TYPED_VARIABLE = "ISOBATCH_TYPED"
-"""How the user calls this program, for its child processes; `launch/__main__.py` sets it."""
-
 GO_ON_VARIABLE = "ISOBATCH_GO_ON"
 """What goes on with a stopped run where `resume` is not it: a stage of a chain, whose command sets this."""
-
-
-_COMMANDS = "audit|auto|cancel|diff|doctor|logs|plan|receipt|replay|resume|runs|seen|submit|verify"
-_SUGGESTED = re.compile(rf"(?<![\w./-])isobatch (?=(?:{_COMMANDS})\b)")
-"""The beginning of a command in a hint."""
 
 
 def cache_folder() -> Path:
     """Where prepared data is kept: $ISOBATCH_CACHE, else the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(CACHE) or Path(base) / "isobatch")
-
-
-def as_typed(text: str) -> str:
-    """A text for the user, with its commands in the form that was typed: `python -m launch resume RUN`."""
-    return _SUGGESTED.sub(os.environ.get(TYPED_VARIABLE, "isobatch") + " ", text)
 
 
 def way_to_go_on(run: Path) -> str:

@@ -15,7 +15,6 @@ import numpy as np
 from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
-from isobatch.core.flags import nearest_path_hint
 from isobatch.data import readers
 from isobatch.data.readers import LocatedRows
 
@@ -27,12 +26,11 @@ if TYPE_CHECKING:
 
 def require_dataset(name: str) -> None:
     """Raise UserError unless the data set `name` is in a cache, or the hub can be reached."""
-    close = nearest_path_hint(Path(name).expanduser())
     if not hub_cache.is_id(name):
-        raise UserError(f"--data {name}: there is no such file or folder{close}")
+        raise UserError(f"--data {name}: there is no such file or folder")
     if not is_cached_dataset(name) and not hub_cache.is_reachable():
         raise UserError(
-            f"--data {name}: there is no such file or folder{close}; as a hub id it is not in the cache"
+            f"--data {name}: there is no such file or folder; as a hub id it is not in the cache"
             f" {hub_cache.cache_home()}, and the hub cannot be reached: give a folder, set HF_HOME to a cache"
             " that holds it, or run `prepare` on a machine with internet"
         )

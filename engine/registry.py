@@ -89,12 +89,6 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.f
 """Field of a recipe -> its common default."""
 CHAINS = {"compress": ("classifier", "pruning", "qat")}
 """Names of sequences of tasks that `auto` runs one after the other."""
-ELSEWHERE = {
-    **dict.fromkeys(("text-classification", "sequence-classification", "sentiment-analysis"), "classifier"),
-    **dict.fromkeys(("text-generation", "sft", "clm", "language-modeling"), "causal-lm"),
-    **dict.fromkeys(("recommendation", "recsys", "collaborative-filtering"), "recommender"),
-}
-"""What other tools call a task -> its name here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +147,7 @@ class Workload:
         recipe = Recipe(**{**common, "task": self.name, "options": written})
         consent.allow_typed(recipe)
         recipe, left_out = self._without_unread(recipe, asked)
-        return recipe, [*notes, *self._fast_notes(asked, left_out), *filter(None, left_out.values())]
+        return recipe, [*notes, *self._fast_notes(asked, left_out)]
 
     def unread(self, recipe: Recipe, task: Task, data: Data) -> dict[str, str]:
         """Fields that change nothing and have another value than the common default -> why they do not.
@@ -183,21 +177,15 @@ class Workload:
         found = {**task.unread(), **said}
         return {name: why for name, why in found.items() if getattr(recipe, name) != DEFAULTS[name]}
 
-    def _without_unread(self, recipe: Recipe, asked: Mapping[str, Any]) -> tuple[Recipe, dict[str, str]]:
-        """The recipe without values that change nothing, and a note on each of its preset's.
-
-        Raises UserError where the user gave one.
+    def _without_unread(self, recipe: Recipe, asked: Mapping[str, Any]) -> tuple[Recipe, Collection[str]]:
+        """The recipe without values that change nothing, and their fields. Raises UserError where the user
+        gave one.
         """
         unread = self.unread(recipe, *self.make(recipe))
-        preset = self.task.presets.get(recipe.preset or "", {})
-        notes = dict.fromkeys(unread, "")
-        for name, why in unread.items():
+        for name in unread.keys() & asked.keys():
             typed = f"{spelling(name)} {value_text(getattr(recipe, name))}"
-            if name in asked:
-                raise UserError(f"{typed}: {why}; leave it out")
-            if name in preset:
-                notes[name] = f"{typed} of --preset {recipe.preset} is left out: {why}"
-        return dataclasses.replace(recipe, **{name: DEFAULTS[name] for name in unread}), notes
+            raise UserError(f"{typed}: {unread[name]}; leave it out")
+        return dataclasses.replace(recipe, **{name: DEFAULTS[name] for name in unread}), unread
 
     def _fast_notes(self, asked: Mapping[str, Any], left_out: Collection[str]) -> list[str]:
         if asked.get("mode") != "fast":
@@ -288,8 +276,7 @@ def workload(name: str) -> Workload:
         )
     if key not in TASKS:
         valid = [*TASKS, *CHAINS]
-        meant = ELSEWHERE.get(key)
-        hint = f", {meant} here" if meant else nearest_hint(key, valid)
+        hint = nearest_hint(key, valid)
         raise UserError(
             f"--task {name}: there is no such task{hint}; valid: {', '.join(valid)}, or ./file.py:Class"
         )

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import BUG, INTERRUPTED, STOPPED, WRONG_INPUT, UserCodeError, UserError
 from isobatch.core.measures import printable
-from isobatch.core.package import as_typed
 from isobatch.core.terminal.status import doing, start_status, stopped_status
 from isobatch.engine.distributed.device_memory import allocator_settings
 from isobatch.engine.distributed.stop_signals import TerminatedError, end_early_on_signals
@@ -143,8 +142,6 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if words is None else words)
     if isinstance(sys.stdout, io.TextIOWrapper):  # where the locale is ASCII, as LC_ALL=C may be
         sys.stdout.reconfigure(errors="backslashreplace")
-    if unread := next((word for word in arguments if not _is_text(word)), None):
-        return _print_error(f"{unread}: this locale cannot read it; set LC_ALL=C.UTF-8")
     os.environ.setdefault("ISOBATCH_STARTED", str(time.time()))
     for name, value in {**BEFORE_TORCH, "TRANSFORMERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
@@ -201,11 +198,6 @@ def _no_command(word: str) -> str:
     return f"there is no command {word!r}{nearest_hint(word, [*COMMANDS, *ALIASES])}; see --help"
 
 
-def _is_text(word: str) -> bool:
-    """Whether Python could decode a word's bytes."""
-    return not any("\ud800" <= c <= "\udfff" for c in word)
-
-
 def usage() -> str:
     """The text of --help."""
     return USAGE.format(commands="\n".join(f"  {name:<19}{found.help}" for name, found in COMMANDS.items()))
@@ -247,7 +239,7 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
 
 
 def _print_error(message: str, code: int = WRONG_INPUT) -> int:
-    print(printable(as_typed(f"isobatch: {' '.join(message.split())}")), file=sys.stderr)
+    print(printable(f"isobatch: {' '.join(message.split())}"), file=sys.stderr)
     return code
 
 

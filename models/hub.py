@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import IsobatchError, UserError
-from isobatch.core.flags import nearest_hint, nearest_path_hint
+from isobatch.core.flags import nearest_hint
 from isobatch.core.hub_cache import explain_hub_error
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ def check_model(
         check_folder(folder, tokenizer)
         return load_config(name, None)
     if not is_id(name):
-        hint = nearest_hint(name, presets) or nearest_path_hint(folder)
+        hint = nearest_hint(name, presets)
         raise UserError(
             f"{flag} {name}: is no preset{hint}, folder or hub id (owner/name, such as"
             f" openai-community/gpt2); presets: {', '.join(presets)}"

@@ -7,7 +7,6 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import format_bytes, format_duration, now, printable
-from isobatch.core.package import as_typed
 from isobatch.core.terminal.status import doing, on_terminal
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ class Console:
 
     def say(self, text: str, always: bool = False) -> None:
         """Write a line to log.txt and, unless quiet, to standard error. `always`: even if quiet."""
-        text = printable(as_typed(text))
+        text = printable(text)
         if self.stream:
             self.stream.write(text + "\n")
         if self.quiet and not always:

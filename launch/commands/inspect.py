@@ -9,7 +9,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.core.terminal.console import format_metrics
 from isobatch.engine import consent
-from isobatch.engine.named_places import adapter_base, places
+from isobatch.engine.consent import adapter_base, places
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.local.arguments import command_options, split_words

@@ -180,32 +180,21 @@ class LogsOptions:
     """Go on with what is written, over requeues, until the run ends (-f)."""
     lines: Positive | None = None
     """Only so many of the last lines."""
-    node: str | None = None
-    """The log of this node of the run's Slurm job."""
 
 
 def logs(words: Sequence[str]) -> int:
-    """Usage: runs logs RUN [-f] [--lines N] [--node NAME]
+    """Usage: runs logs RUN [-f] [--lines N]
 
     With -f the exit code is the run's: 0 done, 3 failed, 75 stopped.
     """
     run, options = one_run(["--follow" if word == "-f" else word for word in words], LogsOptions, "runs logs")
-    path = _node_log(run, options.node) if options.node else run.folder / "log.txt"
-    if not options.follow:
-        if not path.exists():
-            print(_why_silent(run), file=sys.stderr)
-        _LogReader(path).print_new(options.lines)
-        return DONE
-    return _follow(run, _LogReader(path), options.lines)
-
-
-def _node_log(run: RunFolder, name: str) -> Path:
-    folder = run.folder / "slurm"
-    nodes = sorted(p.stem.removeprefix("node-") for p in folder.glob("node-*.log"))
-    if name not in nodes:
-        have = f"those of {', '.join(nodes)} do" if nodes else "no node has written one yet"
-        raise UserError(f"--node {name}: {run.folder} has no log of that node; {have}")
-    return folder / f"node-{name}.log"
+    path = run.folder / "log.txt"
+    if options.follow:
+        return _follow(run, _LogReader(path), options.lines)
+    if not path.exists():
+        print(f"{run.folder} has no log yet; -f waits for it", file=sys.stderr)
+    _LogReader(path).print_new(options.lines)
+    return DONE
 
 
 class _LogReader:
@@ -238,7 +227,7 @@ def _follow(run: RunFolder, log: _LogReader, lines: int | None) -> int:
         log.print_new()
         if seen.state == "queued" and str(seen.status) != said:
             said = str(seen.status)
-            print(_job_line(seen), file=sys.stderr)
+            print(f"{run.folder}: job {seen.job} is {seen.status}", file=sys.stderr)
         # Two looks: between two legs, or two attempts, nobody may hold the run for a moment.
         if seen.state == "done" or (ended and seen.is_over):
             return EXIT_CODES.get(seen.state, STOPPED)
@@ -247,32 +236,6 @@ def _follow(run: RunFolder, log: _LogReader, lines: int | None) -> int:
         while time.monotonic() < until:
             time.sleep(READ_SECONDS)
             log.print_new()
-
-
-def _job_line(seen: RunView) -> str:
-    return f"{seen.run.folder}: job {seen.job} is {seen.status}"
-
-
-def _why_silent(run: RunFolder) -> str:
-    """Why a run has no log."""
-    seen = look(run.folder)
-    if seen.in_job:
-        return _job_line(seen)
-    if not seen.is_over:
-        return f"{run.folder} has no log yet; -f waits for it"
-    if output := _job_output(seen):
-        return f"{run.folder} has no log; job {seen.job} said: {output}"
-    return f"{run.folder} has no log: nobody trains it; `resume {run.folder}` does"
-
-
-def _job_output(seen: RunView) -> str:
-    """The last line that the run's job itself wrote; an array's tasks write beside the runs."""
-    folder = seen.run.folder.resolve()
-    paths = [folder / "slurm" / f"{seen.job}.out", *folder.parent.glob(f"slurm-*/{seen.job}.out")]
-    lines = [
-        line for path in paths if path.is_file() for line in path.read_text(errors="replace").split("\n")
-    ]
-    return printable(next((line for line in reversed(lines) if line.strip()), ""))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,13 +59,12 @@ def runs(words: Sequence[str]) -> int:
     return 0
 
 
-HEAD = ("run", "made", "task", "state", "steps", "result", "what differs")
+HEAD = ("run", "made", "task", "state", "steps", "result")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The rows as text, with their heads; what belongs to one run alone stands behind its line."""
-    differs = differences([row["recipe"] for row in rows])
-    lines = aligned([HEAD, *((*_cells(row), text) for row, text in zip(rows, differs, strict=True))])
+    lines = aligned([HEAD, *map(_cells, rows)])
     behind = ["", *map(_remark, rows)] if rows else []
     return [line + remark for line, remark in zip(lines, behind, strict=False)]
 
@@ -87,22 +86,6 @@ def _remark(row: dict[str, Any]) -> str:
         parts.append(f"job {row['job']} {status}".rstrip())
     parts += [row["reason"]] if row["state"] == "failed" and row["reason"] else []
     return "".join(f"  {part}" for part in parts)
-
-
-MOST_DIFFERENCES = 5
-
-
-def differences(recipes: Sequence[dict[str, Any]]) -> list[str]:
-    """Of each recipe the values in which the recipes of its task differ, the preset and the first few."""
-    found = []
-    for recipe in recipes:
-        alike = [other for other in recipes if other.get("task") == recipe.get("task")]
-        given = [name for name, value in recipe.items() if value is not None]
-        names = [n for n in given if any(other.get(n) != recipe[n] for other in alike)]
-        names.sort(key=lambda name: name != "preset")
-        shown = [f"{name.replace('_', '-')} {value_text(recipe[name])}" for name in names[:MOST_DIFFERENCES]]
-        found.append(", ".join(shown) + (" ..." if len(names) > MOST_DIFFERENCES else ""))
-    return found
 
 
 def _reason(state: str, status: JobStatus | None, summary: dict[str, Any]) -> str:

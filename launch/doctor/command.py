@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, UserError
 from isobatch.core.measures import printable
-from isobatch.core.package import as_typed
 from isobatch.launch.doctor.machine import check_machine
 from isobatch.launch.doctor.run_checks import check_run
 from isobatch.launch.local.arguments import command_options, split_words
@@ -55,7 +54,7 @@ def _shown(checks: Iterator[Check]) -> list[Check]:
     """All of them, each printed as soon as it is known."""
     found = []
     for check in checks:
-        print(printable(as_typed(line(check))), flush=True)
+        print(printable(line(check)), flush=True)
         found.append(check)
     return found
 

@@ -340,6 +340,7 @@ LEFT = {
     "seeds": "name them, as in --seed 0-2",
     "user_text": "leave the other columns out of the table of users",
     "item_text": "leave the other columns out of the table of items",
+    "node": "read slurm/node-NAME.log in the run's folder",
     "parallel": "start a sweep for each GPU (CUDA_VISIBLE_DEVICES=1 isobatch auto ...), or an array",
     "history": "type /reset before a question",
     "skip_unknown": "rows that training did not know are left out and counted without it",

@@ -14,7 +14,6 @@ from isobatch.engine.training.step_metrics import tracked_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.run_folder import RunFolder
@@ -57,35 +56,16 @@ def _scalar(value: Any) -> Any:
 
 
 def end_tracking(run: RunFolder, world: Communicator, step: int, say: Callable[[str], None]) -> None:
-    """Give the trackers the final metrics and the plots.
+    """Give the trackers the final metrics.
 
     `say` is told where that fails: the run is done without it.
     """
     metrics = tracked_values((run.summary() or {}).get("metrics", {}))
-    files = sorted((run.folder / "plots").glob("*.png"))
     for tracker in world.accelerator.trackers:
         try:
             tracker.log({f"{FINAL}/{name}": value for name, value in metrics.items()}, step=step)
-            _give_plots(tracker, files, step)
         except Exception as error:
             say(f"--tracker {tracker.name}: the final figures did not arrive: {error}")
-
-
-def _give_plots(tracker: Any, files: list[Path], step: int) -> None:
-    if tracker.name == "tensorboard":
-        from matplotlib.image import imread
-
-        images = {file.stem: imread(file)[None, ..., :3] for file in files}
-        tracker.log_images(images, step=step, dataformats="NHWC")
-    elif tracker.name == "wandb":
-        tracker.log_images({file.stem: [str(file)] for file in files}, step=step)
-    elif tracker.name == "mlflow":
-        for file in files:
-            tracker.log_artifact(str(file), "plots")
-    elif tracker.name == "trackio":
-        import trackio
-
-        tracker.log({file.stem: trackio.Image(str(file)) for file in files}, step=step)
 
 
 LOWEST_PRIORITY = 19

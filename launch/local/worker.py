@@ -106,7 +106,7 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
         with peers, torch.autograd.set_detect_anomaly(options.anomaly):
             context = RunContext(run, world, options, console, owns_process, plotter.start)
             train(context, end_process)
-        if context.task.plot_every or options.tracker != "none":
+        if context.task.plot_every:
             plotter.finish()
         if world.is_main and context.tracks:
             end_tracking(run, world, context.progress.steps, console.say)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest_path_hint
 from isobatch.data import readers
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def check_file(name: str, flag: str = "--file") -> Path:
     if path.is_dir():
         raise UserError(f"{flag} {name}: is a folder")
     if not path.exists():
-        raise UserError(f"{flag} {name}: there is no such file{nearest_path_hint(path)}")
+        raise UserError(f"{flag} {name}: there is no such file")
     if path.suffix.lower() not in ROW_ENDINGS:
         raise UserError(f"{flag} {name}: give a file of rows that ends in {', '.join(ROW_ENDINGS)}")
     return path

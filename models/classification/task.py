@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest_hint, nearest_path_hint
+from isobatch.core.flags import nearest_hint
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.encoder import class_metrics, encoders, evaluation, prediction
@@ -120,7 +120,7 @@ class Classifier(Task):
             if hub.snapshot(name, self.recipe.revision) is None:
                 return
         else:
-            hint = nearest_hint(name, PRESETS) or nearest_path_hint(Path(name).expanduser())
+            hint = nearest_hint(name, PRESETS)
             raise UserError(
                 f"--model {name}: is no preset{hint}, folder or hub id (owner/name);"
                 f" presets: {', '.join(PRESETS)}"

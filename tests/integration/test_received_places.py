@@ -15,7 +15,7 @@ import isobatch
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.engine import consent
-from isobatch.engine.named_places import PLACES, places
+from isobatch.engine.consent import PLACES, places
 from isobatch.engine.registry import TASKS, complete, workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.tests.integration.test_received_runs import (

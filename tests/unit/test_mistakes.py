@@ -56,7 +56,6 @@ MISTAKES = [
     (f"plan {LM} --hardware h100x8", "did you mean 8xh100?"),
     (f"plan {LM} --compare full,fsat", "did you mean fast?"),
     (f"plan {LM} --compare h100 --price cheap", "such as 2.10/h"),
-    ("plan --task text-classification", "there is no such task, classifier here"),
     (f"plan {LM} --mtbf 6h", "taken out: --save-every 5m"),
     # Where it is kept, and other files
     (f"auto {LM} --name a/b", "is a folder's name in --out"),

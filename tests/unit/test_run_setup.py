@@ -11,7 +11,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.data.base import Ragged, save
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder
-from isobatch.launch.cli import guarded, main
+from isobatch.launch.cli import guarded
 from isobatch.launch.commands.auto import print_outcome
 from isobatch.launch.commands.evaluate import evaluate
 from isobatch.launch.local.arguments import parse_request
@@ -161,10 +161,7 @@ def test_names_that_no_file_system_takes_are_one_line(
         ask(tmp_path, "--name", "x" * 300)
     assert ask(tmp_path, "--name", "ä" * 100).run.name
     assert guarded(lambda: evaluate([str(tmp_path / ("x" * 300))])) == 2
-    assert main(["runs", "caf\udcc3"]) == 2  # bytes that an ASCII locale could not decode
-    said = capsys.readouterr().err.splitlines()
-    assert "is too long for a file's name: take a shorter one" in said[0]
-    assert said[1:] == ["isobatch: caf\\udcc3: this locale cannot read it; set LC_ALL=C.UTF-8"]
+    assert "is too long for a file's name: take a shorter one" in capsys.readouterr().err
 
 
 def test_two_exports_at_once_are_one(tmp_path: Path) -> None:

@@ -189,24 +189,12 @@ def test_all_runs_are_one_question_and_silence_is_said(tmp_path: Path, slurm: Sl
     assert (row["job"], row["job_state"]) == ("7", None)
 
 
-def test_logs_are_the_runs_or_a_nodes(tmp_path: Path, slurm: Slurm, say: Say) -> None:
+def test_logs_are_the_last_lines_of_a_runs_own(tmp_path: Path, say: Say) -> None:
     run = make_run(tmp_path / "r")
-    slurm(squeue=queued("7", "PENDING", "Priority"))
-    assert say(one_run.logs, str(run.folder)) == (0, "", f"{run.folder}: job 7 is PENDING (Priority)\n")
-    slurm(squeue=FORGOTTEN)
-    (run.folder / "slurm" / "7.out").write_text("first\nn2 does not see /data\n\n")
-    assert say(one_run.logs, str(run.folder))[2].endswith("has no log; job 7 said: n2 does not see /data\n")
-    with pytest.raises(
-        UserError, match=r"--node n1: .* has no log of that node; no node has written one yet"
-    ):
-        one_run.logs([str(run.folder), "--node", "n1"])
-    (run.folder / "log.txt").write_text("one\ntwo\nthree\n")
-    (run.folder / "slurm" / "node-n2.log").write_text("\x1b[2J of n2\n")
-    assert say(one_run.logs, str(run.folder), "--lines", "2")[1] == "two\nthree\n"
-    assert say(one_run.logs, str(run.folder), "--node", "n2")[1] == "\\x1b[2J of n2\n"
-    with pytest.raises(UserError, match=r"--node n1: .*; those of n2 do"):
-        one_run.logs([str(run.folder), "--node", "n1"])
-    for wrong in (["--lines", "0"], ["--node", "../../x"], ["--tail"]):
+    assert say(one_run.logs, str(run.folder)) == (0, "", f"{run.folder} has no log yet; -f waits for it\n")
+    (run.folder / "log.txt").write_text("one\ntwo\n\x1b[2J\n")
+    assert say(one_run.logs, str(run.folder), "--lines", "2")[1] == "two\n\\x1b[2J\n"
+    for wrong in (["--lines", "0"], ["--node", "n1"], ["--tail"]):
         with pytest.raises(UserError, match=wrong[0]):
             one_run.logs([str(run.folder), *wrong])
 

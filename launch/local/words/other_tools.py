@@ -37,7 +37,7 @@ _NAMES = {
     "patience": "early_stopping_patience",
     "best_metric": "metric_for_best_model",
     "valid": "val_set_size validation_file",
-    "model": "model_name_or_path base_model gpt2_model_name",
+    "model": "model_name_or_path base_model text_model gpt2_model_name",
     "tokenizer": "tokenizer_name",
     "pruned": "pruned_model_path",
     "data": "dataset dataset_name datasets train_file",
