@@ -276,9 +276,6 @@ def why_processes(
         why = "the launcher formed this world" if world else asked.why("processes")
         if count > batch:
             why += f"; {count - batch} of them idle, as a batch of {batch} has fewer samples"
-        alone = find_layout(case, PlanOptions(), 1) if count > 1 else None
-        if alone and alone.seconds < chosen.seconds:
-            why += f"; one process would be faster: {_milliseconds(alone.seconds)} a step against {time}"
         return why
     if case.device == "cpu":
         return "one process with all cores: its threads share one copy of the model; --processes N splits it"

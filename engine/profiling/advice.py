@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 DEVICE_USE, MEMORY, DATA_WAIT = 0.90, 0.80, 0.10
 """Targets: more of the device's time, less of its memory, less of a step."""
@@ -13,68 +14,31 @@ PADDING = 0.10
 Findings = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """When a measure is worth a trial, and why."""
-
-    measure: str
-    """Name of the measure that `tune` tries."""
-    applies: Callable[[Findings, Mapping[str, Any]], bool]
-    """(findings, the plan's fields) -> whether it may help."""
-    sentence: Callable[[Findings, Mapping[str, Any]], str]
-
-
-def share_of_step(found: Findings, part: str) -> float:
-    """A part's share of the step."""
-    return float(found["parts"][part]) / max(1e-12, sum(found["parts"].values()))
-
-
-def _is_padded(found: Findings, _: Mapping[str, Any]) -> bool:
-    return bool(found["padding"] > PADDING)
-
-
-def _padding(found: Findings, _: Mapping[str, Any]) -> str:
-    return f"{found['padding']:.0%} of the computed tokens are padding"
-
-
-RULES = (
-    Rule(
-        "loading",
-        lambda f, _: share_of_step(f, "data wait") > DATA_WAIT,
-        lambda f, _: f"a step waits {share_of_step(f, 'data wait'):.0%} of its time for data",
-    ),
-    Rule(
-        "micro-batch",
-        lambda f, _: f["micro_batches"] > 1 or f["padding"] > PADDING,
-        lambda f, _: (
-            f"a global batch is computed in {f['micro_batches']:.0f} micro-batches of"
-            f" {f['samples_per_micro_batch']:.0f} samples"
-        ),
-    ),
-    Rule("packing", _is_padded, _padding),
-    Rule("length grouping", _is_padded, _padding),
-    Rule(
-        "attention kernel",
-        lambda _, p: p["attention"] == "eager",
-        lambda *_: "attention keeps its length-squared matrices (eager)",
-    ),
-    Rule(
-        "compile",
-        lambda f, p: p["device"] == "cuda" and p["compile"] == "off" and f["device_use"] < DEVICE_USE,
-        lambda f, _: f"the GPU computes {f['device_use']:.0%} of the time: it waits for launches",
-    ),
-    Rule("mixed precision", lambda _, p: p["precision"] == "fp32", lambda *_: "all arithmetic is in fp32"),
-    Rule(
-        "activation checkpointing",
-        lambda f, p: p["activation_checkpointing"] and f.get("memory_share", 1) < MEMORY,
-        lambda f, _: f"activations are computed twice while memory is {f['memory_share']:.0%} full",
-    ),
-)
-
-
 def worth_a_trial(found: Findings, plan: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The measure and a sentence (`text`) of each rule that applies."""
-    return [{"measure": r.measure, "text": r.sentence(found, plan)} for r in RULES if r.applies(found, plan)]
+    """The measures of `tune` that may help, each with the reason (`text`). `plan`: the plan's fields."""
+    data_wait = found["parts"]["data wait"] / max(1e-12, sum(found["parts"].values()))
+    use, memory, padding = found["device_use"], found.get("memory_share", 1.0), found["padding"]
+    padded = f"{padding:.0%} of the computed tokens are padding"
+    cut = (
+        f"a global batch is computed in {found['micro_batches']:.0f} micro-batches of"
+        f" {found['samples_per_micro_batch']:.0f} samples"
+    )
+    launches = plan["device"] == "cuda" and plan["compile"] == "off" and use < DEVICE_USE
+    rows = (
+        ("loading", data_wait > DATA_WAIT, f"a step waits {data_wait:.0%} of its time for data"),
+        ("micro-batch", found["micro_batches"] > 1 or padding > PADDING, cut),
+        ("packing", padding > PADDING, padded),
+        ("length grouping", padding > PADDING, padded),
+        ("attention kernel", plan["attention"] == "eager", "attention keeps its length-squared matrices"),
+        ("compile", launches, f"the GPU computes {use:.0%} of the time: it waits for launches"),
+        ("mixed precision", plan["precision"] == "fp32", "all arithmetic is in fp32"),
+        (
+            "activation checkpointing",
+            plan["activation_checkpointing"] and memory < MEMORY,
+            f"activations are computed twice while memory is {memory:.0%} full",
+        ),
+    )
+    return [{"measure": measure, "text": text} for measure, applies, text in rows if applies]
 
 
 def profile_lines(found: Findings) -> list[str]:

@@ -15,7 +15,7 @@ from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_folder import RunFolder, refuse_links
 from isobatch.launch.control.run_state import look
 from isobatch.launch.doctor.check import Check, broken, ok, warning
-from isobatch.launch.doctor.storage import ELSEWHERE, check_space
+from isobatch.launch.doctor.storage import check_space
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -37,11 +37,7 @@ KILLED = re.compile(
 """What Slurm and the kernel say when they end a job."""
 REMEDIES = {
     "out of memory": "isobatch resume {} --memory-limit 80% --activation-checkpointing on",
-    "became": "isobatch auto with a lower --lr or a longer --warmup; --anomaly names the operation",
-    "no space left": "make space, then: isobatch resume {}",
     "signal 9": "dmesg | grep -i oom says whether memory ran out; then: isobatch resume {}",
-    "stood still": "less {}/launcher.log shows the lines of all threads; then: isobatch resume {}",
-    "lost": "look at the node that was lost (sinfo -R); then: isobatch resume {}",
     "": "isobatch logs {} --lines 100",
 }
 """Part of a reason -> what helps."""
@@ -62,12 +58,15 @@ def check_run(folder: Path) -> Iterator[Check]:
     run = RunFolder(folder)
     yield from check_records(run)
     training = run.is_training()
-    yield check_state(run, training)
+    try:
+        yield check_state(run)
+    except DAMAGE:
+        state = "running" if training else "not running"
+        yield warning("state", f"{state}; how far it is, its damaged records do not say", "mend the records")
     if not training and run.status_or_none() not in ("done", "stopped") and (found := last_error(run.folder)):
         yield broken("last error", found[0], f"less {found[1]}")
     yield from check_progress(run, training)
-    elsewhere = ELSEWHERE.format("move the run there, or --out")
-    yield check_space("disk", run.folder, shutil.disk_usage(run.folder), elsewhere)
+    yield check_space("disk", run.folder, shutil.disk_usage(run.folder), "move the run to another disk")
 
 
 def check_records(run: RunFolder) -> Iterator[Check]:
@@ -104,18 +103,15 @@ def _short(error: BaseException) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:200]
 
 
-def check_state(run: RunFolder, training: bool) -> Check:
+def check_state(run: RunFolder) -> Check:
     """What the run does or came to, and how far it is."""
-    try:
-        seen = look(run.folder)
-    except DAMAGE:
-        state = "running" if training else "not running"
-        return warning("state", f"{state}; how far it is, its damaged records do not say", "mend the records")
+    seen = look(run.folder)
     done = f"step {seen.progress.step or 0} of {seen.progress.total or '?'}"
     resume = f"isobatch resume {run.folder}"
     if seen.state == "failed":
-        reason = _reason(run) or "no reason was written"
-        return broken("state", f"failed at {done}: {reason}", remedy_of(reason, run.folder))
+        reason = str((run.summary() or {}).get("reason") or "no reason was written")
+        known = next(way for word, way in REMEDIES.items() if word in reason.lower())
+        return broken("state", f"failed at {done}: {reason}", known.format(run.folder))
     if seen.state == "unfinished":
         text = f"{done}; nobody trains it, and how it ended nobody wrote: killed, or the machine went down"
         return warning("state", text, resume)
@@ -124,20 +120,6 @@ def check_state(run: RunFolder, training: bool) -> Check:
         return warning("state", text, "scontrol ping")
     saved = f", saved; `{resume}` goes on" if seen.state == "stopped" else ""
     return ok("state", f"{seen.state}, {done}{saved}")
-
-
-def _reason(run: RunFolder) -> str:
-    """Why the run failed, by summary.json; empty where it does not say."""
-    try:
-        return str((run.summary() or {}).get("reason") or "")
-    except UserError:
-        return ""
-
-
-def remedy_of(reason: str, folder: Path) -> str:
-    """What helps against a failure, by its reason."""
-    known = next(way for word, way in REMEDIES.items() if word in reason.lower())
-    return known.replace("{}", str(folder))
 
 
 def check_progress(run: RunFolder, training: bool) -> Iterator[Check]:

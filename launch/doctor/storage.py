@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
-import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from isobatch.core.hub_cache import OFFLINE, TRUE
 from isobatch.core.measures import format_bytes
 from isobatch.engine.runs.slurm_queue import run_slurm
 from isobatch.launch.clusters.slurm.client import is_usable
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 GB = 10**9
 FULL_BYTES, SCARCE_BYTES = GB // 2, 5 * GB
-WRITTEN_BYTES = 32 << 20
-SLOW_RATE = 30e6
-"""Bytes/s of synced writes under which checkpoints hold up training."""
 PREFIX = ".isobatch-doctor-"
 ELSEWHERE = "choose a folder on another disk ({})"
-PROXIES = ("HTTPS_PROXY", "https_proxy", "HF_ENDPOINT")
 ASK_SECONDS = 8.0
 
 
@@ -36,7 +26,6 @@ def check_folder(name: str, folder: Path, flag: str) -> list[Check]:
         with tempfile.TemporaryDirectory(dir=place, prefix=PREFIX, ignore_cleanup_errors=True) as made:
             return [
                 check_space(name, folder, shutil.disk_usage(place), elsewhere),
-                check_speed(name, write_rate(Path(made)), elsewhere),
                 check_locks(name, Path(made), elsewhere),
             ]
     except OSError as error:
@@ -62,25 +51,6 @@ def check_space(name: str, folder: Path, usage: Any, elsewhere: str) -> Check:
     return say(f"{name} space", text, f"du -sh {folder}/* shows what is large; {elsewhere}")
 
 
-def write_rate(folder: Path) -> float:
-    """Bytes/s of writing WRITTEN_BYTES and syncing them, as a checkpoint is."""
-    block = os.urandom(WRITTEN_BYTES)
-    began = time.perf_counter()
-    with (folder / "speed").open("wb") as stream:
-        stream.write(block)
-        stream.flush()
-        os.fsync(stream.fileno())
-    return WRITTEN_BYTES / (time.perf_counter() - began)
-
-
-def check_speed(name: str, rate: float, elsewhere: str) -> Check:
-    """`rate` in bytes/s."""
-    text = f"writes {format_bytes(rate)} a second"
-    if rate < SLOW_RATE:
-        return warning(f"{name} speed", f"{text}: checkpoints take long", elsewhere)
-    return ok(f"{name} speed", text)
-
-
 def check_locks(name: str, folder: Path, elsewhere: str) -> Check:
     """Whether a lock that is held is refused to another: it keeps two processes from training one run."""
     from filelock import FileLock, Timeout
@@ -95,16 +65,11 @@ def check_locks(name: str, folder: Path, elsewhere: str) -> Check:
     return broken(f"{name} locks", f"{problem}; two processes could train one run", elsewhere)
 
 
-def check_hub(reachable: bool, env: Mapping[str, str] = os.environ) -> Check:
+def check_hub(reachable: bool) -> Check:
     """`reachable`: whether the Hub, or the proxy before it, accepts a connection. Without it is no fault."""
-    if offline := [name for name in OFFLINE if env.get(name, "").upper() in TRUE]:
-        return ok("Hub", f"not asked: {offline[0]} is set")
     if reachable:
         return ok("Hub", "accepts connections")
-    if given := next((name for name in PROXIES if env.get(name)), None):
-        text = f"{given}={env[given]} accepts no connection"
-        return warning("Hub", text, f"unset {given}; HF_HUB_OFFLINE=1 uses the cache alone")
-    return ok("Hub", "not reachable: local files and what was downloaded are used")
+    return ok("Hub", "not reachable (HTTPS_PROXY?): local files and what was downloaded are used")
 
 
 def check_slurm() -> Check:

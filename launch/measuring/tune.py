@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 FOLDER, FILE = "tuned", "tune.json"
 RESERVED_SECONDS = 2.0
 """For the end of the process."""
-SLOW_SECONDS = 30.0
-"""Time that must be left for a measure whose first steps take minutes on a large model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,8 +88,7 @@ def measure(setup: Setup, world: Communicator) -> dict[str, Any]:
         base.warm_up()
         noise = compare(base, setup.base, _share(limit, len(settings) + 2), limit=limit)
         for left, (one, setting) in zip(range(len(settings), 0, -1), settings, strict=True):
-            starts_until = limit - (SLOW_SECONDS if one.slow else 0.0)
-            tried = _try(setup, base, (setting,), _share(limit, left + 1), limit, one.unit, starts_until)
+            tried = _try(setup, base, (setting,), _share(limit, left + 1), limit, one.unit)
             changes = "recipe" if setting.recipe else "plan"
             row = {"measure": one.name, "flags": setting.flags, "quoted": one.quoted, "changes": changes}
             rows.append(row | _figures(tried) | {"per": one.unit.removesuffix("s")})
@@ -141,10 +138,9 @@ def _try(
     end: float,
     limit: float,
     unit: Unit = "samples",
-    starts_until: float | None = None,
 ) -> Candidate:
     """The settings together, beside the base, where it is not too late to start."""
-    if now() >= (limit if starts_until is None else starts_until):
+    if now() >= limit:
         return Candidate(settings, PairedRounds(problem=NO_TIME))
     plan = {name: value for setting in settings for name, value in setting.plan.items()}
     recipe = {name: value for setting in settings for name, value in setting.recipe.items()}

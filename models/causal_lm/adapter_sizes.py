@@ -83,7 +83,7 @@ def _adapted(shape: ModelShape, wanted: str) -> list[Matrix]:
     return [m for m in shape.matrices if any(f".{m.name}".endswith(f".{name}") for name in names)]
 
 
-def adapted_model_size(shape: ModelShape, options: Any, optimizer: str) -> ModelSize:
+def adapted_model_size(shape: ModelShape, options: Any) -> ModelSize:
     """The size with an adapter; its remark says what a user should know of the choice. Raises UserError."""
     whole, found = shape.size, adapter_counts(shape, options)
     frozen = whole.parameters + found.added - found.trainable
@@ -98,13 +98,11 @@ def adapted_model_size(shape: ModelShape, options: Any, optimizer: str) -> Model
         frozen_bytes=weights / max(frozen, 1),
         adapter_inputs=found.inputs // max(whole.layers, 1),
         why_unshardable=whole.why_unshardable if options.load_bits == 16 else WHY_UNSHARDABLE,
-        remark="; ".join(_remarks(shape, found, options, optimizer, weights)),
+        remark="; ".join(_remarks(shape, found, options)),
     )
 
 
-def _remarks(
-    shape: ModelShape, found: AdapterCounts, options: Any, optimizer: str, weights: float
-) -> list[str]:
+def _remarks(shape: ModelShape, found: AdapterCounts, options: Any) -> list[str]:
     where = ", ".join(f"{count} {name}" for name, count in found.targets.items())
     total = shape.size.parameters + found.added
     if found.trained_tables:
@@ -116,14 +114,5 @@ def _remarks(
     if shape.experts:
         remarks.append(
             f"an adapter does not reach the mixture's experts: their {shape.experts:,} weights stay frozen"
-        )
-    if options.load_bits != 16:
-        remarks.append(
-            f"weights in {options.load_bits} bits take {weights / 1e6:,.0f} MB in place of"
-            f" {4 * shape.size.parameters / 1e6:,.0f} on a GPU; that is all they save, and on a CPU nothing"
-        )
-    if "8bit" in optimizer:
-        remarks.append(
-            f"--optimizer {optimizer} saves {6 * found.trainable / 1e6:.1f} MB at most: so little is trained"
         )
     return remarks

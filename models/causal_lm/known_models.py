@@ -30,17 +30,11 @@ def _decoder(kind: str, vocabulary: int, context: int, *sizes: int, **more: Any)
     return {"model_type": kind, **common, **numbers, **more}
 
 
-_llama, _mistral, _opt = (partial(_decoder, kind) for kind in ("llama", "mistral", "opt"))
+_llama, _mistral = (partial(_decoder, kind) for kind in ("llama", "mistral"))
 _qwen2 = partial(_decoder, "qwen2", use_sliding_window=False, tie_word_embeddings=False)
 _qwen3 = partial(_decoder, "qwen3", 151936, 40960, head_dim=128, tie_word_embeddings=False)
 _gemma2 = partial(_decoder, "gemma2", 256000, 8192)
 _pythia = partial(_decoder, "gpt_neox", tie_word_embeddings=False)
-_phi = partial(_decoder, "phi", 51200, 2048, tie_word_embeddings=False)
-
-
-def _bloom(hidden: int, layers: int, heads: int) -> Config:
-    sizes = {"hidden_size": hidden, "n_layer": layers, "n_head": heads}
-    return {"model_type": "bloom", "vocab_size": 250880, **sizes}
 
 
 LLAMA_2, LLAMA_3, LLAMA_31 = (32000, 4096), (128256, 8192), (128256, 131072)
@@ -87,8 +81,6 @@ KNOWN_MODELS: dict[str, Config] = {
     "google/gemma-2-2b": _gemma2(2304, 9216, 26, 8, 4, head_dim=256),
     "google/gemma-2-9b": _gemma2(3584, 14336, 42, 16, 8, head_dim=256),
     "google/gemma-2-27b": _gemma2(4608, 36864, 46, 32, 16, head_dim=128),
-    "microsoft/phi-1_5": _phi(2048, 8192, 24, 32),
-    "microsoft/phi-2": _phi(2560, 10240, 32, 32),
     "EleutherAI/pythia-70m": _pythia(50304, 2048, 512, 2048, 6, 8),
     "EleutherAI/pythia-160m": _pythia(50304, 2048, 768, 3072, 12, 12),
     "EleutherAI/pythia-410m": _pythia(50304, 2048, 1024, 4096, 24, 16),
@@ -97,18 +89,6 @@ KNOWN_MODELS: dict[str, Config] = {
     "EleutherAI/pythia-2.8b": _pythia(50304, 2048, 2560, 10240, 32, 32),
     "EleutherAI/pythia-6.9b": _pythia(50432, 2048, 4096, 16384, 32, 32),
     "EleutherAI/pythia-12b": _pythia(50688, 2048, 5120, 20480, 36, 40),
-    "facebook/opt-125m": _opt(50272, 2048, 768, 3072, 12, 12, ffn_dim=3072, word_embed_proj_dim=768),
-    "facebook/opt-1.3b": _opt(50272, 2048, 2048, 8192, 24, 32, ffn_dim=8192, word_embed_proj_dim=2048),
-    "facebook/opt-2.7b": _opt(50272, 2048, 2560, 10240, 32, 32, ffn_dim=10240, word_embed_proj_dim=2560),
-    "facebook/opt-6.7b": _opt(50272, 2048, 4096, 16384, 32, 32, ffn_dim=16384, word_embed_proj_dim=4096),
-    "bigscience/bloom-560m": _bloom(1024, 24, 16),
-    "bigscience/bloom-1b7": _bloom(2048, 24, 16),
-    "bigscience/bloom-3b": _bloom(2560, 30, 32),
-    "bigscience/bloom-7b1": _bloom(4096, 30, 32),
-    "tiiuae/falcon-7b": {
-        **{"model_type": "falcon", "vocab_size": 65024, "hidden_size": 4544, "num_hidden_layers": 32},
-        **{"num_attention_heads": 71, "multi_query": True, "parallel_attn": True, "bias": False},
-    },
 }
 """Hub id -> the numbers of its config.json."""
 

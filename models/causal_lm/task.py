@@ -244,7 +244,7 @@ class CausalLM(Task):
             shape = model_sizes.shape_by_building(config, self.options.remote_code)
         if self._model_name in PRESETS or self.options.adapter == "none":
             return shape.size
-        return adapter_sizes.adapted_model_size(shape, self.options, self.recipe.optimizer)
+        return adapter_sizes.adapted_model_size(shape, self.options)
 
     def _token_id_map(self, facts: Facts) -> dict[int, int] | None:
         """New token id -> the model's own id of the same token, for --resize-embeddings."""

@@ -73,7 +73,6 @@ def recommender_size(
         cached_bytes=cached,
         step_flops=flops,
         vocabulary=min(negatives, items) if shared else 0,
-        remark=_tables_remark(recipe, options, tables),
         why_unshardable=why,
     )
 
@@ -112,16 +111,3 @@ def _encoder_size(config: Mapping[str, Any]) -> tuple[int, int, int]:
     intermediate = int(config.get("intermediate_size") or config.get("hidden_dim") or 4 * hidden)
     blocks = layers * (4 * hidden**2 + 2 * hidden * intermediate)
     return int(config["vocab_size"]) * hidden + blocks, layers, hidden
-
-
-def _tables_remark(recipe: Recipe, options: Any, table_weights: int) -> str:
-    """MB of the id tables: Adam keeps 4 floats a weight and moves 7, of all rows or of the batch's rows."""
-    negatives, shared = num_negatives(options), options.loss == "sampled-softmax"
-    rows = recipe.batch_size * 2 + (negatives if shared else recipe.batch_size * negatives)
-    dense_mb, sparse_mb = 28 * table_weights / 1e6, 28 * min(table_weights, rows * options.dim) / 1e6
-    now, other = (sparse_mb, dense_mb) if options.sparse_tables else (dense_mb, sparse_mb)
-    without = "without" if options.sparse_tables else "with"
-    return (
-        f"tables of ids take {16 * table_weights / 1e6:.1f} MB of each process, and a step moves {now:.1f} MB"
-        f" of them ({without} --sparse-tables at most {other:.1f})"
-    )

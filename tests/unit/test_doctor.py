@@ -106,7 +106,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         lambda tmp: storage.check_space("runs", tmp, disk(2e9), "--out"),
         *("runs space", "warning", "du -sh"),
     ),
-    "a slow disk": (lambda _: storage.check_speed("runs", 4e6, "--out"), "runs speed", "warning", "--out"),
     "a world left in the shell": (
         lambda _: variables_of(RANK="1", WORLD_SIZE="4", MASTER_ADDR="n1"),
         *("WORLD_SIZE", "broken", "unset RANK WORLD_SIZE MASTER_ADDR"),
@@ -128,10 +127,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     "processes do not meet": (lambda _: machine.GLOO.check(LATE), "gloo", "broken", "GLOO_SOCKET_IFNAME"),
     "NCCL fails": (fails(machine.NCCL, "unhandled system error"), "nccl", "broken", "NCCL_DEBUG=INFO"),
     "slow links": (fails(machine.NCCL, "RuntimeWarning: slow"), "nccl", "warning", "topo -m"),
-    "a dead proxy": (
-        lambda _: storage.check_hub(False, {"HTTPS_PROXY": "http://10.0.0.1:3128"}),
-        *("Hub", "warning", "unset HTTPS_PROXY"),
-    ),
     "compile fails": (fails(machine.COMPILE, "InductorError"), "torch.compile", "warning", "--compile off"),
     "bitsandbytes fails": (
         fails(machine.BITSANDBYTES, "OSError: libcudart"),
@@ -163,8 +158,7 @@ WELL: dict[str, Callable[[], Any]] = {
     "a small machine": lambda: devices.check_cores(1, 1),
     "half a machine": lambda: devices.check_cores(8, 64, 3.0),
     "no GPU": lambda: devices.check_gpus(Hardware(kind="cpu", cpus=2, ram_bytes=GB)),
-    "a Hub that is not there": lambda: storage.check_hub(False, {}),
-    "a Hub that is not wanted": lambda: storage.check_hub(False, {"HF_HUB_OFFLINE": "1", "HTTPS_PROXY": "x"}),
+    "a Hub that is not there": lambda: storage.check_hub(False),
     "a slow compilation": lambda: machine.COMPILE.check(LATE),
 }
 """What is no fault, though it looks a little like one."""
@@ -266,8 +260,6 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.os, "environ", {"PATH": os.environ["PATH"]})
     monkeypatch.setattr(devices, "FREE_RAM_SHARE", 0.0)
     monkeypatch.setattr(devices, "LEAST_FREE_RAM", 0)
-    monkeypatch.setattr(storage, "SLOW_RATE", 1e5)
-    monkeypatch.setattr(storage, "WRITTEN_BYTES", 1 << 20)
 
 
 @pytest.mark.usefixtures("healthy")

@@ -46,11 +46,8 @@ def test_a_finished_run_is_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("reason", "remedy"),
     [
-        ("the loss became nan at step 8 of train: lower --lr", "lower --lr"),
         ("out of memory: CUDA out of memory. Tried to allocate 2 GiB", "--memory-limit 80%"),
-        ("no space left on device to write metrics.jsonl", "make space"),
         ("rank 1 was ended by signal 9", "dmesg"),
-        ("rank 0 has stood still for 1800 s at step 8", "launcher.log"),
         ("something else", "isobatch logs"),
     ],
 )
