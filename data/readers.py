@@ -9,6 +9,7 @@ import functools
 import gzip
 import io
 import itertools
+import json
 import os
 import re
 import zlib
@@ -23,7 +24,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.data.digests import file_hash
 from isobatch.data.preparation.progress import position
-from isobatch.data.tables import delimited, json_rows
+from isobatch.data.tables import delimited
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
@@ -110,7 +111,7 @@ def numbers_in(columns: Iterable[str | None]) -> tuple[str, ...]:
 def _split_keys(file: Path, changed: int) -> dict[str, str]:  # noqa: ARG001  part of the cache's key
     """Split -> its key in a JSON object that holds rows of training by that name; else nothing."""
     value = _parse_json_file(file)
-    keys = json_rows.lists_of_rows(value) if isinstance(value, dict) else []
+    keys = _lists_of_rows(value) if isinstance(value, dict) else []
     found = {SPLITS[key.lower()]: key for key in keys if key.lower() in SPLITS}
     return found if "train" in found else {}
 
@@ -126,7 +127,7 @@ def table_notes(parts: Mapping[str, SplitFiles]) -> list[str]:
                 for note in shape_of(file, DELIMITERS[part.format], part.numbers).notes
             ]
     if (train := parts["train"]).key:
-        keys = json_rows.lists_of_rows(_parse_json_file(train.files[0]))
+        keys = _lists_of_rows(_parse_json_file(train.files[0]))
         if unread := [key for key in keys if key not in {part.key for part in parts.values()}]:
             found.append(f"of the splits in the file, {', '.join(unread)} are not read")
     return list(dict.fromkeys(found))
@@ -344,17 +345,83 @@ def _read_jsonl(file: Path, _: SplitFiles) -> Iterator[tuple[str, Mapping[str, A
                 raise UserError(
                     f"{file}: is one list or object in JSON, not one a line: --format json reads it"
                 )
-            yield json_rows.as_row(json_rows.parse(line, where := f"{file} line {number}"), where)
+            yield _as_row(parse_json(line, where := f"{file} line {number}"), where)
 
 
 def _read_json(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    rows = json_rows.rows_in(_parse_json_file(file), part.key, file)
-    return (json_rows.as_row(row, f"{file} record {number}") for number, row in enumerate(rows, 1))
+    rows = _rows_in(_parse_json_file(file), part.key, file)
+    return (_as_row(row, f"{file} record {number}") for number, row in enumerate(rows, 1))
 
 
 def _parse_json_file(file: Path) -> Any:
     with open_utf8(file) as stream:
-        return json_rows.parse(decode(stream.read(), file), str(file))
+        return parse_json(decode(stream.read(), file), str(file))
+
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def _lists_of_rows(value: Mapping[str, Any], kind: Any = (dict, list)) -> list[str]:
+    """The keys of an object that hold lists of objects, or of lists."""
+    return [
+        k for k, v in value.items() if isinstance(v, list) and v and all(isinstance(row, kind) for row in v)
+    ]
+
+
+def _rows_in(value: Any, key: str | None, file: Path) -> list[Any]:
+    """The rows of a JSON file, of an object those at `key`. Raises UserError unless it is clear which."""
+    if isinstance(value, list):
+        return value
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: holds {type(value).__name__}, not a list of objects")
+    sizes = {len(column) if isinstance(column, list) else None for column in value.values()}
+    keys = [key] if key else _lists_of_rows(value, dict)
+    if not keys and len(value) > 1 and len(sizes) > 1 and None not in sizes:
+        lengths = ", ".join(f"{name} {len(column)}" for name, column in value.items())
+        raise UserError(f"{file}: its columns are not of one length ({lengths})")
+    if not keys and len(value) > 1 and len(sizes) == 1 and None not in sizes:
+        return [dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=True)]
+    keys = keys or _lists_of_rows(value)
+    if len(keys) == 1:
+        rows: list[Any] = value[keys[0]]
+        return rows
+    if keys:
+        raise UserError(
+            f"{file}: holds several lists of rows ({', '.join(keys[:6])}): call them train, valid and test,"
+            " or keep one"
+        )
+    raise UserError(
+        f'{file}: is an object without a list of rows: give [{{"text": "..."}}, ...], or an object a line'
+    )
+
+
+def _as_row(record: Any, where: str) -> tuple[str, Mapping[str, Any]]:
+    """`where` and the row; of a list of values the columns are numbered from 1. Raises UserError."""
+    if isinstance(record, list) and len(record) > 1 and not any(isinstance(cell, dict) for cell in record):
+        return where, {str(number): cell for number, cell in enumerate(record, 1)}
+    if not isinstance(record, dict):
+        raise UserError(f'{where}: is {type(record).__name__}, not an object such as {{"text": "..."}}')
+    return where, record
+
+
+def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twin = max(found, key=[key for key, _ in pairs].count)
+        raise ValueError(f"an object has {twin} twice: keep one")
+    return found
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The value that a text in JSON stands for. Raises UserError."""
+    try:
+        value = json.loads(text, object_pairs_hook=_json_object)
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except (ValueError, RecursionError) as error:  # half of a character, thousands of digits, ...
+        reason = str(error).partition(";")[0] or type(error).__name__
+        raise UserError(f"{where}: is not JSON that can be read: {reason}") from None
 
 
 def open_parquet(file: Path) -> ParquetFile:

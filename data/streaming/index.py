@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from isobatch.data.base import Column, Columns
     from isobatch.data.streaming.groups import GroupCache
     from isobatch.data.streaming.shards import Rows
-    from isobatch.data.streaming.text import TextGroupEncoder
+    from isobatch.data.streaming.source import TextGroupEncoder
 
 THREADS = 16
 """Shards that are read at a time; they tokenize on all cores between them."""

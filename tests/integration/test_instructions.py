@@ -11,9 +11,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
-from safetensors.torch import save_model
-from transformers import AutoTokenizer, BertTokenizerFast, GPT2Config, GPT2LMHeadModel
+from transformers import AutoTokenizer
 
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.report import command
@@ -25,7 +23,6 @@ from isobatch.tests.integration.helpers import (
     losses,
     port_of,
     post,
-    predictions,
     run_card,
     run_code,
     summary,
@@ -168,45 +165,6 @@ def test_chat_needs_a_model_that_was_taught_to(home: Path) -> None:
     refused = launch("chat", "runs/plain", cwd=home)
     assert refused.returncode == 2
     assert "was not trained on conversations" in refused.stderr
-
-
-def test_chinese_with_word_pieces(tmp_path: Path) -> None:
-    poem = "床前明月光疑是地上霜举头望明月低头思故乡"
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *dict.fromkeys(poem), "，", "。"]
-    base = tmp_path / "base"
-    base.mkdir()
-    (base / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
-    BertTokenizerFast(vocab_file=str(base / "vocab.txt")).save_pretrained(base)
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": len(words)}
-    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=2, eos_token_id=3))
-    model.config.save_pretrained(base)
-    save_model(model, str(base / "model.safetensors"), metadata={"format": "pt"})
-    (tmp_path / "train.txt").write_text((poem[:10] + "，" + poem[10:] + "。\n") * 60, encoding="utf-8")
-    flags = ["--model", "base", "--data", "train.txt", "--max-length", "24", "--steps", "60", "--name", "zh"]
-    done = launch(*TASK[:-2], *flags, "--adapter", "lora", "--lora-targets", "all-linear", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    written = launch("generate", "runs/zh", "--prompt", "床前明", "--tokens", "12", cwd=tmp_path)
-    assert written.returncode == 0, written.stderr
-    text = written.stdout.strip()
-    assert text.startswith("床前明")
-    assert "�" not in text
-    assert all(c in poem + "，。" for c in text.removeprefix("床前明").replace(" ", "")), text
-
-
-def test_a_language_model_answers_each_row(home: Path) -> None:
-    rows = [{"id": n, "instruction": f"What does a {animal} say?"} for n, animal in enumerate(ANIMALS)]
-    (home / "q.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = predictions(home, "runs/asked", "--file", "q.jsonl", "--tokens", "12")
-    alone = [predictions(home, "runs/asked", row["instruction"], "--tokens", "12")[0] for row in rows]
-    assert [row["answer"] for row in found] == [row["answer"] for row in alone]
-    assert [row["id"] for row in found] == list(range(len(rows)))
-    generated = launch(
-        *("generate", "runs/asked", "--prompt", rows[0]["instruction"], "--tokens", "12"),
-        *("--temperature", "0", "--json"),
-        cwd=home,
-    )
-    assert json.loads(generated.stdout)["text"] == found[0]["answer"]
 
 
 def test_a_served_language_model_answers_as_generate_does(home: Path) -> None:

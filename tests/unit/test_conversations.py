@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.data import chat_formats, corpora, tokenizers
-from isobatch.data.text import chat_templates, jinja_sandbox, row_fields
+from isobatch.data import chat_formats, tokenizers
+from isobatch.data.text import chat_templates, jinja_sandbox
 from isobatch.data.text import conversations as truncation
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.text.conversations import TokenRow
@@ -145,43 +145,6 @@ def test_messages_are_chatml_by_default_and_close_turns_with_its_own_token(tmp_p
     assert extra["eos"] == opened.token_to_id(END)
 
 
-@pytest.mark.parametrize("form", ["json", "parquet", "jsonl"])
-def test_conversations_are_read_from_every_form(tmp_path: Path, form: str) -> None:
-    rows = [{"messages": CHAT}, {"messages": CHAT[1:]}]
-    for split in ("train", "valid"):
-        file = tmp_path / f"{split}.{form}"
-        if form == "parquet":
-            import pyarrow
-            import pyarrow.parquet
-
-            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), str(file))
-        else:
-            file.write_text(json.dumps(rows) if form == "json" else "\n".join(map(json.dumps, rows)))
-    recipe = SimpleNamespace(
-        data=str(tmp_path),
-        tokenizer=str(byte_tokenizer(tmp_path / "t", END)),
-        **{"model": "tiny", "revision": None, "format": None, "max_length": 400},
-    )
-    text = Text(recipe, TextOptions(template="plain"))
-    text.prepare(tmp_path / "out")
-    columns = text.open(tmp_path / "out", "train").columns
-    tokenizer = tokenizers.open_tokenizer(tmp_path / "out" / "tokenizer.json")
-    assert marked(columns, tokenizer, 1) == TWO_TURNS["plain"].removeprefix("Be kind.\n")
-
-
-def test_a_hub_data_set_may_hold_conversations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    turns = [{"role": "user", "content": "he?"}, {"role": "assistant", "content": "Hi!"}]
-    rows = datasets.Dataset.from_list([{"messages": turns}] * 40)
-    monkeypatch.setattr(corpora, "load_dataset", lambda *_: {"train": rows})
-    recipe = {"model": "tiny", "revision": None, "format": None, "max_length": 400}
-    tokenizer = str(byte_tokenizer(tmp_path / "t", END))
-    text = Text(SimpleNamespace(data="a-team/chats", tokenizer=tokenizer, **recipe), TextOptions())
-    extra = text.prepare(tmp_path / "out")
-    assert extra["splits"]["train"]["conversations"] == 38
-    assert extra["template"]["name"] == "chatml"
-
-
 def test_a_named_text_column_wins(tmp_path: Path) -> None:
     rows = [{"text": "he", "messages": CHAT[1:3]}] * 3
     extra, columns, _ = prepared(tmp_path / "a", rows, text_column="text")
@@ -196,19 +159,6 @@ def test_a_named_text_column_wins(tmp_path: Path) -> None:
     assert chat_formats.detect_chat_format(["question", "answer"]) == "question"
     assert chat_formats.detect_chat_format(["prompt", "completion", "text"]) is None
     assert chat_formats.detect_chat_format(["prompt", "chosen", "rejected"]) is None
-
-
-def test_prompt_and_completion_are_texts_or_messages() -> None:
-    told = [{"role": "user", "content": "When?"}, {"role": "assistant", "content": "At nine."}]
-    texts = {"prompt": "When?", "completion": "At nine."}
-    messages = {"prompt": told[:1], "completion": told[1:]}
-    for row in (texts, messages):
-        assert chat_formats.parse_messages(row, "row 1", "prompt") == told
-        assert chat_formats.parse_question(row, "row 1", "prompt") == told[:1]
-    with pytest.raises(chat_formats.SkippedRowError, match="an empty answer"):
-        chat_formats.parse_messages({"question": "When?", "answer": " "}, "row 1", "question")
-    with pytest.raises(UserError, match="row 1: has no answer"):
-        chat_formats.parse_messages({"question": "When?"}, "row 1", "question")
 
 
 def test_other_columns_are_named(tmp_path: Path) -> None:
@@ -455,20 +405,6 @@ def test_a_system_text_of_the_row_comes_before_that_of_its_messages() -> None:
     assert told == [{"role": "system", "content": "Be brief.\n\nBe kind."}, *CHAT[1:3]]
     row = {"messages": CHAT[:3], "system": "Be kind."}
     assert chat_formats.parse_messages(row, "row 1", "messages") == CHAT[:3]
-
-
-def test_what_no_message_holds_is_named() -> None:
-    turns = [HE, {"role": "assistant", "content": "Yes.", "weight": 0}]
-    row = {
-        "messages": turns,
-        "history": ["Hi", "Hi!"],
-        "context": {"a": 1},
-        "system": "Be kind.",
-        "tools": [],
-    }
-    names = ("history", "context")
-    notes = [f"the field `{name}` is not read" for name in names]
-    assert row_fields.notes_of_unread(row, ("messages",)) == notes
 
 
 DEAF = "{% for m in messages if m.role != 'system' %}" + TAGGED.split("%}", 1)[1]

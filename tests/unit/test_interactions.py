@@ -309,18 +309,6 @@ def broken_number(folder: Path) -> Path:
     return folder
 
 
-@refused(r"movies.dat line 1: has 2 fields between '::', not 3")
-def broken_movie(folder: Path) -> Path:
-    (ml_1m(folder) / "movies.dat").write_text("10::Toy Story (1995)\n")
-    return folder
-
-
-@refused(r"there is no users.dat")
-def missing_file(folder: Path) -> Path:
-    (ml_1m(folder) / "users.dat").unlink()
-    return folder
-
-
 @refused(r"has no column item or item_id or movie_id \(there are user, thing, time\).*--item-column")
 def missing_column(folder: Path) -> Path:
     (tables(folder) / "interactions.csv").write_text("user,thing,time\n1,2,3\n")
@@ -349,18 +337,6 @@ def nan_id(folder: Path) -> Path:
     return folder
 
 
-@refused(r"u.data line 2: has no item")
-def empty_id_without_header(folder: Path) -> Path:
-    (ml_100k(folder) / "u.data").write_text("196\t242\t3\t881250949\n196\t\t3\t891717742\n")
-    return folder
-
-
-@refused(r"items.csv line 3: has no item: fill it in")
-def empty_id_of_a_title(folder: Path) -> Path:
-    (tables(folder) / "items.csv").write_text("item,title\nx,X ray\n,Yacht\n")
-    return folder
-
-
 @refused(r"each held-out user took all 3 items, so that none is left to rank against: add .*--split none")
 def nothing_unseen(folder: Path) -> Path:
     folder.mkdir()
@@ -380,11 +356,6 @@ def no_times(folder: Path) -> Path:
     return folder
 
 
-@refused(r"--split given: .* has no train file", split="given")
-def not_split(folder: Path) -> Path:
-    return tables(folder)
-
-
 @refused(r"--split time: .* is split already", split="time")
 def split_already(folder: Path) -> Path:
     return ncf(folder)
@@ -395,20 +366,8 @@ def all_below(folder: Path) -> Path:
     return ml_1m(folder)
 
 
-@refused(r"there is no ratings.dat, .*found: notes.txt")
-def something_else(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "notes.txt").write_text("x")
-    return folder
-
-
 @refused(r"--eval-negatives 0: must be at least 1", eval_negatives=0)
 def no_rivals(folder: Path) -> Path:
-    return tables(folder)
-
-
-@refused(r"--format lmdb: is not one of ml-1m, ml-100k, ncf, csv", form="lmdb")
-def unknown_form(folder: Path) -> Path:
     return tables(folder)
 
 

@@ -13,13 +13,14 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.core.recipe import Recipe
 from isobatch.data import tokenizers
-from isobatch.data.base import ArraySource, Ragged
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.data.text.sources import detect_row_kind, interleave_by_characters
 from isobatch.engine.loading.sampler import make_sampler
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from isobatch.data.base import ArraySource
 
 PROSE = "".join(f"line {i} of plain text\n" for i in range(40))
 CHATS = [{"instruction": f"Say {i}.", "output": f"{i}"} for i in range(30)]
@@ -133,19 +134,6 @@ def test_without_shares_every_sample_comes_once(tmp_path: Path, sets: str, make:
     sampler = make_sampler(recipe, sources["train"], 1)
     seen = np.concatenate([sampler.batch(step) for step in range(sampler.steps_per_epoch)])
     assert sorted(seen) == list(range(len(sources["train"])))
-
-
-def test_plain_sets_alone_need_no_answers(tmp_path: Path, make: Make) -> None:
-    for name in ("a.txt", "b.txt"):
-        (tmp_path / name).write_text(PROSE)
-    extra, sources, _ = prepared(make(f"{tmp_path / 'a.txt'},{tmp_path / 'b.txt'}"), tmp_path / "out")
-    assert "template" not in extra
-    assert extra["prompts"] == []
-    assert extra["prompt"].startswith("line")
-    learn = sources["train"].columns["learn"]
-    assert isinstance(learn, Ragged)
-    assert (learn.values[learn.offsets[:-1]] == 0).all()
-    assert learn.values.sum() == len(learn.values) - len(learn)
 
 
 def test_kinds_are_told_by_columns() -> None:

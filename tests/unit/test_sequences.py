@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from isobatch.core.errors import UserError
-from isobatch.data import corpora, readers, sequences, tokenizers
+from isobatch.data import corpora, sequences, tokenizers
 from isobatch.data.sequences import INTEGERS, TEXT, SequenceOptions, Sequences
 
 if TYPE_CHECKING:
@@ -105,19 +105,6 @@ def test_each_line_of_a_text_file_is_a_sequence(tmp_path: Path) -> None:
     ]
 
 
-def test_lines_do_not_depend_on_chunks_and_end_with_their_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(readers, "CHUNK_BYTES", 10)
-    monkeypatch.setattr(readers, "MAX_LINE_BYTES", 7)
-    first, second = "a long line that no chunk holds é\nb\n\n" + "字" * 20, "c d\ne"
-    folder = write(tmp_path / "d", train_1__txt=first, train_2__txt=second, valid__txt="v")
-    rows, extra = prepared(make(folder, max_length=99, vocab_size=257), tmp_path / "out")
-    lines = [line for line in f"{first}\n{second}".split("\n") if line]
-    assert texts_of(rows["train"], tmp_path / "out") == lines
-    assert extra["splits"]["train"]["empty"] == 1
-
-
 @pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "json", "parquet"])
 def test_each_text_of_a_table_is_a_sequence(tmp_path: Path, form: str) -> None:
     tokenizer, texts = byte_tokenizer(tmp_path / "t"), ["he two", "  ", "é\u2028a", ""]
@@ -162,25 +149,6 @@ def test_each_list_of_integers_is_a_sequence(tmp_path: Path, form: str) -> None:
     assert extra["splits"]["train"] == counts
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pa.list_(pa.int8()),
-        pa.list_(pa.uint64()),
-        pa.large_list(pa.int32()),
-        pa.list_(pa.uint16(), 2),
-    ],
-    ids=str,
-)
-def test_any_integer_and_list_type_is_read(tmp_path: Path, kind: pa.DataType) -> None:
-    lists = pa.array([[1, 2], None, [100, 0], [5, 6]], kind)
-    for split in ("train", "valid"):
-        write_parquet(tmp_path / "d" / f"{split}.parquet", rows=3, ids=lists)
-    rows, extra = prepared(make(tmp_path / "d"), tmp_path / "out")
-    assert rows["train"] == [[1, 2, 102], [100, 0, 102], [5, 6, 102]]
-    assert extra["splits"]["train"]["empty"] == 1
-
-
 def random_lists(sequences: int, longest: int, size: int) -> pa.Array:
     """Lists of 0 to `longest` ids below `size`; the largest is there."""
     generator = np.random.default_rng(0)
@@ -188,22 +156,6 @@ def random_lists(sequences: int, longest: int, size: int) -> pa.Array:
     values = generator.integers(0, size, offsets[-1])
     values[0] = size - 1
     return pa.ListArray.from_arrays(offsets.astype(np.int32), values)
-
-
-def test_the_size_of_row_groups_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lists, found = random_lists(1000, 9, 500), []
-    for rows, batch in ((1, 4096), (7, 4096), (1000, 4096), (1000, 13)):
-        monkeypatch.setattr(readers, "ARROW_BATCH_ROWS", batch)
-        file = write_parquet(tmp_path / f"{rows}.parquet", rows, tokens=lists, other=["x"] * 1000)
-        found.append(prepared(make(file, max_length=8), tmp_path / f"{rows}-{batch}"))
-    assert all(one == found[0] for one in found)
-    wanted = [row[:7] for row in lists.to_pylist()]
-    train, valid = (
-        [row[:-1] for row in found[0][0]["train"]],
-        [row[:-1] for row in found[0][0]["valid"]],
-    )
-    assert train == [row for row in wanted[:950] if row]
-    assert valid == [row for row in wanted[950:] if row]
 
 
 def test_a_large_parquet_file_is_not_read_into_memory(tmp_path: Path) -> None:
@@ -282,31 +234,6 @@ def test_the_column_is_found_by_what_it_holds(
     column = sequences.find_column("d", kinds, asked, prefers_text)
     assert (column.name, column.kind) == found
     assert column.note == (note and f"the column {note} takes another)")
-
-
-@pytest.mark.parametrize(
-    ("kinds", "says"),
-    [
-        (
-            {"body": TEXT, "title": TEXT},
-            "--data d: which column? --text-column says; it has: body (text), title (text)",
-        ),
-        (
-            {"a": INTEGERS, "b": INTEGERS, "text": TEXT},
-            "--data d: which column? --sequence-column says; it has: a (lists of integers),"
-            " b (lists of integers), text (text)",
-        ),
-        (
-            {"tokens": "list<element: double>"},
-            "--data d: no column holds text or lists of integers; it has: tokens (list<element: double>)",
-        ),
-        ({}, "--data d: no column holds text or lists of integers; it has: no rows"),
-    ],
-)
-def test_a_column_that_cannot_be_found_is_asked_for(kinds: dict[str, str], says: str) -> None:
-    with pytest.raises(UserError) as error:
-        sequences.find_column("d", kinds, {}, False)
-    assert str(error.value) == says
 
 
 def test_a_tokenizer_is_for_text(tmp_path: Path) -> None:
@@ -395,33 +322,6 @@ def test_bad_settings_are_answered_in_one_line(tmp_path: Path, case: int) -> Non
     assert refusal(data) == says
 
 
-@pytest.mark.parametrize(
-    ("rows", "options", "says"),
-    [
-        ([[1], [2, -3, 4]], {}, "{file} row 2: tokens holds the id -3: ids begin at 0"),
-        (
-            [[1], [], [2, 9]],
-            {"vocab_size": 9},
-            "{file} row 3: tokens holds the id 9: --vocab-size 9 allows 0 to 8",
-        ),
-        (
-            [[1], [1 << 40]],
-            {},
-            "{file} row 2: tokens holds the id 1099511627776: it is too large: number the ids from 0",
-        ),
-        ([[1], None, [2, None]], {}, "{file} row 3: tokens holds lists of null, not lists of integers"),
-    ],
-)
-def test_bad_ids_are_named_by_row(
-    tmp_path: Path, rows: list[Any], options: dict[str, int], says: str
-) -> None:
-    lists = pa.array(rows, pa.list_(pa.int64()))
-    file = write_parquet(tmp_path / "train.parquet", rows=2, tokens=lists)
-    write_parquet(tmp_path / "valid.parquet", tokens=[[1]])
-    wanted = says.format(file=file, folder=tmp_path)
-    assert refusal(make(tmp_path, **options), prepare=True) == wanted
-
-
 def test_a_validation_id_that_training_lacks_is_named(tmp_path: Path) -> None:
     write_parquet(tmp_path / "train.parquet", tokens=[[1, 6], [2]])
     file = write_parquet(tmp_path / "valid.parquet", tokens=[[1], [3, 7]])
@@ -469,34 +369,6 @@ def test_bad_cells_of_json_are_named_by_line(tmp_path: Path, cell: str, says: st
 def test_a_split_without_sequences_is_named(tmp_path: Path, files: dict[str, str], says: str) -> None:
     folder = write(tmp_path, **files)
     assert refusal(make(folder), prepare=True) == f"--data {folder}: {says}"
-
-
-def damage(file: Path, at: float) -> None:
-    content = bytearray(file.read_bytes())
-    middle = int(len(content) * at)
-    content[middle : middle + 16] = bytes(b ^ 0xFF for b in content[middle : middle + 16])
-    file.write_bytes(content)
-
-
-def test_a_damaged_row_group_is_named(tmp_path: Path) -> None:
-    file = write_parquet(tmp_path / "a.parquet", 1000, tokens=random_lists(20_000, 100, 30_000))
-    about = parquet.ParquetFile(file).metadata
-    where, size = 0.5, file.stat().st_size
-    begins = [about.row_group(g).column(0).dictionary_page_offset for g in range(about.num_row_groups)]
-    group = int(np.searchsorted(begins, where * size))
-    damage(file, where)
-    says = refusal(make(file), prepare=True)
-    assert says.startswith(f"{file}: row group {group} of 20 cannot be read: ")
-    assert "CRC" in says
-
-
-def test_text_of_parquet_that_is_not_utf8_is_named(tmp_path: Path) -> None:
-    broken = pa.StringArray.from_buffers(
-        2, pa.py_buffer(np.array([0, 1, 2], np.int32)), pa.py_buffer(b"a\xe9")
-    )
-    file = write_parquet(tmp_path / "a.parquet", text=pa.concat_arrays([broken, broken]))
-    with pytest.raises(UserError, match=r"a.parquet: row group 1 of 1 cannot be read: 'utf-8'"):
-        make(file).check()
 
 
 def test_hub_data_is_text_or_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

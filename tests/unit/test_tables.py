@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest
 from isobatch.core.recipe import Recipe
 from isobatch.data import readers
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
@@ -200,17 +199,3 @@ def test_predict_reads_files_without_header(tmp_path: Path, capsys: pytest.Captu
     lists = SimpleNamespace(knows_item=lambda item: item in ("7", "8"))
     sold = str(written(tmp_path, "sold.csv", "7\n8\n"))
     assert recommend._named_items(lists, "--without", sold, None) == ["7", "8"]  # type: ignore[arg-type]  # noqa: SLF001
-
-
-@pytest.mark.parametrize(
-    ("word", "valid", "meant"),
-    [
-        ("grpo", ["dpo", "orpo"], ""),  # another task
-        ("tool", ["system", "user", "assistant", "model"], ""),  # another role
-        ("orop", ["dpo", "orpo"], "orpo"),
-        ("lable", ["text", "label"], "label"),
-        ("trian", ["train", "plan"], "train"),
-    ],
-)
-def test_only_a_misspelt_word_is_answered_with_another(word: str, valid: list[str], meant: str) -> None:
-    assert nearest(word, valid) == meant
