@@ -82,13 +82,9 @@ def open_language_model(place: str, trust: bool = False) -> LanguageModel:
 
 def language_model_of(run: RunFolder, task: Generates) -> LanguageModel:
     """The model of a run that is finished."""
-    return LanguageModel(str(run.folder), run.final, template_of(run), partial(task.writer, run.final))
-
-
-def template_of(run: RunFolder) -> ChatTemplate | None:
-    """The template of a model that was trained on conversations; None of another."""
-    found = run.facts.extra.get("template")
-    return ChatTemplate.from_dict(found) if found else None
+    found = run.facts.extra.get("template")  # of a model that was trained on conversations
+    template = ChatTemplate.from_dict(found) if found else None
+    return LanguageModel(str(run.folder), run.final, template, partial(task.writer, run.final))
 
 
 def plain_model(where: str) -> LanguageModel | None:

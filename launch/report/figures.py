@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
@@ -20,14 +21,15 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
 
 DOTS_PER_INCH = 110
-PANELS: tuple[tuple[str, tuple[tuple[str, float, str], ...]], ...] = (
-    ("samples a second", (("", 1.0, "samples_per_second"),)),
-    ("milliseconds", (("step", 1e3, "step_seconds"), ("data wait", 1e3, "data_seconds"))),
-    ("GB of memory", (("measured", 1e-9, "memory_bytes"),)),
-    ("GPU use, %", (("measured", 1.0, "gpu_utilisation"),)),
-    ("watts", (("", 1.0, "power_watts"),)),
+PANELS: tuple[tuple[str, float, tuple[str, ...]], ...] = (
+    ("samples a second", 1.0, ("samples_per_second",)),
+    ("milliseconds", 1e3, ("step_seconds", "data_seconds")),
+    ("GB of memory", 1e-9, ("memory_bytes",)),
+    ("GPU use, %", 1.0, ("gpu_utilisation",)),
+    ("watts", 1.0, ("power_watts",)),
 )
-"""Figures of the machine over the steps: title, and lines as (label, factor, field)."""
+"""Figures of the machine over the steps: title, factor, and the fields that are lines."""
+LABELS = {"step_seconds": "step", "data_seconds": "data wait"}
 
 
 def draw_figure(draw: Any, width: float, height: float, columns: int = 1) -> Figure:
@@ -139,28 +141,24 @@ def smoothed(values: Sequence[float | None]) -> list[float]:
 
 def use_drawings(record: Mapping[str, Any]) -> list[Drawing]:
     """How a run used its machine over the steps; nothing before the first logged one."""
+    return [
+        Drawing(title, partial(_draw_machine, record, title, factor, fields), 3.8, 2.4)
+        for title, factor, fields in PANELS
+        if not record["machine"].keys().isdisjoint(fields)
+    ]
+
+
+def _draw_machine(
+    record: Mapping[str, Any], title: str, factor: float, fields: Sequence[str], ax: Any
+) -> None:
     curves, foreseen = record["machine"], record["predicted_peak_memory_bytes"]
     levels = {"GB of memory": ("predicted", foreseen and foreseen / 1e9), "GPU use, %": ("target", GPU_USE)}
-    found = []
-    for title, lines in PANELS:
-        known = [(label, factor, curves[name]) for label, factor, name in lines if name in curves]
-        if known:
-            draw = _machine_drawer(curves["step"], title, known, *levels.get(title, ("", None)))
-            found.append(Drawing(title, draw, 3.8, 2.4))
-    return found
-
-
-def _machine_drawer(
-    steps: list[int], title: str, lines: list[tuple[str, float, list[Any]]], named: str, level: float | None
-) -> Callable[[Any], None]:
-    def draw(ax: Any) -> None:
-        lonely = len(lines) == 1 and not level
-        for label, factor, values in lines:
-            shown = [None if v is None else v * factor for v in values]
-            ax.plot(steps, shown, lw=1, label="" if lonely else label)
-        if level:
-            ax.axhline(level, ls="--", lw=0.9, color="#57606a", label=named)
-        _finish(ax, title)
-        ax.set_ylim(bottom=0)
-
-    return draw
+    named, level = levels.get(title, ("", None))
+    for name in fields:
+        if name in curves:
+            shown = [None if v is None else v * factor for v in curves[name]]
+            ax.plot(curves["step"], shown, lw=1, label=LABELS.get(name, "measured" if level else ""))
+    if level:
+        ax.axhline(level, ls="--", lw=0.9, color="#57606a", label=named)
+    _finish(ax, title)
+    ax.set_ylim(bottom=0)

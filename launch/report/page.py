@@ -88,13 +88,10 @@ def _of_run(run: dict[str, Any]) -> Iterator[PagePart]:
     yield PagePart("h3", f"{run['run']}{task}: {run['state']}")
     yield from (PagePart("note", note) for note in run["notes"])
     if run["use"]:
-        yield PagePart("table", rows=[["", "measured", "target", "is"], *run["use"]])
+        yield PagePart("table", rows=[["", "measured", "beside", "is"], *run["use"]])
     else:
         yield PagePart("note", "No step is logged yet.")
     yield PagePart("row", drawings=use_drawings(run))
-    if run["memory"]:
-        head = ["memory per process", "predicted", "measured", "prediction is off by"]
-        yield PagePart("table", rows=[head, run["memory"]])
 
 
 def render_page(contents: Contents) -> str:

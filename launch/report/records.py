@@ -67,7 +67,7 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
 
     `evaluations` are on the validation split while it trained, `final_evaluations` of the exported weights,
     which may be those of an earlier step: a line through all of them would run back. And how it used its
-    machine: `machine` (columns), `use` (a table) and `memory` (a row). `notes` are on files that
+    machine: `machine` (columns), `use` (a table). `notes` are on files that
     cannot be read: the run is shown with what there is.
     """
     notes: list[str] = []
@@ -105,7 +105,6 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
         "machine": machine,
         "predicted_peak_memory_bytes": plan.get("predicted_peak_memory_bytes"),
         "use": list(use_table(machine, summary, plan)),
-        "memory": memory_row(machine, summary, plan),
         "notes": notes,
     }
 
@@ -158,6 +157,9 @@ def use_table(curves: Curves, summary: Mapping[str, Any], plan: Mapping[str, Any
         share = 100 * peak / device
         of_it = f"{share:.0f} % of {format_bytes(device)}"
         yield ["memory", of_it, f"under {MEMORY:.0f} %", _verdict(share < MEMORY)]
+    if peak and (foreseen := _positive(plan.get("predicted_peak_memory_bytes"))):
+        predicted = f"predicted {format_bytes(foreseen)}"
+        yield ["memory per process", format_bytes(peak), predicted, f"{100 * (foreseen / peak - 1):+.0f} %"]
     pairs = zip(curves.get("data_seconds", []), curves.get("step_seconds", []), strict=False)
     if known := [(wait, step) for wait, step in pairs if wait is not None and step]:
         wait = 100 * sum(wait for wait, _ in known) / sum(step for _, step in known)
@@ -165,20 +167,6 @@ def use_table(curves: Curves, summary: Mapping[str, Any], plan: Mapping[str, Any
     for label, name, form in MEANS:
         if (value := _mean(curves, name)) is not None:
             yield [label, form.format(value), "", ""]
-
-
-def memory_row(curves: Curves, summary: Mapping[str, Any], plan: Mapping[str, Any]) -> list[str]:
-    """(stage of the peak, predicted, measured, difference); empty where neither is known."""
-    foreseen, found = _positive(plan.get("predicted_peak_memory_bytes")), _peak_memory(curves, summary)
-    if not foreseen and not found:
-        return []
-    at = summary.get("peak_memory_stage")
-    return [
-        f"highest while: {at}" if isinstance(at, str) else "",
-        format_bytes(foreseen) if foreseen else "",
-        format_bytes(found) if found else "",
-        f"{100 * (foreseen / found - 1):+.0f} %" if foreseen and found else "",
-    ]
 
 
 def _peak_memory(curves: Curves, summary: Mapping[str, Any]) -> float | None:

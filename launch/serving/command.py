@@ -58,7 +58,8 @@ def serve(words: Sequence[str]) -> int:
     if len(positional) != 1:
         raise UserError("serve: give the folder of one run (`runs` lists them), or an ONNX file")
     doing("loading the model")
-    _require_libraries()
+    need("starlette", "serve")
+    need("uvicorn", "serve")
     with listen(options.host, options.port) as listener:
         return _run(positional[0], listener, options)
 
@@ -77,11 +78,6 @@ def make_app(where: str, options: ServeOptions) -> Any:
     if isinstance(answerer.rows, PromptReader):
         return language_model_app(name, answerer.write_text, answerer.rows.template)
     return prediction_app(name, answerer)
-
-
-def _require_libraries() -> None:
-    need("starlette", "serve")
-    need("uvicorn", "serve")
 
 
 def listen(host: str, port: int) -> socket.socket:
