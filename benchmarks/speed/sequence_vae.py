@@ -24,7 +24,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from isobatch.benchmarks.sessions import make_session, prepare_workload, train
 from isobatch.models.sequence_vae import monitor as monitoring
-from isobatch.models.sequence_vae import network
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -200,8 +199,8 @@ def monitor_share(values: dict[str, Any], steps: int) -> Row:
 
     with make_session("sequence-vae", {**values, "steps": steps}) as session, contextlib.ExitStack() as after:
         task: Any = session.task
-        methods = ((monitoring.PosteriorMonitor, name) for name in ("record", "others", "add"))
-        for owner, name in (*methods, (task, "_report"), (network.VAENetwork, "_compare")):
+        methods = ((monitoring.PosteriorMonitor, name) for name in ("record", "add"))
+        for owner, name in (*methods, (task, "_report")):
             own = vars(owner).get(name)
             setattr(owner, name, timed(getattr(owner, name)))
             after.callback(*((setattr, owner, name, own) if own is not None else (delattr, owner, name)))

@@ -356,6 +356,7 @@ LEFT = {
     "critical_batch": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
     "noise_scale_every": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
     "remember": "type the flags that `tune` prints",
+    "target_kl": "hold the KL up with --free-bits",
     "trials": "run `tune` for what each measure brings",
     "trial_seconds": "run `tune` for what each measure brings",
     "mail": 'give --sbatch "--mail-user=ADDRESS --mail-type=END,FAIL"',

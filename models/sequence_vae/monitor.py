@@ -26,12 +26,10 @@ ACTIVE = 0.01
 """Variance of the posterior mean over the data above which a dimension is active (Burda et al. 2016)."""
 ROWS_AT_A_TIME = 512
 """Rows of the N x N table of densities that are computed at once."""
-TOTALS, STEP, COMPARED = "totals", "monitor.step", "monitor.compared"
+TOTALS, STEP = "totals", "monitor.step"
 """Names of what a step records. TOTALS, always: samples, their tokens, KL and -log p(x|z)."""
 LEAST_SAMPLES = 1024
 """Samples of the window of posteriors, at least, whatever the batch."""
-COMPARED_SAMPLES, COMPARISONS = 8, 8
-"""Samples of a batch that are decoded with their own and another's latent vector; batches that are kept."""
 State = Literal["starting", "healthy", "collapsing", "collapsed"]
 STATES: tuple[State, ...] = ("starting", "healthy", "collapsing", "collapsed")
 COLLAPSED_KL = 0.1
@@ -115,8 +113,6 @@ class Figures:
     mutual_information: float
     ceiling: float
     """Log of the number of samples in the window: the largest mutual information it can show."""
-    shuffle_gap: float | None = None
-    """How much worse the decoder predicts with another sample's latent vector; None before it is known."""
 
     @property
     def kl(self) -> float:
@@ -129,7 +125,7 @@ class Figures:
 
     def metrics(self) -> dict[str, Any]:
         """The fields of a report in metrics.jsonl."""
-        found: dict[str, Any] = {
+        return {
             "window_kl": self.kl,
             "window_reconstruction": self.reconstruction,
             "active_units": len(self.active),
@@ -137,7 +133,6 @@ class Figures:
             "mutual_information_ceiling": self.ceiling,
             "kl_per_dimension": [round(v, 6) for v in self.kl_per_dimension],
         }
-        return found if self.shuffle_gap is None else {**found, "shuffle_gap": self.shuffle_gap}
 
 
 class History(NamedTuple):
@@ -224,17 +219,6 @@ def sentence(figures: Figures, now: History, advice: str) -> str:
     return f"{said}; {advice}" if advice else said
 
 
-class OtherLatents(NamedTuple):
-    """Latent vectors of other samples, with which some rows are decoded as well."""
-
-    rows: Tensor
-    """(C,) rows of the micro-batch."""
-    z: Tensor
-    """(C, L)."""
-    counts: bool
-    """Whether the rows count, or are there only because every process must compute some."""
-
-
 class PosteriorMonitor(nn.Module):
     """Window sums of the last steps, and the posteriors of the last samples."""
 
@@ -246,8 +230,6 @@ class PosteriorMonitor(nn.Module):
     Means are those around the mean of their step's batch: what moves all of them alike says nothing of the
     input, and would count as information if posteriors of several steps were compared as they are.
     """
-    compared: Tensor
-    """(COMPARISONS, 3): samples, their -log p(x|z), and the same with others' latent vectors."""
     history: Tensor
     """(5 + L,): what the verdict needs of earlier reports."""
 
@@ -261,7 +243,6 @@ class PosteriorMonitor(nn.Module):
         """Steps after which all rows are replaced."""
         self.register_buffer("sums", torch.zeros(pace.window, 4 + 4 * latent))
         self.register_buffer("rows", torch.zeros(self.blocks * self.rows_per_step, 4 * latent))
-        self.register_buffer("compared", torch.zeros(COMPARISONS, 3))
         self.register_buffer("history", torch.zeros(5 + latent))
 
     def reset(self) -> None:
@@ -279,45 +260,17 @@ class PosteriorMonitor(nn.Module):
         until_report = min(-(step + 1) % self.pace.report_every, max(0, total - step - 1))
         return until_report < max(self.pace.window, self.blocks)
 
-    def compares_at(self, step: int) -> bool:
-        """Whether step `step` (from 0) also decodes with the latent vectors of other samples."""
-        return (step + 1) % self.pace.compare_every == 0 and step >= self.blocks
-
-    def others(self, step: StepContext) -> OtherLatents | None:
-        """In steps that compare: latent vectors from the window, for the batch's first samples.
-
-        The window is the same on every process, and the choice is keyed by the sample, so that the division
-        into micro-batches does not matter. The vectors are moved to where posteriors are before this step.
-        """
-        if not self.compares_at(step.number):
-            return None
-        assert step.positions is not None
-        rows = (step.positions < COMPARED_SAMPLES).nonzero()[0]
-        counts = len(rows) > 0
-        # Where a forward gathers shards, every process must compute as many.
-        taken = step.to_device(rows if counts else np.zeros(1, np.int64))
-        chosen = step.noise.integers("monitor.other", (), len(self.rows))
-        noise = step.noise.normal("monitor.noise", (self.latent,))
-        newest = self.sums[(step.number - 1) % len(self.sums)]
-        mean, logvar = self._posteriors(self.rows[chosen[taken]])
-        found = Posterior(mean + newest[4 : 4 + self.latent] / newest[0].clamp(min=1), logvar)
-        return OtherLatents(taken, found.sample(noise[taken]), counts)
-
     def _posteriors(self, rows: Tensor) -> Posterior:
         return Posterior(rows[:, : self.latent], rows[:, self.latent : 2 * self.latent])
 
-    def record(self, found: Posterior, compared: Tensor | None, kl: Tensor, step: StepContext) -> None:
-        """Record what the window needs of a micro-batch. `kl` (B, L); `compared`: see network.Output."""
+    def record(self, found: Posterior, kl: Tensor, step: StepContext) -> None:
+        """Record what the window needs of a micro-batch. `kl` (B, L)."""
         assert step.positions is not None
         if self.watches(step.number, step.total_steps):
             step.record(STEP, self.measure(found, kl, step.positions, step.to_device))
-        if compared is not None:
-            step.record(COMPARED, compared)
         if not self.has_recorded:  # the engine learns from a first step what may be recorded in later ones
             self.has_recorded = True
-            nothing = self.rows.new_zeros(1 + self.rows_per_step, self.rows.shape[1])
-            step.record(STEP, nothing)
-            step.record(COMPARED, nothing.new_zeros(3))
+            step.record(STEP, self.rows.new_zeros(1 + self.rows_per_step, self.rows.shape[1]))
 
     @torch.no_grad()
     def measure(
@@ -358,9 +311,6 @@ class PosteriorMonitor(nn.Module):
         around = newest[:, : self.latent] - (count > 1) * found[0, : self.latent] / count.clamp(min=1)
         centred[:, : self.latent] = around * spread
         block.copy_(torch.where(_present(newest), centred, block))  # the last batch of an epoch may be short
-        if self.compares_at(step):
-            number = step // self.pace.compare_every % COMPARISONS
-            self.compared[number] = recorded[COMPARED].to(self.compared.dtype)
 
     def report(self, step: int, steps: int, seed: int) -> Figures:
         """The figures of the window after step `step` (from 0) of `steps`. It waits for the device."""
@@ -371,9 +321,8 @@ class PosteriorMonitor(nn.Module):
         means, logvar = self._posteriors(self.rows[_present(self.rows)[:, 0]].to(self._double))
         drawn = np.random.default_rng([seed, step]).standard_normal(tuple(means.shape))
         information = mutual_information(means, logvar, torch.from_numpy(drawn).to(means))
-        compared = self.compared.to(self._double).sum(0)
-        flat = torch.cat([total[:4], compared, total[4 + 3 * self.latent :], variance]).tolist()
-        count, _, _, nll, compared_count, own_nll, other_nll, *per_dimension = flat
+        flat = torch.cat([total[:4], total[4 + 3 * self.latent :], variance]).tolist()
+        count, _, _, nll, *per_dimension = flat
         return Figures(
             step=step + 1,
             full=step + 1 >= max(len(self.sums), self.blocks) or step + 1 == steps,
@@ -382,7 +331,6 @@ class PosteriorMonitor(nn.Module):
             reconstruction=nll / count,
             mutual_information=information,
             ceiling=math.log(len(means)),
-            shuffle_gap=(other_nll - own_nll) / compared_count if compared_count else None,
         )
 
     def judge(self, figures: Figures) -> tuple[History, bool]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isobatch.models.causal_lm.chunked_cross_entropy import IGNORE_INDEX, chunked_loss
-from isobatch.models.sequence_vae.monitor import OtherLatents, Posterior, PosteriorMonitor
+from isobatch.models.sequence_vae.monitor import Posterior, PosteriorMonitor
 
 if TYPE_CHECKING:
     from isobatch.models.sequence_vae.options import SequenceVAEOptions
@@ -25,10 +25,6 @@ EMBEDDING_RANGE = 0.1
 """Embeddings begin uniform in +-0.1, as in He et al. 2019."""
 RISING = 0.5
 """Share of a cycle in which the weight of the KL rises (Fu et al. 2019: R = 0.5)."""
-CONTROL_RATE = 0.01
-"""How fast the logarithm of a controlled weight follows the relative error of the KL, per step."""
-LARGEST_WEIGHT, SMALLEST_WEIGHT = 10.0, 1e-4
-"""Bounds of a controlled weight."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,24 +204,17 @@ class Output(NamedTuple):
     nll: Tensor
     """0-d: sum of -log p(x|z), in nats."""
     posterior: Posterior
-    compared: Tensor | None
-    """(3,): samples that were compared, their -log p(x|z), and that with others' latent vectors."""
 
 
 class Objective(nn.Module):
-    """What of the objective is decided while training: free bits, and the weight under --target-kl.
-
-    They are buffers, so that checkpoints hold them and every process has the same.
-    """
+    """The weighted KL. Free bits, which a remedy switches on, are a buffer, so that checkpoints hold them."""
 
     free_bits: Tensor
-    log_weight: Tensor
 
     def __init__(self, options: SequenceVAEOptions) -> None:
         super().__init__()
         self.options = options
         self.register_buffer("free_bits", torch.tensor(float(options.free_bits)))
-        self.register_buffer("log_weight", torch.tensor(math.log(max(options.beta, SMALLEST_WEIGHT))))
 
     def weight(self, step: int, total: int) -> float:
         """The scheduled weight of the KL at step `step` (from 0) of `total`.
@@ -246,19 +235,7 @@ class Objective(nn.Module):
 
         Free bits (Kingma et al. 2016) hold for the whole KL of a sample: below them it costs nothing more.
         """
-        weight = self.log_weight.exp() if self.options.target_kl else self.weight(step, total)
-        return weight * torch.maximum(kl, self.free_bits).sum()
-
-    def control(self, mean_kl: Tensor) -> None:
-        """After a step, with a target: raise the weight where the KL is above it, lower it where it is below.
-
-        `mean_kl`: 0-d, nats per sample of the global batch. Dual ascent on the constraint KL = target, as in
-        Rezende and Viola 2018 ("Taming VAEs").
-        """
-        assert self.options.target_kl
-        error = (mean_kl.to(self.log_weight.dtype) / self.options.target_kl - 1).clamp(-1, 1)
-        bounds = math.log(SMALLEST_WEIGHT), math.log(LARGEST_WEIGHT)
-        self.log_weight.add_(CONTROL_RATE * error).clamp_(*bounds)
+        return self.weight(step, total) * torch.maximum(kl, self.free_bits).sum()
 
 
 class VAENetwork(nn.Module):
@@ -277,31 +254,19 @@ class VAENetwork(nn.Module):
         length: Tensor,
         noise: Tensor | None,
         dropped: Tensor | None = None,
-        others: OtherLatents | None = None,
         tokens_in_all: int | None = None,
     ) -> Output:
         """tokens (B, T) int64 whose rows end with the end token, length (B,).
 
         `noise` (B, L) standard normal; None takes the posterior's mean. `dropped` (B, T) bool: inputs that
-        the decoder reads as unknown. `others`: what Output.compared compares with.
-        `tokens_in_all`: the sum of `length`, where the host knows it.
+        the decoder reads as unknown. `tokens_in_all`: the sum of `length`, where the host knows it.
         """
         posterior = self.encoder(tokens, length)
         z = posterior.mean if noise is None else posterior.sample(noise)
         inputs, targets = self.inputs_and_targets(tokens, length)
         if dropped is not None:
             inputs = inputs.masked_fill(dropped, self.config.unk)
-        compared = None if others is None else self._compare(inputs, z, targets, others)
-        return Output(self.decoder(inputs, z, targets, tokens_in_all), posterior, compared)
-
-    @torch.no_grad()
-    def _compare(self, inputs: Tensor, z: Tensor, targets: Tensor, others: OtherLatents) -> Tensor:
-        """See Output; without dropout, whose draws belong to whole micro-batches."""
-        rows, training = others.rows, self.decoder.training
-        self.decoder.eval()
-        nll = [self.decoder(inputs[rows], latent, targets[rows]) for latent in (z[rows], others.z)]
-        self.decoder.train(training)
-        return torch.stack([torch.full_like(nll[0], len(rows)), *nll]) * float(others.counts)
+        return Output(self.decoder(inputs, z, targets, tokens_in_all), posterior)
 
     def inputs_and_targets(self, tokens: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
         """(B, T) each: tokens moved right behind the first token, and tokens with padding ignored."""

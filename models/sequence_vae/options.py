@@ -5,22 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from isobatch.core.number_ranges import Fraction, Positive, Probability, Rate, Share, Temperature
+from isobatch.core.number_ranges import Fraction, Positive, Probability, Rate, Share
 
 
 @dataclass(frozen=True, slots=True)
 class MonitorPace:
-    """In steps: between reports, comparisons and drawings, and how far a report looks back."""
+    """In steps: between reports and drawings, and how far a report looks back."""
 
     report_every: int
-    compare_every: int
     plot_every: int
     window: int
 
 
 PACES = {
-    "full": MonitorPace(report_every=20, compare_every=20, plot_every=500, window=100),
-    "fast": MonitorPace(report_every=100, compare_every=500, plot_every=2000, window=50),
+    "full": MonitorPace(report_every=20, plot_every=500, window=100),
+    "fast": MonitorPace(report_every=100, plot_every=2000, window=50),
 }
 """--monitor -> its pace."""
 
@@ -49,8 +48,6 @@ class SequenceVAEOptions:
     """The weight of the KL term at its highest (Higgins et al. 2017); 1 is the evidence lower bound."""
     free_bits: Rate = 0.0
     """Nats of KL of a sample, summed over dimensions, that cost nothing (Kingma et al. 2016)."""
-    target_kl: Temperature | None = None
-    """Hold the mean KL at so many nats by steering its weight (Rezende and Viola 2018)."""
     pretrain: Share = 0.0
     """Share of the run that trains an autoencoder first; the decoder then begins anew (Li et al. 2019)."""
     monitor: Literal["full", "fast", "off"] = "full"
@@ -70,10 +67,11 @@ class SequenceVAEOptions:
         if self.monitor == "off":
             return None
         pace = PACES[self.monitor]
-        every = self.monitor_every or pace.report_every
-        compare_every = every * (pace.compare_every // pace.report_every)
-        window = self.monitor_window or pace.window
-        return MonitorPace(every, compare_every, self.plot_every or pace.plot_every, window)
+        return MonitorPace(
+            self.monitor_every or pace.report_every,
+            self.plot_every or pace.plot_every,
+            self.monitor_window or pace.window,
+        )
 
     @property
     def remedy_nats(self) -> float:

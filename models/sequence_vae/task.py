@@ -89,11 +89,6 @@ class SequenceVAE(Task):
         """Steps between drawings: --monitor decides."""
         return self.options.pace.plot_every if self.options.pace else 0
 
-    @classmethod
-    def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A KL that is held at a target needs no free bits, such as the demo's."""
-        return {"free_bits": 0.0} if values.get("target_kl") and "free_bits" not in values else {}
-
     def phases(self) -> list[Phase]:
         share = self.options.pretrain
         first = [Phase(name=AUTOENCODER, share=share, early_stopping=False)] if share else []
@@ -109,17 +104,11 @@ class SequenceVAE(Task):
 
     def check(self) -> None:
         options, longest = self.options, self.recipe.max_length
-        schedule, on_collapse = options.kl_schedule, options.on_collapse
-        steers = f"--kl-schedule {schedule}: --target-kl steers the weight: give one of them"
-        remedies = "--on-collapse remedy: switches free bits on, beside which --target-kl cannot be"
+        on_collapse = options.on_collapse
         refuse(
             {
                 f"--max-length {longest}: a row needs a token and the end token": longest < 2,
                 "--pretrain 1: leaves no step to train the VAE: give a share below 1": options.pretrain == 1,
-                "--target-kl and --free-bits both hold the KL up: give one": options.target_kl
-                and options.free_bits,
-                steers: options.target_kl and schedule != "constant",
-                remedies: options.target_kl and on_collapse == "remedy",
                 f"--on-collapse {on_collapse}: the monitor is off: leave --monitor out": on_collapse != "warn"
                 and options.monitor == "off",
             }
@@ -176,18 +165,17 @@ class SequenceVAE(Task):
         tokens, length = batch["tokens"].long(), batch["length"]
         dropped = self._dropped_words(tokens, step)
         if step.phase == AUTOENCODER:
-            nll = model(tokens, length, None, dropped, None, _token_count(step)).nll
+            nll = model(tokens, length, None, dropped, _token_count(step)).nll
             return {"reconstruction": Loss(nll, "sample")}
         monitor = network.monitor if step.positions is not None else None
-        others = None if monitor is None else monitor.others(step)
         noise = step.noise.normal("posterior", (self.options.latent,))
-        output = model(tokens, length, noise, dropped, others, _token_count(step))
+        output = model(tokens, length, noise, dropped, _token_count(step))
         kl = output.posterior.kl()
         per_sample = kl.sum(1)
         count = torch.full_like(output.nll, len(tokens))
         step.record("totals", torch.stack([count, length.sum(), per_sample.sum(), output.nll]))
         if monitor is not None:
-            monitor.record(output.posterior, output.compared, kl, step)
+            monitor.record(output.posterior, kl, step)
         term = network.objective.kl_term(per_sample, step.number, step.total_steps)
         return {"reconstruction": Loss(output.nll, "sample"), "kl_term": Loss(term, "sample")}
 
@@ -204,14 +192,9 @@ class SequenceVAE(Task):
         return {"kl": recorded["totals"][2] / recorded["totals"][0]} if "totals" in recorded else {}
 
     def after_step(self, model: Any, step: StepContext) -> Change | None:
-        """Steer the weight of the KL, and at a report log the monitor's figures and judge them."""
-        if step.phase == AUTOENCODER:
-            return None
+        """At a report log the monitor's figures and judge them."""
         monitor = model.monitor
-        if self.options.target_kl:
-            samples, _, kl, _ = step.recorded["totals"]
-            model.objective.control(kl / samples)
-        if monitor is None:
+        if step.phase == AUTOENCODER or monitor is None:
             return None
         monitor.add(step.number, step.total_steps, step.recorded)
         return self._report(model, step) if monitor.reports_at(step.number, step.total_steps) else None

@@ -138,7 +138,6 @@ def test_any_world_and_micro_batch_learns_and_sees_the_same(
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_a_sharded_transformer_compares_alike(strategy: str, sequences: Path, tmp_path: Path) -> None:
-    """Also in the step that decodes with other latent vectors, every process gathers as often."""
     recipe = {"steps": 100, "backbone": "transformer"}
     folders = [tmp_path / "alone", tmp_path / "sharded"]
     for folder in folders:
@@ -146,12 +145,12 @@ def test_a_sharded_transformer_compares_alike(strategy: str, sequences: Path, tm
     alone = train(sequences, folders[0], recipe)
     sharded = train(sequences, folders[1], recipe, processes=2, strategy=strategy)
     ours, theirs = reports(sharded)[-1], reports(alone)[-1]
-    for name in ("window_kl", "mutual_information", "shuffle_gap"):
+    for name in ("window_kl", "mutual_information"):
         assert ours[name] == pytest.approx(theirs[name], abs=1e-4)
 
 
 def test_resume_is_exact_and_takes_the_window_along(sequences: Path, tmp_path: Path) -> None:
-    recipe = {"steps": 100, "target_kl": 2.0, **NOISY}
+    recipe = {"steps": 100, **NOISY}
     whole = train(sequences, tmp_path, recipe, save_every="30", keep=10)
     broken = tmp_path / "broken"
     shutil.copytree(whole.folder, broken)
@@ -168,7 +167,7 @@ def test_resume_is_exact_and_takes_the_window_along(sequences: Path, tmp_path: P
     done = launch("resume", str(broken), "--quiet", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert summary(broken)["resumed_from"] == "vae-30"
-    names = ("loss", "kl", "window_kl", "mutual_information", "shuffle_gap")
+    names = ("loss", "kl", "window_kl", "mutual_information")
     one, other = (
         [[row.get(name) for name in names] for row in rows(folder) if "lr" in row]
         for folder in (whole.folder, broken)

@@ -66,7 +66,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sparse tables": ("recommender", 0, {**NO_TEXT, "sparse_tables": True}),
     "cohorts": ("recommender", 0, {**NO_TEXT, "cohort": 4}),
     "sequence-vae": ("sequence-vae", 0, {"word_dropout": 0.2}),
-    "transformer VAE": ("sequence-vae", 0, {"backbone": "transformer", "target_kl": 4.0}),
+    "transformer VAE": ("sequence-vae", 0, {"backbone": "transformer", "free_bits": 4.0}),
     "autoencoder": ("sequence-vae", 0, {"pretrain": 0.2}),
 }
 """Name -> (task, its phase, flags); a model that is a task's name stands for a finished one of it."""

@@ -12,7 +12,6 @@ import torch
 
 from isobatch.models.sequence_vae import monitor as posterior
 from isobatch.models.sequence_vae.monitor import (
-    COMPARED,
     STEP,
     TOTALS,
     Figures,
@@ -73,7 +72,7 @@ def test_mutual_information_knows_its_ends() -> None:
     assert posterior.mutual_information(apart, one, noise) == pytest.approx(math.log(200), abs=1e-6)
 
 
-PACE = MonitorPace(report_every=10, compare_every=10, plot_every=20, window=40)
+PACE = MonitorPace(report_every=10, plot_every=20, window=40)
 BATCH, TOTAL = 32, 1000
 
 
@@ -84,8 +83,7 @@ def trained(
     found = monitor or PosteriorMonitor(PACE, LATENT, BATCH)
     for step in range(first, steps):
         mean, logvar = (torch.from_numpy(a).float() for a in drawn(BATCH, seed=step))
-        compared = torch.tensor([8.0, 80.0, 88.0 + step])
-        recorded: dict[str, Any] = {TOTALS: torch.zeros(4).double(), STEP: 0, COMPARED: compared}
+        recorded: dict[str, Any] = {TOTALS: torch.zeros(4).double(), STEP: 0}
         for positions in np.array_split(np.random.default_rng(step).permutation(BATCH), ranks):
             part = Posterior(mean[positions], logvar[positions])
             recorded[STEP] = recorded[STEP] + found.measure(part, part.kl(), positions)
@@ -108,7 +106,6 @@ def test_a_report_agrees_with_a_slow_computation(ranks: int) -> None:
     assert figures.variance == pytest.approx(within, abs=1e-4)
     assert figures.active == [0, 1, 2]
     assert figures.reconstruction == pytest.approx(3.0 * float((mean**2).sum(1).mean()), rel=1e-5)
-    assert figures.shuffle_gap == pytest.approx((16 + 49 + 59) / 16, abs=1e-4)  # of two comparisons
 
 
 def around_the_mean(mean: np.ndarray) -> np.ndarray:
@@ -135,7 +132,7 @@ def test_a_mean_that_drifts_is_no_information() -> None:
     found = PosteriorMonitor(PACE, LATENT, BATCH)
     for step in range(60):
         part = Posterior(torch.full((BATCH, LATENT), 0.05 * step), torch.zeros(BATCH, LATENT))
-        recorded = {TOTALS: torch.tensor([BATCH, 7.0 * BATCH, 0, 0]), COMPARED: torch.zeros(3)}
+        recorded = {TOTALS: torch.tensor([BATCH, 7.0 * BATCH, 0, 0])}
         recorded[STEP] = found.measure(part, part.kl(), np.arange(BATCH))
         found.add(step, TOTAL, recorded)
     figures = found.report(59, TOTAL, seed=0)
@@ -159,7 +156,7 @@ def test_a_short_batch_leaves_the_other_posteriors() -> None:
 
 def test_steps_that_no_report_looks_back_to_are_not_watched() -> None:
     """Every 100 steps a look back of 50: the first half costs nothing, and the report is the same."""
-    pace = MonitorPace(report_every=100, compare_every=100, plot_every=100, window=50)
+    pace = MonitorPace(report_every=100, plot_every=100, window=50)
     watched = PosteriorMonitor(pace, LATENT, BATCH)
     assert [step for step in (0, 49, 50, 99, 100, 149, 150) if watched.watches(step, TOTAL)] == [50, 99, 150]
     assert watched.watches(20, 30)  # the last step reports too

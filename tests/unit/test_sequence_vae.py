@@ -128,17 +128,6 @@ def test_free_bits_hold_for_each_sample() -> None:
     assert kl.grad.tolist() == [0.0, 1.0, 0.0]
 
 
-def test_a_target_steers_the_weight() -> None:
-    objective = Objective(SequenceVAEOptions(target_kl=4.0))
-    kl = torch.ones(2)
-    for _ in range(50):
-        objective.control(torch.tensor(1.0, dtype=torch.float64))
-    below = float(objective.kl_term(kl, 0, 10))
-    for _ in range(200):
-        objective.control(torch.tensor(8.0, dtype=torch.float64))
-    assert below < 2.0 < float(objective.kl_term(kl, 0, 10)) <= 20.0
-
-
 def test_the_likelihood_agrees_with_an_integral() -> None:
     """One latent dimension: log of the integral of p(x|z) p(z), by 4,001 points."""
     model = network(latent=1)
@@ -222,11 +211,8 @@ def test_an_export_opens_again(backbone: str, tmp_path: Path) -> None:
     ("asked", "said"),
     [
         ({"max_length": 1}, "the end token"),
-        ({"target_kl": 3, "free_bits": 2}, "give one"),
         ({"monitor": "off", "on_collapse": "stop"}, "the monitor is off"),
         ({"pretrain": 1}, "below 1"),
-        ({"target_kl": 3, "kl_schedule": "linear"}, "--target-kl steers the weight"),
-        ({"target_kl": 3, "on_collapse": "remedy"}, "beside which --target-kl cannot be"),
     ],
 )
 def test_what_cannot_be_had_is_said(asked: dict[str, Any], said: str) -> None:
@@ -238,4 +224,4 @@ def test_what_cannot_be_had_is_said(asked: dict[str, Any], said: str) -> None:
 def test_flags_come_before_the_monitors_pace() -> None:
     recipe, _ = complete("sequence-vae", {"monitor": "fast", "monitor_every": 10, "monitor_window": 30})
     pace = workload("sequence-vae").make(recipe)[0].options.pace
-    assert (pace.report_every, pace.compare_every, pace.window, pace.plot_every) == (10, 50, 30, 2000)
+    assert (pace.report_every, pace.window, pace.plot_every) == (10, 30, 2000)
