@@ -172,21 +172,16 @@ class TokenizedData(Data):
     def _require_same_vocabulary(self, tokenizer: Tokenizer) -> None:
         """Raise UserError where --tokenizer has another vocabulary than the pretrained model.
 
-        The model's embeddings belong to its own token ids, unless they are to be resized.
+        The model's embeddings belong to its own token ids.
         """
-        recipe, options = self.recipe, getattr(self.recipe, "options", {})
-        if recipe.tokenizer is None or options.get("resize_embeddings"):
+        recipe = self.recipe
+        if recipe.tokenizer is None:
             return
         own = tokenizers.locate(None, recipe.model, recipe.revision).path
         if own is not None and tokenizers.open_tokenizer(own).get_vocab() != tokenizer.get_vocab():
-            more = (
-                ", or say --resize-embeddings: tokens that both know keep their embeddings"
-                if "resize_embeddings" in options
-                else ""
-            )
             raise UserError(
                 f"--tokenizer {recipe.tokenizer}: its tokens are not those that {recipe.model} was trained"
-                f" with: leave it out{more}"
+                f" with: leave it out"
             )
 
 

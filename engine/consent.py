@@ -50,7 +50,7 @@ PLACES = ("data", "tokenizer", "valid", "model", "teacher", "pruned", "start")
 """Fields of recipes that name places without a slash too."""
 NAMED_ONLY = ("model", "teacher", "pruned", "start")
 """Of those, the ones in which a word may be a preset: it is a place where it is none, or a folder."""
-NO_PLACES = ("task", "generate_prompt")
+NO_PLACES = ("task",)
 """Fields with slashes in them that are no places: code is asked for by itself."""
 
 _allowed: set[str] = set()

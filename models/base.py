@@ -292,14 +292,6 @@ class Task(ABC):
         return {}
 
     @classmethod
-    def inherit(cls, values: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG003
-        """Values of `Options` that --like takes from what a run measured, where `values` leave them open.
-
-        `values`: those that were given or are the other run's; `metrics`: of its summary.
-        """
-        return {}
-
-    @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG003  for tasks to use
         """Recipe values that follow from those asked for; what was asked for itself comes first."""
         return {}

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.errors import UserError
+from isobatch.core.number_ranges import Positive, Probability
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -21,6 +23,22 @@ TAKEN_FOR_EXPERTS = frozenset(
 which sees tokens without their places in a row, by which noise is drawn."""
 PEFT_PREFIX = "base_model.model."
 """What peft's wrapper model puts before the names of a model's parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoRAOptions:
+    """The flags of an adapter's matrices. Without slots, so that it can be one of two bases."""
+
+    lora_r: Positive = 8
+    """Rank of the adapter's matrices."""
+    lora_alpha: Positive = 16
+    """The adapter's part is scaled by alpha / r."""
+    lora_dropout: Probability = 0.05
+    """Dropout of what the adapter reads."""
+    lora_targets: str = "auto"
+    """Which matrices get one: names such as c_attn,c_proj; all-linear; auto: those usual for the model."""
+    lora_bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases train too."""
 
 
 def add_adapter(
@@ -62,19 +80,6 @@ def modules_named(model: Any, tables: Sequence[str]) -> list[str]:
     weights = {id(known[table].weight) for table in tables}
     both = list(known.values())
     return [name for name, m in model.named_modules() if m in both and id(m.weight) in weights]
-
-
-def fit_embeddings(model: Any, folder: Path) -> None:
-    """Give a base model as many embeddings as the adapter in `folder` has of its own, if it has any."""
-    from safetensors import safe_open
-
-    table = model.get_input_embeddings()
-    name = next(n for n, m in model.named_modules() if m is table)
-    with safe_open(str(folder / ADAPTER_FILE), "pt") as file:
-        own = [k for k in file.keys() if k == f"{PEFT_PREFIX}{name}.weight"]  # noqa: SIM118 - it is no mapping
-        counts = [file.get_slice(key).get_shape()[0] for key in own]
-    if counts and counts[0] != table.weight.shape[0]:
-        model.resize_token_embeddings(counts[0], mean_resizing=False)
 
 
 def check_targets(matrices: Iterable[str], wanted: str) -> None:

@@ -55,7 +55,7 @@ def net(known: Catalogue, width: int) -> RecommenderNet:
     config = GPT2Config(
         n_embd=width, n_layer=BLOCKS, n_head=width // 64, vocab_size=size, bos_token_id=0, eos_token_id=0
     )
-    encoder = TextEncoder(load_text_model(config, None, None), known, "mean")
+    encoder = TextEncoder(load_text_model(config, None, None), known)
     add_lora(encoder, TOP, 8, 16)
     for name, p in encoder.net.named_parameters():
         p.requires_grad_("lora_" in name)

@@ -254,9 +254,6 @@ def _request(chosen: Workload, groups: Groups, found: Translation, options_class
     asked = {**values["recipe"], **values["options"]}
     if scaling.per_device_batch_size:  # before the mode's own batch is named
         asked["batch_size"] = scaling.per_device_batch_size
-    if like := values["files"].get("like"):
-        measured = (RunFolder.open(like).summary() or {}).get("metrics")
-        asked = {**chosen.task.inherit(asked, measured or {}), **asked}
     recipe, preset_notes = chosen.complete(asked)
     plan = chosen.plan_options(recipe.preset, values["plan"])
     if start := values["files"].get("from"):
@@ -356,6 +353,16 @@ LEFT = {
     "critical_batch": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
     "noise_scale_every": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
     "remember": "type the flags that `tune` prints",
+    "gbce_t": "use --loss bce",
+    "text_dedup": "leave it out: a text is encoded once a batch",
+    "pooling": "leave it out: a text's vector is the mean of its tokens' states",
+    **dict.fromkeys(
+        ("ease_lambda", "knn_shrinkage"),
+        "a run with a split chooses it; without one it is the first",
+    ),
+    "best_by": "name the baseline where lists are made, as in `recommend RUN --by ease`",
+    "generate_prompt": "ask the finished model: `chat RUN --prompt TEXT`",
+    "resize_embeddings": "give --model a copy whose embeddings transformers resized, with the tokenizer",
     "target_kl": "hold the KL up with --free-bits",
     "trials": "run `tune` for what each measure brings",
     "trial_seconds": "run `tune` for what each measure brings",

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.errors import ExportError, refuse
 from isobatch.core.extras import need
-from isobatch.core.number_ranges import Positive, Probability
 from isobatch.models import hub, lora
 
 if TYPE_CHECKING:
@@ -33,22 +32,12 @@ LOGIT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterOptions:
+class AdapterOptions(lora.LoRAOptions):
     """The flags of adapters."""
 
     adapter: Literal["none", "lora", "qlora", "dora"] = "none"
     """Train few weights beside the model's own, which stay as they are. qlora: lora beside 4-bit weights. By
     default --lr is then 2e-4 and --frozen-dtype bf16; without one, --lr of a loaded model is 5e-5."""
-    lora_r: Positive = 8
-    """Rank of the adapter's matrices."""
-    lora_alpha: Positive = 16
-    """The adapter's part is scaled by alpha / r."""
-    lora_dropout: Probability = 0.05
-    """Dropout of what the adapter reads."""
-    lora_targets: str = "auto"
-    """Which matrices get one: names such as c_attn,c_proj; all-linear; auto: those usual for the model."""
-    lora_bias: Literal["none", "all", "lora_only"] = "none"
-    """Which biases train too."""
     load_bits: Literal[16, 8, 4] = 16
     """Bits of frozen matrices. 8 and 4 are for adapters, and save the memory of weights."""
     frozen_dtype: Literal["bf16", "fp32"] = "fp32"
@@ -89,11 +78,8 @@ def check_options(options: Any, pretrained: bool) -> None:
             }
         )
         return
-    is_untrained = options.resize_embeddings and set(tables) != {"embeddings", "head"}
     refuse(
         {
-            f"--resize-embeddings: with --adapter {adapter} the new embeddings would never train: add"
-            " --also-train embeddings,head": is_untrained,
             "--adapter dora: needs the weights' norms, which 8 bits do not give: use --load-bits 4": (
                 adapter == "dora" and bits == 8
             ),
@@ -196,7 +182,6 @@ def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False, 
     base, revision = lora.base_model_of(folder)
     config = AutoConfig.from_pretrained(base, revision=revision, **hub.remote_code_kwargs(remote_code))
     model: Any = load_base_model(base, config, revision, bits, remote_code, **more)
-    lora.fit_embeddings(model, folder)
     return lora.put_adapter(model, folder, base)
 
 

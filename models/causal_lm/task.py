@@ -65,12 +65,8 @@ print(answer["generated_text"][-1]["content"])
 class CausalLMOptions(adapters.AdapterOptions):
     """The flags of causal language models."""
 
-    generate_prompt: str | None = None
-    """What the sample at the end of training starts with; by default the validation text's first words."""
     generate_tokens: Count = 60
-    """Length of that sample; 0 for none."""
-    resize_embeddings: bool = False
-    """Give a loaded model this tokenizer's tokens: those it knows keep their embeddings, others the mean."""
+    """Length of the sample at the end of training; 0 for none."""
     remote_code: bool = False
     """Run the Python code that a loaded model brings along, where transformers lacks its architecture."""
 
@@ -174,10 +170,8 @@ class CausalLM(Task):
         assumed = facts.extra.get("assumed")
         config = (known_models if assumed else hub).load_config(name, self.recipe.revision)
         self._check_config(config)
-        if self.options.resize_embeddings:
-            return {**config, "vocab_size": vocabulary}
         if not assumed:
-            more = "; --resize-embeddings adds rows, to be trained"
+            more = "; for new tokens give a copy of the model whose embeddings transformers has resized"
             hub.check_vocabulary(name, config.get("vocab_size"), vocabulary, more)
         return config
 
@@ -200,10 +194,6 @@ class CausalLM(Task):
             where, tables = self.training_device, options.also_train or ()
             path = hub.fetch_weights(self._model_name, revision)
             model = adapters.load_base_model(path, config, revision, *kind, where, tables)
-            if options.resize_embeddings:
-                from isobatch.models.causal_lm.resize_embeddings import resize_model_embeddings
-
-                resize_model_embeddings(model, facts.extra["vocabulary"], self._token_id_map(facts))
             if options.adapter != "none":
                 adapters.add_adapter(model, options, self._base_model_name, revision)
         chunked_cross_entropy.make_head_bypassable(model)
@@ -245,14 +235,6 @@ class CausalLM(Task):
         if self._model_name in PRESETS or self.options.adapter == "none":
             return shape.size
         return adapter_sizes.adapted_model_size(shape, self.options)
-
-    def _token_id_map(self, facts: Facts) -> dict[int, int] | None:
-        """New token id -> the model's own id of the same token, for --resize-embeddings."""
-        from isobatch.models.causal_lm.resize_embeddings import match_token_ids
-
-        return match_token_ids(
-            hub.local_path_or_id(self._model_name, self.recipe.revision), saving.load_tokenizer(facts)
-        )
 
     def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
         return {} if self._model_name in PRESETS else adapter_sizes.memory_saving_flags(self.options)
@@ -364,15 +346,7 @@ class CausalLM(Task):
         )
         if template:  # the likeliest answer, as `predict` gives it
             sampling = dataclasses.replace(sampling, temperature=0.0)
-        asked, prompts = options.generate_prompt, facts.extra.get("prompts")
-        if asked and template:
-            from transformers import AutoTokenizer
-
-            chat = [{"role": "user", "content": asked}]
-            template_of = AutoTokenizer.from_pretrained(folder).apply_chat_template
-            asked = str(template_of(chat, tokenize=False, add_generation_prompt=True))
-        if asked or not prompts:
-            prompts = [(asked or str(facts.extra.get("prompt", "")), None)]
+        prompts = facts.extra.get("prompts") or [(str(facts.extra.get("prompt", "")), None)]
         return _answer_prompts(saving.load_tokenizer(facts), prompts, sampling, model)
 
 

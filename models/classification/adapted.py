@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
-from isobatch.core.number_ranges import Positive, Probability
 from isobatch.models import lora, saving
 from isobatch.models.classification.task import (
     PRESETS,
@@ -49,21 +48,11 @@ print(names[int(model(**inputs).logits.argmax())])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdaptedClassifierOptions(ClassifierOptions):
+class AdaptedClassifierOptions(lora.LoRAOptions, ClassifierOptions):
     """The flags of the classifier, among them those of its adapter."""
 
     adapter: Literal["none", "lora", "dora"] = "none"
     """Train few weights beside the model's own, which stay as they are, and the classification head."""
-    lora_r: Positive = 8
-    """Rank of the adapter's matrices."""
-    lora_alpha: Positive = 16
-    """The adapter's part is scaled by alpha / r."""
-    lora_dropout: Probability = 0.05
-    """Dropout of what the adapter reads."""
-    lora_targets: str = "auto"
-    """Which matrices get one: names such as query,value; all-linear; auto: those usual for the model."""
-    lora_bias: Literal["none", "all", "lora_only"] = "none"
-    """Which biases train too."""
 
 
 class AdaptedClassifier(Classifier):

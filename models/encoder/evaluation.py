@@ -117,34 +117,6 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return found
 
 
-def worst_errors(
-    found: Predictions, batches: Iterable[Batch], tokenizer: Any, names: Sequence[str], count: int = 10
-) -> list[dict[str, Any]]:
-    """The wrong answers to whose labels the classifier gave the smallest probability, the worst first.
-
-    Each with its `text`, as far as the tokens tell (`tokenizer` is of the tokenizers library), its `label`,
-    the `answer`, both by name, and `probability`, the label's.
-    """
-    given = softmax(found.logits)[np.arange(len(found.labels)), found.labels]
-    wrong = np.flatnonzero(~found.is_correct)
-    chosen = wrong[np.argsort(given[wrong], kind="stable")][:count].tolist()
-    rows = (
-        (np.asarray(tokens), int(length))
-        for batch in batches
-        for tokens, length in zip(batch["tokens"], batch["length"], strict=True)
-    )
-    texts = {n: tokenizer.decode(t[:length].tolist()) for n, (t, length) in enumerate(rows) if n in chosen}
-    return [
-        {
-            "text": texts[sample],
-            "label": names[found.labels[sample]],
-            "answer": names[found.predicted_labels[sample]],
-            "probability": round(float(given[sample]), 4),
-        }
-        for sample in chosen
-    ]
-
-
 def torch_runner(model: nn.Module) -> Runner:
     """Run a transformers classifier where it lies."""
     import torch
@@ -239,12 +211,10 @@ def latency_metrics(run: Runner, facts: Facts) -> dict[str, float]:
 def measure_speed(models: list[Model]) -> list[dict[str, Any]]:
     """Per model and batch of 1 and 16 texts: quantiles of ms, and the median of each round; texts a second.
 
-    In a process of its own, on one thread. `waited`: share of the time in which other programs had the
-    processor. The ms are the thread's own.
+    In a process of its own, on one thread. The ms are the thread's own.
     """
     runners = [_open_alone(model) for model in models]
     found: list[dict[str, Any]] = [{"threads": 1, "tokens": LATENCY_TOKENS} for _ in models]
-    began, used = time.perf_counter(), time.thread_time()
     for rows in BATCHES:
         inputs = [example_inputs(rows, model["vocabulary"]) for model in models]
         rounds = [
@@ -260,10 +230,8 @@ def measure_speed(models: list[Model]) -> list[dict[str, Any]]:
                 **dict(zip(("p25", "p50", "p75", "p95"), quantiles, strict=True)),
                 "rounds": [round(float(np.median(part)), 4) for part in times],
             }
-    waited = 1 - (time.thread_time() - used) / (time.perf_counter() - began)
     for one in found:
         one["samples_per_second"] = round(BATCHES[-1] / one[f"batch_{BATCHES[-1]}"]["p50"] * 1e3, 2)
-        one["waited"] = round(max(0.0, waited), 3)
     return found
 
 

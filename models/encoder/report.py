@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core.measures import format_bytes, format_p_value
-from isobatch.models import saving
 from isobatch.models.encoder import evaluation
 from isobatch.models.encoder.class_metrics import (
     CALIBRATION_BINS,
@@ -29,11 +28,7 @@ if TYPE_CHECKING:
 
 MOST_ANSWERS = 12
 """Classes up to which the table of classes says how often each was answered with which."""
-MOST_TEXT = 300
-"""Characters of a text in the table of errors."""
 RUNTIMES = {"torch": "torch", "onnx": "onnxruntime"}
-DISTURBED = 0.1
-"""Share of the time that other programs had, from which on the measurement says so."""
 NOISE = "within the noise"
 SIGNIFICANT = 0.05
 """McNemar's p from which a difference is within the noise."""
@@ -56,7 +51,7 @@ class ClassifierReport(ModelComparison):
     def measure(
         self, final: Path, exports: Path, facts: Facts, batches: Batches, in_child: Callable[..., Any]
     ) -> list[ReportRow]:
-        names, tokenizer = facts.extra["labels"], saving.load_tokenizer(facts)
+        names = facts.extra["labels"]
 
         def row(variant: evaluation.ModelVariant) -> ReportRow:
             run = evaluation.open_runner(variant.runtime, variant.model_path)
@@ -80,7 +75,6 @@ class ClassifierReport(ModelComparison):
                 "class_names": names,
                 "confusion": confusion_matrix(found.labels, found.predicted_labels, len(names)).tolist(),
                 "calibration_error": calibration_error(confidence, right),
-                "worst_errors": evaluation.worst_errors(found, batches(), tokenizer, names),
                 "right": right.tolist(),
                 "labels": found.labels.tolist(),
             }
@@ -131,7 +125,7 @@ class ClassifierReport(ModelComparison):
 
     def caption(self, row: ReportRow, machine: str) -> str:
         where = f"{machine}, {row['threads']} thread, texts of {row['tokens']} tokens"
-        said = (
+        return (
             f"Measured on {where}; accuracy on all {row['samples']} samples of the {row['split']} split with"
             " its 95 % interval, MACs of one text; ms are the median and the 95th percentile of the thread's"
             " own time; memory is a process's peak. Speed is that of one text against the first model in the"
@@ -139,10 +133,6 @@ class ClassifierReport(ModelComparison):
             " Accuracies whose difference McNemar's exact test does not tell from chance (p at least"
             f" {SIGNIFICANT}) are within the noise, and so are speeds whose interval holds 1."
         )
-        if row["waited"] >= DISTURBED:
-            said += f" Other programs had the processor for {100 * row['waited']:.0f} % of that time: measure"
-            said += " again on an idle machine."
-        return said
 
     def verdicts(self, rows: list[ReportRow]) -> list[str]:
         """Of each run the last form, which is the one to ship."""
@@ -153,16 +143,9 @@ class ClassifierReport(ModelComparison):
         return alone + [_worth_against(row, first, baselines[row["runtime"]]) for row in last.values()]
 
     def tables(self, row: ReportRow) -> list[ReportTable]:
-        """Its classes with their confusion, and its worst errors."""
+        """Its classes with their confusion."""
         name = row["run"] if row["form"].endswith("fp32") else f"{row['run']}, {row['form']}"
-        note = "The wrong answers of which the model was most certain, with texts as its tokens give them."
-        head = ["text", "label", "answer", "label's probability"]
-        errors = [
-            [error["text"][:MOST_TEXT], error["label"], error["answer"], f"{error['probability']:.4f}"]
-            for error in row["worst_errors"]
-        ]
-        worst = [ReportTable(f"Worst errors of {name}", note, head, errors)] if errors else []
-        return [_table_of_classes(name, row), *worst]
+        return [_table_of_classes(name, row)]
 
     def drawings(self, rows: list[ReportRow]) -> list[Drawing]:
         def draw(ax: Any) -> None:

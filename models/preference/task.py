@@ -199,9 +199,7 @@ class DPO(PreferenceTask):
         else:
             weights = [hub.weights_hash(str(Path(name).expanduser()), recipe.revision), recipe.tokenizer]
         whole = [options.also_train] if options.also_train else []  # which are not rounded
-        return json.dumps(
-            ["float64", *weights, options.load_bits, options.frozen_dtype, options.resize_embeddings, *whole]
-        )
+        return json.dumps(["float64", *weights, options.load_bits, options.frozen_dtype, *whole])
 
     def _build_reference(self, facts: Facts) -> nn.Module:
         import torch

@@ -7,7 +7,6 @@ items for each item. What is measured is what is kept.
 from __future__ import annotations
 
 import itertools
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -40,7 +39,7 @@ MAX_ITEMS = 10_000
 """Item-kNN and EASE need an (items, items) matrix: they are left out for larger catalogues."""
 EASE_LAMBDAS = (1000.0, 100.0, 300.0, 3000.0)
 """L2 regularizations of EASE. Of all settings the best on the validation split is taken, where there is none
-the first, and one that the recipe names (`chosen` below: name of a baseline -> its setting) in any case."""
+the first."""
 EASE_WEIGHTS = 1024
 """Weights that EASE keeps of each item: what this and other cuts cost is in benchmarks/LOG.md."""
 KNN_SHRINKAGES = (10.0, 100.0)
@@ -117,31 +116,22 @@ FITS: Mapping[str, Fit] = {
 }
 
 
-NONE_CHOSEN: Mapping[str, float] = MappingProxyType({})
-
-
 @torch.no_grad()
-def fit_unmeasured(net: Any, final: Path, chosen: Mapping[str, float], best: str) -> None:
-    """Keep the baselines in `final` where nothing is held out, with `best` for BEST."""
-    kept = {name: tried.weights for name, (_, tried) in _fitted(net, None, 0, chosen).items()}
-    _write(final, net, kept, best)
+def fit_unmeasured(net: Any, final: Path) -> None:
+    """Keep the baselines in `final` where nothing is held out, with the model for BEST."""
+    _write(final, net, {name: tried.weights for name, (_, tried) in _fitted(net, None, 0).items()}, MODEL)
 
 
 @torch.no_grad()
 def final_figures(
-    net: Any,
-    final: Path,
-    batches: Batches,
-    validation: Batches | None,
-    k: int,
-    chosen: Mapping[str, float] = NONE_CHOSEN,
+    net: Any, final: Path, batches: Batches, validation: Batches | None, k: int
 ) -> dict[str, Any]:
     """Keep the baselines in `final`; the metrics of each, and how sure its difference to the model's is.
 
     Settings are those with the best NDCG in `validation`, never in `batches`: one for the figures among the
     sampled negatives, and one for all items, by which lists are made, and which is kept.
     """
-    fitted = _fitted(net, validation, k, chosen)
+    fitted = _fitted(net, validation, k)
     kept = {name: full.weights for name, (_, full) in fitted.items()}
     settings: dict[str, Any] = {}
     drawn: dict[str, dict[str, float]] = {}
@@ -173,12 +163,9 @@ class Tried(NamedTuple):
     weights: ItemWeights
 
 
-def _fitted(
-    net: Any, validation: Batches | None, k: int, chosen: Mapping[str, float]
-) -> dict[str, tuple[Tried, Tried]]:
-    """Each baseline as it ranks best among the sampled negatives, and among all items.
-
-    Of the chosen value of its setting, or of all; without `validation` of the first.
+def _fitted(net: Any, validation: Batches | None, k: int) -> dict[str, tuple[Tried, Tried]]:
+    """Each baseline as it ranks best among the sampled negatives, and among all items; without `validation`
+    with the first value of its setting.
     """
     net.eval()
     if len(net.item_text) > MAX_ITEMS:
@@ -186,8 +173,7 @@ def _fitted(
     gram, found = gram_matrix(net), {}
     for name, fit in FITS.items():
         best: dict[str, Tried] = {}
-        values = fit.values if validation is not None else fit.values[:1]
-        for value in [chosen[name]] if name in chosen else values:
+        for value in fit.values if validation is not None else fit.values[:1]:
             doing(f"fitting {BASELINES[name]}, {fit.setting} {value:g}")
             weights = fit.make(gram, value)
             figures = {}

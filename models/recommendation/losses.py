@@ -39,8 +39,7 @@ def ranking_loss(
         if options.loss == "bpr":
             total = pairwise_logistic(model, user, item, negatives, is_positive)
         else:
-            calibration = options.gbce_t if options.loss == "gbce" else 0.0
-            total = binary_cross_entropy(model, user, item, negatives, is_positive, calibration)
+            total = binary_cross_entropy(model, user, item, negatives, is_positive)
         pairs = torch.cat([pairs, negatives], 1)
     return total, squared_norms(net, user, pairs) if options.l2 else 0.0
 
@@ -104,19 +103,12 @@ def avoid_positives(net: Any, user: Tensor, drawn: Tensor) -> tuple[Tensor, Tens
 
 
 def binary_cross_entropy(
-    model: Any, user: Tensor, item: Tensor, negatives: Tensor, is_positive: Tensor, calibration: float
+    model: Any, user: Tensor, item: Tensor, negatives: Tensor, is_positive: Tensor
 ) -> Tensor:
-    """Binary cross-entropy of each pair and its (B, n) negatives, except those that `is_positive` marks.
-
-    gBCE (Petrov and Macdonald 2023) tempers the positives: -beta log sigmoid(s+), beta = a (t (1 - 1/a) +
-    1/a), a = n / (I - 1), t = `calibration`; t = 0 is plain cross-entropy.
-    """
-    net = getattr(model, "module", model)
+    """Binary cross-entropy of each pair and its (B, n) negatives, except those that `is_positive` marks."""
     positive, scores = model(user, [item[:, None], negatives])
-    sampling_rate = min(1.0, negatives.shape[1] / max(1, len(net.item_text) - 1))
-    beta = sampling_rate * (calibration * (1 - 1 / sampling_rate) + 1 / sampling_rate)
     negative_terms = logsigmoid(-scores.float()).masked_fill(is_positive, 0.0)
-    return -(beta * logsigmoid(positive.float()).sum() + negative_terms.sum())
+    return -(logsigmoid(positive.float()).sum() + negative_terms.sum())
 
 
 def pairwise_logistic(

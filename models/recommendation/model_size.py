@@ -19,8 +19,6 @@ DOT_HIDDEN = 8
 """Hidden width that the planner gets for the dot head, which has hardly any multiplications."""
 KEPT_BY_A_TRANSFORMER = 5.5
 """Tensors that a transformer's MLP keeps for the backward pass, where this head's keeps one."""
-POINTWISE = ("bce", "gbce")
-"""Losses of probabilities, for which each user has a bias."""
 ASSUMED_COUNT = 10_000
 """Users and items if the data is not at hand."""
 
@@ -45,7 +43,7 @@ def recommender_size(
     users, items = (facts.extra.get(name, ASSUMED_COUNT) for name in ("users", "items"))
     dim = options.dim
     shared = options.loss == "sampled-softmax"
-    tables = (users + items) * dim + items + (users if options.loss in POINTWISE else 0)
+    tables = (users + items) * dim + items + (users if options.loss == "bce" else 0)
     count, mlp_width, encoder, cached, flops = tables, 0, 0, 0.0, 0.0
     if options.head != "dot":
         layers = parse_layer_widths(options.layers)

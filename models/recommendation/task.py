@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError, refuse
-from isobatch.core.number_ranges import AboveZero, Positive
+from isobatch.core.number_ranges import Positive
 from isobatch.core.recipe import DEMO
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
@@ -21,7 +21,7 @@ from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.model_card import ModelDescription
 from isobatch.models.recommendation import model_size, recommendations
-from isobatch.models.recommendation.recommendations import BASELINES, BASELINES_FILE, EASE, KNN, MODEL
+from isobatch.models.recommendation.recommendations import BASELINES, BASELINES_FILE, MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -58,8 +58,6 @@ class RecommenderOptions:
     text_cache: Literal["auto", "on", "off"] = "auto"
     """What a fixed part of the encoder computes is kept: all of it for frozen, what lies below the lowest
     trained block for lora. off computes it anew for each batch."""
-    text_dedup: bool = True
-    """Encode a text once however many rows of a batch want it."""
     text_chunk: Positive = 4096
     """Tokens that the encoder computes at a time; more than one chunk are encoded again in the backward."""
     start: str | None = None
@@ -80,31 +78,20 @@ class RecommenderOptions:
     """Width of users' and items' vectors."""
     layers: str = "128,64"
     """Widths of the MLP of heads mlp and neumf."""
-    loss: Literal["sampled-softmax", "bce", "gbce", "bpr"] = "sampled-softmax"
-    """sampled-softmax: against items that the whole batch shares. bce, gbce, bpr: against some of its own."""
+    loss: Literal["sampled-softmax", "bce", "bpr"] = "sampled-softmax"
+    """sampled-softmax: against items that the whole batch shares. bce, bpr: against some of its own."""
     negatives: int = 0
     """Items each pair is trained against; 0: 4 of its own, or 1,024 shared ones."""
     cohort: int = 0
     """In place of drawn negatives, the items of the other pairs in groups of so many; 0 draws."""
-    gbce_t: float = 0.75
-    """Calibration of gbce (Petrov and Macdonald 2023): 0 is bce, 1 makes scores probabilities."""
     sparse_tables: bool = False
     """Ids' tables are trained by SparseAdam (Adam that moves only the rows a step reads, without decay): for
     tables so large that reading all of them in each step would cost the most."""
     l2: float = 0.0
     """Penalty on the squared id vectors of each pair, of a user with an item taken or one drawn against it,
     also where the loss leaves that out as taken too (half the regularization of Rendle et al. 2020)."""
-    pooling: Literal["mean", "last"] = "mean"
-    """A text's vector: the mean of its tokens' states, or the last one's."""
     top_k: Positive = 10
     """Length of the list in which a hit counts."""
-    ease_lambda: AboveZero | None = None
-    """EASE's regularization; by default that with the best full_ndcg on the validation data. --like takes
-    this and the next two from the run's, where it is given --split none."""
-    knn_shrinkage: AboveZero | None = None
-    """item-kNN's shrinkage, chosen likewise."""
-    best_by: Literal["model", "popularity", "knn", "ease"] | None = None
-    """With --split none: what `--by best` means, by the validation data of another run."""
 
 
 OTHERS = (*BASELINES, "chance")
@@ -214,15 +201,6 @@ class Recommender(Task):
             hub.fetch_weights(self._text_model, self.recipe.revision, "--text-model")
 
     @classmethod
-    def inherit(cls, values: Mapping[str, Any], metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-        """For --split none: the settings of baselines, and what ranked best, on the run's validation data."""
-        best = metrics.get("best_on_validation")
-        if values.get("split") != "none" or best not in (MODEL, *BASELINES):
-            return {}
-        settings = {n: metrics.get(f"full_{n}") for n in ("ease_lambda", "knn_shrinkage")}
-        return {"best_by": best, **{n: v for n, v in settings.items() if isinstance(v, float)}}
-
-    @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """--start becomes a whole path, so that `verify` works from any folder."""
         start = values.get("start")
@@ -258,9 +236,8 @@ class Recommender(Task):
         encoder = self._build_encoder(facts, catalogue)
         self._text_cache = Path(facts.folder) / TEXT_CACHE_FOLDER
         layers = model_size.parse_layer_widths(options.layers)
-        pointwise = options.loss in model_size.POINTWISE
-        net = RecommenderNet(catalogue, options.dim, layers, options.head, encoder, user_bias=pointwise)
-        net.deduplicate = options.text_dedup
+        bias = options.loss == "bce"  # of probabilities, which need to know how many items a user takes
+        net = RecommenderNet(catalogue, options.dim, layers, options.head, encoder, user_bias=bias)
         if options.start is not None:
             from isobatch.models.recommendation.export import load_trained
 
@@ -281,8 +258,7 @@ class Recommender(Task):
             place = hub.fetch_weights(name, self.recipe.revision, "--text-model")
             config_there = AutoConfig.from_pretrained(place, **hub.remote_code_kwargs(False))
             net = load_text_model(config_there, place, self.recipe.revision)
-        caches = options.text_cache != "off"
-        encoder = TextEncoder(net, catalogue, options.pooling, caches, options.text_chunk)
+        encoder = TextEncoder(net, catalogue, options.text_cache != "off", options.text_chunk)
         self._first_lora_block = 0
         if options.text in (None, "lora"):
             blocks = len(encoder.blocks[2])
@@ -362,31 +338,14 @@ class Recommender(Task):
         from isobatch.models.recommendation import baselines
 
         valid = partial(batches, "valid") if {"valid", "test"} <= facts.samples.keys() else None
-        chosen, k = self._chosen_settings, self.options.top_k
-        return baselines.final_figures(model, final, batches, valid, k, chosen)
+        return baselines.final_figures(model, final, batches, valid, self.options.top_k)
 
     def finish_unmeasured(self, model: Any, final: Path) -> str:
-        """Fit the baselines to all interactions; say what another run measured of them, if one did."""
+        """Fit the baselines to all interactions."""
         from isobatch.models.recommendation import baselines
 
-        baselines.fit_unmeasured(model, final, self._chosen_settings, self.options.best_by or MODEL)
-        return self._said_unmeasured("`isobatch recommend RUN --by best`")
-
-    @property
-    def _chosen_settings(self) -> dict[str, float]:
-        """Baseline -> its setting that the recipe names."""
-        named = {KNN: self.options.knn_shrinkage, EASE: self.options.ease_lambda}
-        return {name: value for name, value in named.items() if value is not None}
-
-    def _said_unmeasured(self, way: str) -> str:
-        """What another run measured of the baselines, if one did; `way`: what gives the best one's lists."""
-        best = self.options.best_by
-        if best is None:
-            return "nothing tells whether the model or a baseline ranks better: choose by a run with a split"
-        said = "ranked the validation data of the run that this is like"
-        if best == MODEL:
-            return f"the model {said} best (--best-by model)"
-        return f"{BASELINES[best]} {said} better than the model (--best-by {best}): {way} gives its lists"
+        baselines.fit_unmeasured(model, final)
+        return "nothing tells whether the model or a baseline ranks better: choose by a run with a split"
 
     def kept_metrics(
         self, model: Any, final: Path, batches: Callable[[], Iterable[Batch]]
@@ -414,8 +373,6 @@ class Recommender(Task):
         return f"{said}: {', or '.join(tries)}" if is_better else said
 
     def better_baseline(self, metrics: Mapping[str, Any]) -> str:
-        if not metrics and self.recipe.options.get("split") == "none":
-            return f"nothing was measured here; {self._said_unmeasured('--by best')}"
         name, said, is_better = _verdict(metrics, self.options.top_k)
         return f"{said}: --by {name} gives its lists" if is_better else ""
 

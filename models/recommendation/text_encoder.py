@@ -40,12 +40,11 @@ class TextEncoder(nn.Module):
         self,
         net: nn.Module,
         catalogue: Catalogue,
-        pooling: str,
         prefix_cache: bool = True,
         chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
         super().__init__()
-        self.net, self.pooling, self.use_prefix_cache = net, pooling, prefix_cache
+        self.net, self.use_prefix_cache = net, prefix_cache
         self.lengths = torch.from_numpy(np.diff(catalogue.offsets))
         self.starts = torch.from_numpy(np.array(catalogue.offsets[:-1]))
         self.tokens = torch.from_numpy(catalogue.tokens.astype(np.int64))
@@ -138,9 +137,7 @@ class TextEncoder(nn.Module):
             handle.remove()
 
     def _pool(self, states: Tensor, mask: Tensor) -> Tensor:
-        """(n, hidden) of (n, T, hidden) states: the mean over tokens, or the last token's."""
-        if self.pooling == "last":
-            return states[torch.arange(len(states), device=states.device), mask.sum(1) - 1]
+        """(n, hidden) of (n, T, hidden) states: the mean over tokens."""
         weights = mask.to(states.dtype)[:, :, None]
         return (states * weights).sum(1) / weights.sum(1)
 
@@ -199,7 +196,7 @@ class TextEncoder(nn.Module):
     def _prefix_identity(self, num_prefix_blocks: int) -> str:
         """Hash of texts, frozen weights, block and precision: all that the prefix depends on."""
         frozen = {n: p for n, p in sorted(self.net.named_parameters()) if not p.requires_grad}
-        of_the_rest = repr((num_prefix_blocks, self.pooling, torch.is_autocast_enabled("cpu")))
+        of_the_rest = repr((num_prefix_blocks, torch.is_autocast_enabled("cpu")))
         texts = self.tokens.numpy().tobytes() + self.starts.numpy().tobytes()
         return _hash(frozen, of_the_rest.encode() + texts)
 

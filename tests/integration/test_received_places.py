@@ -261,7 +261,6 @@ TEXTS = {
         "revision",
         "phase",
         "lora_targets",
-        "generate_prompt",
         "clean",
     ),
     *("text_column", "pair_column", "label_column", "question_column", "answer_column", "sequence_column"),

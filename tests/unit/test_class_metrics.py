@@ -16,7 +16,6 @@ from isobatch.models.encoder.class_metrics import (
     confusion_matrix,
     matthews_correlation,
 )
-from isobatch.models.encoder.evaluation import Predictions, worst_errors
 
 LABELS = np.array([0, 0, 0, 0, 0, 1, 1, 1, 2, 2])
 ANSWERS = np.array([0, 0, 0, 1, 2, 1, 1, 0, 2, 0])
@@ -74,19 +73,3 @@ def test_calibration_is_by_bins() -> None:
 def test_very_many_classes_log_no_matrix() -> None:
     many = LARGEST_CONFUSION + 1
     assert "confusion" not in class_metrics(np.eye(many, dtype=int), ["x"] * many)
-
-
-def test_the_worst_errors_come_first_with_their_texts() -> None:
-    class Words:
-        def decode(self, ids: list[int]) -> str:
-            return " ".join(map(str, ids))
-
-    logits = np.array([[0.0, 1.0], [3.0, 0.0], [0.0, 2.0], [5.0, 0.0]])
-    batches = [
-        {"tokens": np.array([[7, 8], [9, 0]]), "length": np.array([2, 1]), "label": np.array([0, 1])},
-        {"tokens": np.array([[5, 0], [6, 4]]), "length": np.array([1, 2]), "label": np.array([0, 0])},
-    ]
-    found = Predictions(logits, np.array([0, 1, 0, 0]))
-    errors = worst_errors(found, batches, Words(), ["no", "yes"], count=2)
-    assert [(e["text"], e["label"], e["answer"]) for e in errors] == [("9", "yes", "no"), ("5", "no", "yes")]
-    assert errors[0]["probability"] == pytest.approx(1 / (1 + math.exp(3)), abs=1e-4)

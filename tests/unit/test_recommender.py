@@ -127,7 +127,7 @@ def test_in_batch_negatives_are_those_of_the_cohort() -> None:
     assert found == pytest.approx(float(first), rel=1e-5)  # the others have nobody to lose against
 
 
-def test_binary_cross_entropy_ignores_positives_and_gbce_tempers() -> None:
+def test_binary_cross_entropy_ignores_positives() -> None:
     model, user, item = net(text=False), torch.tensor([0]), torch.tensor([4])
     positive = int(model.seen[0])  # of user 0
     free = next(i for i in range(ITEMS) if not model.seen_in_training(user, torch.tensor([[i]]))[0, 0])
@@ -135,15 +135,10 @@ def test_binary_cross_entropy_ignores_positives_and_gbce_tempers() -> None:
     sigmoid = torch.nn.functional.logsigmoid
     for drawn, negative in (([positive, free], free), ([free, positive], free), ([positive, positive], None)):
         found = losses.binary_cross_entropy(
-            model, user, item, *losses.avoid_positives(model, user, torch.tensor([[drawn]])), 0.0
+            model, user, item, *losses.avoid_positives(model, user, torch.tensor([[drawn]]))
         )
         wanted = -sigmoid(all_scores[4]) - (0 if negative is None else sigmoid(-all_scores[negative]))
         assert float(found.detach()) == pytest.approx(float(wanted), rel=1e-5)
-    rate = 1 / (ITEMS - 1)
-    beta = rate * (0.75 * (1 - 1 / rate) + 1 / rate)
-    none = losses.avoid_positives(model, user, torch.tensor([[[positive, positive]]]))
-    found = losses.binary_cross_entropy(model, user, item, *none, 0.75)
-    assert float(found.detach()) == pytest.approx(-beta * float(sigmoid(all_scores[4])), rel=1e-5)
 
 
 def test_the_penalty_counts_each_vector_as_often_as_it_is_scored() -> None:
@@ -307,14 +302,6 @@ def test_the_baseline_that_was_best_on_validation_is_held_against_the_model() ->
     assert said.startswith("EASE ranks better than this model by 0.0200 (")
     assert "--by ease" in said
     assert task.final_remark({**metrics, "best_on_validation": "model"}).startswith("item-kNN ranks better")
-
-
-def test_a_run_on_everything_inherits_what_another_chose() -> None:
-    measured = {"best_on_validation": "ease", "full_ease_lambda": 300.0, "full_knn_shrinkage": 10.0}
-    found = {"best_by": "ease", "ease_lambda": 300.0, "knn_shrinkage": 10.0}
-    assert Recommender.inherit({"split": "none"}, measured) == found
-    assert Recommender.inherit({"split": "none"}, {"best_on_validation": 3}) == {}
-    assert Recommender.inherit({}, measured) == {}
 
 
 def test_held_out_items_that_are_rarer_than_chance_judge_no_model() -> None:

@@ -34,10 +34,10 @@ def texts(count: int = 23, longest: int = 14) -> Catalogue:
     return Catalogue(draw.integers(3, WORDS, size=offsets[-1]), offsets, *[none] * 5)
 
 
-def encoder(family: str = "gpt2", lora: int = 2, prefix: bool = True, pooling: str = "mean") -> TextEncoder:
+def encoder(family: str = "gpt2", lora: int = 2, prefix: bool = True) -> TextEncoder:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, vocab_size=WORDS, **CONFIGS[family])
-    made = TextEncoder(load_text_model(config, None, None), texts(), pooling, prefix)
+    made = TextEncoder(load_text_model(config, None, None), texts(), prefix)
     if lora:
         made.lowest = add_lora(made, lora, 4, 8)  # type: ignore[assignment]
         for name, p in made.net.named_parameters():
@@ -120,16 +120,14 @@ def test_vectors_do_not_depend_on_the_other_texts() -> None:
         torch.testing.assert_close(made(torch.tensor([number]))[0], together[number], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("pooling", ["mean", "last"])
-def test_pooling_ignores_padding(pooling: str) -> None:
-    made = encoder(pooling=pooling, lora=0)
+def test_pooling_ignores_padding() -> None:
+    made = encoder(lora=0)
     rows = texts()
     for number in (1, 4):
         ids = torch.from_numpy(rows.tokens[rows.offsets[number] : rows.offsets[number + 1]])[None]
         with torch.no_grad():
             states = made.net(input_ids=ids).last_hidden_state[0]
-        wanted = states.mean(0) if pooling == "mean" else states[-1]
-        torch.testing.assert_close(made(torch.tensor([number]))[0], wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(made(torch.tensor([number]))[0], states.mean(0), rtol=1e-5, atol=1e-6)
 
 
 def test_a_prefix_is_cached_per_texts_and_weights(tmp_path: Path) -> None:
@@ -166,4 +164,4 @@ def test_a_model_without_blocks_or_projections_is_refused() -> None:
             self.linear = nn.Linear(WIDTH, WIDTH)
 
     with pytest.raises(UserError, match="no list of blocks"):
-        _ = TextEncoder(Flat(), texts(), "mean").blocks
+        _ = TextEncoder(Flat(), texts()).blocks

@@ -55,7 +55,6 @@ SYNONYMS = {word: ours for ours, words in _NAMES.items() for word in words.split
 """Names in other tools -> our flag, which takes the same values."""
 OF_FINISHED_MODELS = {
     "generate_tokens": "tokens",
-    "generate_prompt": "prompt",
     "data": "file",
     "top_k": "top",
 }
