@@ -65,9 +65,8 @@ class RecommendOptions(TrustOptions):
 
 def recommend(words: Sequence[str]) -> int:
     """Usage: recommend RUN --user ID,ID | --items ID,ID | --similar-to ITEM [--out list.csv], or for all
-    users recommend RUN --out lists.parquet
-    [--only FILE|ID,ID] [--without FILE|ID,ID] [--with-seen] [--by ease|knn|popularity|best] [--top 10]
-    [--json]
+    users recommend RUN --out lists.parquet [--only FILE|ID,ID] [--without FILE|ID,ID] [--with-seen]
+    [--by ease|knn|popularity|best] [--top 10] [--json]
     """
     run, options = open_single_run(words, "recommend", RecommendOptions)
     _refuse_contradictions(options)
