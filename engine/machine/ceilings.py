@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.terminal.status import doing
-from isobatch.engine.machine.core_wait import DISTURBED, CoreWait
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +36,9 @@ LARGE, SMALL = 16 * 2**20, 2**18
 """fp32 elements beyond the processor's caches, and within them."""
 CALLS, RECURRENT_STEPS, UPDATED = 20, 16, 2**22
 """Operations in a chain, tokens of a row, parameters of an update."""
+DISTURBED = 0.05
+"""Share of waiting from which on what was timed is no property of this machine (idle machine: 0.01, one other
+program on two cores: 0.24)."""
 DISTURBED_SECONDS = 600.0
 """How long disturbed rates are used before they are measured once more."""
 
@@ -182,3 +184,28 @@ def _kernels() -> dict[str, Callable[[], object]]:
         "recurrent": lambda: layer(row)[0].sum().backward(),
         "adamw": torch.optim.AdamW([weight], fused=True).step,
     }
+
+
+class CoreWait:
+    """How much this process waits for a core, because other programs run there: the share since this object
+    was made; 0 where the system keeps no such account.
+    """
+
+    def __init__(self) -> None:
+        self._before = _scheduled()
+
+    def share(self) -> float:
+        """Waiting over waiting and running, of all threads of this process."""
+        ran, waited = (now - before for now, before in zip(_scheduled(), self._before, strict=True))
+        # Threads that ended meanwhile have taken their times with them.
+        return max(0, waited) / max(1, max(0, ran) + max(0, waited))
+
+
+def _scheduled() -> tuple[int, int]:
+    """(nanoseconds that this process's threads ran, nanoseconds that they waited for a core): proc(5)."""
+    total = [0, 0]
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, ValueError):  # a thread that ended
+            ran, waited, _ = map(int, file.read_text().split())
+            total = [total[0] + ran, total[1] + waited]
+    return total[0], total[1]

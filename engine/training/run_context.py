@@ -15,7 +15,7 @@ from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.remote_copy import RemoteCopies
 from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.distributed.stop_signals import StopFlag
-from isobatch.engine.machine.core_wait import CoreWait
+from isobatch.engine.machine.ceilings import CoreWait
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.gpu_monitor import GpuMonitor

@@ -29,18 +29,8 @@ OFFLINE = subprocess.run(["unshare", "-rn", "true"], check=False, capture_output
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_every_machine_without_a_network(machine: str, tmp_path: Path) -> None:
-    words = [
-        "plan",
-        "--task",
-        "causal-lm",
-        "--model",
-        "gpt2-124m",
-        "--batch-size",
-        "48",
-        "--max-length",
-        "512",
-    ]
-    words = [*own_command(*words), "--hardware", machine, "--assume-length", "512", "--json"]
+    words = ["--model", "gpt2-124m", "--batch-size", "48", "--max-length", "512", "--assume-length", "512"]
+    words = own_command("plan", "--task", "causal-lm", *words, "--hardware", machine, "--json")
     began = time.monotonic()
     done = command([*(["unshare", "-rn"] if OFFLINE else []), *words], cwd=tmp_path, HF_HOME=str(tmp_path))
     assert time.monotonic() - began < 5
@@ -144,22 +134,14 @@ GPT2 = ("plan", "--task", "causal-lm", "--model", "gpt2-124m", "--assume-length"
 def test_machines_side_by_side(tmp_path: Path) -> None:
     names = "rtx4080-laptop,8xa100-80gb,4x8xh100,t4,cpu:2x24gb"
     began = time.monotonic()
-    words = [
-        "--compare",
-        names,
-        "--price",
-        "t4=1,h100=3,a100-80gb=2,rtx4080-laptop=1",
-        "--deadline",
-        "2h",
-        "--json",
-    ]
+    prices = "t4=1,h100=3,a100-80gb=2,rtx4080-laptop=1"
+    words = ["--compare", names, "--price", prices, "--deadline", "2h", "--json"]
     done = launch(*GPT2, *words, cwd=tmp_path)
     assert time.monotonic() - began < 10
     found = json.loads(done.stdout)["machines"]
     assert ",".join(row["name"] for row in found["rows"]) == names
-    cheapest = min(
-        (row for row in found["rows"] if row["cost"] and row["meets_deadline"]), key=lambda r: r["cost"]
-    )
+    priced = [row for row in found["rows"] if row["cost"] and row["meets_deadline"]]
+    cheapest = min(priced, key=lambda row: row["cost"])
     assert found["cheapest"] == cheapest["name"]
     assert found["rows"][4]["meets_deadline"] is False
 

@@ -13,8 +13,7 @@ import pytest
 
 from isobatch.core.facts import Facts
 from isobatch.engine.machine import ceilings
-from isobatch.engine.machine.ceilings import WIDTHS, Ceilings
-from isobatch.engine.machine.core_wait import DISTURBED, CoreWait
+from isobatch.engine.machine.ceilings import DISTURBED, WIDTHS, Ceilings, CoreWait
 from isobatch.engine.machine.hardware import Hardware
 from isobatch.engine.planning.calibration import (
     typical_ceilings,

