@@ -286,97 +286,48 @@ def test_the_demo_is_the_same_everywhere_and_its_words_tell_of_tastes() -> None:
     assert not splits["test"]["rivals"].min() < 0
 
 
-REFUSED: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {}
+ALL_TAKEN = "user,item\n" + "".join(f"{user},{item}\n" for user in "ab" for item in "xyz")
+REFUSED: list[tuple[Callable[[Path], Path], str, str, dict[str, Any], str]] = [
+    (ml_1m, "ratings.dat", "1::10::5::100\n1::20::3\n1::30::4::200\n", {}, "ratings.dat line 2: "),
+    (ml_1m, "ratings.dat", "1::10::5::1\n1::20::3::4\nx::30::4::2\n", {}, "ratings.dat line 3: .*'x'"),
+    (tables, "interactions.csv", "user,thing\n1,2\n", {}, r"has no column item .*--item-column"),
+    (tables, "", "", {"item_column": "itm"}, "--item-column itm: is no column .*did you mean item"),
+    (tables, "interactions.csv", "user,item\n1,2\n\n,3\n", {}, "interactions.csv line 4: has no user"),
+    (tables, "interactions.csv", ALL_TAKEN, {"catalogue": "taken"}, "took all 3 items.*--split none"),
+    (ncf, "x.test.negative", "(0,2)\t3\t4\n(5,2)\t1\t4\n", {}, "its rows are not those of the test file"),
+    (tables, "interactions.csv", "user,item\n1,2\n1,3\n", {"split": "time"}, "--split time: .* no times"),
+    (ncf, "", "", {"split": "time"}, "--split time: .* is split already"),
+    (ml_1m, "", "", {"min_rating": 9.0}, "no interactions are left to train on"),
+    (tables, "", "", {"eval_negatives": 0}, "--eval-negatives 0: must be at least 1"),
+]
 
 
-def refused(message: str, **options: Any) -> Callable[[Callable[[Path], Path]], Callable[[Path], Path]]:
-    def keep(make: Callable[[Path], Path]) -> Callable[[Path], Path]:
-        REFUSED[make.__name__] = (make, options, message)
-        return make
-
-    return keep
-
-
-@refused(r"ratings.dat line 2: .*")
-def broken_line(folder: Path) -> Path:
-    (ml_1m(folder) / "ratings.dat").write_text("1::10::5::100\n1::20::3\n1::30::4::200\n")
-    return folder
-
-
-@refused(r"ratings.dat line 3: .*'x'")
-def broken_number(folder: Path) -> Path:
-    (ml_1m(folder) / "ratings.dat").write_text("1::10::5::100\n1::20::3::4\nx::30::4::200\n")
-    return folder
+@pytest.mark.parametrize(("make", "file", "content", "options", "message"), REFUSED)
+def test_what_cannot_be_read_is_said_in_a_line(
+    make: Callable[[Path], Path],
+    file: str,
+    content: str,
+    options: dict[str, Any],
+    message: str,
+    tmp_path: Path,
+) -> None:
+    folder = make(tmp_path / "d")
+    if file:
+        (folder / file).write_text(content)
+    with pytest.raises(UserError, match=message) as caught:
+        made(folder, **options)
+    assert "\n" not in str(caught.value)
 
 
-@refused(r"has no column item or item_id or movie_id \(there are user, thing, time\).*--item-column")
-def missing_column(folder: Path) -> Path:
-    (tables(folder) / "interactions.csv").write_text("user,thing,time\n1,2,3\n")
-    return folder
-
-
-@refused(r"--item-column itm: is no column .*did you mean item", item_column="itm")
-def misspelt_column(folder: Path) -> Path:
-    return tables(folder)
-
-
-@refused(r"interactions.csv line 4: has no user: fill it in")
-def empty_id(folder: Path) -> Path:
-    (tables(folder) / "interactions.csv").write_text("user,item\n1,2\n\n,3\n")
-    return folder
-
-
-@refused(r"interactions.parquet row 2: has no item: fill it in")
-def nan_id(folder: Path) -> Path:
+def test_an_id_that_is_no_number_is_named_by_its_row(tmp_path: Path) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
     columns = {"user": [1.0, 2.0], "item": pa.array([1.0, float("nan")])}
-    (tables(folder) / "interactions.csv").unlink()
-    parquet.write_table(pa.table(columns), folder / "interactions.parquet")
-    return folder
-
-
-@refused(r"each held-out user took all 3 items, so that none is left to rank against: add .*--split none")
-def nothing_unseen(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "log.csv").write_text("user,item\n" + "".join(f"{u},{i}\n" for u in "ab" for i in "xyz"))
-    return folder / "log.csv"
-
-
-@refused(r"its rows are not those of the test file")
-def other_negatives(folder: Path) -> Path:
-    (ncf(folder) / "x.test.negative").write_text("(0,2)\t3\t4\n(5,2)\t1\t4\n")
-    return folder
-
-
-@refused(r"--split time: .* has no times", split="time")
-def no_times(folder: Path) -> Path:
-    (tables(folder) / "interactions.csv").write_text("user,item\n1,2\n1,3\n")
-    return folder
-
-
-@refused(r"--split time: .* is split already", split="time")
-def split_already(folder: Path) -> Path:
-    return ncf(folder)
-
-
-@refused(r"no interactions are left to train on", min_rating=9.0)
-def all_below(folder: Path) -> Path:
-    return ml_1m(folder)
-
-
-@refused(r"--eval-negatives 0: must be at least 1", eval_negatives=0)
-def no_rivals(folder: Path) -> Path:
-    return tables(folder)
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_read_is_said_in_a_line(name: str, tmp_path: Path) -> None:
-    make, options, message = REFUSED[name]
-    with pytest.raises(UserError, match=message) as caught:
-        made(make(tmp_path / "d"), **options)
-    assert "\n" not in str(caught.value)
+    (tables(tmp_path / "d") / "interactions.csv").unlink()
+    parquet.write_table(pa.table(columns), tmp_path / "d" / "interactions.parquet")
+    with pytest.raises(UserError, match=r"interactions.parquet row 2: has no item: fill it in"):
+        made(tmp_path / "d")
 
 
 def test_too_few_unseen_items_are_all_ranked_against(tmp_path: Path) -> None:
