@@ -60,11 +60,9 @@ OCI = "      --container             Path to OCI container bundle\n"
     ("image", "srun", "there", "chosen"),
     [
         ("docker://ubuntu", PYXIS, ["apptainer"], "pyxis"),
-        ("/images/torch.sqsh", PYXIS, [], "pyxis"),
         ("docker://ubuntu", OCI, ["apptainer"], "/bin/apptainer"),
-        ("docker://ubuntu", "", ["singularity"], "/bin/singularity"),
+        ("/", "", ["singularity"], "/bin/singularity"),
         ("/images/torch.sif", PYXIS, ["apptainer"], "/bin/apptainer"),
-        ("/", PYXIS, ["singularity"], "/bin/singularity"),
         ("/images/torch.sif", PYXIS, [], "this node has no apptainer"),
         ("docker://ubuntu", OCI, [], "this node has no pyxis in srun, or apptainer"),
     ],

@@ -27,9 +27,6 @@ class FakeNvml(ModuleType):
     class NVMLError(Exception):
         """As pynvml's."""
 
-    class NVMLError_NotSupported(NVMLError):  # noqa: N818
-        """As on MIG slices."""
-
     def __init__(self, errors: dict[str, Exception], seconds: float = 0.0) -> None:
         super().__init__("pynvml")
         self.errors, self.seconds = errors, seconds
@@ -49,8 +46,7 @@ class FakeNvml(ModuleType):
             raise self.NVMLError("Not Found")
         answer = ModuleType("answer")
         answer.__dict__.update(gpu=97, used=5 * 2**30)
-        values = {"nvmlDeviceGetPowerUsage": 412_500, "nvmlDeviceGetTemperature": 61}
-        return values.get(name, answer)
+        return 412_500 if name == "nvmlDeviceGetPowerUsage" else answer
 
     def count(self, name: str) -> int:
         return [called for called, _ in self.calls].count(name)
@@ -77,20 +73,14 @@ def monitored(
     return figures, longest
 
 
-def test_figures_are_read_in_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeNvml({})
+def test_figures_are_read_in_another_thread_and_what_is_not_there_is_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = FakeNvml({"nvmlDeviceGetTemperature": FakeNvml.NVMLError("Not Supported")})
     figures, _ = monitored(fake, monkeypatch, lambda _: fake.count("nvmlDeviceGetPowerUsage") > 2)
-    expected = {"gpu_utilisation": 97, "power_watts": 412.5, "gpu_temperature": 61}
-    assert figures == {**expected, "gpu_memory_bytes": 5 * 2**30}
+    assert figures == {"gpu_utilisation": 97, "power_watts": 412.5, "gpu_memory_bytes": 5 * 2**30}
     assert (fake.count("nvmlInit"), fake.count("nvmlShutdown")) == (1, 1)
     assert threading.get_ident() not in {thread for _, thread in fake.calls}
-
-
-def test_what_is_not_supported_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = FakeNvml.NVMLError_NotSupported("Not Supported")
-    fake = FakeNvml({"nvmlDeviceGetUtilizationRates": error, "nvmlDeviceGetTemperature": error})
-    figures, _ = monitored(fake, monkeypatch, lambda _: fake.count("nvmlDeviceGetPowerUsage") > 3)
-    assert figures.keys() == {"power_watts", "gpu_memory_bytes"}
 
 
 @pytest.mark.parametrize("name", ["nvmlInit", "nvmlDeviceGetHandleByUUID", "import"])

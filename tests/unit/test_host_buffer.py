@@ -11,7 +11,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import load_file
 
@@ -22,6 +21,8 @@ from isobatch.engine.checkpointing.portable_state import tensor_entry
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
+
+    import pytest
 
 KINDS = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16]
 KINDS += [torch.int8, torch.uint8, torch.bool]
@@ -194,9 +195,3 @@ def test_a_buffer_that_is_gone_fences_no_update_and_locks_no_pages(monkeypatch: 
     del image
     assert not gpu.locked
     assert len(optimizer._global_optimizer_pre_hooks) == before  # noqa: SLF001
-
-
-def test_other_errors_are_not_hidden(tmp_path: Path) -> None:
-    image = HostBuffer()
-    with pytest.raises(FileNotFoundError):
-        write(image, tmp_path / "nowhere" / "x.safetensors", fill(image, tensors(1)))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 LEAST = ["--image", "registry/isobatch:1", "--claim", "shared"]
 GPUS = ["--task", "causal-lm", "--data", "/isobatch/texts", *LEAST, "--nodes", "4", "--gpus-per-node", "8"]
 MINE = f"{ROOT / 'examples' / 'own_task' / 'mine.py'}:Mine"
-VERSIONS = ("1.29", "1.31", "1.34")
+VERSIONS = ("1.29", "1.34")
 
 
 def manifest(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -145,18 +145,14 @@ def test_a_job_ends_where_another_start_mends_nothing(capsys: pytest.CaptureFixt
     ("words", "says"),
     [
         (["--task", "causal-lm", "--claim", "a", "--cpu"], "--image"),
-        (["--task", "causal-lm", "--image", "a", "--cpu"], "--claim"),
         (["--task", "causal-lm", *LEAST], "--gpus-per-node, or --cpu"),
         ([*GPUS, "--cpu"], "--cpu: "),
         ([*GPUS, "--name", "My_Run"], "--name My_Run"),
-        ([*GPUS, "--name", 53 * "a"], "at most 52"),
         ([*GPUS, "--mem", "much"], "--mem much"),
         ([*GPUS, "--node-selector", "gpu"], "--node-selector gpu"),
-        ([*GPUS, "--node-selector", "a=b,c=d"], "--node-selector a=b,c=d"),
         ([*GPUS, "--namespace", "Team"], "--namespace Team"),
         ([*GPUS, "--processes", "6"], "--processes 6: must be a multiple of --nodes 4"),
         ([*GPUS, "--secret", "HF_TOKEN=x"], r"--secret HF_TOKEN\.\.\.: "),
-        ([*GPUS, "--imgae", "a"], "did you mean --image"),
     ],
 )
 def test_wrong_words_are_one_line(words: list[str], says: str) -> None:
