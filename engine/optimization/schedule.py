@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING
 from isobatch.core.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Sequence
 
     from isobatch.core.flags import Interval
     from isobatch.core.recipe import Recipe
@@ -62,19 +61,6 @@ def phase_schedules(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: in
     ]
 
 
-def why_lengthened(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: int) -> str:
-    """In brackets that --least-steps decided and what --epochs would have given; empty where they did not."""
-    if recipe.steps is not None or not recipe.least_steps:
-        return ""
-    found = [
-        sum(one.steps for one in phase_schedules(asked, phases, steps_per_epoch))
-        for asked in (recipe, dataclasses.replace(recipe, least_steps=0))
-    ]
-    if found[0] == found[1]:
-        return ""
-    return f" (--least-steps {recipe.least_steps:,}; by epochs it were {found[1]:,})"
-
-
 def _steps(recipe: Recipe, index: int, phase: Phase, count: int, steps_per_epoch: int) -> int:
     if recipe.steps is not None:
         return max(1, round(_nth(recipe.steps, index, phase, count, "--steps")))
@@ -108,29 +94,6 @@ def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_
         return peak * (1 - progress)
     floor = recipe.lr_floor
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def remarks(
-    recipe: Recipe, schedules: Sequence[PhaseSchedule], samples: int, splits: Collection[str]
-) -> list[str]:
-    """Lines on settings that are allowed and seldom meant. `samples`: those of an epoch."""
-    found = []
-    for phase in schedules:
-        warmup = recipe.warmup.steps(phase.steps_per_epoch, phase.steps) if recipe.warmup.value else 0
-        if phase.lr == 0:
-            found.append(f"--lr 0: phase {phase.name} changes no weight")
-        if warmup > phase.steps:
-            found.append(
-                f"--warmup {recipe.warmup}: {warmup:,} steps are more than the {phase.steps:,} of phase"
-                f" {phase.name}, which never reaches --lr"
-            )
-    if recipe.batch_size > samples:
-        found.append(
-            f"--batch-size {recipe.batch_size}: an epoch has {samples:,} samples, which are one batch"
-        )
-    if recipe.eval_every is not None and "valid" not in splits:
-        found.append(f"--eval-every {recipe.eval_every}: there is no valid split to evaluate")
-    return found
 
 
 class SaveTimer:

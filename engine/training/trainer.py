@@ -18,7 +18,6 @@ from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.distributed.liveness import Watchdog
 from isobatch.engine.model_setup.compile_model import passed_by, uncompiled
-from isobatch.engine.optimization.schedule import remarks, why_lengthened
 from isobatch.engine.registry import TASKS
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS, metrics_fields
 from isobatch.engine.training import memory_probe
@@ -56,9 +55,8 @@ def train(context: RunContext, end_process: Callable[[str], None]) -> None:
     """
     run, world, session = context.run, context.world, context.session
     if world.is_main:  # only there: for its size a task may have to build its model on the meta device
-        seldom_meant = remarks(session.recipe, session.schedules, session.sampler.used, session.splits)
         eager = passed_by() if session.plan.compile != "off" else ""
-        for line in (_headline(context), *seldom_meant, *context.task.notes(session.facts)):
+        for line in (_headline(context), *context.task.notes(session.facts)):
             context.console.say(line)
         if eager:
             context.console.say(f"{eager}: rename that folder")
@@ -246,11 +244,10 @@ def _headline(context: RunContext) -> str:
     """The first line for the user: task, data, steps, devices, predicted duration."""
     session, plan = context.session, context.session.plan
     steps = sum(s.steps for s in session.schedules)
-    lengthened = why_lengthened(context.recipe, session.task.phases(), session.sampler.steps_per_epoch)
     remark = context.task.model_size(session.facts).remark
     return (
         f"{context.recipe.task}: {session.facts.samples['train']:,} samples, global batch"
-        f" {context.recipe.batch_size}, {steps:,} steps{lengthened} on {context.world.size} x"
+        f" {context.recipe.batch_size}, {steps:,} steps on {context.world.size} x"
         f" {context.world.device.type} in {plan.precision} ({plan.invariance});"
         f" about {format_duration(steps * plan.predicted_step_seconds)}" + (f"\n{remark}" if remark else "")
     )

@@ -277,7 +277,7 @@ def sign(text: str, key: Path) -> str:
 
 
 def _check_signature(file: Path, signers: str | None, found: Finding) -> None:
-    """Who signed a receipt; without `signers`, ssh's allowed_signers, only that somebody with a key did."""
+    """Who signed a receipt; it takes `signers`, ssh's allowed_signers."""
     signature = signature_of(file)
     if not signature.is_file():
         missing = f"it is not signed: there is no {signature.name}"
@@ -285,28 +285,22 @@ def _check_signature(file: Path, signers: str | None, found: Finding) -> None:
             missing if signers else f"who made it: {missing}"
         )
         return
-    common = ["-n", NAMESPACE, "-s", str(signature)]
-    text = file.read_text(encoding="utf-8")
     if signers is None:
-        done = _ssh_keygen("-Y", "check-novalidate", *common, text=text)
-        words = (done.stdout + done.stderr).split()
-        key = next((word for word in words if word.startswith("SHA256:")), "")
-        checked = f"signed with the key {key}"
-        found.unknown.append("whose key that is: --signers FILE says it")
-    else:
-        known = Path(signers).expanduser()
-        if not known.is_file():
-            raise UserError(f"--signers {signers}: there is no such file")
-        names = _ssh_keygen("-Y", "find-principals", "-s", str(signature), "-f", str(known)).stdout.split()
-        if not names:
-            found.problems.append(f"the signature: its key is none of those in {known}")
-            return
-        done = _ssh_keygen("-Y", "verify", "-f", str(known), "-I", names[0], *common, text=text)
-        checked = f"signed by {names[0]}"
+        found.unknown.append(f"{signature.name}: --signers FILE says who signed it")
+        return
+    known = Path(signers).expanduser()
+    if not known.is_file():
+        raise UserError(f"--signers {signers}: there is no such file")
+    names = _ssh_keygen("-Y", "find-principals", "-s", str(signature), "-f", str(known)).stdout.split()
+    if not names:
+        found.problems.append(f"the signature: its key is none of those in {known}")
+        return
+    words = ("-f", str(known), "-I", names[0], "-n", NAMESPACE, "-s", str(signature))
+    done = _ssh_keygen("-Y", "verify", *words, text=file.read_text(encoding="utf-8"))
     if done.returncode:
         found.problems.append(f"the signature: {_last_line(done)}")
     else:
-        found.checked.append(checked)
+        found.checked.append(f"signed by {names[0]}")
 
 
 def _ssh_keygen(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:

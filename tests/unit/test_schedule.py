@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
@@ -16,8 +15,6 @@ from isobatch.engine.optimization.schedule import (
     SaveTimer,
     learning_rate,
     phase_schedules,
-    remarks,
-    why_lengthened,
 )
 from isobatch.models.base import Phase
 
@@ -124,31 +121,3 @@ def test_an_alarm_by_the_clock() -> None:
     alarm.reset(1600.0)
     assert not alarm.due_by(1600 + 599)
     assert alarm.due_by(1600 + 600)
-
-
-@pytest.mark.parametrize(
-    ("values", "said"),
-    [
-        ({}, []),
-        ({"warmup": Interval(25, "steps"), "batch_size": 40, "eval_every": Interval(5, "steps")}, []),
-        ({"warmup": "100%"}, []),
-        ({"lr": 0.0}, ["--lr 0: phase train changes no weight"]),
-        (
-            {"warmup": "3ep"},
-            ["--warmup 3ep: 30 steps are more than the 25 of phase train, which never reaches --lr"],
-        ),
-        ({"batch_size": 41}, ["--batch-size 41: an epoch has 40 samples, which are one batch"]),
-    ],
-)
-def test_what_is_seldom_meant_is_said(values: dict[str, Any], said: list[str]) -> None:
-    made = recipe(**{"lr": 1.0, **values})
-    phase = dataclasses.replace(ONE, lr=made.lr)
-    assert remarks(made, [phase], 40, ["train", "valid"]) == said
-
-
-def test_it_is_said_which_of_epochs_and_least_steps_decided() -> None:
-    phases = [Phase(name="train")]
-    said = why_lengthened(recipe(epochs=(0.6,), least_steps=100), phases, 17)
-    assert said == " (--least-steps 100; by epochs it were 11)"  # 0.6 x 17 = 10.2
-    assert why_lengthened(recipe(epochs=(8.0,), least_steps=100), phases, 17) == ""
-    assert why_lengthened(recipe(epochs=(0.6,)), phases, 17) == ""
