@@ -55,20 +55,18 @@ class RunOrder:
     """Steps that the run leaves out."""
 
     def sightings(self, rows: Sequence[int]) -> dict[int, list[Sighting]]:
-        """Row -> the steps of all phases that hold it, those that are still to come too; in order, and as
-        often as a step holds it. Every batch is computed once.
+        """Row -> the steps that the log counts and that hold it; in order, and as often as a step holds it.
+        Every batch is computed once.
         """
         found: dict[int, list[Sighting]] = {row: [] for row in rows}
         for schedule in self.schedules:
             left_out = self.left_out.get(schedule.name, ())
-            for step, batch in enumerate(itertools.islice(self.sampler.batches(), schedule.steps), 1):
+            for step, batch in enumerate(
+                itertools.islice(self.sampler.batches(), self.counted[schedule.name]), 1
+            ):
                 for row in batch[np.isin(batch, rows)].tolist() if step not in left_out else ():
                     found[row].append(Sighting(schedule.name, step, self.epoch_of(step)))
         return found
-
-    def is_counted(self, sighting: Sighting) -> bool:
-        """Whether the run has made this step."""
-        return sighting.step <= self.counted[sighting.phase]
 
     def epoch_of(self, step: int) -> int:
         return (step - 1) // self.sampler.steps_per_epoch + 1

@@ -27,7 +27,7 @@ CHUNK = 1 << 22
 
 
 def row_answers(order: RunOrder, rows: Sequence[int]) -> list[dict[str, Any]]:
-    """When training rows were seen, and when they come after what the run has done. Raises UserError."""
+    """When training rows were seen. Raises UserError."""
     count = order.sampler.count
     if unknown := [row for row in rows if row >= count]:
         raise UserError(
@@ -39,8 +39,7 @@ def row_answers(order: RunOrder, rows: Sequence[int]) -> list[dict[str, Any]]:
             "split": TRAIN,
             "row": row,
             **_set_of(order, row),
-            "seen": [dataclasses.asdict(one) for one in found[row] if order.is_counted(one)],
-            "later": [dataclasses.asdict(one) for one in found[row] if not order.is_counted(one)],
+            "seen": list(map(dataclasses.asdict, found[row])),
             "text": text,
         }
         for row, text in zip(rows, previews(order, rows), strict=True)
@@ -62,7 +61,7 @@ def text_answer(order: RunOrder, text: str) -> dict[str, Any]:
         places = find_rows(query, source.columns)
         found["places"] += [{"split": split, "rows": list(place)} for place in places]
         rows = sorted({row for place in places for row in place})[:MOST_ROWS]
-        held_out = [{"split": split, "row": row, "seen": [], "later": []} for row in rows]
+        held_out = [{"split": split, "row": row, "seen": []} for row in rows]
         found["rows"] += row_answers(order, rows) if split == TRAIN else held_out
     return found
 

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 SHOWN = 20
 """Most rows, and most steps of a row, that are written out; --json has all."""
-SHOWN_LATER = 3
-"""The same for steps that the run has not made."""
 QUESTIONS = ("sample", "text", "step")
 
 
@@ -142,15 +140,11 @@ def _row_lines(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[st
     if row["split"] != "train":
         yield f"{name} of the {row['split']} data is held out: training never saw it"
         return
-    seen, later = row["seen"], row["later"]
-    several = len(answer["steps"]) > 1
-    if seen:
-        yield f"{name} was seen {_count(len(seen), 'time')}: {_steps(seen, several)}"
+    if row["seen"]:
+        times = _count(len(row["seen"]), "time")
+        yield f"{name} was seen {times}: {_steps(row['seen'], len(answer['steps']) > 1)}"
     else:
-        yield f"{name} was {'not seen so far' if later else 'never seen: no step of this run holds it'}"
-    if later:
-        when = "not reached" if answer["status"] == "done" else "still to come"
-        yield f"  {when} ({_progress(answer)}): {_steps(later, several, SHOWN_LATER)}"
+        yield f"{name} was not seen: no step that this run has made holds it"
     of_set = f"row {row['row_of_set']:,} of the set {row['set']}, " if "set" in row else ""
     text = f": {row['text']}" if row["text"] is not None else ""
     rows = f"{answer['training_rows']:,} rows, the first is 0"
@@ -170,12 +164,12 @@ def _step_lines(step: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[
         yield f"  {row['row']:,}{text}"
 
 
-def _steps(sightings: Sequence[Mapping[str, Any]], several_phases: bool, most: int = SHOWN) -> str:
+def _steps(sightings: Sequence[Mapping[str, Any]], several_phases: bool) -> str:
     shown = [
         f"{one['phase'] + ' ' if several_phases else ''}step {one['step']:,} (epoch {one['epoch']})"
-        for one in sightings[:most]
+        for one in sightings[:SHOWN]
     ]
-    more = len(sightings) - most
+    more = len(sightings) - SHOWN
     return ", ".join(shown) + (f" and {more:,} more (--json has all)" if more > 0 else "")
 
 
