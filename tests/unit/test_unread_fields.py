@@ -134,15 +134,9 @@ def test_a_field_changes_something_or_is_refused(task: str) -> None:
     [
         ("recommender", {"dropout": 0.1}, "--dropout 0.1: a recommender has none; leave it out"),
         ("recommender", {"text": "off", "max_length": 8}, "--max-length 8: texts are off; leave it out"),
-        ("recommender", {"text": "off", "tokenizer": "x.json"}, "--tokenizer x.json: texts are off"),
         ("recommender", {"loss": "bce", "noise": "native"}, "--noise native: the negatives' draws are keyed"),
-        ("sequence-vae", {"model": "tiny"}, "--model tiny: a sequence VAE is trained from scratch"),
-        ("causal-lm", {"noise": "native"}, "--noise native: there is no dropout"),
         ("causal-lm", {"revision": "main"}, "--revision main: no model here is from the hub"),
-        ("causal-lm", {"min_delta": 0.1}, "--min-delta 0.1: it counts with --patience"),
-        ("causal-lm", {"phase": "train"}, "--phase train: this task has no other"),
         ("classifier", {"format": "csv"}, "--format csv: the demo's data has one form"),
-        ("pruning", {"recover": 0, "patience": 3}, "--patience 3: no phase that trains here stops early"),
         ("pruning", {"phase": "prune", "patience": 3}, "--patience 3: no phase that trains here stops early"),
     ],
 )
