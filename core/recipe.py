@@ -37,8 +37,6 @@ DERIVED = {"options", "scaled_from", "starts_from"}
 """Fields of a recipe that are no flags."""
 TASK_CODE = "code"
 """Among the options of a user's own task: the hash of its files. It is no flag."""
-READ_BESIDE = {"adapter": ("lora_", "frozen_dtype")}
-"""A field -> beginnings of the names of fields that are not read where it is `none`."""
 SHORT_MODEL_NAMES = {
     **{name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
     "distilgpt2": "distilbert/distilgpt2",
@@ -161,11 +159,11 @@ class Recipe:
         return {name: value for name, value in self.to_dict().items() if name not in DERIVED} | self.options
 
     def to_compare(self) -> dict[str, Any]:
-        """The fields that it reads, and what no flag sets: the run it begins with."""
-        origin = Path(self.starts_from["run"]).name if self.starts_from else None
-        values = self.values()
-        read = {name: value for name, value in values.items() if is_read(name, values)}
-        return {**read, "starts_from": origin}
+        """Its fields, and what no flag sets: the run it begins with."""
+        return {
+            **self.values(),
+            "starts_from": Path(self.starts_from["run"]).name if self.starts_from else None,
+        }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
@@ -203,9 +201,3 @@ class Recipe:
         growth = {"sqrt": math.sqrt(factor), "linear": factor, "none": 1.0}[rule]
         origin = {"batch_size": self.batch_size, "lr": self.lr, "rule": rule}
         return dataclasses.replace(self, batch_size=batch, lr=self.lr * growth, scaled_from=origin)
-
-
-def is_read(name: str, values: Mapping[str, Any]) -> bool:
-    """Whether a recipe with these values reads a field: not so the rank of an adapter that it lacks."""
-    lacking = (beginnings for field_, beginnings in READ_BESIDE.items() if values.get(field_) == "none")
-    return not any(name.startswith(beginnings) for beginnings in lacking)

@@ -182,15 +182,6 @@ def test_scaling_below_one_sample_is_refused() -> None:
         BASE.scaled(0.001, "sqrt")
 
 
-def test_fields_of_an_adapter_are_compared_where_there_is_one() -> None:
-    options = {"lora_r": 8, "frozen_dtype": "bf16", "clean": None}
-    without, beside = (
-        dataclasses.replace(BASE, options={"adapter": kind, **options}).to_compare()
-        for kind in ("none", "lora")
-    )
-    assert beside.keys() - without.keys() == {"lora_r", "frozen_dtype"}
-
-
 def test_a_recipe_mentions_no_hardware() -> None:
     machine = {"processes", "world", "rank", "device", "gpu", "gpus", "cuda", "nodes", "workers", "threads"}
     machine |= {"precision", "strategy", "micro", "compile", "memory", "attention", "prefetch", "pin"}
