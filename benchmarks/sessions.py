@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import time
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from isobatch.core.plan import PlanOptions
 from isobatch.engine.distributed.communicator import Communicator
@@ -14,7 +17,7 @@ from isobatch.engine.registry import workload
 from isobatch.engine.training.session import Session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 def prepare_workload(name: str, values: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
@@ -28,10 +31,16 @@ def prepare_workload(name: str, values: dict[str, Any]) -> tuple[Any, Any, Any, 
 ON_A_CPU = PlanOptions(device="cpu", precision="fp32", processes=1)
 
 
-def make_session(name: str, values: dict[str, Any], options: PlanOptions = ON_A_CPU) -> Session:
-    """A session of a task with these flags; `with` ends it, and none of its phases has begun."""
+def make_session(
+    name: str, values: dict[str, Any], options: PlanOptions = ON_A_CPU, **forced: Any
+) -> Session:
+    """A session of a task with these flags; `with` ends it, and none of its phases has begun.
+
+    `forced`: fields of the plan that the planner would refuse.
+    """
     recipe, task, facts, _ = prepare_workload(name, values)
     plan = make_plan(recipe, facts, task.model_size(facts), detect(), options)
+    plan = dataclasses.replace(plan, **forced)
     return Session(recipe, facts, plan, Communicator(plan))
 
 
@@ -45,3 +54,24 @@ def train(session: Session, after: Callable[[str, float], None] = lambda *_: Non
                 now = time.perf_counter()
                 after(schedule.name, now - began)
                 began = now
+
+
+@contextlib.contextmanager
+def stopwatch(*places: tuple[Any, str]) -> Iterator[list[float]]:
+    """A list of one number: the seconds spent so far in functions, each given by its owner and name."""
+    spent = [0.0]
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*arguments, **named)
+            finally:
+                spent[0] += time.perf_counter() - began
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for owner, name in places:
+            stack.enter_context(mock.patch.object(owner, name, timed(getattr(owner, name))))
+        yield spent

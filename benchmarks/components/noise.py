@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from isobatch.benchmarks.sessions import stopwatch
 from isobatch.engine.noise import keyed_attention, keyed_noise
 from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise, apply_mask, keep_mask
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 PROBABILITY = 0.1
 ARMS = {"no dropout": (0.0, None), "native": (PROBABILITY, False), "keyed": (PROBABILITY, True)}
 """Name -> (residual and embedding dropout, whether it is keyed)."""
+DRAWING = ((keyed_noise, "keep_mask"), (keyed_attention, "dropout_mask"), (KeyedNoise, "bind"))
+"""The hash, the masks and the keys."""
 
 
 def measure(quick: bool) -> list[Row]:
@@ -109,12 +112,13 @@ class _Arm:
         self.device = device
 
     def step(self) -> None:
-        with _Stopwatch(self):
+        with stopwatch(*DRAWING) as spent:
             if self.noise is not None:
                 self.noise.bind(self.number, self.samples, self.device)
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
                 logits = self.model(input_ids=self.tokens, use_cache=False).logits
             functional.cross_entropy(logits.flatten(0, 1).float(), self.tokens.flatten()).backward()
+        self.drawing += spent[0]
         self.model.zero_grad()
         self.number += 1
 
@@ -123,33 +127,6 @@ class _Arm:
         if self.device.type == "cuda":
             return float("nan")
         return self.drawing / self.number / float(np.mean(seconds))
-
-
-class _Stopwatch:
-    """Adds the time spent in the hash, the masks and the keys to an arm's `drawing`."""
-
-    PLACES = ((keyed_noise, "keep_mask"), (keyed_attention, "dropout_mask"), (KeyedNoise, "bind"))
-
-    def __init__(self, arm: _Arm) -> None:
-        self.arm = arm
-
-    def __enter__(self) -> None:
-        self.before = [getattr(*place) for place in self.PLACES]
-        for (owner, name), function in zip(self.PLACES, self.before, strict=True):
-            setattr(owner, name, self._timed(function))
-
-    def __exit__(self, *_: object) -> None:
-        for (owner, name), function in zip(self.PLACES, self.before, strict=True):
-            setattr(owner, name, function)
-
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            began = time.perf_counter()
-            made = function(*arguments)
-            self.arm.drawing += time.perf_counter() - began
-            return made
-
-        return run
 
 
 def _take_turns(

@@ -40,20 +40,6 @@ PARTS = {
     "8": "suite:PART",
 }
 """Number -> where its `Part` is: right results first, then what the planner needs, the tests last."""
-WHEELS = {
-    "isal": "isal",
-    "fire": "fire",
-    "peft": "peft",
-    "bitsandbytes": "bitsandbytes",
-    "deepspeed": "deepspeed",
-    "datasets": "datasets",
-    "nvidia-ml-py": "pynvml",
-    "pytest": "pytest",
-    "hypothesis": "hypothesis",
-}
-"""Wheel that a machine may lack -> the name of its import."""
-BESIDE = {"datasets": "data from the hub", "pynvml": "utilisation and power in metrics"}
-"""Import -> what is missing without it, beside trials."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -72,8 +58,6 @@ def main(words: Sequence[str]) -> int:
         return 2
     parts = {n: part_of(n) for n in ([asked.part] if asked.part else PARTS)}
     print(f"{machine['device']}, torch {machine['torch']}", file=sys.stderr)
-    for line in missing_wheels(parts, asked.quick):
-        print(line, file=sys.stderr)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the trial at work ends, too
     with tempfile.TemporaryDirectory() as temporary:
         place = os.environ.setdefault(runner.FOLDER, temporary)
@@ -126,22 +110,6 @@ def _calibration(results: Results) -> dict[str, float]:
         if peak := gpu.peak_flops["bf16"]:
             found = calibration(rows, peak, gpu.memory_bandwidth)
     return found
-
-
-def missing_wheels(parts: Mapping[str, Part], quick: bool) -> list[str]:
-    """A line for each wheel that is not here: the trials that it costs."""
-    lines = []
-    for wheel, name in WHEELS.items():
-        if not runner.missing([name], has_gpu=True):
-            continue
-        costs = [BESIDE[name]] if name in BESIDE else []
-        for number, part in parts.items():
-            trials = part.trials(quick)
-            lost = [t.name for t in trials if name in t.needs]
-            if lost:
-                costs.append(f"part {number} ({'all' if len(lost) == len(trials) else ', '.join(lost)})")
-        lines.append(f"missing: {wheel}; it costs {'; '.join(costs) or 'no trial'}")
-    return lines
 
 
 def run(

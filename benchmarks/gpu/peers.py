@@ -7,7 +7,6 @@ padded to a multiple of 64 in the bare loop (Karpathy, nanoGPT, train.py and mod
 from __future__ import annotations
 
 import os
-import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,16 +16,14 @@ from torch.nn import functional as F
 
 from isobatch.benchmarks.gpu import runs
 from isobatch.benchmarks.gpu.scratch import RATE, SIZES, Size
+from isobatch.benchmarks.peers import ON_GPU, StepClock, bare_loop, trainer_loop
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.models.causal_lm import model_sizes
 from isobatch.models.flops import flops_per_token
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from isobatch.benchmarks.report import Row
 
-ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 
@@ -91,26 +88,22 @@ def bare(name: str, micro: str, compiled: str) -> Row:
     model: Any = Gpt(model_sizes.PRESETS[size.model], size.vocabulary, size.length).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.1, fused=True)
     run = torch.compile(model) if compiled == "on" else model
-    clock, pieces = Clock(size), size.batch // int(micro)
-    host = blocks_in_order(size)
-    loss = torch.zeros((), device=DEVICE)
-    for step_tokens in host.pin_memory() if ON_GPU else host:
-        loss = torch.zeros((), device=DEVICE)
-        for tokens in step_tokens.to(DEVICE, non_blocking=True).chunk(pieces):
-            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_GPU):
-                part = run(tokens) / pieces
-            part.backward()
-            loss += part.detach()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        clock.step_ended()
-    return {**clock.figures(int(micro)), "loss": round(float(loss), 3)}
+    clock, pieces = StepClock(runs.WARM, size.steps), size.batch // int(micro)
+    blocks = blocks_in_order(size)
+    host = blocks.pin_memory() if ON_GPU else blocks
+
+    def loss_of(tokens: Tensor) -> Tensor:
+        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=ON_GPU):
+            return run(tokens) / pieces
+
+    steps = (tokens.to(DEVICE, non_blocking=True).chunk(pieces) for tokens in host)
+    losses = bare_loop(model, optimizer, steps, loss_of, clock)
+    return figures(clock, size, int(micro), losses)
 
 
 def trainer(name: str, micro: str, compiled: str) -> Row:
     """Trainer on transformers' GPT-2, with fused AdamW and bf16."""
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+    from transformers import GPT2Config, GPT2LMHeadModel
 
     size = SIZES[name]
     config = model_sizes.PRESETS[size.model].config(size.vocabulary, size.length)
@@ -118,68 +111,35 @@ def trainer(name: str, micro: str, compiled: str) -> Row:
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(**config, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
     rows = blocks_in_order(size).flatten(0, 1)
-    clock = Clock(size)
-
-    class Watch(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            clock.step_ended()
-
-    class Ordered(Trainer):
-        def _get_train_sampler(self, *_: Any, **__: Any) -> Any:
-            return range(len(rows))
-
-    settings = TrainingArguments(
-        output_dir=str(runs.shared_folder() / "trainer"),
-        per_device_train_batch_size=int(micro),
-        gradient_accumulation_steps=size.batch // int(micro),
-        max_steps=size.steps,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        weight_decay=0.1,
-        optim="adamw_torch_fused",
-        bf16=ON_GPU,
-        torch_compile=compiled == "on",
-        use_cpu=not ON_GPU,
-        save_strategy="no",
-        logging_steps=size.steps,
-        report_to=[],
-        disable_tqdm=True,
-    )
-    data: Any = [{"input_ids": row, "labels": row} for row in rows]
-    done = Ordered(model, settings, train_dataset=data, callbacks=[Watch()])
-    done.train()
-    mean = next(row["loss"] for row in reversed(done.state.log_history) if "loss" in row)
-    return {**clock.figures(int(micro)), "loss": f"{mean:.3f} on average"}
+    settings = {
+        "output_dir": str(runs.shared_folder() / "trainer"),
+        "per_device_train_batch_size": int(micro),
+        "gradient_accumulation_steps": size.batch // int(micro),
+        "max_steps": size.steps,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "weight_decay": 0.1,
+        "optim": "adamw_torch_fused",
+        "bf16": ON_GPU,
+        "torch_compile": compiled == "on",
+    }
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    clock = StepClock(runs.WARM, size.steps)
+    losses = trainer_loop(model, data, clock, settings, range(len(data)))
+    return figures(clock, size, int(micro), losses)
 
 
-class Clock:
-    """Seconds of the steps after the first; the device is waited for at both ends alone."""
-
-    def __init__(self, size: Size) -> None:
-        self.size, self.steps, self.began, self.seconds = size, 0, 0.0, 0.0
-        self._wait: Callable[[], None] = torch.cuda.synchronize if ON_GPU else lambda: None
-
-    def step_ended(self) -> None:
-        self.steps += 1
-        if self.steps == runs.WARM:
-            self._wait()
-            self.began = time.perf_counter()
-        if self.steps == self.size.steps:
-            self._wait()
-            self.seconds = time.perf_counter() - self.began
-
-    def figures(self, micro: int) -> Row:
-        """tokens/s and MFU as of our own runs."""
-        size = self.size
-        speed = (size.steps - runs.WARM) * size.batch * size.length / self.seconds
-        shape = model_sizes.size_from_config(
-            model_sizes.PRESETS[size.model].config(size.vocabulary, size.length)
-        )
-        assert shape is not None
-        peak = runs.dense_peak("bf16")
-        return {
-            "rows": micro,
-            "tokens/s": round(speed),
-            "MFU": round(speed * flops_per_token(shape, size.length) / peak, 3) if peak else "-",
-            "reserved GB": round(torch.cuda.max_memory_reserved() / 1e9, 2) if ON_GPU else "-",
-        }
+def figures(clock: StepClock, size: Size, micro: int, losses: list[float]) -> Row:
+    """tokens/s and MFU of the steps after the first, as of our own runs."""
+    seconds = clock.ends[size.steps] - clock.ends[runs.WARM]
+    speed = (size.steps - runs.WARM) * size.batch * size.length / seconds
+    shape = model_sizes.size_from_config(model_sizes.PRESETS[size.model].config(size.vocabulary, size.length))
+    assert shape is not None
+    peak = runs.dense_peak("bf16")
+    return {
+        "rows": micro,
+        "tokens/s": round(speed),
+        "MFU": round(speed * flops_per_token(shape, size.length) / peak, 3) if peak else "-",
+        "reserved GB": round(torch.cuda.max_memory_reserved() / 1e9, 2) if ON_GPU else "-",
+        "loss": round(losses[-1], 3),
+    }

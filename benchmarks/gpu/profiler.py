@@ -1,4 +1,4 @@
-"""Part 6, the profiler: attention's kernel, the head, where the GPU idles, and who waits for it.
+"""Part 6, the profiler: attention's kernel, where the GPU idles, and who waits for it.
 
 Figures come from torch.profiler's trace of three steady steps of GPT-2 124M, and from torch's warnings of
 synchronisation over twenty (torch.cuda.set_sync_debug_mode).
@@ -9,11 +9,9 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import time
 import traceback
 import warnings
 from collections import Counter
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -35,13 +33,12 @@ Event = dict[str, Any]
 """An event of a trace in Chrome's format; times in microseconds."""
 
 
-def trials(quick: bool) -> Sequence[Trial]:
+def trials(_quick: bool) -> Sequence[Trial]:
     needs = (*COMMAND_LINE, GPU)
     modes = ("on", "off")
     return [
         *(Trial(f"kernels, compile {m}", "gpu.profiler:kernels", (m,), 150, needs) for m in modes),
         *(Trial(f"waits, compile {m}", "gpu.profiler:waits", (m,), 120, needs) for m in modes),
-        Trial("head alone", "gpu.profiler:head", (str(quick),), 60, ("isal", "transformers")),
     ]
 
 
@@ -181,53 +178,3 @@ def _place() -> str:
     frames = [f for f in traceback.extract_stack() if "/engine/" in f.filename or "/models/" in f.filename]
     ours = [f for f in frames if "site-packages" not in f.filename]
     return f"{'/'.join(ours[-1].filename.split('/')[-2:])}:{ours[-1].lineno}" if ours else "elsewhere"
-
-
-def _head_alone(states: Any, head: Any) -> Any:
-    """A language model that has only a head: its (B, T, D) states are given."""
-    from torch import nn
-
-    class HeadAlone(nn.Module):
-        def get_output_embeddings(self) -> Any:
-            return head
-
-        def forward(self, **_: Any) -> SimpleNamespace:
-            return SimpleNamespace(logits=head(states))
-
-    return HeadAlone()
-
-
-def head(quick: str) -> Row:
-    """The head and its loss alone, as a share of a training step's arithmetic.
-
-    8 rows of 1,024 tokens. The share is by time against the FLOPs' share: above it the head is slower than
-    the rest of the model would be.
-    """
-    import torch
-
-    from isobatch.benchmarks.gpu import runs
-    from isobatch.models.causal_lm import chunked_cross_entropy
-
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    tokens, words, width = (512, 5000, 128) if quick == "True" else (8192, 50257, 768)
-    torch.manual_seed(0)
-    states = torch.randn(1, tokens, width, device=device, requires_grad=True)
-    layer = chunked_cross_entropy.BypassableHead(width, words, bias=False, device=device)
-    model, targets = _head_alone(states, layer), torch.randint(words, (1, tokens), device=device)
-    seconds = []
-    for _ in range(8):
-        states.grad = layer.weight.grad = None
-        began = time.perf_counter()
-        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
-            loss = chunked_cross_entropy.next_token_loss(model, targets, targets)
-        loss.backward()
-        if on_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
-    flops, peak = 6.0 * tokens * words * width, runs.dense_peak("bf16")
-    return {
-        "tokens": tokens,
-        "ms": round(min(seconds) * 1e3, 2),
-        "of the peak": round(flops / min(seconds) / peak, 3) if peak else "-",
-    }

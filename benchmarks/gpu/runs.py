@@ -48,10 +48,14 @@ def launch(*words: str) -> str:
     return ended.stdout
 
 
+def run_flags(name: str) -> tuple[str, ...]:
+    """The flags of a run in one process, by its name."""
+    return ("--name", name, "--out", str(runs_folder()), "--quiet", "--again", "--processes", "1")
+
+
 def train(name: str, *words: str) -> RunFolder:
     """A finished run of these flags in one process."""
-    common = ("--name", name, "--out", str(runs_folder()), "--quiet", "--again", "--processes", "1")
-    launch("auto", *words, *common)
+    launch("auto", *words, *run_flags(name))
     return RunFolder.open(str(runs_folder() / name))
 
 
@@ -70,10 +74,6 @@ def plan_on_tokens(*words: str, vocabulary: int, rows: int) -> str:
     """What `plan --json` says of a run of `train_on_tokens`."""
     os.environ |= {"BENCHMARK_VOCABULARY": str(vocabulary), "BENCHMARK_ROWS": str(rows)}
     return launch("plan", *token_flags(*words), "--processes", "1", "--json")
-
-
-def open_run(folder: str) -> RunFolder:
-    return RunFolder.open(folder)
 
 
 def step_rows(run: RunFolder) -> list[dict[str, Any]]:
@@ -149,6 +149,5 @@ def train_here(name: str, *words: str) -> None:
     from isobatch.launch.cli import main
 
     os.environ |= {"BENCHMARK_VOCABULARY": "50257", "BENCHMARK_ROWS": "1024"}
-    common = ("--name", name, "--out", str(runs_folder()), "--quiet", "--again", "--processes", "1")
-    if code := main(["auto", *token_flags(*words), *common]):
+    if code := main(["auto", *token_flags(*words), *run_flags(name)]):
         raise RuntimeError(f"{name} ended with {code}")

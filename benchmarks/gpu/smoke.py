@@ -15,6 +15,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from isobatch.benchmarks.report import Row
 
@@ -76,8 +77,9 @@ def resume(steps: str) -> Row:
     words = ("--task", "causal-lm", "--steps", steps)
     whole = runs.train("whole", *words)
     folder = runs.runs_folder()
-    flags = (*words, "--name", "stopped", "--out", str(folder), "--quiet", "--again", "--processes", "1")
-    child = subprocess.Popen(own_command("auto", *flags), stderr=subprocess.PIPE, text=True)
+    child = subprocess.Popen(
+        own_command("auto", *words, *runs.run_flags("stopped")), stderr=subprocess.PIPE, text=True
+    )
     while child.poll() is None and not _has_steps(folder / "stopped" / "metrics.jsonl", int(steps) // 4):
         time.sleep(0.005)
     child.send_signal(signal.SIGTERM)
@@ -92,11 +94,8 @@ def resume(steps: str) -> Row:
     return {"stopped at step": resumed_from, "loss difference": difference, "verify": "passed"}
 
 
-def _has_steps(metrics: object, count: int) -> bool:
-    from pathlib import Path
-
-    file = Path(str(metrics))
-    return file.exists() and file.read_bytes().count(b'"lr"') >= count
+def _has_steps(metrics: Path, count: int) -> bool:
+    return metrics.exists() and metrics.read_bytes().count(b'"lr"') >= count
 
 
 def devices() -> Row:

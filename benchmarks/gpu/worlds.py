@@ -6,12 +6,11 @@ engine's own paths of several processes run, slowly. Losses must be those of one
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from isobatch.benchmarks.gpu.runner import COMMAND_LINE, GPU, Part, Trial
 
@@ -106,31 +105,26 @@ def alone(strategy: str) -> Row:
 
 def _losses_in_session(strategy: str) -> list[float]:
     from isobatch.benchmarks.gpu import runs
-    from isobatch.benchmarks.sessions import prepare_workload
+    from isobatch.benchmarks.sessions import make_session
     from isobatch.core.plan import PlanOptions
-    from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.engine.machine.detect import detect
-    from isobatch.engine.planning.planner import make_plan
-    from isobatch.engine.training.session import Session
 
     os.environ |= {"BENCHMARK_VOCABULARY": "512", "BENCHMARK_ROWS": "256"}
-    values: dict[str, Any] = {"model": "tiny", "max_length": 64, "batch_size": 16, "steps": STEPS}
-    recipe, task, facts, _ = prepare_workload(runs.TOKENS, {**values, "dropout": 0.0})
+    values = {"model": "tiny", "max_length": 64, "batch_size": 16, "steps": STEPS, "dropout": 0.0}
     options = PlanOptions(processes=1, compile="off", precision="fp32", micro_batch=4)
-    plan = make_plan(recipe, facts, task.model_size(facts), detect(), options)
-    plan = dataclasses.replace(plan, strategy=strategy)
-    with Session(recipe, facts, plan, Communicator(plan)) as session:
-        schedule = session.schedules[0]
-        with session.phase(schedule) as active:
-            return [float(active.step(loaded).sums.read()[0]) for loaded in active.batches(0, STEPS)]
+    with (
+        make_session(runs.TOKENS, values, options, strategy=strategy) as session,
+        session.phase(session.schedules[0]) as active,
+    ):
+        return [float(active.step(loaded).sums.read()[0]) for loaded in active.batches(0, STEPS)]
 
 
 def shared_device(strategy: str) -> Row:
     """Two ranks on one GPU (or this CPU), against one process."""
     from isobatch.benchmarks.gpu import runs
+    from isobatch.engine.runs.run_folder import RunFolder
 
     plain = runs.train_on_tokens("one", *FLAGS, vocabulary=512, rows=256)
-    run = runs.open_run(train_on_one_device(str(runs.runs_folder()), strategy, *runs.token_flags(*FLAGS)))
+    run = RunFolder.open(train_on_one_device(str(runs.runs_folder()), strategy, *runs.token_flags(*FLAGS)))
     return {"loss difference": runs.furthest(plain, run, LIMIT), "ranks": run.plan.processes}
 
 

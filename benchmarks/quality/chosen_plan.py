@@ -7,23 +7,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.benchmarks import report
-from isobatch.benchmarks.quality.predictions import RECIPES
-from isobatch.core import atomic_files
+from isobatch.benchmarks.quality.predictions import step_seconds, train
 from isobatch.core.errors import WRONG_INPUT
-from isobatch.core.package import own_command
 from isobatch.engine.runs.run_folder import RunFolder
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 STEPS = {
     "lm small": 8,
@@ -93,23 +86,12 @@ def plans(batch: int) -> list[str]:
 
 def _train(recipe: str, plan: str, home: Path) -> dict[str, Any]:
     """The median seconds of a run's steps; empty where the plan is refused."""
-    task, flags = RECIPES[recipe]
-    words = ["auto", "--task", task, *flags.split(), *plan.split(), "--steps", str(STEPS[recipe])]
     shutil.rmtree(home / "runs", ignore_errors=True)
-    environment: Mapping[str, str] = {**os.environ, "ISOBATCH_CACHE": f"{home}/cache"}
-    done = subprocess.run(
-        own_command(*words, "--eval-every", "1000", "--quiet", "--name", "run"),
-        cwd=home,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = train(recipe, "run", home, *plan.split(), "--steps", str(STEPS[recipe]), "--eval-every", "1000")
     if done.returncode == WRONG_INPUT:  # such as ZeRO where it would save nothing
         return {}
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     run = RunFolder.open(home / "runs" / "run")
-    steps = [row["step_seconds"] for row in atomic_files.rows_in(run.metrics) if "step_seconds" in row]
     chosen = f"{run.plan.processes} x {run.plan.micro_batch_tokens} tokens, {run.plan.strategy}"
-    return {"step": median(steps[WARM:]), "plan": chosen, "batch": run.recipe.batch_size}
+    return {"step": step_seconds(run, WARM), "plan": chosen, "batch": run.recipe.batch_size}

@@ -44,10 +44,7 @@ RECIPES: dict[str, tuple[str, str]] = {
     "qat tiny": ("qat", "--model tiny"),
     "qat 22M": ("qat", "--model bert"),
     "recommender ids": ("recommender", "--text off"),
-    "recommender ids wide": (
-        "recommender",
-        "--text off --head mlp --dim 256 --layers 512,256 --batch-size 4096",
-    ),
+    "recommender ids wide": ("recommender", f"--text off {WIDE}"),
     "recommender frozen": ("recommender", "--text frozen"),
     "recommender lora": ("recommender", "--text lora"),
     "recommender full": ("recommender", "--text full --model small"),
@@ -77,32 +74,32 @@ def measure(quick: bool, only: str = "") -> list[dict[str, Any]]:
 def _row(name: str, home: Path) -> dict[str, Any]:
     """A run of a recipe, predicted from this processor's rates alone."""
     print(name, file=sys.stderr)
-    environment = {**os.environ, "ISOBATCH_CACHE": f"{home}/cache", "ISOBATCH_STATE": f"{home}/state"}
     for file in (home / "cache").glob("ceilings-*"):
         file.unlink()  # measured anew, under the load that the run will have
-    began = time.monotonic()
-    done = _train(name, "cold", home, environment)
+    began, run = time.monotonic(), name.replace(" ", "-")
+    done = train(name, run, home, "--steps", str(STEPS), "--eval-every", "5")
     if done.returncode:
         return {"recipe": name, "failed": done.stderr.strip().splitlines()[-1]}
-    found = _figures(home / "runs" / f"{_slug(name)}-cold", "cold", time.monotonic() - began)
-    return {"recipe": name, **found}
+    return {"recipe": name, **_figures(home / "runs" / run, time.monotonic() - began)}
 
 
-def _train(name: str, kind: str, home: Path, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    task, flags = RECIPES[name]
-    words = ["auto", "--task", task, *flags.split(), "--steps", str(STEPS), "--eval-every", "5", "--quiet"]
+def train(recipe: str, run: str, home: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A run of a recipe, under this name in the folder's runs, with the folder's own cache."""
+    task, flags = RECIPES[recipe]
     return subprocess.run(
-        own_command(*words, "--name", f"{_slug(name)}-{kind}", "--again"),
+        own_command("auto", "--task", task, *flags.split(), *words, "--quiet", "--name", run, "--again"),
         cwd=home,
-        env=environment,
+        env={**os.environ, "ISOBATCH_CACHE": f"{home}/cache", "ISOBATCH_STATE": f"{home}/state"},
         capture_output=True,
         text=True,
         check=False,
     )
 
 
-def _slug(name: str) -> str:
-    return name.replace(" ", "-")
+def step_seconds(run: RunFolder, warm: int) -> float:
+    """The median of the steps after the first `warm`."""
+    steps = [row["step_seconds"] for row in atomic_files.rows_in(run.metrics) if "step_seconds" in row]
+    return median(steps[warm:])
 
 
 def _figures(folder: Path, kind: str, wall: float) -> dict[str, Any]:
@@ -110,22 +107,18 @@ def _figures(folder: Path, kind: str, wall: float) -> dict[str, Any]:
     run = RunFolder.open(folder)
     summary, plan = atomic_files.read_json(folder / "summary.json"), run.plan
     task, _ = workload_of(run.recipe).make(run.recipe)
-    steps = [row["step_seconds"] for row in atomic_files.rows_in(run.metrics) if "step_seconds" in row]
+    worst = max(plan.predicted_memory_by_stage.items(), key=lambda stage: stage[1])[0]
     whole = run_time(plan, run.recipe, run.facts, task, task.model_size(run.facts), detect()).total
     return {
         f"{kind} MB": round(plan.predicted_peak_memory_bytes / 1e6),
         f"{kind} bound MB": round(plan.memory_bound_bytes / 1e6),
         f"{kind} measured MB": round(summary["peak_memory_bytes"] / 1e6),
-        f"{kind} stage": f"{_worst(plan.predicted_memory_by_stage)}/{summary['peak_memory_stage']}",
+        f"{kind} stage": f"{worst}/{summary['peak_memory_stage']}",
         f"{kind} step": round(plan.predicted_step_seconds, 4),
-        f"{kind} measured step": round(median(steps[2:]), 4),
+        f"{kind} measured step": round(step_seconds(run, 2), 4),
         f"{kind} run": round(whole, 1),
         f"{kind} measured run": round(wall, 1),
     }
-
-
-def _worst(stages: dict[str, int]) -> str:
-    return max(stages, key=lambda stage: stages[stage])
 
 
 def _errors(kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,6 +31,17 @@ TRAINED_STEPS = 30
 GROUPS = "groups"
 
 
+class Way(NamedTuple):
+    """A way to the data."""
+
+    name: str
+    data: str
+    address: str
+    """Of the store."""
+    warm: bool
+    """Whether what was read before is kept."""
+
+
 def measure(quick: bool) -> list[dict[str, Any]]:
     """A row for each way to the data."""
     with tempfile.TemporaryDirectory() as name, object_store() as store:
@@ -41,42 +52,31 @@ def measure(quick: bool) -> list[dict[str, Any]]:
         remote = f"s3://{BUCKET}/*.parquet"
         with store.flaky(seconds=LATENCY) as late:
             ways = [
-                ("prepared", f"{folder}/local", store.address, True),
-                ("streamed, cold", remote, store.address, False),
-                ("streamed, cold, 50 ms", remote, late, False),
-                ("streamed, warm", remote, store.address, True),
+                Way("prepared", f"{folder}/local", store.address, True),
+                Way("streamed, cold", remote, store.address, False),
+                Way("streamed, cold, 50 ms", remote, late, False),
+                Way("streamed, warm", remote, store.address, True),
             ]
-            prepared = [_prepare(folder, store.environment, way) for way in (ways[0], ways[1])]
-            rows = []
+            rows = [
+                {"what": f"preparing: {way.name}", **_run(way, store.environment, folder, "prepared")}
+                for way in ways[:2]
+            ]
             for kind in ("loader", "training"):
-                rows += [_run(folder, store.environment, way, kind) for way in ways]
-    return [*prepared, *rows]
+                for way in ways:
+                    found = _run(way, store.environment, folder, "epoch", kind)
+                    rows.append({"what": f"{kind}: {way.name}", **found})
+    return rows
 
 
-def _prepare(folder: Path, environment: dict[str, str], way: tuple[str, str, str, bool]) -> dict[str, Any]:
-    name, data, address, _ = way
-    found = child_process.call(
-        "scale.streaming:prepared", data, environment=_environment(folder, environment, address)
-    )
-    return {"what": f"preparing: {name.partition(',')[0]}", **found}
-
-
-def _run(
-    folder: Path, environment: dict[str, str], way: tuple[str, str, str, bool], kind: str
-) -> dict[str, Any]:
-    name, data, address, warm = way
-    if not warm:
+def _run(way: Way, environment: dict[str, str], folder: Path, function: str, *words: str) -> dict[str, Any]:
+    if not way.warm:
         shutil.rmtree(folder / GROUPS, ignore_errors=True)
-    words = (data, kind)
-    found = child_process.call(
-        "scale.streaming:epoch", *words, environment=_environment(folder, environment, address)
-    )
-    return {"what": f"{kind}: {name}", **found}
-
-
-def _environment(folder: Path, environment: dict[str, str], address: str) -> dict[str, str]:
     places = {"ISOBATCH_CACHE": str(folder / "cache"), "ISOBATCH_STREAM_CACHE": str(folder / GROUPS)}
-    return {**os.environ, **environment, **places, "AWS_ENDPOINT_URL": address}
+    given = {**os.environ, **environment, **places, "AWS_ENDPOINT_URL": way.address}
+    found: dict[str, Any] = child_process.call(
+        f"scale.streaming:{function}", way.data, *words, environment=given
+    )
+    return found
 
 
 def _write_corpus(folder: Path, shards: int, documents: int) -> None:

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.benchmarks.soak.checks import HANG_SECONDS, STEPS, SoakProgress, Tally, check_run
+from isobatch.benchmarks.soak.checks import STEPS, Disturbed, Tally, check_run
 from isobatch.tests.slurm import nodes
 
 if TYPE_CHECKING:
@@ -28,50 +28,32 @@ def run(rng: random.Random, tally: Tally, expected: list[float]) -> dict[str, An
         flags += ["--hang-timeout", "30", "--max-restarts", "1000"]
         job = cluster.submit("Slow", *flags, cwd=Path(name), limit="02:00:00")
         disturbed = DisturbedJob(job, rng, tally)
-        while disturbed.trains_for(rng.uniform(0.2, 2.5)):
-            if not tally.is_full:
-                kind = rng.choice(list(FAULTS))
-                if FAULTS[kind](disturbed):
-                    tally.add(kind)
+        disturbed.inject_faults(FAULTS)
         state = job.shown("JobState")
         if state != "COMPLETED":
             raise RuntimeError(f"the job is {state}: {job.said()}")
         return {**check_run(job.run, expected), "ends": [state]}
 
 
-class DisturbedJob:
+class DisturbedJob(Disturbed):
     """A job that gets faults; Slurm starts it again."""
 
     def __init__(self, job: nodes.Job, rng: random.Random, tally: Tally) -> None:
-        self.job, self.rng, self.tally = job, rng, tally
-        self.progress = SoakProgress(job.run)
-        self.began: float | None = None
-        """When a start of the job that has taken no step yet was first seen to run."""
+        super().__init__(job.run, rng, tally)
+        self.job = job
         self.starts: set[str] = set()
         """Slurm's restart counts that were seen running."""
 
-    def trains_for(self, seconds: float) -> bool:
-        """Wait for a step and then so many seconds; False if the job ended first."""
-        began, moved = time.monotonic(), None
-        while self.job.shown("JobState") not in OVER:
-            self._note_start()
-            if self.progress.moved() and moved is None:
-                moved = time.monotonic()
-                if self.began is not None:
-                    self.tally.to_step.append(moved - self.began)
-                    self.began = None
-            if moved is not None and time.monotonic() - moved > seconds:
-                return True
-            if time.monotonic() - began > HANG_SECONDS:
-                raise RuntimeError(f"hangs: {self.job.said()}")
-            time.sleep(0.3)
-        return False
-
-    def _note_start(self) -> None:
-        number = self.job.shown("Restarts")
-        if self.job.shown("JobState") == "RUNNING" and number not in self.starts:
+    def is_over(self) -> bool:
+        time.sleep(0.3)  # Slurm is asked no oftener
+        state, number = self.job.shown("JobState"), self.job.shown("Restarts")
+        if state == "RUNNING" and number not in self.starts:
             self.starts.add(number)
             self.began = time.monotonic()
+        return state in OVER
+
+    def said(self) -> str:
+        return self.job.said()
 
     def ask(self, *words: str) -> bool:
         self.job.cluster.ask(*words)
@@ -84,7 +66,7 @@ class DisturbedJob:
         return self.ask("scontrol", "update", "nodename=n2", "state=resume")
 
     def kill_rank(self) -> bool:
-        found = nodes.ranks(self.job.run)
+        found = nodes.ranks(self.run)
         if found:
             os.kill(self.rng.choice(found).pid, signal.SIGKILL)
         return bool(found)

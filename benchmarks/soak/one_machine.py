@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from isobatch.benchmarks.soak.checks import HANG_SECONDS, STEPS, SoakProgress, Tally, check_run
+from isobatch.benchmarks.soak.checks import STEPS, Disturbed, Tally, check_run
 from isobatch.core.package import ROOT, own_command
 
 if TYPE_CHECKING:
+    import random
     from collections.abc import Callable
 
 TASK = f"{ROOT}/tests/tasks/failing.py:SlowHungry"
@@ -41,26 +40,17 @@ def run(rng: random.Random, tally: Tally, expected: list[float]) -> dict[str, An
                 subprocess.run(["umount", "-l", f"{name}/runs"], check=False)
 
 
-@dataclass
-class DisturbedRun:
+class DisturbedRun(Disturbed):
     """A run that gets faults, is resumed when it ended, and so on until it is done."""
 
-    folder: Path
-    rng: random.Random
-    tally: Tally
-    ends: list[str] = field(default_factory=list)
-    process: subprocess.Popen[str] | None = None
-    began: float | None = None
-    """When the command was started; None after its first step."""
-    asked_to_stop: float | None = None
-    """When a signal asked it to stop, if it got no other fault since."""
+    process: subprocess.Popen[str]
 
-    def __post_init__(self) -> None:
-        self.progress = SoakProgress(self.run)
-
-    @property
-    def run(self) -> Path:
-        return self.folder / "runs" / "run"
+    def __init__(self, folder: Path, rng: random.Random, tally: Tally) -> None:
+        super().__init__(folder / "runs" / "run", rng, tally)
+        self.folder = folder
+        self.ends: list[str] = []
+        self.asked_to_stop: float | None = None
+        """When a signal asked it to stop, if it got no other fault since."""
 
     def until_done(self) -> None:
         first = ["auto", "--task", TASK, "--name", "run", "--steps", str(STEPS)]
@@ -68,13 +58,14 @@ class DisturbedRun:
         while True:
             # From the second start on by `resume`, with another world and strategy drawn.
             self._start(["resume", str(self.run)] if (self.run / "recipe.json").exists() else first)
-            code = self._inject_faults()
+            self.inject_faults(FAULTS)
+            code = self.process.returncode
             self.ends.append(str(code))
             if self.asked_to_stop is not None:
                 self.tally.to_exit.append(time.monotonic() - self.asked_to_stop)
             print(f"ended with {code}", file=sys.stderr)
             if code == 1:
-                print((self.folder / "err.txt").read_text()[-3000:], file=sys.stderr)
+                print(self.said()[-3000:], file=sys.stderr)
             (self.folder / "runs" / "ballast").unlink(missing_ok=True)
             if code == 0:
                 return
@@ -92,39 +83,16 @@ class DisturbedRun:
             text=True,
         )
 
-    def _inject_faults(self) -> int:
-        assert self.process is not None
-        while True:
-            ended = self._trains_for(self.rng.uniform(0.2, 2.5))
-            if ended is not None:
-                return ended
-            if self.tally.is_full:
-                continue
-            kind = self.rng.choice(list(FAULTS))
-            at = time.monotonic()
-            if FAULTS[kind](self):
-                self.asked_to_stop = at if kind in SIGNALS and self.asked_to_stop is None else None
-                self.tally.add(kind)
+    def is_over(self) -> bool:
+        return self.process.poll() is not None
 
-    def _trains_for(self, seconds: float) -> int | None:
-        """Wait for a step and then so many seconds: None. If the command ends first: its exit code."""
-        assert self.process is not None
-        began, moved = time.monotonic(), None
-        while self.process.poll() is None:
-            if self.progress.moved() and moved is None:
-                moved = time.monotonic()
-                if self.began is not None:
-                    self.tally.to_step.append(moved - self.began)
-                    self.began = None
-            if moved is not None and time.monotonic() - moved > seconds:
-                return None
-            if time.monotonic() - began > HANG_SECONDS:
-                raise RuntimeError(f"hangs: {(self.folder / 'err.txt').read_text()[-2000:]}")
-            time.sleep(0.02)
-        return self.process.returncode
+    def said(self) -> str:
+        return (self.folder / "err.txt").read_text()
+
+    def after_fault(self, kind: str, began: float) -> None:
+        self.asked_to_stop = began if kind in SIGNALS and self.asked_to_stop is None else None
 
     def descendants(self, mark: str) -> list[psutil.Process]:
-        assert self.process is not None
         try:
             found = psutil.Process(self.process.pid).children(recursive=True)
             return [p for p in found if mark in " ".join(p.cmdline())]
@@ -138,7 +106,6 @@ class DisturbedRun:
 
 def _signal(number: int) -> Callable[[DisturbedRun], bool]:
     def fault(target: DisturbedRun) -> bool:
-        assert target.process is not None
         target.process.send_signal(number)
         return True
 
@@ -156,7 +123,6 @@ def _kill_one(mark: str) -> Callable[[DisturbedRun], bool]:
 
 
 def _kill_all(target: DisturbedRun) -> bool:
-    assert target.process is not None
     for p in target.descendants(""):
         p.kill()
     target.process.kill()
@@ -202,12 +168,8 @@ def _starve(target: DisturbedRun) -> bool:
     """Set one rank's limit of address space to what it has."""
     import resource
 
-    found = [
-        *target.ranks(),
-        *([psutil.Process(target.process.pid)] if target.process and not target.ranks() else []),
-    ]
     try:
-        victim = target.rng.choice(found)
+        victim = target.rng.choice(target.ranks() or [psutil.Process(target.process.pid)])
         victim.rlimit(psutil.RLIMIT_AS, (victim.memory_info().vms, resource.RLIM_INFINITY))
     except psutil.Error:
         return False

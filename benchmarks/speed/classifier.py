@@ -12,11 +12,11 @@ import json
 import os
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 from isobatch.benchmarks import child_process
+from isobatch.benchmarks.peers import StepClock, trainer_loop
 from isobatch.benchmarks.report import Row, interleaved, middle, paired_ratio
 from isobatch.core.package import ROOT, own_command
 
@@ -26,8 +26,8 @@ WINDOW = 64
 """Batches that our sampler sorts together by length; so many have the mean length of an epoch."""
 OURS = "isobatch, grouped by length"
 OTHERS: dict[str, dict[str, Any]] = {
-    "Trainer, its defaults": {"padding": "longest", "grouped": False, "share": 1.0},
-    "Trainer, grouped by length": {"padding": "longest", "grouped": True, "share": 1.0},
+    "Trainer, its defaults": {"padding": False, "grouped": False, "share": 1.0},
+    "Trainer, grouped by length": {"padding": False, "grouped": True, "share": 1.0},
     "Trainer, padded to 128": {"padding": "max_length", "grouped": False, "share": 0.2},
 }
 ENVIRONMENT = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
@@ -74,54 +74,32 @@ def _ours(spec: dict[str, Any], steps: int, grouped: bool) -> Row:
 def _trainer(spec: dict[str, Any]) -> Row:
     file = Path(spec["folder"]) / "spec.json"
     file.write_text(json.dumps(spec))
-    found: Row = child_process.call("speed.classifier:trainer_of", str(file), environment=ENVIRONMENT)
+    found: Row = child_process.call("speed.classifier:trainer", str(file), environment=ENVIRONMENT)
     return found
 
 
-def trainer_of(file: str) -> Row:
-    return trainer(json.loads(Path(file).read_text()))
-
-
-def trainer(spec: dict[str, Any]) -> Row:
+def trainer(file: str) -> Row:
     """Trainer as its documentation shows it: a tokenized data set, a tokenizer, arguments."""
+    spec = json.loads(Path(file).read_text())
     from datasets import load_dataset
-    from transformers import (
-        AutoModelForSequenceClassification,
-        AutoTokenizer,
-        Trainer,
-        TrainerCallback,
-        TrainingArguments,
-    )
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(spec["model"])
     rows = load_dataset("csv", data_files=f"{spec['data']}/train.tsv", sep="\t", split="train")
 
     def tokenize(batch: dict[str, Any]) -> Any:
-        return tokenizer(batch["sentence"], truncation=True, max_length=LENGTH, padding=_padding(spec))
+        return tokenizer(batch["sentence"], truncation=True, max_length=LENGTH, padding=spec["padding"])
 
     rows = rows.map(tokenize, batched=True, remove_columns=["sentence"])
-    marks: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            marks.append(time.perf_counter())
-
-    settings = TrainingArguments(
-        output_dir=spec["folder"],
-        per_device_train_batch_size=BATCH,
-        max_steps=spec["steps"],
-        learning_rate=LR,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        train_sampling_strategy="group_by_length" if spec["grouped"] else "random",
-    )
-    model = AutoModelForSequenceClassification.from_pretrained(spec["model"])
-    Trainer(model, settings, train_dataset=rows, processing_class=tokenizer, callbacks=[Clock()]).train()
-    counted = len(marks) - WARM
-    return {"rate": counted * BATCH / (marks[-1] - marks[WARM - 1]), "steps": counted}
-
-
-def _padding(spec: dict[str, Any]) -> Any:
-    return "max_length" if spec["padding"] == "max_length" else False
+    settings = {
+        "output_dir": spec["folder"],
+        "per_device_train_batch_size": BATCH,
+        "max_steps": spec["steps"],
+        "learning_rate": LR,
+        "use_cpu": True,
+        "train_sampling_strategy": "group_by_length" if spec["grouped"] else "random",
+    }
+    model, clock = AutoModelForSequenceClassification.from_pretrained(spec["model"]), StepClock()
+    trainer_loop(model, rows, clock, settings, processing_class=tokenizer)
+    counted = clock.seconds()[WARM:]
+    return {"rate": len(counted) * BATCH / sum(counted), "steps": len(counted)}

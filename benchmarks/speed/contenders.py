@@ -13,10 +13,15 @@ import resource
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
+
+from isobatch.benchmarks.peers import StepClock, bare_loop, trainer_loop
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 IGNORED = -100
 Spec = dict[str, Any]
@@ -70,93 +75,52 @@ def padded(rows: list[np.ndarray]) -> dict[str, Any]:
     return batch
 
 
-def bare(spec: Spec) -> Found:
+def bare(spec: Spec, clock: StepClock) -> list[float]:
     """A plain PyTorch loop."""
     import torch
 
     model, optimizer = model_and_optimizer(spec)
-    rows, order = rows_of(spec), np.load(spec["order"])
-    seconds, losses = [], []
-    processor = [time.process_time()]
-    began = time.perf_counter()
-    for samples in order:
+    rows, micro = rows_of(spec), spec["micro_batch"]
+
+    def micro_batches(samples: list[int]) -> Iterator[tuple[dict[str, Any], int]]:
         items = sum(len(rows[i]) - 1 for i in samples)
-        total = 0.0
-        for start in range(0, len(samples), spec["micro_batch"]):
-            batch = padded([rows[i] for i in samples[start : start + spec["micro_batch"]]])
-            labels = batch.pop("labels")
-            logits = model(**batch, use_cache=False).logits[:, :-1]
-            loss = torch.nn.functional.cross_entropy(
-                logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
-            )
-            (loss / items).backward()
-            total += loss.item() / items
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(total)
-        seconds.append(time.perf_counter() - began)
-        began = time.perf_counter()
-        processor.append(time.process_time())
-    return {"seconds": seconds, "losses": losses, "peak": peak_bytes(), "processor": processor}
+        for start in range(0, len(samples), micro):
+            yield padded([rows[i] for i in samples[start : start + micro]]), items
+
+    def loss_of(batch: tuple[dict[str, Any], int]) -> torch.Tensor:
+        inputs, items = batch
+        labels = inputs.pop("labels")
+        logits = model(**inputs, use_cache=False).logits[:, :-1]
+        summed = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
+        )
+        return summed / items
+
+    return bare_loop(model, optimizer, map(micro_batches, np.load(spec["order"])), loss_of, clock)
 
 
-def trainer(spec: Spec) -> Found:
+def trainer(spec: Spec, clock: StepClock) -> list[float]:
     """Trainer with its defaults, except for the shared order, optimizer and a constant learning rate."""
     import torch
-    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     model, optimizer = model_and_optimizer(spec)
     order = np.load(spec["order"])
-    seconds: list[float] = []
-    losses: list[float] = []
-    parts: list[Any] = []
-    began = [time.perf_counter()]
-    processor: list[float] = []
-
-    class Clock(TrainerCallback):
-        def on_train_begin(self, *_: Any, **__: Any) -> None:
-            began[0] = time.perf_counter()
-            processor.append(time.process_time())
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            losses.append(float(sum(parts)))
-            parts.clear()
-            seconds.append(time.perf_counter() - began[0])
-            began[0] = time.perf_counter()
-            processor.append(time.process_time())
-
-    class Ordered(Trainer):
-        def _get_train_sampler(self, *_: Any, **__: Any) -> Any:
-            return order.reshape(-1).tolist()
-
-        def compute_loss(self, *arguments: Any, **named: Any) -> Any:
-            loss: Any = super().compute_loss(*arguments, **named)
-            parts.append(loss.detach())
-            return loss
-
-    settings = TrainingArguments(
-        output_dir=spec["folder"],
-        per_device_train_batch_size=spec["micro_batch"],
-        gradient_accumulation_steps=order.shape[1] // spec["micro_batch"],
-        max_steps=len(order),
-        lr_scheduler_type="constant",
-        max_grad_norm=1.0,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=spec["seed"],
+    settings = {
+        "output_dir": spec["folder"],
+        "per_device_train_batch_size": spec["micro_batch"],
+        "gradient_accumulation_steps": order.shape[1] // spec["micro_batch"],
+        "max_steps": len(order),
+        "lr_scheduler_type": "constant",
+        "max_grad_norm": 1.0,
+        "use_cpu": True,
+        "seed": spec["seed"],
+    }
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    optimizers = (optimizer, schedule)
+    numbers = order.reshape(-1).tolist()
+    return trainer_loop(
+        model, rows_of(spec), clock, settings, numbers, data_collator=padded, optimizers=optimizers
     )
-    Ordered(
-        model,
-        settings,
-        train_dataset=rows_of(spec),
-        data_collator=padded,
-        optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)),
-        callbacks=[Clock()],
-    ).train()
-    return {"seconds": seconds, "losses": losses, "peak": peak_bytes(), "processor": processor}
 
 
 def isobatch(spec: Spec) -> Found:
@@ -186,7 +150,6 @@ def isobatch(spec: Spec) -> Found:
         "losses": [row["loss"] for row in steps],
         "processor": processor,
         "peak": steps[-1]["memory_bytes"],
-        "peak_with_checkpoint": peak_bytes(),
         "waited": [row["data_seconds"] for row in steps],
         "padding": float(np.mean([row["padding"] for row in steps])),
     }
@@ -194,4 +157,14 @@ def isobatch(spec: Spec) -> Found:
 
 def contend(kind: str, spec: str) -> Found:
     """One contender's figures; `spec` is the JSON file."""
-    return {"bare": bare, "trainer": trainer, "isobatch": isobatch}[kind](json.loads(Path(spec).read_text()))
+    asked = json.loads(Path(spec).read_text())
+    if kind == "isobatch":
+        return isobatch(asked)
+    clock = StepClock()
+    losses = {"bare": bare, "trainer": trainer}[kind](asked, clock)
+    return {
+        "seconds": clock.seconds(),
+        "losses": losses,
+        "peak": peak_bytes(),
+        "processor": clock.processor,
+    }

@@ -20,23 +20,16 @@ import numpy as np
 
 from isobatch.benchmarks import child_process
 from isobatch.benchmarks.report import Row, interleaved, middle, paired_ratio
-from isobatch.benchmarks.speed.random_tokens import lengths_of
-from isobatch.core.facts import Facts
 from isobatch.core.flags import Interval
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.data.base import ArraySource, Ragged, length_quantiles
-from isobatch.engine.loading.loader import micro_batch_budget
-from isobatch.engine.loading.microbatching import cut_batch
 from isobatch.engine.loading.prepare import prepare
-from isobatch.engine.loading.sampler import Sampler, make_sampler
+from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.machine.detect import detect
-from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.models.causal_lm import model_sizes
 from isobatch.models.causal_lm.model_sizes import PRESETS
 
 WORKLOAD = Path(__file__).with_name("random_tokens.py")
@@ -88,43 +81,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 def measure(quick: bool) -> list[Row]:
-    """Rows of all cases, and the share of padding for samples of instructions' lengths."""
-    rows = [row for case in cases(quick) for row in compare(case, 1 if quick else 3)]
-    return [*rows, *padding("here", "tiny"), *padding("rtx4090", "gpt2-124m")]
-
-
-def padding(machine: str, model: str) -> list[Row]:
-    """Share of padding in the computed tokens: of a batch padded to its longest, and of the plan's cut."""
-    hardware = detect() if machine == "here" else parse_hardware(machine)
-    lengths = np.minimum(lengths_of(20_000, mean=110, longest=1509), 1024)
-    samples = Ragged(np.empty(0, np.uint16), np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
-    facts = Facts(
-        fingerprint="",
-        folder="",
-        samples={"train": len(lengths)},
-        lengths=length_quantiles(ArraySource({"tokens": samples})),
-        extra={"vocabulary": 50257},
-    )
-    shape = model_sizes.size_from_config(PRESETS[model].config(50257, 1024))
-    assert shape is not None
-    rows: list[Row] = []
-    for batch in (8, 32, 128):
-        recipe = Recipe(task="causal-lm", batch_size=batch, max_length=1024)
-        budget = micro_batch_budget(make_plan(recipe, facts, shape, hardware, PlanOptions()))
-        order = Sampler(len(lengths), batch, 0)
-        drawn = [lengths[order.batch(step)] for step in range(100)]
-        whole = [1 - some.mean() / some.max() for some in drawn]
-        ours = [cut_batch(some, 1, budget).padding(some) for some in drawn]
-        rows.append(
-            {
-                "plan for": machine,
-                "model": model,
-                "batch": batch,
-                "padding, batch in one": round(float(np.mean(whole)), 3),
-                "padding, cut by length": round(float(np.mean(ours)), 3),
-            }
-        )
-    return rows
+    return [row for case in cases(quick) for row in compare(case, 1 if quick else 3)]
 
 
 def compare(case: Case, repeats: int) -> list[Row]:

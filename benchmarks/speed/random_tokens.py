@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VOCABULARY = int(os.environ.get("BENCHMARK_VOCABULARY", "2048"))
-READ_SECONDS = 0.5
 MEAN, TAIL, LONGEST = 28, 0.464, 377
 """Lengths of samples: lognormal with this mean and spread (95 % are below 53), and one sample of LONGEST."""
 
@@ -68,21 +66,6 @@ class Instructions(Blocks):
         return lengths_of(rows, mean=110, longest=1509)
 
 
-class SlowBlocks(Blocks):
-    """Blocks from a storage that answers each fetch after READ_SECONDS."""
-
-    def open(self, folder: Path, split: str) -> Any:
-        source = super().open(folder, split)
-        fetch = source.fetch
-
-        def slow(*asked: Any) -> Any:
-            time.sleep(READ_SECONDS)
-            return fetch(*asked)
-
-        source.fetch = slow  # type: ignore[method-assign,assignment]
-        return source
-
-
 class BlockLM(CausalLM):
     """The project's causal language model, without text to export or to continue."""
 
@@ -93,12 +76,6 @@ class BlockLM(CausalLM):
 
     def sample(self, *_: Any) -> str | None:
         return None
-
-
-class SlowLM(BlockLM):
-    """The same from a slow storage."""
-
-    data: ClassVar[type | str | None] = SlowBlocks
 
 
 class VariedLM(BlockLM):

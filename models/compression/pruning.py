@@ -33,7 +33,8 @@ NUM_REMOVALS = 5
 
 FREE_FAST_SPARSITY = 0.2
 """--sparsity of fast mode: a fifth of the heads, which it was measured to remove without a loss that can be
-told from chance (MiniLM on SST-2: +0.57 points, McNemar p 0.44; `accuracy` in benchmarks/LOG.md)."""
+told from chance (MiniLM on SST-2: +0.57 points, McNemar p 0.44; "What compression costs in accuracy" in
+benchmarks/LOG.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

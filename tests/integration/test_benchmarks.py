@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 HUB = ROOT / "tests" / "fixtures" / "hub"
 DATA = {
     "classifier": ("reviews", "encoder"),
-    "compression": ("reviews", "encoder"),
     "recommender": ("films", ""),
     "sequence-vae": ("text", ""),
 }

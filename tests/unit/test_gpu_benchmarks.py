@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import time
-import xml.etree.ElementTree as ElementTree
 from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
 
 from isobatch.benchmarks import child_process
-from isobatch.benchmarks.gpu import command, profiler, runner
+from isobatch.benchmarks.gpu import command, runner
 from isobatch.benchmarks.gpu.calibration import CEILINGS, RECIPES, calibration
 from isobatch.benchmarks.gpu.profiler import STEP, trace_figures
 from isobatch.benchmarks.gpu.runner import GPU, Part, Results, Trial, run_part
-from isobatch.benchmarks.gpu.suite import figures
 from isobatch.core.facts import Facts
 from isobatch.core.recipe import Recipe
 from isobatch.engine.machine.hardware import parse_hardware
@@ -138,16 +136,6 @@ def test_a_child_and_its_children_are_killed_in_time(monkeypatch: pytest.MonkeyP
     assert not [p for p in psutil.process_iter(["cmdline"]) if "31.4159" in (p.info["cmdline"] or [])]
 
 
-def test_wheels_that_are_missing_name_what_they_cost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "missing", lambda names, has_gpu: [n for n in names if n == "peft"])
-    parts = {
-        "3": part(Trial("a", "x", needs=("peft",)), Trial("b", "x", needs=())),
-        "5": part(Trial("c", "x", needs=("peft",))),
-        "6": part(Trial("d", "x", needs=())),
-    }
-    assert command.missing_wheels(parts, False) == ["missing: peft; it costs part 3 (a); part 5 (all)"]
-
-
 def test_all_parts_leave_a_minute_and_a_half_of_28_minutes() -> None:
     parts = [command.part_of(number) for number in command.PARTS]
     assert sum(p.seconds for p in parts) <= 28 * 60 - 90
@@ -237,19 +225,3 @@ def test_constants_come_from_the_rows_that_were_measured() -> None:
         assert value == pytest.approx(getattr(given, name), rel=0.02), name
     assert {"matmul_share", "traffic", "compiled_traffic", "compiled_launch"} <= set(found)
     assert calibration([], peak, bandwidth) == {}
-
-
-def test_a_file_of_tests_is_counted() -> None:
-    xml = "<s><testcase name='a'/><testcase name='b'><skipped message='needs  peft'/></testcase>{}</s>"
-    assert figures(ElementTree.fromstring(xml.format(""))) == {
-        "passed": 1,
-        "skipped": 1,
-        "because": "needs peft",
-    }
-    bad = "<testcase name='c'><failure message='AssertionError: 1 == 2&#10;more'/></testcase>"
-    with pytest.raises(RuntimeError, match="1 of 3 failed: c\nAssertionError: 1 == 2"):
-        figures(ElementTree.fromstring(xml.format(bad)))
-
-
-def test_the_head_alone_is_measured_without_a_gpu() -> None:
-    assert profiler.head("True")
