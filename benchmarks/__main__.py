@@ -15,14 +15,8 @@ runpy.run_path(str(Path(__file__).resolve().parents[1] / "launch" / "_root.py"))
 BENCHMARKS = {
     "engine": ("speed.engine", "this engine, a bare PyTorch loop and transformers' Trainer"),
     "classifier": ("speed.classifier", "fine-tuning on real text against Trainer: samples a second"),
-    "recommender": (
-        "speed.recommender",
-        "training on texts, naive and as here; on ids against a DataLoader",
-    ),
-    "sequence-vae": (
-        "speed.sequence_vae",
-        "a sequence VAE from slow settings to this engine; its monitor",
-    ),
+    "recommender": ("speed.recommender", "training on texts, naive and as here; on ids against a DataLoader"),
+    "sequence-vae": ("speed.sequence_vae", "what the monitor of a sequence VAE costs"),
     "tune": ("speed.tune", "what each commonly named speed-up is worth here, on all tasks, by `tune`"),
     "chosen-plan": ("quality.chosen_plan", "the planner's choice against all plans of a recipe, each tried"),
     "scaling": ("speed.scaling", "one process of one thread against two on two cores, the same recipe"),
@@ -30,10 +24,7 @@ BENCHMARKS = {
     "fleet": ("scale.fleet", "host work a step, balance and goodput from 8 to 16,384 GPUs, simulated"),
     "streaming": ("scale.streaming", "training from a store against prepared data"),
     "noise": ("components.noise", "what keyed dropout costs against torch's own"),
-    "strategies": (
-        "quality.strategies",
-        "single, DDP and ZeRO in worlds of 1 to 3: equal losses",
-    ),
+    "strategies": ("quality.strategies", "single, DDP and ZeRO in worlds of 1 to 3: equal losses"),
     "golden": ("quality.golden", "training before and after a change, killed and resumed: equal to the bit"),
     "predictions": ("quality.predictions", "predicted memory and time beside what 27 recipes took"),
     "published": ("quality.published", "the planner's memory and time beside published figures"),

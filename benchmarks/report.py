@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -46,24 +47,14 @@ def paired_ratio(ours: Sequence[Row], theirs: Sequence[Row], column: str) -> flo
 def table(rows: Sequence[Row]) -> str:
     """Aligned text; a new header wherever the columns change."""
     lines: list[str] = []
-    for group in _groups(rows):
+    for _, same in itertools.groupby(rows, key=list):
+        group = [*same]
         cells = [[*group[0]], *([_cell(v) for v in row.values()] for row in group)]
         widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
         lines.append("")
         for line in cells:
             lines.append("  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip())
     return "\n".join(lines)
-
-
-def _groups(rows: Sequence[Row]) -> list[list[Row]]:
-    """Neighbouring rows with the same columns."""
-    groups: list[list[Row]] = []
-    for row in rows:
-        if groups and list(groups[-1][0]) == list(row):
-            groups[-1].append(row)
-        else:
-            groups.append([row])
-    return groups
 
 
 def _cell(value: Any) -> str:

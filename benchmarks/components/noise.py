@@ -95,13 +95,8 @@ class _Arm:
         torch.manual_seed(0)
         sizes: dict[str, Any] = {"n_embd": 256, "n_layer": 4, "n_head": 4} if device.type == "cpu" else {}
         chances: dict[str, Any] = {"resid_pdrop": outside, "embd_pdrop": outside, "attn_pdrop": inside}
-        common: dict[str, Any] = {
-            "vocab_size": 2048,
-            "n_positions": 128,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        }
-        config = GPT2Config(**sizes, **chances, **common)
+        ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
+        config = GPT2Config(vocab_size=2048, n_positions=128, **sizes, **chances, **ends)
         self.model = GPT2LMHeadModel(config).train().to(device)
         self.noise = KeyedNoise(0) if keyed else None
         if self.noise is not None:

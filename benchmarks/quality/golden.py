@@ -212,14 +212,11 @@ def measure(quick: bool, before: str = "", store: bool = False) -> Iterator[dict
         for run, result in runs.items():
             killed = differences(result, found["after"][f"{world}-killed"][run])
             changed = differences(found["before"][world][run], result) if before else []
-            row = {
+            yield {
                 "processes": world,
                 "run": run,
                 "steps": len(result["steps"]),
                 "tensors": len(result["tensors"]),
-            }
-            yield {
-                **row,
                 "killed and resumed": _said(killed),
                 **({"before": _said(changed)} if before else {}),
             }

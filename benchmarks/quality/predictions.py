@@ -142,35 +142,27 @@ def _errors(kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
 def make_models(home: Path) -> None:
     """Folders of models with random weights, small enough for a CPU, of the shapes that people train."""
     import torch
-    from transformers import (
-        BertConfig,
-        BertModel,
-        GPT2Config,
-        GPT2LMHeadModel,
-        LlamaConfig,
-        LlamaForCausalLM,
-        PreTrainedTokenizerFast,
-    )
+    import transformers as hf
 
     from isobatch.data import corpora, tokenizers
 
     tokenizer = tokenizers.train_byte_level_bpe(corpora.demo_corpus().splits["train"](), 2000)
-    fast = PreTrainedTokenizerFast(
+    fast = hf.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=tokenizers.END_OF_TEXT, pad_token=tokenizers.END_OF_TEXT
     )
     texts = corpora.demo_corpus().splits["train"]()
     (home / "words.txt").write_text("\n".join(texts)[:TEXT_CHARACTERS])
     torch.manual_seed(0)
     ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0}
-    llama = LlamaConfig(
+    llama = hf.LlamaConfig(
         vocab_size=32000, hidden_size=512, intermediate_size=1408, num_hidden_layers=8,
         num_attention_heads=8, num_key_value_heads=2, **ends,
     )  # fmt: skip
-    bert = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
+    bert = hf.BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
     models = {
-        "wide": lambda: GPT2LMHeadModel(GPT2Config(n_layer=4, n_embd=256, n_head=4, **ends)),
-        "llama": lambda: LlamaForCausalLM(llama),
-        "bert": lambda: BertModel(bert),
+        "wide": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(n_layer=4, n_embd=256, n_head=4, **ends)),
+        "llama": lambda: hf.LlamaForCausalLM(llama),
+        "bert": lambda: hf.BertModel(bert),
     }
     for name, make in models.items():
         make().save_pretrained(home / name)

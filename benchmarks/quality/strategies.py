@@ -81,7 +81,7 @@ def _parity(folder: Path) -> Iterator[dict[str, Any]]:
         yield {
             "what": path.stem,
             "largest_loss_difference": furthest(_read(path), plain),
-            "largest_norm_difference": furthest_norm(_read(path, "norms"), _read(one, "norms")),
+            "largest_norm_difference": furthest(_read(path, "norms"), _read(one, "norms"), relative=True),
             "first_gradient_difference": float((found - gradient).norm() / gradient.norm()),
         }
 
@@ -98,13 +98,9 @@ def _resumes(folder: Path) -> Iterator[dict[str, Any]]:
         }
 
 
-def furthest(some: list[float], others: list[float]) -> float:
-    return max(abs(a - b) for a, b in zip(some, others, strict=True))
-
-
-def furthest_norm(some: list[float], others: list[float]) -> float:
-    """Largest relative difference of gradient norms."""
-    return max(abs(a - b) / b for a, b in zip(some, others, strict=True))
+def furthest(some: list[float], others: list[float], relative: bool = False) -> float:
+    """Largest difference, of gradient norms a relative one."""
+    return max(abs(a - b) / (b if relative else 1) for a, b in zip(some, others, strict=True))
 
 
 def _read(path: Path, figure: str = "losses") -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import psutil
 from isobatch.core.package import own_command
 from isobatch.engine.runs.ledger import read_ledger
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.tests.integration.helpers import losses
 
 if TYPE_CHECKING:
     import random
@@ -126,9 +126,3 @@ def check_run(run: Path, expected: list[float]) -> dict[str, Any]:
         "verified": done.returncode == 0,
         "left": len(left),
     }
-
-
-def losses(run: Path) -> list[float]:
-    """The training loss of every step."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [r["loss"] for r in rows if "lr" in r]

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.benchmarks.soak import cluster, one_machine
-from isobatch.benchmarks.soak.checks import STEPS, Tally, losses
+from isobatch.benchmarks.soak.checks import STEPS, Tally
 from isobatch.core.package import ROOT, own_command
+from isobatch.tests.integration.helpers import losses
 
 UNDISTURBED = f"{ROOT}/tests/tasks/failing.py:Line"
 FAULTS, QUICK_FAULTS = 105, 6
