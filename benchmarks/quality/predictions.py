@@ -68,7 +68,7 @@ def measure(quick: bool, only: str = "") -> list[dict[str, Any]]:
         with contextlib.chdir(home):  # the models' folders are named as seen from there
             rows = [_row(n, home) for n in names]
     found = [row for row in rows if "failed" not in row]
-    return [*rows, _errors("cold", found)]
+    return [*rows, _errors(found)]
 
 
 def _row(name: str, home: Path) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def step_seconds(run: RunFolder, warm: int) -> float:
     return median(steps[warm:])
 
 
-def _figures(folder: Path, kind: str, wall: float) -> dict[str, Any]:
+def _figures(folder: Path, wall: float) -> dict[str, Any]:
     """The figures of a run: MB, seconds of a step (the median after two), seconds from command to end."""
     run = RunFolder.open(folder)
     summary, plan = atomic_files.read_json(folder / "summary.json"), run.plan
@@ -110,28 +110,26 @@ def _figures(folder: Path, kind: str, wall: float) -> dict[str, Any]:
     worst = max(plan.predicted_memory_by_stage.items(), key=lambda stage: stage[1])[0]
     whole = run_time(plan, run.recipe, run.facts, task, task.model_size(run.facts), detect()).total
     return {
-        f"{kind} MB": round(plan.predicted_peak_memory_bytes / 1e6),
-        f"{kind} bound MB": round(plan.memory_bound_bytes / 1e6),
-        f"{kind} measured MB": round(summary["peak_memory_bytes"] / 1e6),
-        f"{kind} stage": f"{worst}/{summary['peak_memory_stage']}",
-        f"{kind} step": round(plan.predicted_step_seconds, 4),
-        f"{kind} measured step": round(step_seconds(run, 2), 4),
-        f"{kind} run": round(whole, 1),
-        f"{kind} measured run": round(wall, 1),
+        "predicted MB": round(plan.predicted_peak_memory_bytes / 1e6),
+        "bound MB": round(plan.memory_bound_bytes / 1e6),
+        "measured MB": round(summary["peak_memory_bytes"] / 1e6),
+        "stage": f"{worst}/{summary['peak_memory_stage']}",
+        "predicted step": round(plan.predicted_step_seconds, 4),
+        "measured step": round(step_seconds(run, 2), 4),
+        "predicted run": round(whole, 1),
+        "measured run": round(wall, 1),
     }
 
 
-def _errors(kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def _errors(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Median and worst error of memory and of time over all recipes; recipes above their bound."""
-
-    def errors(what: str, measured: str) -> list[float]:
-        return [abs(row[f"{kind} {what}"] / row[f"{kind} {measured}"] - 1) for row in rows]
-
     names = {"memory": "MB", "step": "step", "run": "run"}
-    found = {name: errors(what, f"measured {what}") for name, what in names.items()}
-    above = [row["recipe"] for row in rows if row[f"{kind} measured MB"] > row[f"{kind} bound MB"]]
+    found = {
+        name: [abs(row[f"predicted {what}"] / row[f"measured {what}"] - 1) for row in rows]
+        for name, what in names.items()
+    }
+    above = [row["recipe"] for row in rows if row["measured MB"] > row["bound MB"]]
     return {
-        "errors": kind,
         "recipes": len(rows),
         **{f"{name} median": round(median(each), 3) for name, each in found.items()},
         **{f"{name} worst": round(max(each), 3) for name, each in found.items()},
