@@ -21,9 +21,11 @@ def measure(quick: bool, data: str) -> Iterator[Row]:
     methods = [(monitoring.PosteriorMonitor, name) for name in ("record", "add")]
     for pace in ("full", "fast"):
         seconds: list[float] = []
-        with make_session("sequence-vae", {**values, "monitor": pace}) as session:
-            with stopwatch(*methods, (session.task, "_report")) as inside:
-                train(session, lambda _, took: seconds.append(took))  # noqa: B023
+        with (
+            make_session("sequence-vae", {**values, "monitor": pace}) as session,
+            stopwatch(*methods, (session.task, "_report")) as inside,
+        ):
+            train(session, lambda _, took: seconds.append(took))  # noqa: B023
         yield {
             "monitor": pace,
             "steps": steps,
