@@ -1,8 +1,8 @@
 """What grows with the fleet, from 8 to 16,384 GPUs, simulated on this machine: `python -m benchmarks fleet`.
 
 Host work a step of one rank, with the code that training uses: the order of a global batch, and its cut into
-micro-batches. The files of a checkpoint, and how many of them a rank opens that resumes. The goodput of a run
-whose machines fail, simulated, with the interval between checkpoints that loses least, and with others.
+micro-batches. The goodput of a run whose machines fail, simulated, with the interval between checkpoints that
+loses least, and with others.
 """
 
 from __future__ import annotations
