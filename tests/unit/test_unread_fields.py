@@ -165,3 +165,10 @@ def test_what_changes_something_is_taken(task: str, asked: dict[str, Any]) -> No
 def test_what_a_preset_or_fast_mode_sets_for_nothing_is_left_out() -> None:
     assert workload("recommender").complete({"mode": "fast"})[0].min_delta == 0
     assert workload("pruning").complete({"recover": 0, "data": "rows.csv"})[0].patience == 0  # 5 by default
+
+
+def test_fields_of_ones_own_task_are_those_that_its_files_name() -> None:
+    mine = workload(str(ROOT / "examples/own_task/mine.py:Mine"))
+    assert mine.complete({"dropout": 0.2})[0].dropout == 0.2
+    with pytest.raises(UserError, match=r"--tokenizer t\.json: no file of this task names it"):
+        mine.complete({"tokenizer": "t.json"})
