@@ -264,7 +264,7 @@ TEXTS = {
         "clean",
     ),
     *("text_column", "pair_column", "label_column", "question_column", "answer_column", "sequence_column"),
-    *("user_column", "item_column", "rating_column", "time_column", "user_text", "item_text", "data_config"),
+    *("user_column", "item_column", "rating_column", "time_column", "data_config"),
     *("trainable", "layers"),
 }
 """Fields of recipes that take any text and name no place."""
