@@ -200,7 +200,7 @@ def bad_inputs(folder: Path) -> dict[str, tuple[Text, str]]:
     write(folder / "blank", train__txt="")
     write(folder / "odd", corpus__xyz="a")
     return {
-        "missing": (make(folder / "goood"), f"did you mean {folder / 'good'}"),
+        "missing": (make(folder / "goood"), "goood: there is no such file"),
         "empty": (make(folder / "empty"), "there is no train.txt"),
         "unknown files": (make(folder / "odd"), "found: corpus.xyz"),
         "unknown ending": (make(folder / "odd" / "corpus.xyz"), "--format"),
