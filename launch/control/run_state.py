@@ -108,7 +108,7 @@ def run_progress(run: RunFolder) -> RunProgress:
     lengths = _phase_lengths(run)
     saved = (file.parent.name.rpartition("-") for file in run.checkpoints.glob("[!.]*-*/index.json"))
     placed = [{"phase": p, "step": int(step)} for p, _, step in saved if step.isdecimal()] + rows[-1:]
-    total = sum(lengths.values()) or None
+    total = sum(lengths.values()) or round(sum(run.recipe.steps or [])) or None
     summary = run.summary() or {}
     step = summary.get("steps") if summary.get("status") == "done" or not placed else None
     step = max(_steps_until(row, lengths) for row in placed) if placed and step is None else step

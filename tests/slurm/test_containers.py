@@ -57,7 +57,6 @@ def test_nodes_train_inside_a_container(cluster: Cluster, tmp_path: Path) -> Non
         "5",
         "--name",
         "r",
-        "--submit",
     ]
     words = ["--setup", str(setup), "--container", str(image), "--container-python", sys.executable]
     done = cluster.slurm(*flags, *words, "--submit", cwd=work)

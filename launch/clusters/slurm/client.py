@@ -113,6 +113,10 @@ def cpus_and_gpus(partition: str | None) -> list[tuple[int, int]]:
     ]
 
 
+class RefusedError(UserError):
+    """Slurm took no job."""
+
+
 def submit(script: Path) -> str:
     """Submit a script; the number of the new job. Raises UserError with Slurm's reason where it refuses."""
     if shutil.which("sbatch") is None:
@@ -125,7 +129,7 @@ def submit(script: Path) -> str:
             f"Slurm does not answer ({done.error}) and may have taken the job or not: where squeue does not"
             f" list it, sbatch {script}"
         )
-    raise UserError(f"sbatch refuses {script}: {done.error}")
+    raise RefusedError(f"sbatch refuses the job: {done.error}")
 
 
 def requeue(job: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,13 @@ from isobatch.core.errors import DONE
 from isobatch.core.flags import options_to_dict
 from isobatch.core.measures import printable
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.engine.runs.slurm_queue import InAJobError, last_job_of, refuse_if_in_a_job, update_job_record
+from isobatch.engine.runs.slurm_queue import (
+    InAJobError,
+    job_statuses,
+    last_job_of,
+    refuse_if_in_a_job,
+    update_job_record,
+)
 from isobatch.launch.clusters.common import find_or_create, processes_each
 from isobatch.launch.clusters.slurm import client, containers
 from isobatch.launch.clusters.slurm.legs import JobRequest, seconds_to_stop
@@ -66,6 +73,8 @@ def slurm(words: Sequence[str]) -> int:
     submission.check(requests)
     for note in dict.fromkeys(note for request in requests.values() for note in request.notes):
         print(note, file=sys.stderr)
+    if options.submit:
+        job_statuses(["1"])  # raises where Slurm does not answer: nothing is written yet
     with contextlib.ExitStack() as locks:  # two submissions at once would make two jobs for a run
         runs = _runs_to_submit(requests, submission, locks)
         if runs:
@@ -117,12 +126,18 @@ class Submission:
         """Write the script of these runs, submit it where that is asked for, and say so."""
         script, options = self._script(runs), self._options
         text, path, number = render(script), script.folder / "job.sh", None
+        used = [run for run in runs.values() if run.metrics.exists() or (run.folder / "slurm").exists()]
         for task, run in runs.items():
             self._request(run, requests[task], script).write(run.folder)
         script.folder.mkdir(exist_ok=True)
         atomic_files.write_text(path, text)
         if options.submit:
-            number = client.submit(path)
+            try:
+                number = client.submit(path)
+            except client.RefusedError:
+                for run in (run for run in runs.values() if run not in used):
+                    shutil.rmtree(run.folder)  # its name is free again
+                raise
             jobs = {task: f"{number}_{task}" if self.in_array else number for task in runs}
             for task, run in runs.items():
                 update_job_record(run, job=jobs[task])
