@@ -192,7 +192,9 @@ def logs(words: Sequence[str]) -> int:
     if options.follow:
         return _follow(run, _LogReader(path), options.lines)
     if not path.exists():
-        print(f"{run.folder} has no log yet; -f waits for it", file=sys.stderr)
+        seen = look(run.folder)
+        job = f" (job {seen.job}: {seen.status})" if seen.in_job else ""
+        print(f"{run.folder} has no log yet{job}; -f waits for it", file=sys.stderr)
     _LogReader(path).print_new(options.lines)
     return DONE
 
