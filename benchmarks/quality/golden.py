@@ -14,7 +14,6 @@ import json
 import math
 import os
 import random
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isobatch.benchmarks.child_process import kill_tree
 from isobatch.core.package import ROOT
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def _kill(process: subprocess.Popen[str], run: Path, steps: int) -> None:
         time.sleep(0.005)
     if process.poll() is not None:
         raise RuntimeError(f"{run.name} ended before it could be killed:\n{process.communicate()[0][-2000:]}")
-    os.killpg(process.pid, signal.SIGKILL)
+    kill_tree(process.pid)  # ranks have a session of their own
     process.communicate()
 
 
