@@ -96,9 +96,12 @@ def buffer_names(model: nn.Module) -> frozenset[str]:
 def rank_share(
     tensors: Mapping[str, Tensor], rank: int, world: int, buffers: frozenset[str] = frozenset()
 ) -> PortableState:
-    """One rank's share of tensors that every rank holds: shares are consecutive and of equal size (+-1)."""
-    pieces = []
-    for name, start, stop in element_ranges({name: t.numel() for name, t in tensors.items()}, rank, world):
+    """One rank's share of tensors that every rank holds: shares are consecutive and of equal size (+-1).
+
+    In order of names: an optimizer whose state was loaded keeps it in another order than one that began anew.
+    """
+    pieces, sizes = [], {name: tensors[name].numel() for name in sorted(tensors)}
+    for name, start, stop in element_ranges(sizes, rank, world):
         pieces.append(TensorPiece(name, start, tensors[name].reshape(-1)[start:stop]))
     return PortableState({name: tensor_entry(t) for name, t in tensors.items()}, pieces, buffers)
 

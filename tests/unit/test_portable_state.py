@@ -37,7 +37,7 @@ def test_pieces_are_the_elements_that_the_share_names(sizes: dict[str, int], wor
     for rank in range(world):
         state = portable_state.rank_share(tensors, rank, world)
         assert state.entries == {name: TensorEntry((size, 1), "float32") for name, size in sizes.items()}
-        share = portable_state.element_ranges(sizes, rank, world)
+        share = portable_state.element_ranges(dict(sorted(sizes.items())), rank, world)
         for piece, (name, start, stop) in zip(state.pieces, share, strict=True):
             assert (piece.name, piece.start) == (name, start)
             assert piece.values.tolist() == list(range(start, stop))
@@ -138,3 +138,11 @@ def test_another_models_shapes_are_refused_before_anything_is_changed() -> None:
     with pytest.raises(TrainingError, match=r"2.bias has shape \(1,\), and this model's \(2,\)"):
         portable_state.load_weights(InMemoryState(state), net)
     assert same(dict(net.state_dict()), before)
+
+
+def test_shares_do_not_depend_on_the_order_of_an_optimizers_state() -> None:
+    tensors = {name: torch.arange(5.0) for name in ("moment/step/w", "moment/exp_avg/w", "weight/w")}
+    for rank in range(2):
+        given = portable_state.rank_share(tensors, rank, 2)
+        loaded = portable_state.rank_share(dict(sorted(tensors.items())), rank, 2)
+        assert [(p.name, p.start) for p in given.pieces] == [(p.name, p.start) for p in loaded.pieces]
