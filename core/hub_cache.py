@@ -43,7 +43,12 @@ def is_reachable() -> bool:
     """Whether the Hub, or the proxy before it, accepts a connection within 1.5 s."""
     if any(os.environ.get(name, "").upper() in TRUE for name in OFFLINE):
         return False
-    return answers(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
+    return answers(hub_address())
+
+
+def hub_address() -> str:
+    """The Hub, or what HF_ENDPOINT names in its place."""
+    return os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 
 
 def answers(address: str) -> bool:

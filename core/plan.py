@@ -69,7 +69,7 @@ class PlanOptions:
     """Options that the recipe's preset asks for, and not the user -> the preset's name."""
 
     measured_options: dict[str, str] = field(default_factory=dict, compare=False, metadata={"derived": True})
-    """Options that `tune` measured to be faster here, or that a begun run has -> the reason."""
+    """Options that a begun run has -> the reason."""
 
     def why(self, option: str) -> str:
         """Who asks for an option, as the plan's reason for it."""

@@ -167,8 +167,9 @@ def _texts(rows: Callable[[], LocatedRows], column: str) -> Iterator[str]:
 def _ids(rows: Callable[[], LocatedRows], column: str) -> Iterator[tuple[str, np.ndarray]]:
     """Raises UserError for what is no list of integers; null is one without."""
     for where, row in rows():
-        cell, place = row.get(column) or [], f"{where}: {column}"
-        if cell and (kind := _cell_kind(cell)) != INTEGERS:
+        cell, place = row.get(column), f"{where}: {column}"
+        cell = [] if cell is None else cell
+        if cell != [] and (kind := _cell_kind(cell)) != INTEGERS:
             raise UserError(f"{place} holds {kind}, not {INTEGERS}")
         try:
             yield place, np.array(cell, np.int64)

@@ -100,17 +100,17 @@ READ_BY_TASKS = ("format", "model", "tokenizer", "revision", "max_length", "drop
 
 def _not_named(*classes: type) -> list[str]:
     """Those of READ_BY_TASKS that no file of a user's task names, unless the recipe is handed on whole, or to
-    a class of ours: those may read any.
+    a class of ours or of a file that is not known: those may read any.
     """
     bases = {base for one in classes for base in one.__mro__ if issubclass(base, Task | Data)} - {Task, Data}
-    homes = {base: sys.modules[base.__module__].__file__ for base in bases}
+    homes = {base: getattr(sys.modules.get(base.__module__), "__file__", None) for base in bases}
     if any(base.__module__.startswith("isobatch.") or not homes[base] for base in bases):
         return []
     files = {file for home in homes.values() for file in imported_files(Path(str(home)))}
     text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
-    if re.search(r"\brecipe\s*[,)\]]", text):
+    if re.search(r"\brecipe\s*[,)\]]|\.recipe\b(?!\s*\.)", text):
         return []
-    return [name for name in READ_BY_TASKS if not re.search(rf"\brecipe\.{name}\b", text)]
+    return [name for name in READ_BY_TASKS if not re.search(rf"\.{name}\b", text)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
+    if unread := next((word for word in words if any("\ud800" <= c <= "\udfff" for c in word)), None):
+        raise UserError(f"{unread}: this locale cannot read it; set LC_ALL=C.UTF-8")
     name, rest = find_command(words)
     if any(word in ("-h", "--help") for word in rest):
         return _help(name, rest)
@@ -182,10 +184,11 @@ def find_command(words: Sequence[str]) -> tuple[str, list[str]]:
             return name, found[length:]
     if first in ALIASES:
         return find_command([*ALIASES[first].split(), *rest])
-    raise UserError(_no_command(first))
+    raise UserError(no_command(first))
 
 
-def _no_command(word: str) -> str:
+def no_command(word: str) -> str:
+    """Why a word is no command, with what may be meant."""
     from isobatch.core.flags import nearest_hint
     from isobatch.engine.registry import CHAINS, TASKS
 

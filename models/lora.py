@@ -36,7 +36,7 @@ class LoRAOptions:
     lora_dropout: Probability = 0.05
     """Dropout of what the adapter reads."""
     lora_targets: str = "auto"
-    """Which matrices get one: names such as c_attn,c_proj; all-linear; auto: those usual for the model."""
+    """Which matrices get one: names such as query,value; all-linear; auto: those usual for the model."""
     lora_bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases train too."""
 

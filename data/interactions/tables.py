@@ -1,4 +1,4 @@
-"""Tables of interactions as pyarrow columns, a block of rows at a time; small tables row by row."""
+"""Tables of interactions as pyarrow columns, Parquet a block of rows at a time; small tables row by row."""
 
 from __future__ import annotations
 
@@ -82,8 +82,9 @@ class Table(ABC):
         kind = values.type
         is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_temporal(kind)
         if name in NUMBERS and not is_number:
-            odd = next((v for v in values.to_pylist() if not delimited.is_number(v)), None)
-            if odd is not None:
+            cells = values.drop_null().to_pylist()
+            if cells:  # texts that look like numbers would be ordered as texts
+                odd = next((v for v in cells if not delimited.is_number(v)), cells[0])
                 raise UserError(
                     f"{self}: its {name}s hold {odd!r}: give numbers{NUMBERS[name]}, or leave the column"
                     f" {self.columns[name]} out"

@@ -94,7 +94,7 @@ def kept_shard(file: Path, made_from: str) -> EncodedShard | None:
         with np.load(file) as found:
             arrays = dict(found)
         said, facts = json.loads(arrays.pop(HEADER).tobytes())
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         return None
     return EncodedShard(arrays, facts) if said == made_from else None
 

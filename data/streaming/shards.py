@@ -41,14 +41,9 @@ class Shard(ABC):
     def __init__(self, store: Store, stored: StoredObject) -> None:
         self.store, self.stored = store, stored
 
-    def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:
-        """Its groups from the first to the last, with their rows."""
-        for extent in self.extents(columns):
-            yield extent, self.rows(extent, columns)
-
     @abstractmethod
-    def extents(self, columns: Sequence[str] | None) -> Iterator[Extent]:
-        """Where its groups lie. Raises UserError for a column that it lacks."""
+    def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:
+        """Its groups from the first to the last, with their rows. Raises UserError for a column it lacks."""
 
     @abstractmethod
     def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:
@@ -81,9 +76,6 @@ class Lines(Shard):
             if extent.start == 0:
                 self.require(columns, {name for row in rows for name in row})
             yield extent, rows
-
-    def extents(self, columns: Sequence[str] | None) -> Iterator[Extent]:  # noqa: ARG002
-        return (extent for extent, _ in self._blocks())
 
     def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:  # noqa: ARG002
         return self._parse(self._read(*extent), extent.start)
@@ -152,7 +144,7 @@ class ParquetShard(Shard):
             names: list[str] = file.schema_arrow.names
             return names
 
-    def extents(self, columns: Sequence[str] | None) -> Iterator[Extent]:
+    def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:
         """Consecutive row groups that together have GROUP_BYTES."""
         self.require(columns, self.columns())
         sizes = self._row_group_bytes(columns)
@@ -160,7 +152,8 @@ class ParquetShard(Shard):
         for number, of_this in enumerate(sizes):
             size += of_this
             if size >= GROUP_BYTES or number == len(sizes) - 1:
-                yield Extent(start, number + 1)
+                extent = Extent(start, number + 1)
+                yield extent, self.rows(extent, columns)
                 start, size = number + 1, 0
 
     def largest_group(self, columns: Sequence[str] | None) -> int:

@@ -97,7 +97,9 @@ def file_format(address: str) -> str | None:
 
 
 def check(data: str) -> None:
-    """Raise UserError for addresses that nothing here can read, or a store that does not answer in 2 s."""
+    """Raise UserError for addresses that nothing here can read, or a store whose server is known and does not
+    answer in 2 s.
+    """
     for address in patterns(data):
         scheme = address.partition("://")[0]
         if not is_remote(address):
@@ -112,19 +114,20 @@ def check(data: str) -> None:
         if module and importlib.util.find_spec(module) is None:
             raise UserError(f"--data {data}: {scheme}:// needs {module}: pip install {install}")
     for server in dict.fromkeys(map(_server, patterns(data))):
-        if server and not (hub_cache.is_reachable() if server == "hf" else hub_cache.answers(server)):
+        is_hub = server == hub_cache.hub_address()  # which may be told to be offline
+        if server and not (hub_cache.is_reachable() if is_hub else hub_cache.answers(server)):
             raise UserError(f"--data {data}: {server} cannot be reached: check the address and the network")
 
 
 def _server(address: str) -> str | None:
-    """The address of the server behind one, `hf` for the hub; None where only the library knows it."""
+    """The address of the server behind one; None where only the library knows it."""
     scheme = address.partition("://")[0]
     if scheme in ("http", "https"):
         return f"{scheme}://{urlsplit(address).netloc}"
     if scheme == "s3":
         return next(filter(None, map(os.environ.get, S3_ENDPOINTS)), None)
     google = os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
-    return {"hf": "hf", "gs": google}.get(scheme)
+    return {"hf": hub_cache.hub_address(), "gs": google}.get(scheme)
 
 
 def refuse_secrets(address: str, flag: str = "--data", written: str = "the recipe") -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -72,7 +73,7 @@ class Text(TokenizedData):
     cache_name: ClassVar[str] = "data.text.Text"
     demo_vocabulary_size: ClassVar[int] = 1024
 
-    @property
+    @cached_property
     def set_specs(self) -> list[TextSetSpec]:
         """The sets that --data names; called by their file's stem where those differ."""
         locations = split_set_names(self.recipe.data)

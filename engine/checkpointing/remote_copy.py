@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import StopRequestedError, UserError
+from isobatch.core.extras import need
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator
@@ -153,9 +154,9 @@ def open_store(url: str, run: str) -> CheckpointStore:
     try:
         files, root = fsspec.core.url_to_fs(url)
     except (ImportError, ValueError) as error:
-        scheme = url.partition("://")[0]
-        remedy = {"s3": "pip install 'isobatch[s3]'", "gs": "pip install gcsfs"}.get(scheme, str(error))
-        raise UserError(f"--checkpoint-copy {url}: {scheme}:// needs: {remedy}") from None
+        if library := {"s3": "s3fs", "gs": "gcsfs"}.get(url.partition("://")[0]):
+            need(library, f"--checkpoint-copy {url}")
+        raise UserError(f"--checkpoint-copy {url}: {error}") from None
     if "file" in files.protocol:  # others have no folders
         files = fsspec.filesystem("file", auto_mkdir=True)
     return CheckpointStore(files, f"{root.rstrip('/')}/{run}")

@@ -1,1 +1,1 @@
-"""The processes of a run: communication, lookout, watchdog, stop signals."""
+"""The processes of a run: communication, liveness, stop signals."""

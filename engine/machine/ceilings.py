@@ -89,7 +89,8 @@ def ceilings_of(hardware: Hardware, folder: Path) -> Ceilings | None:
     file = folder / f"ceilings-{machine_key(hardware)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):  # none yet, or a damaged file
         kept = Ceilings(**json.loads(file.read_text()))
-        if not kept.disturbed or time.time() - file.stat().st_mtime < DISTURBED_SECONDS:
+        is_whole = len(kept.matmul) == len(kept.matmul_bf16) == len(WIDTHS)
+        if is_whole and (not kept.disturbed or time.time() - file.stat().st_mtime < DISTURBED_SECONDS):
             return kept
     doing("measuring this machine")
     found = measure(hardware)

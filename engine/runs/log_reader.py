@@ -1,4 +1,4 @@
-"""Reads parts of a long log of JSON rows, not all of it: the row at a place, rows evenly spread."""
+"""Parses parts of a long log of JSON rows, not all of it: the row at a place, rows evenly spread."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TAIL_BYTES = 1 << 16
 WHOLE_BYTES = 4 << 20
 """Up to this size `thinned_rows` reads all rows."""
 MOST_RARE_ROWS = 20_000
-"""Most rows that `thinned_rows` finds by their fields."""
+"""Most rows that `thinned_rows` finds by each field."""
 
 
 def newest_rows(path: Path) -> list[dict[str, Any]]:
@@ -52,14 +52,15 @@ def thinned_rows(path: Path, count: int, fields: Sequence[str]) -> list[dict[str
     """
     size = path.stat().st_size if path.exists() else 0
     apart = size / count if size > WHOLE_BYTES else 0
-    names = [f'"{field}":'.encode() for field in fields]
-    place, due, rare, line, found = 0, 0.0, 0, b"", []
+    left = {f'"{field}":'.encode(): MOST_RARE_ROWS for field in fields}
+    place, due, line, found = 0, 0.0, b"", []
     for line in lines_in(path):
         is_due = place >= due
-        is_rare = rare < MOST_RARE_ROWS and any(name in line for name in names)
-        if is_due or is_rare:
+        rare = [name for name, count in left.items() if count and name in line]
+        left.update({name: left[name] - 1 for name in rare})
+        if is_due or rare:
             found.append(line)
-        rare, place = rare + is_rare, place + len(line)
+        place += len(line)
         due += apart if is_due else 0
     lines = found if found[-1:] == [line] else [*found, line]
     return [row for line in lines if (row := parse_row(line)) is not None]

@@ -25,7 +25,9 @@ SQUEUE_SECONDS = 5
 """Slurm's own commands try for 18 s where the controller is away."""
 NO_ANSWER = "Unable to contact slurm controller"
 """What Slurm's commands say while slurmctld is away."""
-FINISHED_STATES = "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED"
+FINISHED_STATES = (
+    "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED REVOKED"
+)
 RUNNING_STATES = "RUNNING SUSPENDED COMPLETING STOPPED SIGNALING RESIZING STAGE_OUT"
 """States of a job whose script has begun. One that is neither here nor finished waits to begin."""
 FIELDS = "JobArrayID:40,State:24,RestartCnt:12,Reason:120"

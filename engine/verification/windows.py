@@ -151,7 +151,8 @@ def leading_windows(run: RunFolder, log: LogRecord, steps: int) -> list[Window]:
     stop = min((window.start for window in closing_windows(log)), default=last.step)
     phase = last.schedule.name
     for start in reversed(_starts(run, log)):
-        if start.phase == phase and start.start >= stop:
+        is_later = start.phase == phase and start.start >= stop
+        if is_later or start.count <= 0:  # the end of a phase, after which nothing is logged
             continue
         if start.phase != phase:  # the end of its phase was not kept
             break

@@ -64,7 +64,7 @@ def auto(words: Sequence[str]) -> int:
     about_one = {"dump-config": options.dump_config, "dry-run": options.dry_run}
     if len(points) > 1 and any(about_one.values()):
         word = next(word for word, is_given in about_one.items() if is_given)
-        raise UserError(f"--{word}: is about one run; give each flag one value, or --seed 0-2 with a list")
+        raise UserError(f"--{word}: is about one run; give each flag one value")
     if options.dump_config:
         print(request_text(request))
         return DONE

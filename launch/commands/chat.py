@@ -119,8 +119,8 @@ def chat(words: Sequence[str]) -> int:
     a model of transformers, or of an adapter of peft.
     """
     positional, flags = split_words(words)
-    if len(positional) == 2:
-        flags.setdefault("prompt", positional.pop())
+    if len(positional) == 2 and "prompt" not in flags:
+        flags["prompt"] = positional.pop()
     if len(positional) != 1:
         raise UserError("chat: give the folder of one run (`runs` lists them), and a text in quotes")
     options = command_options(flags, ChatOptions, "chat")

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, flags_of, to_json_value, value_text
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.machine.gpu_table import MACHINES
 from isobatch.engine.registry import CHAINS, TASKS, workload
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.launch.cli import ALIASES, COMMANDS
+from isobatch.launch.cli import ALIASES, COMMANDS, no_command
 from isobatch.launch.local.arguments import BatchScaling, FlagFiles, command_options, split_words
 
 if TYPE_CHECKING:
@@ -40,13 +41,15 @@ def describe(words: Sequence[str]) -> int:
     positional, flags = split_words(words)
     options = command_options(flags, ListingOptions, "describe")
     name = " ".join(positional)
-    name = ALIASES.get(name, name)
+    name = ALIASES.get(name, name).removesuffix(" --png")
     if name in ("", HARDWARE):
         return _print_hardware(options.json) if name else _print_tasks(options.json)
     if name in COMMANDS:
         groups, notes = _command_groups(name)
     elif name in CHAINS:
         groups, notes = {}, [f"the flags of its stages: {', '.join(f'describe {s}' for s in CHAINS[name])}"]
+    elif any(command.startswith(f"{name} ") for command in COMMANDS):
+        raise UserError(no_command(name))
     else:
         groups, notes = _task_groups(name)
     if options.json:

@@ -92,8 +92,8 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
         try:
             figures = dict(task.export_as(kind, run.final, unchecked, facts, lambda: host_batches(samples)))
             card = run.final / model_card.FILE
-            if kind == "merged" and card.is_file():
-                text = _merged_card(run, task, card, unchecked, figures)
+            is_merged = kind == "merged" and card.is_file()
+            if is_merged and (text := _merged_card(run, task, card, unchecked, figures)):
                 (unchecked / model_card.FILE).write_text(text, encoding="utf-8")
             figures |= {"split": held_out, "folder": str(folder)}
             (unchecked / PARITY).write_text(atomic_files.json_text(figures, indent=2) + "\n")
@@ -106,9 +106,9 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
 
 
 def _merged_card(run: RunFolder, task: Any, card: Path, folder: Path, figures: dict[str, Any]) -> str:
-    """The model card of a merged folder, with the figures of final/."""
+    """The model card of a merged folder, with the figures of final/; empty where that has no card of ours."""
     difference = f"{figures['max_logit_difference']:.1e}"
     measured_on = f"with the adapter beside its base; the merged logits differ by at most {difference}"
     described = task.describe_model(folder, run.facts)
     of_final = card.read_text(encoding="utf-8")
-    return model_card.render_export(described, run.recipe, of_final, measured_on) or of_final
+    return model_card.render_export(described, run.recipe, of_final, measured_on)

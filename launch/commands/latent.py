@@ -48,21 +48,21 @@ class SampleOptions(DecodingOptions):
 
 
 def reconstruct(words: Sequence[str]) -> int:
-    """Usage: reconstruct RUN "text" [--tokens 60] [--json]: a text through its latent vector and back."""
+    """Usage: vae reconstruct RUN "text" [--tokens 60] [--json]: a text through its latent vector and back."""
     codec, (text,), options = _open(words, "reconstruct", ("text",), DecodingOptions)
     found = codec.reconstruct(text, options.tokens)
     return _print([found], options, {"text": text, "reconstruction": found})
 
 
 def interpolate(words: Sequence[str]) -> int:
-    """Usage: interpolate RUN "from" "to" [--count 7] [--tokens 60] [--json]: the line between two texts."""
+    """Usage: vae interpolate RUN "from" "to" [--count 7] [--tokens 60] [--json]: between two texts."""
     codec, (first, last), options = _open(words, "interpolate", ("from", "to"), InterpolateOptions)
     found = codec.interpolate(first, last, options.count, options.tokens)
     return _print(found, options, {"from": first, "to": last, "texts": found})
 
 
 def sample(words: Sequence[str]) -> int:
-    """Usage: sample RUN [--count 5] [--temperature 1] [--seed 0] [--tokens 60] [--json]: from the prior."""
+    """Usage: vae sample RUN [--count 5] [--temperature 1] [--seed 0] [--tokens 60] [--json]."""
     codec, _, options = _open(words, "sample", (), SampleOptions)
     found = codec.sample(options.count, options.tokens, options.temperature, options.seed)
     return _print(found, options, {"texts": found})

@@ -193,8 +193,13 @@ def logs(words: Sequence[str]) -> int:
         return _follow(run, _LogReader(path), options.lines)
     if not path.exists():
         seen = look(run.folder)
+        output = run.folder / "slurm" / f"{seen.job}.out"
         job = f" (job {seen.job}: {seen.status})" if seen.in_job else ""
-        print(f"{run.folder} has no log yet{job}; -f waits for it", file=sys.stderr)
+        why = f"yet{job}; -f waits for it"
+        if seen.is_over:
+            told = f"what its job said is in {output}" if output.exists() else f"`resume {run.folder}` does"
+            why = f"and nobody trains it: {told}"
+        print(f"{run.folder} has no log {why}", file=sys.stderr)
     _LogReader(path).print_new(options.lines)
     return DONE
 

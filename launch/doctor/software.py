@@ -42,9 +42,9 @@ def requirements(root: Path = ROOT) -> list[str]:
     project = root / "pyproject.toml"
     if project.is_file():
         found: dict[str, Any] = tomllib.loads(project.read_text())["project"]
-        extras = [line for lines in found["optional-dependencies"].values() for line in lines]
+        extras = [line for name, of in found["optional-dependencies"].items() if name != "dev" for line in of]
         return [*found["dependencies"], *(f"{line.partition(';')[0]}; extra == 'any'" for line in extras)]
-    return importlib.metadata.requires("isobatch") or []
+    return [line for line in importlib.metadata.requires("isobatch") or [] if "extra == 'dev'" not in line]
 
 
 def installed_version(name: str) -> str | None:
@@ -75,7 +75,7 @@ def check_versions(
             text = f"{here}; isobatch needs {need.name}{need.specifier}"
             wrong.append(say(need.name, text, f'{pip()} install "{need.name}{need.specifier}"'))
         met += 1
-    return wrong or [ok("versions", f"all {met} required packages are here, in versions that fit")]
+    return wrong or [ok("versions", f"all {met} packages, those of extras too, are in versions that fit")]
 
 
 def check_variables(

@@ -384,11 +384,10 @@ def _refuse_unknown(written: Mapping[str, str], known: Mapping[str, Flag], where
 
 def _hint_of(name: str, word: str, known: Mapping[str, Flag]) -> str:
     """What may be meant by an unknown flag; of a word of another tool, our own flag for it."""
-    if name in LEFT:
-        return f" (taken out: {LEFT[name]})"
     if word != name:
         return f" (it stands for {spelling(name)})"
-    return nearest_hint(spelling(word), map(spelling, words_for(known)))
+    left = f" (taken out: {LEFT[name]})" if name in LEFT else ""
+    return left + nearest_hint(spelling(word), map(spelling, words_for(known)))
 
 
 def _with_batch_scaling(

@@ -1,7 +1,6 @@
 """From a request to a finished run: find or create it, plan it, and train it to its end in attempts.
 
-A new attempt begins from the last checkpoint after out-of-memory, a lost process, or where there is room for
-more processes.
+A new attempt begins from the last checkpoint after out-of-memory or a lost process.
 """
 
 from __future__ import annotations

@@ -91,6 +91,8 @@ def _refuse_contradictions(options: RecommendOptions) -> None:
             f"recommend: {several} are several questions: give one": len(asked) > 1,
             "recommend: needs one of --user ID, --items ID,ID and --similar-to ITEM, or for all users --out"
             " lists.parquet": not (asked or options.out),
+            "--with-seen: is about users, and --similar-to names an item: leave it out": options.with_seen
+            and options.similar_to is not None,
         }
     )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.extras import need
 from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.run_folder import RunFolder
@@ -54,6 +55,7 @@ def report(words: Sequence[str]) -> int:
         runs = [open_run(run.folder, trust=True) for run in runs]
     if options.png:
         return _draw(runs, options.to)
+    need("matplotlib", "report")  # said before minutes of measuring
     folder = Path(options.to).expanduser() if options.to else runs[-1].folder / "report"
     contents = write_report(runs, folder)
     print(atomic_files.json_text(contents.to_dict()) if options.json else text_of(contents, folder))

@@ -11,7 +11,6 @@ from isobatch.core.terminal.status import doing
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
-from isobatch.engine.training.evaluate import host_batches
 from isobatch.launch.local.run_setup import locate_data
 from isobatch.launch.report.child_process import call_in_child
 from isobatch.launch.report.records import read_records, report_of, task_of
@@ -86,6 +85,8 @@ def collect(runs: Sequence[RunFolder], measure: bool = True) -> Contents:
 
 def _measure(run: RunFolder, report: ModelComparison) -> list[ReportRow]:
     """A row for each form of the run's model; none where no split is held out."""
+    from isobatch.engine.training.evaluate import host_batches
+
     doing(f"measuring {run.folder.name}")
     locate_data(run, run.recipe, None)
     split = next((s for s in HELD_OUT_SPLITS if s in run.facts.samples), None)

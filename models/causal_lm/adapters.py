@@ -168,8 +168,8 @@ def add_adapter(model: nn.Module, options: Any, base: str, revision: str | None)
     with held_in_fp32(model) if options.adapter == "dora" else contextlib.nullcontext():
         head = lora.modules_named(model, options.also_train or ())
         lora.add_adapter(model, options, base, revision, head=head)
-    for p in model.parameters():
-        p.data = p.data.float() if p.requires_grad else p.data
+    for p in (p for p in model.parameters() if p.requires_grad):
+        p.data = p.data.float()
 
 
 def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False, **more: Any) -> Any:

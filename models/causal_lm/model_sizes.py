@@ -191,7 +191,18 @@ def whole_size(parameters: int, linear_head: bool = True, **size: Any) -> ModelS
 
 
 def shape_by_building(config: Any, remote_code: bool = False) -> ModelShape:
-    """The shape of any decoder that transformers opens, counted on a model without storage."""
+    """The shape of any decoder that transformers opens, counted on a model without storage, once."""
+    key = config.to_json_string(), remote_code
+    if key not in _BUILT:
+        _BUILT[key] = _build_shape(config, remote_code)
+    return _BUILT[key]
+
+
+_BUILT: dict[tuple[str, bool], ModelShape] = {}
+"""Config as JSON and whether its code runs -> the shape."""
+
+
+def _build_shape(config: Any, remote_code: bool) -> ModelShape:
     import torch
     from transformers import AutoModelForCausalLM
 

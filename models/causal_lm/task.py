@@ -47,14 +47,14 @@ FINETUNING_LR, ADAPTER_LR = 5e-5, 2e-4
 USAGE = """\
 from transformers import pipeline
 
-write = pipeline("text-generation", "."{code})
+write = pipeline("text-generation", ".", tokenizer="."{code})
 print(write("A text begins", max_new_tokens=20)[0]["generated_text"])
 """
 
 CHAT_USAGE = """\
 from transformers import pipeline
 
-write = pipeline("text-generation", "."{code})
+write = pipeline("text-generation", ".", tokenizer="."{code})
 chat = [{{"role": "user", "content": "A question"}}]
 answer = write(chat, max_new_tokens=100, eos_token_id=write.tokenizer.eos_token_id)[0]
 print(answer["generated_text"][-1]["content"])
@@ -134,10 +134,10 @@ class CausalLM(Task):
         return found
 
     def check(self) -> None:
-        if self.options.load_bits != 16:
-            need("bitsandbytes", f"--load-bits {self.options.load_bits}")
         name = self._model_name
         adapters.check_options(self.options, pretrained=name not in PRESETS)
+        if self.options.load_bits != 16:
+            need("bitsandbytes", f"--load-bits {self.options.load_bits}")
         if self.recipe.max_length < 2:
             raise UserError(f"--max-length {self.recipe.max_length}: a block needs at least 2 tokens")
         if name in PRESETS:
@@ -368,10 +368,12 @@ def _answer_prompts(
     """What the model writes after each prompt, and the reference where there is one."""
     shown, was_training = [], model.training
     model.eval()
-    for prompt, reference in prompts:
-        text = prompt + "".join(TextStream(model, tokenizer, prompt, sampling))
-        shown.append(text if reference is None else f"{text.strip()}\n[reference: {reference.strip()}]")
-    model.train(was_training)
+    try:
+        for prompt, reference in prompts:
+            text = prompt + "".join(TextStream(model, tokenizer, prompt, sampling))
+            shown.append(text if reference is None else f"{text.strip()}\n[reference: {reference.strip()}]")
+    finally:
+        model.train(was_training)
     return "\n\n".join(shown)
 
 

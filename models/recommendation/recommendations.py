@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
+    from collections.abc import Container, Iterable, Iterator, Sequence
 
 VECTORS_FILE = "model.safetensors"
 NAMES_FILE = "names.json"
@@ -33,6 +33,8 @@ BASELINES = {POPULARITY: "popularity alone", KNN: "item-kNN", EASE: "EASE"}
 """Baselines of the same interactions -> their names in a sentence."""
 UNTRAINED = "nobody took it in training, and no text of it was read"
 WAY_OUT = "train again when it has interactions, or with texts of items"
+SCORES_AT_ONCE = 4_000_000
+"""Numbers in memory where lists are made for all users."""
 NEWTON_STEPS = 30
 TOLERANCE = 1e-6
 """The largest step at which a new user's vector is found."""
@@ -50,8 +52,7 @@ class RecommendationError(ValueError):
 def open_recommendations(folder: str | Path, by: str = MODEL) -> Recommendations:
     """Lists by the model, by one of BASELINES, or by the `best` of them all on the validation data.
 
-    Where none was held out, the best is what the recipe names (--best-by), else the model. Raises
-    RecommendationError.
+    Where none was held out, the best is the model. Raises RecommendationError.
     """
     if by == BEST:
         from safetensors import safe_open
@@ -147,9 +148,19 @@ class Recommendations:
         return self._best(self.scores(number), top, self._had(number))
 
     def recommend_to_all(self, top: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """(user, what `recommend` gives) of every user."""
-        for number, user in enumerate(self.users):
-            yield user, self._best(self.scores(number), top, self._had(number))
+        """(user, what `recommend` gives) of every user, computed in blocks."""
+        rows = max(1, SCORES_AT_ONCE // max(1, len(self.items)))
+        for start in range(0, len(self.users), rows):
+            numbers = range(start, min(start + rows, len(self.users)))
+            for number, scores in zip(numbers, self._block_scores(numbers), strict=True):
+                yield self.users[number], self._best(scores, top, self._had(number))
+
+    def _block_scores(self, users: range) -> Iterable[Any]:
+        """(items,) scores of each of these users by number: as `scores`, up to float rounding."""
+        if self.head != "dot":
+            return map(self.scores, users)
+        found = self.arrays["users"][users.start : users.stop] @ self.arrays["items"].T
+        return found + self.arrays["bias"]
 
     def for_items(self, items: Sequence[str], top: int) -> list[dict[str, Any]]:
         """What `recommend` gives, for a user who was not in training and took these items (ids or titles).
@@ -292,18 +303,22 @@ class BaselineRecommendations(Recommendations):
     """Lists by popularity, or by item-kNN or EASE (Steck 2019): sums of weights of what the user had."""
 
     def __init__(self, folder: str | Path, by: str) -> None:
-        from safetensors.numpy import load_file
+        from safetensors import safe_open
 
         super().__init__(folder)
         self.by = by
         self.described[:] = False
-        arrays = load_file(Path(folder) / BASELINES_FILE)
-        self._kept = {n.removeprefix(f"{by}."): a for n, a in arrays.items() if n.partition(".")[0] == by}
+        with safe_open(Path(folder) / BASELINES_FILE, "numpy") as file:
+            names = [name for name in file.keys() if name.partition(".")[0] == by]  # noqa: SIM118  no dict
+            self._kept = {name.removeprefix(f"{by}."): file.get_tensor(name) for name in names}
         if not self._kept:
             raise RecommendationError(f"{BASELINES.get(by, by)} was not fitted: the catalogue is too large")
 
     def scores(self, user: int) -> Any:
         return self._scores_for(self._had(user))
+
+    def _block_scores(self, users: range) -> Iterable[Any]:
+        return map(self.scores, users)
 
     def _scores_for(self, taken: np.ndarray) -> Any:
         if self.by == POPULARITY:

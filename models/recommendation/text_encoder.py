@@ -261,8 +261,9 @@ def add_lora(encoder: TextEncoder, blocks: int, rank: int, alpha: int) -> int:
     )
     try:
         inject_adapter_in_model(config, encoder.net)
-    except ValueError:
-        raise UserError("--text lora: this text model has no attention projections that LoRA knows") from None
+    except ValueError as error:
+        why = str(error).partition("\n")[0]
+        raise UserError(f"--text lora: peft finds no attention projections to adapt: {why}") from None
     return lowest
 
 

@@ -383,7 +383,7 @@ def test_a_run_has_a_name_in_its_store(name: str) -> None:
 def test_urls_that_cannot_be_used_have_a_line(url: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no whole copy"):
         fetch_run(f"{url}/no-run", tmp_path)
-    with pytest.raises(UserError, match="nonsense:// needs: Protocol not known"):
+    with pytest.raises(UserError, match="--checkpoint-copy nonsense://x: Protocol not known"):
         open_store("nonsense://x", "run")
 
 

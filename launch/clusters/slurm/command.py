@@ -136,7 +136,9 @@ class Submission:
                 number = client.submit(path)
             except client.RefusedError:
                 for run in (run for run in runs.values() if run not in used):
-                    shutil.rmtree(run.folder)  # its name is free again
+                    with run.lock("launch"):
+                        run.refuse_if_training()
+                        shutil.rmtree(run.folder)  # its name is free again
                 raise
             jobs = {task: f"{number}_{task}" if self.in_array else number for task in runs}
             for task, run in runs.items():

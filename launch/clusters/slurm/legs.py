@@ -103,7 +103,8 @@ class LegClock:
         self.limit = limit
         """Seconds of the whole leg, as far as is known."""
         self._end = now() + limit
-        self._asked = self._looked = -ASK_AGAIN_SECONDS + now()
+        self._looked = now()
+        self._asked = self._looked - ASK_AGAIN_SECONDS
         self.watch()
 
     def left(self) -> float:
@@ -113,7 +114,9 @@ class LegClock:
     def watch(self) -> None:
         """To be called twice a second: asks Slurm where it is time to."""
         now = self._now()
-        if now - self._looked > PAUSE_SECONDS or now - self._asked >= ASK_AGAIN_SECONDS:
+        paused = now - self._looked > PAUSE_SECONDS
+        self._end += (now - self._looked) * paused  # Slurm's answer, where there is one, says it exactly
+        if paused or now - self._asked >= ASK_AGAIN_SECONDS:
             left, self._asked = self._ask(), self._now()
             if left is not None:
                 self._end, self.limit = self._asked + left, max(left, self.limit)

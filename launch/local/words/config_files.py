@@ -134,4 +134,4 @@ def config_text(groups: Iterable[tuple[str, Mapping[str, Flag], Mapping[str, Any
 def scalar(text: str) -> str:
     """The text as YAML, in quotes where it may need them."""
     is_plain = re.fullmatch(r"[\w./][\w./,%+-]*", text) and text not in NOTHING
-    return text if is_plain else json.dumps(text)
+    return text if is_plain else json.dumps(text, ensure_ascii=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from decimal import Decimal
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import BareValue, spelling
@@ -45,20 +45,37 @@ def translate(flags: Mapping[str, str], own: Container[str]) -> Translation:
 
     Raises UserError for a word whose meaning cannot be had, and where two words set one flag.
     """
-    found = Translation()
+    found, yielding = Translation(), []
     for word, value in flags.items():
-        found.set(*_meaning(word, value, own))
+        meaning = _meaning(word, value, own)
+        if meaning.yields:
+            yielding.append(meaning)
+        else:
+            found.set(meaning.flags, word, meaning.note)
+    for meaning in yielding:
+        if not meaning.flags.keys() & found.flags.keys():
+            found.set(meaning.flags, meaning.word, meaning.note)
     return found
 
 
-def _meaning(word: str, value: str, own: Container[str]) -> tuple[dict[str, str], str, str]:
-    """(the flags that a word with this value sets, the word, what the user reads of it). Raises UserError."""
+class Meaning(NamedTuple):
+    """What a word with its value sets, and what the user reads of it."""
+
+    flags: dict[str, str]
+    word: str
+    note: str = ""
+    yields: bool = False
+    """Any other word that sets one of these flags comes before it."""
+
+
+def _meaning(word: str, value: str, own: Container[str]) -> Meaning:
+    """Raises UserError."""
     is_foreign = word not in own and word in WORDS
     forms = WORDS[word] if is_foreign else VALUES.get(our_name(word, own), {})
     written = spelling(word) if isinstance(value, BareValue) else f"{spelling(word)} {value}"
     rule = next((rule for form, rule in forms.items() if re.fullmatch(form, value.lower())), None)
     if rule is None and not is_foreign:
-        return {our_name(word, own): value}, word, ""
+        return Meaning({our_name(word, own): value}, word)
     if rule is None:
         wrong = (
             "needs a value" if isinstance(value, BareValue) else "has no meaning here: `describe` lists flags"
@@ -66,15 +83,16 @@ def _meaning(word: str, value: str, own: Container[str]) -> tuple[dict[str, str]
         raise UserError(f"{written}: {wrong}")
     if rule.startswith("!"):
         raise UserError(f"{written}: {rule[2:]}")
+    yields, rule = rule.startswith("?"), rule.removeprefix("?")
     flags, _, remark = rule.partition(" # ") if not rule.startswith("#") else ("", "", rule[2:])
     pairs = flags.split()
     found = {name: _filled(form, value) for name, form in zip(pairs[::2], pairs[1::2], strict=True)}
     if not found:
-        return found, word, remark and f"{written} has no effect: {remark}"
+        return Meaning(found, word, remark and f"{written} has no effect: {remark}")
     if word in found.values() or found == {word: value}:
-        return found, word, ""
+        return Meaning(found, word)
     ours = " ".join(f"{spelling(name)} {text}" for name, text in found.items())
-    return found, word, f"{written} is {ours}" + (f": {remark}" if remark else "")
+    return Meaning(found, word, f"{written} is {ours}" + (f": {remark}" if remark else ""), yields)
 
 
 def _filled(template: str, value: str) -> str:

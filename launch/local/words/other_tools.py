@@ -98,11 +98,11 @@ _RULES: dict[str, str | dict[str, str]] = {
     },
     "val_check_interval": {SHARE: "eval_every {}ep", WHOLE: "eval_every {} # in optimizer steps"},
     "limit_val_batches": {SHARE: "eval_fraction {}"},
-    "load_best_model_at_end": {ON: "patience 9999 # it keeps the best", OFF: ""},
+    "load_best_model_at_end": {ON: "?patience 9999 # it keeps the best", OFF: ""},
     "do_train do_eval": "# `auto` does it",
     "task_type num_labels": "# --task and the data say it",
     "verbose": {ON: _ALWAYS_SO, OFF: "quiet on"},
-    "use_peft": {ON: "adapter lora", OFF: ""},
+    "use_peft": {ON: "?adapter lora", OFF: ""},
     "use_dora": {ON: "adapter dora", OFF: ""},
     "target_modules": "lora_targets {}",
     # Recommenders and sequence VAEs
@@ -123,7 +123,7 @@ WORDS = {
 
 `flag value ...` sets flags of ours, in which {} stands for the word's own value, {%} for it in percent.
 Behind `#` stands a remark, or why it has no effect; behind `!` what to use instead. Nothing: no effect,
-unsaid.
+unsaid. What begins with `?` gives way to any other word for the same flag.
 """
 VALUES: dict[str, dict[str, str]] = {
     "strategy": {
