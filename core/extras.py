@@ -22,7 +22,6 @@ EXTRAS = {
     "matplotlib": "plots",
     "datasets": "data",
     "isal": "fast",
-    "datasketch": "clean",
     "tensorboard": "trackers",
     "ray": "ray",
     "starlette": "serve",

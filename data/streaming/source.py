@@ -19,8 +19,7 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.measures import format_bytes
 from isobatch.data.base import WEIGHT, NoSamplesError, Ragged, Source, load
-from isobatch.data.cleaning import pipeline
-from isobatch.data.cleaning.steps import CleaningStep
+from isobatch.data.cleaning import CLEANING_VERSION, CleaningStep
 from isobatch.data.corpora import Corpus
 from isobatch.data.digests import file_hash
 from isobatch.data.streaming.groups import TO_THE_END, GroupTable, group_digest
@@ -93,7 +92,7 @@ class TextGroupEncoder:
         """A hash of all that decides which tokens rows become."""
         assert self.tokenization is not None
         one = self.tokenization
-        options, cleaning = self.options, [pipeline.CLEANING_VERSION, *map(str, self.cleaning)]
+        options, cleaning = self.options, [CLEANING_VERSION, *map(str, self.cleaning)]
         parts = [VERSION, self.kind, self.column, cleaning, TOKENIZATION_VERSION, options.template]
         parts += [options.response_only, dict(one.special_ids)]
         template = chat_templates.template_file(self.tokenizer_folder)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, tokenizers
-from isobatch.data.cleaning.steps import REMEMBERING
 from isobatch.data.streaming import index, store
 from isobatch.data.streaming.groups import GroupCache, GroupTable, groups_folder
 from isobatch.data.streaming.shards import shard_of
@@ -51,12 +50,11 @@ class StreamedText(Text):
     def check(self) -> None:
         store.check(self.recipe.data)
         options = self.options
-        remembering = [str(step) for step in self._cleaning_steps() if step.name in REMEMBERING]
         asked = {
             "--mix": options.mix is not None,
             f"--valid {options.valid}": options.valid is not None,
             f"--stride {options.stride}": options.stride,
-            f"--clean {','.join(remembering)}": remembering,
+            "--clean duplicates": any(step.name == "duplicates" for step in self._cleaning_steps()),
         }
         if refused := [flag for flag, given in asked.items() if given]:
             raise UserError(

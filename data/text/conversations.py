@@ -16,8 +16,7 @@ from isobatch.core.errors import UserError
 from isobatch.data import chat_formats
 from isobatch.data.base import Column, NoSamplesError, Ragged
 from isobatch.data.chat_formats import Message, SkippedRowError
-from isobatch.data.cleaning.pipeline import CleaningPipeline
-from isobatch.data.cleaning.steps import REMEMBERING, CleaningStep
+from isobatch.data.cleaning import CleaningPipeline, CleaningStep
 from isobatch.data.corpora import overlap_notes
 from isobatch.data.preparation.encoding import EncodedShard, EncodingJob, encode_in_shards, text_hash
 from isobatch.data.preparation.spooled_array import SpooledColumns
@@ -365,7 +364,7 @@ class Conversations:
             self.known = np.unique(hashes)
         same = 0 if split == "train" else int(np.isin(hashes, self.known).sum())
         self.remarks += [*counts.notes(split, max_length), *overlap_notes(split, same, counts["rows"])]
-        if same and not any(step.name in REMEMBERING for step in self.cleaning.steps):
+        if same and "duplicates" not in self.cleaning.steps:
             self.remarks.append("--clean duplicates leaves such rows out of training")
 
     def _messages(

@@ -14,8 +14,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import HeldOutShare
 from isobatch.data import tokenizers
 from isobatch.data.base import ArraySource, TextQuery, load
-from isobatch.data.cleaning import pipeline
-from isobatch.data.cleaning.steps import CleaningStep, parse_steps, require_datasketch
+from isobatch.data.cleaning import CLEANING_VERSION, CleaningPipeline, CleaningStep, parse_steps
 from isobatch.data.corpora import DEMO
 from isobatch.data.text import conversations, demo_stories
 from isobatch.data.text.plain_text import TokenizationSettings
@@ -50,7 +49,7 @@ class TextOptions:
     mix: tuple[float, ...] | None = None
     """The share of each set of --data a,b in what is learnt; by default their sizes decide."""
     clean: tuple[str, ...] | None = None
-    """Steps over every text before it is tokenized: html,unicode,control,short=10,duplicates,near=0.8."""
+    """Steps over every text before it is tokenized: html,unicode,control,short=10,duplicates."""
     stride: int = 0
     """Held-out plain text is judged in windows of --max-length that begin every so many tokens, each on what
     none before it predicted; 0: they do not overlap."""
@@ -92,8 +91,7 @@ class Text(TokenizedData):
             )
         self._check_pair()
         self._check_vocabulary_size()
-        if any(step.name == "near" for step in self._cleaning_steps()):
-            require_datasketch()
+        self._cleaning_steps()
         self._tokenizer_source()
         set_specs = self.set_specs
         self._check_mix(len(set_specs))
@@ -142,8 +140,7 @@ class Text(TokenizedData):
         found, cleaning = super().identity(), self._cleaning_steps()
         for name in ("clean", "mix"):  # the steps have one order, and each set is prepared as a whole
             del found["options"][name]
-        near = [require_datasketch()] if any(step.name == "near" for step in cleaning) else []
-        versions = [conversations.TOKENIZATION_VERSION, pipeline.CLEANING_VERSION, *near]
+        versions = [conversations.TOKENIZATION_VERSION, CLEANING_VERSION]
         return found | {"clean": [*map(str, cleaning)], "versions": versions}
 
     def _content_identity(self) -> Any:
@@ -197,7 +194,7 @@ class Text(TokenizedData):
 
     def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:
         """A text within the rows; blocks of plain text are one stream. It is cleaned as they were."""
-        clean = pipeline.CleaningPipeline(self._cleaning_steps()).transforms_only()
+        clean = CleaningPipeline(self._cleaning_steps()).transforms_only()
         tokens = within_text(self.prepared_tokenizer(facts), clean.transform_text(text))
         is_stream = LEARN_COLUMN not in load(Path(facts.folder) / split)
         return TextQuery({"tokens": tokens}, spans_rows=is_stream)

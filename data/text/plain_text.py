@@ -14,7 +14,7 @@ import numpy as np
 
 from isobatch.data import tokenizers
 from isobatch.data.base import Column, NoSamplesError, Ragged
-from isobatch.data.cleaning.pipeline import CleaningPipeline
+from isobatch.data.cleaning import CleaningPipeline
 from isobatch.data.corpora import overlap_notes
 from isobatch.data.preparation.encoding import (
     EncodedShard,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer  # noqa: TC004  heavy, and no class here has flags
 
-    from isobatch.data.cleaning.steps import CleaningStep
+    from isobatch.data.cleaning import CleaningStep
     from isobatch.data.corpora import Corpus
 
 

@@ -35,7 +35,7 @@ from isobatch.data.tokenized import check_elsewhere, path_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
-    from isobatch.data.cleaning.steps import CleaningStep
+    from isobatch.data.cleaning import CleaningStep
     from isobatch.data.readers import LocatedRows, SplitFiles
     from isobatch.data.text.plain_text import TokenizationSettings
 

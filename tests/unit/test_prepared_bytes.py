@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from isobatch.data.base import Data
 
 RECORDED = Path(__file__).parents[1] / "fixtures" / "prepared.json"
-"""Case -> [key in the cache, fingerprint, hash of the facts], recorded before preparation was parallel."""
+"""Case -> [fingerprint, hash of the facts without their notes], recorded before preparation was parallel."""
 WORDS = """the film was Good bad long, short. naïve 东京 straße 🙂
 don't 1,024 re-made x=y [SEP] <|endoftext|>""".split()  # noqa: SIM905
 
@@ -223,17 +223,7 @@ def described(found: Facts, folder: Path) -> list[str]:
     """[fingerprint, hash of the facts] of data that was prepared from `folder`."""
     facts = found.to_dict()
     facts.pop("folder")
-    facts["extra"].pop("untaken", None)  # neither counted when this was recorded, nor noted
-    if notes := facts["extra"].get("notes"):  # columns that are not read were not named then
-        newer = (
-            ": read ",
-            "have no interaction and are ranked",
-            "not read: ",
-            "` is not read",
-            " with an empty text",
-            "users have held-out interactions",
-        )
-        facts["extra"]["notes"] = [note for note in notes if not any(words in note for words in newer)]
+    facts["extra"].pop("notes", None)  # words for people
     known = json.dumps(facts, sort_keys=True).replace(str(folder), "")
     return [facts["fingerprint"], hashlib.sha256(known.encode()).hexdigest()[:16]]
 

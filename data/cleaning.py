@@ -1,0 +1,325 @@
+"""The cleaning of --clean: changes and drops texts before they are tokenized, and counts both.
+
+The steps, in this order whatever order was typed: `html` (tags, scripts, entities), `unicode` (NFC),
+`control` (control and zero-width characters), `short=10` (texts of so many words or fewer), `duplicates`
+(white space aside). Duplicates are looked for within a split, and of conversations and documents in training
+also among those held out, which stay: a metric of texts that were learnt says nothing. In a .txt file every
+line counts as a text.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_hint
+from isobatch.data.preparation.encoding import text_hash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from isobatch.data.chat_formats import Message
+
+CLEANING_VERSION = 2
+"""Part of the cache key: raise it when the same texts come out differently."""
+SAMPLE_CHARACTERS = 60
+"""Most characters of a text that a note shows."""
+MAX_BLOCK_CHARACTERS = 1 << 20
+"""A script, style or comment that is not closed within so many characters is kept as text."""
+
+_BLOCK_NAMES = """address article aside blockquote body br caption center dd details dialog div dl dt fieldset
+figcaption figure footer form h1 h2 h3 h4 h5 h6 head header hr html legend li main menu nav ol optgroup
+option p pre section summary table tbody td tfoot th thead title tr ul"""
+_BLOCK_ELEMENTS = frozenset(_BLOCK_NAMES.split())
+"""Elements that end a line."""
+_INLINE_NAMES = """a abbr acronym applet area audio b base basefont bdi bdo big button canvas cite code col
+colgroup data datalist del dfn dir em embed font frame frameset i iframe img input ins kbd label link map
+mark marquee meta meter noframes noscript object output param path picture progress q rp rt ruby s samp
+script select slot small source span strike strong style sub sup svg template textarea time track tt u
+var video wbr"""
+_ELEMENTS = _BLOCK_ELEMENTS | frozenset(_INLINE_NAMES.split())
+_LINE_BREAK = "\0"
+"""Stands where an element ends a line, until the text is put together."""
+_TAG = re.compile(r"""</?([a-zA-Z][a-zA-Z0-9]*)(?:[\s/](?:"[^"]*"|'[^']*'|[^<>"'])*)?>""")
+_REMOVED_START = re.compile(r"<(script|style)\b[^<>]*>|<(!--)", re.I)
+_REMOVED_END = {
+    "script": re.compile(r"</script\s*>", re.I),
+    "style": re.compile(r"</style\s*>", re.I),
+    "!--": re.compile("-->"),
+}
+_DECLARATION = re.compile(r"<!doctype\b[^<>]*>|<\?xml\b[^<>]*>", re.I)
+_ENTITY = re.compile(r"&(?:#[0-9]{1,7}|#[xX][0-9a-fA-F]{1,6}|[a-zA-Z][a-zA-Z0-9]{1,31});")
+
+
+def to_text(text: str, line_break: str = "\n") -> str:
+    """The text that a browser would show; `line_break` is written where an element ends a line."""
+    found = text
+    if "<" in text:
+        found = _TAG.sub(_replace_tag, _DECLARATION.sub("", _split_blocks(text)[0]))
+        if _LINE_BREAK in found:
+            found = _collapse_spaces(found).replace(_LINE_BREAK, line_break)
+    return _ENTITY.sub(_decode_entity, found) if "&" in found else found
+
+
+def _replace_tag(tag: re.Match[str]) -> str:
+    name = tag[1].lower()
+    return tag[0] if name not in _ELEMENTS else _LINE_BREAK if name in _BLOCK_ELEMENTS else ""
+
+
+def _collapse_spaces(text: str) -> str:
+    """The text without empty lines, and with single spaces between words."""
+    lines = (" ".join(line.split()) for line in text.replace("\n", _LINE_BREAK).split(_LINE_BREAK))
+    return _LINE_BREAK.join(line for line in lines if line)
+
+
+def _decode_entity(entity: re.Match[str]) -> str:
+    return html.unescape(entity[0]).replace("\xa0", " ")
+
+
+def remove_blocks(chunks: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (text without scripts, styles and comments; those that were removed) for chunks of a stream.
+
+    A block that is still open at the end of a chunk is kept back until the next.
+    """
+    pending = ""
+    for chunk in chunks:
+        text, blocks = _split_blocks(pending + chunk)
+        pending = ""
+        unclosed = _REMOVED_START.search(text)
+        if unclosed is not None and len(text) - unclosed.start() < MAX_BLOCK_CHARACTERS:
+            # Keep back its whole line, so that the lines that are yielded are whole.
+            start = text.rfind("\n", 0, unclosed.start()) + 1
+            text, pending = text[:start], text[start:]
+        yield text, blocks
+    if pending:
+        yield pending, []
+
+
+def _split_blocks(text: str) -> tuple[str, list[str]]:
+    """(the text without scripts, styles and comments that are closed; those).
+
+    A closing tag that was searched for in vain is not searched for again, so that the time stays linear.
+    """
+    if "<" not in text:
+        return text, []
+    kept, blocks, position, unclosed = [], [], 0, set()
+    for opening in _REMOVED_START.finditer(text):
+        kind = (opening[1] or opening[2]).lower()
+        if opening.start() >= position and kind not in unclosed:
+            closing = _REMOVED_END[kind].search(text, opening.end())
+            if closing is None:
+                unclosed.add(kind)
+            else:
+                kept.append(text[position : opening.start()])
+                blocks.append(text[opening.start() : closing.end()])
+                position = closing.end()
+    return "".join([*kept, text[position:]]), blocks
+
+
+# The zero-width joiners matter between letters of Persian or Hindi and in emoji; after Latin letters and
+# white space they have no effect.
+CONTROL = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u200b\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u2069\ufeff]"
+    "|(?<![\u0590-\U0010ffff])[\u200c\u200d]"
+)
+CHARACTER_WORDS = re.compile("[\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0002fa1f]")
+"""Han and kana characters: each counts as a word."""
+UNSPACED_SCRIPTS = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff]")
+"""Thai, Lao, Tibetan, Burmese and Khmer: no spaces between words; four characters count as a word."""
+
+
+def count_words(text: str) -> int:
+    """Words separated by white space; of scripts without spaces they are estimated from the characters."""
+    if text.isascii():
+        return len(text.split())
+    letters, unspaced = len(CHARACTER_WORDS.findall(text)), len(UNSPACED_SCRIPTS.findall(text))
+    if not letters and not unspaced:
+        return len(text.split())
+    rest = UNSPACED_SCRIPTS.sub(" ", CHARACTER_WORDS.sub(" ", text)).split()
+    return letters + -(-unspaced // 4) + sum(any(c.isalnum() for c in word) for word in rest)
+
+
+TRANSFORMS: dict[str, Callable[[str, str], str]] = {
+    "html": to_text,
+    "unicode": lambda text, _: unicodedata.normalize("NFC", text),
+    "control": lambda text, _: CONTROL.sub("", text),
+}
+"""Steps that change texts."""
+STEPS = (*TRANSFORMS, "short", "duplicates")
+"""All of them, in the order in which they run; the last two drop whole texts."""
+SHORT_WORDS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class CleaningStep:
+    """One step of --clean."""
+
+    name: str
+    most_words: int = 0
+    """Of a text that `short` drops; other steps have no number."""
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.most_words}" if self.most_words else self.name
+
+
+def parse_steps(words: Sequence[str]) -> tuple[CleaningStep, ...]:
+    """The steps that --clean names, in the order in which they run.
+
+    Raises UserError for an unknown step, one that is named twice, or a wrong number.
+    """
+    found: dict[str, CleaningStep] = {}
+    for word in map(str.strip, words):
+        name, equals, number = word.partition("=")
+        if name not in STEPS:
+            hint = nearest_hint(name, STEPS)
+            raise UserError(f"--clean {word}: there is no such step{hint}; steps: {', '.join(STEPS)}")
+        if name in found:
+            raise UserError(f"--clean {','.join(words)}: {name} is named twice")
+        if equals and not (name == "short" and number.isdecimal() and int(number)):
+            raise UserError(f"--clean {word}: only short takes a number, a whole one, as in short=10")
+        found[name] = CleaningStep(name, int(number or SHORT_WORDS) if name == "short" else 0)
+    return tuple(found[name] for name in STEPS if name in found)
+
+
+class CleaningPipeline:
+    """Runs the steps over the texts of one split after another. `unit` is what notes call a text."""
+
+    def __init__(self, steps: Sequence[CleaningStep], unit: str = "texts") -> None:
+        self.steps, self.unit = {step.name: step for step in steps}, unit
+        self.seen, self.affected = Counter[str](), Counter[str]()
+        """Step -> texts that it saw, that it changed or dropped."""
+        self.samples: dict[str, str] = {}
+        """Step -> an excerpt of the first of those."""
+
+    def transforms_only(self) -> CleaningPipeline:
+        """A pipeline without the steps that drop texts, with its own counts; for training a tokenizer."""
+        return CleaningPipeline([s for s in self.steps.values() if s.name in TRANSFORMS], self.unit)
+
+    def clean_texts(self, texts: Iterable[str], held_out: Iterable[str] = ()) -> Iterator[str]:
+        """The documents that are kept, cleaned; `duplicates` drops those in `held_out`."""
+        is_kept = self._filter(map(self.transforms_only().transform_text, held_out))
+        for text in texts:
+            changed = self.transform_text(text)
+            if changed.strip() and is_kept(changed):
+                yield changed
+
+    def clean_lines(self, chunks: Iterable[str]) -> Iterator[str]:
+        """The lines of a stream that are kept, cleaned; `chunks` are whole lines.
+
+        Blank lines that follow a dropped line are dropped with it.
+        """
+        is_kept = self._filter(())
+        dropped = False
+        for chunk in self._without_blocks(chunks) if "html" in self.steps else chunks:
+            kept = []
+            for line in re.findall("[^\n]*\n|[^\n]+", chunk):
+                if line.isspace():
+                    kept += [] if dropped else [line]
+                    continue
+                changed = self.transform_text(line.removesuffix("\n"), " ")
+                dropped = not changed.strip() or not is_kept(changed)
+                kept += [] if dropped else [changed + "\n" * line.endswith("\n")]
+            if kept:
+                yield "".join(kept)
+
+    def conversation_cleaner(
+        self, held_out: Iterable[list[Message]] = ()
+    ) -> Callable[[list[Message]], list[Message] | None]:
+        """A function for the conversations of one split: their cleaned messages, or None to drop them.
+
+        `duplicates` drops those in `held_out`; `short` does not apply.
+        """
+        silent = self.transforms_only()
+        known = (_whole(silent.transform(one)) for one in held_out)
+        is_kept = self._filter(known, has_short=False)
+
+        def clean(messages: list[Message]) -> list[Message] | None:
+            changed = self.transform(messages)
+            return changed if is_kept(_whole(changed)) else None
+
+        return clean
+
+    def transform(self, messages: list[Message]) -> list[Message]:
+        """A conversation after the steps that change texts."""
+        return [{k: v if k == "role" else self.transform_text(v) for k, v in m.items()} for m in messages]
+
+    def transform_text(self, text: str, line_break: str = "\n") -> str:
+        """The text after the steps that change texts; `line_break` replaces the end of an HTML block."""
+        for name, transform in TRANSFORMS.items():
+            if name in self.steps:
+                changed = transform(text, line_break)
+                self._count(name, text, changed != text)
+                text = changed
+        return text
+
+    def _count(self, step: str, text: str, is_affected: bool) -> bool:
+        """Whether a step changed or dropped a text, which is counted."""
+        self.seen[step] += 1
+        if is_affected:
+            self.affected[step] += 1
+            self.samples.setdefault(step, _excerpt(text))
+        return is_affected
+
+    def _without_blocks(self, chunks: Iterable[str]) -> Iterator[str]:
+        """The chunks of a stream without HTML scripts, styles and comments, which may span lines."""
+        for chunk, blocks in remove_blocks(chunks):
+            for block in blocks:
+                self.affected["html"] += 1
+                self.samples.setdefault("html", _excerpt(block))
+            yield chunk
+
+    def _filter(self, known: Iterable[str], has_short: bool = True) -> Callable[[str], bool]:
+        """A function that says whether a text is kept; to be called once for each text of a split.
+
+        `known`: cleaned texts that count as seen; read only where duplicates are looked for.
+        """
+        most_words = self.steps["short"].most_words if has_short and "short" in self.steps else 0
+        # 8 bytes of a hash of each: among a billion different texts the chance of any collision is 3 %.
+        seen = set(map(_hash, known)) if "duplicates" in self.steps else None
+
+        def is_kept(text: str) -> bool:
+            if most_words and self._count("short", text, count_words(text) <= most_words):
+                return False
+            if seen is None:
+                return True
+            key = _hash(text)
+            is_known = self._count("duplicates", text, key in seen)
+            seen.add(key)
+            return not is_known
+
+        return is_kept
+
+    def notes(self) -> Iterator[str]:
+        """What each step did, one line each."""
+        chats = self.unit == "conversations"
+        for name, step in self.steps.items():
+            unit = "fields" if chats and name in TRANSFORMS else self.unit
+            effect = f"{unit} {'changed' if name in TRANSFORMS else 'dropped'}"
+            if chats and name == "short":
+                yield f"clean {step}: does not apply to conversations"
+            elif not self.affected[name]:
+                yield f"clean {step}: nothing to do in {self.seen[name]:,} {unit}"
+            else:
+                counts = f"{self.affected[name]:,} of {self.seen[name]:,}"
+                yield f"clean {step}: {counts} {effect}, such as {self.samples[name]}"
+
+
+def _hash(text: str) -> int:
+    return text_hash(" ".join(text.split()))
+
+
+def _whole(messages: list[Message]) -> str:
+    """All that is said in a conversation."""
+    return "\n".join(v for m in messages for k, v in m.items() if k != "role" and v)
+
+
+def _excerpt(text: str) -> str:
+    """The beginning on one line; characters that are not printable are written as their code."""
+    beginning = text[:SAMPLE_CHARACTERS].replace("\n", " ")
+    shown = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in beginning)
+    return f"«{shown.strip()}{'…' if len(text) > SAMPLE_CHARACTERS else ''}»"

@@ -1,1 +1,0 @@
-"""Cleaning of text: the steps of --clean."""
