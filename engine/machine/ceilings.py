@@ -12,7 +12,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
-import time
+import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -36,11 +36,6 @@ LARGE, SMALL = 16 * 2**20, 2**18
 """fp32 elements beyond the processor's caches, and within them."""
 CALLS, RECURRENT_STEPS, UPDATED = 20, 16, 2**22
 """Operations in a chain, tokens of a row, parameters of an update."""
-DISTURBED = 0.05
-"""Share of waiting from which on what was timed is no property of this machine (idle machine: 0.01, one other
-program on two cores: 0.24)."""
-DISTURBED_SECONDS = 600.0
-"""How long disturbed rates are used before they are measured once more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,13 +57,6 @@ class Ceilings:
     """Of one token of a GRU layer, forward and backward, apart from its arithmetic."""
     adamw: float
     """Parameters/s of a fused AdamW update."""
-    waited: float
-    """Share of the measuring that its threads waited for a core, because other programs ran there."""
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether other programs made the rates too low."""
-        return self.waited > DISTURBED
 
     def matmul_rate(self, width: float, bf16: bool = False) -> float:
         """FLOP/s of a product with weights of this width, between the measured ones."""
@@ -81,16 +69,14 @@ class Ceilings:
 def ceilings_of(hardware: Hardware, folder: Path) -> Ceilings | None:
     """The ceilings of this machine, measured on first use and then read from `folder`; None elsewhere.
 
-    A machine that is only named has none, and neither has one of another number of cores. Rates that other
-    programs disturbed are measured again after a while.
+    A machine that is only named has none. Each number of cores has a file of its own.
     """
     if hardware.source != "detected":
         return None
     file = folder / f"ceilings-{machine_key(hardware)}.json"
     with contextlib.suppress(OSError, ValueError, TypeError):  # none yet, or a damaged file
         kept = Ceilings(**json.loads(file.read_text()))
-        is_whole = len(kept.matmul) == len(kept.matmul_bf16) == len(WIDTHS)
-        if is_whole and (not kept.disturbed or time.time() - file.stat().st_mtime < DISTURBED_SECONDS):
+        if len(kept.matmul) == len(kept.matmul_bf16) == len(WIDTHS):
             return kept
     doing("measuring this machine")
     found = measure(hardware)
@@ -122,7 +108,6 @@ def measure(hardware: Hardware) -> Ceilings:
 
     threads = torch.get_num_threads()
     torch.set_num_threads(hardware.cpus)
-    wait = CoreWait()
     try:
         seconds = _fastest(_kernels())
     finally:
@@ -136,25 +121,21 @@ def measure(hardware: Hardware) -> Ceilings:
         call_seconds=seconds["calls"] / CALLS,
         recurrent_seconds=seconds["recurrent"] / RECURRENT_STEPS,
         adamw=UPDATED / seconds["adamw"],
-        waited=wait.share(),
     )
 
 
 def _fastest(kernels: dict[str, Callable[[], object]]) -> dict[str, float]:
     """Seconds of each kernel: the best of several rounds over all, as other load comes and goes."""
+
+    def once(kernel: Callable[[], object], repeats: int = 1) -> float:
+        return timeit.timeit(kernel, number=repeats) / repeats
+
     repeats = {}
     for name, kernel in kernels.items():
         kernel()
-        repeats[name] = max(1, round(TRIAL_SECONDS / max(_seconds(kernel, 1), 1e-7)))
-    rounds = [{n: _seconds(kernel, repeats[n]) for n, kernel in kernels.items()} for _ in range(ROUNDS)]
+        repeats[name] = max(1, round(TRIAL_SECONDS / max(once(kernel), 1e-7)))
+    rounds = [{n: once(kernel, repeats[n]) for n, kernel in kernels.items()} for _ in range(ROUNDS)]
     return {name: min(one[name] for one in rounds) for name in kernels}
-
-
-def _seconds(kernel: Callable[[], object], repeats: int) -> float:
-    began = time.perf_counter()
-    for _ in range(repeats):
-        kernel()
-    return (time.perf_counter() - began) / repeats
 
 
 def _kernels() -> dict[str, Callable[[], object]]:
@@ -185,28 +166,3 @@ def _kernels() -> dict[str, Callable[[], object]]:
         "recurrent": lambda: layer(row)[0].sum().backward(),
         "adamw": torch.optim.AdamW([weight], fused=True).step,
     }
-
-
-class CoreWait:
-    """How much this process waits for a core, because other programs run there: the share since this object
-    was made; 0 where the system keeps no such account.
-    """
-
-    def __init__(self) -> None:
-        self._before = _scheduled()
-
-    def share(self) -> float:
-        """Waiting over waiting and running, of all threads of this process."""
-        ran, waited = (now - before for now, before in zip(_scheduled(), self._before, strict=True))
-        # Threads that ended meanwhile have taken their times with them.
-        return max(0, waited) / max(1, max(0, ran) + max(0, waited))
-
-
-def _scheduled() -> tuple[int, int]:
-    """(nanoseconds that this process's threads ran, nanoseconds that they waited for a core): proc(5)."""
-    total = [0, 0]
-    for file in Path("/proc/self/task").glob("*/schedstat"):
-        with contextlib.suppress(OSError, ValueError):  # a thread that ended
-            ran, waited, _ = map(int, file.read_text().split())
-            total = [total[0] + ran, total[1] + waited]
-    return total[0], total[1]

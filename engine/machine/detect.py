@@ -26,7 +26,7 @@ GRANTED_CPUS = "ISOBATCH_CPUS"
 """Environment variable with the cores that a launcher grants our processes on this machine."""
 CommandRunner = Callable[[list[str]], str | None]
 """Command line -> its standard output, or None where it fails."""
-QUERY = "index,uuid,name,memory.total,compute_cap"
+QUERY = "name,memory.total,compute_cap"
 PROBE = """
 import json, torch
 failure, p = "", []
@@ -204,62 +204,37 @@ class VisibleDevices:
 
 def detect_gpus(env: Mapping[str, str], execute: CommandRunner, root: Path = Path("/")) -> tuple[Gpu, ...]:
     """The visible GPUs. torch is asked only where nvidia-smi lists one, or `root` has a GPU's device file."""
+    if env.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1"):
+        return ()
     table = execute(["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits"]) or ""
-    listed = [
-        [cell.strip() for cell in line.split(",")] for line in table.splitlines() if line.count(",") == 4
-    ]
-    rows = visible_rows(listed, env.get("CUDA_VISIBLE_DEVICES"))
+    listed = [line.split(", ") for line in table.splitlines() if line.count(", ") == 2]
     own = len(list(root.glob(OWN_FILES)))
-    if not rows and (listed or not (own or any((root / name).exists() for name in SHARED_FILES))):
+    if not (listed or own or any((root / name).exists() for name in SHARED_FILES)):
         return ()
     answer = execute([sys.executable, "-c", PROBE])
     seen = VisibleDevices(**json.loads(answer.splitlines()[-1])) if answer else None
-    if seen and seen.devices:  # torch's order differs from nvidia-smi's where GPUs differ
+    if seen and seen.devices:  # its order differs from nvidia-smi's, and CUDA_VISIBLE_DEVICES selects
         chips = seen.chips or [""] * len(seen.devices)
         return tuple(
             make_gpu(name, memory, (major, minor), seen.architectures, chip)
             for (name, memory, major, minor), chip in zip(seen.devices, chips, strict=True)
         )
-    if rows:
-        return tuple(_from_row(row, seen) for row in rows)
-    hidden = env.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
-    return () if hidden or seen is None else _unlisted(own, seen)
-
-
-def _unlisted(count: int, seen: VisibleDevices) -> tuple[Gpu, ...]:
-    """GPUs of which only their device files are known; torch cannot use them.
-
-    Where there is none of NVIDIA's own files, the GPU may be one that torch is not made for: no GPU then,
-    unless torch complains of its driver.
-    """
-    if not count and "driver" not in seen.why_unusable:
-        return ()
-    gpu = make_gpu("NVIDIA GPU", 0, (0, 0), [], why_unusable=seen.why_unusable)
-    return (gpu,) * max(1, count)
-
-
-def visible_rows(rows: list[list[str]], asked: str | None) -> list[list[str]]:
-    """The rows that CUDA_VISIBLE_DEVICES selects: indices or UUID prefixes, up to the first invalid one."""
-    if asked is None:
-        return rows
-    chosen = []
-    for word in (part.strip() for part in asked.split(",")):
-        row = next((r for r in rows if word and (r[0] == word or r[1].startswith(word))), None)
-        if row is None and word.startswith("MIG-"):
-            row = rows[0] if rows else None
-        if row is None:
-            break
-        chosen.append(row)
-    return chosen
-
-
-def _from_row(row: list[str], seen: VisibleDevices | None) -> Gpu:
-    _, _, name, memory, capability = row
-    known, digits = find_gpu_model(name), re.fullmatch(r"(\d+)\.(\d+)", capability)
-    pair = (int(digits[1]), int(digits[2])) if digits else known.gpu.compute_capability if known else (0, 0)
     architectures, why = (seen.architectures, seen.why_unusable) if seen else (None, "")
-    size = int((positive(memory) or 0) * MIB)
-    return make_gpu(name, size, pair, architectures, why_unusable=why)
+    found = [
+        make_gpu(name, int((positive(mib) or 0) * MIB), _capability(number), architectures, why_unusable=why)
+        for name, mib, number in listed
+    ]
+    # Of the others only the device files are known. Where none is NVIDIA's own, the GPU may be one that torch
+    # is not made for: no GPU then, unless torch complains of its driver.
+    if not listed and seen and (own or "driver" in why):
+        found = [make_gpu("NVIDIA GPU", 0, (0, 0), [], why_unusable=why)] * max(1, own)
+    return tuple(found)
+
+
+def _capability(text: str) -> tuple[int, int]:
+    """Of a compute capability such as 8.9; (0, 0) where an old nvidia-smi names none."""
+    digits = re.fullmatch(r"(\d+)\.(\d+)", text.strip())
+    return (int(digits[1]), int(digits[2])) if digits else (0, 0)
 
 
 def make_gpu(

@@ -1,25 +1,31 @@
-"""The table of GPUs and their rates, and the rows that a name means. Imports no torch.
+"""The table of GPUs and their rates (gpus.csv), and the rows that a name means. Imports no torch.
 
 Peak rates are dense figures of the manufacturers' data sheets as commonly quoted: tensor cores with fp32
-accumulation, without sparsity. GeForce cards accumulate in fp32 at half of the advertised rate, which is
-twice their fp32 rate. Link rates are those of an all-reduce, not the advertised sum.
+accumulation, without sparsity; fp32 without tensor cores (TF32 stays off). GeForce cards accumulate in fp32
+at half of the advertised rate, which is twice their fp32 rate. Link rates are those of an all-reduce, not the
+advertised sum; networks between nodes are half of what a DGX's cards add up to.
+
+Sources: NVIDIA's GA102, AD102 and GB202 white papers and product pages for GeForce; data sheets of T4, V100,
+A10, A100, L4, L40S, H100, H200, DGX B200, RTX A6000, RTX 6000 Ada; AWS's G5 page for the A10G; AMD's data
+sheet of the MI300X.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 MIB = 2**20
 LAPTOP = r"laptop|mobile|max-q"
 PCIE = 10e9
-"""Bytes/s between GPUs without NVLink and without peer-to-peer copies."""
-PEER = 20e9
-"""Bytes/s between datacentre cards over PCIe 4, with peer-to-peer copies."""
+"""Bytes/s between GPUs without NVLink and without peer-to-peer copies (with them, over PCIe 4: 20e9)."""
 MIG_COMPUTE_SLICES = 7
 """Into how many compute slices MIG divides an A100, H100, H200 or B200."""
+SLICE = r"[ -]mig[ -](\d)g\.(\d+)gb\b.*"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,99 +78,30 @@ def is_mobile(name: str) -> bool:
     return re.search(LAPTOP, name, re.IGNORECASE) is not None
 
 
-def _gpu(
-    name: str,
-    mib: int,
-    capability: tuple[int, int],
-    rates: tuple[float, float, float],
-    link: float,
-) -> Gpu:
-    """`rates`: dense peaks in fp32 and in bf16 and fp16, TFLOP/s, where tensor cores are not used for fp32
-    (TF32 stays off); and GB/s of memory.
-    """
-    fp32, half, memory = (rate * scale for rate, scale in zip(rates, (1e12, 1e12, 1e9), strict=True))
-    return Gpu(
-        name=name,
-        memory_bytes=mib * MIB,
-        compute_capability=capability,
-        mobile=is_mobile(name),
-        peak_flops={"fp32": fp32, "fp16": half, "bf16": half if capability >= (8, 0) else None},
-        memory_bandwidth=memory,
-        link_bandwidth=link,
+def _model(row: Mapping[str, str]) -> GpuModel:
+    """The columns' units: MiB; TFLOP/s in fp32, and in fp16 and (from 8.0 on) bf16; GB/s; GiB."""
+    major, minor = map(int, row["capability"].split("."))
+    half = float(row["half_tflops"]) * 1e12
+    gpu = Gpu(
+        name=row["name"],
+        memory_bytes=int(row["mib"]) * MIB,
+        compute_capability=(major, minor),
+        mobile=is_mobile(row["name"]),
+        peak_flops={
+            "fp32": float(row["fp32_tflops"]) * 1e12,
+            "fp16": half,
+            "bf16": half if major >= 8 else None,
+        },
+        memory_bandwidth=float(row["memory_gb_s"]) * 1e9,
+        link_bandwidth=float(row["link_gb_s"]) * 1e9,
     )
+    host = int(row["host_cores"]), int(row["host_gib"]), float(row["network_gb_s"]) * 1e9
+    return GpuModel(row["pattern"], gpu, *host)
 
 
-def _geforce(
-    name: str, pattern: str, mib: int, capability: tuple[int, int], tflops: float, gb_s: float
-) -> GpuModel:
-    """A desktop card: `tflops` in fp32, `gb_s` of memory."""
-    gpu = _gpu(name, mib, capability, (tflops, 2 * tflops, gb_s), PCIE)
-    return GpuModel(pattern, gpu, 16, 64 if mib > 16000 else 32, 1.25e8)
-
-
-def _server(
-    name: str,
-    pattern: str,
-    mib: int,
-    capability: tuple[int, int],
-    rates: tuple[float, float, float],
-    link: float,
-    host: tuple[int, int, float],
-) -> GpuModel:
-    """A card with its `host`: cores, GiB, and bytes/s between nodes."""
-    return GpuModel(pattern, _gpu(name, mib, capability, rates, link), *host)
-
-
-AMPERE, ADA, BLACKWELL = (8, 6), (8, 9), (12, 0)
-CLOUD, DGX_A, DGX_H = (8, 32, 3e9), (12, 144, 100e9), (24, 256, 200e9)
-"""Hosts: (cores, GiB) per GPU, and bytes/s between nodes: half of what a DGX's network cards add up to."""
-# A name that contains another's pattern stands before it. Sources: NVIDIA's GA102, AD102 and GB202 white
-# papers and product pages for GeForce; data sheets of T4, V100, A10, A100, L4, L40S, H100, H200, DGX B200,
-# RTX A6000, RTX 6000 Ada; AWS's G5 page for the A10G; AMD's data sheet of the MI300X.
-MODELS = (
-    _server("rtx3050-laptop", "3050.*Laptop", 4096, AMPERE, (5.5, 11, 192), PCIE, (8, 16, 1.25e8)),
-    _geforce("rtx3060ti", r"3060 Ti", 8192, AMPERE, 16.2, 448),
-    _geforce("rtx3060", r"3060", 12288, AMPERE, 12.7, 360),
-    _geforce("rtx3070ti", r"3070 Ti", 8192, AMPERE, 21.7, 608),
-    _geforce("rtx3070", r"3070", 8192, AMPERE, 20.3, 448),
-    _geforce("rtx3080ti", r"3080 Ti", 12288, AMPERE, 34.1, 912),
-    _geforce("rtx3080", r"3080", 10240, AMPERE, 29.8, 760),
-    _geforce("rtx3090ti", r"3090 Ti", 24564, AMPERE, 40.0, 1008),
-    _geforce("rtx3090", r"3090", 24576, AMPERE, 35.6, 936),
-    _geforce("rtx4060ti-16gb", r"4060 Ti.*16", 16380, ADA, 22.1, 288),
-    _geforce("rtx4060ti", r"4060 Ti", 8188, ADA, 22.1, 288),
-    _geforce("rtx4060", r"4060", 8188, ADA, 15.1, 272),
-    _geforce("rtx4070ti-super", r"4070 Ti SUPER", 16376, ADA, 44.1, 672),
-    _geforce("rtx4070ti", r"4070 Ti", 12282, ADA, 40.1, 504),
-    _geforce("rtx4070-super", r"4070 SUPER", 12282, ADA, 35.5, 504),
-    _geforce("rtx4070", r"4070", 12282, ADA, 29.1, 504),
-    _server("rtx4080-laptop", "4080.*Laptop", 12282, ADA, (24.7, 49, 432), PCIE, (16, 32, 1.25e8)),
-    _geforce("rtx4080-super", r"4080 SUPER", 16376, ADA, 52.2, 736),
-    _geforce("rtx4080", r"4080", 16376, ADA, 48.7, 717),
-    _geforce("rtx4090", r"4090", 24564, ADA, 82.6, 1008),
-    _geforce("rtx5070ti", r"5070 Ti", 16303, BLACKWELL, 43.9, 896),
-    _geforce("rtx5070", r"5070", 12227, BLACKWELL, 30.9, 672),
-    _geforce("rtx5080", r"5080", 16303, BLACKWELL, 56.3, 960),
-    _geforce("rtx5090", r"5090", 32607, BLACKWELL, 104.8, 1792),
-    _server("t4", r"\bT4\b", 15360, (7, 5), (8.1, 65, 300), 6e9, (4, 16, 3e9)),
-    _server("v100-32gb", r"V100.*32GB", 32768, (7, 0), (15.7, 125, 900), 130e9, (8, 61, 3e9)),
-    _server("v100", r"V100", 16160, (7, 0), (15.7, 125, 900), 130e9, (8, 61, 3e9)),
-    _server("a10g", r"\bA10G\b", 23028, AMPERE, (31.5, 70, 600), PCIE, CLOUD),
-    _server("a10", r"\bA10\b", 23028, AMPERE, (31.2, 125, 600), PCIE, CLOUD),
-    _server("l40s", r"\bL40S\b", 46068, ADA, (91.6, 362, 864), PEER, (16, 128, 12.5e9)),
-    _server("l4", r"\bL4\b", 23034, ADA, (30.3, 121, 300), PCIE, CLOUD),
-    _server("rtx-a6000", r"RTX A6000", 49140, AMPERE, (38.7, 155, 768), PEER, (16, 64, 1.25e9)),
-    _server("rtx6000-ada", r"RTX 6000 Ada", 49140, ADA, (91.1, 364, 960), PEER, (16, 64, 1.25e9)),
-    _server("a100-40gb", r"A100.*40GB", 40536, (8, 0), (19.5, 312, 1555), 230e9, DGX_A),
-    _server("a100-80gb", r"A100", 81920, (8, 0), (19.5, 312, 2039), 230e9, DGX_A),
-    _server("h200", r"H200", 143771, (9, 0), (67, 989, 4800), 370e9, DGX_H),
-    _server("h100-pcie", r"H100.*PCIe", 81559, (9, 0), (51, 756, 2000), PEER, (16, 128, 12.5e9)),
-    _server("h100", r"H100", 81559, (9, 0), (67, 989, 3350), 370e9, DGX_H),
-    _server("b200", r"B200", 183359, (10, 0), (75, 2250, 8000), 700e9, (28, 256, 200e9)),
-    _server("mi300x", r"MI300X", 196592, (9, 4), (163.4, 1307, 5300), 300e9, (24, 256, 200e9)),
-)
-MACHINES = {model.gpu.name: model for model in MODELS}
-SLICE = r"[ -]mig[ -](\d)g\.(\d+)gb\b.*"
+with Path(__file__).with_name("gpus.csv").open(newline="") as _table:
+    MACHINES = {row["name"]: _model(row) for row in csv.DictReader(_table)}
+"""Name -> row. In the file a name that contains another's pattern stands before it."""
 
 
 def find_gpu_model(name: str) -> GpuModel | None:
@@ -172,9 +109,8 @@ def find_gpu_model(name: str) -> GpuModel | None:
     if slice_ := re.search(SLICE, name, re.IGNORECASE):
         whole = find_gpu_model(name[: slice_.start()])
         return whole and mig_slice(whole, int(slice_[1]), int(slice_[2]))
-    if name in MACHINES:
-        return MACHINES[name]
-    return next((m for m in MODELS if re.search(m.pattern, name, re.IGNORECASE)), None)
+    found = (m for m in MACHINES.values() if re.search(m.pattern, name, re.IGNORECASE))
+    return MACHINES.get(name) or next(found, None)
 
 
 def mig_slice(whole: GpuModel, compute: int, memory_gb: int) -> GpuModel:
@@ -182,13 +118,13 @@ def mig_slice(whole: GpuModel, compute: int, memory_gb: int) -> GpuModel:
 
     Slices exchange over PCIe alone.
     """
-    share, card = compute / MIG_COMPUTE_SLICES, whole.gpu
+    share, card, memory = compute / MIG_COMPUTE_SLICES, whole.gpu, memory_gb * 1024 * MIB
     part = dataclasses.replace(
         card,
         name=f"{card.name}-mig-{compute}g.{memory_gb}gb",
-        memory_bytes=memory_gb * 1024 * MIB,
+        memory_bytes=memory,
         peak_flops={name: peak and share * peak for name, peak in card.peak_flops.items()},
-        memory_bandwidth=card.memory_bandwidth * min(1.0, memory_gb * 1024 * MIB / card.memory_bytes),
+        memory_bandwidth=card.memory_bandwidth * min(1.0, memory / card.memory_bytes),
         link_bandwidth=PCIE,
     )
     return dataclasses.replace(whole, gpu=part)
@@ -198,15 +134,10 @@ def named_model(word: str) -> str | None:
     """The name of the row that `word` is, with or without spaces, dashes and the makers' words:
     `RTX 4090`, `4090`, `nvidia-h100-sxm5`.
     """
-    plain = _squeezed(word)
-    return next((name for name in MACHINES if _squeezed(name) in (plain, f"rtx{plain}")), None)
+    plain = squeezed(word)
+    return next((name for name in MACHINES if squeezed(name) in (plain, f"rtx{plain}")), None)
 
 
-def names_beginning(word: str) -> list[str]:
-    """The names of rows that begin with `word`, in the order of the alphabet."""
-    plain = _squeezed(word)
-    return sorted(name for name in MACHINES if plain and _squeezed(name).startswith(plain))
-
-
-def _squeezed(name: str) -> str:
+def squeezed(name: str) -> str:
+    """A name without spaces, dashes and the makers' words."""
     return re.sub(r"nvidia|geforce|tesla|instinct|amd|sxm\d?|[\s_-]", "", name.lower())

@@ -13,10 +13,9 @@ from isobatch.engine.machine.gpu_table import (
     MACHINES,
     SLICE,
     Gpu,
-    GpuModel,
     find_gpu_model,
     named_model,
-    names_beginning,
+    squeezed,
 )
 
 Kind = Literal["cuda", "mps", "cpu"]
@@ -67,7 +66,6 @@ class Hardware:
 UNITS = {"gb": GIB, "tb": 1024 * GIB}
 SIZE = r"(\d+(?:\.\d+)?)(gb|tb)"
 EXAMPLES = ("h100", "8xh100", "4x8xa100-80gb", "cpu:2x24gb", "mps:16gb")
-MOST_OFFERS = 8
 MOST_NODES, MOST_GPUS, MOST_CORES = 10_000, 72, 4096
 """The largest machines that are believed: nodes, GPUs of one node (an NVL72), cores."""
 
@@ -86,23 +84,13 @@ def parse_hardware(text: str) -> Hardware:
     match = re.fullmatch(r"(?:(\d+) ?x ?)?(?:(\d+) ?x ?)?(.*)", word, re.DOTALL)
     assert match is not None, "every word matches"
     first, second, name = match.groups()
-    model = _model(text, name)
-    nodes, gpus = (first, second) if second else ("1", first or "1")
-    return make_machine(model, _count(text, nodes, MOST_NODES), _count(text, gpus, MOST_GPUS))
-
-
-def _model(text: str, name: str) -> GpuModel:
-    """The row of the table that the NAME in `text` means. Raises UserError unless it is one."""
-    whole = re.sub(SLICE, "", name)
-    known = named_model(whole)
-    model = find_gpu_model(known + name[len(whole) :]) if known else None
+    card = re.sub(SLICE, "", name)
+    known = named_model(card)
+    model = find_gpu_model(known + name[len(card) :]) if known else None
     if model is None:
-        raise UserError(_unknown(text, whole))
-    return model
-
-
-def make_machine(model: GpuModel, nodes: int, gpus: int) -> Hardware:
-    """Nodes of equal GPUs, with the host that they are usually part of."""
+        raise UserError(_unknown(text, card))
+    nodes = _count(text, first if second else "1", MOST_NODES)
+    gpus = _count(text, second or first or "1", MOST_GPUS)
     return Hardware(
         kind="cuda",
         gpus=(model.gpu,) * gpus,
@@ -139,12 +127,10 @@ def _ram(text: str, digits: str, unit: str) -> int:
 
 
 def _unknown(text: str, name: str) -> str:
-    if offers := names_beginning(name):
+    """The error for a name that is no row of the table, with the rows that begin with it, or near ones."""
+    plain = squeezed(name)
+    if offers := sorted(row for row in MACHINES if plain and squeezed(row).startswith(plain)):
         count = text[: len(text.rstrip()) - len(name)].lower()
-        offered = " | ".join(count + offer for offer in offers[:MOST_OFFERS])
-        return f"--hardware {text}: did you mean {offered}?"
-    turned = re.fullmatch(r"(\D.*?) ?x ?(\d+)", name)
-    if turned and named_model(turned[1]):
-        return f"--hardware {text}: the count comes first (did you mean {turned[2]}x{turned[1]}?)"
+        return f"--hardware {text}: did you mean {' | '.join(count + offer for offer in offers)}?"
     hint = nearest_hint(name, MACHINES) or nearest_hint(text.lower(), EXAMPLES)
     return f"--hardware {text}: is no machine that I know{hint}; write {', '.join(EXAMPLES)} ..."

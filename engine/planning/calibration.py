@@ -20,7 +20,6 @@ TYPICAL_CORE = Ceilings(
     call_seconds=7e-6,
     recurrent_seconds=4e-4,
     adamw=9e8,
-    waited=0.0,
 )
 """Of a core, for machines that are only named (measured on two cores of an AMD EPYC with AVX512_BF16)."""
 EMULATED_BF16 = 0.2

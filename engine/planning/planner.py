@@ -195,21 +195,11 @@ def _basis(case: PlanningCase) -> tuple[bool, str]:
     """(whether measurements on this kind of device stand behind the predictions, in words)."""
     card = case.hardware.gpu.card if case.device != "cpu" else None
     if case.device == "cpu":
-        return True, _basis_of_rates(case.measured)
+        rates = "this processor's measured" if case.measured else "a typical processor's"
+        return True, f"by {rates} rates"
     if card in MEASURED:
         return True, f"constants were measured on {card}"
     return False, "uncalibrated: fitted to published figures, no measurement of ours stands behind it"
-
-
-def _basis_of_rates(measured: Ceilings | None) -> str:
-    if measured is None:
-        return "by a typical processor's rates"
-    if not measured.disturbed:
-        return "by this processor's measured rates"
-    return (
-        f"by this processor's rates, too low: other programs held {measured.waited:.0%} of it while they were"
-        " measured"
-    )
 
 
 def with_smaller_budget(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:

@@ -15,7 +15,6 @@ from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.remote_copy import RemoteCopies
 from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.distributed.stop_signals import StopFlag
-from isobatch.engine.machine.ceilings import CoreWait
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
@@ -72,7 +71,6 @@ class RunContext:
         self.first_step_at: float | None = None
         """Time (seconds since 1970) at the end of this process's first step."""
         self.peak_memory = PeakMemory(world.device)
-        self.core_wait = CoreWait()
         self.resumed_from: str | None = None
         self.last_evaluation = ""
         """What was shown of it."""
@@ -197,7 +195,6 @@ class RunContext:
             "reason": reason,
             **summarize(self.recipe, session.plan, self.progress, session.model, held_out),
             "startup_seconds": startup_seconds(self.first_step_at),
-            "core_wait": round(self.core_wait.share(), 4),
             **self.peak_memory.fields(),
             "monitor": self.task.best_metric[0],
             "resumed_from": self.resumed_from,

@@ -3,28 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import os
-import threading
-import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.core.facts import Facts
 from isobatch.engine.machine import ceilings
-from isobatch.engine.machine.ceilings import DISTURBED, WIDTHS, Ceilings, CoreWait
+from isobatch.engine.machine.ceilings import WIDTHS, Ceilings
 from isobatch.engine.machine.hardware import Hardware
-from isobatch.engine.planning.calibration import (
-    typical_ceilings,
-)
-from isobatch.models.base import ModelSize
+from isobatch.engine.planning.calibration import typical_ceilings
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 HERE = Hardware(kind="cpu", cpus=2, ram_bytes=24 * 2**30, source="detected")
-FACTS = Facts(fingerprint="x", folder="", samples={"train": 1000}, lengths=(32, 64, 128))
-SIZE = ModelSize(
-    parameters=10_000_000, trainable=10_000_000, layers=4, hidden=256, heads=4, intermediate=1024
-)
 
 
 def test_ceilings_are_measured_once_and_read_afterwards(
@@ -47,40 +38,6 @@ def test_ceilings_are_measured_once_and_read_afterwards(
     assert ceilings.ceilings_of(dataclasses.replace(HERE, cpus=4), tmp_path) == rates, "other cores"
     assert len(calls) == 2
     assert ceilings.ceilings_of(dataclasses.replace(HERE, source="asked"), tmp_path) is None
-
-
-def test_disturbed_rates_are_measured_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    typical = typical_ceilings(2)
-    found = iter([dataclasses.replace(typical, gelu=1.0, waited=0.4), typical])
-    monkeypatch.setattr(ceilings, "measure", lambda _: next(found))
-    for _ in range(2):
-        slow = ceilings.ceilings_of(HERE, tmp_path)
-        assert slow is not None, "not at once again"
-        assert slow.gelu == 1.0
-    os.utime(next(tmp_path.iterdir()), (0, 0))
-    assert ceilings.ceilings_of(HERE, tmp_path) == typical
-    os.utime(next(tmp_path.iterdir()), (0, 0))
-    assert ceilings.ceilings_of(HERE, tmp_path) is not None, "kept: there is no third measurement"
-
-
-@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps no such account")
-def test_other_programs_are_noticed() -> None:
-    """Threads that share one core wait for each other as they would for other programs."""
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(cores)})
-    try:
-        wait = CoreWait()
-        threads = [threading.Thread(target=hashlib.pbkdf2_hmac, args=("sha256", b"", b"", 300_000))
-                   for _ in range(2)]  # fmt: skip
-        for thread in threads:
-            thread.start()
-        time.sleep(0.1)
-        share = wait.share()
-        for thread in threads:
-            thread.join()
-    finally:
-        os.sched_setaffinity(0, cores)
-    assert share > DISTURBED
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"matmul": [1]}', "[1, 2]", "null"])
