@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from isobatch.launch.doctor.run_checks import check_run
 from isobatch.launch.local.arguments import command_options, split_words
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from isobatch.launch.doctor.check import Check
 
@@ -42,21 +43,17 @@ def doctor(words: Sequence[str]) -> int:
     if len(positional) > 1:
         raise UserError("doctor: give the folder of one run, or none to look at this machine")
     checks = check_run(Path(positional[0]).expanduser()) if positional else check_machine(Path(options.out))
-    found = list(checks) if options.json else _shown(checks)
+    found = []
+    for check in checks:
+        found.append(check)
+        if not options.json:  # as soon as it is known
+            print(printable(line(check)), flush=True)
+    count = Counter(check.state for check in found)
     if options.json:
         print(atomic_files.json_text({"checks": [asdict(check) for check in found]}))
     else:
-        print(_verdict(found))
-    return FAILED if any(check.state == "broken" for check in found) else DONE
-
-
-def _shown(checks: Iterator[Check]) -> list[Check]:
-    """All of them, each printed as soon as it is known."""
-    found = []
-    for check in checks:
-        print(printable(line(check)), flush=True)
-        found.append(check)
-    return found
+        print(f"{count['broken']} broken, {count['warning']} warnings, of {len(found)} checks")
+    return FAILED if count["broken"] else DONE
 
 
 def line(check: Check) -> str:
@@ -65,10 +62,3 @@ def line(check: Check) -> str:
     text = " ".join(check.text.split())
     remedy = f"\n{'':<{STATE_WIDTH + NAME_WIDTH}}-> {check.remedy}" if check.remedy else ""
     return f"{state}{check.name:<{NAME_WIDTH}}{text}{remedy}"
-
-
-def _verdict(found: list[Check]) -> str:
-    counts = {state: sum(check.state == state for check in found) for state in ("broken", "warning")}
-    if not any(counts.values()):
-        return f"all {len(found)} checks are well"
-    return f"{counts['broken']} broken, {counts['warning']} warnings, of {len(found)} checks"

@@ -1,60 +1,59 @@
-"""Everything that is checked of this machine, in an order that lets the slow probes work meanwhile."""
+"""What is checked of this machine: most lines by a look, those of `probes_for` by processes that compute."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import os
+import shutil
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import hub_cache
+from isobatch.core.measures import format_bytes
 from isobatch.core.package import cache_folder
 from isobatch.engine.machine.detect import OWN_FILES, detect
-from isobatch.launch.doctor import devices, software, storage
-from isobatch.launch.doctor.probes import Child, Probe
-from isobatch.launch.doctor.software import reinstall
+from isobatch.engine.runs.slurm_queue import run_slurm
+from isobatch.launch.clusters.slurm.client import is_usable
+from isobatch.launch.doctor.check import Check, broken, ok, warning
+from isobatch.launch.doctor.probes import Probe, try_out
+from isobatch.launch.doctor.software import PIP, check_variables, check_versions, installed_version
 from isobatch.launch.local.interfaces import loopback_interface
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from isobatch.launch.doctor.check import Check
+    from isobatch.engine.machine.hardware import Hardware
 
 ROOT = Path("/")
-COMPILE = Probe(
-    "torch.compile",
-    "compiled",
-    "--compile off trains without it; its message in full: TORCH_LOGS=+inductor",
-    needed_by="--compile on and --compile reduce-overhead",
-    seconds=10.0,  # a first compilation takes 8 s: one that is still at work then has met no error
-    patient=False,
-)
-TORCH = Probe("torch", "arithmetic", reinstall("torch"))
+GB = 10**9
+FULL_BYTES, SCARCE_BYTES, SMALLEST_SHM = GB // 2, 5 * GB, GB
+ASK_SECONDS = 8.0
+REINSTALL = f"{PIP} install --force-reinstall"
+NEW_TORCH = f"{PIP} install --upgrade torch, with the --index-url that pytorch.org names for this machine"
+TORCH = Probe("torch", "arithmetic", f"{REINSTALL} torch", {"device": "cpu"})
 GLOO = Probe(
     "gloo",
     "all_reduce",
     "unset GLOO_SOCKET_IFNAME; ip link set lo up; a firewall must let this machine reach itself",
     {"backend": "gloo", "processes": 2},
 )
-NCCL = Probe(
-    "nccl",
-    "all_reduce",
+NCCL = (
     "NCCL_DEBUG=INFO isobatch doctor says why; nvidia-smi topo -m shows the links; unset NCCL_P2P_DISABLE, or"
-    " try NCCL_P2P_DISABLE=1; a larger /dev/shm",
+    " try NCCL_P2P_DISABLE=1; a larger /dev/shm"
 )
 BITSANDBYTES = Probe(
     "bitsandbytes",
     "imported",
-    reinstall("bitsandbytes>=0.49"),
+    f'{REINSTALL} "bitsandbytes>=0.49"',
     {"module": "bitsandbytes"},
     needed_by="--load-bits, --adapter qlora and 8-bit optimizers",
 )
 DEEPSPEED = Probe(
     "DeepSpeed",
     "imported",
-    f"{reinstall('deepspeed>=0.19')}; where it asks for CUDA_HOME: install CUDA's compiler (nvcc) and export"
+    f'{REINSTALL} "deepspeed>=0.19"; where it asks for CUDA_HOME: install CUDA\'s compiler (nvcc) and export'
     " CUDA_HOME=/usr/local/cuda",
     {"module": "deepspeed"},
     needed_by="--strategy zero1, zero2 and zero3",
@@ -63,44 +62,129 @@ DEEPSPEED = Probe(
 
 def check_machine(out: Path) -> Iterator[Check]:
     """Every check, as soon as it is known. `out`: the folder of runs."""
-    load = os.getloadavg()[0]
-    with contextlib.ExitStack() as stack:
-
-        def begin(probe: Probe) -> Child:
-            child = Child(probe, _on_loopback())
-            stack.callback(child.stop)
-            return child
-
-        compiled, *others = map(begin, (COMPILE, TORCH, GLOO, *filter(_is_here, (BITSANDBYTES, DEEPSPEED))))
-        hardware = detect()
-        usable = [number for number, gpu in enumerate(hardware.gpus) if gpu.supported]
-        if usable:
-            with_all = dataclasses.replace(NCCL, arguments={"backend": "nccl", "processes": len(usable)})
-            others += map(begin, [*map(devices.gpu_probe, usable), with_all])
-
-        yield from software.check_versions(software.requirements())
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):  # as `auto` starts its processes
+        os.environ.setdefault(name, loopback_interface())
+    hardware = detect()
+    probes = probes_for(hardware)
+    with ThreadPoolExecutor(len(probes)) as pool:
+        tried = pool.map(try_out, probes)
+        yield from check_versions()
         listed = len(list(ROOT.glob(OWN_FILES)))
-        yield from software.check_variables(
-            os.environ, cores=hardware.cpus, gpus=len(hardware.gpus), listed_gpus=listed
-        )
-        yield devices.check_cores(hardware.cpus, os.cpu_count() or 1, load)
-        yield devices.check_memory(ROOT, hardware.ram_bytes)
+        yield from check_variables(os.environ, hardware.cpus, len(hardware.gpus), listed)
+        yield check_cores(hardware.cpus, os.cpu_count() or 1)
+        yield check_compiler()
         if sys.platform == "linux":
-            yield devices.check_shm(ROOT / "dev" / "shm")
-        yield from storage.check_folder("runs", out, "--out")
-        yield from storage.check_folder("prepared data", cache_folder(), "ISOBATCH_CACHE")
-        yield storage.check_hub(hub_cache.is_reachable())
-        yield storage.check_slurm()
-        yield from devices.check_gpus(hardware)
-        for child in (*others, compiled):
-            yield child.check()
+            yield check_shm(ROOT / "dev" / "shm")
+        yield from check_folder("runs", out, "--out")
+        yield from check_folder("prepared data", cache_folder(), "ISOBATCH_CACHE")
+        reached = hub_cache.is_reachable()
+        yield ok(
+            "Hub", "accepts connections" if reached else "not reachable (HTTPS_PROXY?): local files serve"
+        )
+        yield check_slurm()
+        yield from check_gpus(hardware)
+        yield from tried
 
 
-def _is_here(library: Probe) -> bool:
-    return software.installed_version(library.name.lower()) is not None
+def probes_for(hardware: Hardware) -> list[Probe]:
+    """What is tried: torch, sums over processes, and libraries that are here and often broken."""
+    found = [TORCH, GLOO, *(p for p in (BITSANDBYTES, DEEPSPEED) if installed_version(p.name.lower()))]
+    usable = [n for n, gpu in enumerate(hardware.gpus) if gpu.supported] if hardware.kind == "cuda" else []
+    if usable:
+        found.append(Probe("nccl", "all_reduce", NCCL, {"backend": "nccl", "processes": len(usable)}))
+    return found + [gpu_probe(number) for number in usable]
 
 
-def _on_loopback() -> dict[str, str]:
-    """As `auto` starts its processes; what the user set stays, so that its mistakes are met."""
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    return {name: os.environ.get(name, loopback_interface()) for name in names}
+def gpu_probe(number: int) -> Probe:
+    """Whether a GPU that torch may use computes rightly and has its memory free."""
+    remedy = f"nvidia-smi lists its processes and errors (-q -d ECC,PAGE_RETIREMENT); {NEW_TORCH}"
+    return Probe(f"GPU {number}", "arithmetic", remedy, {"device": f"cuda:{number}"})
+
+
+def check_gpus(hardware: Hardware) -> list[Check]:
+    """A line for each GPU that torch cannot use, and where there is none; the others are tried."""
+    if not hardware.gpus or hardware.kind == "mps":
+        return [ok("GPU", "none: the processor trains" if not hardware.gpus else "that of Apple's chip")]
+    remedy = f"{NEW_TORCH}; or install a newer driver (nvidia.com/drivers) and restart"
+    return [
+        broken(f"GPU {n}", f"{gpu.name}: {gpu.why_unusable or 'this torch has no kernels for it'}", remedy)
+        for n, gpu in enumerate(hardware.gpus)
+        if not gpu.supported
+    ]
+
+
+def check_cores(usable: int, total: int) -> Check:
+    """`usable`: within affinity, quota and Slurm's allocation; `total`: that the machine has."""
+    text = f"this shell may use {usable} of {total}"
+    if usable == 1 and total > 1:
+        return warning("cores", text, "srun --cpus-per-task=8, docker run --cpus=8, or leave taskset away")
+    return ok("cores", text)
+
+
+def check_compiler() -> Check:
+    """What torch.compile hands its code to."""
+    if found := next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), None):
+        return ok("C++ compiler", found)
+    return warning("C++ compiler", "none, and --compile on needs one", "apt install g++, or --compile off")
+
+
+def check_shm(folder: Path) -> Check:
+    """/dev/shm, through which loader processes and NCCL exchange data."""
+    free = shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else 0
+    text = f"{format_bytes(free)} are free for loader processes and NCCL"
+    remedy = "docker run --shm-size=8g (or --ipc=host), or: sudo mount -o remount,size=8g /dev/shm"
+    return ok("/dev/shm", text) if free >= SMALLEST_SHM else warning("/dev/shm", text, remedy)
+
+
+def check_folder(name: str, folder: Path, flag: str) -> list[Check]:
+    """Lines on a folder that may not be there yet. `flag`: what names another one."""
+    path = folder.expanduser().absolute()
+    place = next(one for one in (path, *path.parents) if one.is_dir())
+    elsewhere = f"choose a folder on another disk ({flag})"
+    try:
+        with tempfile.TemporaryDirectory(dir=place, prefix=".isobatch-doctor-") as made:
+            return [
+                check_space(name, place, shutil.disk_usage(place), elsewhere),
+                check_locks(name, made, elsewhere),
+            ]
+    except OSError as error:
+        return [broken(name, f"{place}: {error.strerror}", f"df -h {place}; chmod u+w {place}; {elsewhere}")]
+
+
+def check_space(name: str, folder: Path, usage: Any, elsewhere: str) -> Check:
+    """`usage`: of shutil.disk_usage."""
+    text = f"{folder}: {format_bytes(usage.free)} are free"
+    if usage.free >= SCARCE_BYTES:
+        return ok(f"{name} space", text)
+    say = broken if usage.free < FULL_BYTES else warning
+    return say(f"{name} space", text, f"du -sh {folder}/* shows what is large; {elsewhere}")
+
+
+def check_locks(name: str, folder: str, elsewhere: str) -> Check:
+    """Whether a lock that is held is refused to another: it keeps two processes from training one run."""
+    from filelock import FileLock, Timeout
+
+    problem = "a lock that is held is given to another"
+    try:
+        with FileLock(f"{folder}/lock", timeout=0), FileLock(f"{folder}/lock", timeout=0):
+            pass
+    except Timeout:
+        return ok(f"{name} locks", "a lock that is held is refused to others")
+    except (OSError, NotImplementedError) as error:
+        problem = str(error)
+    return broken(f"{name} locks", f"{problem}; two processes could train one run", elsewhere)
+
+
+def check_slurm() -> Check:
+    """Its controller and its nodes. No Slurm is no fault."""
+    if shutil.which("sinfo") is None:
+        return ok("Slurm", "none here")
+    asked = run_slurm("sinfo", "-h", "-N", "-o", "%N %T", seconds=ASK_SECONDS)
+    if asked.no_cluster:
+        return ok("Slurm", "its commands are installed, and no cluster is configured")
+    if asked.code:
+        return broken("Slurm", f"does not answer: {asked.error}", "scontrol ping; systemctl status munge")
+    states = dict(line.split()[:2] for line in asked.out.splitlines() if len(line.split()) > 1)
+    usable = sum(map(is_usable, states.values()))
+    text = f"answers; {usable} of {len(states)} nodes can run jobs"
+    return ok("Slurm", text) if usable else warning("Slurm", text, "sinfo -R says why; jobs wait until then")

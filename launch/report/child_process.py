@@ -13,20 +13,21 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def call_in_child(target: str, **arguments: Any) -> Any:
+def call_in_child(target: str, seconds: float | None = None, /, **arguments: Any) -> Any:
     """The result of isobatch's `module:function`, called in a new process; all values are JSON.
 
-    Raises RuntimeError with the end of its error output where the process fails.
+    Raises RuntimeError with the end of its error output where the process fails, and
+    subprocess.TimeoutExpired where it takes longer.
     """
     words = own_command("call", target, json.dumps(arguments))
-    ended = subprocess.run(words, capture_output=True, text=True, check=False)
+    ended = subprocess.run(words, capture_output=True, text=True, check=False, timeout=seconds)
     if ended.returncode:
         raise RuntimeError(f"{target} in a child ended with {ended.returncode}: {ended.stderr[-2000:]}")
     return json.loads(ended.stdout.splitlines()[-1])
 
 
 def call(words: Sequence[str]) -> int:
-    """Usage: call MODULE:FUNCTION JSON, in a process that `report` starts."""
+    """Usage: call MODULE:FUNCTION JSON, in a process that `report` or `doctor` starts."""
     target, arguments = words
     module, _, function = target.partition(":")
     found = getattr(importlib.import_module(f"isobatch.{module}"), function)(**json.loads(arguments))

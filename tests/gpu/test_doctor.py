@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from isobatch.launch.doctor import devices, machine
-from isobatch.launch.doctor.probes import Child, Probe
+from isobatch.engine.machine.detect import detect
+from isobatch.launch.doctor import machine, probes
 from isobatch.tests.gpu.helpers import gpu_only
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import pytest
+
 pytestmark = gpu_only
-SECONDS = 180.0
 
 
-def probes() -> list[Probe]:
-    count = torch.cuda.device_count()
-    nccl = dataclasses.replace(machine.NCCL, arguments={"backend": "nccl", "processes": count})
-    return [machine.COMPILE, nccl, *map(devices.gpu_probe, range(count))]
-
-
-def test_every_gpu_computes_compiles_and_sums() -> None:
-    for probe in probes():
-        check = Child(dataclasses.replace(probe, seconds=SECONDS, patient=True)).check()
+def test_every_gpu_computes_and_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "SECONDS", 180.0)
+    for check in map(probes.try_out, machine.probes_for(detect())):
         assert check.state == "ok", check
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -59,12 +57,6 @@ def test_why_a_run_failed(reason: str, remedy: str, tmp_path: Path) -> None:
     assert "{}" not in found["state"].remedy
 
 
-def test_a_run_that_was_killed(tmp_path: Path) -> None:
-    found = found_in(run_of(tmp_path))
-    assert "how it ended nobody wrote" in found["state"].text
-    assert "isobatch resume" in found["state"].remedy
-
-
 def test_a_killed_run_is_as_far_as_its_last_checkpoint(tmp_path: Path) -> None:
     """Of many steps one in some is logged, and what is saved between two of those is not lost."""
     run = run_of(tmp_path)
@@ -72,7 +64,9 @@ def test_a_killed_run_is_as_far_as_its_last_checkpoint(tmp_path: Path) -> None:
         (run.checkpoints / name).mkdir(parents=True)
         atomic_files.write_json(run.checkpoints / name / "index.json", {})
     (run.checkpoints / "train-20").mkdir()
-    assert "step 9 of 300" in found_in(run)["state"].text, "the others are not whole"
+    state = found_in(run)["state"]
+    assert "step 9 of 300; how it ended nobody wrote" in state.text, "the others are not whole"
+    assert "isobatch resume" in state.remedy
 
 
 LOG = """\
@@ -94,12 +88,8 @@ def test_the_last_error_is_that_of_the_rank_that_failed_first(tmp_path: Path) ->
     (run.folder / "launcher.log").write_text(LOG)
     found = found_in(run)
     assert found["last error"].text == "rank 1: ValueError: row 12 has no label"
-
-
-def test_a_lost_connection_is_told_where_nothing_else_is(tmp_path: Path) -> None:
-    run = run_of(tmp_path)
     (run.folder / "launcher.log").write_text("\n".join(LOG.splitlines()[3:4]))
-    assert "Connection closed by peer" in found_in(run)["last error"].text
+    assert "Connection closed by peer" in found_in(run)["last error"].text, "where nothing else is told"
 
 
 def test_what_slurm_wrote_when_it_ended_a_job(tmp_path: Path) -> None:
@@ -133,10 +123,9 @@ def test_a_damaged_row_is_found_and_one_that_is_being_written_is_not(tmp_path: P
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder"):
-        list(run_checks.check_run(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match="none of a run's files"):
-        list(run_checks.check_run(tmp_path))
+    for folder in (tmp_path / "nowhere", tmp_path):
+        with pytest.raises(UserError, match="there is no run"):
+            list(run_checks.check_run(folder))
 
 
 def test_a_run_that_links_elsewhere_is_refused(tmp_path: Path) -> None:
@@ -152,17 +141,17 @@ def test_a_run_that_links_elsewhere_is_refused(tmp_path: Path) -> None:
         (
             [WAITS, {**WAITS, "rank": 1}, {**STEP_12, "rank": 2}, {**WAITS, "rank": 3}],
             "rank 2 at step 12, micro-batch 1 of 2, in read (mine.py:7); "
-            "ranks 0-1, 3 at step 12, waiting in an all-reduce",
+            "ranks 0, 1, 3 at step 12, waiting in an all-reduce",
         ),
         (
             [WAITS, {**STEP_12, "rank": 1, "silent_seconds": 300.0}],
-            "rank 1 says nothing for 300 s; it was at step 12, micro-batch 1 of 2, in read (mine.py:7); "
+            "rank 1 (silent for 300 s) at step 12, micro-batch 1 of 2, in read (mine.py:7); "
             "rank 0 at step 12, waiting in an all-reduce",
         ),
         ([WAITS, {"rank": 1}], "rank 1 was never heard of; rank 0 at step 12, waiting in an all-reduce"),
         (
             [WAITS, {**WAITS, "rank": 1}],
-            "ranks 0-1 at step 12, waiting in an all-reduce; each waits for the others",
+            "ranks 0, 1 at step 12, waiting in an all-reduce; each waits for the others",
         ),
     ],
 )
@@ -183,9 +172,6 @@ def test_a_run_that_moves_is_well() -> None:
     slow = {"ranks": [{**STEP_12, "rank": 0, "still_seconds": 100.0}]}
     assert check_ranks(slow, 3.0, True, "r").state == "broken"
     assert check_ranks(slow, 3.0, True, "r", step_seconds=30.0).state == "ok", "its steps are that long"
-    assert check_ranks(record, 300.0, True, "r").text.startswith(
-        "rank 0 (4242 on n1) wrote nothing for 300 s"
-    )
     assert check_ranks(record, 300.0, False, "r").text.startswith("in the ten seconds before it ended: ")
 
 
@@ -196,14 +182,6 @@ def test_a_damaged_record_of_ranks(content: str, tmp_path: Path, monkeypatch: py
     for training in (True, False):
         monkeypatch.setattr(RunFolder, "is_training", lambda _, value=training: value)
         assert found_in(run)["ranks"].state in ("warning", "ok", "broken")
-
-
-def test_a_run_without_a_record_of_ranks_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_of(tmp_path)
-    monkeypatch.setattr(RunFolder, "is_training", lambda _: True)
-    assert "ranks" not in found_in(run)
-    os.utime(run.metrics, (time.time() - 900, time.time() - 900))
-    assert "no step was logged for 9" in found_in(run)["ranks"].text
 
 
 def test_exit_codes_and_json(tmp_path: Path, say: Say) -> None:
