@@ -6,10 +6,8 @@ user's flags. From then on it is complete: recipe.json holds every value.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 DEMO = "demo"
-DERIVED = {"options", "scaled_from", "starts_from"}
+DERIVED = {"options", "starts_from"}
 """Fields of a recipe that are no flags."""
 TASK_CODE = "code"
 """Among the options of a user's own task: the hash of its files. It is no flag."""
@@ -124,13 +122,8 @@ class Recipe:
     --shuffle-window groups among themselves, so that each group is read once; data in a store has this."""
     shuffle_window: Positive = 32
     """Groups whose samples are mixed by --order shards: more mix better and take longer to begin."""
-    on_spike: Literal["warn", "skip", "rollback"] = "warn"
-    """What to do where the loss or gradient norm of a step jumps: say so; go back and leave the step out; or
-    leave out the 20 steps before it as well."""
     options: dict[str, Any] = field(default_factory=dict, metadata={"derived": True})
     """The task's own fields."""
-    scaled_from: dict[str, Any] | None = field(default=None, metadata={"derived": True})
-    """Set by --scale-batch: the batch size and learning rate before scaling, and the rule."""
     starts_from: dict[str, Any] | None = field(default=None, metadata={"derived": True})
     """Set by --from: the run, the checkpoint and its digest whose weights this run begins with."""
 
@@ -186,18 +179,3 @@ class Recipe:
         """SHA-256 over every field, in hex."""
         text = json.dumps(self.to_dict(), sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()
-
-    def scaled(self, factor: float, rule: Literal["sqrt", "linear", "none"]) -> Recipe:
-        """A NEW recipe with `factor` times the batch size and the learning rate that `rule` gives.
-
-        sqrt keeps the noise scale of Adam (Malladi et al. 2022), linear that of SGD (Goyal et al. 2017).
-        Raises UserError where the batch would be smaller than one sample.
-        """
-        batch = round(self.batch_size * factor)
-        if batch < 1:
-            raise UserError(
-                f"--scale-batch {factor:g}: makes the batch of {self.batch_size} smaller than one sample"
-            )
-        growth = {"sqrt": math.sqrt(factor), "linear": factor, "none": 1.0}[rule]
-        origin = {"batch_size": self.batch_size, "lr": self.lr, "rule": rule}
-        return dataclasses.replace(self, batch_size=batch, lr=self.lr * growth, scaled_from=origin)

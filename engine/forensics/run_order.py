@@ -14,7 +14,6 @@ from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.data.base import Data, Source
 from isobatch.engine.loading.sampler import Sampler, make_sampler
-from isobatch.engine.optimization.left_out import LeftOut, left_out_steps
 from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.metrics_log import SEAL
@@ -51,8 +50,6 @@ class RunOrder:
     schedules: list[PhaseSchedule]
     counted: dict[str, int]
     """Phase -> its steps that the log counts."""
-    left_out: LeftOut
-    """Steps that the run leaves out."""
 
     def sightings(self, rows: Sequence[int]) -> dict[int, list[Sighting]]:
         """Row -> the steps that the log counts and that hold it; in order, and as often as a step holds it.
@@ -60,11 +57,10 @@ class RunOrder:
         """
         found: dict[int, list[Sighting]] = {row: [] for row in rows}
         for schedule in self.schedules:
-            left_out = self.left_out.get(schedule.name, ())
             for step, batch in enumerate(
                 itertools.islice(self.sampler.batches(), self.counted[schedule.name]), 1
             ):
-                for row in batch[np.isin(batch, rows)].tolist() if step not in left_out else ():
+                for row in batch[np.isin(batch, rows)].tolist():
                     found[row].append(Sighting(schedule.name, step, self.epoch_of(step)))
         return found
 
@@ -87,7 +83,7 @@ def open_order(run: RunFolder, at_hand: bool) -> RunOrder:
     sampler = make_sampler(recipe, source or CountedSource(facts, data), task.cohort)
     schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
     counted = counted_steps(run, schedules)
-    return RunOrder(data, facts, source, sampler, schedules, counted, left_out_steps(run))
+    return RunOrder(data, facts, source, sampler, schedules, counted)
 
 
 def counted_steps(run: RunFolder, schedules: Sequence[PhaseSchedule]) -> dict[str, int]:

@@ -70,14 +70,12 @@ def step_answer(order: RunOrder, step: int, phase: str | None) -> dict[str, Any]
     """The rows of a step, in the recipe's order. Raises UserError."""
     schedule = _phase(order, step, phase)
     rows = order.sampler.batch(step - 1).tolist()
-    left_out = step in order.left_out.get(schedule.name, ())
     return {
         "phase": schedule.name,
         "step": step,
         "epoch": order.epoch_of(step),
         "steps": schedule.steps,
-        "counted": step <= order.counted[schedule.name] and not left_out,
-        **({"left_out": True} if left_out else {}),
+        "counted": step <= order.counted[schedule.name],
         "rows": [{"row": row, "text": text} for row, text in zip(rows, previews(order, rows), strict=True)],
     }
 

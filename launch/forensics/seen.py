@@ -156,8 +156,6 @@ def _step_lines(step: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[
     phase = f" of phase {step['phase']}" if len(answer["steps"]) > 1 else ""
     when = "was not reached" if answer["status"] == "done" else "is still to come"
     held = "saw" if step["counted"] else f"{when} ({_progress(answer)}) and holds"
-    if step.get("left_out"):
-        held = "is left out: training does not see its"
     yield f"step {step['step']:,}{phase} (epoch {step['epoch']}) {held} {_count(len(rows), 'row')}:"
     for row in rows:
         text = "" if row["text"] is None else f"  {row['text']}"

@@ -13,7 +13,7 @@ import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
@@ -42,10 +42,6 @@ SWITCHES = ("json", "png", "trust", "now", "follow", "watch", "quiet", "again", 
 class BatchScaling:
     """Flags that change the global batch of the recipe."""
 
-    scale_batch: number_ranges.Rate | None = None
-    """Train with this many times the global batch: a NEW recipe, which says what it was scaled from."""
-    lr_rule: Literal["sqrt", "linear", "none"] = "sqrt"
-    """How the learning rate follows a scaled batch: sqrt, linear or none."""
     per_device_batch_size: number_ranges.Positive | None = None
     """With --gradient-accumulation-steps and --processes: the global batch in other tools' words."""
     gradient_accumulation_steps: number_ranges.Positive | None = None
@@ -353,6 +349,10 @@ LEFT = {
     "critical_batch": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
     "noise_scale_every": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
     "remember": "type the flags that `tune` prints",
+    "on_spike": "lower --lr, lengthen --warmup or --clip; `replay RUN --step N` shows the samples of a step",
+    "skip_step": "go on with other data or a lower rate, as in `auto --from RUN --lr 1e-5`",
+    "scale_batch": "give --batch-size and --lr themselves",
+    "lr_rule": "give --batch-size and --lr themselves",
     "gbce_t": "use --loss bce",
     "text_dedup": "leave it out: a text is encoded once a batch",
     "pooling": "leave it out: a text's vector is the mean of its tokens' states",
@@ -407,6 +407,4 @@ def _with_batch_scaling(
             f"{' x '.join(f'{spelling(n)} {k}' for n, k in given.items())} is a global batch of"
             f" {recipe.batch_size}, on any number of processes"
         )
-    if scaling.scale_batch is not None:
-        recipe = recipe.scaled(scaling.scale_batch, scaling.lr_rule)
     return recipe, notes

@@ -45,18 +45,6 @@ def test_every_machine_without_a_network(machine: str, tmp_path: Path) -> None:
     assert plan["device"] == ("cpu" if machine.startswith("cpu") else "cuda")
 
 
-def test_scale_batch_is_a_new_recipe(tmp_path: Path) -> None:
-    words = ["plan", "--task", RAGGED, "--json"]
-    one = json.loads(launch(*words, cwd=tmp_path).stdout)["recipe"]
-    other = json.loads(launch(*words, "--scale-batch", "4", "--lr-rule", "sqrt", cwd=tmp_path).stdout)[
-        "recipe"
-    ]
-    assert other["batch_size"] == 4 * one["batch_size"]
-    assert other["lr"] == pytest.approx(2 * one["lr"])
-    assert other["scaled_from"] == {"batch_size": one["batch_size"], "lr": one["lr"], "rule": "sqrt"}
-    assert other["hash"] != one["hash"]
-
-
 def test_plan_says_why_the_loader_is_as_it_is(tmp_path: Path) -> None:
     words = ["--workers", "4", "--persistent-workers", "--use_dynamic_padding", "--prefetch_factor", "3"]
     done = launch("plan", "--task", RAGGED, *words, cwd=tmp_path)

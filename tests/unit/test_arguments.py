@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +31,8 @@ FLAGS = {
         batch_size
         max_length lr weight_decay warmup schedule clip dropout optimizer train_fraction eval_fraction
         eval_every patience min_delta group_by_length noise adam_beta1 adam_beta2 adam_eps label_smoothing
-        lr_floor order shuffle_window on_spike""",
-    "scaling": "scale_batch lr_rule per_device_batch_size gradient_accumulation_steps",
+        lr_floor order shuffle_window""",
+    "scaling": "per_device_batch_size gradient_accumulation_steps",
     "plan": """micro_batch processes workers prefetch pin_memory precision strategy compile
         activation_checkpointing attention pack device memory_limit stream_cache""",
     "run": """out name resume again save_every keep checkpoint_copy log_every
@@ -180,19 +179,6 @@ def test_a_task_is_known() -> None:
     with pytest.raises(UserError, match=r"no such task \(did you mean causal-lm\?\)"):
         parse_request(["--task", "casual-lm"], "auto")
     assert parse_request(["--task", "Causal_LM"], "auto").workload.name == "causal-lm"
-
-
-def test_scaling_a_batch_makes_another_recipe() -> None:
-    plain, scaled = ask("--lr", "0.01").recipe, ask("--lr", "0.01", "--scale-batch", "4").recipe
-    assert scaled.batch_size == 4 * plain.batch_size
-    assert scaled.lr == pytest.approx(0.01 * math.sqrt(4))  # sqrt is the default rule
-    assert scaled.scaled_from == {"batch_size": plain.batch_size, "lr": 0.01, "rule": "sqrt"}
-    assert scaled.hash() != plain.hash()
-    linear = ask("--lr", "0.01", "--scale-batch", "4", "--lr-rule", "linear").recipe
-    assert linear.lr == pytest.approx(0.04)
-    # The numbers alone, without where they came from, are another recipe by hash but the same training.
-    numbers = ask("--lr", str(scaled.lr), "--batch-size", str(scaled.batch_size)).recipe
-    assert dataclasses.replace(scaled, scaled_from=None) == numbers
 
 
 def test_fast_mode_changes_the_recipe_and_says_how() -> None:

@@ -29,7 +29,6 @@ MISTAKES = [
     (f"auto {LM} --lr fast", "--lr fast: is not a number"),
     (f"auto {LM} --lr 1e-3 --lr 2e-3", "--lr is given twice"),
     (f"auto {LM} --lr 1e-3 --learning_rate 1e-3", "say the same thing"),
-    (f"auto {LM} --scale-batch 0.001", "smaller than one sample"),
     (f"auto {LM} --warmup 10m", "minutes depend on the machine"),
     (f"auto {LM} --warmup-ratio 10", "has no meaning here"),
     (f"auto {LM} --eval-every 0", "leave it out to evaluate once an epoch"),

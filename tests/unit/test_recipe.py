@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import subprocess
 import sys
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Interval
@@ -38,7 +35,6 @@ OTHER: dict[str, Any] = {
     "least_steps": 2,
     "order": "shards",
     "shuffle_window": 7,
-    "on_spike": "skip",
     "batch_size": 33,
     "max_length": 129,
     "lr": 2e-3,
@@ -61,7 +57,6 @@ OTHER: dict[str, Any] = {
     "label_smoothing": 0.1,
     "lr_floor": 0.1,
     "options": {"generate_tokens": 61},
-    "scaled_from": {"batch_size": 32, "lr": 1e-3, "rule": "sqrt"},
     "starts_from": {"run": "runs/a", "checkpoint": "train-9", "digest": "d"},
 }
 """Another value for every field. A new field belongs here: it must change the hash."""
@@ -152,34 +147,6 @@ def test_a_recipe_from_before_the_first_release_is_refused(field: str, how: str)
 def test_fields_that_cannot_go_together(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(UserError, match=problem):
         Recipe(task="causal-lm", **values)
-
-
-@pytest.mark.parametrize(
-    ("rule", "rate"),
-    [
-        ("sqrt", 1e-3 * 2),  # sqrt(4)
-        ("linear", 1e-3 * 4),
-        ("none", 1e-3),
-    ],
-)
-def test_a_scaled_batch_is_another_recipe_with_plain_numbers(rule: Any, rate: float) -> None:
-    scaled = BASE.scaled(4, rule)
-    assert (scaled.batch_size, scaled.lr) == (128, pytest.approx(rate))  # 4 * 32
-    assert scaled.scaled_from == {"batch_size": 32, "lr": 1e-3, "rule": rule}
-    assert scaled.hash() != BASE.hash()
-    assert Recipe.from_dict(json.loads(json.dumps(scaled.to_dict()))) == scaled
-
-
-@given(st.floats(0.05, 64), st.integers(16, 4096))
-def test_scaling_there_and_back_keeps_the_rate(factor: float, batch: int) -> None:
-    there = Recipe(task="t", batch_size=batch, lr=1e-3).scaled(factor, "sqrt")
-    assert math.isclose(there.scaled(1 / factor, "sqrt").lr, 1e-3)
-    assert there.batch_size == round(batch * factor)
-
-
-def test_scaling_below_one_sample_is_refused() -> None:
-    with pytest.raises(UserError, match=r"0\.001: makes the batch of 32 smaller than one sample"):
-        BASE.scaled(0.001, "sqrt")
 
 
 def test_a_recipe_mentions_no_hardware() -> None:
