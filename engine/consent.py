@@ -46,9 +46,9 @@ BASE = "open a base model that this user has not named here"
 SENDING = "send to places that this user has not named here"
 READING = "read places that this user has not named here"
 
-PLACES = ("data", "tokenizer", "valid", "model", "teacher", "pruned", "start")
+PLACES = ("data", "tokenizer", "valid", "model", "teacher", "pruned")
 """Fields of recipes that name places without a slash too."""
-NAMED_ONLY = ("model", "teacher", "pruned", "start")
+NAMED_ONLY = ("model", "teacher", "pruned")
 """Of those, the ones in which a word may be a preset: it is a place where it is none, or a folder."""
 NO_PLACES = ("task",)
 """Fields with slashes in them that are no places: code is asked for by itself."""

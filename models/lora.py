@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, refuse
 from isobatch.core.number_ranges import Positive, Probability
 
 if TYPE_CHECKING:
@@ -41,6 +41,26 @@ class LoRAOptions:
     """Which biases train too."""
 
 
+def check_options(options: Any, pretrained: bool) -> None:
+    """Raise UserError where flags mean nothing without an adapter, or there is nothing to adapt.
+
+    `pretrained`: whether the model is loaded, not trained from scratch.
+    """
+    adapter = options.adapter
+    given = [
+        f"--{f.name.replace('_', '-')}" for f in fields(LoRAOptions) if getattr(options, f.name) != f.default
+    ]
+    refuse(
+        {
+            f"{', '.join(given)}: means nothing without an adapter: add --adapter lora": (
+                adapter == "none" and given
+            ),
+            f"--adapter {adapter}: a model from scratch has nothing to adapt; give --model a folder or hub"
+            " id": adapter != "none" and not pretrained,
+        }
+    )
+
+
 def add_adapter(
     model: nn.Module,
     options: Any,
@@ -51,14 +71,16 @@ def add_adapter(
 ) -> None:
     """Add adapters to a model in place; its other weights are frozen, except the biases of --lora-bias.
 
-    `task_type` is peft's name for what the model does; modules of `head` train as they are.
+    `base`: the model's folder or hub id, which a saved adapter names; `task_type` is peft's name for what the
+    model does; modules of `head` train as they are.
     """
     quiet_bitsandbytes()
     from peft import LoraConfig, inject_adapter_in_model
 
+    folder = Path(base).expanduser()
     config = LoraConfig(
         task_type=task_type,
-        base_model_name_or_path=base,
+        base_model_name_or_path=str(folder.resolve()) if folder.is_dir() else base,
         revision=revision,
         r=options.lora_r,
         lora_alpha=options.lora_alpha,

@@ -99,9 +99,7 @@ def _step(model: RecommenderNet, user: Tensor, items: Tensor) -> tuple[float, tu
     loss = nn.functional.cross_entropy(scores, torch.zeros(len(user), dtype=torch.long))
     loss.backward()
     took = time.perf_counter() - began
-    gradient = torch.cat(
-        [p.grad.flatten() for p in model.encoder.trainable_parameters() if p.grad is not None]
-    )
+    gradient = torch.cat([p.grad.flatten() for p in model.encoder.net.parameters() if p.grad is not None])
     return took, (float(loss.detach()), gradient)
 
 

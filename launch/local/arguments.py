@@ -354,6 +354,8 @@ LEFT = {
     "scale_batch": "give --batch-size and --lr themselves",
     "lr_rule": "give --batch-size and --lr themselves",
     "gbce_t": "use --loss bce",
+    "start": "begin with the weights of a run by `auto --from RUN --text lora`",
+    "text_chunk": "the encoder reads 4,096 tokens at a time",
     "text_dedup": "leave it out: a text is encoded once a batch",
     "pooling": "leave it out: a text's vector is the mean of its tokens' states",
     **dict.fromkeys(

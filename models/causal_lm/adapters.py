@@ -7,7 +7,6 @@ Few weights train beside frozen ones, which may be held in 8 or 4 bits. Papers: 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -63,12 +62,10 @@ def check_options(options: Any, pretrained: bool) -> None:
     """
     adapter, bits = options.adapter, options.load_bits
     tables, biases = options.also_train or (), options.lora_bias
+    lora.check_options(options, pretrained)
     if adapter == "none":
-        fields = [f for f in dataclasses.fields(AdapterOptions) if f.name.startswith("lora_")]
-        unused = [f"--{f.name.replace('_', '-')}" for f in fields if getattr(options, f.name) != f.default]
         refuse(
             {
-                f"{', '.join(unused)}: means nothing without an adapter: add --adapter lora": unused,
                 f"--also-train {','.join(tables)}: without an adapter all weights train: leave it out, or add"
                 " --adapter lora": tables,
                 f"--load-bits {bits}: rounded weights cannot train: add --adapter lora (which is --adapter"
@@ -86,8 +83,6 @@ def check_options(options: Any, pretrained: bool) -> None:
             f"--lora-bias {biases}: 4-bit layers round their biases to the type they compute in: leave it"
             " out, or use --load-bits 8": biases != "none" and bits == 4,
             f"--load-bits {bits}: qlora means 4; with 8 say --adapter lora": adapter == "qlora" and bits != 4,
-            f"--adapter {adapter}: a model from scratch has nothing to adapt; give --model a folder or hub"
-            " id": not pretrained,
         }
     )
 

@@ -195,15 +195,9 @@ class CausalLM(Task):
             path = hub.fetch_weights(self._model_name, revision)
             model = adapters.load_base_model(path, config, revision, *kind, where, tables)
             if options.adapter != "none":
-                adapters.add_adapter(model, options, self._base_model_name, revision)
+                adapters.add_adapter(model, options, self._model_name, revision)
         chunked_cross_entropy.make_head_bypassable(model)
         return model
-
-    @property
-    def _base_model_name(self) -> str:
-        """The base model's name in a saved adapter: a whole path, or a hub id."""
-        folder = Path(self._model_name).expanduser()
-        return str(folder.resolve()) if folder.is_dir() else self._model_name
 
     def _transformers_config(self, facts: Facts) -> Any:
         from transformers import AutoConfig, GPT2Config

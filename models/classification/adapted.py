@@ -5,35 +5,28 @@ isobatch auto --task classifier --data FOLDER --model FOLDER --adapter lora
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
-from isobatch.core.flags import flags_of
 from isobatch.models import lora, saving
 from isobatch.models.classification.task import (
     PRESETS,
     Classifier,
     ClassifierOptions,
-    onnx_variants,
     summary_of,
 )
 from isobatch.models.encoder import encoders, evaluation
 from isobatch.models.encoder import export as exporting
-from isobatch.models.encoder.evaluation import ModelVariant
 from isobatch.models.model_card import ModelDescription
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from torch import nn
-
     from isobatch.core.facts import Facts
-    from isobatch.models.base import Batch, ModelSize
+    from isobatch.models.base import Batch
 
 PEFT_USAGE = """\
 import json
@@ -72,60 +65,20 @@ class AdaptedClassifier(Classifier):
         return ("merged", "onnx") if self._is_adapted else super().exports
 
     def unread(self) -> Mapping[str, str]:
-        found = dict(super().unread())
-        if self._is_adapted and self.options.lora_dropout:
-            found.pop("noise", None)
-        return found
+        keeps = self._is_adapted and self.options.lora_dropout
+        return {name: why for name, why in super().unread().items() if not (keeps and name == "noise")}
 
     def check(self) -> None:
         super().check()
-        if self._is_adapted and self._model_name in PRESETS:
-            raise UserError(
-                f"--adapter {self.options.adapter}: a model from scratch has nothing to adapt; give --model a"
-                " folder or hub id"
-            )
-        for flag in flags_of(AdaptedClassifierOptions, "").values():
-            given = getattr(self.options, flag.name) != flag.default
-            if given and not self._is_adapted and flag.name.startswith("lora_"):
-                raise UserError(
-                    f"{flag.spelling}: means nothing without an adapter: add --adapter lora, or leave it out"
-                )
+        lora.check_options(self.options, pretrained=self._model_name not in PRESETS)
 
-    def build_model(self, facts: Facts) -> nn.Module:
-        model = super().build_model(facts)
+    def adapt(self, model: Any) -> None:
         if self._is_adapted:
-            self._add_adapter(model)
-        return model
+            name, revision, head = self._model_name, self.recipe.revision, head_modules(model)
+            lora.add_adapter(model, self.options, name, revision, task_type="SEQ_CLS", head=head)
 
-    def _add_adapter(self, model: nn.Module) -> None:
-        folder = Path(self._model_name).expanduser()
-        base = str(folder.resolve()) if folder.is_dir() else self._model_name
-        head = head_modules(model)
-        lora.add_adapter(model, self.options, base, self.recipe.revision, task_type="SEQ_CLS", head=head)
-
-    def model_size(self, facts: Facts) -> ModelSize:
-        """Counted on a model without storage (device meta), with its adapter."""
-        import torch
-
-        size = super().model_size(facts)
-        if not self._is_adapted:
-            return size
-        with torch.device("meta"):
-            model = encoders.new_classifier(self._classifier_config(facts))
-            self._add_adapter(model)
-        counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
-        total, trainable = sum(n for n, _ in counts), sum(n for n, trains in counts if trains)
-        adapted = [m for m in model.modules() if hasattr(m, "lora_A")]
-        share = f"{trainable:,} of {total:,} parameters ({trainable / total:.2%})"
-        return dataclasses.replace(
-            size,
-            parameters=total,
-            trainable=trainable,
-            adapter_inputs=sum(m.in_features for m in adapted) // max(size.layers, 1),
-            keyed_dropout=self.recipe.noise == "keyed"
-            and (size.keyed_dropout or self.options.lora_dropout > 0),
-            remark=f"{self.options.adapter} on {len(adapted)} matrices, and the head, train {share}",
-        )
+    def _has_dropout(self, config: Any) -> bool:
+        return super()._has_dropout(config) or (self._is_adapted and self.options.lora_dropout > 0)
 
     def export(self, model: Any, folder: Path, facts: Facts) -> None:
         """Of an adapter: the folder that peft opens, with the head, the classes' names and the tokenizer."""
@@ -153,12 +106,6 @@ class AdaptedClassifier(Classifier):
             for model in (encoders.open_adapted(final), encoders.open_classifier(str(folder)))
         )
         return exporting.check_agreement(kind, trained, merged)
-
-    def variants(self, final: Path, exports: Path) -> list[ModelVariant]:
-        if not self._is_adapted:
-            return super().variants(final, exports)
-        file = final / lora.ADAPTER_FILE
-        return [ModelVariant("torch fp32", "torch", final, file, final), *onnx_variants(final, exports)]
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         if not (final / lora.CONFIG_FILE).is_file():

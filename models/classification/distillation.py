@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, refuse
 from isobatch.core.number_ranges import Share, Temperature
 from isobatch.models import hub, lora
 from isobatch.models.base import Batch, Loss, StepContext, Teacher
@@ -86,27 +86,21 @@ class DistilledClassifier(Classifier):
 
     def check(self) -> None:
         super().check()
-        path = self._teacher_path()
-        if path is None:
+        path, student, flag = self._teacher_path(), self._model_name, self._teacher_flag
+        if path is None or (hub.is_id(path) and not Path(path).is_dir() and hub.snapshot(path) is None):
             return
-        if hub.snapshot(path) is None and hub.is_id(path) and not Path(path).is_dir():
-            return
-        if not is_classifier(path, None):
-            raise UserError(
-                f"{self._teacher_flag}: has no classification head: train one with `auto --task classifier`"
-            )
-        if path == self._model_name:
-            return
-        if _tokenizer_vocabulary(path) != _tokenizer_vocabulary(self._model_name):
-            raise UserError(
-                f"{self._teacher_flag}: its tokenizer is not that of {self._model_name}: teacher and"
-                " student must read the same tokens"
-            )
-        if self.options.distill_hidden and self._widths_differ(path):
-            raise UserError(
-                f"--distill-hidden on: {self.teacher_name} and {self._model_name} have states of different"
-                " width: use --distill-hidden off"
-            )
+        widths = {hidden_width(config) for config in (self._initial_config(), hub.load_config(path, None))}
+        refuse(
+            {
+                f"{flag}: has no classification head: train one with `auto --task classifier`": (
+                    not is_classifier(path, None)
+                ),
+                f"{flag}: its tokenizer is not that of {student}: teacher and student must read the same"
+                " tokens": path != student and _tokenizer_vocabulary(path) != _tokenizer_vocabulary(student),
+                f"--distill-hidden on: {self.teacher_name} and {student} have states of different width: use"
+                " --distill-hidden off": self.options.distill_hidden and len(widths) > 1,
+            }
+        )
 
     def fetch(self) -> None:
         super().fetch()
@@ -116,13 +110,16 @@ class DistilledClassifier(Classifier):
     def _teacher_path(self) -> str | None:
         return None if self.teacher_name is None else resolve_model(self.teacher_name, "--teacher")
 
-    def _widths_differ(self, path: str) -> bool:
-        student_config, teacher_config = self._initial_config(), hub.load_config(path, None)
-        return hidden_width(student_config) != hidden_width(teacher_config)
-
     def _classifier_config(self, facts: Facts) -> Any:
+        """Raises UserError unless the teacher has exactly this data's labels, in this order."""
         if (path := self._teacher_path()) is not None:
-            _check_labels(path, self._teacher_flag, facts.extra["labels"])
+            named, labels = hub.load_config(path, None).get("id2label") or {}, facts.extra["labels"]
+            found = [named[k] for k in sorted(named, key=int)]
+            if found != list(labels):
+                raise UserError(
+                    f"{self._teacher_flag}: knows the classes {', '.join(found[:8]) or 'LABEL_0, LABEL_1'},"
+                    f" and the data has {', '.join(labels[:8])}: give a classifier trained on this data"
+                )
         return super()._classifier_config(facts)
 
     def teacher(self) -> Teacher | None:
@@ -184,15 +181,10 @@ def hidden_state_loss(student_BLH: Tensor, teacher_BMH: Tensor) -> Tensor:
     import torch
     from torch.nn import functional as F
 
-    student_layers, teacher_layers = student_BLH.shape[1], teacher_BMH.shape[1]
-    matched_layers = (
-        -(-torch.arange(1, student_layers + 1, device=student_BLH.device) * teacher_layers // student_layers)
-        - 1
-    )
-    student, teacher = (
-        F.normalize(student_BLH, dim=-1),
-        F.normalize(teacher_BMH.float()[:, matched_layers], dim=-1),
-    )
+    ours, theirs = student_BLH.shape[1], teacher_BMH.shape[1]
+    matched_layers = -(-torch.arange(1, ours + 1, device=student_BLH.device) * theirs // ours) - 1
+    student = F.normalize(student_BLH, dim=-1)
+    teacher = F.normalize(teacher_BMH.float()[:, matched_layers], dim=-1)
     return (student - teacher).square().sum(-1).mean(-1).sum()
 
 
@@ -202,23 +194,21 @@ def resolve_model(name_or_path: str, flag: str) -> str:
     Raises UserError if it is none of these, or the run is not finished. `flag` names it in messages.
     """
     folder = Path(name_or_path).expanduser()
-    if not all((folder / name).is_file() for name in RUN_FILES):
-        if folder.is_dir():
-            return name_or_path
+    if all((folder / name).is_file() for name in RUN_FILES):
+        refuse(
+            {
+                f"{flag} {name_or_path}: that run trained an adapter: `export {name_or_path} --to merged` and"
+                f" give {folder}/exports/merged": (folder / "final" / lora.CONFIG_FILE).is_file(),
+                f"{flag} {name_or_path}: that run has no final/ yet: finish it with `resume"
+                f" {name_or_path}`": not (folder / "final" / "config.json").is_file(),
+            }
+        )
+        return str(folder / "final")
+    if not folder.is_dir():
         if not hub.is_id(name_or_path):
             raise UserError(f"{flag} {name_or_path}: is no run, folder or hub id (owner/name)")
         hub.require_available(name_or_path, None, flag)
-        return name_or_path
-    if (folder / "final" / lora.CONFIG_FILE).is_file():
-        raise UserError(
-            f"{flag} {name_or_path}: that run trained an adapter: `export {name_or_path} --to merged` and"
-            f" give {folder}/exports/merged"
-        )
-    if not (folder / "final" / "config.json").is_file():
-        raise UserError(
-            f"{flag} {name_or_path}: that run has no final/ yet: finish it with `resume {name_or_path}`"
-        )
-    return str(folder / "final")
+    return name_or_path
 
 
 def is_classifier(name: str, revision: str | None) -> bool:
@@ -232,17 +222,6 @@ def is_classifier(name: str, revision: str | None) -> bool:
 def hidden_width(config: Mapping[str, Any] | None) -> Any:
     """Width of the hidden states, by the config key of any family; None if there is none."""
     return (config or {}).get("hidden_size") or (config or {}).get("dim")
-
-
-def _check_labels(path: str, flag: str, labels: list[str]) -> None:
-    """Raise UserError unless a saved classifier has exactly these labels, in this order."""
-    named = hub.load_config(path, None).get("id2label") or {}
-    found = [named[k] for k in sorted(named, key=int)]
-    if found != list(labels):
-        raise UserError(
-            f"{flag}: knows the classes {', '.join(found[:8]) or 'LABEL_0, LABEL_1'}, and the data"
-            f" has {', '.join(labels[:8])}: give a classifier trained on this data"
-        )
 
 
 def _tokenizer_vocabulary(name: str) -> Any:

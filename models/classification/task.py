@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest_hint
-from isobatch.models import hub, saving
+from isobatch.models import hub, lora, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.encoder import class_metrics, encoders, evaluation, prediction
 from isobatch.models.encoder import export as exporting
@@ -23,6 +21,7 @@ from isobatch.models.model_card import ModelDescription
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -43,11 +42,9 @@ model = AutoModelForSequenceClassification.from_pretrained("."{code})
 inputs = tokenizer({text}, truncation=True, max_length={length}, return_tensors="pt")
 print(model.config.id2label[int(model(**inputs).logits.argmax())])
 """
-FAST_MIN_DELTA = 0.005
-"""--min-delta of fast mode: half a percent of accuracy, which is 2 sentences of half of SST-2's dev split."""
-
-FAST_LEAST_STEPS = 100
-"""--least-steps of fast mode: two passes over a third of 4,000 rows are 34 steps, which learn little."""
+FAST = {"max_length": 64, "batch_size": 64, "eval_fraction": 0.5, "least_steps": 100, "min_delta": 0.005}
+"""Fast mode of all that train a classifier. --min-delta is 2 sentences of half of SST-2's dev split; two
+passes over a third of 4,000 rows are 34 steps, which learn little."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,15 +73,8 @@ class Classifier(Task):
         "warmup": "5%",
         "schedule": "linear",
     }
-    fast: ClassVar[Mapping[str, Any]] = {
-        "max_length": 64,
-        "batch_size": 64,
-        "eval_fraction": 0.5,
-        "epochs": [0.6],  # of all rows: none comes twice where a small set makes it longer
-        "eval_every": "50%",
-        "least_steps": FAST_LEAST_STEPS,
-        "min_delta": FAST_MIN_DELTA,
-    }
+    fast: ClassVar[Mapping[str, Any]] = {**FAST, "epochs": [0.6], "eval_every": "50%"}
+    """Of all rows, so that none comes twice where a small set makes it longer."""
     demo: ClassVar[Mapping[str, Any]] = {"model": "tiny", "max_length": 64, "epochs": [8], "lr": 1e-3}
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx")
     forms: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnx-int4")
@@ -111,21 +101,10 @@ class Classifier(Task):
                 f"--best-metric {metric}: it chooses the best checkpoint with --load-best-model-at-end, or"
                 " with --patience 3, which stops early too"
             )
-        if name in PRESETS:
+        if name in PRESETS or not (
+            config := hub.check_model(name, self.recipe.revision, self.recipe.tokenizer, PRESETS)
+        ):
             return
-        if Path(name).expanduser().is_dir():
-            hub.check_folder(Path(name).expanduser(), self.recipe.tokenizer)
-        elif hub.is_id(name):
-            hub.require_available(name, self.recipe.revision)
-            if hub.snapshot(name, self.recipe.revision) is None:
-                return
-        else:
-            hint = nearest_hint(name, PRESETS)
-            raise UserError(
-                f"--model {name}: is no preset{hint}, folder or hub id (owner/name);"
-                f" presets: {', '.join(PRESETS)}"
-            )
-        config = hub.load_config(name, self.recipe.revision)
         encoders.check_type(name, config)
         max_tokens = saving.max_input_tokens(config)
         if max_tokens is not None and length > max_tokens:
@@ -179,9 +158,14 @@ class Classifier(Task):
         import torch
 
         model = self._initial_model(facts)
+        self.adapt(model)
         if (weights := facts.extra.get(CLASS_WEIGHTS)) is not None:
             model.register_buffer(CLASS_WEIGHTS, torch.tensor(weights), persistent=False)
         return model
+
+    def adapt(self, model: Any) -> None:
+        """Add what trains beside the model's weights, in place."""
+        return
 
     def _initial_model(self, facts: Facts) -> Any:
         import torch
@@ -208,16 +192,29 @@ class Classifier(Task):
 
         config = self._classifier_config(facts)
         with torch.device("meta"):
-            count = sum(p.numel() for p in encoders.new_classifier(config).parameters())
-        hidden = config.hidden_size
+            model = encoders.new_classifier(config)
+            self.adapt(model)
+        counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
+        total, trainable = sum(n for n, _ in counts), sum(n for n, trains in counts if trains)
+        adapted = [m for m in model.modules() if hasattr(m, "lora_A")]
+        share = f"{trainable:,} of {total:,} parameters ({trainable / total:.2%})"
         return ModelSize(
-            parameters=count,
-            trainable=count,
+            parameters=total,
+            trainable=trainable,
             layers=config.num_hidden_layers,
-            hidden=hidden,
+            hidden=config.hidden_size,
             heads=config.num_attention_heads,
-            intermediate=getattr(config, "intermediate_size", None) or 4 * hidden,
-            keyed_dropout=self.recipe.noise == "keyed" and _has_dropout(config),
+            intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            adapter_inputs=sum(m.in_features for m in adapted) // max(config.num_hidden_layers, 1),
+            keyed_dropout=self.recipe.noise == "keyed" and self._has_dropout(config),
+            remark=f"an adapter on {len(adapted)} matrices, and the head, train {share}" if adapted else "",
+        )
+
+    def _has_dropout(self, config: Any) -> bool:
+        return any(
+            isinstance(value, float) and value > 0
+            for name, value in vars(config).items()
+            if "dropout" in name
         )
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
@@ -340,8 +337,9 @@ class Classifier(Task):
 
     def variants(self, final: Path, exports: Path) -> list[ModelVariant]:
         """torch, and onnxruntime for each ONNX export that was made."""
-        found = [ModelVariant("torch fp32", "torch", final, final / "model.safetensors", final)]
-        return found + onnx_variants(final, exports)
+        adapter = final / lora.ADAPTER_FILE
+        file = adapter if adapter.is_file() else final / "model.safetensors"
+        return [ModelVariant("torch fp32", "torch", final, file, final), *onnx_variants(final, exports)]
 
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
@@ -380,8 +378,3 @@ def onnx_variants(final: Path, exports: Path) -> list[ModelVariant]:
         "onnxruntime 4-bit": exports / "onnx-int4" / exporting.ONNX_INT4_FILE,
     }
     return [ModelVariant(name, "onnx", file, file, final) for name, file in files.items() if file.is_file()]
-
-
-def _has_dropout(config: Any) -> bool:
-    found = {name: value for name, value in vars(config).items() if "dropout" in name}
-    return any(isinstance(value, float) and value > 0 for value in found.values())

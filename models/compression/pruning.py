@@ -10,14 +10,14 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import refuse
 from isobatch.core.flags import Interval
 from isobatch.core.number_ranges import Fraction, Positive, Share
 from isobatch.models.base import CHANGES_SHAPE, Batch, Change, ModelSize, Phase, StepContext
 from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
-from isobatch.models.classification.task import FAST_LEAST_STEPS, FAST_MIN_DELTA
+from isobatch.models.classification.task import FAST
 from isobatch.models.encoder import encoders, evaluation, importance, weight_surgery
-from isobatch.models.encoder.importance import Granularity, ImportanceScores, KeepMasks, PruningBudget
+from isobatch.models.encoder.importance import Granularity, HeadsAndNeurons, PruningBudget
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -73,14 +73,10 @@ class Pruning(DistilledClassifier):
         "eval_every": "0.5ep",
     }
     fast: ClassVar[Mapping[str, Any]] = {
+        **FAST,
         "epochs": [1.2],
         "eval_every": "12.5%",
-        "least_steps": FAST_LEAST_STEPS,
-        "batch_size": 64,
-        "eval_fraction": 0.5,
-        "max_length": 64,
         "patience": 2,
-        "min_delta": FAST_MIN_DELTA,
         "importance": "l2",
         "granularity": "heads",
         "sparsity": FREE_FAST_SPARSITY,
@@ -111,31 +107,31 @@ class Pruning(DistilledClassifier):
     def check(self) -> None:
         super().check()
         options, every = self.options, self.options.prune_every
-        if isinstance(every, Interval) and (every.unit != "percent" or not every.value):
-            raise UserError(f"--prune-every {every}: give steps, or a share of the ramp such as 20%")
-        if options.ramp + options.recover > 1 + 1e-9:
-            raise UserError(
-                f"--ramp {options.ramp:g}: with --recover {options.recover:g} that is more than the whole run"
-            )
-        config = self._initial_config()
-        if config is None:
+        refuse(
+            {
+                f"--prune-every {every}: give steps, or a share of the ramp such as 20%": (
+                    isinstance(every, Interval) and (every.unit != "percent" or not every.value)
+                ),
+                f"--ramp {options.ramp:g}: with --recover {options.recover:g} that is more than the whole"
+                " run": options.ramp + options.recover > 1 + 1e-9,
+            }
+        )
+        if (config := self._initial_config()) is None:
             return
-        if encoders.is_pruned(config):
-            raise UserError(
-                f"{self._teacher_flag}: is pruned already; pruning starts from a dense classifier"
-            )
         budget = self._budget_of(config)
-        if (neurons := budget.sizes.neurons) % options.multiple:
-            fits = next(m for m in (64, 32, 16, 8, 4, 2, 1) if neurons % m == 0)
-            raise UserError(
-                f"--multiple {options.multiple}: the layers have {neurons} neurons, which it does not divide;"
-                f" {fits} would"
-            )
-        if options.sparsity > budget.max_sparsity:
-            raise UserError(
-                f"--sparsity {options.sparsity:g}: at most {budget.max_sparsity:.3f} can go with"
-                f" --granularity {options.granularity} and --multiple {options.multiple}"
-            )
+        neurons, most = budget.sizes.neurons, budget.max_sparsity
+        refuse(
+            {
+                f"{self._teacher_flag}: is pruned already; pruning starts from a dense classifier": (
+                    encoders.is_pruned(config)
+                ),
+                f"--multiple {options.multiple}: does not divide the {neurons} neurons of a layer": (
+                    neurons % options.multiple
+                ),
+                f"--sparsity {options.sparsity:g}: at most {most:.3f} can go with --granularity"
+                f" {options.granularity} and --multiple {options.multiple}": options.sparsity > most,
+            }
+        )
 
     def model_size(self, facts: Facts) -> ModelSize:
         """The teacher's weights stay in memory."""
@@ -194,8 +190,8 @@ class Pruning(DistilledClassifier):
             return None
         progress = done / ramp
         target = self.options.sparsity * (1 - (1 - progress) ** 3)
-        layers, head = encoders.layers(model), encoders.attention_head_size(model.config)
-        weight_surgery.set_masks(layers, self._choose_kept(model, target, step), head)
+        layers = encoders.layers(model)
+        weight_surgery.set_masks(layers, self._choose_kept(model, target, step))
         before = math.floor(NUM_REMOVALS * max(0, done - every) / ramp)
         removes = math.floor(NUM_REMOVALS * progress) > before
         kept_indices = weight_surgery.remove_masked(layers) if removes else {}
@@ -203,30 +199,26 @@ class Pruning(DistilledClassifier):
             for linear, _ in encoders.pruned_inputs(model):
                 linear.register_buffer(weight_surgery.IMPORTANCE, None)
         self._sparsity = measure_sparsity(model, self._budget(model))
-        left = weight_surgery.current_masks(layers, head)
+        left = weight_surgery.current_masks(layers)
         record = {"sparsity": round(self._sparsity, 6), "target": round(target, 6)}
         record |= {f"{name}_left": [int(k.sum()) for k in getattr(left, name)] for name in left._fields}
         return Change({**record, "cut": bool(kept_indices)}, kept_indices)
 
-    def _choose_kept(self, model: Any, target: float, step: StepContext) -> KeepMasks:
+    def _choose_kept(self, model: Any, target: float, step: StepContext) -> HeadsAndNeurons:
         """New masks at the target sparsity, the same on every process."""
         import torch
 
-        layers, head = encoders.layers(model), encoders.attention_head_size(model.config)
-        parts: list[ImportanceScores] = []
-        if "l2" in self.options.importance:
-            parts.append(importance.l2_scores(layers, head))
+        layers, budget = encoders.layers(model), self._budget(model)
+        parts = [importance.l2_scores(layers)] if "l2" in self.options.importance else []
         if "gradient" in self.options.importance:
-            heads = [layer.output.importance.view(-1, head)[:, 0] for layer in layers]
-            parts.append(ImportanceScores(heads, [layer.down.importance for layer in layers]))
+            heads = [layer.output.importance.view(-1, layer.head_size)[:, 0] for layer in layers]
+            parts.append(HeadsAndNeurons(heads, [layer.down.importance for layer in layers]))
+        scores, kept = importance.sum_of_shares(*parts), weight_surgery.current_masks(layers)
         # Masks cover only what is still in the model: what was removed before is subtracted from the target.
-        removed = measure_sparsity(model, self._budget(model), masks=False)
-        kept = weight_surgery.current_masks(layers, head)
-        found = importance.choose_kept(
-            importance.sum_of_shares(*parts), kept, self._budget(model), target - removed
-        )
+        left = target - measure_sparsity(model, budget, masks=False)
+        found = importance.choose_kept(scores, kept, budget, left)
         chosen = step.broadcast_object([[k.tolist() for k in part] for part in found])
-        return KeepMasks(*([torch.tensor(k, dtype=torch.bool) for k in part] for part in chosen))
+        return HeadsAndNeurons(*([torch.tensor(k, dtype=torch.bool) for k in part] for part in chosen))
 
     def match_shapes(self, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Shrink a dense model to saved sizes, with masks and importance if they were saved."""
@@ -246,11 +238,5 @@ class Pruning(DistilledClassifier):
 
 def measure_sparsity(model: Any, budget: PruningBudget, masks: bool = True) -> float:
     """Removed weights (masked ones too if `masks`) over all that may be removed."""
-    if masks:
-        current = weight_surgery.current_masks(
-            encoders.layers(model), encoders.attention_head_size(model.config)
-        )
-        heads, neurons = (sum(int(k.sum()) for k in part) for part in current)
-    else:
-        heads, neurons = (sum(x) for x in zip(*encoders.heads_and_neurons(model), strict=True))
-    return budget.sparsity(heads, neurons)
+    current = weight_surgery.current_masks(encoders.layers(model))
+    return budget.sparsity(*(sum(int(k.sum()) if masks else len(k) for k in part) for part in current))

@@ -15,7 +15,7 @@ from isobatch.core.extras import need
 from isobatch.models import saving
 from isobatch.models.base import CHANGES_SHAPE, Batch, ModelSize, Phase
 from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
-from isobatch.models.classification.task import FAST_LEAST_STEPS, FAST_MIN_DELTA, onnx_variants
+from isobatch.models.classification.task import FAST, onnx_variants
 from isobatch.models.encoder import encoders, evaluation, onnx_graph
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import ModelVariant
@@ -71,12 +71,9 @@ class QAT(DistilledClassifier):
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx", "onnx-int4")
     defaults: ClassVar[Mapping[str, Any]] = {**DistilledClassifier.defaults, "epochs": [2], "batch_size": 16}
     fast: ClassVar[Mapping[str, Any]] = {
+        **FAST,
         "epochs": [0.3],
-        "least_steps": FAST_LEAST_STEPS,
         "batch_size": 32,
-        "eval_fraction": 0.5,
-        "max_length": 64,
-        "min_delta": FAST_MIN_DELTA,
         "distill_hidden": False,
     }
     demo: ClassVar[Mapping[str, Any]] = {**DistilledClassifier.demo, "epochs": [4], "batch_size": 32}

@@ -66,11 +66,6 @@ class EncoderSizes(NamedTuple):
         """Weights of one neuron: its row of the up, its column of the down projection."""
         return 2 * self.hidden
 
-    @property
-    def weights(self) -> int:
-        """Weights of all heads and neurons, biases apart."""
-        return self.layers * (self.heads * self.weights_per_head + self.neurons * self.weights_per_neuron)
-
 
 def sizes_from_config(config: Mapping[str, Any], name: str) -> EncoderSizes:
     """Sizes from a config.json. Raises UserError for a model type that cannot be pruned."""
@@ -108,8 +103,8 @@ def is_pruned(config: Mapping[str, Any]) -> bool:
 class EncoderLayer:
     """One layer of a model: `query`, `key`, `value`, `output`, `up` and `down` give its modules."""
 
-    def __init__(self, model: nn.Module, prefix: str, names: Any) -> None:
-        self.model, self.prefix, self.names = model, prefix, names
+    def __init__(self, model: nn.Module, prefix: str, names: Any, head_size: int) -> None:
+        self.model, self.prefix, self.names, self.head_size = model, prefix, names, head_size
 
     def __getattr__(self, part: str) -> Any:
         return self.model.get_submodule(self.name(part))
@@ -129,9 +124,12 @@ def layers(model: Any) -> list[EncoderLayer]:
     """The layers of a classifier of one of the FAMILIES, in order."""
     from isobatch.models.encoder.modeling_pruned import MODULE_NAMES
 
-    names = MODULE_NAMES[model.config.model_type]
+    names, config = MODULE_NAMES[model.config.model_type], model.config
+    config.allow_global_per_layer_attribute_access = True
+    # Pruning removes whole heads, so their width is the unpruned model's.
+    head = int(config.hidden_size // config.num_attention_heads)
     count = len(model.get_submodule(names.layers))
-    return [EncoderLayer(model, f"{names.layers}.{number}", names) for number in range(count)]
+    return [EncoderLayer(model, f"{names.layers}.{number}", names, head) for number in range(count)]
 
 
 def classifier_dense(model: Any) -> str:
@@ -139,22 +137,14 @@ def classifier_dense(model: Any) -> str:
     return FAMILIES[model.config.model_type].dense
 
 
-def attention_head_size(config: Any) -> int:
-    """Width of an attention head: pruning removes whole heads, so it is the unpruned model's."""
-    config.allow_global_per_layer_attribute_access = True
-    return int(config.hidden_size // config.num_attention_heads)
-
-
 def pruned_inputs(model: Any) -> list[tuple[Any, int]]:
     """(linear layer, how many of its inputs go together) of all layers whose inputs are pruned."""
-    head = attention_head_size(model.config)
-    return [pair for layer in layers(model) for pair in ((layer.output, head), (layer.down, 1))]
+    return [pair for one in layers(model) for pair in ((one.output, one.head_size), (one.down, 1))]
 
 
 def heads_and_neurons(model: Any) -> list[tuple[int, int]]:
     """(heads, neurons) of each layer, as they are now."""
-    size = attention_head_size(model.config)
-    return [(layer.query.out_features // size, layer.up.out_features) for layer in layers(model)]
+    return [(one.query.out_features // one.head_size, one.up.out_features) for one in layers(model)]
 
 
 def count_macs(model: Any, tokens: int) -> int:

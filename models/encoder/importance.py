@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch import Tensor
 
     from isobatch.models.encoder.encoders import EncoderLayer, EncoderSizes  # noqa: TC004  imports torch, and no class here has flags
@@ -20,29 +18,22 @@ SIGNIFICANT_DIGITS = 5
 """Scores are rounded to so many digits before they are ranked, so that float noise decides nothing."""
 
 
-class ImportanceScores(NamedTuple):
-    """Scores of all heads and neurons, one tensor per layer: L times (A,) and L times (N,)."""
+class HeadsAndNeurons(NamedTuple):
+    """Scores of all heads and neurons, or bool masks of those that stay: L times (A,) and L times (N,)."""
 
     heads: list[Tensor]
     neurons: list[Tensor]
 
 
-class KeepMasks(NamedTuple):
-    """Which heads and neurons stay: bool masks, L times (A,) and L times (N,)."""
-
-    heads: list[Tensor]
-    neurons: list[Tensor]
-
-
-def l2_scores(layers: list[EncoderLayer], head: int) -> ImportanceScores:
-    """Sum of squares of all weights of each head and neuron. `head`: size of an attention head."""
+def l2_scores(layers: list[EncoderLayer]) -> HeadsAndNeurons:
+    """Sum of squares of all weights of each head and neuron."""
     heads, neurons = [], []
     for layer in layers:
         rows = sum(x.weight.detach().square().sum(1) for x in (layer.query, layer.key, layer.value))
         rows = rows + layer.output.weight.detach().square().sum(0)
-        heads.append(rows.view(-1, head).sum(1))
+        heads.append(rows.view(-1, layer.head_size).sum(1))
         neurons.append(layer.up.weight.detach().square().sum(1) + layer.down.weight.detach().square().sum(0))
-    return ImportanceScores(heads, neurons)
+    return HeadsAndNeurons(heads, neurons)
 
 
 def gate_gradient(weight_HK: Tensor, gradient_HK: Tensor) -> Tensor:
@@ -55,20 +46,17 @@ def gate_gradient(weight_HK: Tensor, gradient_HK: Tensor) -> Tensor:
     return torch.einsum("hk,hk->k", weight_HK, gradient_HK)
 
 
-def sum_of_shares(*parts: ImportanceScores) -> ImportanceScores:
+def sum_of_shares(*parts: HeadsAndNeurons) -> HeadsAndNeurons:
     """The sum of several scores, each divided by its total over the model, since their units differ."""
     import torch
 
     totals = [torch.cat([*part.heads, *part.neurons]).double().sum().clamp_min(1e-30) for part in parts]
-
-    def summed(layers: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
-        return [
-            torch.stack([x.double() / total for x, total in zip(layer, totals, strict=True)]).sum(0)
-            for layer in layers
-        ]
-
-    heads, neurons = ([getattr(part, name) for part in parts] for name in ImportanceScores._fields)
-    return ImportanceScores(summed(zip(*heads, strict=True)), summed(zip(*neurons, strict=True)))
+    shares = (
+        [[x.double() / total for x in kind] for kind in part]
+        for part, total in zip(parts, totals, strict=True)
+    )
+    of_kinds = zip(*shares, strict=True)
+    return HeadsAndNeurons(*([torch.stack(x).sum(0) for x in zip(*kind, strict=True)] for kind in of_kinds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +110,8 @@ class _Units(NamedTuple):
 
 
 def choose_kept(
-    scores: ImportanceScores, kept: KeepMasks, budget: PruningBudget, sparsity: float
-) -> KeepMasks:
+    scores: HeadsAndNeurons, kept: HeadsAndNeurons, budget: PruningBudget, sparsity: float
+) -> HeadsAndNeurons:
     """The heads and neurons that stay at this sparsity, ranked over the whole model by score per weight.
 
     Those removed before stay removed. Neurons are removed in blocks: a layer's `multiple` least important
@@ -131,7 +119,7 @@ def choose_kept(
     """
     import torch
 
-    chosen = KeepMasks([k.clone() for k in kept.heads], [k.clone() for k in kept.neurons])
+    chosen = HeadsAndNeurons(*([k.clone() for k in part] for part in kept))
     units = _heads(scores.heads, chosen.heads, budget) + _blocks(scores.neurons, chosen.neurons, budget)
     density = _round_to_significant_digits(torch.cat([u.density for u in units]))
     weights = torch.cat([torch.full_like(u.density, u.weights_each) for u in units])

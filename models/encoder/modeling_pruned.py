@@ -49,12 +49,6 @@ def resize(layer: Any, names: ModuleNames, attention_width: int, neurons: int) -
     Modules whose size changes get new weights.
     """
     hidden = layer.get_submodule(names.output).out_features
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # all heads may be gone
-        _resize(layer, names, hidden, attention_width, neurons)
-
-
-def _resize(layer: Any, names: ModuleNames, hidden: int, attention_width: int, neurons: int) -> None:
     if layer.get_submodule(names.query).out_features != attention_width:
         for part in (names.query, names.key, names.value):
             layer.set_submodule(part, nn.Linear(hidden, attention_width))
@@ -67,11 +61,13 @@ def _resize(layer: Any, names: ModuleNames, hidden: int, attention_width: int, n
 def _resize_all(model: Any, config: Any, sizes: dict[Any, dict[str, int]]) -> None:
     names = MODULE_NAMES[config.model_type]
     head_size = config.hidden_size // config.num_attention_heads
-    for number, layer in enumerate(model.get_submodule(names.layers)):
-        layer_sizes = sizes[number] if number in sizes else sizes.get(str(number), {})
-        query, up = layer.get_submodule(names.query), layer.get_submodule(names.up)
-        heads = layer_sizes.get("num_attention_heads", query.out_features // head_size)
-        resize(layer, names, heads * head_size, layer_sizes.get(names.neurons, up.out_features))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # all heads may be gone
+        for number, layer in enumerate(model.get_submodule(names.layers)):
+            own = sizes[number] if number in sizes else sizes.get(str(number), {})
+            query, up = layer.get_submodule(names.query), layer.get_submodule(names.up)
+            heads = own.get("num_attention_heads", query.out_features // head_size)
+            resize(layer, names, heads * head_size, own.get(names.neurons, up.out_features))
 
 
 class _PerLayerSizes:

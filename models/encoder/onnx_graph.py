@@ -184,14 +184,14 @@ def _encoder_layer(
     else:
         first, second = block.attention.output.LayerNorm, block.output.LayerNorm
     activation = ACTIVATIONS[activation_of(model.config.to_dict())]
-    attended = _attention(graph, model, layer, x, mask)
+    attended = _attention(graph, layer, x, mask)
     x = _layer_norm(graph, graph.node("Add", attended, x), first)
     up = graph.node(activation, _linear_layers(graph, x, layer.up))
     return _layer_norm(graph, graph.node("Add", _linear_layers(graph, up, layer.down), x), second)
 
 
-def _attention(graph: OnnxGraphBuilder, model: Any, layer: encoders.EncoderLayer, x: str, mask: str) -> str:
-    size = encoders.attention_head_size(model.config)
+def _attention(graph: OnnxGraphBuilder, layer: encoders.EncoderLayer, x: str, mask: str) -> str:
+    size = layer.head_size
     heads = layer.query.out_features // size
     if heads == 0:  # without heads only the output's bias is left
         return graph.constant(layer.output.bias)

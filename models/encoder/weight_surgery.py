@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from isobatch.models.encoder.importance import KeepMasks
+from isobatch.models.encoder.importance import HeadsAndNeurons
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,20 +37,19 @@ def input_mask(linear: Any) -> Tensor:
     return torch.ones(linear.in_features, dtype=torch.bool) if found is None else found.bool().cpu()
 
 
-def current_masks(layers: list[EncoderLayer], head: int) -> KeepMasks:
-    """The masks of these layers. `head`: size of an attention head."""
-    return KeepMasks(
-        [input_mask(layer.output).view(-1, head)[:, 0] for layer in layers],
-        [input_mask(layer.down) for layer in layers],
-    )
+def current_masks(layers: list[EncoderLayer]) -> HeadsAndNeurons:
+    """The masks of these layers."""
+    heads = [input_mask(layer.output).view(-1, layer.head_size)[:, 0] for layer in layers]
+    return HeadsAndNeurons(heads, [input_mask(layer.down) for layer in layers])
 
 
-def set_masks(layers: list[EncoderLayer], keep: KeepMasks, head: int) -> None:
-    """Mask what does not stay; a layer of which everything stays gets no mask. `head`: size of a head."""
-    for layer, heads, neurons in zip(layers, keep.heads, keep.neurons, strict=True):
-        for linear, columns in ((layer.output, heads.repeat_interleave(head)), (layer.down, neurons)):
-            if not bool(columns.all()):
-                mask_inputs(linear, columns)
+def set_masks(layers: list[EncoderLayer], keep: HeadsAndNeurons) -> None:
+    """Mask what does not stay; a layer of which everything stays gets no mask."""
+    for layer, heads, neurons in zip(layers, *keep, strict=True):
+        columns = heads.repeat_interleave(layer.head_size)
+        for linear, stays in ((layer.output, columns), (layer.down, neurons)):
+            if not bool(stays.all()):
+                mask_inputs(linear, stays)
 
 
 BETWEEN = ((("query", "key", "value"), "output"), (("up",), "down"))

@@ -131,34 +131,27 @@ def final_figures(
     Settings are those with the best NDCG in `validation`, never in `batches`: one for the figures among the
     sampled negatives, and one for all items, by which lists are made, and which is kept.
     """
-    fitted = _fitted(net, validation, k)
-    kept = {name: full.weights for name, (_, full) in fitted.items()}
-    settings: dict[str, Any] = {}
-    drawn: dict[str, dict[str, float]] = {}
+    fitted, best = _fitted(net, validation, k), MODEL
+    found: dict[str, Any] = {}
     for name, (sampled, full) in fitted.items():
         setting = FITS[name].setting
-        settings |= {f"{name}_{setting}": sampled.value, f"full_{name}_{setting}": full.value}
+        found |= {f"{name}_{setting}": sampled.value, f"full_{name}_{setting}": full.value}
         figures = _measure(net, _linear_scorer(net, sampled.weights), batches(), k).figures
-        drawn[name] = {f"{name}_{metric}@{k}": figures[f"{metric}@{k}"] for metric in METRICS}
-    best = MODEL
+        found |= {f"{name}_{metric}@{k}": figures[f"{metric}@{k}"] for metric in METRICS}
     if validation is not None:
         own = {n: _measure(net, s, validation(), k).figures for n, s in _scorers(net, {}).items()}
         ndcg = {name: figures[f"full_ndcg@{k}"] for name, figures in own.items()}
-        ndcg |= {name: full.ndcg for name, (_, full) in fitted.items()}
-        best = settings["best_on_validation"] = max(ndcg, key=lambda name: ndcg[name])
-    _write(final, net, kept, best)
-    measured = kept_metrics(net, final, batches, k)
-    found = settings
-    for name, figures in drawn.items():  # the rows of a baseline stand together in tables
-        found |= figures | {metric: value for metric, value in measured.items() if f"{name}_" in metric}
-    return found | measured | chance_metrics(net, batches(), k)
+        ndcg |= {name: full.full_ndcg for name, (_, full) in fitted.items()}
+        best = found["best_on_validation"] = max(ndcg, key=lambda name: ndcg[name])
+    _write(final, net, {name: full.weights for name, (_, full) in fitted.items()}, best)
+    return found | kept_metrics(net, final, batches, k) | chance_metrics(net, batches(), k)
 
 
 class Tried(NamedTuple):
-    """A baseline with a value of its setting."""
+    """A baseline with a value of its setting, and its figures on the validation data."""
 
     ndcg: float
-    """On the validation data."""
+    full_ndcg: float
     value: float
     weights: ItemWeights
 
@@ -172,18 +165,14 @@ def _fitted(net: Any, validation: Batches | None, k: int) -> dict[str, tuple[Tri
         return {}
     gram, found = gram_matrix(net), {}
     for name, fit in FITS.items():
-        best: dict[str, Tried] = {}
-        for value in fit.values if validation is not None else fit.values[:1]:
+        tried = []
+        for value in fit.values if validation else fit.values[:1]:
             doing(f"fitting {BASELINES[name]}, {fit.setting} {value:g}")
-            weights = fit.make(gram, value)
-            figures = {}
-            if validation is not None:
-                figures = _measure(net, _linear_scorer(net, weights), validation(), k).figures
-            for metric in (f"ndcg@{k}", f"full_ndcg@{k}"):
-                ndcg = figures.get(metric, 0.0)
-                if metric not in best or ndcg > best[metric].ndcg:
-                    best[metric] = Tried(ndcg, value, weights)
-        found[name] = (best[f"ndcg@{k}"], best[f"full_ndcg@{k}"])
+            scorer = _linear_scorer(net, weights := fit.make(gram, value))
+            figures = _measure(net, scorer, validation(), k).figures if validation else {}
+            sampled, full = (figures.get(f"{prefix}ndcg@{k}", 0.0) for prefix in ("", "full_"))
+            tried.append(Tried(sampled, full, value, weights))
+        found[name] = max(tried, key=lambda t: t.ndcg), max(tried, key=lambda t: t.full_ndcg)
     return found
 
 

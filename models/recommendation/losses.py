@@ -36,10 +36,7 @@ def ranking_loss(
     else:
         drawn = step.noise.integers("negatives", (count, 2), items)
         negatives, is_positive = avoid_positives(net, user, drawn)
-        if options.loss == "bpr":
-            total = pairwise_logistic(model, user, item, negatives, is_positive)
-        else:
-            total = binary_cross_entropy(model, user, item, negatives, is_positive)
+        total = binary_cross_entropy(model, user, item, negatives, is_positive)
         pairs = torch.cat([pairs, negatives], 1)
     return total, squared_norms(net, user, pairs) if options.l2 else 0.0
 
@@ -109,16 +106,6 @@ def binary_cross_entropy(
     positive, scores = model(user, [item[:, None], negatives])
     negative_terms = logsigmoid(-scores.float()).masked_fill(is_positive, 0.0)
     return -(logsigmoid(positive.float()).sum() + negative_terms.sum())
-
-
-def pairwise_logistic(
-    model: Any, user: Tensor, item: Tensor, negatives: Tensor, is_positive: Tensor
-) -> Tensor:
-    """BPR (Rendle et al. 2009): -log sigmoid(s+ - s-) of each pair and each of its (B, n) negatives, except
-    those that `is_positive` marks.
-    """
-    positive, scores = model(user, [item[:, None], negatives])
-    return -logsigmoid((positive - scores).float()).masked_fill(is_positive, 0.0).sum()
 
 
 def squared_norms(net: Any, user: Tensor, items: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ DOT_HIDDEN = 8
 """Hidden width that the planner gets for the dot head, which has hardly any multiplications."""
 KEPT_BY_A_TRANSFORMER = 5.5
 """Tensors that a transformer's MLP keeps for the backward pass, where this head's keeps one."""
+CHUNK_TOKENS = 4096
+"""Padded tokens that the text encoder computes at a time."""
 ASSUMED_COUNT = 10_000
 """Users and items if the data is not at hand."""
 
@@ -96,7 +98,7 @@ def _text_bytes(recipe: Recipe, options: Any, facts: Facts, layers: int, hidden:
     padded = texts * longest
     trained = _trained_layers(options, layers)
     kept = 4.0 * hidden * (texts if trained == 0 else tokens if trained < layers else 0)
-    chunk = min(options.text_chunk / max(tokens, 1), 1.0) * padded
+    chunk = min(CHUNK_TOKENS / max(tokens, 1), 1.0) * padded
     return kept + chunk * 120.0 * hidden * max(trained, 1)
 
 

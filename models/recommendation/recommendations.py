@@ -45,8 +45,12 @@ SHRINKAGE = 5.0
 were seldom trained are alike by chance (as Koren 2010 shrinks similarities by their support)."""
 
 
-class RecommendationError(ValueError):
-    """What is asked cannot be answered."""
+try:
+    from isobatch.core.errors import UserError as RecommendationError
+except ImportError:  # a copy beside an exported model, where isobatch is not
+
+    class RecommendationError(ValueError):  # type: ignore[no-redef]
+        """What is asked cannot be answered."""
 
 
 def open_recommendations(folder: str | Path, by: str = MODEL) -> Recommendations:
@@ -312,7 +316,9 @@ class BaselineRecommendations(Recommendations):
             names = [name for name in file.keys() if name.partition(".")[0] == by]  # noqa: SIM118  no dict
             self._kept = {name.removeprefix(f"{by}."): file.get_tensor(name) for name in names}
         if not self._kept:
-            raise RecommendationError(f"{BASELINES.get(by, by)} was not fitted: the catalogue is too large")
+            raise RecommendationError(
+                f"--by {by}: {BASELINES.get(by, by)} was not fitted: the catalogue is too large"
+            )
 
     def scores(self, user: int) -> Any:
         return self._scores_for(self._had(user))

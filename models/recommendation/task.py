@@ -6,7 +6,8 @@ python -m launch auto --task recommender --data FOLDER --text lora --text-model 
 
 from __future__ import annotations
 
-import contextlib
+import json
+import shutil
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from isobatch.models.recommendation import model_size, recommendations
 from isobatch.models.recommendation.recommendations import BASELINES, BASELINES_FILE, MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import nn
 
@@ -35,8 +36,6 @@ TRAINABLE_PARTS = ("projection", "fusion", "mlp", "ids")
 """What --trainable can name: the parts of the network that train besides the encoder."""
 LORA_BLOCKS = 4
 """Default of --lora-blocks."""
-LORA_GRADIENT_STEPS = 20
-"""Steps within which LoRA must get a gradient: a small batch may hold no text."""
 USAGE = """\
 from recommendations import open_recommendations
 
@@ -58,10 +57,6 @@ class RecommenderOptions:
     text_cache: Literal["auto", "on", "off"] = "auto"
     """What a fixed part of the encoder computes is kept: all of it for frozen, what lies below the lowest
     trained block for lora. off computes it anew for each batch."""
-    text_chunk: Positive = 4096
-    """Tokens that the encoder computes at a time; more than one chunk are encoded again in the backward."""
-    start: str | None = None
-    """A finished recommender, a run or its final/, whose weights training begins with; see --phase."""
     lora_blocks: Positive | None = None
     """The top blocks of the encoder that get LoRA; by default 4, or all of a smaller one."""
     lora_r: Positive = 8
@@ -78,8 +73,8 @@ class RecommenderOptions:
     """Width of users' and items' vectors."""
     layers: str = "128,64"
     """Widths of the MLP of heads mlp and neumf."""
-    loss: Literal["sampled-softmax", "bce", "bpr"] = "sampled-softmax"
-    """sampled-softmax: against items that the whole batch shares. bce, bpr: against some of its own."""
+    loss: Literal["sampled-softmax", "bce"] = "sampled-softmax"
+    """sampled-softmax: against items that the whole batch shares. bce: against some of each pair's own."""
     negatives: int = 0
     """Items each pair is trained against; 0: 4 of its own, or 1,024 shared ones."""
     cohort: int = 0
@@ -140,7 +135,6 @@ class Recommender(Task):
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
         self.cohort = options.cohort or 1  # type: ignore[misc]
-        self._lora_has_gradient = False
         self.monitor = (f"ndcg@{options.top_k}", "max")  # type: ignore[misc]
 
     def phases(self) -> list[Phase]:
@@ -155,35 +149,28 @@ class Recommender(Task):
         found |= hub.unread_revision(self._text_model, self.recipe.tokenizer)
         if self.options.text == "off":
             found |= dict.fromkeys(("model", "tokenizer", "revision", "max_length"), "texts are off")
-        drawn = not self.options.cohort and self.options.loss != "sampled-softmax"
+        drawn = self.options.loss == "bce"
         found["noise"] = "the negatives' draws are keyed" if drawn else "nothing here draws any"
         return found
 
     def check(self) -> None:
-        from isobatch.models.recommendation.export import training_weights_file
-
-        options, recipe = self.options, self.recipe
-        cohort, dim, start = options.cohort, options.dim, options.start
-        is_shared, learns_texts = options.loss == "sampled-softmax", options.text in (None, "lora", "full")
+        options, recipe, dim, cohort = self.options, self.recipe, self.options.dim, self.options.cohort
         unknown = set(self._trainable) - set(TRAINABLE_PARTS)
         refuse(
             {
                 "--text-cache on: a cached vector passes no gradient, so the encoder learns nothing: leave"
                 " it out (texts are encoded once a batch, and once for all below LoRA), or say --text"
-                " frozen": learns_texts and options.text_cache == "on",
-                f"--start {start}: is no finished recommender (a run, or its final/)": start is not None
-                and not training_weights_file(start).is_file(),
+                " frozen": options.text in (None, "lora", "full") and options.text_cache == "on",
                 f"--sparse-tables: rows are updated by Adam; leave out --optimizer {recipe.optimizer}": (
                     options.sparse_tables and recipe.optimizer != "adamw"
                 ),
                 f"--dim {dim}: neumf halves it, so it must be even": options.head == "neumf" and dim % 2,
                 f"--trainable {','.join(unknown)}: is not one of {', '.join(TRAINABLE_PARTS)}": unknown,
-                f"--cohort {cohort}: must be 0 or at least 2": cohort == 1 or cohort < 0,
-                f"--cohort {cohort}: in-batch negatives are for --loss sampled-softmax": (
-                    cohort and not is_shared
+                f"--cohort {cohort}: must be 0, or from 2 on and divide --batch-size {recipe.batch_size}": (
+                    cohort and (cohort < 2 or recipe.batch_size % cohort)
                 ),
-                f"--cohort {cohort}: must divide --batch-size {recipe.batch_size}": (
-                    cohort and recipe.batch_size % cohort
+                f"--cohort {cohort}: in-batch negatives are for --loss sampled-softmax": (
+                    cohort and options.loss != "sampled-softmax"
                 ),
             }
         )
@@ -199,12 +186,6 @@ class Recommender(Task):
     def fetch(self) -> None:
         if self.options.text != "off" and self._text_model not in PRESETS:
             hub.fetch_weights(self._text_model, self.recipe.revision, "--text-model")
-
-    @classmethod
-    def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """--start becomes a whole path, so that `verify` works from any folder."""
-        start = values.get("start")
-        return {} if start is None else {"start": str(Path(start).expanduser().resolve())}
 
     @property
     def _trainable(self) -> list[str]:
@@ -237,12 +218,7 @@ class Recommender(Task):
         self._text_cache = Path(facts.folder) / TEXT_CACHE_FOLDER
         layers = model_size.parse_layer_widths(options.layers)
         bias = options.loss == "bce"  # of probabilities, which need to know how many items a user takes
-        net = RecommenderNet(catalogue, options.dim, layers, options.head, encoder, user_bias=bias)
-        if options.start is not None:
-            from isobatch.models.recommendation.export import load_trained
-
-            load_trained(net, options.start, facts, self.recipe.data)
-        return net
+        return RecommenderNet(catalogue, options.dim, layers, options.head, encoder, user_bias=bias)
 
     def _build_encoder(self, facts: Facts, catalogue: Any) -> Any:
         from transformers import AutoConfig
@@ -258,7 +234,7 @@ class Recommender(Task):
             place = hub.fetch_weights(name, self.recipe.revision, "--text-model")
             config_there = AutoConfig.from_pretrained(place, **hub.remote_code_kwargs(False))
             net = load_text_model(config_there, place, self.recipe.revision)
-        encoder = TextEncoder(net, catalogue, options.text_cache != "off", options.text_chunk)
+        encoder = TextEncoder(net, catalogue, options.text_cache != "off")
         self._first_lora_block = 0
         if options.text in (None, "lora"):
             blocks = len(encoder.blocks[2])
@@ -300,18 +276,6 @@ class Recommender(Task):
             return {"loss": Loss(total, "sample")}
         return {"ranking": Loss(total, "sample"), "l2": Loss(options.l2 * penalty, "sample")}
 
-    def observe(self, model: Any, step: StepContext) -> Mapping[str, float]:
-        """Raise if no LoRA parameter receives a gradient within LORA_GRADIENT_STEPS."""
-        last = min(LORA_GRADIENT_STEPS, step.total_steps) - 1
-        if step.phase != "lora" or step.number > last or model.encoder is None or self._lora_has_gradient:
-            return {}
-        gradients = [p.grad for p in model.encoder.trainable_parameters() if p.grad is not None]
-        norm = float(sum(float(g.float().square().sum()) for g in gradients) ** 0.5)
-        self._lora_has_gradient = norm > 0
-        if not self._lora_has_gradient and step.number >= last:
-            raise UserError("phase lora: LoRA gets no gradient, so that it would not learn")
-        return {"lora_grad_norm": norm}
-
     def evaluate(self, model: Any, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
         from isobatch.models.recommendation import ranking
 
@@ -323,10 +287,6 @@ class Recommender(Task):
         (Krichene and Rendle 2020).
         """
         return f"full_ndcg@{self.options.top_k}", "max"
-
-    def notes(self, facts: Facts) -> list[str]:
-        """Without those on missing texts where none are used."""
-        return [n for n in super().notes(facts) if self.options.text != "off" or " have no text: " not in n]
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         found: dict[str, Any] = super().metrics(parts, split, facts)
@@ -381,9 +341,8 @@ class Recommender(Task):
         return f"{said}: --by {name} gives its lists" if is_better else ""
 
     def open_lists(self, final: Path, by: str = MODEL) -> recommendations.Recommendations:
-        with hub.reading(final), _users_errors(f"--by {by}: "):
-            found: Any = _UsersLists(recommendations.open_recommendations(final, by))
-        return found
+        with hub.reading(final):
+            return recommendations.open_recommendations(final, by)
 
     def sample(self, model: Any, facts: Facts, folder: Path) -> str | None:
         """The first user's recommendations."""
@@ -392,9 +351,26 @@ class Recommender(Task):
         return "\n".join([f"for user {found.users[0]}:", *lines])
 
     def export(self, model: Any, folder: Path, facts: Facts) -> None:
-        from isobatch.models.recommendation.export import export_recommender
+        """What `Recommendations` reads, and a copy of recommendations.py."""
+        import numpy as np
+        from safetensors.numpy import save_file
 
-        export_recommender(model, folder, facts)
+        from isobatch.models.recommendation import catalogue
+
+        users, items = model.eval().all_vectors()
+        arrays = {"users": users, "items": items, "bias": model.item_bias.weight[:, 0]}
+        heads = ("mlp_layers.", "product.")
+        arrays |= {name: p for name, p in model.named_parameters() if name.startswith(heads)}
+        vectors = {k: np.ascontiguousarray(v.detach().cpu().numpy()) for k, v in arrays.items()}
+        vectors["had"] = np.array(catalogue.Catalogue.read(facts.folder).had)
+        save_file(vectors, folder / recommendations.VECTORS_FILE)
+        described = (model.item_text >= 0) & (model.encoder is not None)
+        known = {"counts": model.counts.tolist(), "described": described.long().tolist()}
+        names = {**catalogue.read_names(facts.folder), **known}
+        (folder / recommendations.NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
+        config = {"model_type": "isobatch-recommender", "head": model.head}
+        (folder / recommendations.CONFIG_FILE).write_text(json.dumps(config))
+        shutil.copy(recommendations.__file__, folder / "recommendations.py")
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         return ModelDescription(
@@ -403,25 +379,6 @@ class Recommender(Task):
             usage=USAGE,
             remark="with numpy and safetensors alone",
         )
-
-
-@contextlib.contextmanager
-def _users_errors(before: str = "") -> Iterator[None]:
-    try:
-        yield
-    except recommendations.RecommendationError as error:
-        raise UserError(f"{before}{error}") from None
-
-
-class _UsersLists:
-    """`Recommendations` whose errors are the user's, in one line."""
-
-    def __init__(self, found: recommendations.Recommendations) -> None:
-        self._found = found
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._found, name)
-        return _users_errors()(value) if callable(value) else value
 
 
 def _verdict(metrics: Mapping[str, Any], k: int) -> tuple[str, str, bool]:

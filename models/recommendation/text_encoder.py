@@ -20,15 +20,14 @@ from isobatch.core.errors import UserError
 from isobatch.models import hub
 from isobatch.models.activations import fuse_gelu
 from isobatch.models.lora import quiet_bitsandbytes
+from isobatch.models.recommendation.model_size import CHUNK_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from isobatch.models.recommendation.catalogue import Catalogue
 
-CHUNK_TOKENS = 4096
-"""Padded tokens that the encoder computes at a time."""
 LORA_TARGETS = ("c_attn", "query", "value", "q_proj", "v_proj", "q_lin", "v_lin", "query_key_value", "q", "v")
 """Names of attention projections in the model families."""
 
@@ -76,14 +75,11 @@ class TextEncoder(nn.Module):
                 return self.net.get_submodule(parent), last, module
         raise UserError(f"--text-model: a {self.config.model_type} has no list of blocks")
 
-    def trainable_parameters(self) -> list[nn.Parameter]:
-        return [p for p in self.net.parameters() if p.requires_grad]
-
     def forward(self, numbers: Tensor) -> Tensor:
         """(n,) different numbers of texts -> (n, hidden)."""
         order = torch.argsort(self.lengths[numbers.cpu()], stable=True).to(numbers.device)
         chunks = self.split_into_chunks(numbers[order].cpu())
-        trained = self.trainable_parameters() if torch.is_grad_enabled() else []
+        trained = [p for p in self.net.parameters() if p.requires_grad and torch.is_grad_enabled()]
         if trained and len(chunks) > 1:
             vectors = ChunkedEncoding.apply(self._encode, chunks, numbers.device, *trained)
         else:
@@ -186,27 +182,16 @@ class TextEncoder(nn.Module):
         handle.remove()
         return found
 
-    def weights_identity(self) -> str | None:
-        """Hash of the weights as they were loaded or drawn; None if they are trained themselves."""
-        base = {n: p for n, p in self.net.named_parameters() if "lora_" not in n}
-        if any(p.requires_grad for p in base.values()):
-            return None
-        return _hash({name.replace(".base_layer", ""): base[name] for name in sorted(base)})
-
     def _prefix_identity(self, num_prefix_blocks: int) -> str:
         """Hash of texts, frozen weights, block and precision: all that the prefix depends on."""
-        frozen = {n: p for n, p in sorted(self.net.named_parameters()) if not p.requires_grad}
         of_the_rest = repr((num_prefix_blocks, torch.is_autocast_enabled("cpu")))
         texts = self.tokens.numpy().tobytes() + self.starts.numpy().tobytes()
-        return _hash(frozen, of_the_rest.encode() + texts)
-
-
-def _hash(weights: Mapping[str, Tensor], before: bytes = b"") -> str:
-    digest = hashlib.blake2b(before, digest_size=12)
-    for name, p in weights.items():
-        digest.update(name.encode())
-        digest.update(p.detach().float().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+        digest = hashlib.blake2b(of_the_rest.encode() + texts, digest_size=12)
+        for name, p in sorted(self.net.named_parameters()):
+            if not p.requires_grad:
+                digest.update(name.encode())
+                digest.update(p.detach().float().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
 
 class ChunkedEncoding(torch.autograd.Function):

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from isobatch.models.encoder.importance import KeepMasks
+from isobatch.models.encoder.importance import HeadsAndNeurons
 
 HEAD, HEADS, NEURONS, LAYERS = 16, 4, 128, 3
 VOCABULARY = 1000
@@ -54,7 +54,7 @@ def logits(model: Any, inputs: dict[str, np.ndarray] | None = None) -> Tensor:
     return found
 
 
-def some_masks() -> KeepMasks:
+def some_masks() -> HeadsAndNeurons:
     """Two heads of the first layer, none of the second, all of the third; 64, 96 and 128 neurons."""
     draw = torch.Generator().manual_seed(1)
     heads = [torch.tensor([True, False, False, True]), torch.zeros(HEADS).bool(), torch.ones(HEADS).bool()]
@@ -63,4 +63,4 @@ def some_masks() -> KeepMasks:
         keep = torch.zeros(NEURONS, dtype=torch.bool)
         keep[torch.randperm(NEURONS, generator=draw)[:count]] = True
         neurons.append(keep)
-    return KeepMasks(heads, neurons)
+    return HeadsAndNeurons(heads, neurons)

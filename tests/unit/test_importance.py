@@ -7,21 +7,21 @@ import torch
 
 from isobatch.models.encoder import encoders, importance
 from isobatch.models.encoder.encoders import EncoderSizes
-from isobatch.models.encoder.importance import ImportanceScores, KeepMasks, PruningBudget
+from isobatch.models.encoder.importance import HeadsAndNeurons, PruningBudget
 from isobatch.tests.unit.encoders import HEAD, classifier, given
 
 SIZES = EncoderSizes(layers=6, hidden=768, heads=12, neurons=3072)
 
 
-def keep_all(sizes: EncoderSizes = SIZES) -> KeepMasks:
+def keep_all(sizes: EncoderSizes = SIZES) -> HeadsAndNeurons:
     heads = [torch.ones(sizes.heads, dtype=torch.bool) for _ in range(sizes.layers)]
-    return KeepMasks(heads, [torch.ones(sizes.neurons, dtype=torch.bool) for _ in range(sizes.layers)])
+    return HeadsAndNeurons(heads, [torch.ones(sizes.neurons, dtype=torch.bool) for _ in range(sizes.layers)])
 
 
-def scores(seed: int = 0, sizes: EncoderSizes = SIZES) -> ImportanceScores:
+def scores(seed: int = 0, sizes: EncoderSizes = SIZES) -> HeadsAndNeurons:
     draw = torch.Generator().manual_seed(seed)
     heads = [torch.rand(sizes.heads, generator=draw) * 128 for _ in range(sizes.layers)]
-    return ImportanceScores(heads, [torch.rand(sizes.neurons, generator=draw) for _ in range(sizes.layers)])
+    return HeadsAndNeurons(heads, [torch.rand(sizes.neurons, generator=draw) for _ in range(sizes.layers)])
 
 
 @pytest.mark.parametrize("sparsity", [0.05, 0.2, 0.5, 0.75, 0.9])
@@ -48,10 +48,9 @@ def test_removed_units_stay_removed() -> None:
 def test_the_lowest_score_per_weight_is_removed_first() -> None:
     sizes = EncoderSizes(layers=1, hidden=64, heads=4, neurons=128)
     # A head has 4 * 64 * 16 = 4096 weights, a block of 32 neurons 2 * 64 * 32 = 4096 as well.
-    found = ImportanceScores([torch.tensor([5.0, 1.0, 9.0, 3.0])], [torch.arange(128.0).div(32).floor()])
-    kept = importance.choose_kept(
-        found, keep_all(sizes), PruningBudget(sizes, 32, "both"), 3 * 4096 / sizes.weights
-    )
+    found = HeadsAndNeurons([torch.tensor([5.0, 1.0, 9.0, 3.0])], [torch.arange(128.0).div(32).floor()])
+    budget = PruningBudget(sizes, 32, "both")
+    kept = importance.choose_kept(found, keep_all(sizes), budget, 3 * 4096 / budget.prunable_weights)
     # Blocks of neurons score 0, 32, 64 (the best block stays), heads 5, 1, 9, 3: the three least are 0, 1, 3.
     assert kept.heads[0].tolist() == [True, False, True, False]
     assert kept.neurons[0].tolist() == [False] * 32 + [True] * 96
@@ -60,7 +59,7 @@ def test_the_lowest_score_per_weight_is_removed_first() -> None:
 def test_l2_is_the_sum_of_squares_of_all_weights_of_a_group() -> None:
     model = classifier("bert")
     layer = encoders.layers(model)[1]
-    found = importance.l2_scores(encoders.layers(model), HEAD)
+    found = importance.l2_scores(encoders.layers(model))
     rows = slice(2 * HEAD, 3 * HEAD)
     parts = [x.weight[rows] for x in (layer.query, layer.key, layer.value)] + [layer.output.weight[:, rows]]
     torch.testing.assert_close(found.heads[1][2], sum(p.square().sum() for p in parts))
@@ -83,7 +82,7 @@ def test_gate_gradients_are_the_loss_derivative_by_a_gate() -> None:
 
 def test_scores_of_different_units_count_alike() -> None:
     one, other = scores(1), scores(2)
-    big = ImportanceScores([h * 1e6 for h in other.heads], [n * 1e6 for n in other.neurons])
+    big = HeadsAndNeurons([h * 1e6 for h in other.heads], [n * 1e6 for n in other.neurons])
     first, second = importance.sum_of_shares(one, other), importance.sum_of_shares(one, big)
     for a, b in zip((*first.heads, *first.neurons), (*second.heads, *second.neurons), strict=True):
         torch.testing.assert_close(a, b)

@@ -21,7 +21,7 @@ from isobatch.models.encoder import (
     quantization,
     weight_surgery,
 )
-from isobatch.tests.unit.encoders import FAMILIES, HEAD, classifier, given, logits, some_masks
+from isobatch.tests.unit.encoders import FAMILIES, classifier, given, logits, some_masks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def quantized(family: str = "bert", bits: int = 4, embedding_bits: int = 8, cut: bool = False) -> Any:
     model = classifier(family)
     if cut:
-        weight_surgery.set_masks(encoders.layers(model), some_masks(), HEAD)
+        weight_surgery.set_masks(encoders.layers(model), some_masks())
         weight_surgery.remove_masked(encoders.layers(model))
     quantization.quantize_model(model, bits, embedding_bits)
     with torch.no_grad():

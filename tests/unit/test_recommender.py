@@ -231,8 +231,8 @@ def recommender(**options: Any) -> Recommender:
         ({"trainable": "ids,fussion"}, "--trainable fussion: is not one of projection"),
         ({"head": "neumf", "dim": 7}, "--dim 7: neumf halves it"),
         ({"layers": "64,x"}, "--layers 64,x: give widths"),
-        ({"cohort": 1}, "--cohort 1: must be 0 or at least 2"),
-        ({"cohort": 7, "batch_size": 32}, "--cohort 7: must divide --batch-size 32"),
+        ({"cohort": 1}, "--cohort 1: must be 0, or from 2 on"),
+        ({"cohort": 7, "batch_size": 32}, "--cohort 7: .* divide --batch-size 32"),
         ({"cohort": 8, "loss": "bce", "batch_size": 32}, "--cohort 8: in-batch negatives are for"),
         ({"sparse_tables": True, "optimizer": "sgd"}, "--sparse-tables: rows are updated by Adam"),
         ({"model": "tinny"}, "--text-model tinny: is no preset"),
@@ -246,25 +246,12 @@ def test_bad_input_is_answered_in_one_line(options: dict[str, Any], message: str
 def test_model_size_counts_every_parameter(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
-    for head, loss in (("dot", "sampled-softmax"), ("mlp", "bpr"), ("neumf", "bce")):
+    for head, loss in (("dot", "sampled-softmax"), ("mlp", "sampled-softmax"), ("neumf", "bce")):
         task = recommender(text="off", head=head, loss=loss, dim=DIM, layers="12,6")
         facts = SimpleNamespace(extra={"users": USERS, "items": ITEMS}, folder=str(tmp_path))
         made = RecommenderNet(catalogue(), DIM, (12, 6), head, None, user_bias=loss == "bce")
         count = sum(p.numel() for p in made.parameters())
         assert task.model_size(facts).parameters == pytest.approx(count, abs=DIM // 2)
-
-
-def test_no_gradient_for_lora_is_an_error() -> None:
-    from isobatch.models.base import StepContext
-
-    task, model = recommender(), net()
-    assert task.observe(model, StepContext(0, "lora", None, total_steps=5)) == {"lora_grad_norm": 0.0}  # type: ignore[arg-type]
-    step = StepContext(4, "lora", None, total_steps=5)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match="LoRA gets no gradient"):
-        task.observe(model, step)
-    model.train()
-    model(torch.tensor([0]), [torch.tensor([1])])[0].sum().backward()
-    assert task.observe(model, step)["lora_grad_norm"] > 0
 
 
 def metrics_beside(name: str, figure: float, interval: tuple[float, float]) -> dict[str, Any]:
@@ -309,13 +296,3 @@ def test_held_out_items_that_are_rarer_than_chance_judge_no_model() -> None:
     found = recommender(data="shop").final_remark(metrics)
     assert found.startswith("popularity ranks worse than chance (hr@10 0.0200 against 0.1000)")
     assert recommender(data="shop").final_remark({**metrics, "popularity_hr@10": 0.06}).startswith("EASE")
-
-
-def test_bpr_is_the_logistic_loss_of_differences() -> None:
-    model, user, item = net(text=False), torch.tensor([0, 3]), torch.tensor([4, 7])
-    negatives, is_positive = torch.tensor([[9, 2], [5, 5]]), torch.tensor([[False, True], [False, False]])
-    s = scores(model)
-    gaps = [s[0, 4] - s[0, 9], s[3, 7] - s[3, 5], s[3, 7] - s[3, 5]]
-    found = losses.pairwise_logistic(model, user, item, negatives, is_positive)
-    wanted = sum(math.log1p(math.exp(-float(gap))) for gap in gaps)
-    assert float(found.detach()) == pytest.approx(wanted, rel=1e-5)

@@ -14,7 +14,7 @@ import torch
 from isobatch.engine.training.session import cut_moments
 from isobatch.models import saving
 from isobatch.models.encoder import encoders, export, weight_surgery
-from isobatch.tests.unit.encoders import FAMILIES, HEAD, NEURONS, classifier, given, logits, some_masks
+from isobatch.tests.unit.encoders import FAMILIES, NEURONS, classifier, given, logits, some_masks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def test_removing_masked_units_keeps_the_logits(family: str) -> None:
     model = classifier(family)
     whole = logits(model)
-    weight_surgery.set_masks(encoders.layers(model), some_masks(), HEAD)
+    weight_surgery.set_masks(encoders.layers(model), some_masks())
     masked = logits(model)
     weight_surgery.remove_masked(encoders.layers(model))
     assert (masked - whole).abs().max() > 1e-2
@@ -42,7 +42,7 @@ def steps(model: Any, optimizer: torch.optim.Optimizer, count: int) -> None:
 def test_optimizer_moments_shrink_with_the_weights() -> None:
     """Two masked steps, then removal: the third step is that of a model that stayed masked."""
     model = classifier("bert")
-    weight_surgery.set_masks(encoders.layers(model), some_masks(), HEAD)
+    weight_surgery.set_masks(encoders.layers(model), some_masks())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
     steps(model, optimizer, 2)
     stays = copy.deepcopy(model)
@@ -64,7 +64,7 @@ def test_optimizer_moments_shrink_with_the_weights() -> None:
 
 def test_a_new_model_takes_the_saved_shapes_and_buffers() -> None:
     model = classifier("bert")
-    weight_surgery.set_masks(encoders.layers(model), some_masks(), HEAD)
+    weight_surgery.set_masks(encoders.layers(model), some_masks())
     first = encoders.layers(model)[2]
     weight_surgery.mask_inputs(first.down, torch.arange(NEURONS) >= 32)
     weight_surgery.remove_masked(encoders.layers(model)[:2])
@@ -78,7 +78,7 @@ def test_a_new_model_takes_the_saved_shapes_and_buffers() -> None:
 
 def saved(family: str, facts: Any, folder: Path) -> Any:
     model = classifier(family)
-    weight_surgery.set_masks(encoders.layers(model), some_masks(), HEAD)
+    weight_surgery.set_masks(encoders.layers(model), some_masks())
     weight_surgery.remove_masked(encoders.layers(model))
     saving.save(model, facts, folder)
     encoders.write_layer_sizes(model, folder)
