@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan, PlanOptions
-    from isobatch.data.base import ArraySource, Columns, Data, Ragged, Source, TextQuery
+    from isobatch.data.base import ArraySource, Columns, Data, Ragged, Source
     from isobatch.engine.runs.run_options import RunOptions
     from isobatch.launch.api.functions import Verification, load, plan, replay, train, verify
     from isobatch.launch.api.run import Recipe, Run
@@ -71,7 +71,6 @@ __all__ = [
     "Sum",
     "Task",
     "Teacher",
-    "TextQuery",
     "TrainingError",
     "UserError",
     "Verification",
@@ -89,7 +88,7 @@ _PLACES = {
     ),
     "core.facts": ("Facts",),
     "core.plan": ("Plan", "PlanOptions"),
-    "data.base": ("ArraySource", "Columns", "Data", "Ragged", "Source", "TextQuery"),
+    "data.base": ("ArraySource", "Columns", "Data", "Ragged", "Source"),
     "engine.runs.run_options": ("RunOptions",),
     "launch.api.functions": ("Verification", "load", "plan", "replay", "train", "verify"),
     "launch.api.run": ("Recipe", "Run"),

@@ -6,7 +6,6 @@ files and are memory-mapped: processes share the pages, and a corpus may be larg
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from abc import ABC, abstractmethod
@@ -212,22 +211,6 @@ def _common_count(columns: Columns) -> int:
     return counts.pop()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TextQuery:
-    """What the rows of a prepared split are compared with to find a text."""
-
-    tokens: Mapping[str, Sequence[np.ndarray]]
-    """Column -> token ids, any of which a row of any of the columns is to hold."""
-    equal: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Column of single numbers -> the number, for rows without text; all must be equal."""
-    whole: bool = False
-    """A row is these tokens and nothing else; otherwise it contains them."""
-    spans_rows: bool = False
-    """The rows are pieces of one stream, and the text may run over a border."""
-    note: str = ""
-    """What the user should know of how the text was read."""
-
-
 def _what_lies_at(place: str) -> dict[str, Any]:
     """The hash of a file; of a large one, and of the files of a folder, sizes and times of change."""
     path = Path(place).expanduser()
@@ -280,13 +263,6 @@ class Data(ABC):
         raise UserError(
             f"--file {self.recipe.data}: {type(self).__name__} has no method read_rows for new samples: add"
             " it, or predict held-out ones with --split valid"
-        )
-
-    def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002
-        """What `seen --text` compares the rows of a prepared split with. By default refused."""
-        raise UserError(
-            f"--text: {type(self).__name__} has no method text_query to find texts: give --sample, or add it"
-            " for runs to come"
         )
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:  # noqa: ARG002

@@ -17,7 +17,7 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.terminal.status import doing
 from isobatch.data import corpora, readers, tokenizers
-from isobatch.data.base import Columns, Ragged, TextQuery
+from isobatch.data.base import Columns, Ragged
 from isobatch.data.corpora import DEMO, Corpus, RowCorpus
 from isobatch.data.preparation.encoding import batches
 from isobatch.data.preparation.spooled_array import SpooledArray, spool_to_array
@@ -272,20 +272,6 @@ class Sequences(TokenizedData):
         if (path := self._data_path()) is None:
             return self.recipe.data
         return readers.content_hashes(self._find_files(path))
-
-    def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002
-        """A whole row: a text, or integers with white space or commas between them."""
-        if facts.extra["kind"] == "integers":
-            words = text.replace(",", " ").split()
-            if not words or not all(word.isdecimal() for word in words):
-                raise UserError("--text: this run learnt lists of integers: give one, as in --text '3 14 15'")
-            ids = [int(word) for word in words]
-        else:
-            encoded = self.prepared_tokenizer(facts).encode(text.strip(), add_special_tokens=False)
-            ids = list(encoded.ids)
-        room = self.recipe.max_length - 1
-        note = f"the text is cut to {room} tokens, as the rows are" if len(ids) > room else ""
-        return TextQuery({"tokens": [np.array([*ids[:room], facts.extra["eos"]])]}, whole=True, note=note)
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
         if facts.extra["kind"] == "integers":

@@ -6,8 +6,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from isobatch.core.errors import UserError
 from isobatch.core.flags import options_to_dict
 from isobatch.data import corpora, readers, tokenizers
@@ -18,6 +16,7 @@ from isobatch.data.digests import file_hash
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    import numpy as np
     from tokenizers import Tokenizer
 
     from isobatch.core.facts import Facts
@@ -183,15 +182,3 @@ class TokenizedData(Data):
                 f"--tokenizer {recipe.tokenizer}: its tokens are not those that {recipe.model} was trained"
                 f" with: leave it out"
             )
-
-
-def within_text(tokenizer: Tokenizer, text: str) -> list[np.ndarray]:
-    """The token ids of a text as it stands at the start of a line, and behind a space.
-
-    Raises UserError for a text without tokens.
-    """
-    texts = [text.strip(), f" {text.strip()}"]
-    found = {tuple(e.ids) for e in tokenizer.encode_batch(texts, add_special_tokens=False)}
-    if not text.strip() or () in found:
-        raise UserError("--text: has no tokens: give some words")
-    return [np.array(ids) for ids in sorted(found)]

@@ -63,7 +63,7 @@ _TABLE = (
     ("submit --to ray", "clusters.ray.command ray Ray", "the same as a script for a Ray cluster"),
     ("verify", "local.verify_run verify Verify", "redo steps in another cut; exit 3"),
     ("replay", "forensics.replay replay Replay", "a step again: losses by sample, gradients, the first NaN"),
-    ("seen", "forensics.seen seen Seen", "which steps saw a row or a text, or which rows a step saw"),
+    ("seen", "forensics.seen seen Seen", "which steps saw a row, or which rows a step saw"),
     ("diff", "forensics.diff diff Diff", "where two runs part: samples, step, module; exit 3 where they do"),
     ("receipt make", "forensics.receipt receipt Receipt", "a small file that others can check; --sign"),
     ("receipt check", "forensics.receipt audit Audit", "check one against data, run, redone steps; exit 3"),

@@ -15,7 +15,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import corpora, tokenizers
-from isobatch.data.base import Columns, Ragged, TextQuery, save, save_array
+from isobatch.data.base import Columns, Ragged, save, save_array
 from isobatch.data.corpora import DEMO
 from isobatch.data.digests import file_hash
 from isobatch.data.interactions import demo, formats, movielens
@@ -149,20 +149,6 @@ class Interactions(TokenizedData):
             "untaken": found.untaken,
             "notes": [*found.notes, *_missing_text_notes(of_users, of_items)],
         }
-
-    def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002
-        """The interactions of a user, or of a user and an item, by the ids that the data has: USER[,ITEM]."""
-        names = self._names(facts)
-        given = [text.strip()] if text.strip() in names["users"] else [w.strip() for w in text.rsplit(",", 1)]
-        equal = {}
-        for column, kind, name in zip(("user", "item"), ("users", "items"), given, strict=False):
-            if name not in names[kind]:
-                raise UserError(
-                    f"--text {text}: there is no {column} {name}: rows are interactions, so give USER or"
-                    " USER,ITEM by their ids in the data"
-                )
-            equal[column] = names[kind].index(name)
-        return TextQuery({}, equal, whole=len(equal) == 2)
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
         names = self._names(facts)

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import AboveZero, HeldOutShare
 from isobatch.data import corpora, readers, tokenizers
-from isobatch.data.base import WEIGHT, Ragged, TextQuery, load
+from isobatch.data.base import WEIGHT, Ragged
 from isobatch.data.corpora import DEMO, overlap_notes
 from isobatch.data.labelled.rows import (
     ColumnNames,
@@ -31,10 +30,11 @@ from isobatch.data.labelled.rows import (
 )
 from isobatch.data.preparation.encoding import EncodedShard, EncodingJob, encode_in_shards
 from isobatch.data.preparation.spooled_array import SpooledColumns
-from isobatch.data.tokenized import TokenizedData, within_text
+from isobatch.data.tokenized import TokenizedData
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from tokenizers import Tokenizer
 
@@ -140,18 +140,6 @@ class Labelled(TokenizedData):
 
     def demo_files(self) -> list[Path]:
         return [file for files in demo_files().values() for file in files]
-
-    def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:
-        """Single texts are whole rows; of pairs either text is looked for within the row."""
-        tokenizer = self.prepared_tokenizer(facts)
-        if "types" in load(Path(facts.folder) / split):
-            return TextQuery({"tokens": within_text(tokenizer, text)})
-        tokenizer.enable_truncation(self.recipe.max_length, strategy="longest_first")
-        encoded = tokenizer.encode(text, add_special_tokens=True)
-        note = f"the text is cut to {self.recipe.max_length} tokens, as the rows are"
-        return TextQuery(
-            {"tokens": [np.array(encoded.ids)]}, whole=True, note=note if encoded.overflowing else ""
-        )
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
         labels, texts = facts.extra["labels"], super().describe_rows(facts, batch)

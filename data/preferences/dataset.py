@@ -13,7 +13,7 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import HeldOutShare
 from isobatch.data import corpora, readers, tokenizers
-from isobatch.data.base import ArraySource, Column, Ragged, TextQuery
+from isobatch.data.base import ArraySource, Column, Ragged
 from isobatch.data.chat_formats import SkippedRowError
 from isobatch.data.corpora import DEMO, RowCorpus, overlap_notes
 from isobatch.data.preferences import pairs
@@ -30,7 +30,7 @@ from isobatch.data.text.conversations import (
 )
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.row_fields import RowCounts
-from isobatch.data.tokenized import TokenizedData, within_text
+from isobatch.data.tokenized import TokenizedData
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-    from isobatch.core.facts import Facts
     from isobatch.data.preferences.pairs import PreferencePair
     from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
     from isobatch.data.tokenized import Encoded
@@ -209,10 +208,6 @@ class Preferences(TokenizedData):
     def open(self, folder: Path, split: str) -> ArraySource:
         """The pairs of a prepared split, as a PairSource."""
         return PairSource.open(folder / split)
-
-    def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002
-        """A text within the prompt or either answer."""
-        return TextQuery(dict.fromkeys(ANSWERS, within_text(self.prepared_tokenizer(facts), text)))
 
     def encode_splits(self, folder: Path | None = None) -> Encoded:  # noqa: ARG002  pairs fit in memory
         rows = self._open_rows()

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
-    from isobatch.core.facts import Facts
-    from isobatch.data.base import TextQuery
     from isobatch.data.streaming.store import StoredObject
 
 ENCODER_FILE = "encoder.json"
@@ -147,6 +145,3 @@ class StreamedText(Text):
         window = self.recipe.shuffle_window * len(source) // len(source.table)
         source.read_ahead = max(1, min(window, len(source)))
         return source
-
-    def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:  # noqa: ARG002
-        raise UserError("--text: the samples are in a store, where none is looked for: give --sample")

@@ -13,16 +13,15 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import HeldOutShare
 from isobatch.data import tokenizers
-from isobatch.data.base import ArraySource, TextQuery, load
-from isobatch.data.cleaning import CLEANING_VERSION, CleaningPipeline, CleaningStep, parse_steps
+from isobatch.data.base import ArraySource
+from isobatch.data.cleaning import CLEANING_VERSION, CleaningStep, parse_steps
 from isobatch.data.corpora import DEMO
 from isobatch.data.text import conversations, demo_stories
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.sources import SET_COLUMN, Mixture, TextSet, TextSetSpec, split_set_names
-from isobatch.data.tokenized import TokenizedData, within_text
+from isobatch.data.tokenized import TokenizedData
 
 if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
     from isobatch.data.tokenized import Encoded
 
 LEARN_COLUMN = "learn"
@@ -191,13 +190,6 @@ class Text(TokenizedData):
         )
         found.bind_tokenizer(tokenization)
         return found, tokenization
-
-    def text_query(self, facts: Facts, split: str, text: str) -> TextQuery:
-        """A text within the rows; blocks of plain text are one stream. It is cleaned as they were."""
-        clean = CleaningPipeline(self._cleaning_steps()).transforms_only()
-        tokens = within_text(self.prepared_tokenizer(facts), clean.transform_text(text))
-        is_stream = LEARN_COLUMN not in load(Path(facts.folder) / split)
-        return TextQuery({"tokens": tokens}, spans_rows=is_stream)
 
     def open(self, folder: Path, split: str) -> ArraySource:
         """The samples of a prepared split; those of a mixture have `parts`, the share of each set."""

@@ -17,17 +17,16 @@ from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, list_checkpoints
-from isobatch.engine.loading.sampler import extend_chain, make_sampler
-from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
-from isobatch.engine.registry import workload_of
+from isobatch.engine.loading.sampler import extend_chain
+from isobatch.engine.optimization.schedule import learning_rate
 from isobatch.engine.runs.metrics_log import SEAL
 from isobatch.engine.runs.step_rows import NEEDED, is_step
 from isobatch.engine.verification.log_audit import WrongRecordError, check
+from isobatch.engine.verification.run_order import RunOrder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from isobatch.data.base import Source
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.log_audit import LogRecord
 
@@ -136,13 +135,12 @@ def differing_parts(receipt: Mapping[str, Any], other: Mapping[str, Any]) -> lis
     return sorted(name for name in {*receipt, *other} if receipt.get(name) != other.get(name))
 
 
-def check_order(receipt: Mapping[str, Any], recipe: Recipe, source: Source) -> None:
+def check_order(receipt: Mapping[str, Any], recipe: Recipe, facts: Facts) -> None:
     """Compare the steps, samples and learning rates that a receipt claims with recipe and data. Raises
     WrongRecordError.
     """
-    task, _ = workload_of(recipe).make(recipe)
-    sampler = make_sampler(recipe, source, task.cohort)
-    schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
+    order = RunOrder.of(recipe, facts)
+    sampler, schedules = order.sampler, order.schedules
     done = receipt["phases"]
     is_same = list(done) == [schedule.name for schedule in schedules]
     check(is_same, f"it names the phases {', '.join(done)}, and the recipe has others")

@@ -13,13 +13,12 @@ from isobatch.core.facts import Facts
 from isobatch.data.base import fingerprint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
-from isobatch.engine.loading.sampler import make_sampler
-from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.ledger import read_ledger
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.training.run_context import DATA_WRITTEN
 from isobatch.engine.verification.log_audit import LogRecord, WrongRecordError, audit_log, check
+from isobatch.engine.verification.run_order import RunOrder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,13 +82,10 @@ def _check_records(run: RunFolder, audit: Audit) -> None:
     """As all checks here raises WrongRecordError, with the first that is wrong."""
     _check_data(run)
     recipe = run.recipe
-    chosen = workload_of(recipe)
-    task, data = chosen.make(recipe)
-    sampler = make_sampler(recipe, data.open(Path(run.facts.folder), "train"), task.cohort)
-    unread = ", ".join(chosen.unread(recipe, task, data))
+    order = RunOrder.of(recipe, run.facts)
+    unread = ", ".join(workload_of(recipe).unread(recipe, order.task, order.data))
     check(not unread, f"recipe.json sets {unread}, which changes nothing: no launch writes that")
-    schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
-    audit.log = log = audit_log(run, sampler, schedules, task.best_metric)
+    audit.log = log = audit_log(run, order)
     for problem in log.problems:
         raise WrongRecordError(problem)
     _check_decisions(run, audit, log)
@@ -109,7 +105,7 @@ def _check_records(run: RunFolder, audit: Audit) -> None:
         check(last["exported"] == end, said)
         _check_summary(run, log, summary, last)
         _check_final(run, last)
-    _check_ledger(run, log, sampler)
+    _check_ledger(run, log, order.sampler)
 
 
 def _check_data(run: RunFolder) -> None:

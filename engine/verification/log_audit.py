@@ -16,11 +16,12 @@ from isobatch.engine.runs.step_rows import FIGURES, NEEDED, is_step
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator
 
     from isobatch.core.recipe import Recipe
     from isobatch.engine.loading.sampler import Sampler
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.verification.run_order import RunOrder
 
 _SEAL_ROW = {"phase", "step", SEAL}
 _CHECKPOINT_ROW = {"phase", "step", "checkpoint", "digest"}
@@ -102,16 +103,14 @@ def check(holds: bool, sentence: str) -> None:
         raise WrongRecordError(sentence)
 
 
-def audit_log(
-    run: RunFolder, sampler: Sampler, schedules: Sequence[PhaseSchedule], monitor: tuple[str, str]
-) -> LogRecord:
-    """Read the log once. `monitor`: metric and direction of early stopping."""
-    recipe, (metric, direction) = run.recipe, monitor
-    patience = [recipe.patience if schedule.early_stopping else 0 for schedule in schedules]
+def audit_log(run: RunFolder, order: RunOrder) -> LogRecord:
+    """Read the log once. `order`: what recipe and data make of its steps."""
+    recipe, (metric, direction) = run.recipe, order.task.best_metric
+    patience = [recipe.patience if schedule.early_stopping else 0 for schedule in order.schedules]
     judges = [EarlyStopping(direction, least, recipe.min_delta) for least in patience]
-    record = LogRecord(list(map(PhaseRecord, schedules, judges)))
+    record = LogRecord(list(map(PhaseRecord, order.schedules, judges)))
     held_out = [split for split in HELD_OUT_SPLITS if split in run.facts.samples]
-    rows = _Rows(record, recipe, sampler, metric, held_out)
+    rows = _Rows(record, recipe, order.sampler, metric, held_out)
     seal = hashlib.sha256(first_seal(recipe.hash(), run.facts.fingerprint).encode())
     try:
         for line in lines_in(run.metrics):

@@ -25,7 +25,6 @@ from isobatch.core.recipe import Recipe
 from isobatch.core.terminal.status import doing
 from isobatch.engine import consent
 from isobatch.engine.forensics import receipt as receipts
-from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.verification.audit import audit_records, recipe_problems
@@ -177,9 +176,8 @@ def audit_receipt(file: Path, options: AuditOptions) -> Finding:
         if found.problems:
             return found
         doing("comparing the samples of every step")
-        _, data = workload_of(recipe).make(recipe)
         try:
-            receipts.check_order(content, recipe, data.open(Path(run.facts.folder), "train"))
+            receipts.check_order(content, recipe, run.facts)
         except WrongRecordError as error:
             found.problems.append(str(error))
             return found

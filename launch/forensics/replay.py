@@ -14,10 +14,10 @@ from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Positive
 from isobatch.core.terminal.status import doing
-from isobatch.engine.forensics.seen_rows import shortened
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.step_rows import is_step
+from isobatch.launch.forensics.seen import shortened
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run
 from isobatch.launch.report.tables import text_table

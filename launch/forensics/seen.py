@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
@@ -12,8 +13,9 @@ from isobatch.core.flags import check_fields
 from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.terminal.status import doing
+from isobatch.engine.verification.run_order import RunOrder
 from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.run_setup import TrustOptions, is_prepared, locate_data, open_run
+from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +23,8 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
 
 SHOWN = 20
-"""Most rows, and most steps of a row, that are written out; --json has all."""
-QUESTIONS = ("sample", "text", "step")
+"""Most steps of a row that are written out; --json has all."""
+PREVIEW_CHARACTERS = 70
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,12 +33,10 @@ class SeenOptions(TrustOptions):
 
     sample: Count | None = None
     """A row of the training data as it was prepared; the first is 0."""
-    text: str | None = None
-    """A text: the rows that hold it, token by token. Of a recommender USER or USER,ITEM."""
     step: Positive | None = None
     """A step, of which the rows are listed; the first is 1."""
     phase: str | None = None
-    """The phase of --step, where there are several."""
+    """The phase of --step; by default the first."""
     data: str | None = None
     """Where the data lies now, if it has moved."""
     json: bool = False
@@ -44,18 +44,12 @@ class SeenOptions(TrustOptions):
 
     def __post_init__(self) -> None:
         check_fields(self)
-        asked = [f"--{name}" for name in QUESTIONS if getattr(self, name) is not None]
-        if not asked:
-            raise UserError("seen: what shall be looked for? Give one of --sample, --text or --step")
-        if len(asked) > 1:
-            raise UserError(f"{' and '.join(asked)} are {len(asked)} questions: give one of them")
-        if self.phase is not None and self.step is None:
-            raise UserError(f"--phase {self.phase}: belongs to --step; other answers say every phase")
+        if (self.sample is None) == (self.step is None):
+            raise UserError("seen: what shall be looked for? Give --sample ROW or --step N")
 
 
 def seen(words: Sequence[str]) -> int:
-    """Usage: seen RUN --sample 1204 | --text "..." | --step 120 [--phase NAME]
-    [--data PATH] [--json]
+    """Usage: seen RUN --sample 1204 | --step 120 [--phase NAME] [--data PATH] [--json]
 
     Rows are numbered as they were prepared, from 0; steps from 1.
     """
@@ -63,123 +57,73 @@ def seen(words: Sequence[str]) -> int:
     if len(positional) != 1:
         raise UserError("seen: give the folder of one run (`runs` lists them)")
     options = command_options(flags, SeenOptions, "seen")
-    run = open_run(positional[0], options.trust)
-    answer = answer_question(run, options)
-    if options.json:
-        print(atomic_files.json_text(answer, ensure_ascii=False))
-        return DONE
-    for line in lines(answer):
-        print(printable(line))
+    answer = answer_question(open_run(positional[0], options.trust), options)
+    text = atomic_files.json_text(answer, ensure_ascii=False) if options.json else "\n".join(_lines(answer))
+    print(text if options.json else printable(text))
     return DONE
 
 
 def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
     """The answer as JSON. Raises UserError."""
-    from isobatch.engine.forensics import seen_rows
-    from isobatch.engine.forensics.run_order import needs_data, open_order
-
-    if options.data is not None or options.text is not None or needs_data(run.recipe):
-        doing("looking for the data")
-        locate_data(run, run.recipe, options.data)
-    order = open_order(run, is_prepared(run))
-    found: dict[str, Any]
-    if options.step is not None:
-        found = {"rows_of_step": seen_rows.step_answer(order, options.step, options.phase)}
-    elif options.sample is not None:
-        found = {"rows": seen_rows.row_answers(order, [options.sample])}
-    else:
-        doing("looking for the text")
-        found = seen_rows.text_answer(order, options.text or "")
-    return {
+    if run.recipe.hash() != run.recorded_hash:
+        raise UserError(f"{run.folder}/recipe.json was changed: the order of its samples is not known")
+    doing("looking for the data")
+    locate_data(run, run.recipe, options.data)
+    order = RunOrder.of(run.recipe, run.facts)
+    counted = order.counted_steps(run)
+    answer: dict[str, Any] = {
         "run": str(run.folder),
         "status": run.status(),
         "training_rows": order.sampler.count,
         "steps": {schedule.name: schedule.steps for schedule in order.schedules},
-        "steps_done": order.counted,
-        "data_at_hand": order.source is not None,
-        **found,
+        "steps_done": counted,
     }
+    if options.step is None:
+        rows = [options.sample or 0]
+        if rows[0] >= order.sampler.count:
+            raise UserError(
+                f"--sample {rows[0]}: the training data has the rows 0 to {order.sampler.count - 1}"
+            )
+        sightings = order.sightings(run, rows)
+        return {**answer, "rows": [{**row, "seen": sightings[row["row"]]} for row in _rows(order, run, rows)]}
+    phase, step = options.phase or order.schedules[0].name, options.step
+    if step > answer["steps"].get(phase, 0):
+        has = ", ".join(f"{name} with {steps} steps" for name, steps in answer["steps"].items())
+        raise UserError(f"--step {step}, --phase {phase}: this run has {has}")
+    rows_of_step = {
+        **order.place(phase, step),
+        "counted": step <= counted[phase],
+        "rows": _rows(order, run, order.sampler.batch(step - 1).tolist()),
+    }
+    return {**answer, "rows_of_step": rows_of_step}
 
 
-def lines(answer: Mapping[str, Any]) -> Iterator[str]:
+def _rows(order: RunOrder, run: RunFolder, rows: Sequence[int]) -> list[dict[str, Any]]:
+    """Training rows, each with the beginning of its text."""
+    described = order.data.describe_rows(run.facts, order.source.fetch(np.array(rows, np.int64)))
+    return [{"row": row, "text": shortened(text)} for row, text in zip(rows, described, strict=True)]
+
+
+def shortened(text: str) -> str:
+    """The beginning of a text, in one line."""
+    line = " ".join(text.split())
+    return line if len(line) <= PREVIEW_CHARACTERS else f"{line[:PREVIEW_CHARACTERS]}…"
+
+
+def _lines(answer: Mapping[str, Any]) -> Iterator[str]:
     """What a user reads."""
-    if "rows_of_step" in answer:
-        yield from _step_lines(answer["rows_of_step"], answer)
-    elif "places" in answer:
-        yield from _text_lines(answer)
-    else:
-        yield from _row_lines(answer["rows"][0], answer)
-    if not answer["data_at_hand"]:
-        yield "the prepared data is not on this machine, which says texts (--data PATH)"
-
-
-def _text_lines(answer: Mapping[str, Any]) -> Iterator[str]:
-    if answer["note"]:
-        yield answer["note"]
-    places = answer["places"]
-    if not places:
-        holds = "is exactly this text" if answer["whole"] else "contains this text"
-        yield f"no row of the prepared data {holds}, token by token; a near match is not looked for"
+    if step := answer.get("rows_of_step"):
+        yield f"{_place(step)} {'saw' if step['counted'] else 'would see'} {len(step['rows'])} rows:"
+        yield from (f"  {row['row']:,}  {row['text']}" for row in step["rows"])
         return
-    if crossing := sum(len(place["rows"]) > 1 for place in places):
-        border = "the text runs over a border of rows, which are windows of one stream: each row holds a part"
-        yield f"{_count(crossing, 'time')} {border}"
-    everywhere = dict.fromkeys((place["split"], row) for place in places for row in place["rows"])
-    of_split = Counter(split for split, _ in everywhere)
-    if len(everywhere) > 1:
-        yield "the text is in " + ", ".join(f"{_count(n, 'row')} of {split}" for split, n in of_split.items())
-    rows = sorted(answer["rows"], key=lambda row: not row["seen"])
-    for row in rows[:SHOWN]:
-        yield from _row_lines(row, answer)
-    if len(everywhere) > SHOWN:
-        yield f"and {len(everywhere) - SHOWN:,} more rows, which --json names"
+    row = answer["rows"][0]
+    times, places = len(row["seen"]), ", ".join(map(_place, row["seen"][:SHOWN]))
+    more = f" and {times - SHOWN:,} more (--json has all)" if times > SHOWN else ""
+    yield f"row {row['row']:,} was seen {times} time{'s' * (times != 1)}{': ' * bool(times)}{places}{more}"
+    prepared = f"{answer['training_rows']:,} rows of training data as prepared, the first is 0"
+    yield f"  of {prepared}: {row['text']}"
 
 
-def _row_lines(row: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]:
-    name = f"row {row['row']:,}"
-    if row["split"] != "train":
-        yield f"{name} of the {row['split']} data is held out: training never saw it"
-        return
-    if row["seen"]:
-        times = _count(len(row["seen"]), "time")
-        yield f"{name} was seen {times}: {_steps(row['seen'], len(answer['steps']) > 1)}"
-    else:
-        yield f"{name} was not seen: no step that this run has made holds it"
-    of_set = f"row {row['row_of_set']:,} of the set {row['set']}, " if "set" in row else ""
-    text = f": {row['text']}" if row["text"] is not None else ""
-    rows = f"{answer['training_rows']:,} rows, the first is 0"
-    yield f"  {of_set}{name} of the training data as prepared ({rows}){text}"
-
-
-def _step_lines(step: Mapping[str, Any], answer: Mapping[str, Any]) -> Iterator[str]:
-    rows = step["rows"]
-    phase = f" of phase {step['phase']}" if len(answer["steps"]) > 1 else ""
-    when = "was not reached" if answer["status"] == "done" else "is still to come"
-    held = "saw" if step["counted"] else f"{when} ({_progress(answer)}) and holds"
-    yield f"step {step['step']:,}{phase} (epoch {step['epoch']}) {held} {_count(len(rows), 'row')}:"
-    for row in rows:
-        text = "" if row["text"] is None else f"  {row['text']}"
-        yield f"  {row['row']:,}{text}"
-
-
-def _steps(sightings: Sequence[Mapping[str, Any]], several_phases: bool) -> str:
-    shown = [
-        f"{one['phase'] + ' ' if several_phases else ''}step {one['step']:,} (epoch {one['epoch']})"
-        for one in sightings[:SHOWN]
-    ]
-    more = len(sightings) - SHOWN
-    return ", ".join(shown) + (f" and {more:,} more (--json has all)" if more > 0 else "")
-
-
-def _progress(answer: Mapping[str, Any]) -> str:
-    """How far the run is, in the phases that are not complete."""
-    done, steps = answer["steps_done"], answer["steps"]
-    open_phases = [name for name in steps if done[name] < steps[name]]
-    return f"{answer['status']} after " + ", ".join(
-        f"step {done[name]:,} of {steps[name]:,}{f' of {name}' if len(steps) > 1 else ''}"
-        for name in open_phases
-    )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+def _place(place: Mapping[str, Any]) -> str:
+    phase = "" if place["phase"] == "train" else f" of {place['phase']}"
+    return f"step {place['step']:,}{phase} (epoch {place['epoch']})"

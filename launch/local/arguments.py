@@ -339,7 +339,7 @@ LEFT = {
     "skip_unknown": "rows that training did not know are left out and counted without it",
     "break": "hook the module in Python: `with isobatch.replay(RUN, STEP) as (model, batch, step)`",
     "sample": "`replay --json` has every sample",
-    "file": 'give its content, as in `seen --text "$(cat FILE)"`',
+    **dict.fromkeys(("text", "file"), "find its row in the data, and ask `seen RUN --sample ROW`"),
     "watch": "run the command again: `diff` and `report` show what there is so far",
     "mtbf": "--save-every 5m loses at most five minutes; checkpoints are written beside the training",
     "shard": "`prepare` on one machine uses all of its cores, and goes on where it was killed",
