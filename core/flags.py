@@ -291,22 +291,15 @@ def _number(value: Any) -> float:
     return number
 
 
-SWITCH_WORDS = ("true", "on", "yes", "1", "false", "off", "no", "0")
+ON_WORDS = ("true", "on", "yes", "1")
+SWITCH_WORDS = (*ON_WORDS, "false", "off", "no", "0")
 
 
 def _switch(value: Any) -> bool:
     word = str(value).lower()
     if word not in SWITCH_WORDS:
         raise ValueError("is neither on nor off")
-    return word in ("true", "on", "yes", "1")
-
-
-def is_on(spelling: str, value: str) -> bool:
-    """Whether a switch that is read before the others is on. Raises UserError."""
-    try:
-        return _switch(value)
-    except ValueError as error:
-        raise UserError(f"{spelling} {value}: {error}") from None
+    return word in ON_WORDS
 
 
 def _text(value: Any) -> str:

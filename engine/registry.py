@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import re
-import sys
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import (
@@ -27,15 +24,14 @@ from isobatch.core.recipe import DEMO, SHORT_MODEL_NAMES, TASK_CODE, Recipe
 from isobatch.data.base import Data
 from isobatch.data.streaming.store import is_remote
 from isobatch.engine import consent
-from isobatch.engine.task_files import imported_files, is_task_file, load_task_class, task_file_hash
+from isobatch.engine.task_files import is_task_file, load_task_class, task_file_hash
 from isobatch.models.base import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class TaskEntry:
+class TaskEntry(NamedTuple):
     """The task class and data class of a workload, as `module:Class`, and its description in a line."""
 
     task: str
@@ -45,72 +41,36 @@ class TaskEntry:
     """The data class for data that stays in a store, where there is one."""
 
 
+_CLASSES = {
+    "causal-lm": "causal_lm.task:CausalLM text.dataset:Text",
+    "dpo": "preference.task:DPO preferences.dataset:Preferences",
+    "orpo": "preference.task:ORPO preferences.dataset:Preferences",
+    "classifier": "classification.adapted:AdaptedClassifier labelled.dataset:Labelled",
+    "pruning": "compression.pruning:Pruning labelled.dataset:Labelled",
+    "qat": "compression.qat:QAT labelled.dataset:Labelled",
+    "recommender": "recommendation.task:Recommender interactions.dataset:Interactions",
+    "sequence-vae": "sequence_vae.task:SequenceVAE sequences:Sequences",
+}
+"""Name -> classes of the task in models/ and of its data in data/."""
+_SUMMARIES = {
+    "causal-lm": "fine-tune or train a causal language model on text",
+    "dpo": "train a causal language model on preferred and rejected answers, held to a reference",
+    "orpo": "the same in one stage with fine-tuning, without a reference",
+    "classifier": "fine-tune an encoder to classify texts or pairs",
+    "pruning": "take heads and neurons out of a classifier for good",
+    "qat": "train a classifier to run in 4-bit weights and 8-bit activations",
+    "recommender": "recommend items from ids and texts, with LoRA in the text encoder",
+    "sequence-vae": "a variational autoencoder over sequences, watched for posterior collapse",
+}
+_STREAMED = {"causal-lm": "data.streaming.text:StreamedText"}
 TASKS = {
-    "causal-lm": TaskEntry(
-        "models.causal_lm.task:CausalLM",
-        "data.text.dataset:Text",
-        "fine-tune or train a causal language model on text",
-        streamed="data.streaming.text:StreamedText",
-    ),
-    "dpo": TaskEntry(
-        "models.preference.task:DPO",
-        "data.preferences.dataset:Preferences",
-        "train a causal language model on preferred and rejected answers, held to a reference",
-    ),
-    "orpo": TaskEntry(
-        "models.preference.task:ORPO",
-        "data.preferences.dataset:Preferences",
-        "the same in one stage with fine-tuning, without a reference",
-    ),
-    "classifier": TaskEntry(
-        "models.classification.adapted:AdaptedClassifier",
-        "data.labelled.dataset:Labelled",
-        "fine-tune an encoder to classify texts or pairs",
-    ),
-    "pruning": TaskEntry(
-        "models.compression.pruning:Pruning",
-        "data.labelled.dataset:Labelled",
-        "take heads and neurons out of a classifier for good",
-    ),
-    "qat": TaskEntry(
-        "models.compression.qat:QAT",
-        "data.labelled.dataset:Labelled",
-        "train a classifier to run in 4-bit weights and 8-bit activations",
-    ),
-    "recommender": TaskEntry(
-        "models.recommendation.task:Recommender",
-        "data.interactions.dataset:Interactions",
-        "recommend items from ids and texts, with LoRA in the text encoder",
-    ),
-    "sequence-vae": TaskEntry(
-        "models.sequence_vae.task:SequenceVAE",
-        "data.sequences:Sequences",
-        "a variational autoencoder over sequences, watched for posterior collapse",
-    ),
+    name: TaskEntry(f"models.{task}", f"data.{data}", _SUMMARIES[name], _STREAMED.get(name, ""))
+    for name, (task, data) in ((name, classes.split()) for name, classes in _CLASSES.items())
 }
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Recipe)}
 """Field of a recipe -> its common default."""
 CHAINS = {"compress": ("classifier", "pruning", "qat")}
 """Names of sequences of tasks that `auto` runs one after the other."""
-
-
-READ_BY_TASKS = ("format", "model", "tokenizer", "revision", "max_length", "dropout", "label_smoothing")
-"""Fields of the recipe that the engine never reads: the task or its data do."""
-
-
-def _not_named(*classes: type) -> list[str]:
-    """Those of READ_BY_TASKS that no file of a user's task names, unless the recipe is handed on whole, or to
-    a class of ours or of a file that is not known: those may read any.
-    """
-    bases = {base for one in classes for base in one.__mro__ if issubclass(base, Task | Data)} - {Task, Data}
-    homes = {base: getattr(sys.modules.get(base.__module__), "__file__", None) for base in bases}
-    if any(base.__module__.startswith("isobatch.") or not homes[base] for base in bases):
-        return []
-    files = {file for home in homes.values() for file in imported_files(Path(str(home)))}
-    text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
-    if re.search(r"\brecipe\s*[,)\]]|\.recipe\b(?!\s*\.)", text):
-        return []
-    return [name for name in READ_BY_TASKS if not re.search(rf"\.{name}\b", text)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,10 +109,9 @@ class Workload:
     def complete(self, asked: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
         """See the function `complete`."""
         recipe_flags, own_flags = flags_of(Recipe, "recipe"), self.option_flags()
-        for name in asked:
-            if name not in recipe_flags and name not in own_flags:
-                hint = nearest_hint(name, [*recipe_flags, *own_flags])
-                raise UserError(f"{name}: {self.name} has no such recipe field{hint}")
+        if unknown := [name for name in asked if name not in recipe_flags | own_flags]:
+            hint = nearest_hint(unknown[0], recipe_flags | own_flags)
+            raise UserError(f"{unknown[0]}: {self.name} has no such recipe field{hint}")
         if taken := sorted(recipe_flags.keys() & own_flags.keys()):
             raise UserError(f"{self.name}: its Options have {taken[0]}, which every recipe has: rename it")
         layers, notes = self._layers({k: v for k, v in asked.items() if k in recipe_flags})
@@ -162,20 +121,26 @@ class Workload:
         common = {k: v for k, v in merged.items() if k in recipe_flags}
         for name in ("model", "tokenizer"):
             common[name] = SHORT_MODEL_NAMES.get(str(common.get(name)), common.get(name))
-        options = {name: _value(flag, merged) for name, flag in own_flags.items()}
-        written = {name: to_json_value(value) for name, value in options.items()}
-        code = task_file_hash(self.name)
-        written |= {TASK_CODE: code} if code else {}
-        recipe = Recipe(**{**common, "task": self.name, "options": written})
+        options = {name: to_json_value(_value(flag, merged)) for name, flag in own_flags.items()}
+        if code := task_file_hash(self.name):
+            options[TASK_CODE] = code
+        recipe = Recipe(**{**common, "task": self.name, "options": options})
         consent.allow_typed(recipe)
-        recipe, left_out = self._without_unread(recipe, asked)
-        return recipe, [*notes, *self._fast_notes(asked, left_out)]
+        unread = self.unread(recipe, *self.make(recipe))
+        for name in unread.keys() & asked.keys():
+            typed = f"{spelling(name)} {value_text(getattr(recipe, name))}"
+            raise UserError(f"{typed}: {unread[name]}; leave it out")
+        if asked.get("mode") == "fast":
+            chosen = _merge([self.task.fast, asked])  # in which --steps leaves out the mode's --epochs
+            named = [f"{k} {v}" for k, v in chosen.items() if k not in asked and k not in unread]
+            notes.append(f"fast mode changes the recipe: {', '.join(named) or 'nothing for this task'}")
+        return dataclasses.replace(recipe, **{name: DEFAULTS[name] for name in unread}), notes
 
     def unread(self, recipe: Recipe, task: Task, data: Data) -> dict[str, str]:
         """Fields that change nothing and have another value than the common default -> why they do not.
 
         A field that nothing reads would give a run another hash and the same training. A task names its own
-        in `Task.unread`; of a user's own task they are those that its files do not name.
+        in `Task.unread`.
         """
         phases = task.phases()
         stops_early = any(p.early_stopping for p in phases if recipe.phase in (None, p.name))
@@ -195,26 +160,8 @@ class Workload:
             (not recipe.patience or not stops_early, "min_delta", "it counts with --patience"),
         )
         said = {name: why for applies, names, why in rules if applies for name in names.split()}
-        own = _not_named(type(task), type(data)) if is_task_file(recipe.task) else ()
-        found = {**task.unread(), **dict.fromkeys(own, "no file of this task names it"), **said}
+        found = {**task.unread(), **said}
         return {name: why for name, why in found.items() if getattr(recipe, name) != DEFAULTS[name]}
-
-    def _without_unread(self, recipe: Recipe, asked: Mapping[str, Any]) -> tuple[Recipe, Collection[str]]:
-        """The recipe without values that change nothing, and their fields. Raises UserError where the user
-        gave one.
-        """
-        unread = self.unread(recipe, *self.make(recipe))
-        for name in unread.keys() & asked.keys():
-            typed = f"{spelling(name)} {value_text(getattr(recipe, name))}"
-            raise UserError(f"{typed}: {unread[name]}; leave it out")
-        return dataclasses.replace(recipe, **{name: DEFAULTS[name] for name in unread}), unread
-
-    def _fast_notes(self, asked: Mapping[str, Any], left_out: Collection[str]) -> list[str]:
-        if asked.get("mode") != "fast":
-            return []
-        chosen = _merge([self.task.fast, asked])  # in which --steps leaves out the mode's --epochs
-        named = [f"{k} {v}" for k, v in chosen.items() if k not in asked and k not in left_out]
-        return [f"fast mode changes the recipe: {', '.join(named) or 'nothing for this task'}"]
 
     def plan_options(self, preset: str | None, asked: Mapping[str, Any]) -> PlanOptions:
         """What is asked of the plan: by the user (`asked`), and below it by the recipe's preset."""
@@ -228,11 +175,9 @@ class Workload:
         if name not in presets:
             hint = nearest_hint(name, presets)
             raise UserError(f"--preset {name}: valid for {self.name}: {', '.join(presets)}{hint}")
-        fields = flags_of(Recipe, "recipe") | self.option_flags() | flags_of(PlanOptions, "plan")
-        for field in presets[name]:
-            if field not in fields:
-                hint = nearest_hint(field, fields)
-                raise UserError(f"--preset {name}: sets {field}, which no recipe or plan has{hint}")
+        known = flags_of(Recipe, "recipe") | self.option_flags() | flags_of(PlanOptions, "plan")
+        if wrong := [field for field in presets[name] if field not in known]:
+            raise UserError(f"--preset {name}: sets {wrong[0]}, which no recipe or plan has")
         return presets[name]
 
     def _layers(self, asked: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[str]]:
@@ -287,21 +232,17 @@ def workload(name: str) -> Workload:
     if is_task_file(name):
         consent.allow_task_file(name)
         task = load_task_class(name)
-        data = task.data
-        if not (isinstance(data, type) and issubclass(data, Data)):
+        if not (isinstance(task.data, type) and issubclass(task.data, Data)):
             raise UserError(f"--task {name}: {task.__name__}.data must be a subclass of isobatch.Data")
-        return Workload(name, task, data)
+        return Workload(name, task, task.data)
     key = name.replace("_", "-").lower()
     if key in CHAINS:
-        raise UserError(
-            f"--task {key}: only `auto` runs this chain; its stages are tasks: {', '.join(CHAINS[key])}"
-        )
+        stages = ", ".join(CHAINS[key])
+        raise UserError(f"--task {key}: only `auto` runs this chain; its stages are tasks: {stages}")
     if key not in TASKS:
         valid = [*TASKS, *CHAINS]
-        hint = nearest_hint(key, valid)
-        raise UserError(
-            f"--task {name}: there is no such task{hint}; valid: {', '.join(valid)}, or ./file.py:Class"
-        )
+        known = f"{nearest_hint(key, valid)}; valid: {', '.join(valid)}, or ./file.py:Class"
+        raise UserError(f"--task {name}: there is no such task{known}")
     entry = TASKS[key]
     streamed = _load(entry.streamed) if entry.streamed else None
     return Workload(key, _load(entry.task), _load(entry.data), streamed)

@@ -42,7 +42,10 @@ class Console:
     def show_step(self, row: dict[str, Any], total: int, seconds_left: float) -> None:
         """Show a logged step: each on a terminal's bar, one every few seconds as a line."""
         figures = _figures(row, seconds_left)
-        doing(row["phase"], row["step"], total, figures)
+        if on_terminal():
+            doing(row["phase"], row["step"], total, figures)
+        else:  # these lines say it
+            doing()
         if now() - self._last >= _SECONDS_BETWEEN_LINES or row["step"] == total:
             self._last = now()
             line = "  ".join((f"{row['phase']} {row['step']}/{total}", *figures))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from isobatch.core.measures import format_duration, now, printable
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterator
 
 STATUS_MARK = "\x1eisobatch-status\x1e"
 """Marks the lines in which a child process says what it is doing."""
@@ -43,8 +43,6 @@ class Activity:
     total: int = 0
     figures: tuple[str, ...] = ()
     """The most important one first: those for which the line has no room are left out."""
-    every_ten_seconds: bool = False
-    """In a pipe a line of this is due every ten seconds: nobody else prints how far it is."""
 
 
 def format_activity(activity: Activity, seconds: float, width: int, encoding: str = "utf-8") -> str:
@@ -61,6 +59,12 @@ def format_activity(activity: Activity, seconds: float, width: int, encoding: st
     return line[:width]
 
 
+def _write(stream: TextIO, text: str) -> None:
+    with contextlib.suppress(OSError, ValueError):  # the terminal is gone; the work goes on
+        stream.write(text)
+        stream.flush()
+
+
 class _Stream:
     """A text stream of a terminal that has the status line cleared before it is written to."""
 
@@ -69,28 +73,23 @@ class _Stream:
 
     def write(self, text: str) -> int:
         with self.display.lock:
-            self.display.clear()
+            self.display.put("")
             self.display.inside_a_line = not text.endswith("\n") if text else self.display.inside_a_line
             return self.stream.write(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        self.write("".join(lines))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
 class _TerminalLine:
-    """The last line of the terminal that standard error is."""
+    """The last line of the terminal that standard error is, from the second second on."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.inside_a_line = False
         """Whether somebody has begun a line and not ended it: then nothing may be put behind it."""
         self.streams = sys.stdout, sys.stderr
-        self._shown = ""
-        self._closed = False
-        self._idle_since: float | None = now()
+        self._shown, self._since = "", now()
         if sys.stdout.isatty():
             sys.stdout = _Stream(sys.stdout, self)
         sys.stderr = _Stream(sys.stderr, self)
@@ -98,39 +97,20 @@ class _TerminalLine:
     def tick(self, activity: Activity, began: float) -> None:
         """Called a few times a second, with what goes on since `began`."""
         with self.lock:
-            if self._closed:
-                return
             if not activity.text:
-                self._idle_since = None
-                self.clear()
-                return
-            self._idle_since = began if self._idle_since is None else self._idle_since
-            if self.inside_a_line or now() - self._idle_since < SHOWN_AFTER_SECONDS:
-                return
-            width, encoding = shutil.get_terminal_size().columns - 1, self.streams[1].encoding
-            text = printable(format_activity(activity, now() - began, width, encoding))
-            if text != self._shown:
-                self._put(text)
+                self.put("")
+            elif not self.inside_a_line and now() - self._since >= SHOWN_AFTER_SECONDS:
+                width, encoding = shutil.get_terminal_size().columns - 1, self.streams[1].encoding
+                self.put(printable(format_activity(activity, now() - began, width, encoding)))
 
-    def clear(self) -> None:
-        if self._shown:
-            self._put("")
-
-    def _put(self, text: str) -> None:
-        self._shown = text
-        _write(self.streams[1], _CLEAR + text)
+    def put(self, text: str) -> None:
+        if text != self._shown:
+            self._shown = text
+            _write(self.streams[1], _CLEAR + text)
 
     def close(self) -> None:
-        with self.lock:
-            self.clear()
-            self._closed = True
-            sys.stdout, sys.stderr = self.streams
-
-
-def _write(stream: TextIO, text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the terminal is gone; the work goes on
-        stream.write(text)
-        stream.flush()
+        self.put("")
+        sys.stdout, sys.stderr = self.streams
 
 
 class _Relay:
@@ -149,23 +129,23 @@ class _Relay:
 
 
 class _Lines:
-    """A line on standard error for what takes long, once, or every ten seconds where it says so.
-
-    Other activities with a count print lines of their own.
-    """
+    """A line on standard error for what takes ten seconds, and for what has a count every ten seconds."""
 
     def __init__(self, mark: str) -> None:
         self.mark = mark
         self._said, self._said_at = "", 0.0
 
     def tick(self, activity: Activity, began: float) -> None:
-        repeated = activity.every_ten_seconds and activity.total > 0
-        due = now() - (max(began, self._said_at) if repeated else began) >= SAID_AFTER_SECONDS
-        if due and (repeated or not (activity.total or activity.text == self._said)):
-            self._said, self._said_at = activity.text, now()
-            figures = (f"{activity.done:,}/{activity.total:,}", *activity.figures)
-            text = f"{activity.text}: {', '.join(figures)}" if repeated else f"{activity.text} ..."
-            _write(sys.stderr, printable(f"{self.mark}{text}\n"))
+        text, is_new = activity.text, activity.text != self._said
+        if (
+            not text
+            or now() - max(began, self._said_at) < SAID_AFTER_SECONDS
+            or not (activity.total or is_new)
+        ):
+            return
+        self._said, self._said_at = text, now()
+        count = f": {', '.join((f'{activity.done:,}/{activity.total:,}', *activity.figures))}"
+        _write(sys.stderr, printable(f"{self.mark}{text}{count if activity.total else ' ...'}\n"))
 
     def close(self) -> None:
         pass
@@ -177,7 +157,7 @@ class _Status:
     def __init__(self) -> None:
         self.activity, self.began = Activity(), now()
         self.display: _TerminalLine | _Relay | _Lines | None = None
-        self._stopped = threading.Event()
+        self._stopped, self._thread = threading.Event(), threading.Thread()
 
     def change(self, activity: Activity) -> None:
         if activity.text != self.activity.text:
@@ -194,7 +174,8 @@ class _Status:
         else:
             self.display = _Lines(mark)
         self._stopped = threading.Event()
-        threading.Thread(target=self._run, args=(self.display, self._stopped), daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(self.display, self._stopped), daemon=True)
+        self._thread.start()
 
     def _run(self, display: _TerminalLine | _Relay | _Lines, stopped: threading.Event) -> None:
         while not stopped.wait(_PERIOD_SECONDS):
@@ -203,6 +184,7 @@ class _Status:
     def stop(self) -> None:
         if self.display is not None:
             self._stopped.set()
+            self._thread.join(timeout=1)
             self.display.close()
             self.display = None
         self.activity = Activity()
@@ -225,15 +207,9 @@ def stopped_status() -> Iterator[None]:
         _status.stop()
 
 
-def doing(
-    text: str = "",
-    done: int = 0,
-    total: int = 0,
-    figures: tuple[str, ...] = (),
-    every_ten_seconds: bool = False,
-) -> None:
+def doing(text: str = "", done: int = 0, total: int = 0, figures: tuple[str, ...] = ()) -> None:
     """Say what this process is doing from now on; without a text, nothing that a person waits for."""
-    _status.change(Activity(text, done, total, figures, every_ten_seconds))
+    _status.change(Activity(text, done, total, figures))
 
 
 def show_status_of_child(line: str) -> None:

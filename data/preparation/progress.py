@@ -39,7 +39,7 @@ class InputPosition:
         rate = self.done / seconds
         left = format_duration(max(0.0, self.total - self.done) / rate) if rate else "?"
         figures = (f"{left} left", f"{rate / MEGABYTE:.1f} MB/s")
-        doing(text, min(total, round(self.done / MEGABYTE)), total, figures, every_ten_seconds=True)
+        doing(text, min(total, round(self.done / MEGABYTE)), total, figures)
 
 
 position = InputPosition()

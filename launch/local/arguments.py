@@ -11,7 +11,6 @@ import keyword
 import math
 import re
 import sys
-from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +24,18 @@ from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.registry import Workload, workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.launch.local.words.config_files import config_text, flags_of_files, join
-from isobatch.launch.local.words.foreign_words import Translation, translate, words_for
-from isobatch.launch.local.words.sweeps import combinations, label
+from isobatch.launch.local.words import (
+    Translation,
+    combinations,
+    config_text,
+    flags_of_files,
+    label,
+    translate,
+    words_for,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 Groups = dict[str, dict[str, Flag]]
 """Name of a group, such as `recipe` -> its flags by name."""
@@ -87,23 +92,23 @@ def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     """
     import fire
 
-    written, names, bare = [], [], set()
+    written, bare = [], dict[str, bool]()
     for word, after in zip(words, [*words[1:], "--"], strict=False):
         if word == "--" or word.startswith("--="):
             raise UserError(f"what is {word!r}? A flag is --name value or --name=value")
         if _is_flag(word):
             name, equals, value = word.lstrip("-").partition("=")
             name = name.replace("-", "_")
+            is_bare = False
             if name.startswith("no_"):
                 name, equals, value = name[3:], "=", str(value == "False")
             elif not equals and (_is_flag(after) or (name in SWITCHES and after.lower() not in SWITCH_WORDS)):
-                bare.add(name)
-                equals, value = "=", "True"
-            names.append(name)
+                is_bare, equals, value = True, "=", "True"
+            if name in bare:
+                raise UserError(f"{spelling(name)} is given twice: give it once")
+            bare[name] = is_bare
             word = f"--{name}{equals}{value}"
         written.append(word)
-    if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        raise UserError(f"{spelling(repeated[0])} is given twice: give it once")
     found: dict[str, Any] = {}
 
     @fire.decorators.SetParseFn(str)
@@ -112,7 +117,7 @@ def split_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
 
     # By default Fire splits the words at a lone "-" into several calls.
     fire.Fire(collect, command=[*written, "--", "--separator=\x00"], name="isobatch")
-    return found["positional"], {k: BareValue(v) if k in bare else v for k, v in found["flags"].items()}
+    return found["positional"], {k: BareValue(v) if bare[k] else v for k, v in found["flags"].items()}
 
 
 def _is_flag(word: str) -> bool:
@@ -128,7 +133,7 @@ def sort_flags(
     `where`: who takes them. Raises UserError.
     """
     found = translate(flags, _known(groups))
-    _refuse_unknown(found.written, _known(groups), where)
+    _refuse_unknown(found.flags, _known(groups), where)
     return _values(found.flags, groups), list(found.notes.values())
 
 
@@ -161,8 +166,7 @@ def read_command(words: Sequence[str], kind: type, command: str) -> tuple[list[s
 def task_name(words: Sequence[str]) -> str:
     """The value of --task in lower case, typed or in a file; empty where there is none."""
     flags = split_words(words)[1]
-    task = flags.get("task") or flags_of_files(flags)[1].get("task", "")
-    return task.replace("_", "-").lower()
+    return (flags.get("task") or flags_of_files(flags).get("task", "")).replace("_", "-").lower()
 
 
 def known_flags(task: str) -> set[str]:
@@ -184,10 +188,9 @@ def parse_sweep(words: Sequence[str], command: str, options_class: type | None =
     for each combination. Raises UserError.
     """
     chosen, groups, found = _read(words, command, options_class)
-    points = combinations(found.flags, groups["recipe"] | groups["options"])
     return [
-        (_request(chosen, groups, dataclasses.replace(found, flags=one.flags), options_class), one.swept)
-        for one in points
+        (_request(chosen, groups, Translation(flags, found.notes), options_class), swept)
+        for flags, swept in combinations(found.flags, groups["recipe"] | groups["options"])
     ]
 
 
@@ -225,18 +228,17 @@ def _read(
         raise UserError(
             f"{command}: what is {positional[0]!r}? Flags start with --; a value with spaces needs quotes"
         )
-    file, base = flags_of_files(typed)
-    task = typed.get("task", base.get("task", BareValue()))
+    in_file = flags_of_files(typed)
+    task = typed.get("task", in_file.get("task", BareValue()))
     if isinstance(task, BareValue):
-        if gone := next((name for name in typed if name in LEFT), None):
-            raise UserError(f"{spelling(gone)}: was taken out: {LEFT[gone]}")
-        raise UserError(f"{command}: needs --task NAME (`describe` lists them)")
+        gone = "".join(f"; {spelling(name)} was taken out: {LEFT[name]}" for name in typed if name in LEFT)
+        raise UserError(f"{command}: needs --task NAME (`describe` lists them){gone}")
     chosen = workload(task)
     groups = _groups(chosen, command, options_class)
     known = _known(groups)
-    found = translate(typed, known)
-    _refuse_unknown(found.written, known, f"{command} --task {chosen.name}")
-    return chosen, groups, join(file, translate(base, known), found, known)
+    found = translate(in_file, known).below(translate(typed, known))
+    _refuse_unknown(found.flags, known, f"{command} --task {chosen.name}")
+    return chosen, groups, found
 
 
 def _request(chosen: Workload, groups: Groups, found: Translation, options_class: type | None) -> Request:
@@ -253,7 +255,7 @@ def _request(chosen: Workload, groups: Groups, found: Translation, options_class
     recipe, preset_notes = chosen.complete(asked)
     plan = chosen.plan_options(recipe.preset, values["plan"])
     if start := values["files"].get("from"):
-        recipe = _starting_from(RunFolder.open(start), recipe, chosen, found.written)
+        recipe = _starting_from(RunFolder.open(start), recipe, chosen, found.flags)
     recipe, batch_notes = _with_batch_scaling(recipe, scaling, values["plan"].get("processes"))
     notes = [*found.notes.values(), *preset_notes, *batch_notes]
     request = Request(chosen, recipe, plan, RunOptions(**values["run"]), values["command"], notes)
@@ -261,13 +263,13 @@ def _request(chosen: Workload, groups: Groups, found: Translation, options_class
     return request
 
 
-def _starting_from(run: RunFolder, recipe: Recipe, chosen: Workload, written: Collection[str]) -> Recipe:
+def _starting_from(run: RunFolder, recipe: Recipe, chosen: Workload, given: Collection[str]) -> Recipe:
     """The recipe that begins with the weights of a run. Raises UserError where they would mean nothing."""
     if run.recipe.task != recipe.task:
         raise UserError(f"--from {run.folder}: is a run of {run.recipe.task}, not of {recipe.task}")
     if len(chosen.make(recipe)[0].phases()) > 1:
         raise UserError(f"--from {run.folder}: {recipe.task} trains in phases: give --teacher RUN")
-    if recipe.data != run.recipe.data and "tokenizer" not in written:
+    if recipe.data != run.recipe.data and "tokenizer" not in given:
         if (run.final / "tokenizer.json").is_file():
             recipe = dataclasses.replace(recipe, tokenizer=str(run.final.resolve()))
         elif recipe.task == "recommender":
@@ -307,14 +309,10 @@ def check_request(request: Request, elsewhere: bool = False) -> None:
         return
     task.check()
     data.check()
-    _check_tracker(request.run.tracker)
+    if request.run.tracker != "none":
+        need(request.run.tracker, f"--tracker {request.run.tracker}")
     # Checks --phase, and that --epochs has one number or one per phase.
     phase_schedules(request.recipe, task.phases(), steps_per_epoch=1)
-
-
-def _check_tracker(name: str) -> None:
-    if name != "none":
-        need(name, f"--tracker {name}")
 
 
 def _groups(chosen: Workload, command: str, options_class: type | None) -> Groups:
@@ -377,19 +375,17 @@ LEFT = {
 """Flags that were taken out -> what to use instead."""
 
 
-def _refuse_unknown(written: Mapping[str, str], known: Mapping[str, Flag], where: str) -> None:
-    """Raises UserError for unknown names. `written`: our name -> the name that the user wrote."""
-    if unknown := [(name, word) for name, word in written.items() if name not in known]:
-        said = [f"{spelling(w)}: {where} has no such flag{_hint_of(name, w, known)}" for name, w in unknown]
+def _refuse_unknown(flags: Iterable[str], known: Mapping[str, Flag], where: str) -> None:
+    """Raises UserError for names of flags that are unknown, each with what may be meant."""
+    words = list(map(spelling, words_for(known)))
+    said = [
+        f"{spelling(name)}: {where} has no such flag"
+        + (f" (taken out: {LEFT[name]})" if name in LEFT else nearest_hint(spelling(name), words))
+        for name in flags
+        if name not in known
+    ]
+    if said:
         raise UserError("; ".join(said))
-
-
-def _hint_of(name: str, word: str, known: Mapping[str, Flag]) -> str:
-    """What may be meant by an unknown flag; of a word of another tool, our own flag for it."""
-    if word != name:
-        return f" (it stands for {spelling(name)})"
-    left = f" (taken out: {LEFT[name]})" if name in LEFT else ""
-    return left + nearest_hint(spelling(word), map(spelling, words_for(known)))
 
 
 def _with_batch_scaling(

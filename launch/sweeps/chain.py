@@ -11,8 +11,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import BareValue, nearest_hint, spelling
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.local.arguments import known_flags, parse_request, split_words
-from isobatch.launch.local.words.config_files import SOURCES, flags_of_files, join
-from isobatch.launch.local.words.foreign_words import translate, words_for
+from isobatch.launch.local.words import SOURCES, flags_of_files, translate, words_for
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -53,13 +52,12 @@ def parse_chain(name: str, words: Sequence[str], own: Collection[str]) -> Chain:
     stages, (_, typed) = CHAINS[name], split_words(words)
     known = {stage: known_flags(stage) - GIVEN for stage in stages}
     every = set().union(*known.values(), own, SOURCES)
-    file, base = flags_of_files(typed)
-    found = join(file, translate(base, every), translate(typed, every), every)
+    found = translate(flags_of_files(typed), every).below(translate(typed, every))
     for note in found.notes.values():
         print(note, file=sys.stderr)
     flags = {k: v for k, v in found.flags.items() if k not in ("task", *SOURCES, *own)}
     if unknown := [flag for flag in flags if flag not in every]:
-        word = spelling(found.written[unknown[0]])
+        word = spelling(unknown[0])
         hint = nearest_hint(word, map(spelling, words_for(every)))
         raise UserError(f"{word}: no stage of {name} has such a flag{hint}")
     per_stage = {stage: _flags_of(stage, stages, flags, known[stage]) for stage in stages}

@@ -89,7 +89,7 @@ def test_a_presets_mixed_precision_is_a_wish() -> None:
 @pytest.mark.parametrize(
     ("preset", "message"),
     [
-        ("misspelt", r"sets wokers, which no recipe or plan has \(did you mean workers\?\)"),
+        ("misspelt", "sets wokers, which no recipe or plan has"),
         ("wrong", "--workers many: is not an integer"),
         ("quik", r"--preset quik: valid for .*: quick, plain, .*\(did you mean quick\?\)"),
     ],

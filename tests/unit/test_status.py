@@ -106,7 +106,6 @@ def test_elsewhere_a_line_says_once_what_takes_long(capsys: pytest.CaptureFixtur
     for _ in range(2):
         lines.tick(Activity("exporting to onnx"), long_ago)
     lines.tick(Activity("saving"), time.perf_counter())
-    lines.tick(Activity("train", 1, 9), long_ago)
     assert capsys.readouterr().err == "mark exporting to onnx ...\n"
 
 
@@ -125,7 +124,7 @@ def test_in_a_pipe_what_is_left_is_said_every_ten_seconds(
     lines = status._Lines("[isobatch] ")  # noqa: SLF001
     for second in range(25):
         clock[0] = 100.0 + second
-        activity = Activity("tokenizing train", second, 40, ("0:20 left",), every_ten_seconds=True)
+        activity = Activity("tokenizing train", second, 40, ("0:20 left",))
         lines.tick(activity, 100.0)
     said = capsys.readouterr().err.splitlines()
     assert said == [f"[isobatch] tokenizing train: {n}/40, 0:20 left" for n in (10, 20)]

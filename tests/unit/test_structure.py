@@ -200,9 +200,8 @@ def test_nothing_unpickles() -> None:
 def test_models_code_runs_where_one_function_says_so() -> None:
     word = "trust_remote_code"
     assert [name(f) for f in PACKAGE if word in keywords(f)] == []
-    # other_tools.py has it as a word that people bring from other tools.
     said = [name(f) for f in PACKAGE for n in nodes(f) if isinstance(n, ast.Constant) and n.value == word]
-    assert set(said) <= {"models/hub.py", "launch/local/words/other_tools.py"}
+    assert set(said) <= {"models/hub.py"}
 
 
 def test_a_recipes_task_is_loaded_where_its_code_may_run() -> None:

@@ -1,4 +1,4 @@
-"""Tests of launch/local/words/sweeps.py: which texts are lists, and which runs they make."""
+"""Tests of launch/local/words.py: which texts are lists, and which runs they make."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import BareValue, flags_of
 from isobatch.core.recipe import Recipe
 from isobatch.launch.local.arguments import parse_sweep
-from isobatch.launch.local.words.sweeps import combinations, label, values_of
+from isobatch.launch.local.words import combinations, label, values_of
 
 RECIPE = flags_of(Recipe, "recipe")
 LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
@@ -23,38 +23,32 @@ LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
         ("lr", "1e-3,3e-3", ["1e-3", "3e-3"]),
         ("lr", "1e-3", ["1e-3"]),
         ("lr", "1e-3,,3e-3", ["1e-3,,3e-3"]),
-        ("lr", "1e-3, 3e-3", ["1e-3", "3e-3"]),
         ("lr", "1e-3,1e-3", ["1e-3"]),
         ("seed", "0-2", ["0", "1", "2"]),
         ("seed", "5,0-2,1", ["5", "0", "1", "2"]),
         ("seed", "2-0", ["2-0"]),
         ("seed", "-1", ["-1"]),
         ("seed", "0-99999999999", ["0-99999999999"]),
-        ("batch_size", "8,16", ["8", "16"]),
         ("schedule", "linear,cosine", ["linear", "cosine"]),
-        ("optimizer", "adamw,sgd", ["adamw", "sgd"]),
         ("warmup", "10%,20%", ["10%", "20%"]),
         ("dropout", "0,0.1", ["0", "0.1"]),
         ("group_by_length", "on,off", ["on", "off"]),
         ("epochs", "2,3", ["2,3"]),
-        ("steps", "2,3", ["2,3"]),
         ("data", "a,b", ["a,b"]),
-        ("model", "a,b", ["a,b"]),
-        ("phase", "a,b", ["a,b"]),
         ("seed", BareValue("True"), ["True"]),
     ],
 )
 def test_what_is_a_list_of_values(name: str, text: str, values: list[str]) -> None:
-    assert values_of(RECIPE[name].kind, text) == values
+    assert values_of(RECIPE[name], text) == values
 
 
 def test_every_combination_once() -> None:
     found = combinations({"task": "t", "lr": "1,2", "seed": "0-1"}, RECIPE)
-    assert [one.flags for one in found] == [
+    assert [flags for flags, _ in found] == [
         {"task": "t", "lr": lr, "seed": seed} for lr in "12" for seed in "01"
     ]
-    assert {one.swept for one in found} == {("lr", "seed")}
-    assert combinations({"task": "a,b", "out": "x,y"}, RECIPE)[0].swept == ()
+    assert {swept for _, swept in found} == {("lr", "seed")}
+    assert combinations({"task": "a,b", "out": "x,y"}, RECIPE)[0][1] == ()
     with pytest.raises(UserError, match="1,000 runs at most"):
         combinations({"seed": "0-99", "batch_size": "1-99"}, RECIPE)
 

@@ -18,7 +18,7 @@ from isobatch.launch.clusters.slurm.options import SlurmOptions
 from isobatch.launch.commands.plan import PlanCommandOptions
 from isobatch.launch.local.arguments import Request, known_flags, parse_request
 from isobatch.launch.local.launch_run import AutoOptions
-from isobatch.launch.local.words.other_tools import SYNONYMS
+from isobatch.launch.local.words import SYNONYMS
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
