@@ -247,9 +247,6 @@ class Task(ABC):
     """Recipe values when no data is given: small enough for a minute on two cores."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named values for --preset: of the recipe and, below the user's own plan flags, of the plan."""
-    schemes: ClassVar[Mapping[str, Mapping[str, str]]] = {}
-    """Ways of training that differ in time and memory -> flags for each; `plan --compare full,fast`
-    ranks them too."""
     monitor: ClassVar[tuple[str, str]] = ("loss", "min")
     """The metric that early stopping and the best checkpoint follow by default, and its good direction."""
     told_once: ClassVar[tuple[str, ...]] = ()

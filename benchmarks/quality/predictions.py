@@ -17,10 +17,11 @@ from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.package import own_command
+from isobatch.core.plan import PlanOptions
 from isobatch.engine.machine.detect import detect
+from isobatch.engine.planning.estimate import Target, run_time
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.planning.estimate import run_time
 
 LONG = "--max-length 128 --batch-size 8 --micro-batch 8 --data words.txt"
 WIDE = "--head mlp --dim 256 --layers 512,256 --batch-size 4096"
@@ -106,9 +107,16 @@ def _figures(folder: Path, wall: float) -> dict[str, Any]:
     """The figures of a run: MB, seconds of a step (the median after two), seconds from command to end."""
     run = RunFolder.open(folder)
     summary, plan = atomic_files.read_json(folder / "summary.json"), run.plan
-    task, _ = workload_of(run.recipe).make(run.recipe)
     worst = max(plan.predicted_memory_by_stage.items(), key=lambda stage: stage[1])[0]
-    whole = run_time(plan, run.recipe, run.facts, task, task.model_size(run.facts), detect()).total
+    target = Target(
+        name="here",
+        workload=workload_of(run.recipe),
+        recipe=run.recipe,
+        facts=run.facts,
+        hardware=detect(),
+        asked=PlanOptions(),
+    )
+    whole = sum(run_time(target, plan, target.task.model_size(run.facts))[1].values())
     return {
         "predicted MB": round(plan.predicted_peak_memory_bytes / 1e6),
         "bound MB": round(plan.memory_bound_bytes / 1e6),

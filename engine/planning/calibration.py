@@ -44,10 +44,6 @@ HOST_CORE_BANDWIDTH, HOST_BANDWIDTH = 5e9, 100e9
 """Bytes/s of a host's memory for a core, and at most: for an update of offloaded state (uncalibrated)."""
 HOST_LINK = 12e9
 """Bytes/s between host and GPU over PCIe, layer by layer (uncalibrated; 16 lanes of PCIe 4: 32e9)."""
-PAGEABLE_SHARE = 0.4
-"""Of HOST_LINK, where a batch is copied from ordinary memory, and the GPU waits for it (uncalibrated)."""
-WORKER_BATCH_SECONDS = 1.5e-3
-"""To hand a micro-batch from a loader process to the training (measured: 0 to 3e-3)."""
 GLOO_BANDWIDTH, GLOO_LATENCY, NCCL_LATENCY = 1e9, 2e-4, 2e-5
 """Bytes/s, seconds, seconds."""
 HIDDEN = 0.6

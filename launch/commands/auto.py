@@ -39,7 +39,6 @@ from isobatch.launch.local.run_setup import (
     print_unless_quiet,
     store_plan,
 )
-from isobatch.launch.planning.targets import PlanCommandOptions
 from isobatch.launch.report.tables import table_beside, text_table
 
 if TYPE_CHECKING:
@@ -67,7 +66,7 @@ def auto(words: Sequence[str]) -> int:
         print(request_text(request))
         return DONE
     if options.dry_run:
-        from isobatch.launch.commands.plan import show_plan
+        from isobatch.launch.commands.plan import PlanCommandOptions, show_plan
 
         return show_plan(request, PlanCommandOptions(json=options.json))
     if len(points) > 1:

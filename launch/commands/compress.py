@@ -18,11 +18,10 @@ from isobatch.core.flags import build_options
 from isobatch.core.package import GO_ON_VARIABLE
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.export import export_form
-from isobatch.launch.commands.plan import plan_stages
+from isobatch.launch.commands.plan import PlanCommandOptions, plan_stages
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.local.run_setup import find_namesake, prepare_facts
-from isobatch.launch.planning.targets import PlanCommandOptions
 from isobatch.launch.report.command import text_of, write_report
 from isobatch.launch.sweeps.chain import parse_chain
 

@@ -9,34 +9,74 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.flags import build_options, flags_of
+from isobatch.core.measures import format_bytes, format_duration, format_fields, parse_duration
+from isobatch.core.number_ranges import Positive
+from isobatch.engine.loading.prepare import assumed_facts
 from isobatch.engine.loading.prepare import prepare as prepare_data
-from isobatch.engine.planning.alternatives import memory_alternatives
+from isobatch.engine.machine.detect import detect
+from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.choices import fixed_loader_settings
+from isobatch.engine.planning.comparison import (
+    PRICES,
+    compare,
+    format_comparison,
+    format_cost,
+    short_duration,
+)
+from isobatch.engine.planning.estimate import (
+    Target,
+    estimate,
+    memory_alternatives,
+    parse_prices,
+    with_what_would_fit,
+)
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.local.arguments import Request, parse_request, task_name
-from isobatch.launch.local.run_setup import TrustOptions
-from isobatch.launch.planning.comparison import compare_targets, short_duration
-from isobatch.launch.planning.estimate import estimate, with_what_would_fit
-from isobatch.launch.planning.plan_text import format_plan
-from isobatch.launch.planning.targets import (
-    HERE,
-    PlanCommandOptions,
-    parse_machine,
-    parse_prices,
-    print_notes,
-    say,
-    target_of,
-)
+from isobatch.launch.local.run_setup import TrustOptions, print_unless_quiet
 from isobatch.launch.sweeps.chain import parse_chain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from isobatch.core.facts import Facts
+    from isobatch.engine.machine.hardware import Hardware
+    from isobatch.engine.planning.estimate import Estimate
     from isobatch.launch.sweeps.chain import Chain
 
-
+HERE = "here"
+"""The name of the machine that this command runs on."""
 TRAINING = "train"
 """The first phase of a stage that is given no trained model."""
+INTERNAL = ("predicted_step_seconds", "micro_batch_cost")
+"""Fields of the plan that are for programs, or stand in a sentence below."""
+WITHIN = 0.02
+"""Of a figure of the plan: other settings that differ by less are not listed. `--json` lists all."""
+TITLE = "the same micro-batch in other ways would take (other recipes, but for --activation-checkpointing):"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanCommandOptions(TrustOptions):
+    """Flags of `plan` beside the recipe's and the plan's."""
+
+    hardware: str | None = None
+    """Plan for this machine, not the one here: rtx4080-laptop, 8xh100, 4x8xa100-80gb, cpu:2x24gb ..."""
+    assume_length: Positive | None = None
+    """Plan for samples of this many tokens, where the data is not at hand."""
+    compare: str | None = None
+    """Machines side by side, as in rtx4080-laptop,8xa100-80gb,4x8xh100 (here: this one)."""
+    price: str | None = None
+    """What an hour of one GPU costs, as in 2.10/h; of several cards: h100=2.10,t4=0.35."""
+    deadline: str | None = None
+    """Within which time the run should end, as in 6h, 90m or 1d12h."""
+    json: bool = False
+    """One JSON object on standard output."""
+
+    def seconds(self) -> float | None:
+        """Seconds of --deadline. Raises UserError."""
+        try:
+            return None if self.deadline is None else parse_duration(self.deadline)
+        except ValueError as error:
+            raise UserError(f"--deadline {self.deadline}: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,14 +93,12 @@ def plan(words: Sequence[str]) -> int:
         found = parse_chain(chain, words, flags_of(PlanCommandOptions, "plan").keys() - {"compare"})
         return plan_stages(found, build_options(PlanCommandOptions, found.own, "plan"))
     request = parse_request(words, "plan", PlanCommandOptions)
-    return show_plan(request, PlanCommandOptions(**request.extra), words)
+    return show_plan(request, PlanCommandOptions(**request.extra))
 
 
-def show_plan(request: Request, options: PlanCommandOptions, words: Sequence[str] = ()) -> int:
-    """Print the plan of a request. `words`: those typed, from which --compare makes its variants."""
-    if options.compare:
-        return compare_targets(words, request, options)
-    result, text = plan_of(request, options)
+def show_plan(request: Request, options: PlanCommandOptions) -> int:
+    """Print the plan of a request, or what --compare sets side by side."""
+    result, text = (compare_machines if options.compare else plan_of)(request, options)
     print(atomic_files.json_text(result, ensure_ascii=False) if options.json else text)
     return 0
 
@@ -87,11 +125,9 @@ def plan_stages(chain: Chain, options: PlanCommandOptions) -> int:
 def _without_training(request: Request) -> Request:
     """Without the phase that trains the model where there is none: the stage before has trained it."""
     phases = request.workload.make(request.recipe)[0].phases()
-    if phases[0].name != TRAINING or len(phases) == 1:
-        return request
     recipe, shares = request.recipe, [phase.share for phase in phases[1:]]
     given: tuple[float, ...] = recipe.steps or recipe.epochs or (1.0,)
-    if len(given) > 1:
+    if phases[0].name != TRAINING or not shares or len(given) > 1:
         return request
     own = [given[0] * share / sum(shares) for share in shares]
     if recipe.steps is None:  # a phase has at least a step
@@ -104,28 +140,130 @@ def _without_training(request: Request) -> Request:
 def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, Any], str]:
     """The plan of a request, as JSON and as text. Raises UserError where there is none."""
     prices, deadline = parse_prices(options.price), options.seconds()
-    machine = parse_machine(options.hardware or HERE, "--hardware")
-    print_notes(request)
-    target = target_of(request, options, machine)
+    (target,) = _targets(request, options, [options.hardware or HERE], "--hardware")
     recipe, facts = target.recipe, target.facts
     for note in target.task.notes(facts):
-        say(request)(note)
+        print_unless_quiet(note, request.run.quiet)
     found = estimate(target, prices)
-    plan, size = found.plan, found.model_size
-    if plan is None or size is None:
+    if found.plan is None:
         raise UserError(with_what_would_fit(found))
-    loader = fixed_loader_settings(plan)
+    loader = fixed_loader_settings(found.plan)
     answer = {
         "recipe": {**recipe.to_dict(), "hash": recipe.hash()},
         "global_batch": recipe.batch_size,
-        "plan": plan.to_dict(),
-        "reasons": plan.reasons,
-        "invariance": plan.invariance,
+        "plan": found.plan.to_dict(),
+        "reasons": found.plan.reasons,
+        "invariance": found.plan.invariance,
         "run": found.to_dict(deadline),
-        "savings": memory_alternatives(lambda r: request.workload.make(r)[0], recipe, facts, size, plan),
+        "savings": memory_alternatives(found),
         "loader": {name: {"value": value, "reason": reason} for name, (value, reason) in loader.items()},
     }
     return answer, format_plan(found, deadline, answer)
+
+
+def compare_machines(request: Request, options: PlanCommandOptions) -> tuple[dict[str, Any], str]:
+    """The machines of --compare, as JSON and as text. Raises UserError where the recipe fits none of them."""
+    flag, prices, deadline = f"--compare {options.compare}", parse_prices(options.price), options.seconds()
+    names = [name.strip() for name in str(options.compare).split(",")]
+    if "" in names or len(set(names)) < len(names):
+        raise UserError(f"{flag}: give names of machines, each once, as in rtx4080-laptop,8xh100,here")
+    if options.hardware:
+        raise UserError(f"--hardware {options.hardware}: --compare names the machines; leave one of them out")
+    found = compare(flag, _targets(request, options, names, "--compare"), prices, deadline)
+    return {"machines": found.to_dict()}, format_comparison(found)
+
+
+def _targets(request: Request, options: PlanCommandOptions, names: Sequence[str], flag: str) -> list[Target]:
+    """The request's recipe and data on machines. Raises UserError, which begins with `flag`."""
+    machines = {name: _machine(name, flag) for name in names}
+    for note in request.notes:
+        print_unless_quiet(note, request.run.quiet)
+    if options.assume_length:
+        length = options.assume_length * request.workload.task.rows_per_sample
+        facts = assumed_facts(length, request.recipe.tokenizer)
+    else:
+        facts = _prepared(request)
+    return [
+        Target(
+            name=name,
+            workload=request.workload,
+            recipe=request.recipe,
+            facts=facts,
+            hardware=machine,
+            asked=request.plan,
+        )
+        for name, machine in machines.items()
+    ]
+
+
+def _machine(name: str, flag: str) -> Hardware:
+    try:
+        return detect() if name.lower() == HERE else parse_hardware(name)
+    except UserError as error:
+        raise UserError(str(error).replace("--hardware", flag, 1)) from None
+
+
+def _prepared(request: Request) -> Facts:
+    return prepare_data(
+        request.workload.make(request.recipe)[1], lambda text: print_unless_quiet(text, request.run.quiet)
+    )
+
+
+def format_plan(found: Estimate, deadline: float | None, answer: Mapping[str, Any]) -> str:
+    """The text of `plan`; `answer` is that of --json."""
+    recipe, facts, chosen, seconds = found.target.recipe, found.target.facts, found.plan, found.seconds
+    assert chosen is not None
+    assert seconds is not None
+    shown: dict[str, tuple[Any, str]] = {}
+    for name, value in chosen.to_dict().items():
+        if name in chosen.reasons and name not in INTERNAL:
+            shown[name] = (value, chosen.reasons[name])
+        if name == "pin_memory":  # the last of the loader's fields
+            shown |= fixed_loader_settings(chosen)
+    width = max(map(len, shown))
+    basis = "" if chosen.calibrated else f" ({chosen.reasons['calibrated']})"
+    memory = format_bytes(chosen.predicted_peak_memory_bytes)
+    parts = (f"{n} {short_duration(p)}" for n, p in found.parts.items() if p >= 0.01 * seconds)
+    whole = f"the whole run: {found.steps:,} steps, {short_duration(seconds)} ({', '.join(parts)})"
+    if found.cost is not None and found.price is not None:
+        whole += f", {format_cost(found.cost)} at {found.price:.2f} an hour"
+    if deadline is not None:
+        whole += f"; {'within' if found.meets(deadline) else 'NOT within'} {format_duration(deadline)}"
+    lines = [
+        f"recipe {recipe.hash()}: {recipe.task}, global batch {recipe.batch_size},"
+        f" {facts.samples['train']:,} samples of up to {facts.longest} tokens",
+        "",
+        *(f"  {name:<{width}}  {_format_value(name, v)!s:<12}  {why}" for name, (v, why) in shown.items()),
+        "",
+        f"predicted: {chosen.predicted_step_seconds:.3g} s a step, {memory} per process{basis}",
+        whole,
+        *([f"prices: {PRICES}"] if found.price is not None else []),
+        "",
+        *format_alternatives(answer["savings"]),
+    ]
+    return "\n".join(lines)
+
+
+def format_alternatives(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines on the first row, which is the plan itself, and those that take another peak of memory."""
+    planned = rows[0]["peak_memory_bytes"]
+    others = [row for row in rows if abs(row["peak_memory_bytes"] - planned) > WITHIN * planned]
+    width = max(len(row["flags"]) for row in rows)
+    lines = [
+        f"  {row['flags']:<{width}}  {format_bytes(row['peak_memory_bytes']):>8}  {row['remark']}".rstrip()
+        for row in (rows[0], *others)
+    ]
+    return [TITLE, *lines, ""] if others else []
+
+
+def _format_value(name: str, value: Any) -> Any:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if name.endswith("_bytes") and value is not None:
+        return format_bytes(value)
+    if isinstance(value, dict):
+        return format_fields(value)
+    return f"{value:.3g}" if isinstance(value, float) else value
 
 
 def prepare(words: Sequence[str]) -> int:
@@ -134,10 +272,10 @@ def prepare(words: Sequence[str]) -> int:
     Run it where the internet is; runs then need none.
     """
     request = parse_request(words, "prepare", PrepareOptions)
-    print_notes(request)
-    task, data = request.workload.make(request.recipe)
-    facts = prepare_data(data, say(request))
-    task.fetch()
+    for note in request.notes:
+        print_unless_quiet(note, request.run.quiet)
+    facts = _prepared(request)
+    request.workload.make(request.recipe)[0].fetch()
     if request.extra.get("json"):
         print(atomic_files.json_text(facts.to_dict(), ensure_ascii=False))
         return 0

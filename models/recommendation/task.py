@@ -112,12 +112,6 @@ class Recommender(Task):
     }
     demo: ClassVar = {"model": "tiny", "batch_size": 256, "lr": 3e-3, "epochs": [12], "lora_blocks": 1}
     fast: ClassVar = {"train_fraction": 0.3, "eval_fraction": 0.5, "min_delta": 0.002}
-    schemes: ClassVar = {
-        "frozen": {"text": "frozen", "text_cache": "off"},
-        "cached": {"text": "frozen", "text_cache": "on"},
-        "lora": {"text": "lora"},
-        "full": {"text": "full"},
-    }
     presets: ClassVar = {
         "ids": {  # Rendle et al. 2020: a product of vectors, logistic loss, regularized, wide
             "text": "off",

@@ -134,21 +134,11 @@ def test_machines_side_by_side(tmp_path: Path) -> None:
     assert found["rows"][4]["meets_deadline"] is False
 
 
-def test_modes_and_schemes_side_by_side(tmp_path: Path) -> None:
-    done = launch("plan", "--task", "recommender", "--compare", "full,fast", "--json", cwd=tmp_path)
-    found = json.loads(done.stdout)
-    assert [row["name"] for row in found["modes"]["rows"]] == ["full", "fast"]
-    schemes = found["schemes"]["rows"]
-    assert {row["name"] for row in schemes} == {"frozen", "cached", "lora", "full"}
-    assert [row["run_seconds"] for row in schemes] == sorted(row["run_seconds"] for row in schemes)
-
-
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
         (("--compare", "h10"), "--compare h10: did you mean h100"),
         (("--compare", "h100,"), "give names of machines"),
-        (("--compare", "h100,fast"), "machines or modes"),
         (("--compare", "h100", "--hardware", "t4"), "--compare names the machines"),
         (("--compare", "h100", "--deadline", "soon"), "--deadline soon: is no time such as 6h"),
         (("--price", "free"), "--price free: is no price"),

@@ -1,4 +1,4 @@
-"""Tests of engine/planning/alternatives.py: what other settings would take, by the plan's arithmetic."""
+"""Tests of engine/planning/estimate.py: what other settings would take, by the plan's arithmetic."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from isobatch.core.facts import Facts
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.machine.hardware import parse_hardware
-from isobatch.engine.planning.alternatives import memory_alternatives
-from isobatch.engine.planning.planner import make_plan
+from isobatch.engine.planning.estimate import Target, estimate, memory_alternatives
 from isobatch.engine.registry import workload
-from isobatch.launch.planning.plan_text import format_alternatives
+from isobatch.launch.commands.plan import format_alternatives
 
 PARAMETERS = 124_439_808
 LORA = 294_912
@@ -38,11 +37,22 @@ def peaks(tmp_path):  # type: ignore[no-untyped-def]
 
     def of(**options):  # type: ignore[no-untyped-def]
         recipe = Recipe(task="causal-lm", model=str(tmp_path), batch_size=8, max_length=256, options=options)
-        make = lambda one: workload("causal-lm").make(one)[0]  # noqa: E731
-        shape = make(recipe).model_size(facts)
-        plan = make_plan(recipe, facts, shape, parse_hardware("rtx4060"), PlanOptions())
-        rows = memory_alternatives(make, recipe, facts, shape, plan)
-        assert rows[0] == {**rows[0], "flags": "", "peak_memory_bytes": plan.predicted_peak_memory_bytes}
+        target = Target(
+            name="",
+            workload=workload("causal-lm"),
+            recipe=recipe,
+            facts=facts,
+            hardware=parse_hardware("rtx4060"),
+            asked=PlanOptions(),
+        )
+        found = estimate(target, {})
+        assert found.plan
+        rows = memory_alternatives(found)
+        assert rows[0] == {
+            **rows[0],
+            "flags": "",
+            "peak_memory_bytes": found.plan.predicted_peak_memory_bytes,
+        }
         assert all(row.keys() == {"flags", "peak_memory_bytes", "remark"} for row in rows)
         return {row["flags"]: row["peak_memory_bytes"] for row in rows}
 

@@ -98,4 +98,4 @@ def test_the_plan_of_a_chain_is_that_of_its_stages(capsys: pytest.CaptureFixture
         "stage 3 of 3, qat:",
     ]
     with pytest.raises(UserError, match="--compare: no stage of compress has such a flag"):
-        plan(["--task", "compress", "--compare", "full,fast"])
+        plan(["--task", "compress", "--compare", "h100,t4"])

@@ -52,8 +52,7 @@ MISTAKES = [
     (f"auto {LM} --accelerator tpu", "--accelerator tpu"),
     (f"auto {LM} --device-ids 0", "--processes says how many GPUs"),
     (f"plan {LM} --hardware 8xh10", "did you mean 8xh100"),
-    (f"plan {LM} --hardware h100x8", "did you mean 8xh100?"),
-    (f"plan {LM} --compare full,fsat", "did you mean fast?"),
+    (f"plan {LM} --hardware h100x8", "did you mean h100?"),
     (f"plan {LM} --compare h100 --price cheap", "such as 2.10/h"),
     (f"plan {LM} --mtbf 6h", "taken out: --save-every 5m"),
     # Where it is kept, and other files

@@ -11,10 +11,15 @@ from isobatch.core.facts import Facts
 from isobatch.core.measures import parse_duration
 from isobatch.core.plan import PlanOptions
 from isobatch.engine.machine.hardware import parse_hardware
+from isobatch.engine.planning.comparison import Comparison, compare, format_comparison
+from isobatch.engine.planning.estimate import (
+    Target,
+    estimate,
+    parse_prices,
+    price_per_hour,
+    what_would_fit,
+)
 from isobatch.engine.registry import workload
-from isobatch.launch.planning.comparison import Comparison, compare, format_comparison
-from isobatch.launch.planning.estimate import estimate, what_would_fit
-from isobatch.launch.planning.targets import Target, parse_prices, price_per_hour
 
 CAUSAL_LM = workload("causal-lm")
 
@@ -38,17 +43,14 @@ def compared(*machines: str, price: str | None = None, deadline: float | None = 
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("6h", 21600), ("90m", 5400), ("1d12h", 129600), ("1.5h", 5400), ("1h30m", 5400), ("5s", 5)],
+    ("text", "seconds"), [("6h", 21600), ("1d12h", 129600), ("1.5h", 5400), ("6", None), ("30m1h", None)]
 )
-def test_a_duration_has_units(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["6", "", "-6h", "6 parsecs", "30m1h"])
-def test_what_is_no_duration_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no time such as 6h"):
-        parse_duration(text)
+def test_a_duration_has_units(text: str, seconds: float | None) -> None:
+    if seconds is None:
+        with pytest.raises(ValueError, match="is no time such as 6h"):
+            parse_duration(text)
+    else:
+        assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,7 @@ def test_a_price_is_of_one_gpu_of_any_or_of_some_card(
     assert price_per_hour(parse_hardware(machine), parse_prices(text)) == pytest.approx(per_hour)
 
 
-@pytest.mark.parametrize("text", ["cheap", "0/h", "-1", "h10=3", "h100=cheap", "h100=0", "prices.yaml"])
+@pytest.mark.parametrize("text", ["cheap", "0/h", "h10=3", "h100=0"])
 def test_wrong_prices_are_one_line(text: str) -> None:
     with pytest.raises(UserError, match="--price") as caught:
         parse_prices(text)
@@ -88,16 +90,16 @@ def test_the_cheapest_in_time_is_named() -> None:
     assert found.cheapest is None
     found = compared("t4", "h100", price=prices, deadline=between)
     assert found.cheapest is found.fastest is found.estimates[1]
-    assert "cheapest within" in format_comparison(found, "machine")
+    assert "cheapest within" in format_comparison(found)
     late = compared("t4", "h100", price=prices, deadline=h100.seconds / 2)
     assert late.cheapest is None
-    assert "none ends within" in format_comparison(late, "machine")
+    assert "none ends within" in format_comparison(late)
 
 
 def test_one_price_for_several_kinds_of_card_names_no_cheapest() -> None:
     found = compared("t4", "8xh100", price="1")
     assert found.cheapest is None
-    said = format_comparison(found, "machine")
+    said = format_comparison(found)
     assert "fastest: 8xh100" in said
     assert "--price h100=" in said
     assert compared("h100", "8xh100", price="1").cheapest is not None
@@ -105,8 +107,8 @@ def test_one_price_for_several_kinds_of_card_names_no_cheapest() -> None:
 
 def test_one_that_does_not_fit_says_why_beside_those_that_do() -> None:
     found = compare("--compare", [target("rtx3050-laptop", 8192), target("h100", 8192)], {}, None)
-    assert [e.fits for e in found.estimates] == [False, True]
-    assert "rtx3050-laptop: --assume-length: one sample of" in format_comparison(found, "machine")
+    assert [bool(e.plan) for e in found.estimates] == [False, True]
+    assert "rtx3050-laptop: --assume-length: one sample of" in format_comparison(found)
     row = found.to_dict()["rows"][0]
     assert (row["fits"], row["run_seconds"], row["cost"]) == (False, None, None)
 
@@ -118,11 +120,11 @@ def test_what_fits_nowhere_says_what_would_have_to_shrink() -> None:
     ) as caught:
         compare("--compare t4,rtx3050-laptop", long, {}, None)
     length = int(str(caught.value).rpartition(" ")[2])
-    assert estimate(target("t4", length), {}).fits
-    assert not estimate(target("t4", 2 * length), {}).fits
+    assert estimate(target("t4", length), {}).plan
+    assert not estimate(target("t4", 2 * length), {}).plan
 
 
 def test_what_would_fit_names_adapters_of_a_model_that_has_them() -> None:
     seven = target("rtx4090", 512, model="meta-llama/Llama-2-7b-hf")
-    assert not estimate(seven, {}).fits
+    assert not estimate(seven, {}).plan
     assert "--adapter qlora" in what_would_fit(seven)

@@ -1,0 +1,277 @@
+"""What a recipe takes on a machine: whether it fits, how long the whole run takes, and what it costs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
+from isobatch.core.optimizers import OPTIMIZERS
+from isobatch.core.package import cache_folder
+from isobatch.core.plan import REHEARSED_STEPS, Plan, PlanOptions
+from isobatch.core.recipe import Recipe
+from isobatch.engine.machine.ceilings import ceilings_of
+from isobatch.engine.machine.gpu_table import named_model
+from isobatch.engine.machine.hardware import Hardware
+from isobatch.engine.optimization.schedule import phase_schedules
+from isobatch.engine.planning.calibration import gpu_constants
+from isobatch.engine.planning.choices import compile_seconds
+from isobatch.engine.planning.cost_model import steps_per_epoch
+from isobatch.engine.planning.memory_model import ExecutionChoices, memory_footprint
+from isobatch.engine.planning.parallel_layout import length_flag
+from isobatch.engine.planning.planner import make_plan
+from isobatch.engine.registry import Workload
+from isobatch.engine.runs.summary import HELD_OUT_SPLITS
+from isobatch.models.base import ModelSize, Task
+
+SHORTEST = 16
+"""Tokens below which nobody would cut a sample to make it fit."""
+START_SECONDS, CHILDREN_SECONDS = 5.5, 6.0
+"""To import the libraries and build a small model; what a launcher of processes adds (measured)."""
+LOAD_BANDWIDTH = 1e8
+"""Bytes/s of weights that are opened, checked and copied (measured: 0.1 to 0.5 GB on a CPU)."""
+FIRST_STEP = 0.6
+"""What the first step takes longer, in steps: it allocates and reads for the first time (measured)."""
+ROUNDED_EVALUATIONS = 3
+"""Evaluations at the end of a run that rounds: the model, its rounded form and the written file."""
+EXPORT_SECONDS = 1.5
+"""To write final/ and its sample, apart from its bytes (measured)."""
+DISK_BANDWIDTH = 5e8
+"""Bytes/s of a checkpoint or an export (uncalibrated)."""
+FORWARD_SHARE = 1 / 3
+"""Of a step's arithmetic: an evaluation has no backward pass."""
+PRICE = r"(\d+(?:\.\d+)?)(?:/h)?"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A recipe with its data's facts, for one machine."""
+
+    name: str
+    """The machine, as a user named it."""
+    workload: Workload
+    recipe: Recipe
+    facts: Facts
+    hardware: Hardware
+    asked: PlanOptions
+
+    @property
+    def task(self) -> Task:
+        """The task object of the recipe."""
+        return self.workload.make(self.recipe)[0]
+
+    def plan(self, size: ModelSize | None = None) -> Plan:
+        """The plan. Raises UserError where none fits."""
+        size = size or self.task.model_size(self.facts)
+        rates = ceilings_of(self.hardware, cache_folder())
+        return make_plan(self.recipe, self.facts, size, self.hardware, self.asked, measured=rates)
+
+    def smaller_recipes(self) -> Iterator[tuple[str, str, Target]]:
+        """Recipes that learn something else in less memory: (flags, remark, target)."""
+        options = self.recipe.options
+        for flags, values in self.task.memory_saving_flags().items():
+            yield flags, "", self.with_recipe(options={**options, **values})
+        if self.recipe.optimizer == "adamw":
+            for name, traits in OPTIMIZERS.items():
+                if traits.remark:
+                    yield f"--optimizer {name}", traits.remark, self.with_recipe(optimizer=name)
+
+    def with_recipe(self, **values: Any) -> Target:
+        """The same with other fields of the recipe."""
+        return dataclasses.replace(self, recipe=dataclasses.replace(self.recipe, **values))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Estimate:
+    """The prediction for a target; without a plan where none fits."""
+
+    target: Target
+    price: float | None = None
+    """Of the machine for an hour; None where it is not known."""
+    size: ModelSize | None = None
+    plan: Plan | None = None
+    why_not: str = ""
+    """What keeps it from fitting."""
+    steps: int | None = None
+    """Optimizer steps of all phases."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Part of the run -> seconds: see `run_time`."""
+
+    @property
+    def seconds(self) -> float | None:
+        """Of the whole run, from the command to its end."""
+        return sum(self.parts.values()) if self.plan else None
+
+    @property
+    def memory(self) -> int:
+        """Bytes of the device that a process trains on."""
+        hardware = self.target.hardware
+        on_gpu = hardware.gpus and (self.plan is None or self.plan.device != "cpu")
+        return hardware.gpu.memory_bytes if on_gpu else hardware.ram_bytes
+
+    @property
+    def cost(self) -> float | None:
+        """Price of the whole run."""
+        return None if self.price is None or self.seconds is None else self.price * self.seconds / 3600
+
+    def meets(self, deadline: float | None) -> bool:
+        """Whether the run ends within `deadline` seconds, or at all where there is no deadline."""
+        return self.seconds is not None and (deadline is None or self.seconds <= deadline)
+
+    def to_dict(self, deadline: float | None) -> dict[str, Any]:
+        """The row of the JSON answer."""
+        plan, target = self.plan, self.target
+        return {
+            "name": target.name,
+            "machine": target.hardware.describe(),
+            "recipe": target.recipe.hash(),
+            "global_batch": target.recipe.batch_size,
+            "fits": plan is not None,
+            "why_not": self.why_not,
+            "devices": target.hardware.devices,
+            "devices_used": plan and plan.processes,
+            "steps": self.steps,
+            "step_seconds": plan and plan.predicted_step_seconds,
+            "run_seconds": self.seconds,
+            "run_seconds_by_part": plan and {name: round(part, 3) for name, part in self.parts.items()},
+            "peak_memory_bytes": plan and plan.predicted_peak_memory_bytes,
+            "memory_bytes": self.memory,
+            "price_per_hour": self.price,
+            "cost": self.cost,
+            "meets_deadline": None if deadline is None else self.meets(deadline),
+            "calibrated": plan and plan.calibrated,
+            "strategy": plan and plan.strategy,
+        }
+
+
+def estimate(target: Target, prices: Mapping[str, float], size: ModelSize | None = None) -> Estimate:
+    """The estimate of a target; what keeps it from fitting stands in `why_not`."""
+    price = price_per_hour(target.hardware, prices)
+    try:
+        size = size or target.task.model_size(target.facts)
+        plan = target.plan(size)
+    except UserError as error:
+        return Estimate(target=target, price=price, size=size, why_not=str(error))
+    steps, parts = run_time(target, plan, size)
+    return Estimate(target=target, price=price, size=size, plan=plan, steps=steps, parts=parts)
+
+
+def run_time(target: Target, plan: Plan, size: ModelSize) -> tuple[int, dict[str, float]]:
+    """Optimizer steps of all phases, and the predicted seconds of a run's start, compile, train, evaluate,
+    save (what its end waits for the last checkpoint; the others are written meanwhile) and export.
+    """
+    recipe, facts, step = target.recipe, target.facts, plan.predicted_step_seconds
+    schedules = phase_schedules(recipe, target.task.phases(), steps_per_epoch(recipe, facts))
+    steps = sum(schedule.steps for schedule in schedules)
+    # Where a phase rounds, its first steps are computed twice before.
+    first = FIRST_STEP + (2 * REHEARSED_STEPS if size.rounds else 0)
+    start = START_SECONDS + (CHILDREN_SECONDS if plan.processes > 1 else 0.0)
+    constants = gpu_constants(target.hardware.gpu.card if target.hardware.gpus else None)
+    lengths = {math.ceil(n / plan.pad_multiple) for n in facts.lengths}
+    # The evaluation at a phase's end belongs to the run's end.
+    often = sum((s.steps - 1) // max(1, s.eval_every) for s in schedules)
+    valid = math.ceil(facts.samples.get("valid", 0) * recipe.eval_fraction)
+    held_out = sum(facts.samples.get(split, 0) for split in HELD_OUT_SPLITS)
+    evaluated = often * valid + (ROUNDED_EVALUATIONS if size.rounds else 1) * held_out
+    return steps, {
+        "start": start + size.weight_bytes / LOAD_BANDWIDTH + first * step,
+        "compile": compile_seconds(size, constants, lengths) if plan.compile != "off" else 0.0,
+        "train": steps * step,
+        "evaluate": evaluated * (FORWARD_SHARE * step / recipe.batch_size),
+        "save": (size.weight_bytes + 8.0 * size.trainable) / DISK_BANDWIDTH,
+        "export": EXPORT_SECONDS + size.weight_bytes / DISK_BANDWIDTH,
+    }
+
+
+def memory_alternatives(found: Estimate) -> list[dict[str, Any]]:
+    """Predicted peak bytes per process under a plan, and under each memory-saving setting it does not use.
+
+    All rows are for the plan's own micro-batch; the first is the plan itself. Each row but activation
+    checkpointing is another recipe, which learns something else.
+    """
+    target, plan, size = found.target, found.plan, found.size
+    assert plan is not None
+    assert size is not None
+    choices = ExecutionChoices(
+        **{f.name: getattr(plan, f.name) for f in dataclasses.fields(ExecutionChoices)}
+    )
+    recomputed = dataclasses.replace(choices, activation_checkpointing=True)
+    whole = dataclasses.replace(choices, strategy="single" if choices.processes == 1 else "ddp")
+    settings = [("", "as planned", target, size, choices)]
+    if not plan.activation_checkpointing and size.layers:
+        remark = "the same recipe, a third more arithmetic"
+        settings.append(("--activation-checkpointing on", remark, target, size, recomputed))
+    for flags, remark, other in target.smaller_recipes():
+        if choices.traits.flat_shards and other.recipe.optimizer != target.recipe.optimizer:
+            continue
+        if (its := other.task.model_size(other.facts)).why_unshardable and choices.traits.shards:
+            remark = f"the whole model in each process (--strategy {whole.strategy})"
+            settings.append((flags, remark, other, its, whole))
+        else:
+            settings.append((flags, remark, other, its, choices))
+    tokens, longest = plan.micro_batch_tokens, target.facts.longest
+    peaks = [memory_footprint(one.recipe, of, held, tokens, longest).peak for *_, one, of, held in settings]
+    # The plan's own figure is of a typical micro-batch.
+    offset = plan.predicted_peak_memory_bytes - peaks[0]
+    return [
+        {"flags": flags, "peak_memory_bytes": offset + peak, "remark": remark}
+        for (flags, remark, *_), peak in zip(settings, peaks, strict=True)
+        if peak < peaks[0] or flags != "--activation-checkpointing on"
+    ]
+
+
+def with_what_would_fit(found: Estimate) -> str:
+    """The error of an estimate that does not fit, with the flags under which it would."""
+    smaller = what_would_fit(found.target)
+    return found.why_not + (f"; it fits with {' or '.join(smaller)}" if smaller else "")
+
+
+def what_would_fit(target: Target) -> list[str]:
+    """Flags under which a recipe that does not fit on the target would; each is another recipe.
+
+    Of sample lengths only the longest that fits.
+    """
+    fitting = [flags for flags, _, other in target.smaller_recipes() if _fits(other)]
+    facts, rows = target.facts, target.workload.task.rows_per_sample
+    length = facts.longest // rows // 2
+    while length >= SHORTEST:
+        short = dataclasses.replace(facts, lengths=tuple(min(length * rows, n) for n in facts.lengths))
+        if _fits(dataclasses.replace(target.with_recipe(max_length=length), facts=short)):
+            return [*fitting, f"{length_flag(facts)} {length}"]
+        length //= 2
+    return fitting
+
+
+def _fits(target: Target) -> bool:
+    try:
+        target.plan()
+    except UserError:
+        return False
+    return True
+
+
+def parse_prices(text: str | None) -> dict[str, float]:
+    """--price as card -> price of an hour of one GPU; "" is any card. Raises UserError."""
+    found = {}
+    for part in text.split(",") if text else ():
+        name, _, price = part.rpartition("=")
+        card = named_model(name.strip()) if name else ""
+        match = re.fullmatch(PRICE, price.strip().lower())
+        if card is None or match is None or float(match[1]) <= 0:
+            raise UserError(
+                f"--price {text}: is no price of a GPU's hour such as 2.10/h, or of cards: h100=2.10,t4=0.35"
+            )
+        found[card] = float(match[1])
+    return found
+
+
+def price_per_hour(machine: Hardware, prices: Mapping[str, float]) -> float | None:
+    """The price of all of a machine for an hour; None where its card has none."""
+    card = machine.gpu.card if machine.gpus else None
+    each = prices.get(card or "", prices.get(""))
+    return each and each * machine.devices
