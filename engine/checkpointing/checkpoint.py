@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    import numpy as np
     from torch import Tensor
 
     from isobatch.engine.checkpointing.portable_state import TensorEntry
@@ -111,15 +110,11 @@ class SavedCheckpoint:
         """File -> descriptor."""
         weakref.finalize(self, _close, self._opened)
 
-    def own_parts(self, rank: int, world: int) -> range:
-        """Numbers of the parts that a rank checks, and reads for the others: its own, where it wrote one."""
-        count = len(self.layout.parts)
-        return range(count * rank // world, count * (rank + 1) // world)
-
     def verify_checksums(self, rank: int = 0, world: int = 1) -> None:
         """Compare the checksums of this rank's share of the files. Raises TrainingError."""
         with _naming_damage(self.folder):
-            for number in self.own_parts(rank, world):
+            count = len(self.layout.parts)
+            for number in range(count * rank // world, count * (rank + 1) // world):
                 part = self.layout.parts[number]
                 # A CRC finds accidents, a digest what was done on purpose.
                 if self._sums[number] != self._sums_of(part):
@@ -168,8 +163,8 @@ class SavedCheckpoint:
 class SharedReader:
     """Whole tensors for every rank: all must read the same ones in the same order.
 
-    Over several nodes each rank reads the parts that it has checked and sends them to the others, so that
-    storage gives every byte once. On one node each reads what it needs: the machine keeps what it has read.
+    Over several nodes the main rank reads them and sends them to the others, so that storage gives every byte
+    once. On one node each reads what it needs: the machine keeps what it has read.
     """
 
     def __init__(self, saved: SavedCheckpoint, world: Communicator) -> None:
@@ -184,25 +179,15 @@ class SharedReader:
         import torch
 
         entry = self.entries[name]
-        count = math.prod(entry.shape)
-        if self._world.nodes == 1 or not count:
+        if self._world.nodes == 1 or not math.prod(entry.shape):
             return self._saved.read(name)
-        found = torch.zeros(count, dtype=getattr(torch, entry.dtype))
-        for first, last in self._own(self._saved.layout.pieces_of(name)):
-            found[first:last] = self._saved.read_slice(name, first, last)
+        found = torch.zeros(math.prod(entry.shape), dtype=getattr(torch, entry.dtype))
+        if self._world.is_main:
+            found = self._saved.read(name).reshape(-1)
         found = found.to(self._world.device)
-        # One rank has each element, the others zero: a sum of integers gives the same bits.
+        # The others have zeros: a sum of integers gives the same bits.
         self._world.all_reduce_sum(found.view(torch.int32 if found.element_size() % 4 == 0 else torch.uint8))
         return found.view(entry.shape)
-
-    def _own(self, pieces: np.ndarray) -> list[list[int]]:
-        """[first element, last + 1] of those pieces that this rank reads for all."""
-        found: list[list[int]] = []
-        for number in self._saved.own_parts(self._world.rank, self._world.size):
-            part = self._saved.layout.parts[number]
-            of_part = (pieces[:, 2] == part.file) & (pieces[:, 3] >= part.start) & (pieces[:, 3] < part.stop)
-            found += pieces[of_part, :2].tolist()
-        return found
 
 
 def _close(opened: dict[int, int]) -> None:

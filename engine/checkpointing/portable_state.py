@@ -51,8 +51,6 @@ class PortableState:
 
     entries: dict[str, TensorEntry]
     pieces: list[TensorPiece]
-    buffers: frozenset[str] = frozenset()
-    """Names of those that a forward pass may change; all others change in an optimizer's step only."""
 
 
 class StateReader(Protocol):
@@ -87,15 +85,7 @@ def changing_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, b) for name, b in model.named_buffers() if name in saved and b is not None)
 
 
-def buffer_names(model: nn.Module) -> frozenset[str]:
-    """Keys of the buffers among what training changes."""
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    return frozenset(WEIGHT + name for name, _ in changing_tensors(model) if name not in trained)
-
-
-def rank_share(
-    tensors: Mapping[str, Tensor], rank: int, world: int, buffers: frozenset[str] = frozenset()
-) -> PortableState:
+def rank_share(tensors: Mapping[str, Tensor], rank: int, world: int) -> PortableState:
     """One rank's share of tensors that every rank holds: shares are consecutive and of equal size (+-1).
 
     In order of names: an optimizer whose state was loaded keeps it in another order than one that began anew.
@@ -103,7 +93,7 @@ def rank_share(
     pieces, sizes = [], {name: tensors[name].numel() for name in sorted(tensors)}
     for name, start, stop in element_ranges(sizes, rank, world):
         pieces.append(TensorPiece(name, start, tensors[name].reshape(-1)[start:stop]))
-    return PortableState({name: tensor_entry(t) for name, t in tensors.items()}, pieces, buffers)
+    return PortableState({name: tensor_entry(t) for name, t in tensors.items()}, pieces)
 
 
 def element_ranges(sizes: Mapping[str, int], rank: int, world: int) -> Iterator[tuple[str, int, int]]:

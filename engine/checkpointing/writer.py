@@ -62,11 +62,9 @@ class CheckpointWriter:
         pieces = _in_order(state.pieces)
         layout = self._layout_of(dict(sorted(state.entries.items())), pieces)
         self._folder, self._problem = folder, ""
-        parts = {f"{p.name}@{p.start}": p.values.detach() for p in pieces}
-        unstable = {f"{p.name}@{p.start}" for p in pieces if p.name in state.buffers}
         part = layout.parts[self.world.rank]
         header = layout.header(part.file) if part.start == 0 else b""
-        self._buffer.fill(parts, unstable, header)
+        self._buffer.fill([p.values.detach() for p in pieces], header)
         self._thread = threading.Thread(target=self._write, args=(folder, layout, facts))
         self._thread.start()
 

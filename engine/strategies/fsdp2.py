@@ -103,7 +103,7 @@ class FullyShardStrategy(Strategy):
                         pieces.append(TensorPiece(key, self._start(value), rows.reshape(-1)))
                 elif self.world.is_main:
                     pieces.append(TensorPiece(key, 0, value.reshape(-1)))
-        return portable_state.PortableState(entries, pieces, portable_state.buffer_names(self.unwrapped))
+        return portable_state.PortableState(entries, pieces)
 
     def _state_of(self, p: nn.Parameter) -> dict[str, Any]:
         return {kind: v for kind, v in self.optimizer.state.get(p, {}).items() if v is not None}

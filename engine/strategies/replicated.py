@@ -189,7 +189,6 @@ class ReplicatedStrategy(Strategy):
             portable_state.collect_state(self.unwrapped, self.optimizer),
             self.world.rank,
             self.world.size,
-            portable_state.buffer_names(self.unwrapped),
         )
 
     def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:

@@ -142,7 +142,7 @@ class ZeroStrategy(Strategy):
                 pieces += [TensorPiece(f"{MOMENT}{key}/{name}", shard.start, value) for key, value in moments]
                 if shard.start == 0 and shard.steps is not None:
                     pieces.append(TensorPiece(f"{MOMENT}step/{name}", 0, shard.steps.reshape(1)))
-        return portable_state.PortableState(entries, pieces, portable_state.buffer_names(self.unwrapped))
+        return portable_state.PortableState(entries, pieces)
 
     def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:
         kinds = {kind for _, kind, _ in portable_state.saved_moments(saved)}

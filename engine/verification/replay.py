@@ -220,9 +220,9 @@ def compare_weights(
     are not finite), `far` (that differ by more than FAR of it), `different` (elements that are not the same
     bit for bit) and `elements`.
     """
-    state = strategy.collect_state()
+    buffers = {WEIGHT + name for name in strategy.buffers()}
     largest, beyond, far, different, elements = 0.0, 0, 0, 0, 0
-    for piece in state.pieces:
+    for piece in strategy.collect_state().pieces:
         if not piece.name.startswith(WEIGHT) or piece.name not in saved.entries:
             continue
         wanted = saved.read_slice(piece.name, piece.start, piece.start + piece.values.numel())
@@ -233,7 +233,7 @@ def compare_weights(
         difference = (found.double() - wanted.double()).abs()
         allowed = _allowed(piece, found, bound, origin) + ROUNDING * float(wanted.double().abs().max())
         different += int((difference != 0).sum())
-        if piece.name not in state.buffers:  # a buffer moves by no rate; the losses show what it does
+        if piece.name not in buffers:  # a buffer moves by no rate; the losses show what it does
             beyond += int((~(difference <= allowed)).sum())
             far += int((~(difference <= FAR * allowed)).sum())
             largest = max(largest, float(difference.max()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 import uuid
@@ -31,7 +32,7 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def _no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_copy, "FIRST_DELAY_SECONDS", 0.001)
+    monkeypatch.setattr(remote_copy, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(remote_copy, "WAIT_SECONDS", 10.0)
 
 
@@ -43,6 +44,11 @@ def url() -> Iterator[str]:
     name = uuid.uuid4().hex
     yield f"memory://{name}"
     fsspec.filesystem("memory").store.clear()
+
+
+def whole(store: Any) -> dict[str, Any]:
+    """Checkpoint -> the record of its copy."""
+    return {said["checkpoint"]: said for said in store.records() if said["whole"]}
 
 
 @pytest.fixture
@@ -95,7 +101,7 @@ def test_a_run_goes_on_elsewhere_from_its_copy(
     size: int, run_ranks: Any, run: Path, url: str, tmp_path: Path
 ) -> None:
     assert train(run_ranks, run, url, [3, 6, 9], size) == []
-    assert set(open_store(url, run.name).manifests()) == {"train-6", "train-9"}  # as here
+    assert set(whole(open_store(url, run.name))) == {"train-6", "train-9"}  # as here
     folder = fetch_run(f"{url}/{run.name}", tmp_path / "elsewhere")
     assert folder == tmp_path / "elsewhere" / run.name
     for step in (6, 9):
@@ -107,12 +113,10 @@ def test_a_run_goes_on_elsewhere_from_its_copy(
     assert {name for name in found if not name.startswith("checkpoints/")} == names
 
 
-def test_a_copy_without_its_manifest_is_not_whole(
-    run_ranks: Any, run: Path, url: str, tmp_path: Path
-) -> None:
+def test_a_copy_is_whole_by_its_record_alone(run_ranks: Any, run: Path, url: str, tmp_path: Path) -> None:
     train(run_ranks, run, url, [3, 6])
     store = open_store(url, run.name)
-    store.files.rm_file(store.path("train-6.json"))
+    store.record({**whole(store)["train-6"], "whole": False})
     folder = fetch_run(f"{url}/{run.name}", tmp_path)
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["train-3"]
 
@@ -120,12 +124,11 @@ def test_a_copy_without_its_manifest_is_not_whole(
 def test_saving_a_step_again_replaces_its_copy(run_ranks: Any, run: Path, url: str) -> None:
     store = open_store(url, run.name)
     train(run_ranks, run, url, [3])
-    before = store.manifests()["train-3"]["folder"]
+    before = whole(store)["train-3"]["folder"]
     train(run_ranks, run, url, [3], size=2)
-    after = store.manifests()["train-3"]["folder"]
-    folders = [entry["name"] for entry in store.files.ls(store.root) if entry["type"] == "directory"]
+    after = whole(store)["train-3"]["folder"]
     assert before != after
-    assert [name.rpartition("/")[2] for name in folders] == [after]
+    assert {name.partition("/")[0] for name in store.names()} == {"owner", after, f"{after}.json"}
 
 
 def test_a_run_of_the_same_name_does_not_replace_the_copies_of_another(
@@ -138,7 +141,7 @@ def test_a_run_of_the_same_name_does_not_replace_the_copies_of_another(
         RemoteCopies(url, other, "another", True, print)
     with pytest.raises(UserError, match="elsewhere/it's 日本 is another run than that of memory://"):
         fetch_run(f"{url}/{run.name}", tmp_path / "elsewhere", "another")
-    assert set(open_store(url, run.name).manifests()) == {"train-3"}
+    assert set(whole(open_store(url, run.name))) == {"train-3"}
 
 
 def test_a_newer_copy_replaces_what_is_here(run_ranks: Any, run: Path, url: str, tmp_path: Path) -> None:
@@ -168,39 +171,16 @@ def test_a_bucket_that_is_not_there_is_refused_before_training(
         RemoteCopies(url, run, "a run", True, print)
 
 
-class Flaky:
-    """Every third operation of a store fails."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-        from fsspec.implementations.memory import MemoryFileSystem
-
-        self.calls = 0
-        for name in ("put_file", "pipe_file", "info", "glob", "cat_file", "ls", "rm_file"):
-            plain = getattr(MemoryFileSystem, name)
-
-            def fail(files: Any, *given: Any, plain: Any = plain, **named: Any) -> Any:
-                self.calls += 1
-                if self.calls % every == 0:
-                    raise OSError("503 Slow Down\nmore")
-                return plain(files, *given, **named)
-
-            monkeypatch.setattr(MemoryFileSystem, name, fail)
-
-
-def test_a_flaky_store_costs_time_only(
-    run_ranks: Any, run: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    flaky = Flaky(monkeypatch, 7)
-    assert train(run_ranks, run, url, [3, 6], size=2) == []
-    assert flaky.calls > 20
-    monkeypatch.undo()
-    assert set(open_store(url, run.name).manifests()) == {"train-3", "train-6"}
-
-
 def test_a_store_that_is_gone_is_said_and_ends_nothing(
     run_ranks: Any, run: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Flaky(monkeypatch, 1)
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError("503 Slow Down\nmore")
+
+    for name in ("put_file", "pipe_file", "cat_file"):
+        monkeypatch.setattr(MemoryFileSystem, name, fail)
     said = train(run_ranks, run, url, [3, 6])
     name = f"--checkpoint-copy {url}: train-"
     assert "does not answer (OSError: 503 Slow Down)" in said.pop(0)
@@ -240,17 +220,18 @@ def test_an_error_waits_for_no_copy_and_a_request_to_stop_does(
     assert ended.wait(10)
 
 
-def test_a_manifest_names_no_file_elsewhere(run_ranks: Any, run: Path, url: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["../../stolen", "/tmp/stolen-by-a-record"])
+def test_a_record_names_no_file_elsewhere(
+    name: str, run_ranks: Any, run: Path, url: str, tmp_path: Path
+) -> None:
     train(run_ranks, run, url, [3])
     store = open_store(url, run.name)
-    manifest = store.manifests()["train-3"]
-    manifest["files"]["../../stolen"] = 1
-    store.write("train-3.json", json.dumps(manifest))
+    said = whole(store)["train-3"]
+    said["files"][name] = 1
+    store.record(said)
+    put(store, f"{said['folder']}/{name}", b"x") if ".." not in name else None
     with pytest.raises(UserError, match="a file elsewhere"):
         fetch_run(f"{url}/{run.name}", tmp_path / "a" / "b")
-
-
-FOREIGN = ("2025-thesis/w.bin", "train-3.json", "train-3-abc/x", "a.begun", ".hidden")
 
 
 def objects(store: Any) -> dict[str, bytes]:
@@ -263,24 +244,15 @@ def put(store: Any, name: str, content: bytes = b'{"folder": "2025-thesis", "fil
     store.files.pipe_file(f"{store.root}/{name}", content)
 
 
-@pytest.mark.parametrize("began", [False, True], ids=["before the first copy", "since the first copy"])
-@pytest.mark.parametrize("foreign", FOREIGN)
 @pytest.mark.parametrize("kind", ["memory", "file"])
 def test_a_place_with_anything_else_in_it_is_refused_by_name(
-    kind: str, foreign: str, began: bool, run_ranks: Any, run: Path, url: str, tmp_path: Path
+    kind: str, run: Path, url: str, tmp_path: Path
 ) -> None:
-    url = url if kind == "memory" else f"file://{tmp_path}/store"
-    store = open_store(url, run.name)
-    if began:
-        train(run_ranks, run, url, [6])
-    put(store, foreign)
-    before = objects(store)
-    with pytest.raises(
-        UserError, match="which no copy wrote: give another --name or URL, or move it"
-    ) as said:
-        RemoteCopies(url, run, "a run", True, print)
-    assert f"holds {foreign}" in str(said.value)
-    assert objects(store) == before
+    store = open_store(url if kind == "memory" else f"file://{tmp_path}/store", run.name)
+    put(store, "2025-thesis/w.bin")
+    with pytest.raises(UserError, match=r"holds 2025-thesis/w\.bin, which no copy wrote: give another"):
+        RemoteCopies(url if kind == "memory" else f"file://{tmp_path}/store", run, "a run", True, print)
+    assert store.names() == ["2025-thesis/w.bin"]
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
@@ -290,19 +262,19 @@ def test_only_what_a_copy_wrote_is_removed(
     """What came since the run began, in any folder, stays; of a copy that was cut off nothing does."""
     url = url if kind == "memory" else f"file://{tmp_path}/store"
     store = open_store(url, run.name)
-    begun = {"checkpoint": "train-1", "folder": "train-1-cut", "files": ["a/b", "never-sent"]}
-    put(store, "train-1-cut.node-00000.safetensors.begun", json.dumps(begun).encode())
-    put(store, "train-1-cut/a/b")
     foreign = {"2025-thesis/w.bin": b"precious", "train-0-notes/mine.txt": b"precious"}
-    remove = RemoteCopies._remove  # noqa: SLF001
+    remove = RemoteCopies._remove_old  # noqa: SLF001
 
-    def later(this: RemoteCopies, *found: Any) -> None:
+    def later(this: RemoteCopies, *given: str) -> None:
         for name, content in {**foreign, "train-1-cut/mine.txt": b"precious"}.items():
             put(store, name, content)
-        remove(this, *found)
+        cut = {"checkpoint": "train-1", "folder": "train-1-cut", "files": {"a/b": 1, "never-sent": 2}}
+        put(store, "train-1-cut/a/b")
+        store.record({**cut, "saved_at": 1, "whole": False})
+        remove(this, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RemoteCopies, "_remove", later)
+        patch.setattr(RemoteCopies, "_remove_old", later)
         assert train(run_ranks, run, url, [3, 6, 9], size=2) == []
     left = objects(store)
     kept = {name for name in left if not name.startswith(("train-6", "train-9"))}
@@ -315,13 +287,13 @@ def test_only_what_a_copy_wrote_is_removed(
 @pytest.mark.parametrize(
     "record",
     [
-        {"checkpoint": "train-1", "folder": "train-1-x", "files": ["../../../precious"]},
-        {"checkpoint": "train-1", "folder": "train-1-x", "files": ["link/precious"]},
-        {"checkpoint": "..", "folder": "..-/..", "files": ["precious"]},
-        {"checkpoint": "", "folder": "-/../../precious", "files": {"": 1}, "saved_at": 0},
+        {"checkpoint": "train-1", "folder": "train-1-x", "files": {"../../../precious": 1}},
+        {"checkpoint": "train-1", "folder": "train-1-x", "files": {"link/precious": 1}},
+        {"checkpoint": "..", "folder": "..-/..", "files": {"precious": 1}},
+        {"checkpoint": "", "folder": "-/../../precious", "files": {"": 1}},
     ],
 )
-def test_a_manifest_removes_nothing_elsewhere(
+def test_a_record_removes_nothing_elsewhere(
     record: dict[str, Any], run_ranks: Any, run: Path, tmp_path: Path
 ) -> None:
     """It may have come with a store that somebody sent."""
@@ -332,15 +304,10 @@ def test_a_manifest_removes_nothing_elsewhere(
     folder = tmp_path / "store" / run.name
     (folder / "train-1-x").mkdir()
     (folder / "train-1-x" / "link").symlink_to(tmp_path)
-    put(store, f"{record['folder'].partition('/')[0]}.x.begun", json.dumps(record).encode())
-    put(store, f"{record['checkpoint']}.json", json.dumps({"saved_at": 1, **record}).encode())
-    copies = RemoteCopies.__new__(RemoteCopies)
-    copies.__dict__.update(_url=url, _run=run, _is_main=True, _is_claimed=True, _say=print)
-    found = remote_copy.copies(store.records(store.names()))
-    try:
-        copies._remove(found, set())  # noqa: SLF001
-    except UserError as error:
-        assert "names a file elsewhere" in str(error)  # noqa: PT017
+    for name in (record["folder"].partition("/")[0], record["checkpoint"]):
+        put(store, f"{name}.json", json.dumps({"saved_at": 1, **record}).encode())
+    with contextlib.suppress(UserError):
+        RemoteCopies(url, run, "a run", True, print)._remove_old("", "")  # noqa: SLF001
     assert (tmp_path / "precious").read_text() == "precious"
 
 
@@ -409,11 +376,8 @@ def test_an_s3_server(run_ranks: Any, run: Path, tmp_path: Path, monkeypatch: py
         saved = SavedCheckpoint(folder / "checkpoints" / "train-9")
         saved.verify_checksums()
         assert same({name: saved.read(name) for name in saved.entries}, tensors(9))
-        store = open_store("s3://bucket/prefix", run.name)
-        put(store, "2025-thesis/w.bin", b"precious")
-        assert not any(name.startswith("train-3") for name in store.names())
-        with pytest.raises(UserError, match=r"holds 2025-thesis/w\.bin, which no copy wrote"):
-            RemoteCopies("s3://bucket/prefix", run, "a run", True, print)
-        assert objects(store)["2025-thesis/w.bin"] == b"precious"
+        assert not any(
+            name.startswith("train-3") for name in open_store("s3://bucket/prefix", run.name).names()
+        )
     finally:
         server.stop()
