@@ -1,4 +1,4 @@
-"""Atomic writes of small files, reads of JSON and JSON lines, checksums of files and folders."""
+"""Atomic writes of small files, reads of JSON and JSON lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.extras import crc32_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -113,15 +112,6 @@ def parse_row(line: bytes) -> dict[str, Any] | None:
 def rows_in(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a log, in order. Lines that are no row are left out."""
     return (row for line in lines_in(path) if (row := parse_row(line)) is not None)
-
-
-def crc32(path: Path) -> int:
-    """CRC-32 of a file's bytes, read 4 MiB at a time."""
-    value = 0
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            value = crc32_of(block, value)
-    return value
 
 
 def share_as_umask_allows(folder: Path) -> None:

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-try:
-    from isal.isal_zlib import crc32 as crc32_of  # five times as fast
-except ImportError:
-    from zlib import crc32 as crc32_of
-
 from isobatch.core.errors import UserError
-
-__all__ = ["crc32_of", "has", "need"]
 
 EXTRAS = {
     "deepspeed": "zero",
@@ -21,7 +14,6 @@ EXTRAS = {
     "onnxscript": "onnx",
     "matplotlib": "plots",
     "datasets": "data",
-    "isal": "fast",
     "tensorboard": "trackers",
     "ray": "ray",
     "starlette": "serve",

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 GPU = "a GPU"
 """A need that is no library."""
-COMMAND_LINE = ("accelerate", "filelock", "fire", "isal", "safetensors", "tokenizers", "transformers")
+COMMAND_LINE = ("accelerate", "filelock", "fire", "safetensors", "tokenizers", "transformers")
 """What every run of the command line needs."""
 LEAST_SECONDS = 20.0
 """With less left of a part's time no trial is begun."""

@@ -26,7 +26,7 @@ SAME_DEVICE, OTHER_DEVICE = 1e-4, 1e-3
 def trials(quick: bool) -> Sequence[Trial]:
     steps = "12" if quick else "200"
     return (
-        Trial("noise, CPU and GPU", "gpu.smoke:noise", needs=(GPU, "isal")),
+        Trial("noise, CPU and GPU", "gpu.smoke:noise", needs=(GPU,)),
         Trial("demo", "gpu.smoke:demo", (steps,), 180),
         Trial("stop, resume, verify", "gpu.smoke:resume", (steps,), 180),
         Trial("CPU and GPU, fp32", "gpu.smoke:devices", needs=(*COMMAND_LINE, GPU)),

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError
-from isobatch.core.extras import crc32_of
 from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.checkpointing.layout import FilePart, Layout, layout_in
 
@@ -58,7 +57,7 @@ class CheckpointTexts(NamedTuple):
     layout: Layout
     state: dict[str, Any]
     sums: list[dict[str, Any]]
-    """By part: `bytes`, `crc32` and `sha256`."""
+    """By part: `bytes` and `sha256`."""
 
 
 def read_contents(folder: Path) -> CheckpointTexts:
@@ -67,7 +66,7 @@ def read_contents(folder: Path) -> CheckpointTexts:
         recorded = atomic_files.parse_json((folder / CHECKSUMS).read_bytes())
         texts = {name: (folder / name).read_bytes() for name in TEXTS}
         for name, text in texts.items():
-            if crc32_of(text) != recorded[name]:
+            if hashlib.sha256(text).hexdigest() != recorded[name]:
                 raise ValueError(f"{name} is not what was written")
         index, state = (atomic_files.parse_json(texts[name]) for name in TEXTS)
         layout, sums = layout_in(index), recorded["parts"]
@@ -116,18 +115,16 @@ class SavedCheckpoint:
             count = len(self.layout.parts)
             for number in range(count * rank // world, count * (rank + 1) // world):
                 part = self.layout.parts[number]
-                # A CRC finds accidents, a digest what was done on purpose.
                 if self._sums[number] != self._sums_of(part):
                     raise ValueError(f"{self.layout.files[part.file]} is not what was written")
 
     def _sums_of(self, part: FilePart) -> dict[str, int | str]:
-        digest, crc, block = hashlib.sha256(), 0, memoryview(bytearray(min(BLOCK, part.stop - part.start)))
+        digest, block = hashlib.sha256(), memoryview(bytearray(min(BLOCK, part.stop - part.start)))
         for start in range(part.start, part.stop, BLOCK):
             of_part = block[: part.stop - start]
             self._read_into(of_part, part.file, start)
             digest.update(of_part)
-            crc = crc32_of(of_part, crc)
-        return {"bytes": part.stop - part.start, "crc32": crc, "sha256": digest.hexdigest()}
+        return {"bytes": part.stop - part.start, "sha256": digest.hexdigest()}
 
     def _read_into(self, memory: memoryview, file: int, start: int) -> None:
         """Fill `memory` from a file's bytes from `start` on. Raises OSError or ValueError."""

@@ -75,20 +75,17 @@ def load_start_weights(origin: Mapping[str, Any], model: nn.Module) -> None:
     targets = dict(model.named_parameters()) | dict(model.named_buffers())
     names = saved_weight_names(saved)
     kinds = {_layer_kind(name) for name in names}
-    further = [n for n, _ in model.named_parameters() if n not in names and _layer_kind(n) in kinds]
-    if further:
+    wrong = [n for n, _ in model.named_parameters() if n not in names and _layer_kind(n) in kinds]
+    for name in sorted(names):
+        shape = tuple(targets[name].shape) if name in targets else None
+        wrong += [name] if shape != saved.entries[WEIGHT + name].shape else []
+    if wrong:
         raise UserError(
-            f"--from {origin['run']}: this model has more layers ({further[0]}): keep the flags that make it"
+            f"--from {origin['run']}: its weights are not this model's: {wrong[0]} has another shape, or one"
+            " of them lacks it; keep the flags that make the model"
         )
     with torch.no_grad():
-        for name in sorted(names):
-            shape = saved.entries[WEIGHT + name].shape
-            if name not in targets or tuple(targets[name].shape) != shape:
-                found = f"shape {tuple(targets[name].shape)}" if name in targets else "none of that name"
-                raise UserError(
-                    f"--from {origin['run']}: its weights are not this model's: {name} has shape {shape}"
-                    f" there, and here {found}; keep the flags that make the model"
-                )
+        for name in names:
             targets[name].copy_(saved.read(WEIGHT + name))
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing.checkpoint import CHECKSUMS, TEXTS, read_contents, replace, temporary_of
+from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.checkpointing.layout import make_layout
 
@@ -52,7 +53,7 @@ class CheckpointWriter:
         self._thread = threading.Thread()
         self._problem = ""
         self._sums: dict[str, int | str] = {}
-        self._text_sums: dict[str, int] = {}
+        self._text_sums: dict[str, str] = {}
         self._layout: Layout | None = None
         self._rows = np.empty((0, 3), np.int64)
 
@@ -153,8 +154,8 @@ def _in_order(pieces: list[TensorPiece]) -> list[TensorPiece]:
     return sorted(pieces, key=lambda p: (-p.values.element_size(), p.name, p.start))
 
 
-def _write_texts(folder: Path, layout: Layout, facts: Mapping[str, Any]) -> dict[str, int]:
-    """Write index.json and state.json; returns their checksums by name."""
+def _write_texts(folder: Path, layout: Layout, facts: Mapping[str, Any]) -> dict[str, str]:
+    """Write index.json and state.json; returns their digests by name."""
     atomic_files.write_text(folder / "index.json", layout.text)
     atomic_files.write_json(folder / "state.json", facts)
-    return {name: atomic_files.crc32(folder / name) for name in TEXTS}
+    return {name: bytes_digest(folder / name) for name in TEXTS}

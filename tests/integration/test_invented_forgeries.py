@@ -12,7 +12,6 @@ import math
 import re
 import shutil
 import stat
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,7 +149,6 @@ def mend(run: Path, log: list[dict[str, Any]] | None = None) -> None:
 
 def mend_checkpoint(folder: Path, recipe: str, seal: str, size: int, log: list[dict[str, Any]]) -> None:
     state = read(folder / "state.json")
-    steps = [row for row in log if "lr" in row and row["loss"] is not None]
     judge = state["judge"] | {"best": None, "best_step": 0, "waited": 0}
     for row in log:
         if "split" in row and row["loss"] is not None:
@@ -162,14 +160,12 @@ def mend_checkpoint(folder: Path, recipe: str, seal: str, size: int, log: list[d
     state["judge"] = judge
     state["logs"] |= {"seal": seal, "metrics": size}
     state["recipe_hash"] = recipe
-    for name, key in (("losses", "loss"), ("norms", "grad_norm")):
-        state["spikes"][name] = [float(f"{row[key]:.5g}") for row in steps]
     write(folder / "state.json", state)
     content = (folder / "node-00000.safetensors").read_bytes()
-    sums: dict[str, Any] = {n: zlib.crc32((folder / n).read_bytes()) for n in ("index.json", "state.json")}
+    texts = ("index.json", "state.json")
+    sums: dict[str, Any] = {n: hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in texts}
     part = {
         "bytes": len(content),
-        "crc32": zlib.crc32(content),
         "sha256": hashlib.sha256(content).hexdigest(),
     }
     write(folder / "checksums.json", {**sums, "parts": [part]})
