@@ -190,7 +190,7 @@ class Preferences(TokenizedData):
 
     Columns: `chosen` and `rejected` (n, up to max_length), a prompt and an answer; `chosen.learn` and
     `rejected.learn`, uint8 of the same shapes, 1 where a token is an answer's; `token.weight` (n,), the
-    tokens of the chosen answer, and `text.weight` (n,), those of its row without the first.
+    tokens of the chosen answer.
     """
 
     Options: ClassVar[type] = PreferencesOptions
@@ -351,5 +351,4 @@ class PairEncoder:
             columns[name] = Ragged.from_rows([pair[number].tokens for pair in kept], pad)
             columns[f"{name}.learn"] = Ragged.from_rows([mask[number] for mask in masks])
         columns["token.weight"] = np.array([mask.sum() for mask, _ in masks], np.int32)
-        columns["text.weight"] = np.array([len(mask) - 1 for mask, _ in masks], np.int32)
         return columns

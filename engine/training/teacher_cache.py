@@ -36,10 +36,8 @@ BATCH = 64
 """Samples per forward pass of the teacher."""
 PREFIX = "teacher."
 """Begins the names of the columns with teacher outputs."""
-FILLED = "filled.npy"
-"""File of bools: which samples have outputs."""
 DIGESTS = "digests.npy"
-"""File of uint64: a digest of the outputs for each sample, compared when they are first used."""
+"""File of uint64: a digest of the outputs for each sample, compared when they are first used; 0: none yet."""
 TRAIN = "train"
 INDEX = "index.json"
 """File with the names of the outputs."""
@@ -49,10 +47,9 @@ class TeacherSource(Source):
     """A source with the teacher's outputs as further columns of each sample."""
 
     def __init__(self, source: Source, folder: Path) -> None:
-        self.source, self.folder, self.answers = source, folder, _open(folder, "r")
-        self.weights = source.weights
-        self._digests = np.load(folder / DIGESTS, mmap_mode="r")
-        self._unchecked = np.load(folder / FILLED)
+        self.source, self.folder, self.weights = source, folder, source.weights
+        self.answers, self._digests = _open(folder, "r")
+        self._unchecked = self._digests != 0
 
     def __len__(self) -> int:
         return len(self.source)
@@ -67,7 +64,7 @@ class TeacherSource(Source):
             return
         found = row_digests({name: a[first] for name, a in self.answers.items()}, len(first))
         if (changed := first[found != self._digests[first]]).size:
-            np.load(self.folder / FILLED, mmap_mode="r+")[changed] = False
+            np.load(self.folder / DIGESTS, mmap_mode="r+")[changed] = 0
             raise TrainingError(
                 f"the teacher's answers in {self.folder} were changed, as for sample {changed[0]}: run again,"
                 " and they are computed again"
@@ -107,8 +104,10 @@ def with_teacher_outputs(
     Raises UserError where the cache cannot be read or written.
     """
     folder = _folder(facts, teacher, split)
-    batches = _batches(source, used)
-    missing = [batch for batch in batches if not _is_filled(folder, batch)]
+    order, file = used[np.argsort(source.lengths(used), kind="stable")], folder / DIGESTS
+    digests = np.load(file, mmap_mode="r") if file.is_file() else np.zeros(len(source), np.uint64)
+    batches = (order[start : start + BATCH] for start in range(0, len(order), BATCH))
+    missing = [batch for batch in batches if not digests[batch].all()]
     if missing := world.broadcast_object(missing):
         say(f"the {teacher.name} answers {sum(map(len, missing)):,} samples, once, in {folder}")
         with atomic_files.explain_write_errors(folder):
@@ -132,16 +131,6 @@ def _folder(facts: Facts, teacher: Teacher, split: str) -> Path:
     return prepared.with_name(f"{prepared.name}-teacher-{key}{of_split}")
 
 
-def _batches(source: Source, used: np.ndarray) -> list[np.ndarray]:
-    order = used[np.argsort(source.lengths(used), kind="stable")]
-    return [order[start : start + BATCH] for start in range(0, len(order), BATCH)]
-
-
-def _is_filled(folder: Path, batch: np.ndarray) -> bool:
-    file = folder / FILLED
-    return file.is_file() and bool(np.load(file, mmap_mode="r")[batch].all())
-
-
 def _fill(
     folder: Path,
     source: Source,
@@ -154,8 +143,7 @@ def _fill(
     if world.is_main and not (folder / INDEX).exists():
         _create(folder, len(source), _answer(source, missing[0], teacher, model, world))
     world.barrier()
-    answers = _open(folder, "r+")
-    filled, digests = (np.load(folder / name, mmap_mode="r+") for name in (FILLED, DIGESTS))
+    answers, digests = _open(folder, "r+")
     for done, batch in enumerate(missing[world.rank :: world.size]):
         doing("asking the teacher", done * world.size, len(missing))
         world.mark_progress("the teacher's answers")
@@ -163,8 +151,7 @@ def _fill(
         for name, values in found.items():
             answers[name][batch] = values
         digests[batch] = row_digests(found, len(batch))
-        filled[batch] = True
-    for array in (*answers.values(), digests, filled):
+    for array in (*answers.values(), digests):
         array.flush()
     world.barrier()
 
@@ -185,10 +172,10 @@ def _create(folder: Path, count: int, example: dict[str, np.ndarray]) -> None:
     """
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
     fresh.mkdir(parents=True)
-    for name, values in example.items():
-        _new(fresh / f"{name}.npy", values.dtype, (count, *values.shape[1:]))
-    _new(fresh / FILLED, np.dtype(bool), (count,))
-    _new(fresh / DIGESTS, np.dtype(np.uint64), (count,))
+    files = {f"{name}.npy": (values.dtype, values.shape[1:]) for name, values in example.items()}
+    for name, (kind, shape) in {**files, DIGESTS: (np.dtype(np.uint64), ())}.items():
+        # Sparse zeros: they take disk space only as they are filled.
+        np.lib.format.open_memmap(fresh / name, "w+", kind, (count, *shape)).flush()
     atomic_files.write_text(fresh / INDEX, json.dumps(sorted(example)))
     try:
         fresh.rename(folder)
@@ -196,15 +183,12 @@ def _create(folder: Path, count: int, example: dict[str, np.ndarray]) -> None:
         shutil.rmtree(fresh)
 
 
-def _new(file: Path, kind: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    """Create a sparse .npy file of zeros: it takes disk space only as it is filled."""
-    np.lib.format.open_memmap(file, "w+", kind, shape).flush()
-
-
-def _open(folder: Path, mode: Any) -> dict[str, np.ndarray]:
+def _open(folder: Path, mode: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """The outputs by name, and the digests."""
     try:
         names = json.loads((folder / INDEX).read_text())
-        return {name: np.load(folder / f"{name}.npy", mmap_mode=mode) for name in names}
+        found = {name: np.load(folder / f"{name}.npy", mmap_mode=mode) for name in names}
+        return found, np.load(folder / DIGESTS, mmap_mode=mode)
     except (OSError, ValueError) as error:
         raise UserError(
             f"the teacher's answers in {folder} cannot be read ({error}): delete it and run again"

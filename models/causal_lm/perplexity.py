@@ -13,7 +13,11 @@ import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from isobatch.models.base import Batch
 
 MAX_EXPONENT = 700.0
 RUNNING_TEXT = "text"
@@ -70,3 +74,48 @@ def _dataset_metrics(
 def finite_exp(value: float) -> float:
     """exp, finite for any loss: JSON has no infinity, and a diverged model must not break other readers."""
     return math.exp(min(value, MAX_EXPONENT))
+
+
+def correct_predictions(model: Any, batch: Batch, label_tokens: Sequence[Sequence[int]]) -> Tensor:
+    """(B,) bool: whether the answer that a row ends with is the likeliest of the labels.
+
+    label_tokens: the token ids of each label, its end token included. A label's log-probability after the
+    prompt is the sum over its tokens. A row that ends with no label counts as wrong.
+    """
+    import torch
+
+    device = batch["tokens"].device
+    labels = [torch.tensor(label_ids, device=device) for label_ids in label_tokens]
+    is_true_label = torch.stack([_ends_with(batch, label_ids) for label_ids in labels])
+    lengths = torch.tensor([[len(label_ids)] for label_ids in label_tokens], device=device)
+    # A label may be the end of another one: the longest match is meant.
+    longest_match = (is_true_label * lengths).amax(0)
+    is_true_label &= lengths == longest_match
+    answer_start = batch["length"] - longest_match
+    scores = torch.stack([_log_probability(model, batch, answer_start, label_ids) for label_ids in labels])
+    correct: Tensor = is_true_label.gather(0, scores.argmax(0)[None])[0]
+    return correct
+
+
+def _ends_with(batch: Batch, label_ids: Tensor) -> Tensor:
+    """(B,) bool: whether these are the last tokens of a row."""
+    import torch
+
+    offset = torch.arange(len(label_ids), device=label_ids.device) - len(label_ids)
+    last_tokens = batch["tokens"].long().gather(1, (batch["length"][:, None] + offset).clamp_min(0))
+    return (last_tokens == label_ids).all(1) & (batch["length"] > len(label_ids))
+
+
+def _log_probability(model: Any, batch: Batch, answer_start: Tensor, label_ids: Tensor) -> Tensor:
+    """(B,) log-probability of this answer in place of the row's own, each token given all before it."""
+    import torch
+
+    positions = torch.arange(int(answer_start.max()) + len(label_ids), device=label_ids.device)
+    offset = positions - answer_start[:, None]
+    in_answer = (offset >= 0) & (offset < len(label_ids))
+    prompt = torch.nn.functional.pad(batch["tokens"].long(), (0, len(label_ids)))[:, : len(positions)]
+    tokens = torch.where(in_answer, label_ids[offset.clamp(0, len(label_ids) - 1)], prompt)
+    tokens = tokens.masked_fill(offset >= len(label_ids), 0)
+    log_probs = model(input_ids=tokens, use_cache=False).logits[:, :-1].float().log_softmax(-1)
+    found: Tensor = (log_probs.gather(-1, tokens[:, 1:, None])[..., 0] * in_answer[:, 1:]).sum(1)
+    return found

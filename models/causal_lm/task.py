@@ -7,12 +7,10 @@ isobatch auto --task causal-lm --data FOLDER --model FOLDER --adapter qlora
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import shutil
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
@@ -34,6 +32,7 @@ from isobatch.models.model_card import ModelDescription
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -114,16 +113,11 @@ class CausalLM(Task):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What --adapter implies; a loaded model's rate; and a model that reads less than the usual
-        --max-length limits it.
-        """
+        """What --adapter implies, and a loaded model's rate."""
         implied = adapters.implied_options(values)
         is_loaded = values.get("model", cls.defaults.get("model")) not in PRESETS
         if is_loaded and "lr" not in cls.defaults and not {"lr", "preset"} & values.keys():
             implied["lr"] = FINETUNING_LR if values.get("adapter", "none") == "none" else ADAPTER_LR
-        context = _context_on_disk(values.get("model"), values.get("revision"))
-        if "max_length" not in values and context and context < cls.defaults["max_length"]:
-            implied["max_length"] = context
         return implied
 
     def unread(self) -> Mapping[str, str]:
@@ -254,15 +248,13 @@ class CausalLM(Task):
         """`nll`; in a mixture `nll.N` and `right.N` of each dataset, even if this batch has no row of it."""
         if "set" not in batch:
             return {"nll": self._nll_part(model, batch)}
-        from isobatch.models.causal_lm.label_accuracy import correct_predictions
-
         parts: dict[str, Sum | Rows] = {}
         for number, label_tokens in enumerate(self._label_tokens):
             rows = {name: values[batch["set"] == number] for name, values in batch.items()}
             count = len(rows["set"])
             parts[f"nll.{number}"] = self._nll_part(model, rows) if count else Sum(0.0, 0)
             if label_tokens:
-                right = correct_predictions(model, rows, label_tokens).sum() if count else 0.0
+                right = perplexity.correct_predictions(model, rows, label_tokens).sum() if count else 0.0
                 parts[f"right.{number}"] = Sum(right, count)
         return parts
 
@@ -342,18 +334,6 @@ class CausalLM(Task):
             sampling = dataclasses.replace(sampling, temperature=0.0)
         prompts = facts.extra.get("prompts") or [(str(facts.extra.get("prompt", "")), None)]
         return _answer_prompts(saving.load_tokenizer(facts), prompts, sampling, model)
-
-
-def _context_on_disk(name: str | None, revision: str | None) -> int | None:
-    """The tokens that a model reads at most, where it lies on this machine and says so."""
-    if not name or name in PRESETS:
-        return None
-    with contextlib.suppress(UserError):  # `check` says what is wrong with it
-        if Path(name).expanduser().is_dir():
-            return model_sizes.context_length(hub.load_config(str(Path(name).expanduser()), None))
-        if hub.is_id(name) and hub.snapshot(name, revision):
-            return model_sizes.context_length(hub.load_config(name, revision))
-    return None
 
 
 def _answer_prompts(

@@ -137,12 +137,6 @@ class Classifier(Task):
             hub.check_vocabulary(name, config.vocab_size, facts.extra["vocabulary"])
             if config.model_type not in saving.POSITIONS_AFTER_PADDING:  # a decoder reads the token before it
                 config.pad_token_id = pad
-            reads_end = config.is_encoder_decoder and "tokenizer" in facts.extra
-            if reads_end and config.eos_token_id not in saving.load_tokenizer(facts).encode("a").ids:
-                raise UserError(
-                    f"--model {name}: its classifier reads the token that ends a text; its tokenizer writes"
-                    " none: take an encoder such as BERT, or mend the tokenizer.json"
-                )
         if self.recipe.dropout is not None:
             for field, value in config.to_dict().items():
                 if isinstance(value, float | int) and "dropout" in field:

@@ -40,10 +40,11 @@ FAMILIES = {
 }
 """By model type (see models/encoder/modeling_pruned.py)."""
 UNTRACEABLE = (
-    *("canine", "doge", "funnel", "gpt_oss", "hunyuan_v1_moe", "longformer", "mbart", "minimax", "mixtral"),
-    *("mt5", "plbart", "t5", "umt5", "xlnet"),
+    *("canine", "doge", "funnel", "gpt_oss", "hunyuan_v1_moe", "longformer", "minimax", "mixtral", "xlnet"),
+    *("bart", "bigbird_pegasus", "mbart", "mt5", "mvp", "plbart", "t5", "t5gemma", "t5gemma2", "umt5"),
 )
-"""Model types of which torch.onnx makes no file, or none that runs (torch 2.13, onnxscript 0.7)."""
+"""Types of which torch.onnx makes no file, or none that runs (torch 2.13, onnxscript 0.7); and those with
+a decoder beside the encoder, whose classifiers read an end token that not every tokenizer writes."""
 LABELS_FILE = "labels.json"
 """Beside an adapter: class -> its number. A config.json there would hide the adapter from transformers."""
 

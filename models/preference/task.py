@@ -3,6 +3,12 @@
 isobatch auto --task dpo --data pairs.jsonl --model FOLDER
 isobatch auto --task dpo --data pairs.jsonl --model FOLDER --adapter lora --beta 0.1
 isobatch auto --task orpo --data pairs.jsonl --model FOLDER
+
+DPO: Rafailov et al. 2023, "Direct Preference Optimization". IPO: Azar et al. 2023, equation 17. Hinge: Zhao
+et al. 2023, "SLiC-HF". Conservative DPO: Mitchell 2023. ORPO: Hong et al. 2024, equations 4 and 7. All as
+TRL computes them (trl/trainer/dpo_trainer.py, orpo_trainer.py).
+
+Letters: B pairs, 2 answers of each: the chosen one, then the rejected one; T tokens of a row.
 """
 
 from __future__ import annotations
@@ -30,6 +36,8 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
 
 FIGURES = ("reward_accuracy", "reward_margin", "chosen_log_prob", "rejected_log_prob")
+TIE = 1e-4
+"""Rewards that differ by no more may differ by rounding alone: such a pair counts as half right."""
 REFERENCE_TOKENS = 16384
 """Padded tokens that the reference reads at a time. No plan decides it: the answers are the same anywhere."""
 
@@ -40,8 +48,6 @@ class PreferenceTask(CausalLM):
     Metrics of each step and of held-out pairs, means over pairs. `reward_accuracy`: how often the chosen
     answer has the larger reward. `reward_margin`: by how much. `chosen_log_prob`, `rejected_log_prob`: in
     nats, added up over the tokens of an answer, or their mean where `averages` is set.
-
-    Letters: B pairs, 2 answers of each (the chosen one first), T tokens of a row.
     """
 
     rows_per_sample: ClassVar = 2
@@ -58,8 +64,6 @@ class PreferenceTask(CausalLM):
     presets: ClassVar = {}
     averages = False
     """Whether an answer's log-probability is the mean over its tokens, and not their sum."""
-    learns_prompts = False
-    """Whether the loss reads the tokens of the chosen answer's prompt too."""
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -92,24 +96,21 @@ class PreferenceTask(CausalLM):
         self, model: nn.Module, batch: Batch, step: StepContext, trains: bool
     ) -> tuple[dict[str, Loss], Tensor]:
         """The losses; and (1 + FIGURES,): pairs, and the sum over them of each figure."""
-        from isobatch.models.preference import losses
+        import torch
 
-        tokens_B2T = self._token_log_probs(model, batch, step.host)
-        log_probs_B2 = self.of_answers(losses.added_up(tokens_B2T, batch), batch)
+        tokens_B2T = token_log_probs(model, batch, step.host)
+        log_probs_B2 = self.of_answers(added_up(tokens_B2T, batch), batch)
         known_B2 = log_probs_B2.detach()
-        figures = losses.sums_of_figures(self.rewards(known_B2, batch), known_B2)
+        margin_B = first_minus_second(self.rewards(known_B2, batch))
+        right_B = (margin_B > TIE).float() + 0.5 * (margin_B.abs() <= TIE).float()
+        sums = (right_B.sum().to(margin_B.dtype), margin_B.sum(), *known_B2.sum(0))
+        figures = torch.stack([torch.full_like(sums[0], len(margin_B)), *sums])
         found = self.pair_losses(log_probs_B2, tokens_B2T, batch, trains)
         return {name: Loss(loss.sum.float(), loss.unit) for name, loss in found.items()}, figures
 
     def of_answers(self, sums_B2: Tensor, batch: Batch) -> Tensor:
         """(B, 2) log-probabilities of answers as the loss reads them, from their sums over tokens."""
         return sums_B2 / batch["learn"].sum(-1) if self.averages else sums_B2
-
-    def _token_log_probs(self, model: nn.Module, batch: Batch, host: Batch | None = None) -> Tensor:
-        """(B, 2, T) log p, at each position, of the token behind it; 0 where none is learnt."""
-        from isobatch.models.preference.losses import token_log_probs
-
-        return token_log_probs(model, batch, host, self.learns_prompts)
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
         losses, figures = self._losses_and_figures(model, batch, step, trains=False)
@@ -174,10 +175,18 @@ class DPO(PreferenceTask):
         return {**super().unread(), **why}
 
     def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
-        from isobatch.models.preference.losses import dpo_loss
+        """The reference's log-probabilities are sums over an answer's tokens as `logp_B2`; for ipo means."""
+        from torch.nn import functional as F
 
         options, smoothing = self.options, self.recipe.label_smoothing if trains else 0.0
-        losses_B = dpo_loss(logp_B2, self._reference(batch), options.beta, options.dpo_loss, smoothing)
+        advantage_B = first_minus_second(logp_B2 - self._reference(batch))
+        logits_B = options.beta * advantage_B
+        if options.dpo_loss == "ipo":
+            losses_B = (advantage_B - 1 / (2 * options.beta)).square()
+        elif options.dpo_loss == "hinge":
+            losses_B = F.relu(1 - logits_B)
+        else:
+            losses_B = -F.logsigmoid(logits_B) * (1 - smoothing) - F.logsigmoid(-logits_B) * smoothing
         return {"loss": Loss(losses_B.sum(), "sample")}
 
     def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
@@ -210,13 +219,11 @@ class DPO(PreferenceTask):
     def _reference_answers(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         import torch
 
-        from isobatch.models.preference.losses import added_up
-
         pairs = max(1, REFERENCE_TOKENS // (2 * batch["tokens"].shape[-1]))
         found = []
         for start in range(0, len(batch["tokens"]), pairs):
             part = {n: batch[n][start : start + pairs] for n in ("tokens", "learn", "row_length")}
-            found.append(added_up(self._token_log_probs(model, part), part))
+            found.append(added_up(token_log_probs(model, part), part))
         return {"log_probs": torch.cat(found)}
 
 
@@ -226,8 +233,6 @@ class ORPOOptions(CausalLMOptions):
 
     beta: AboveZero = 0.1
     """Weight of the odds ratio's part of the loss: the paper's lambda."""
-    response_only: bool = True
-    """Learn the tokens of the chosen answer only; off learns its prompt too, as TRL does."""
 
 
 class ORPO(PreferenceTask):
@@ -240,20 +245,53 @@ class ORPO(PreferenceTask):
     Options: ClassVar = ORPOOptions
     averages = True
 
-    def __init__(self, recipe: Recipe, options: Any) -> None:
-        super().__init__(recipe, options)
-        self.learns_prompts = not options.response_only
-
     def unread(self) -> Mapping[str, str]:
         return {**super().unread(), "label_smoothing": "ORPO has none"}
 
     def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
-        from isobatch.models.preference.losses import odds_ratio_loss
+        from torch.nn import functional as F
 
-        unit = "text" if self.learns_prompts else "token"
-        odds_B = odds_ratio_loss(logp_B2) * self.options.beta
-        nll = Loss(-tokens_B2T[:, 0].sum(dtype=logp_B2.dtype), unit)
+        # An answer that is certain has infinite odds.
+        log_p_B2 = logp_B2.clamp(max=-1e-6)
+        log_odds_B2 = log_p_B2 - (-log_p_B2.expm1()).log()
+        odds_B = -F.logsigmoid(first_minus_second(log_odds_B2)) * self.options.beta
+        nll = Loss(-tokens_B2T[:, 0].sum(dtype=logp_B2.dtype), "token")
         return {"nll": nll, "odds_ratio": Loss(odds_B.sum(), "sample")}
 
     def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
         return log_probs_B2 * self.options.beta
+
+
+def token_log_probs(model: Any, batch: Batch, host: Batch | None = None) -> Tensor:
+    """(B, 2, T) log p, at each position, of the token behind it; 0 where that is none of an answer.
+
+    `host`: the batch in host memory.
+    """
+    from isobatch.models.causal_lm import chunked_cross_entropy
+
+    tokens_B2T = batch["tokens"].long()
+    ignored = ~_before_answers(batch)
+    targets_B2T = tokens_B2T.roll(-1, -1).masked_fill(ignored, chunked_cross_entropy.IGNORE_INDEX)
+    count = None if host is None else int(_before_answers(host).numpy().sum())
+    rows = tokens_B2T.flatten(0, 1), targets_B2T.flatten(0, 1)
+    return chunked_cross_entropy.token_log_probs(model, *rows, count).view(tokens_B2T.shape)
+
+
+def _before_answers(batch: Batch) -> Tensor:
+    """(B, 2, T) bool: the positions whose next token is an answer's."""
+    from torch.nn import functional as F
+
+    return F.pad(batch["learn"][..., 1:] != 0, (0, 1))
+
+
+def added_up(token_log_probs_B2T: Tensor, batch: Batch) -> Tensor:
+    """(B, 2) sums over the tokens of each answer, in float64: a loss is of small differences between them."""
+    import torch
+
+    own = token_log_probs_B2T.masked_fill(~_before_answers(batch), 0.0)
+    return own.sum(-1, dtype=torch.float32 if own.device.type == "mps" else torch.float64)
+
+
+def first_minus_second(values_B2: Tensor) -> Tensor:
+    """(B,): what the chosen answer has more than the rejected one."""
+    return values_B2[:, 0] - values_B2[:, 1]

@@ -314,18 +314,10 @@ class Recommender(Task):
         return baselines.kept_metrics(model, final, batches, self.options.top_k)
 
     def final_remark(self, metrics: Mapping[str, Any]) -> str:
-        """Which baseline ranks better, the best of them; and whether the split makes sense at all."""
-        k = self.options.top_k
-        hits, chance = metrics.get(f"popularity_hr@{k}"), metrics.get(f"chance_hr@{k}")
+        """Which baseline ranks better, the best of them."""
         if self.recipe.data == DEMO:
             return ""
-        if hits is not None and chance is not None and hits < chance / 2:
-            return (
-                f"popularity ranks worse than chance (hr@{k} {hits:.4f} against {chance:.4f}): the held-out"
-                " items are rarer than those before them, and no model can be judged by them; look at the"
-                " order of the times, or take --split random"
-            )
-        name, said, is_better = _verdict(metrics, k)
+        name, said, is_better = _verdict(metrics, self.options.top_k)
         tries = [] if self.recipe.preset == "ids" else ["try --preset ids"]
         tries += [f"`isobatch recommend RUN --by {name}` gives its lists"]
         return f"{said}: {', or '.join(tries)}" if is_better else said

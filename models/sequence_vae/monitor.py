@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from isobatch.models.base import StepContext
-    from isobatch.models.sequence_vae.options import MonitorPace
+    from isobatch.models.sequence_vae.task import MonitorPace
 
 ACTIVE = 0.01
 """Variance of the posterior mean over the data above which a dimension is active (Burda et al. 2016)."""
@@ -40,10 +40,6 @@ FALLING_REPORTS, FALL = 3, 0.98
 """A KL falls where each of so many reports in a row has less than this share of the one before."""
 FORECAST_REPORTS = 10
 """A KL that falls is collapsing where, at this rate, it is below COLLAPSED_KL within so many reports."""
-IDLE_KL, IDLE_SHARE = 1.0, 0.25
-"""A KL above so many nats of which less than this share is mutual information is paid for little."""
-NAMED_DIMENSIONS = 8
-"""Dimensions that a sentence lists."""
 
 
 class Posterior(NamedTuple):
@@ -146,18 +142,15 @@ class History(NamedTuple):
     falling: int = 0
     """Reports in a row in which the KL fell."""
     falling_since: int = 0
-    last_active: tuple[int, ...] = ()
-    """Dimension -> step of the last report in which it was active; 0 for never."""
 
     def pack(self) -> list[float]:
-        """As numbers, for a buffer: five and one a dimension."""
-        return [STATES.index(self.state), *self[1:5], *self.last_active]
+        """As five numbers, for a buffer."""
+        return [STATES.index(self.state), *self[1:]]
 
     @classmethod
     def unpack(cls, values: Sequence[float]) -> History:
-        state, since, kl, falling, falling_since, *last_active = values
-        counts = int(falling), int(falling_since), tuple(map(int, last_active))
-        return cls(STATES[int(state)], int(since), float(kl), *counts)
+        state, since, kl, falling, falling_since = values
+        return cls(STATES[int(state)], int(since), kl, int(falling), int(falling_since))
 
 
 def has_collapsed(active: int, kl: float, mutual_information: float) -> bool:
@@ -167,15 +160,14 @@ def has_collapsed(active: int, kl: float, mutual_information: float) -> bool:
 
 def judge(figures: Figures, before: History) -> History:
     """The history with this report: its state is the verdict."""
-    step, active = figures.step, set(figures.active)
+    step = figures.step
     falls = figures.full and before.kl > 0 and figures.kl < FALL * before.kl
     falling = before.falling + 1 if falls else 0
     falling_since = (before.falling_since or step) if falls else 0
     state, since = _state(figures, before, falling), before.since
     if state != before.state:
         since = (falling_since or step) if state == "collapsing" else step
-    last_active = tuple(step if n in active else last for n, last in enumerate(before.last_active))
-    return History(state, since, figures.kl, falling, falling_since, last_active)
+    return History(state, since, figures.kl, falling, falling_since)
 
 
 def _state(figures: Figures, before: History, falling: int) -> State:
@@ -195,28 +187,17 @@ def _state(figures: Figures, before: History, falling: int) -> State:
 
 def sentence(figures: Figures, now: History, advice: str) -> str:
     """The verdict in plain words; `advice`: what to try where it is bad, empty for nothing."""
-    kl, information = figures.kl, figures.mutual_information
-    units = f"KL {kl:.2f} nats, {len(figures.active) or 'none'} of {len(figures.variance)} units active"
-    falls = units.replace(" nats,", " nats and falling,", 1) if now.falling else units
+    active, information = len(figures.active) or "none", figures.mutual_information
+    units = f"KL {figures.kl:.2f} nats, {active} of {len(figures.variance)} units active"
     carried = f"{units}, mutual information {information:.2f} of at most {figures.ceiling:.2f} nats"
-    silent = [str(n) for n, last in enumerate(now.last_active) if last and n not in figures.active]
-    named = ", ".join(silent[:NAMED_DIMENSIONS] + ["..."] * (len(silent) > NAMED_DIMENSIONS))
     said = {
         "starting": f"no verdict on the posterior yet: {units}",
         "healthy": f"the posterior is healthy: {carried}",
-        "collapsing": f"the posterior is collapsing since step {now.since}: {falls}",
+        "collapsing": f"the posterior is collapsing since step {now.since}: {units}",
         "collapsed": f"the posterior has collapsed (step {now.since}): {carried}: the decoder ignores the"
         " latent vector",
     }[now.state]
-    if now.state == "starting" or (
-        now.state == "healthy" and (kl < IDLE_KL or information > IDLE_SHARE * kl)
-    ):
-        return said
-    if now.state == "healthy":
-        said += "; most of this KL says nothing of the input"
-    elif now.state == "collapsing" and silent:
-        said += f"; no longer active: dimensions {named}"
-    return f"{said}; {advice}" if advice else said
+    return f"{said}; {advice}" if advice and now.state.startswith("collaps") else said
 
 
 class PosteriorMonitor(nn.Module):
@@ -231,7 +212,7 @@ class PosteriorMonitor(nn.Module):
     input, and would count as information if posteriors of several steps were compared as they are.
     """
     history: Tensor
-    """(5 + L,): what the verdict needs of earlier reports."""
+    """(5,): what the verdict needs of earlier reports."""
 
     def __init__(self, pace: MonitorPace, latent: int, batch_size: int) -> None:
         super().__init__()
@@ -243,7 +224,7 @@ class PosteriorMonitor(nn.Module):
         """Steps after which all rows are replaced."""
         self.register_buffer("sums", torch.zeros(pace.window, 4 + 4 * latent))
         self.register_buffer("rows", torch.zeros(self.blocks * self.rows_per_step, 4 * latent))
-        self.register_buffer("history", torch.zeros(5 + latent))
+        self.register_buffer("history", torch.zeros(5))
 
     def reset(self) -> None:
         """Forget everything: a new phase begins."""

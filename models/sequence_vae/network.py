@@ -17,7 +17,7 @@ from isobatch.models.causal_lm.chunked_cross_entropy import IGNORE_INDEX, chunke
 from isobatch.models.sequence_vae.monitor import Posterior, PosteriorMonitor
 
 if TYPE_CHECKING:
-    from isobatch.models.sequence_vae.options import SequenceVAEOptions
+    from isobatch.models.sequence_vae.task import SequenceVAEOptions
 
 HEAD_WIDTH = 64
 """Width of an attention head, where the hidden width is a multiple of it."""

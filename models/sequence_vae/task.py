@@ -9,16 +9,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from isobatch.core.errors import refuse
+from isobatch.core.number_ranges import Fraction, Positive, Probability, Rate, Share
 from isobatch.models import hub
 from isobatch.models.base import Batch, Change, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
 from isobatch.models.head_chunks import CHUNK_BYTES
 from isobatch.models.model_card import ModelDescription
 from isobatch.models.protocols import Drawing, TaskReport
-from isobatch.models.sequence_vae.options import SequenceVAEOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -41,6 +42,64 @@ FAST = {"monitor": "fast", "precision": "16-mixed"}
 COLOURS = "viridis"
 DECODER_SEED = 1
 """Added to the recipe's seed for a decoder that begins anew."""
+
+
+class MonitorPace(NamedTuple):
+    """In steps: between reports and drawings, and how far a report looks back."""
+
+    report_every: int
+    plot_every: int
+    window: int
+
+
+PACES = {"full": MonitorPace(20, 500, 100), "fast": MonitorPace(100, 2000, 50)}
+"""--monitor -> its pace."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SequenceVAEOptions:
+    """The flags of sequence VAEs."""
+
+    backbone: Literal["gru", "transformer"] = "gru"
+    """What encoder and decoder are made of."""
+    hidden: Positive = 256
+    """Width of encoder and decoder."""
+    layers: Positive = 1
+    """Layers of each."""
+    latent: Positive = 32
+    """Dimensions of the latent vector."""
+    word_dropout: Probability = 0.0
+    """Share of the decoder's inputs that it reads as unknown (Bowman et al. 2016)."""
+    kl_schedule: Literal["constant", "linear", "cyclical"] = "constant"
+    """The weight of the KL: constant, rising once (Bowman et al. 2016), or in cycles (Fu et al. 2019)."""
+    kl_warmup: Fraction = 0.25
+    """Share of the steps over which a linear schedule rises."""
+    kl_cycles: Positive = 4
+    """Cycles of a cyclical schedule."""
+    beta: Rate = 1.0
+    """The weight of the KL term at its highest (Higgins et al. 2017); 1 is the evidence lower bound."""
+    free_bits: Rate = 0.0
+    """Nats of KL of a sample, summed over dimensions, that cost nothing (Kingma et al. 2016)."""
+    pretrain: Share = 0.0
+    """Share of the run that trains an autoencoder first; the decoder then begins anew (Li et al. 2019)."""
+    monitor: Literal["full", "fast", "off"] = "full"
+    """The posterior monitor: reports every 20 steps (fast: 100), plots every 500 (2000), window 100 (50)."""
+    monitor_every: Positive | None = None
+    """Steps between reports; by default --monitor decides."""
+    monitor_window: Positive | None = None
+    """Steps that a report looks back; by default --monitor decides."""
+    plot_every: Positive | None = None
+    """Steps between drawings; by default --monitor decides."""
+    on_collapse: Literal["warn", "stop", "remedy"] = "warn"
+    """A collapsing posterior: say so, end the run (exit 3) when it has collapsed, or switch free bits on."""
+
+    @property
+    def pace(self) -> MonitorPace | None:
+        """The monitor's; None where it is off."""
+        if self.monitor == "off":
+            return None
+        asked = (self.monitor_every, self.plot_every, self.monitor_window)
+        return MonitorPace(*(given or usual for given, usual in zip(asked, PACES[self.monitor], strict=True)))
 
 
 class SequenceVAEReport(TaskReport):
@@ -227,7 +286,7 @@ class SequenceVAE(Task):
 
         figures = model.monitor.report(step.number, step.total_steps, self.recipe.seed)
         history, changed = model.monitor.judge(figures)
-        nats, free_bits = self.options.remedy_nats, float(model.objective.free_bits)
+        nats, free_bits = max(2.0, self.options.latent / 8), float(model.objective.free_bits)
         asked = self.options.on_collapse == "remedy" and history.state in ("collapsing", "collapsed")
         remedied = asked and free_bits < nats and step.number + 1 < step.total_steps
         advice = (
@@ -236,10 +295,9 @@ class SequenceVAE(Task):
             else f"try --free-bits {nats:g}, --kl-schedule cyclical or --on-collapse remedy"
         )
         message = sentence(figures, history, "" if remedied else advice)
-        for name, value in figures.metrics().items():
+        said = {**figures.metrics(), "verdict": history.state, "verdict_says": message}
+        for name, value in said.items():
             step.log(name, value)
-        step.log("verdict", history.state)
-        step.log("verdict_says", message)
         if not changed:
             return None
         facts = {"state": history.state, "since": history.since, "active_units": len(figures.active)}
@@ -301,6 +359,7 @@ class SequenceVAE(Task):
     def likelihood(
         self, model: Any, batches: Iterable[Batch], draws: int, facts: Facts, split: str
     ) -> Mapping[str, float]:
+        """See `importance_weighted_nll`; of texts by words, too."""
         from isobatch.models.causal_lm.perplexity import finite_exp
         from isobatch.models.sequence_vae.generation import importance_weighted_nll
 

@@ -310,14 +310,3 @@ def test_a_cached_hub_model_opens_without_network(
     assert task.model_size(facts()).layers == 2
     loaded: Any = task.build_model(facts())
     torch.testing.assert_close(loaded.lm_head.weight, model.lm_head.weight)
-
-
-@pytest.mark.parametrize(
-    ("typed", "limit"),
-    [({}, 64), ({"max_length": 100}, None), ({"model": "small"}, None), ({"model": "no/ne"}, None)],
-)
-def test_a_model_that_reads_little_limits_what_was_not_asked_for(
-    saved: Path, typed: dict[str, Any], limit: int | None
-) -> None:
-    """The model of `saved` has 64 positions; the usual --max-length is longer."""
-    assert CausalLM.complete({"model": str(saved), **typed}).get("max_length") == limit

@@ -1,4 +1,4 @@
-"""Tests of models/causal_lm/label_accuracy.py: against scores computed row by row."""
+"""Tests of models/causal_lm/perplexity.py: against scores computed row by row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from isobatch.models.causal_lm.label_accuracy import correct_predictions
+from isobatch.models.causal_lm.perplexity import correct_predictions
 
 END = 30
 ANSWERS = [[5, END], [6, 7, END], [4, 6, 7, END]]

@@ -128,19 +128,12 @@ def test_dpo_is_trls_formula_over_full_logits(
     torch.testing.assert_close(gradient(loss.sum, policy), gradient(wanted, policy), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("response_only", [True, False])
-def test_orpo_is_trls_formula_over_full_logits(response_only: bool, policy: Any) -> None:
-    task, values = make(ORPO, beta=0.4, response_only=response_only), batch()
+def test_orpo_is_trls_formula_over_full_logits(policy: Any) -> None:
+    task, values = make(ORPO, beta=0.4), batch()
     losses = task.loss(policy, values, STEP)
     wanted = trl_orpo(scores_by_hand(policy, values, averages=True), 0.4).sum()
-    if response_only:
-        nll = -torch.stack([t for p in range(3) for t in answer_by_hand(policy, values, p, 0)]).sum()
-    else:
-        rows = [values["tokens"][p, 0, : sum(ANSWERS[p][0])] for p in range(3)]
-        nll = torch.stack([
-            F.cross_entropy(policy(input_ids=r[None]).logits[0, :-1], r[1:], reduction="sum") for r in rows
-        ]).sum()  # fmt: skip
-    assert (losses["nll"].unit, losses["odds_ratio"].unit) == ("token" if response_only else "text", "sample")
+    nll = -torch.stack([t for p in range(3) for t in answer_by_hand(policy, values, p, 0)]).sum()
+    assert (losses["nll"].unit, losses["odds_ratio"].unit) == ("token", "sample")
     assert float(losses["odds_ratio"].sum.detach()) == pytest.approx(float(wanted.detach()), abs=1e-5)
     assert float(losses["nll"].sum.detach()) == pytest.approx(float(nll.detach()), abs=1e-4)  # 60 nats
     found = losses["odds_ratio"].sum + losses["nll"].sum
@@ -160,7 +153,7 @@ def test_a_head_of_its_own_is_used_as_it_is(policy: Any, monkeypatch: Any) -> No
 
 
 def evaluated(task: Any, model: Any, values: dict[str, Tensor]) -> dict[str, float]:
-    weights = {"token.weight": values["learn"][:, 0].sum(-1), "text.weight": values["row_length"][:, 0] - 1}
+    weights = {"token.weight": values["learn"][:, 0].sum(-1)}
     with torch.no_grad():
         parts = task.evaluate(model, {**values, **weights}, STEP)
     found: dict[str, float] = task.metrics(parts, "valid", FACTS)

@@ -264,7 +264,6 @@ def test_a_batch_is_two_rows_of_equal_width_for_each_pair(tmp_path: Path) -> Non
     assert source.lengths(pairs).tolist() == (2 * longest).tolist() == batch["length"].tolist()
     assert batch["tokens"].shape == batch["learn"].shape == (3, 2, longest.max())
     assert batch["token.weight"].tolist() == batch["learn"][:, 0].sum(-1).tolist()
-    assert batch["text.weight"].tolist() == (batch["row_length"][:, 0] - 1).tolist()
     wider = source.fetch(pairs, 2 * int(longest.max()) + 5)
     assert wider["tokens"].shape == (3, 2, longest.max() + 3)
     assert wider["tokens"][:, :, : longest.max()].tolist() == batch["tokens"].tolist()

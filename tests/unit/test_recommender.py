@@ -289,10 +289,3 @@ def test_the_baseline_that_was_best_on_validation_is_held_against_the_model() ->
     assert said.startswith("EASE ranks better than this model by 0.0200 (")
     assert "--by ease" in said
     assert task.final_remark({**metrics, "best_on_validation": "model"}).startswith("item-kNN ranks better")
-
-
-def test_held_out_items_that_are_rarer_than_chance_judge_no_model() -> None:
-    metrics = metrics_beside("ease", 0.4, (0.05, 0.15)) | {"popularity_hr@10": 0.02, "chance_hr@10": 0.1}
-    found = recommender(data="shop").final_remark(metrics)
-    assert found.startswith("popularity ranks worse than chance (hr@10 0.0200 against 0.1000)")
-    assert recommender(data="shop").final_remark({**metrics, "popularity_hr@10": 0.06}).startswith("EASE")

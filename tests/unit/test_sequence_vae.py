@@ -16,7 +16,7 @@ from isobatch.core.facts import Facts
 from isobatch.engine.registry import complete, workload
 from isobatch.models.sequence_vae import generation
 from isobatch.models.sequence_vae.network import NetworkConfig, Objective, VAENetwork, initialize
-from isobatch.models.sequence_vae.options import SequenceVAEOptions
+from isobatch.models.sequence_vae.task import SequenceVAEOptions
 
 if TYPE_CHECKING:
     from pathlib import Path
