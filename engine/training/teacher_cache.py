@@ -183,7 +183,7 @@ def _create(folder: Path, count: int, example: dict[str, np.ndarray]) -> None:
         shutil.rmtree(fresh)
 
 
-def _open(folder: Path, mode: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
+def _open(folder: Path, mode: Any) -> tuple[dict[str, np.memmap[Any, Any]], np.memmap[Any, Any]]:
     """The outputs by name, and the digests."""
     try:
         names = json.loads((folder / INDEX).read_text())
