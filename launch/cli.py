@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import io
 import itertools
+import operator
 import os
 import platform
 import sys
@@ -20,6 +22,7 @@ from isobatch.core.terminal.status import doing, start_status, stopped_status
 from isobatch.engine.distributed.device_memory import allocator_settings
 from isobatch.engine.distributed.stop_signals import TerminatedError, end_early_on_signals
 from isobatch.engine.runs.classify_errors import classify
+from isobatch.launch.clusters.cluster import CLUSTERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,7 +51,7 @@ class Command(NamedTuple):
 
 
 def _load(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"isobatch.launch.{module}"), name)
+    return operator.attrgetter(name)(importlib.import_module(f"isobatch.launch.{module}"))
 
 
 _TABLE = (
@@ -58,9 +61,10 @@ _TABLE = (
     ("tune", "measuring.tune tune Tune", "what each speed-up is worth here, measured and kept"),
     ("prepare", "commands.plan prepare Prepare", "fetch, clean, tokenize and measure the data, once"),
     ("resume", "commands.auto resume Resume", "go on with a run on this machine, whatever it is"),
-    ("submit --to slurm", "clusters.slurm.command slurm Slurm", "a Slurm job that trains until done"),
-    ("submit --to k8s", "clusters.kubernetes.command k8s Kubernetes", "the same as a Kubernetes job"),
-    ("submit --to ray", "clusters.ray.command ray Ray", "the same as a script for a Ray cluster"),
+    *(
+        (f"submit --to {name}", f"clusters.{p.module} {p.kind}.submit clusters.{p.options}:{p.kind}", p.help)
+        for name, p in CLUSTERS.items()
+    ),
     ("verify", "local.verify_run verify Verify", "redo steps in another cut; exit 3"),
     ("replay", "forensics.replay replay Replay", "a step again: losses by sample, gradients, the first NaN"),
     ("seen", "forensics.seen seen Seen", "which steps saw a row, or which rows a step saw"),
@@ -103,7 +107,7 @@ ALIASES = {
     "audit": "receipt check",
     "receipt": "receipt make",
     "tasks": "describe",
-    **{name: f"submit --to {name}" for name in ("slurm", "k8s", "ray")},
+    **{name: f"submit --to {name}" for name in CLUSTERS if name != "local"},
     **{name: f"runs {name}" for name in ("logs", "cancel", "rm", "compare")},
     **{name: f"vae {name}" for name in ("reconstruct", "interpolate", "sample")},
 }
@@ -248,6 +252,6 @@ def _print_error(message: str, code: int = WRONG_INPUT) -> int:
 
 def _help(name: str, words: Sequence[str]) -> int:
     command = COMMANDS[name]
-    print(f"isobatch {name}: {command.help}\n\n{(command.load().__doc__ or '').strip()}")
+    print(f"isobatch {name}: {command.help}\n\n{inspect.getdoc(command.load())}")
     task = next((b for a, b in itertools.pairwise(words) if a == "--task"), None)
     return COMMANDS["describe"].load()([task or name])

@@ -1,7 +1,5 @@
 """Where a run may train: here, or on a cluster of Slurm, Ray or Kubernetes.
 
-A new cluster is a folder beside these: `command.py` with its flags and the function behind `submit --to NAME`
-(a line in `launch/cli.py`), made of what `common.py` asks of any cluster. What trains there is an `Attempt`
-of `launch/local/launch_run.py`. `launch/control/` sees how a run stands, and ends it, by the locks in its
-folder and its job in a queue (`engine/runs/slurm_queue.py`).
+A new cluster is a folder beside these: its class of `cluster.py::Cluster`, the flags of `submit --to NAME`,
+and a line in CLUSTERS. `launch/local/placement.py` reads what a user asks of any cluster.
 """

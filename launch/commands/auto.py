@@ -17,7 +17,7 @@ from isobatch.engine import consent
 from isobatch.engine.registry import CHAINS, workload_of
 from isobatch.engine.runs.run_folder import RunFolder, refuse_links
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
+from isobatch.launch.clusters.cluster import refuse_if_in_a_job
 from isobatch.launch.local.arguments import (
     parse_sweep,
     request_text,

@@ -1,4 +1,4 @@
-"""`runs`: the runs in a folder, with their state, their progress and their Slurm jobs."""
+"""`runs`: the runs in a folder, with their state, their progress and their jobs; and some side by side."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from isobatch.core.flags import value_text
 from isobatch.core.measures import aligned, format_duration, printable
 from isobatch.engine.registry import TASKS, workload_of
 from isobatch.engine.runs.run_folder import RunFolder, list_runs
-from isobatch.engine.runs.slurm_queue import JobStatus, SlurmSilentError, job_statuses, last_job_of
-from isobatch.launch.control.run_state import run_progress, run_state
+from isobatch.launch.clusters.cluster import job_states
+from isobatch.launch.control.run_state import RunView, view
 from isobatch.launch.local.arguments import read_command
 
 if TYPE_CHECKING:
@@ -36,37 +36,42 @@ class RunsOptions:
 
 
 def runs(words: Sequence[str]) -> int:
-    """Usage: runs [FOLDER] [--json]: what each run does or came to, how far it is, and its Slurm job."""
+    """Usage: runs [FOLDER] [--json]: what each run does or came to, how far it is, and its job."""
     positional, options = read_command(words, RunsOptions, "runs")
     folder = Path(positional[0] if positional else options.out).expanduser()
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     found = list(list_runs(folder))
-    jobs = [_job_or_none(run) for run in found]
-    statuses: dict[str, JobStatus] | None = None
-    try:
-        statuses = job_statuses([job for job in jobs if job])
-    except SlurmSilentError as error:
-        print(f"isobatch: {error}: whether jobs wait or run is not known", file=sys.stderr)
-    rows = [_row_or_unreadable(run, job, statuses) for run, job in zip(found, jobs, strict=True)]
+    jobs = job_states(found)
+    for reason in {job.reason for job in jobs.values() if job.stage == "unknown"}:
+        print(f"isobatch: {reason}: whether jobs wait or run is not known", file=sys.stderr)
+    rows, lines = [], []
+    for run in found:
+        try:  # one whose files are damaged is no reason not to show the others
+            seen = view(RunFolder.open(run.folder), jobs.get(run.folder))
+            rows.append(_row(seen))
+            lines.append((_cells(rows[-1]), _remark(seen, rows[-1]["reason"])))
+        except UserError as error:
+            print(printable(f"isobatch: {error}"), file=sys.stderr)
+            rows.append({**UNREADABLE, "folder": str(run.folder), "reason": str(error)})
+            lines.append((_cells(rows[-1]), ""))
     if options.json:
         print(atomic_files.json_text({"runs": rows}))
-        return 0
-    for line in table(rows):
-        print(printable(line))
+        return DONE
+    cells, remarks = zip((HEAD, ""), *lines, strict=True)
+    for line, remark in zip(aligned(cells), remarks, strict=True) if rows else ():
+        print(printable(line + remark))
     if not rows:
         print(f"no runs in {folder}")
-    return 0
+    return DONE
 
 
 HEAD = ("run", "made", "task", "state", "steps", "result")
-
-
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The rows as text, with their heads; what belongs to one run alone stands behind its line."""
-    lines = aligned([HEAD, *map(_cells, rows)])
-    behind = ["", *map(_remark, rows)] if rows else []
-    return [line + remark for line, remark in zip(lines, behind, strict=False)]
+UNREADABLE: dict[str, Any] = {
+    **dict.fromkeys(("task", "steps", "step", "steps_total", "seconds_left", "made", "split", "leg")),
+    **dict.fromkeys(("status", "state"), "unreadable"),
+    **{"recipe": {}, "metric": "loss", "metrics": {}, "job": "", "job_state": "", "job_reason": ""},
+}
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -77,69 +82,37 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return row["folder"], made, row["task"] or "", row["state"], steps, result
 
 
-def _remark(row: dict[str, Any]) -> str:
-    parts = [] if row["seconds_left"] is None else [f"ETA {format_duration(row['seconds_left'])}"]
-    if row["job_state"] is None:
-        parts.append(f"job {row['job']} (Slurm does not answer)")
-    elif row["job"]:
-        status = JobStatus(row["job_state"], row["job_reason"], (row["leg"] or 1) - 1)
-        parts.append(f"job {row['job']} {status}".rstrip())
-    parts += [row["reason"]] if row["state"] == "failed" and row["reason"] else []
-    return "".join(f"  {part}" for part in parts)
+def _remark(seen: RunView, reason: str) -> str:
+    """What belongs to one run alone, behind its line."""
+    eta = "" if seen.seconds_left is None else f"  ETA {format_duration(seen.seconds_left)}"
+    job = f"  job {seen.job.job} {seen.job}".rstrip() if seen.job.job else ""
+    return eta + job + (f"  {reason}" if seen.state == "failed" and reason else "")
 
 
-def _reason(state: str, status: JobStatus | None, summary: dict[str, Any]) -> str:
-    """Why a run is in this state: Slurm's word where a job waits or was ended, else the run's own."""
-    if state in ("queued", "unfinished"):
-        return status.reason if status else ""
-    return str(summary.get("reason", "")) if state in ("failed", "stopped") else ""
-
-
-def _job_or_none(run: RunFolder) -> str:
-    try:
-        return last_job_of(run)
-    except UserError:
-        return ""
-
-
-def _row_or_unreadable(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dict[str, Any]:
-    """A run's row; one with state "unreadable" where its files are damaged, so that others are shown."""
-    try:
-        return _row(RunFolder.open(run.folder), job, statuses)
-    except UserError as error:
-        print(printable(f"isobatch: {error}"), file=sys.stderr)
-        unknown = ("task", "steps", "step", "steps_total", "seconds_left", "made", "split", "leg")
-        unreadable = {"status": "unreadable", "state": "unreadable", "reason": str(error)}
-        empty = {"recipe": {}, "metric": "loss", "metrics": {}, "job": "", "job_state": "", "job_reason": ""}
-        return {"folder": str(run.folder), **dict.fromkeys(unknown), **unreadable, **empty}
-
-
-def _row(run: RunFolder, job: str, statuses: dict[str, JobStatus] | None) -> dict[str, Any]:
-    summary = run.summary() or {}
+def _row(seen: RunView) -> dict[str, Any]:
+    run, job, summary = seen.run, seen.job, seen.run.summary() or {}
     metrics = summary.get("metrics")
-    status = (statuses or {}).get(job)
-    found = run_progress(run)
-    silent = job and statuses is None
-    state = "unknown" if silent and run.status() != "done" else run_state(run, found, status)
+    # Its cluster's word where a job waits or was ended, else the run's own.
+    of_job, own = seen.state in ("queued", "unfinished"), seen.state in ("failed", "stopped")
     return {
         "folder": str(run.folder),
         "task": run.recipe.task,
         "status": run.status(),
-        "state": state,
-        "reason": _reason(state, status, summary),
+        "state": seen.state,
+        "reason": job.reason if of_job else str(summary.get("reason", "")) if own else "",
         "steps": summary.get("steps"),
-        "step": found.step,
-        "steps_total": found.total,
-        "seconds_left": found.seconds_left if state == "running" else None,
+        "step": seen.step,
+        "steps_total": seen.total,
+        "seconds_left": seen.seconds_left,
         "made": (run.folder / "recipe.json").stat().st_mtime,
         "recipe": run.recipe.to_compare(),
         "metric": main_metric(run.recipe, summary),
         "split": summary.get("split"),
         "metrics": metrics if isinstance(metrics, dict) else {},
-        "job": job,
-        "job_state": None if silent else status.state if status else "",
-        "job_reason": status.reason if status else "",
-        "leg": status.restarts + 1 if status else None,
+        "job": job.job,
+        "job_state": None if job.stage == "unknown" else job.state,
+        "job_reason": job.reason,
+        "leg": job.restarts + 1 if job.state else None,
     }
 
 
@@ -172,7 +145,7 @@ def compare(words: Sequence[str]) -> int:
     A folder of runs stands for all of them.
     """
     positional, options = read_command(words, CompareOptions, "runs compare")
-    runs = [run for place in positional for run in _runs_at(place, alone=len(positional) == 1)]
+    runs = [run for place in positional for run in _runs_at(place)]
     if len(runs) < 2:
         raise UserError(TOO_FEW)
     found = compared(runs)
@@ -180,17 +153,12 @@ def compare(words: Sequence[str]) -> int:
     return DONE
 
 
-def _runs_at(place: str, alone: bool) -> list[RunFolder]:
-    """The run in this folder, or else the runs that lie in it. Raises UserError where there is none.
-
-    `alone`: whether no other place was given.
-    """
+def _runs_at(place: str) -> list[RunFolder]:
+    """The run in this folder, or else the runs that lie in it. Raises UserError where there is none."""
     folder = Path(place).expanduser()
-    if not alone and (folder / SWEEP_FILE).is_file():
+    if (folder / SWEEP_FILE).is_file():
         return []  # no run, but the table of some: `compare runs/*` names it, too
     inside = [] if (folder / "recipe.json").exists() else list(list_runs(folder))
-    if alone and not inside:
-        raise UserError(TOO_FEW)
     return inside or [RunFolder.open(place)]
 
 

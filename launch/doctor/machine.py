@@ -14,8 +14,7 @@ from isobatch.core import hub_cache
 from isobatch.core.measures import format_bytes
 from isobatch.core.package import cache_folder
 from isobatch.engine.machine.detect import OWN_FILES, detect
-from isobatch.engine.runs.slurm_queue import run_slurm
-from isobatch.launch.clusters.slurm.client import is_usable
+from isobatch.launch.clusters.slurm.client import is_usable, run_slurm
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.doctor.probes import Probe, try_out
 from isobatch.launch.doctor.software import PIP, check_variables, check_versions, installed_version

@@ -97,7 +97,7 @@ def _short(error: BaseException) -> str:
 def check_state(run: RunFolder) -> Check:
     """What the run does or came to, and how far it is."""
     seen = look(run.folder)
-    done = f"step {seen.progress.step or 0} of {seen.progress.total or '?'}"
+    done = f"step {seen.step or 0} of {seen.total or '?'}"
     if seen.state == "failed":
         reason = str((run.summary() or {}).get("reason") or "no reason was written")
         known = next(way for word, way in REMEDIES.items() if word in reason.lower())

@@ -6,20 +6,16 @@ A new attempt begins from the last checkpoint after out-of-memory or a lost proc
 from __future__ import annotations
 
 import re
-import secrets
 import shutil
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import (
     BUG,
     DONE,
     FAILED,
-    STOPPED,
     WRONG_INPUT,
     JobMemoryError,
     OutOfMemoryError,
@@ -27,13 +23,11 @@ from isobatch.core.errors import (
     UserError,
     WorkerLostError,
 )
-from isobatch.core.package import TRAIN_SCRIPT
-from isobatch.core.strategies import traits_of
 from isobatch.engine import consent
 from isobatch.engine.planning.planner import with_smaller_budget
-from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
-from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
-from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS, launch_workers
+from isobatch.engine.runs.run_folder import RunFolder, Verdict
+from isobatch.launch.clusters.cluster import cluster, refuse_if_in_a_job
+from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS
 from isobatch.launch.local.run_setup import (
     TrustOptions,
     as_begun,
@@ -49,6 +43,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from isobatch.engine.runs.run_options import RunOptions
+    from isobatch.launch.clusters.cluster import Cluster
     from isobatch.launch.local.arguments import Request
 
 
@@ -111,24 +106,19 @@ def launch_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -
     """Train by the run's plan, with restarts; the verdict of the last attempt."""
     consent.require(run.recipe, run.folder, sends=options.sends())
     run.write_options(options)
-    # DeepSpeed forms a process group even for one process, which would stay in a process that is not ours.
-    in_process = run.plan.processes == 1 and (owns_process or not traits_of(run.plan.strategy).shards)
-    start = train_in_process if in_process else train_in_children
-    return train_with_restarts(run, partial(start, owns_process=owns_process))
+    return train_with_restarts(run, cluster("local", owns_process=owns_process))
 
 
-Attempt = Callable[[RunFolder], Verdict | None]
-"""Trains a run by its plan once; its verdict, or None where no process wrote one."""
 LOG_TAIL_CHARACTERS = 6000
 FULL_DISK_BYTES = 1 << 16
 
 
-def train_with_restarts(run: RunFolder, attempt: Attempt) -> Verdict:
+def train_with_restarts(run: RunFolder, where: Cluster) -> Verdict:
     """Make attempts until one is not to be repeated; its verdict. Recipe, order and global batches stay."""
     options = run.options()
     restarts, reduced = 0, False
     while True:
-        verdict = _verdict_of(run, attempt(run), run.folder / "launcher.log")
+        verdict = _verdict_of(run, where.attempt(run), run.folder / "launcher.log")
         if verdict.cause == JobMemoryError.cause and reduced:
             return _fail(run, f"{verdict.reason}, with smaller micro-batches, too: ask for more with --mem")
         if verdict.cause in (OutOfMemoryError.cause, JobMemoryError.cause):
@@ -144,38 +134,6 @@ def train_with_restarts(run: RunFolder, attempt: Attempt) -> Verdict:
             _log_restart(run, "restart", verdict.reason, f"attempt {restarts + 1}")
         else:
             return verdict
-
-
-def train_in_process(run: RunFolder, owns_process: bool = True) -> Verdict | None:
-    """One attempt in this process."""
-    import gc
-
-    from isobatch.launch.local.worker import train_run
-
-    train_run(run, run.options(), owns_process)
-    gc.collect()
-    return run.read_exit("")
-
-
-def train_in_children(run: RunFolder, owns_process: bool = True) -> Verdict | None:
-    """One attempt in worker processes of this machine."""
-    nonce = secrets.token_hex(8)
-    arguments = ["--run", str(run.folder.resolve())]
-    # accelerate's exit code is only 0 or 1, and 1 for a clean stop, too: the verdict is read from exit.json.
-    launcher = launch_workers(
-        run.plan, TRAIN_SCRIPT, arguments, run.folder, {NONCE: nonce}, forward_signals=owns_process
-    )
-    if run.read_exit(nonce) is None:
-        wait_for_orphans(run)
-    run.forget_plan()  # the workers may have reduced the budget
-    verdict = run.read_exit(nonce)
-    if launcher.stop_requested and (verdict is None or verdict.cause == WorkerLostError.cause):
-        saved = (
-            "what was saved before stands" if any(run.checkpoints.glob("[!.]*-*")) else "nothing was saved"
-        )
-        print(f"isobatch: stopped at once; {saved}", file=sys.stderr)
-        return Verdict(STOPPED, "stopped at once")
-    return verdict
 
 
 def wait_for_orphans(run: RunFolder) -> None:

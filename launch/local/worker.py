@@ -200,7 +200,7 @@ def _train_from_flags(words: Sequence[str]) -> int:
         check_world,
         rank_and_world_size,
     )
-    from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
+    from isobatch.launch.clusters.cluster import refuse_if_in_a_job
     from isobatch.launch.local.arguments import parse_request
     from isobatch.launch.local.run_setup import find_run, plan_run, prepare_facts, print_unless_quiet
 

@@ -36,8 +36,7 @@ def test_what_the_cluster_does_not_start_is_said(cluster: Cluster, tmp_path: Pat
         assert re.search(r"\(Partition(TimeLimit|Config)\): ", late.stderr)  # as Slurm names it
         refused = cluster.slurm(*flags, "--name", "r", "--time", "5", "--partition", "gpu", cwd=tmp_path)
         assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
-        assert "invalid partition specified: gpu" in refused.stderr.splitlines()[-1]
-        assert not (tmp_path / "runs" / "r").exists()
+        assert "invalid partition specified: gpu; the run is ready" in refused.stderr.splitlines()[-1]
     finally:
         cluster.ask("scontrol", "update", "partitionname=debug", "MaxTime=INFINITE")
 
@@ -87,7 +86,7 @@ def test_a_controller_that_does_not_answer_is_said(cluster: Cluster, tmp_path: P
     finally:
         os.kill(controller, signal.SIGCONT)
     assert "Slurm does not answer (no answer within 5 s): whether jobs wait" in shown.stderr
-    assert f"job {job.number} (Slurm does not answer)" in shown.stdout
+    assert f"job {job.number} (Slurm does not answer (no" in shown.stdout
     done = launch("cancel", str(job.run), cwd=tmp_path, **cluster.environment)
     assert f"job {job.number} was PENDING (JobHeldUser), and is cancelled" in done.stdout, done.stderr
     wait_for(lambda: job.shown("JobState") == "CANCELLED", 10)

@@ -10,11 +10,9 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.core.package import ROOT
 from isobatch.core.recipe import Recipe
-from isobatch.engine.runs import slurm_queue
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.engine.runs.slurm_queue import CommandResult
-from isobatch.launch.clusters.slurm import containers
-from isobatch.launch.clusters.slurm.client import Allocation
+from isobatch.launch.clusters.slurm import client, containers
+from isobatch.launch.clusters.slurm.client import Allocation, CommandResult
 from isobatch.launch.clusters.slurm.legs import JobRequest
 from isobatch.launch.clusters.slurm.step import srun_command
 
@@ -27,7 +25,7 @@ def container(*mounts: str, image: str = "nvcr.io/nvidia/pytorch:26.01-py3") -> 
 
 
 def test_pyxis_gets_its_words_through_srun(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_queue, "run_slurm", lambda *_: CommandResult(0, PYXIS, ""))
+    monkeypatch.setattr(client, "run_slurm", lambda *_: CommandResult(0, PYXIS, ""))
     words = [
         "--container-image=nvcr.io/nvidia/pytorch:26.01-py3",
         "--container-mounts=/home/me:/home/me,/shared/it's-mine:/shared/it's-mine",
@@ -70,7 +68,7 @@ OCI = "      --container             Path to OCI container bundle\n"
 def test_which_program_opens_an_image(
     image: str, srun: str, there: list[str], chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_queue, "run_slurm", lambda *_: CommandResult(0, srun, ""))
+    monkeypatch.setattr(client, "run_slurm", lambda *_: CommandResult(0, srun, ""))
     monkeypatch.setattr("shutil.which", lambda name: f"/bin/{name}" if name in there else None)
     if chosen.startswith("this"):
         with pytest.raises(UserError, match=f"--container {image}: {chosen}: load its module in --setup"):
@@ -107,7 +105,7 @@ def test_an_image_is_a_file_or_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_a_step_begins_without_the_packages_of_outside(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_queue, "run_slurm", lambda *_: CommandResult(0, PYXIS, ""))
+    monkeypatch.setattr(client, "run_slurm", lambda *_: CommandResult(0, PYXIS, ""))
     asked = {"image": "ubuntu", "python": "python3", "folder": "/x", "mounts": ["/x"]}
     run, job = RunFolder(tmp_path), Allocation(job="7", nodes=("n1",), cpus=2, gpus=0)
     JobRequest(local=1, lead=5, seconds=9, plan={}, container=asked).write(tmp_path)

@@ -94,7 +94,7 @@ def test_what_is_no_run_or_in_use_is_not_removed(tmp_path: Path, monkeypatch: py
     assert (tmp_path / "photos").is_dir()
 
 
-@pytest.mark.parametrize(("command", "words"), [(compare, ["runs/a"]), (remove, [])])
+@pytest.mark.parametrize(("command", "words"), [(compare, []), (remove, [])])
 def test_without_runs_they_say_how(command: Any, words: list[str]) -> None:
     with pytest.raises(UserError, match=r"give .* as in: runs \w+ runs/"):
         command(words)

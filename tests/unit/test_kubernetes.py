@@ -132,7 +132,7 @@ def test_a_job_learns_how_its_pod_ended(
     if status:
         run.write_summary({"status": status})
     run.write_exit(verdict or Verdict(FAILED, "of an earlier start"))
-    assert exit_code(run, has_verdict=verdict is not None) == code
+    assert exit_code(run, verdict) == code
 
 
 def test_a_job_ends_where_another_start_mends_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,10 +17,8 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.cli import COMMANDS
-from isobatch.launch.clusters.ray import attempts
-from isobatch.launch.clusters.ray.attempts import judge
 from isobatch.launch.clusters.ray.command import ray
-from isobatch.launch.clusters.ray.driver import train_until_done
+from isobatch.launch.clusters.ray.driver import judge, train_until_done
 from isobatch.launch.local.arguments import parse_request
 from isobatch.tests.paths import ROOT
 
@@ -183,18 +181,3 @@ def test_what_an_attempts_end_means(verdict: Verdict | None, error: str) -> None
     assert found is not None
     assert (found.code, found.cause) == (STOPPED, "")
     assert judge(Verdict(DONE, ""), error, is_asked_to_stop=True) == Verdict(DONE, "")
-
-
-def test_a_log_is_followed_in_whole_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "log.txt"
-    path.write_text("before\n")
-    log = attempts.RunLog(path, quiet=False)
-    with path.open("a") as stream:
-        stream.write("one\ntw")
-        stream.flush()
-        log.print_new()
-        stream.write("o\n")
-    log.print_new()
-    log.print_unless_said("two")
-    log.print_unless_said("three")
-    assert capsys.readouterr().err == "one\ntwo\nisobatch: three\n"

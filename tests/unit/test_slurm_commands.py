@@ -15,10 +15,10 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
 from isobatch.core.recipe import Recipe
-from isobatch.engine.runs import slurm_queue
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.engine.runs.slurm_queue import JobStatus, refuse_if_in_a_job
+from isobatch.launch.clusters.cluster import refuse_if_in_a_job
+from isobatch.launch.clusters.local import here
 from isobatch.launch.clusters.slurm import client
 from isobatch.launch.commands.auto import resume
 from isobatch.launch.control import one_run
@@ -83,7 +83,7 @@ def test_a_job_that_slurm_does_not_know_holds_nothing(
 def test_a_silent_slurm_lets_nobody_train_a_run_twice(
     answer: str, tmp_path: Path, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_queue, "SQUEUE_SECONDS", 0.3)
+    monkeypatch.setattr(client, "SQUEUE_SECONDS", 0.3)
     slurm(squeue=answer)
     with pytest.raises(UserError, match=r"was in job 7, which may still train it: Slurm does not answer"):
         refuse_if_in_a_job(make_run(tmp_path / "r"))
@@ -111,9 +111,11 @@ def test_nobody_trains_here_what_a_job_will_train(
 
 def test_all_jobs_are_asked_for_at_once(tmp_path: Path, slurm: Slurm) -> None:
     slurm(squeue=queued("7_3", "FAILED", "NonZeroExitCode") + "\n" + queued("8", "COMPLETING"))
-    found = slurm_queue.job_statuses(["7_3", "8", "9"])
-    assert found == {"7_3": JobStatus("FAILED", "NonZeroExitCode"), "8": JobStatus("COMPLETING")}
-    assert (found["7_3"].is_over, found["8"].is_over, found["8"].waits) == (True, False, False)
+    found = client.job_states(["7_3", "8", "9"])
+    assert {job: (state.stage, str(state)) for job, state in found.items()} == {
+        "7_3": ("over", "FAILED (NonZeroExitCode)"),
+        "8": ("running", "COMPLETING"),
+    }
     assert len((tmp_path / "bin" / "calls").read_text().splitlines()) == 1
 
 
@@ -175,7 +177,7 @@ def test_all_runs_are_one_question_and_silence_is_said(tmp_path: Path, slurm: Sl
         make_run(tmp_path / "runs" / str(number), job=str(number), steps=1)
     slurm(squeue=AWAY)
     code, out, err = say(runs, str(tmp_path / "runs"))
-    assert (code, out.count("(Slurm does not answer)")) == (0, 2)
+    assert (code, out.count("(Slurm does not answer (")) == (0, 2)
     assert err.count("\n") == 1
     assert "Slurm does not answer (Unable to contact slurm controller" in err
     assert (tmp_path / "bin" / "calls").read_text().count("squeue") == 1
@@ -253,14 +255,14 @@ def test_what_cannot_be_cancelled_is_said(tmp_path: Path, slurm: Slurm, say: Say
     run = make_run(tmp_path / "r", status="done")
     assert say(one_run.cancel, str(run.folder))[:2] == (
         0,
-        f"{run.folder} is done: there is nothing to cancel\n",
+        f"{run.folder}: it is done: there is nothing to cancel\n",
     )
     run.write_summary({"status": "stopped"})
     slurm(squeue=queued("7", "SUSPENDED"))
     with pytest.raises(UserError, match="job 7 is suspended and cannot save: scontrol resume 7 first, or c"):
         one_run.cancel([str(run.folder)])
     slurm(squeue=AWAY)
-    with pytest.raises(UserError, match="Slurm does not answer for job 7"):
+    with pytest.raises(UserError, match="Slurm does not answer"):
         one_run.cancel([str(run.folder)])
     slurm(squeue=queued("7", "PENDING"), scancel='echo "scancel: error: Access denied" >&2; exit 1')
     with pytest.raises(UserError, match="scancel 7: Access denied"):
@@ -286,7 +288,7 @@ def test_a_run_that_trains_here_is_interrupted(
     kind: str, flags: list[str], tmp_path: Path, say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(one_run, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(one_run, "SECOND_SIGNAL_SECONDS", 0.2)
+    monkeypatch.setattr(here, "SECOND_SIGNAL_SECONDS", 0.2)
     run = make_run(tmp_path / "r", job="", steps=12)
     words = [sys.executable, "-c", TRAINER, str(run.folder), kind]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as trainer:

@@ -22,7 +22,7 @@ from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.task_files import imported_files, is_task_file, task_file
-from isobatch.launch.clusters.common import flags_text, on_device, parse, processes_each
+from isobatch.launch.local.placement import flags_text, on_device, parse, processes_each
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -94,11 +94,7 @@ class KubernetesOptions:
 
 
 def k8s(words: Sequence[str]) -> int:
-    """Usage: k8s --task TASK --image IMAGE --claim CLAIM --nodes N --gpus-per-node G [flags] [--submit]
-
-    flags: --cpu --cpus N --mem 64Gi --node-selector gpu=h100 --namespace NAME --secret NAME, and those of
-           `auto`; --data is a path under /isobatch, where pods see the claim, or a name on the hub
-    """
+    """Print the manifest of the request in these words, or give it to kubectl."""
     request, options = parse(words, "k8s", KubernetesOptions)
     request = on_device(request, "k8s", "--gpus-per-node", options.gpus_per_node, options.cpu)
     text = render(request, options)

@@ -1,4 +1,5 @@
-"""`pod`: what a pod runs: torchrun for its processes, and then the exit code that the Job acts on.
+"""Kubernetes as a cluster, and `pod`, which a pod runs: torchrun for its processes, and then the exit code
+that the Job acts on.
 
 torchrun itself ends with 0 where all processes were asked to save and stop: the Job would take the run for
 done.
@@ -20,10 +21,13 @@ from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, OutOfM
 from isobatch.core.number_ranges import Positive
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.launch.clusters.local.here import Local
 from isobatch.launch.local.arguments import command_options, parse_request, split_words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from isobatch.engine.runs.run_folder import Verdict
 
 LINGER_SECONDS = 10.0
 """How long torchrun may wait for those of other pods, where all processes of this one have saved: it would
@@ -55,17 +59,37 @@ class PodOptions:
     """At which the first pod waits for the others."""
 
 
+class Kubernetes(Local):
+    """Kubernetes. An attempt is what a pod runs; the cluster makes the next one, and `kubectl` ends it."""
+
+    options: PodOptions
+
+    @staticmethod
+    def submit(words: Sequence[str]) -> int:
+        """Usage: k8s --task TASK --image IMAGE --claim CLAIM --nodes N --gpus-per-node G [flags] [--submit]
+
+        flags: --cpu --cpus N --mem 64Gi --node-selector gpu=h100 --namespace NAME --secret NAME, and those of
+               `auto`; --data is a path under /isobatch, where pods see the claim, or a name on the hub
+        """
+        from isobatch.launch.clusters.kubernetes.command import k8s
+
+        return k8s(words)
+
+    def attempt(self, run: RunFolder) -> Verdict | None:
+        before = _verdict_time(run)
+        with StopFlag() as stop:
+            command = torchrun_command(self.options, os.environ[INDEX])
+            _run_torchrun(command, stop, lambda: _verdict_time(run) != before)
+        return run.read_exit() if _verdict_time(run) != before else None
+
+
 def pod(words: Sequence[str]) -> int:
     """Usage: pod, in a pod of a job that `k8s` made"""
-    options = command_options(split_words(words)[1], PodOptions, "pod")
+    cluster = Kubernetes()
+    cluster.options = options = command_options(split_words(words)[1], PodOptions, "pod")
     parse_request(["--config", options.config], "pod")  # what is wrong is said once, before torch is imported
     run = RunFolder(Path(options.out) / options.name)
-    before = _verdict_time(run)
-    with StopFlag() as stop:
-        _run_torchrun(
-            torchrun_command(options, os.environ[INDEX]), stop, lambda: _verdict_time(run) != before
-        )
-    return exit_code(run, _verdict_time(run) != before)
+    return exit_code(run, cluster.attempt(run))
 
 
 def torchrun_command(options: PodOptions, index: str) -> list[str]:
@@ -98,13 +122,12 @@ def _run_torchrun(command: list[str], stop: StopFlag, has_verdict: Callable[[], 
             child.wait(POLL_SECONDS)
 
 
-def exit_code(run: RunFolder, has_verdict: bool) -> int:
+def exit_code(run: RunFolder, verdict: Verdict | None) -> int:
     """What the Job acts on: done; wrong input and failures that another start would not mend; asked to stop;
-    else a failure after which the pod is replaced. `has_verdict`: whether this attempt left one.
+    else a failure after which the pod is replaced. `verdict`: of this attempt.
     """
     if run.status_or_none() == "done":
         return DONE
-    verdict = run.read_exit() if has_verdict else None
     if verdict is None:
         return BUG
     is_for_good = verdict.code in (WRONG_INPUT, FAILED) and verdict.cause in FOR_GOOD

@@ -18,7 +18,7 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.engine.runs.run_folder import run_name
-from isobatch.launch.clusters.common import flags_text, on_device, parse, processes_each
+from isobatch.launch.local.placement import flags_text, on_device, parse, processes_each
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -107,11 +107,7 @@ if __name__ == "__main__":
 
 
 def ray(words: Sequence[str]) -> int:
-    """Usage: ray --task TASK --ray-workers N --gpus-per-worker G [flags] [--submit]
-
-    flags: --cpu --cpus-per-worker C --address auto|local|HOST:PORT, and those of `auto`. All nodes see the
-           folder in which this is run, --out and --data.
-    """
+    """Print the script of the request in these words, or run it."""
     request, options = parse(words, "ray", RayOptions)
     request = on_device(request, "ray", "--gpus-per-worker", options.gpus_per_worker, options.cpu)
     script = render(request, options)

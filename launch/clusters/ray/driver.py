@@ -1,4 +1,4 @@
-"""The driver of a run on Ray: it makes attempts, each one fit of a TorchTrainer, as `auto` makes them here.
+"""Ray as a cluster, and the driver of a run on it: it makes attempts, each one fit of a TorchTrainer.
 
 Ray restarts nothing by itself. What ended an attempt stands in exit.json, and `launch_run.py` decides whether
 another one goes on from the last checkpoint.
@@ -7,35 +7,129 @@ another one goes on from the last checkpoint.
 from __future__ import annotations
 
 import os
+import secrets
+import sys
 import tempfile
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import DONE, WRONG_INPUT, UserError
+from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserError, WorkerLostError
 from isobatch.core.flags import options_to_dict
+from isobatch.core.measures import printable
 from isobatch.engine.distributed.stop_signals import StopFlag
-from isobatch.engine.runs.slurm_queue import refuse_if_in_a_job
+from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.cli import guarded
-from isobatch.launch.clusters.common import find_or_create
-from isobatch.launch.clusters.ray.attempts import Attempts, RunLog
+from isobatch.launch.clusters.cluster import refuse_if_in_a_job
+from isobatch.launch.clusters.local.here import Local
 from isobatch.launch.commands.auto import print_outcome
+from isobatch.launch.control.one_run import LogReader
 from isobatch.launch.local import launch_run
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.interfaces import local_address
-from isobatch.launch.local.run_setup import print_unless_quiet
+from isobatch.launch.local.placement import ends_of_logs, find_or_create
+from isobatch.launch.local.run_setup import environment_elsewhere, print_unless_quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-    from isobatch.launch.clusters.ray.attempts import Trainer
+    from isobatch.engine.runs.run_folder import RunFolder
 
 OWN_RESTARTS = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_METRICS_ENABLED": "0"}
 """Ray would start the workers of a node that is about to go anew within an attempt, without another plan."""
+WATCH_SECONDS = 1.0
+
+
+class Ray(Local):
+    """Ray, driven by a process of this machine: the run's lock is here, as where it trains here."""
+
+    trainer: Callable[[dict[str, Any]], Any]
+    """One attempt as a TorchTrainer, of what its workers are told."""
+    order: dict[str, Any]
+    """What the workers of the next attempt are told; they plan where the first one begins."""
+    stop: StopFlag
+    log: LogReader
+
+    @staticmethod
+    def submit(words: Sequence[str]) -> int:
+        """Usage: ray --task TASK --ray-workers N --gpus-per-worker G [flags] [--submit]
+
+        flags: --cpu --cpus-per-worker C --address auto|local|HOST:PORT, and those of `auto`. All nodes see
+               the folder in which this is run, --out and --data.
+        """
+        from isobatch.launch.clusters.ray.command import ray
+
+        return ray(words)
+
+    def attempt(self, run: RunFolder) -> Verdict | None:
+        launch_run.wait_for_orphans(run)
+        if self.stop.requested:
+            return Verdict(STOPPED, "asked to stop before it began")
+        folder, nonce = run.folder / "ray", secrets.token_hex(8)
+        folder.mkdir(exist_ok=True)
+        own = {"run": str(run.folder), "nonce": nonce, "storage": str(folder)}
+        error = self._fit(
+            {**self.order, **own, "environment": environment_elsewhere()}, stop_file(run, nonce)
+        )
+        self.order["plan"] = ""
+        run.forget_plan()
+        verdict = judge(run.read_exit(nonce), error, self.stop.requested)
+        if verdict is None or verdict.code == BUG:
+            logs = sorted(folder.glob("worker-*.log"))
+            atomic_files.write_text(run.folder / "launcher.log", ends_of_logs(logs))
+        return verdict
+
+    def _fit(self, order: dict[str, Any], stop: Path) -> str:
+        """Run one fit, and pass a request to stop on by this file; what went wrong with it.
+
+        In a thread: in the main one, Ray would end the workers at the first Ctrl-C.
+        """
+        error: list[str] = []
+
+        def fit() -> None:
+            try:
+                self.trainer(order).fit()
+            except Exception as caught:
+                error.append(_first_failure(caught))
+
+        attempt = threading.Thread(target=fit, daemon=True)
+        attempt.start()
+        while attempt.is_alive():
+            if self.stop.requested:
+                stop.touch()
+            attempt.join(WATCH_SECONDS)
+            self.log.print_new()
+        stop.unlink(missing_ok=True)
+        return "".join(error)
+
+
+def stop_file(run: RunFolder, nonce: str) -> Path:
+    """There where the processes of an attempt are to save and end."""
+    return run.folder / "ray" / f"stop-{nonce}"
+
+
+def judge(verdict: Verdict | None, error: str, is_asked_to_stop: bool) -> Verdict | None:
+    """What an attempt's end means. `error`: of its fit."""
+    if verdict is not None and verdict.code != STOPPED:
+        return verdict
+    if is_asked_to_stop:
+        return verdict or Verdict(STOPPED, "ended before it could save")
+    if verdict is not None:
+        error = error or "a signal stopped the workers, and not the run"
+    return Verdict(FAILED, f"a Ray worker was lost: {error}", WorkerLostError.cause) if error else None
+
+
+def _first_failure(error: Exception) -> str:
+    """A line on what ended a fit: of the first worker that failed, where Ray says which."""
+    failures = getattr(error, "worker_failures", None) or {}
+    said = [f"worker {rank}: {failure}" for rank, failure in sorted(failures.items())]
+    line = " ".join((said[0] if said else str(error)).split())
+    return line.partition(" Worker info:")[0][:300]
 
 
 def train_until_done(
-    trainer: Callable[[dict[str, Any]], Trainer],
+    trainer: Callable[[dict[str, Any]], Any],
     flags: str,
     *,
     folder: str,
@@ -58,18 +152,21 @@ def train_until_done(
         if run.status() == "done":
             print_unless_quiet(f"{run.folder} is done (--again for a new run)", request.run.quiet)
             return DONE
-        with StopFlag() as stop, run.lock("launch"):
+        ray = Ray()
+        ray.trainer, ray.stop = trainer, StopFlag()
+        ray.log = LogReader(run.folder / "log.txt", None if request.run.quiet else sys.stderr)
+        ray.log.skip()
+        plan = atomic_files.json_text({**options_to_dict(request.plan), "processes": None})
+        ray.order = {"processes": processes, "cpus": cpus, "folder": folder, "plan": plan}
+        with ray.stop, run.lock("launch"):
             run.refuse_if_training()
             run.write_options(request.run)
-            order = {"processes": processes, "cpus": cpus, "folder": folder}
-            plan = atomic_files.json_text({**options_to_dict(request.plan), "processes": None})
-            log = RunLog(run.folder / "log.txt", request.run.quiet)
-            attempts = Attempts(trainer, order, plan, stop, log)
-            verdict = launch_run.train_with_restarts(run, attempts)
+            verdict = launch_run.train_with_restarts(run, ray)
+        ray.log.print_new()
         if verdict.code == DONE:
             print_outcome(run)
-        elif verdict.code == WRONG_INPUT:
-            log.print_unless_said(verdict.reason)
+        elif verdict.code == WRONG_INPUT and verdict.reason not in ray.log.last:
+            print(printable(f"isobatch: {verdict.reason}"), file=sys.stderr)
         return verdict.code
 
     return guarded(train)

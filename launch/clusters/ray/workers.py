@@ -28,6 +28,7 @@ from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS
 from isobatch.engine.machine.detect import GRANTED_CPUS
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
+from isobatch.launch.clusters.ray.driver import stop_file
 from isobatch.launch.local.accelerate_launcher import die_with_parent, relay_output
 from isobatch.launch.local.interfaces import gloo_interface, local_address, loopback_interface, serve_store
 
@@ -54,11 +55,6 @@ class HostGroup(TorchConfig):
     @property
     def train_func_context(self) -> Any:
         return contextlib.nullcontext
-
-
-def stop_file(run: RunFolder, nonce: str) -> Path:
-    """There where the processes of an attempt are to save and end."""
-    return run.folder / "ray" / f"stop-{nonce}"
 
 
 def work(order: dict[str, Any]) -> None:

@@ -2,19 +2,129 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
+import subprocess
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.engine.runs.slurm_queue import SlurmSilentError, job_statuses, run_slurm
+from isobatch.launch.clusters.cluster import JobState
 from isobatch.launch.clusters.slurm.options import parse_time_limit
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
+
+    from isobatch.engine.runs.run_folder import RunFolder
+
+TIMEOUT_SECONDS = 30
+SQUEUE_SECONDS = 5
+"""Slurm's own commands try for 18 s where the controller is away."""
+NO_ANSWER = "Unable to contact slurm controller"
+"""What Slurm's commands say while slurmctld is away."""
+FINISHED_STATES = (
+    "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED REVOKED"
+)
+RUNNING_STATES = "RUNNING SUSPENDED COMPLETING STOPPED SIGNALING RESIZING STAGE_OUT"
+"""States of a job whose script has begun. One that is neither here nor finished waits to begin."""
+FIELDS = "JobArrayID:40,State:24,RestartCnt:12,Reason:120"
+
+
+@dataclass(frozen=True, slots=True)
+class CommandResult:
+    """Exit code and output of a Slurm command; code 127 where it is missing or exceeds its time limit."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def error(self) -> str:
+        """What it says is wrong, without the words that Slurm puts before; empty where it succeeded."""
+        prefixes = r"^(\w+: |error: |fatal: |allocation failure: |slurm_\w+ error: )+"
+        lines = [re.sub(prefixes, "", line.strip()) for line in self.err.splitlines()]
+        return "; ".join(dict.fromkeys(line for line in lines if line)) if self.code else ""
+
+    @property
+    def silent(self) -> bool:
+        """Whether the controller did not answer."""
+        late = self.code == 127 and "no answer within" in self.err
+        return late or (self.code != 0 and NO_ANSWER in self.err)
+
+    @property
+    def no_cluster(self) -> bool:
+        """Whether Slurm's commands are installed here, and no cluster is."""
+        return self.code != 0 and "configuration source" in self.err
+
+
+def run_slurm(*words: str, seconds: float = TIMEOUT_SECONDS) -> CommandResult:
+    """Run one Slurm command, for `seconds` at most; never raises."""
+    try:
+        done = subprocess.run(words, input="", capture_output=True, text=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return CommandResult(127, "", f"no answer within {seconds:g} s")
+    except OSError as error:
+        return CommandResult(127, "", str(error))
+    return CommandResult(done.returncode, done.stdout, done.stderr)
+
+
+def job_states(jobs: Sequence[str]) -> dict[str, JobState]:
+    """Job -> state, of those that Slurm still knows, by one call of squeue; all are unknown where it does not
+    answer. Empty on a machine without Slurm.
+    """
+    if not jobs or shutil.which("squeue") is None:
+        return {}
+    words = ("squeue", "-h", "-r", "-t", "all", "-O", FIELDS, "-j", ",".join(jobs))
+    listed = run_slurm(*words, seconds=SQUEUE_SECONDS)
+    if "Invalid job id" in listed.err or listed.no_cluster:
+        return {}
+    if listed.code:
+        reason = f"Slurm does not answer ({listed.error or 'squeue failed'})"
+        return {job: JobState(stage="unknown", cluster="slurm", job=job, reason=reason) for job in jobs}
+    rows = [row for line in listed.out.splitlines() if len(row := line.split(None, 3)) >= 3]
+    return {job: _state(job, state, restarts, *rest) for job, state, restarts, *rest in rows}
+
+
+def _state(job: str, state: str, restarts: str, reason: str = "") -> JobState:
+    over, begun = state in FINISHED_STATES.split(), state in RUNNING_STATES.split()
+    # Why a job waited stays with one that was cancelled.
+    said = "" if reason.strip() == "None" or state in ("CANCELLED", "COMPLETED") else reason.strip()
+    return JobState(
+        stage="over" if over else "running" if begun else "queued",
+        cluster="slurm",
+        job=job,
+        state=state,
+        reason=said,
+        restarts=int(restarts) if restarts.isdigit() else 0,
+    )
+
+
+def job_record(run: RunFolder) -> dict[str, Any]:
+    """RUN/slurm/job.json: which job a run is in (`job`), and what the legs of a job tell each other."""
+    path = run.folder / "slurm" / "job.json"
+    return atomic_files.read_json(path) if path.exists() else {}
+
+
+def update_job_record(run: RunFolder, **facts: Any) -> None:
+    """Update job.json; entries of another job are dropped."""
+    before = job_record(run)
+    if "job" in facts and before.get("job") != facts["job"]:
+        before = {}
+    (run.folder / "slurm").mkdir(exist_ok=True)
+    atomic_files.write_json(run.folder / "slurm" / "job.json", {**before, **facts})
+
+
+def last_job_of(run: RunFolder) -> str:
+    """The number of the run's last job; empty where there was none."""
+    with contextlib.suppress(UserError, AttributeError):  # a received run may hold anything
+        job = str(job_record(run).get("job", ""))
+        return job if re.fullmatch(r"\d+(_\d+)?", job) else ""
+    return ""
+
 
 UNUSABLE_STATES = ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING", "UNKNOWN", "POWER", "REBOOT", "MAINT")
 """Words in a node's state under which no new step can run there."""
@@ -113,23 +223,19 @@ def cpus_and_gpus(partition: str | None) -> list[tuple[int, int]]:
     ]
 
 
-class RefusedError(UserError):
-    """Slurm took no job."""
-
-
 def submit(script: Path) -> str:
     """Submit a script; the number of the new job. Raises UserError with Slurm's reason where it refuses."""
     if shutil.which("sbatch") is None:
         raise UserError(f"--submit: there is no sbatch here; on a machine that has one: sbatch {script}")
     done = run_slurm("sbatch", "--parsable", str(script.resolve()))
-    if done.code == 0:
-        return done.out.strip().partition(";")[0]
     if done.silent:
         raise UserError(
             f"Slurm does not answer ({done.error}) and may have taken the job or not: where squeue does not"
             f" list it, sbatch {script}"
         )
-    raise RefusedError(f"sbatch refuses the job: {done.error}")
+    if done.code:
+        raise UserError(f"sbatch refuses the job: {done.error}; the run is ready for another try")
+    return done.out.strip().partition(";")[0]
 
 
 def requeue(job: str) -> str:
@@ -153,19 +259,15 @@ def waiting_remark(jobs: Sequence[str]) -> str:
     """
     deadline, remark = time.monotonic() + WATCH_SECONDS, ""
     while time.monotonic() < deadline:
-        try:
-            statuses = job_statuses(jobs)
-        except SlurmSilentError:
-            return ""
-        waiting = {job: s.reason for job, s in statuses.items() if s.waits and s.reason}
-        for job, reason in waiting.items():
-            remark = f"job {job} waits: {reason}"
-            if why := next((why for words, why in NEVER_STARTS.items() if re.fullmatch(words, reason)), ""):
+        waiting = [state for state in job_states(jobs).values() if state.stage == "queued"]
+        for state in waiting:
+            if why := next((why for w, why in NEVER_STARTS.items() if re.fullmatch(w, state.reason)), ""):
                 return (
-                    f"job {job} will not start by itself ({reason}): {why}; scontrol can change it, or cancel"
-                    " the run and submit it anew"
+                    f"job {state.job} will not start by itself ({state.reason}): {why}; scontrol can change"
+                    " it, or cancel the run and submit it anew"
                 )
-        if statuses and not any(s.waits for s in statuses.values()):
+            remark = f"job {state.job} waits: {state.reason}" if state.reason else remark
+        if not waiting:
             return ""
         time.sleep(WATCH_EVERY_SECONDS)
     return remark

@@ -16,8 +16,8 @@ from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.package import ROOT, cache_folder, own_command
 from isobatch.engine import consent
-from isobatch.engine.runs import slurm_queue
 from isobatch.engine.task_files import is_task_file, task_file
+from isobatch.launch.clusters.slurm import client
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -83,7 +83,7 @@ def find_runtime(image: str) -> str:
     often a module that --setup loads.
     """
     for_apptainer = image.endswith(".sif") or Path(image).is_dir()
-    if not for_apptainer and "--container-image" in slurm_queue.run_slurm("srun", "--help").out:
+    if not for_apptainer and "--container-image" in client.run_slurm("srun", "--help").out:
         return "pyxis"
     if found := next(filter(None, map(shutil.which, APPTAINER_NAMES)), None):
         return found

@@ -1,4 +1,5 @@
-"""`job RUN`: what the sbatch script runs on the first node. It trains in attempts, each one srun step.
+"""Slurm as a cluster, and `job RUN`, which the sbatch script runs on the first node: it trains in attempts,
+each one srun step.
 
 Slurm sends SIGUSR1 (`--signal`) before the time limit, up to a minute early, and that time cannot be changed
 after submission. So the job watches the clock itself, with a lead computed from this run's measured steps and
@@ -25,9 +26,9 @@ from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
-from isobatch.engine.runs.slurm_queue import NO_ANSWER, refuse_if_in_a_job, update_job_record
-from isobatch.launch.clusters.common import ends_of_logs
+from isobatch.launch.clusters.cluster import Cluster, JobState, refuse_if_in_a_job
 from isobatch.launch.clusters.slurm import client
+from isobatch.launch.clusters.slurm.client import NO_ANSWER, update_job_record
 from isobatch.launch.clusters.slurm.legs import (
     JobRequest,
     LegClock,
@@ -40,10 +41,12 @@ from isobatch.launch.clusters.slurm.legs import (
 from isobatch.launch.clusters.slurm.node import meeting_folder, wait_for
 from isobatch.launch.clusters.slurm.step import Step, explain_end, srun_command, unreachable_nodes
 from isobatch.launch.local import launch_run
+from isobatch.launch.local.placement import ends_of_logs
 from isobatch.launch.local.run_setup import locate_data, plan_options_from_request, store_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
     from types import FrameType
 
     from isobatch.core.plan import Plan
@@ -66,7 +69,8 @@ def job(words: Sequence[str]) -> int:
     run = RunFolder.open(words[0])
     allocation = client.Allocation.from_environment(os.environ)
     request = JobRequest.read(run.folder)
-    with JobStop() as stop:
+    slurm = Slurm()
+    with slurm.stop as stop:
         if run.status() == "done":
             return DONE
         consent.require(run.recipe, run.folder)
@@ -74,10 +78,10 @@ def job(words: Sequence[str]) -> int:
         with run.lock("launch"):
             launch_run.wait_for_orphans(run)
             update_job_record(run, job=allocation.job, cancel=None)
-            steps = StepRunner(run, allocation, request, stop)
-            verdict = launch_run.train_with_restarts(run, steps)
+            slurm.begin(run, allocation, request)
+            verdict = launch_run.train_with_restarts(run, slurm)
         if verdict.code == STOPPED:
-            requeue_or_stop(run, allocation, stop.reason, request.max_legs, steps.clock.left)
+            requeue_or_stop(run, allocation, stop.reason, request.max_legs, slurm.clock.left)
         elif verdict.code != DONE:
             run.mark_failed(verdict.reason)
             print(f"failed: {verdict.reason}", flush=True)
@@ -121,13 +125,46 @@ class JobStop:
             signal.signal(number, handler)
 
 
-class StepRunner:
-    """An `Attempt` of launch_run.py: each call is one srun step on the nodes that are still available."""
+class Slurm(Cluster):
+    """Slurm. Each attempt is one srun step on the nodes that a job still has, asked from inside of it."""
 
-    def __init__(
-        self, run: RunFolder, allocation: client.Allocation, request: JobRequest, stop: JobStop
-    ) -> None:
-        self.allocation, self.request, self.stop = allocation, request, stop
+    def __init__(self) -> None:
+        self.stop = JobStop()
+
+    @staticmethod
+    def submit(words: Sequence[str]) -> int:
+        """Usage: slurm --task TASK --nodes N --gpus-per-node G --time HH:MM:SS [flags] [--submit] [--json]
+
+        flags: --cpu --partition --account --qos --constraint --mem --cpus-per-task --setup FILE
+               --array 0-4 (a run per seed) --parallel N --after JOB --lead SECONDS --max-legs N
+               --container IMAGE --container-python PYTHON --sbatch "OPTIONS" --srun "OPTIONS", and those of
+               `auto`. A list such as --lr 1e-3,3e-3 trains a run for each value.
+        """
+        from isobatch.launch.clusters.slurm.command import slurm
+
+        return slurm(words)
+
+    def state(self, runs: Sequence[RunFolder]) -> dict[Path, JobState]:
+        jobs = {run.folder: job for run in runs if (job := client.last_job_of(run))}
+        known = client.job_states(list(jobs.values()))
+        return {folder: known[job] for folder, job in jobs.items() if job in known}
+
+    def cancel(self, run: RunFolder, job: JobState, now: bool) -> None:
+        if job.state == "SUSPENDED" and not now:
+            raise UserError(
+                f"job {job.job} is suspended and cannot save: scontrol resume {job.job} first, or cancel"
+                " --now"
+            )
+        words = () if now or job.stage == "queued" else ("--batch", "--signal=INT")
+        if words:
+            update_job_record(run, cancel="save")  # first: the job reads it when the signal comes
+        done = client.run_slurm("scancel", *words, job.job)
+        if done.code or done.err.strip():
+            raise UserError(f"scancel {job.job}: {done.error or done.err.strip()}")
+
+    def begin(self, run: RunFolder, allocation: client.Allocation, request: JobRequest) -> None:
+        """Inside a job, before its first attempt. Raises UserError where none of its nodes is left."""
+        self.allocation, self.request = allocation, request
         self.clock = LegClock(lambda: client.seconds_left(allocation.job), request.seconds)
         self._seconds_to_stop = self._measure_again = 0.0
         self.unreachable: set[str] = set()
@@ -148,8 +185,7 @@ class StepRunner:
             raise UserError("none of this job's nodes is left")
         store_plan(run, plan_for_nodes(run, len(self.nodes), self.request))
 
-    def __call__(self, run: RunFolder) -> Verdict | None:
-        """Run one attempt to its end; None where no process left a verdict."""
+    def attempt(self, run: RunFolder) -> Verdict | None:
         while not self.stop.reason:
             self._go_on_with_available_nodes(run)
             verdict, said = self._run_step(run)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import newest_rows
-from isobatch.engine.runs.slurm_queue import job_record, run_slurm, update_job_record
 from isobatch.launch.clusters.slurm import client
+from isobatch.launch.clusters.slurm.client import job_record, run_slurm, update_job_record
 
 if TYPE_CHECKING:
     from collections.abc import Callable

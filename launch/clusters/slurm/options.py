@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.strategies import traits_of
-from isobatch.launch.clusters.common import on_device, processes_each
+from isobatch.launch.local.placement import on_device, processes_each
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What a user asks of any cluster: devices, processes, all flags as one file, and the run of a request."""
+"""What is asked of a request that trains elsewhere: devices, processes, and all its flags as one file."""
 
 from __future__ import annotations
 

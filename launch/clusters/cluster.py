@@ -1,0 +1,119 @@
+"""What is asked of a cluster, whichever it is, and which there are.
+
+A new one is a folder beside this file with a `Cluster` in it, and a line in CLUSTERS.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+
+from isobatch.core.errors import UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from isobatch.engine.runs.run_folder import RunFolder, Verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobState:
+    """What a cluster says of the job that trains a run, or did."""
+
+    stage: Literal["queued", "running", "over", "unknown"]
+    """unknown: the cluster does not answer."""
+    cluster: str
+    """Its name in CLUSTERS."""
+    job: str = ""
+    """The job's number; empty for a process of this machine."""
+    state: str = ""
+    """The cluster's own word: PENDING, RUNNING, FAILED ..."""
+    reason: str = ""
+    """Why it waits, failed, or is not known; empty where the cluster names none."""
+    restarts: int = 0
+    """How often it was requeued."""
+
+    @property
+    def in_job(self) -> bool:
+        """Whether it waits or runs in a queue of jobs."""
+        return self.stage in ("queued", "running") and bool(self.job)
+
+    def __str__(self) -> str:
+        reason = f" ({self.reason})" if self.reason else ""
+        return f"{self.state}{reason}".strip() + (f", leg {self.restarts + 1}" if self.restarts else "")
+
+
+class Cluster(Protocol):
+    """Where runs train. What it has to remember of one lies in RUN/NAME, by its name in CLUSTERS."""
+
+    def submit(self, words: Sequence[str]) -> int:
+        """`submit --to NAME`: train the request in these words there; the exit code. Raises UserError."""
+
+    def attempt(self, run: RunFolder) -> Verdict | None:
+        """Train a run by its plan once, asked by who drives it; None where nobody left a verdict."""
+
+    def state(self, runs: Sequence[RunFolder]) -> dict[Path, JobState]:
+        """By folder, those of these runs that it knows, by one question."""
+
+    def cancel(self, run: RunFolder, job: JobState, now: bool) -> None:
+        """Ask a job to save and end, or to end `now`; one that waits leaves the queue. Raises UserError."""
+
+
+class Place(NamedTuple):
+    """Where a cluster stands in launch/clusters: module, class, module of its flags, and what it is for."""
+
+    module: str
+    kind: str
+    options: str
+    help: str
+
+
+CLUSTERS = {
+    "slurm": Place("slurm.job", "Slurm", "slurm.options", "a Slurm job that trains until done"),
+    "k8s": Place("kubernetes.pod", "Kubernetes", "kubernetes.command", "the same as a Kubernetes job"),
+    "ray": Place("ray.driver", "Ray", "ray.command", "the same as a script for a Ray cluster"),
+    "local": Place("local.here", "Local", "local.here", "the same on this machine, as `auto`"),
+}
+
+
+def cluster(name: str, **settings: Any) -> Cluster:
+    """A cluster by its name; imports its module."""
+    place = CLUSTERS[name]
+    module = importlib.import_module(f"isobatch.launch.clusters.{place.module}")
+    found: Cluster = getattr(module, place.kind)(**settings)
+    return found
+
+
+def job_states(runs: Sequence[RunFolder]) -> dict[Path, JobState]:
+    """By folder, what trains these runs, will, or did last; nothing of those that no cluster knows."""
+    found: dict[Path, JobState] = {}
+    for name in CLUSTERS:
+        had = [run for run in runs if name == "local" or (run.folder / name).is_dir()]
+        for folder, job in (cluster(name).state(had) if had else {}).items():
+            if folder not in found or found[folder].stage == "over":
+                found[folder] = job
+    return found
+
+
+def whose_job(run: RunFolder, own: str = "") -> str:
+    """In which other job than `own` a run is, as a sentence; empty where it is in none.
+
+    Raises UserError where its cluster does not say.
+    """
+    job = job_states([run]).get(run.folder)
+    if job is None or job.job == own:
+        return ""
+    if job.stage == "unknown":
+        raise UserError(
+            f"{run.folder} was in job {job.job}, which may still train it: {job.reason}; try again later, or"
+            f" remove {run.folder}/{job.cluster}/job.json if you know that the job is over"
+        )
+    return f"{run.folder} is in job {job.job} already ({job})" if job.in_job else ""
+
+
+def refuse_if_in_a_job(run: RunFolder, own: str = "") -> None:
+    """Raises UserError for a run that another job than `own` trains or will train."""
+    if fact := whose_job(run, own):
+        raise UserError(f"{fact}: isobatch cancel {run.folder} first")

@@ -1,0 +1,1 @@
+"""Training on this machine, as a cluster of one."""

@@ -1,0 +1,115 @@
+"""Training on this machine: in this process, or in children of it that accelerate starts."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import signal
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from isobatch.core.errors import STOPPED, UserError, WorkerLostError
+from isobatch.core.package import TRAIN_SCRIPT
+from isobatch.core.strategies import traits_of
+from isobatch.engine.runs.run_folder import NONCE, Verdict
+from isobatch.launch.clusters.cluster import Cluster, JobState
+from isobatch.launch.local.accelerate_launcher import launch_workers
+from isobatch.launch.local.launch_run import AutoOptions, wait_for_orphans
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    import psutil
+
+    from isobatch.engine.runs.run_folder import RunFolder
+
+LocalOptions = AutoOptions
+SECOND_SIGNAL_SECONDS = 1.0
+"""Between the two SIGINT of --now: a launcher takes the second for an end at once."""
+
+
+@dataclass
+class Local(Cluster):
+    """This machine, as a cluster of one: a run's lock says whether it trains."""
+
+    owns_process: bool = True
+    """False in another program's process, such as a notebook: it is never ended, its handlers stay."""
+
+    @staticmethod
+    def submit(words: Sequence[str]) -> int:
+        """Usage: submit --to local --task TASK [flags]: as `auto`"""
+        from isobatch.launch.commands.auto import auto
+
+        return auto(words)
+
+    def attempt(self, run: RunFolder) -> Verdict | None:
+        # DeepSpeed forms a process group even for one process, which would stay in a process not ours.
+        if run.plan.processes == 1 and (self.owns_process or not traits_of(run.plan.strategy).shards):
+            return self._in_process(run)
+        return self._in_children(run)
+
+    def _in_process(self, run: RunFolder) -> Verdict | None:
+        import gc
+
+        from isobatch.launch.local.worker import train_run
+
+        train_run(run, run.options(), self.owns_process)
+        gc.collect()
+        return run.read_exit("")
+
+    def _in_children(self, run: RunFolder) -> Verdict | None:
+        nonce = secrets.token_hex(8)
+        arguments = ["--run", str(run.folder.resolve())]
+        # accelerate's exit code is only 0 or 1, and 1 for a clean stop, too: exit.json has the verdict.
+        stopped = launch_workers(
+            run.plan, TRAIN_SCRIPT, arguments, run.folder, {NONCE: nonce}, forward_signals=self.owns_process
+        ).stop_requested
+        if run.read_exit(nonce) is None:
+            wait_for_orphans(run)
+        run.forget_plan()  # the workers may have reduced the budget
+        verdict = run.read_exit(nonce)
+        if stopped and (verdict is None or verdict.cause == WorkerLostError.cause):
+            saved = any(run.checkpoints.glob("[!.]*-*"))
+            kept = "what was saved before stands" if saved else "nothing was saved"
+            print(f"isobatch: stopped at once; {kept}", file=sys.stderr)
+            return Verdict(STOPPED, "stopped at once")
+        return verdict
+
+    def state(self, runs: Sequence[RunFolder]) -> dict[Path, JobState]:
+        return {run.folder: JobState(stage="running", cluster="local") for run in runs if run.is_training()}
+
+    def cancel(self, run: RunFolder, job: JobState, now: bool) -> None:  # noqa: ARG002
+        """SIGINT to the process that trains the run here: once to save, twice to end at once."""
+        import psutil
+
+        launcher = _launcher(run)
+        if launcher is None:
+            raise UserError(
+                f"{run.folder} is being trained, but not by a process of yours on this machine: cancel it on"
+                " the machine that trains it"
+            )
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
+            launcher.send_signal(signal.SIGINT)
+            if now:
+                with contextlib.suppress(psutil.TimeoutExpired):
+                    launcher.wait(SECOND_SIGNAL_SECONDS)
+                launcher.send_signal(signal.SIGINT)
+
+
+def _launcher(run: RunFolder) -> psutil.Process | None:
+    """The process on this machine that holds the run's lock: its launcher, else the worker of rank 0."""
+    import psutil
+
+    for role in ("launch", "train"):
+        path = str((run.folder / f".{role}.lock").resolve())
+        holders = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # another user's, or it has just ended
+                if any(file.path == path for file in process.open_files()):
+                    holders[process.pid] = process
+        # Loader processes are forked with the lock open.
+        if first := [p for p in holders.values() if p.ppid() not in holders]:
+            return first[0]
+    return None
