@@ -201,20 +201,13 @@ def distinct(points: Sequence[Point]) -> list[Point]:
 
 
 def labelled(point: Point) -> Request:
-    """The point's request, named after its values."""
+    """The request of a sweep's point with what was swept behind --name; a run without a name is called after
+    its recipe."""
     request, swept = point
-    return named(request, label(request.recipe, swept))
-
-
-def named(request: Request, ending: str) -> Request:
-    """With the ending behind --name; a run without a name is called after its recipe."""
-    name = f"{request.run.name}-{ending}" if request.run.name else None
+    if not request.run.name or not swept:
+        return request
+    name = f"{request.run.name}-{label(request.recipe, swept)}"
     return dataclasses.replace(request, run=dataclasses.replace(request.run, name=name))
-
-
-def with_seed(request: Request, seed: int) -> Request:
-    """The request with another seed."""
-    return dataclasses.replace(request, recipe=dataclasses.replace(request.recipe, seed=seed))
 
 
 def _read(

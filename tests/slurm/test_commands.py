@@ -33,7 +33,7 @@ def test_what_the_cluster_does_not_start_is_said(cluster: Cluster, tmp_path: Pat
     cluster.ask("scontrol", "update", "partitionname=debug", "MaxTime=60")
     try:
         late = cluster.slurm(*flags, "--name", "late", "--time", "2:00:00", cwd=tmp_path)
-        assert re.search(r"\(Partition(TimeLimit|Config)\): ", late.stderr)  # as Slurm names it
+        assert re.search(r"waits: Partition(TimeLimit|Config)", late.stderr)  # as Slurm names it
         refused = cluster.slurm(*flags, "--name", "r", "--time", "5", "--partition", "gpu", cwd=tmp_path)
         assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
         assert "invalid partition specified: gpu; the run is ready" in refused.stderr.splitlines()[-1]

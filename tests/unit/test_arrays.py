@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
 from isobatch.launch.clusters.slurm import command
-from isobatch.launch.clusters.slurm.options import SlurmOptions, is_array
 from isobatch.launch.local.arguments import parse_sweep
 
 if TYPE_CHECKING:
@@ -21,44 +19,30 @@ LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
 
 
 @pytest.mark.parametrize(
-    ("words", "seeds", "wanted"),
+    ("words", "array", "wanted"),
     [
-        ("", None, {0: "r"}),
-        ("", "3,5", {3: "r-3", 5: "r-5"}),
-        ("--seed 0-1", None, {0: "r-seed0", 1: "r-seed1"}),
-        ("--seed 2026,7", None, {0: "r-seed2026", 1: "r-seed7"}),
-        ("--lr 1e-3,3e-3", None, {0: "r-lr0.001", 1: "r-lr0.003"}),
-        (
-            "--lr 1e-3,3e-3",
-            "4-5",
-            {
-                i: f"r-lr{lr}-seed{s}"
-                for i, (lr, s) in enumerate((lr, s) for lr in (0.001, 0.003) for s in (4, 5))
-            },
-        ),
+        ("", False, {0: "r"}),
+        ("--seed 3", True, {3: "r"}),
+        ("--seed 2026,7", True, {0: "r-seed2026", 1: "r-seed7"}),
+        ("--seed 0-1", True, {0: "r-seed0", 1: "r-seed1"}),
+        ("--lr 1e-3,3e-3", True, {0: "r-lr0.001", 1: "r-lr0.003"}),
     ],
 )
-def test_the_runs_of_an_array(words: str, seeds: str | None, wanted: dict[int, str]) -> None:
+def test_the_runs_of_an_array(words: str, array: bool, wanted: dict[int, str]) -> None:
     points = parse_sweep(["--task", LINE, "--name", "r", *words.split()], "auto")
-    assert {n: request.run.name for n, request in command.numbered(points, seeds).items()} == wanted
+    assert {n: request.run.name for n, request in command.numbered(points, array).items()} == wanted
 
 
 def test_the_numbers_are_written_short() -> None:
-    assert command.array_text([9, 0, 1, 2, 3, 5, 6], "") == "0-3,5,6,9"
-    assert command.array_text(range(1000), "8") == "0-999%8"
-    for options, runs in ((SlurmOptions(parallel=2), 1), (SlurmOptions(parallel=2, array="0-9%3"), 10)):
-        with pytest.raises(UserError, match="--parallel 2: limits the runs of an array"):
-            is_array(options, runs)
+    assert command.array_text([9, 0, 1, 2, 3, 5, 6], None) == "0-3,5,6,9"
+    assert command.array_text(range(1000), 8) == "0-999%8"
 
 
-def test_no_submission_writes_into_the_folder_of_another(tmp_path: Path) -> None:
-    first = command.array_folder(tmp_path, "r")
-    assert first == command.array_folder(tmp_path, "r") == tmp_path / "slurm-r"
-    for _ in range(2):
-        taken = command.array_folder(tmp_path, "r")
-        taken.mkdir()
-        (taken / command.SUBMITTED).touch()
-    assert command.array_folder(tmp_path, "r") == tmp_path / "slurm-r-3"
+def test_an_array_is_seeds_and_a_limit(cli: Cli) -> None:
+    words = ["slurm", "--task", LINE, "--cpu", "--time", "5", "--name", "r", "--json", "--array", "4,0-1%2"]
+    made = json.loads(cli(*words, env={"PATH": "/usr/bin/nowhere"}).out)
+    assert [Path(run).name for run in made["runs"]] == ["r-seed4", "r-seed0", "r-seed1"]
+    assert "#SBATCH --array=0,1,4%2\n" in made["script"]
 
 
 def test_a_larger_sweep_remembers_a_smaller_one(cli: Cli, tmp_path: Path) -> None:

@@ -236,8 +236,7 @@ def test_arrays_are_seeds() -> None:
     for bad in ("", "0", "soon", "1:2:3:4", "-5", "1-"):
         with pytest.raises(UserError, match="--time"):
             options.parse_time_limit(bad)
-    assert options.parse_array("0-4") == ([0, 1, 2, 3, 4], "")
-    assert options.parse_array("7,1-5:2%2") == ([1, 3, 5, 7], "2")
-    for bad in ("", "a", "4-1", "0-5%", "0-5%0", "0-999999", "0-4;date", "1 2"):
+    assert options.parse_array("7,1-5%2") == ("7,1-5", "2")
+    for bad in ("", "a", "0-5%", "0-5%0", "0-4;date", "1 2"):
         with pytest.raises(UserError, match="--array"):
             options.parse_array(bad)

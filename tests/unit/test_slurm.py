@@ -41,7 +41,7 @@ def test_nodes_that_can_be_used() -> None:
         "--cpu --time 5 --sbatch --ntasks=3",
         "--cpu --time 5 --nodes 2 --strategy single",
         "--cpu --time 5 --strategy zero2",
-        "--cpu --time 5 --array 9-1",
+        "--cpu --time 5 --array 9;1",
         "--cpu --time 5 --array 0-1 --seed 1",
         "--cpu --time 5 --array 0-1 --seed 1-2",
         "--cpu --time 5 --partiton x",

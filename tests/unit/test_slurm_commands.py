@@ -305,8 +305,6 @@ def test_a_run_that_trains_here_is_interrupted(
     [
         (queued("7", "RUNNING"), ""),
         (queued("7", "PENDING", "AssocMaxJobsLimit"), "job 7 waits: AssocMaxJobsLimit"),
-        (queued("7", "PENDING", "PartitionTimeLimit"), "job 7 will not start by itself (PartitionTimeLimit)"),
-        (queued("7", "PENDING", "QOSMaxWallDurationPerJobLimit"), "job 7 will not start by itself (QOSMaxW"),
         (AWAY, ""),
     ],
 )

@@ -130,21 +130,6 @@ UNUSABLE_STATES = ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING", "UNKNOWN", "POWER"
 """Words in a node's state under which no new step can run there."""
 WATCH_SECONDS, WATCH_EVERY_SECONDS = 1.5, 0.3
 """How long after its submission a job's reason is looked for."""
-NEVER_STARTS = {
-    "PartitionTimeLimit": "--time is above the partition's limit",
-    "PartitionNodeLimit": "--nodes is outside the partition's limits, or its nodes are down",
-    "PartitionConfig": "the partition does not allow what it asks for",
-    "BadConstraints": "no node has what --constraint asks for",
-    "InvalidAccount": "--account is not valid",
-    "InvalidQOS": "--qos is not valid",
-    "JobHeld.*": "it is held, until scontrol release",
-    "DependencyNeverSatisfied": "the job of --after failed",
-    "(Assoc|QOS)Max.*(PerJob|PerNode|WallDuration).*|QOSMin.*|MaxMemPerLimit": "it asks for more, or less,"
-    " than your account or QOS allows one job",
-    "(Association|QOS)TimeLimit|(Assoc|QOS)Grp.*Minutes.*": "your account or QOS has no time left",
-}
-"""Reasons that do not go away when other jobs end, as patterns; from Slurm's job_reason_codes.html and
-resource_limits.html."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -253,21 +238,13 @@ def seconds_left(job: str) -> float | None:
 
 
 def waiting_remark(jobs: Sequence[str]) -> str:
-    """Why jobs that were just submitted wait, and what to do where they never start; empty where they run.
-
-    Waits for Slurm's first look at them.
-    """
-    deadline, remark = time.monotonic() + WATCH_SECONDS, ""
+    """Why jobs that were just submitted wait; empty where they run. Waits for Slurm's first look at them."""
+    deadline = time.monotonic() + WATCH_SECONDS
     while time.monotonic() < deadline:
         waiting = [state for state in job_states(jobs).values() if state.stage == "queued"]
-        for state in waiting:
-            if why := next((why for w, why in NEVER_STARTS.items() if re.fullmatch(w, state.reason)), ""):
-                return (
-                    f"job {state.job} will not start by itself ({state.reason}): {why}; scontrol can change"
-                    " it, or cancel the run and submit it anew"
-                )
-            remark = f"job {state.job} waits: {state.reason}" if state.reason else remark
+        if said := [f"job {state.job} waits: {state.reason}" for state in waiting if state.reason]:
+            return said[0]
         if not waiting:
             return ""
         time.sleep(WATCH_EVERY_SECONDS)
-    return remark
+    return ""

@@ -22,7 +22,6 @@ from isobatch.launch.clusters.slurm import client, containers
 from isobatch.launch.clusters.slurm.legs import JobRequest, seconds_to_stop
 from isobatch.launch.clusters.slurm.options import (
     SlurmOptions,
-    is_array,
     join_sbatch_value,
     parse_array,
     parse_sbatch_options,
@@ -32,7 +31,7 @@ from isobatch.launch.clusters.slurm.options import (
     validated,
 )
 from isobatch.launch.clusters.slurm.sbatch_script import JobScript, default_lead, render
-from isobatch.launch.local.arguments import Request, distinct, labelled, named, parse_sweep, with_seed
+from isobatch.launch.local.arguments import distinct, labelled, parse_sweep
 from isobatch.launch.local.placement import find_or_create, processes_each
 from isobatch.launch.local.run_setup import environment_elsewhere
 
@@ -40,11 +39,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from isobatch.core.recipe import Recipe
+    from isobatch.launch.local.arguments import Point, Request
 
 DEFAULT_CPUS, DEFAULT_CPUS_PER_GPU = 4, 8
 """Cores of a node without GPUs, and per GPU, where neither the user nor sinfo says."""
-SUBMITTED = "array.json"
-"""In an array's folder once it was submitted: the run of each job."""
 MAX_INDEX = 1000
 """Largest number of an array's task where the cluster does not say otherwise (MaxArraySize)."""
 TAKEN_OVER = ("partition", "account", "qos", "constraint", "mem")
@@ -53,10 +51,20 @@ TAKEN_OVER = ("partition", "account", "qos", "constraint", "mem")
 
 def slurm(words: Sequence[str]) -> int:
     """Print the script of the request in these words, or submit it; its runs are made."""
-    points = parse_sweep(join_sbatch_value(words), "slurm", SlurmOptions)
+    words = join_sbatch_value(words)
+    points = parse_sweep(words, "slurm", SlurmOptions)
     options = SlurmOptions(**points[0][0].extra)
-    points = [(validated(request, options), swept) for request, swept in points]
-    requests, in_array = numbered(points, options.array), is_array(options, len(points))
+    if options.array:
+        if points[0][0].recipe.seed or "seed" in points[0][1]:
+            raise UserError("--seed: each task of --array is a seed of its own; leave one out")
+        seeds, limit = parse_array(options.array)
+        options = dataclasses.replace(options, parallel=options.parallel or int(limit or 0) or None)
+        points = parse_sweep([*words, f"--seed={seeds}"], "slurm", SlurmOptions)
+    points = distinct([(validated(request, options), swept) for request, swept in points])
+    in_array = bool(options.array) or len(points) > 1
+    if options.parallel and not in_array:
+        raise UserError(f"--parallel {options.parallel}: limits the runs of an array: give several values")
+    requests = numbered(points, in_array)
     name, out = points[0][0].run.name, Path(points[0][0].run.out).expanduser().resolve()
     draft = RunFolder(out / (name or "run"))  # for what no script may hold: nothing is written yet
     render(_script(dict.fromkeys(requests, draft), name, options, in_array))
@@ -118,9 +126,6 @@ def _hand_in(
         jobs = {f"{number}_{task}" if script.array else number: run for task, run in runs.items()}
         for job, run in jobs.items():
             client.update_job_record(run, job=job)
-        if script.array:
-            tasks = {job: str(run.folder) for job, run in jobs.items()}
-            atomic_files.write_json(script.folder / SUBMITTED, tasks)
     if options.json:
         print(atomic_files.json_text({"job": number, "script": text, "path": str(path), "runs": folders}))
     elif number:
@@ -139,7 +144,6 @@ def _script(
     first = next(iter(runs.values())).folder
     seconds, name = parse_time_limit(options.time or ""), asked_name or first.name
     measured = max(round(seconds_to_stop(run)) for run in runs.values())
-    at_once = str(options.parallel or "") or (parse_array(options.array)[1] if options.array else "")
     extra = [(flag, str(value)) for flag in TAKEN_OVER if (value := getattr(options, flag))]
     if options.after:
         # Without this Slurm keeps a job whose dependency failed in the queue for ever.
@@ -148,13 +152,13 @@ def _script(
     return JobScript(
         name=refuse_control_characters(name, "--name"),
         runs={number: run.folder for number, run in runs.items()},
-        folder=array_folder(first.parent, name) if in_array else first / "slurm",
+        folder=first.parent / f"slurm-{name}" if in_array else first / "slurm",
         nodes=options.nodes,
         seconds=seconds,
         lead=options.lead or max(default_lead(seconds), min(measured, seconds // 2)),
         cpus=options.cpus_per_task or _fair_cpus(options),
         gpus=options.gpus_per_node,
-        array=array_text(runs, at_once) if in_array else "",
+        array=array_text(runs, options.parallel) if in_array else "",
         extra_options=tuple(extra),
         raw_options=parse_sbatch_options(options.sbatch) if options.sbatch else (),
         setup=Path(options.setup).expanduser().resolve() if options.setup else None,
@@ -184,38 +188,19 @@ def _container(recipe: Recipe, folder: Path, options: SlurmOptions) -> dict[str,
     return dataclasses.asdict(made)
 
 
-def numbered(points: Sequence[tuple[Request, tuple[str, ...]]], array: str | None) -> dict[int, Request]:
-    """Number -> request, of a sweep's points (request, names of what was swept) with all seeds of --array.
-
-    A task has its seed as its number where only seeds differ, else they are counted from 0.
-    """
-    points, seeds = distinct(points), parse_array(array)[0] if array else []
-    if not array and len(points) == 1:
-        return {0: points[0][0]}
-    if array and not points[0][1]:
-        return {seed: named(with_seed(points[0][0], seed), str(seed)) for seed in seeds}
-    if array:
-        points = [(with_seed(r, seed), (*swept, "seed")) for r, swept in points for seed in seeds]
+def numbered(points: Sequence[Point], in_array: bool) -> dict[int, Request]:
+    """Number -> request: its seed where nothing else differs, as far as arrays count; else counted from 0."""
     requests = [labelled(point) for point in points]
     seeds = [request.recipe.seed for request in requests]
-    if set(points[0][1]) == {"seed"} and max(seeds) <= MAX_INDEX:
+    if in_array and set(points[0][1]) <= {"seed"} and max(seeds) <= MAX_INDEX:
         return dict(zip(seeds, requests, strict=True))
     return dict(enumerate(requests))
 
 
-def array_text(numbers: Iterable[int], limit: str) -> str:
-    """--array for these tasks, such as 0-4,7%2; `limit`: how many may run at once, empty for all."""
+def array_text(numbers: Iterable[int], limit: int | None) -> str:
+    """--array for these tasks, such as 0-4,7%2; `limit`: how many may run at once, None for all."""
     parts: list[str] = []
     for _, group in itertools.groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0]):
         run = [number for _, number in group]
         parts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
     return ",".join(parts) + (f"%{limit}" if limit else "")
-
-
-def array_folder(out: Path, name: str) -> Path:
-    """The folder for an array's script and output: the first slurm-NAME, slurm-NAME-2 ... that no earlier
-    submission has.
-    """
-    endings = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
-    folders = (out / f"slurm-{name}{ending}" for ending in endings)
-    return next(folder for folder in folders if not (folder / SUBMITTED).exists())

@@ -57,8 +57,8 @@ class SlurmOptions:
     cpus_per_task: Positive | None = None
     """Cores on each node; by default a fair share of the smallest node that sinfo shows."""
     array: str | None = None
-    """One run per seed: 0-4, or 1,3,7, or 0-99%8 for eight at a time. Lists for the recipe's flags, such as
-    --lr 1e-3,3e-3, make an array too."""
+    """One run per seed, as --seed 0-4 or 1,3,7 lists them; 0-99%8 for eight at a time. Lists for the recipe's
+    other flags, such as --lr 1e-3,3e-3, make an array too."""
     parallel: Positive | None = None
     """Runs of an array that train at the same time, at most."""
     after: str | None = None
@@ -103,9 +103,8 @@ def validated(request: Request, options: SlurmOptions) -> Request:
     most = least = world
     if strategy != "auto" and (traits := traits_of(strategy)):
         most, least = traits.most_processes or world, traits.least_processes if traits.shards else 1
-    array, lead, setup = options.array, options.lead, options.setup
+    lead, setup = options.lead, options.setup
     for is_wrong, why in (
-        (array and request.recipe.seed, "--seed: each task of --array is a seed of its own; leave one out"),
         (
             lead and lead >= parse_time_limit(options.time),
             f"--lead {lead}: must be shorter than --time {options.time}",
@@ -130,17 +129,6 @@ def step_words(options: SlurmOptions) -> tuple[str, ...]:
     """
     binding = ("--gpu-bind=none",) if options.gpus_per_node else ()
     return ("--mpi=none", *binding, *(parse_srun_options(options.srun) if options.srun else ()))
-
-
-def is_array(options: SlurmOptions, combinations: int) -> bool:
-    """Whether the job is an array. Raises UserError where --parallel has nothing to limit."""
-    in_array = bool(options.array) or combinations > 1
-    if options.parallel and (not in_array or "%" in (options.array or "")):
-        raise UserError(
-            f"--parallel {options.parallel}: limits the runs of an array, as --array 0-9%{options.parallel}"
-            " does: give one of them, with several values or seeds"
-        )
-    return in_array
 
 
 def refuse_control_characters(word: str, flag: str = "sbatch option") -> str:
@@ -197,16 +185,9 @@ def format_time_limit(seconds: int) -> str:
     return f"{days}-{text}" if days else text
 
 
-def parse_array(array: str) -> tuple[list[int], str]:
-    """(seeds, how many at once or nothing) of --array: 0-4, 1,3,7, 0-10:2 or 0-99%8. Raises UserError."""
-    body, _, limit = array.partition("%")
-    found: list[int] = []
-    for part in body.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
-        if match is None or not re.fullmatch(r"[^%]*(%[1-9]\d*)?", array):
-            raise UserError(f"--array {array}: is not a list of seeds such as 0-4 or 1,3,7 or 0-99%8")
-        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
-        if not (first <= last < first + 1000 and step > 0):
-            raise UserError(f"--array {array}: has 1,000 tasks at most, the first below the last")
-        found += range(first, last + 1, step)
-    return sorted(set(found)), limit
+def parse_array(array: str) -> tuple[str, str]:
+    """(seeds as --seed lists them, how many runs at once or nothing) of --array. Raises UserError."""
+    match = re.fullmatch(r"(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(?:%([1-9]\d*))?", array)
+    if match is None:
+        raise UserError(f"--array {array}: is not a list of seeds such as 0-4 or 1,3,7 or 0-99%8")
+    return match[1], match[2] or ""
