@@ -20,7 +20,7 @@ from isobatch.launch.control.run_state import RunView, view
 from isobatch.launch.local.arguments import read_command
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from isobatch.core.recipe import Recipe
 
@@ -165,9 +165,8 @@ def _runs_at(place: str) -> list[RunFolder]:
 def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:
     """The answer of --json: in each part name -> a value per run, None where a run has none."""
     summaries = [run.summary() or {} for run in runs]
-    metrics = [_numbers_and_words(s.get("metrics")) for s in summaries]
+    pairs = list(zip(runs, summaries, strict=True))
     plans = [run.plan.to_dict() if run.has_plan else {} for run in runs]
-    pairs = zip(runs, summaries, strict=True)
     data = _differing([{"data": run.facts.fingerprint, "held-out split": s.get("split")} for run, s in pairs])
     return {
         "runs": [str(run.folder) for run in runs],
@@ -175,12 +174,12 @@ def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:
         "data": data,
         "plan": _differing([{name: plan.get(name) for name in PLAN} for plan in plans]),
         "split": None if "held-out split" in data else summaries[0].get("split"),
-        "metrics": _side_by_side(metrics),
+        "metrics": _side_by_side([_that_fit(s.get("metrics")) for s in summaries]),
         "figures": _side_by_side([{name: s.get(name) for name in FIGURES} for s in summaries]),
     }
 
 
-def _numbers_and_words(metrics: Any) -> dict[str, Any]:
+def _that_fit(metrics: Any) -> dict[str, Any]:
     """Of a summary's metrics those that fit into a cell; none where a received run has something else."""
     found = metrics if isinstance(metrics, dict) else {}
     return {name: value for name, value in found.items() if isinstance(value, float | int | str)}
@@ -198,27 +197,20 @@ def _differing(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
 
 def printable_lines(found: Mapping[str, Any]) -> str:
     """The comparison as a table with a section for each part."""
-    if not found["recipe"]:
-        remark = "the same recipe" + ("" if found["data"] else " and data")
-    else:
-        remark = "another protocol: metrics are not comparable" if found["data"] else ""
     cells = [["", *found["runs"]]]
-    for part in ("recipe", "data", "plan"):
-        cells += _section(part, found[part], lambda value: "" if value is None else value_text(value))
-    metrics = f"metrics, {found['split']}" if found["split"] else "metrics"
-    for title, rows in ((metrics, found["metrics"]), ("figures", found["figures"])):
-        cells += _section(title, rows, _figure)
+    for part in ("recipe", "data", "plan", "metrics", "figures"):
+        if found[part]:
+            title = f"{part}, {found['split']}" if part == "metrics" and found["split"] else part
+            cells.append([title, *[""] * len(found["runs"])])
+            cells += [[f"  {name.replace('_', ' ')}", *map(_cell, row)] for name, row in found[part].items()]
+    if found["recipe"]:
+        remark = "another protocol: metrics are not comparable" if found["data"] else ""
+    else:
+        remark = "the same recipe" + ("" if found["data"] else " and data")
     return "\n".join([*map(printable, aligned(cells)), *([remark] if remark else [])])
 
 
-def _section(part: str, rows: Mapping[str, list[Any]], form: Callable[[Any], str]) -> list[list[str]]:
-    if not rows:
-        return []
-    width = len(next(iter(rows.values())))
-    return [[part, *[""] * width], *([f"  {n.replace('_', ' ')}", *map(form, v)] for n, v in rows.items())]
-
-
-def _figure(value: Any) -> str:
-    if isinstance(value, bool) or not isinstance(value, float | int):
-        return "" if value is None else str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.5g}"
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.5g}"
+    return "" if value is None else value_text(value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +21,11 @@ from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.local.arguments import distinct, labelled
 from isobatch.launch.local.launch_run import find_or_train
+from isobatch.launch.local.run_setup import print_unless_quiet
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from isobatch.core.recipe import Recipe
-    from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.launch.local.arguments import Point
     from isobatch.launch.local.launch_run import AutoOptions
 
@@ -53,46 +51,25 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
 
     A run that fails is shown as failed, and the others go on; a stop ends the sweep.
     """
-    points = distinct(points)
+    points, trained = distinct(points), []
     first = points[0][0]
-    compared_by = first.workload.make(first.recipe)[0].compared_by
-    trained: list[Trained] = []
-    for swept, (run, code) in zip(_values(points), _train_all(points, options), strict=True):
-        if code == STOPPED:
-            return STOPPED
-        metrics = (run.summary() or {}).get("metrics_by_split", {}) if code == DONE else {}
-        trained.append(Trained(values=swept, folder=run.folder, code=code, metrics=metrics))
-    folder = _folder(points)
-    found = summary(trained, *compared_by)
-    atomic_files.write_json(folder / FILE_NAME, found)
-    print(
-        atomic_files.json_text(found)
-        if options.json
-        else f"{format_sweep(found)}\nall figures: {folder / FILE_NAME}"
-    )
-    return max(one.code for one in trained)
-
-
-def _values(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """Of each point, the swept flags with their values."""
-    return [
-        {name: to_json_value(_value(request.recipe, name)) for name in swept} for request, swept in points
-    ]
-
-
-def _train_all(points: Sequence[Point], options: AutoOptions) -> Iterator[tuple[RunFolder, int]]:
-    """The run of each point and the exit code of its training, one after the other."""
-    for number, (point, values) in enumerate(zip(points, _values(points), strict=True), 1):
+    for number, point in enumerate(points, 1):
         request = labelled(point)
-        if not request.run.quiet:
-            shown = " ".join(f"{name} {value}" for name, value in values.items())
-            print(printable(f"run {number} of {len(points)}: {shown}"), file=sys.stderr)
+        fields = {**request.recipe.options, **request.recipe.to_dict()}
+        values = {name: to_json_value(fields[name]) for name in point[1]}
+        shown = " ".join(f"{name} {value}" for name, value in values.items())
+        print_unless_quiet(f"run {number} of {len(points)}: {shown}", request.run.quiet)
         run, verdict = find_or_train(request, trust=options.trust)
-        yield run, verdict.code
-
-
-def _value(recipe: Recipe, name: str) -> Any:
-    return getattr(recipe, name) if hasattr(recipe, name) else recipe.options[name]
+        if verdict.code == STOPPED:
+            return STOPPED
+        metrics = (run.summary() or {}).get("metrics_by_split", {}) if verdict.code == DONE else {}
+        trained.append(Trained(values=values, folder=run.folder, code=verdict.code, metrics=metrics))
+    found = summary(trained, *first.workload.make(first.recipe)[0].compared_by)
+    path = _folder(points) / FILE_NAME
+    atomic_files.write_json(path, found)
+    as_text = f"{format_sweep(found)}\nall figures: {path}"
+    print(atomic_files.json_text(found) if options.json else as_text)
+    return max(one.code for one in trained)
 
 
 def _folder(points: Sequence[Point]) -> Path:
@@ -111,22 +88,22 @@ def summary(trained: Sequence[Trained], metric: str, direction: str) -> dict[str
     """The answer of --json: a row for each setting with its figures on the validation split, and the best of
     them by the task's own metric, with those on the test split.
     """
-    names = [name for name in trained[0].values if name != SEED]
-    settings: dict[tuple[Any, ...], list[Trained]] = {}
+    groups: dict[str, list[Trained]] = {}
     for one in trained:
-        settings.setdefault(tuple(one.values[name] for name in names), []).append(one)
-    rows = [_row(group, dict(zip(names, values, strict=True))) for values, group in settings.items()]
+        setting = {name: value for name, value in one.values.items() if name != SEED}
+        groups.setdefault(atomic_files.json_text(setting), []).append(one)
+    rows = [_row(group) for group in groups.values()]
     known = [row for row in rows if math.isfinite(row["metrics"].get(metric, math.nan))]
     choose = max if direction == "max" else min
     best = choose(known, key=lambda row: row["metrics"][metric], default=None)
-    if best and (test := _figures(settings[tuple(best["values"].values())], TEST))["metrics"]:
+    if best and (test := _figures(groups[atomic_files.json_text(best["values"])], TEST))["metrics"]:
         best = {**best, TEST: test}
     return {"metric": metric, "direction": direction, "split": VALID, "rows": rows, "best": best}
 
 
-def _row(group: Sequence[Trained], values: Mapping[str, Any]) -> dict[str, Any]:
+def _row(group: Sequence[Trained]) -> dict[str, Any]:
     return {
-        "values": dict(values),
+        "values": {name: value for name, value in group[0].values.items() if name != SEED},
         "runs": [str(one.folder) for one in group],
         "failed": sum(one.code != DONE for one in group),
         **_figures(group, VALID),
@@ -148,21 +125,15 @@ def _figures(group: Sequence[Trained], split: str) -> dict[str, dict[str, float]
 
 def format_sweep(found: Mapping[str, Any]) -> str:
     """The table: what was swept, and the task's own metric; sweep.json has the others."""
-    rows, metric = found["rows"], found["metric"]
-    swept = list(rows[0]["values"])
-    cells = [["", *swept, f"{VALID} {metric}", "run"]]
-    best = found["best"] and found["best"]["values"]
+    rows, metric, best = found["rows"], found["metric"], found["best"] or {}
+    cells = [["", *rows[0]["values"], f"{VALID} {metric}", "run"]]
     for row in rows:
-        mark = "best" if row["values"] == best and len(rows) > 1 else ""
-        cells.append([mark, *(str(row["values"][n]) for n in swept), _figure(row, metric), _run_names(row)])
+        mark = "best" if row["values"] == best.get("values") and len(rows) > 1 else ""
+        others = f" and {len(row['runs']) - 1} more" if len(row["runs"]) > 1 else ""
+        failed = f" ({row['failed']} failed)" if row["failed"] else ""
+        name = Path(row["runs"][0]).name + others + failed
+        cells.append([mark, *map(str, row["values"].values()), _figure(row, metric), name])
     return "\n".join(map(printable, [*aligned(cells), "", *_legend(found)]))
-
-
-def _run_names(row: Mapping[str, Any]) -> str:
-    """The first run of a setting, and how many there are beside it."""
-    others = f" and {len(row['runs']) - 1} more" if len(row["runs"]) > 1 else ""
-    failed = f" ({row['failed']} failed)" if row["failed"] else ""
-    return Path(row["runs"][0]).name + others + failed
 
 
 def _legend(found: Mapping[str, Any]) -> Iterator[str]:
