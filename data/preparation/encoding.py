@@ -8,31 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
+import importlib
 import itertools
 import json
 import os
-import subprocess
+import signal
 import sys
+import threading
 import uuid
 import zipfile
 from collections import deque
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.data.preparation import worker
+from isobatch.core.errors import TrainingError
 from isobatch.data.preparation.progress import position
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Generator, Iterable, Iterator
     from concurrent.futures import Future
-    from multiprocessing.connection import Connection
 
     from tokenizers import Tokenizer  # noqa: TC004  heavy, and no class here has flags
 
@@ -69,23 +68,22 @@ class EncodedShard:
     facts: Mapping[str, Any] = field(default_factory=dict)
     """JSON."""
 
-    def pack(self, made_from: str) -> bytes:
-        """A file of arrays, whose sums of bytes zip checks. `made_from` is a digest of the input."""
-        header = np.frombuffer(json.dumps([made_from, self.facts]).encode(), np.uint8)
-        packed = io.BytesIO()
-        arrays: dict[str, Any] = {HEADER: header, **self.arrays}
-        np.savez(packed, **arrays)
-        return packed.getvalue()
-
     def keep(self, file: Path, made_from: str) -> None:
-        """Write the file under another name, then rename it: a killed process leaves no part of it.
+        """Write a file of arrays, whose sums of bytes zip checks. `made_from` is a digest of the input.
 
-        The other name is this writer's alone, also among those of other nodes.
+        It is written under another name, this writer's alone also among those of other nodes, then renamed:
+        a killed process leaves no part of it.
         """
+        header = np.frombuffer(json.dumps([made_from, self.facts]).encode(), np.uint8)
+        arrays: dict[str, Any] = {HEADER: header, **self.arrays}
         file.parent.mkdir(parents=True, exist_ok=True)
         temporary = file.with_name(f".{file.name}.{uuid.uuid4().hex}.tmp")
-        temporary.write_bytes(self.pack(made_from))
+        with temporary.open("wb") as stream:
+            np.savez(stream, **arrays)
         temporary.replace(file)
+
+
+Encoder = Callable[[list[str]], EncodedShard]
 
 
 def kept_shard(file: Path, made_from: str) -> EncodedShard | None:
@@ -120,6 +118,12 @@ class EncodingJob:
     """JSON."""
     tokenizer: Tokenizer
 
+    def encoder(self) -> Encoder:
+        """The encoder, made in this process."""
+        module, _, name = self.place.partition(":")
+        encoder: Encoder = getattr(importlib.import_module(module), name)(self.tokenizer, self.settings)
+        return encoder
+
 
 def encode_in_shards(
     job: EncodingJob, name: str, texts: Iterable[str], workshop: Workshop, texts_together: int = 1
@@ -131,24 +135,17 @@ def encode_in_shards(
     described = json.dumps([job.place, job.settings, name]).encode()
     keeper = _Keeper(workshop.folder, short_digest(described, job.tokenizer.to_str().encode()))
     numbered: Iterator[tuple[int, list[str]]] = enumerate(batches(texts, texts_together))
-    workers = workshop.workers
     first = list(itertools.islice(numbered, SHARDS_IN_THREADS))
     numbered = itertools.chain(first, numbered)
-    if workers == 1 or len(first) < SHARDS_IN_THREADS:
-        encode = worker.make_encoder(job.place, job.settings, job.tokenizer)
-        for number, batch in numbered:
-            yield keeper.made_once(number, batch, encode)
+    if workshop.workers == 1 or len(first) < SHARDS_IN_THREADS:
+        encode = job.encoder()
+        shards = (keeper.made_once(number, batch, encode) for number, batch in numbered)
+    else:
+        shards = _in_processes(job, keeper, numbered, workshop.workers)
+    with contextlib.closing(shards):
+        for shard in shards:
+            yield shard
             position.show(f"tokenizing {name}")
-        return
-    with _processes(job, workers) as submit:
-        waiting: deque[Future[EncodedShard]] = deque()
-        for number, batch in numbered:
-            waiting.append(submit(keeper.made_once, number, batch))
-            if len(waiting) >= SHARDS_AHEAD * workers:
-                yield waiting.popleft().result()
-            position.show(f"tokenizing {name}")
-        while waiting:
-            yield waiting.popleft().result()
 
 
 def batches(texts: Iterable[str], together: int = 1) -> Iterator[list[str]]:
@@ -165,78 +162,97 @@ def batches(texts: Iterable[str], together: int = 1) -> Iterator[list[str]]:
         yield batch
 
 
+@dataclass(frozen=True, slots=True)
 class _Keeper:
     """Makes each shard once: one that a killed preparation left is taken."""
 
-    def __init__(self, folder: Path | None, job: str) -> None:
-        self.folder, self.job = folder, job
+    folder: Path | None
+    job: str
+    """A digest of the job and the name of its texts."""
 
-    def file_of(self, number: int) -> Path:
-        """Where a shard is kept."""
-        assert self.folder is not None
-        return self.folder / f"{self.job}-{number:06d}.shard"
-
-    def made_once(
-        self, number: int, texts: list[str], encode: Callable[[list[str]], EncodedShard]
-    ) -> EncodedShard:
+    def made_once(self, number: int, texts: list[str], encode: Encoder) -> EncodedShard:
         """The shard of some texts, kept in a file by its number."""
         if self.folder is None:
             return encode(texts)
         made_from = short_digest(self.job.encode(), json.dumps(texts).encode())
-        file = self.file_of(number)
+        file = self.folder / f"{self.job}-{number:06d}.shard"
         if (shard := kept_shard(file, made_from)) is None:
             shard = encode(texts)
             shard.keep(file, made_from)
         return shard
 
 
-@contextlib.contextmanager
-def _processes(job: EncodingJob, count: int) -> Iterator[Callable[..., Future[EncodedShard]]]:
-    """Gives a function that calls another in a thread, with what encodes by one of `count` processes.
+def _in_processes(
+    job: EncodingJob, keeper: _Keeper, numbered: Iterable[tuple[int, list[str]]], workers: int
+) -> Generator[EncodedShard, None, None]:
+    """Yield the shards in order, each made by one of `workers` processes.
 
-    They are programs of their own, not forks: a process that has threads of a tokenizer or of torch cannot be
-    forked, and multiprocessing's other ways run the user's script again.
+    Raises UserError as the encoder does, TrainingError where a process was killed.
     """
-    started = [_start() for _ in range(count)]
-    idle: SimpleQueue[tuple[subprocess.Popen[bytes], Connection]] = SimpleQueue()
+    from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+    from multiprocessing import get_context
 
-    def encode(texts: list[str]) -> EncodedShard:
-        """What a process that is idle makes of texts. Raises UserError as the encoder does."""
-        child, connection = idle.get()
-        try:
-            connection.send(texts)
-            found: EncodedShard | Exception = connection.recv()
-        except (EOFError, OSError):
-            found = RuntimeError(f"a process that encodes texts ended with {child.wait()}")
-        finally:
-            idle.put((child, connection))
-        if isinstance(found, Exception):
-            raise found
-        return found
-
-    threads = ThreadPoolExecutor(count)
+    given = (job.place, job.settings, job.tokenizer.to_str())
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, given)
+    waiting: deque[Future[EncodedShard]] = deque()
     try:
-        for child, connection in started:
-            connection.send((job.place, job.settings, job.tokenizer.to_str()))
-            idle.put((child, connection))
-        yield lambda made_once, number, texts: threads.submit(made_once, number, texts, encode)
+        for number, batch in numbered:
+            with _own_program():
+                waiting.append(pool.submit(_make, keeper, number, batch))
+            if len(waiting) >= SHARDS_AHEAD * workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    except BrokenProcessPool:
+        raise TrainingError(
+            "a process that tokenizes was killed, perhaps for its memory: run again, and it goes on"
+        ) from None
     finally:
-        for child, _ in started:
-            child.kill()
-        threads.shutdown(cancel_futures=True)
-        for child, connection in started:
-            child.wait()
-            connection.close()
+        pool.shutdown(cancel_futures=True)
 
 
-def _start() -> tuple[subprocess.Popen[bytes], Connection]:
-    from multiprocessing.connection import Pipe
+@contextlib.contextmanager
+def _own_program() -> Iterator[None]:
+    """Processes that start meanwhile make isobatch known in place of running the user's script again.
 
-    ours, theirs = Pipe()
-    with theirs:
-        words = [sys.executable, "-P", worker.__file__, str(theirs.fileno())]
-        # What a library prints is no output of the command that prepares.
-        child = subprocess.Popen(
-            words, stdout=2, env={**os.environ, **ONE_THREAD}, pass_fds=[theirs.fileno()]
-        )
-    return child, ours
+    They are programs of their own, not forks, as a process with threads of a tokenizer or of torch cannot be
+    forked; each has one thread.
+    """
+    main, environment = sys.modules["__main__"], dict(os.environ)
+    sys.modules["__main__"] = ModuleType("__main__")
+    sys.modules["__main__"].__file__ = str(Path(__file__).resolve().parents[2] / "launch" / "_root.py")
+    os.environ.update(ONE_THREAD)
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        for name in ONE_THREAD:
+            del os.environ[name]
+        os.environ.update({name: environment[name] for name in ONE_THREAD if name in environment})
+
+
+_encoders: list[Encoder] = []
+"""That of a process that encodes for another."""
+
+
+def _begin(place: str, settings: dict[str, Any], tokenizer: str) -> None:
+    """Make the encoder of this process, which ends with the one that started it."""
+    from tokenizers import Tokenizer
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that started it says when it ends
+    os.dup2(2, 1)  # what a library prints is no output of the command that prepares
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _encoders.append(EncodingJob(place, settings, Tokenizer.from_str(tokenizer)).encoder())
+
+
+def _end_with_parent() -> None:
+    from multiprocessing import parent_process
+
+    parent = parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(0)
+
+
+def _make(keeper: _Keeper, number: int, texts: list[str]) -> EncodedShard:
+    return keeper.made_once(number, texts, _encoders[0])

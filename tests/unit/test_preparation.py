@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from isobatch.core import measures
-from isobatch.core.errors import UserError
+from isobatch.core.errors import TrainingError, UserError
 from isobatch.data import base, digests
 from isobatch.data.preparation import encoding
 from isobatch.data.preparation.encoding import EncodedShard, EncodingJob, Workshop, encode_in_shards
@@ -27,11 +28,13 @@ PLACE = "isobatch.tests.unit.test_preparation:encoder"
 
 
 def encoder(tokenizer: Any, settings: dict[str, Any]) -> Any:  # noqa: ARG001 - as every encoder
-    """Lengths of texts; refuses the text `bad`, and counts its calls in a file."""
+    """Lengths of texts; refuses the text `bad`, dies of `fatal`, and counts its calls in a file."""
 
     def encode(texts: list[str]) -> EncodedShard:
         if "bad" in texts:
             raise UserError("bad is refused")
+        if "fatal" in texts:
+            os.kill(os.getpid(), signal.SIGKILL)
         with Path(settings["calls"]).open("a") as stream:
             stream.write(f"{os.getpid()}\n")
         return EncodedShard({"lengths": np.array([len(text) for text in texts])}, {"first": texts[0]})
@@ -88,9 +91,15 @@ def test_other_texts_are_encoded_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_what_an_encoder_refuses_is_said_by_the_one_that_asked(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="bad is refused"):
-        list(encode_in_shards(job(tmp_path), "train", [*TEXTS, "bad"], Workshop(2)))
+@pytest.mark.parametrize(
+    ("text", "kind", "said"),
+    [("bad", UserError, "bad is refused"), ("fatal", TrainingError, "was killed.*run again, and it goes on")],
+)
+def test_what_ends_an_encoder_is_said_by_the_one_that_asked(
+    tmp_path: Path, text: str, kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        list(encode_in_shards(job(tmp_path), "train", [*TEXTS, text], Workshop(2)))
 
 
 @pytest.mark.parametrize("case", ["text", "documents, cleaned", "labels as chats"])
