@@ -72,14 +72,7 @@ class IndexedGroup:
 def save_part(folder: Path, groups: list[IndexedGroup]) -> None:
     """Write a shard's part, all of it or nothing; another process may write the same one."""
     described = [
-        {
-            "extent": list(group.place.extent),
-            "rows": group.rows,
-            "samples": group.samples,
-            "digest": group.digest.hex(),
-            "sizes": group.sizes,
-        }
-        for group in groups
+        [*group.place.extent, group.rows, group.samples, group.digest.hex(), group.sizes] for group in groups
     ]
     save_whole(folder, _joined(groups), described)
 
@@ -87,12 +80,11 @@ def save_part(folder: Path, groups: list[IndexedGroup]) -> None:
 def load_part(folder: Path, shard: int) -> list[IndexedGroup]:
     columns, first = {name: np.asarray(column) for name, column in load(folder).items()}, 0
     groups = []
-    for one in json.loads((folder / GROUPS_FILE).read_text()):
-        stop = first + one["samples"]
-        own = {name: column[first:stop] for name, column in columns.items()}
-        place = GroupPlace(shard, Extent(*one["extent"]))
-        groups.append(IndexedGroup(place, one["rows"], bytes.fromhex(one["digest"]), one["sizes"], own))
-        first = stop
+    for start, end, rows, samples, digest, sizes in json.loads((folder / GROUPS_FILE).read_text()):
+        own = {name: column[first : first + samples] for name, column in columns.items()}
+        place = GroupPlace(shard, Extent(start, end))
+        groups.append(IndexedGroup(place, rows, bytes.fromhex(digest), sizes, own))
+        first += samples
     return groups
 
 
@@ -190,6 +182,11 @@ class _Builder:
                     self.indexed(GroupPlace(number, extent), rows) for extent, rows in shard.groups(columns)
                 ]
             self.store.require_unchanged(one)
+            lost = f"{LEFT_OUT}no column `{self.encoder.column}`"
+            if found and all(group.sizes.get(lost) == group.rows for group in found):
+                raise UserError(
+                    f"{one.address} has no column {self.encoder.column}, and the first object has"
+                )
             save_part(folder, found)
 
     def indexed(self, place: GroupPlace, rows: Rows) -> IndexedGroup:

@@ -13,11 +13,11 @@ from abc import ABC, abstractmethod
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.errors import TrainingError
 from isobatch.data.streaming.store import ObjectFile, Store, StoredObject, file_format
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from pyarrow.parquet import FileMetaData, ParquetFile
 
@@ -43,7 +43,7 @@ class Shard(ABC):
 
     @abstractmethod
     def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:
-        """Its groups from the first to the last, with their rows. Raises UserError for a column it lacks."""
+        """Its groups from the first to the last, with their rows."""
 
     @abstractmethod
     def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:
@@ -57,25 +57,13 @@ class Shard(ABC):
         """Bytes of its largest group, about."""
         return min(GROUP_BYTES, self.stored.size)
 
-    def require(self, columns: Sequence[str] | None, there: Collection[str]) -> None:
-        """Raise UserError where a column is not there: other shards may have it."""
-        for name in columns or () if there else ():
-            if name not in there:
-                raise UserError(
-                    f"{self.stored.address} has no column {name}, and the first object has; it has:"
-                    f" {', '.join(sorted(there)[:20])}"
-                )
-
 
 class Lines(Shard):
     """A file of JSON objects, one a line. All columns are given: what is not read is counted."""
 
-    def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:
+    def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:  # noqa: ARG002
         for extent, block in self._blocks():
-            rows = self._parse(block, extent.start)
-            if extent.start == 0:
-                self.require(columns, {name for row in rows for name in row})
-            yield extent, rows
+            yield extent, self._parse(block, extent.start)
 
     def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:  # noqa: ARG002
         return self._parse(self._read(*extent), extent.start)
@@ -146,7 +134,6 @@ class ParquetShard(Shard):
 
     def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:
         """Consecutive row groups that together have GROUP_BYTES."""
-        self.require(columns, self.columns())
         sizes = self._row_group_bytes(columns)
         start = size = 0
         for number, of_this in enumerate(sizes):
@@ -164,14 +151,8 @@ class ParquetShard(Shard):
         with self._opened() as file:
             groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
         parts = [[group.column(place) for place in range(group.num_columns)] for group in groups]
-        return [
-            sum(
-                part.total_compressed_size
-                for part in of_group
-                if columns is None or part.path_in_schema.partition(".")[0] in columns
-            )
-            for of_group in parts
-        ]
+        is_read = (lambda part: part.path_in_schema.partition(".")[0] in columns) if columns else bool
+        return [sum(part.total_compressed_size for part in filter(is_read, ones)) for ones in parts]
 
     @contextmanager
     def _opened(self) -> Iterator[ParquetFile]:

@@ -8,7 +8,6 @@ import json
 import os
 import queue
 import threading
-from collections import OrderedDict
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -32,7 +31,7 @@ from isobatch.data.text.row_fields import FIELD, LEFT_OUT
 from isobatch.data.text.sources import TEXT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping
 
     from isobatch.data.base import Column, Columns
     from isobatch.data.streaming.groups import GroupCache, GroupPlace
@@ -115,38 +114,8 @@ OPEN_SHARDS = 64
 """Shards whose Parquet metadata is in memory."""
 THREADS = 8
 """They get groups before they are needed."""
-LEAST_REMEMBERED = 128
+REMEMBERED = 1024
 """Groups that were asked for last, which are not asked for again."""
-
-
-class ReadAhead:
-    """Calls `read` with each group that is expected, in threads that end with the process."""
-
-    def __init__(self, read: Callable[[int], Any]) -> None:
-        self._read = read
-        self._waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
-        self._known: OrderedDict[int, None] = OrderedDict()
-        self._started = False
-
-    def expect(self, groups: Sequence[int]) -> None:
-        """These groups are needed soon. Who needs one does not wait for these threads."""
-        for group in groups:
-            if group not in self._known:
-                self._waiting.put(group)
-            self._known[group] = None
-            self._known.move_to_end(group)
-        while len(self._known) > LEAST_REMEMBERED + 4 * len(groups):
-            self._known.popitem(last=False)
-        if not self._started:
-            self._started = True
-            for number in range(THREADS):
-                threading.Thread(target=self._work, name=f"read ahead {number}", daemon=True).start()
-
-    def _work(self) -> None:
-        while True:
-            group = self._waiting.get()
-            with contextlib.suppress(Exception):  # who needs the group meets the error too, and is told
-                self._read(group)
 
 
 class StreamedSource(Source):
@@ -172,7 +141,9 @@ class StreamedSource(Source):
         self._store = Store()
         self._columns_of = lru_cache(OPEN_GROUPS)(self._columns)
         self._shard_of = lru_cache(OPEN_SHARDS)(self._shard)
-        self._reader = ReadAhead(lambda group: self.cache.get(*self._request(group)))
+        self._expected: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._expect_once = lru_cache(REMEMBERED)(self._expected.put)
+        self._has_readers = False
 
     def __len__(self) -> int:
         return len(self._lengths)
@@ -191,7 +162,18 @@ class StreamedSource(Source):
 
     def expect(self, indices: np.ndarray) -> None:
         self._require_own_process()
-        self._reader.expect(np.unique(self._groups_of(indices)).tolist())
+        for group in np.unique(self._groups_of(indices)).tolist():
+            self._expect_once(group)
+        for number in range(0 if self._has_readers else THREADS):
+            threading.Thread(target=self._read_ahead, name=f"read ahead {number}", daemon=True).start()
+        self._has_readers = True
+
+    def _read_ahead(self) -> None:
+        """Get the groups that are expected; who needs one does not wait for this thread, which never ends."""
+        while True:
+            group = self._expected.get()
+            with contextlib.suppress(Exception):  # who needs the group meets the error too, and is told
+                self.cache.get(*self._request(group))
 
     def keep_at_most(self, size: int) -> None:
         window = self.read_ahead * float(self._lengths.mean()) * TOKEN_BYTES

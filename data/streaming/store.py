@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import io
 import os
 import random
 import re
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from isobatch.core import hub_cache
 from isobatch.core.errors import IsobatchError, TrainingError, UserError
+from isobatch.core.extras import need
 from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import printable
 
@@ -35,25 +34,9 @@ NAMES_BEFORE_AT = ("hf", "abfs", "abfss")
 """Schemes that write something else than a user before an @."""
 ENDINGS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".jsonl.gz": "jsonl.gz"}
 ENDINGS |= {".ndjson.gz": "jsonl.gz"}
-NEVER_EMPTY = ("parquet", "jsonl.gz")
-"""Formats of which no whole file has 0 bytes."""
-LIBRARIES = {
-    "s3": ("s3fs", "'isobatch[s3]'"),
-    "gs": ("gcsfs", "'isobatch[gs]'"),
-    "hf": ("huggingface_hub", "huggingface_hub"),
-    "https": ("aiohttp", "aiohttp"),
-    "http": ("aiohttp", "aiohttp"),
-    "file": ("", ""),
-    "memory": ("", ""),
-}
-"""Scheme -> what reads it beside fsspec, and what pip is asked for."""
-CREDENTIALS = {
-    "s3": " (AWS_PROFILE or AWS_ACCESS_KEY_ID; FSSPEC_S3_ANON=true for public data)",
-    "gs": " (GOOGLE_APPLICATION_CREDENTIALS)",
-    "hf": " (hf auth login, or HF_TOKEN)",
-}
-S3_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "FSSPEC_S3_ENDPOINT_URL")
-"""Variables that name an S3 server of one's own."""
+LIBRARIES = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub", "https": "aiohttp", "http": "aiohttp"}
+LIBRARIES |= {"file": "fsspec", "memory": "fsspec"}
+"""Scheme -> the library that reads it."""
 ATTEMPTS, ATTEMPTS_TO_LIST = 70, 10
 """Of each read: with the pauses between them a store may be away for a quarter of an hour. And of the list of
 objects, with which all begins: a minute.
@@ -63,16 +46,12 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.25, 20.0
 so that ranks that failed together do not come back together."""
 SAID_AFTER = 5
 """Attempts that fail before a person is told, some 4 seconds."""
-SAID_EVERY_SECONDS = 60.0
-_next_word = [0.0]
-"""When a person may be told again that a store fails; the threads of a process share it."""
-REFUSALS = (FileNotFoundError, PermissionError, ValueError, TypeError, ImportError)
+SAID_EVERY_SECONDS = 60
+REFUSALS = (ValueError, TypeError, ImportError)
 """To ask again would not help."""
-NO_CREDENTIALS = "NoCredentialsError"
-"""botocore's name of it."""
 VERSION_FIELDS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "Last-Modified", "mtime", "created")
 """What stores call a mark that changes with an object, the best first."""
-_PAUSES = random.Random(f"{socket.gethostname()} {os.getpid()}")
+_pauses = random.SystemRandom()
 
 
 def is_remote(data: str) -> bool:
@@ -97,9 +76,7 @@ def file_format(address: str) -> str | None:
 
 
 def check(data: str) -> None:
-    """Raise UserError for addresses that nothing here can read, or a store whose server is known and does not
-    answer in 2 s.
-    """
+    """Raise UserError for addresses that nothing here can read, or a server that does not answer in 2 s."""
     for address in patterns(data):
         scheme = address.partition("://")[0]
         if not is_remote(address):
@@ -110,24 +87,13 @@ def check(data: str) -> None:
             known = ", ".join(f"{name}://" for name in LIBRARIES)
             raise UserError(f"--data {data}: {scheme}:// is none of {known}{nearest_hint(scheme, LIBRARIES)}")
         refuse_secrets(address)
-        module, install = LIBRARIES[scheme]
-        if module and importlib.util.find_spec(module) is None:
-            raise UserError(f"--data {data}: {scheme}:// needs {module}: pip install {install}")
-    for server in dict.fromkeys(map(_server, patterns(data))):
-        is_hub = server == hub_cache.hub_address()  # which may be told to be offline
-        if server and not (hub_cache.is_reachable() if is_hub else hub_cache.answers(server)):
+        need(LIBRARIES[scheme], f"--data {data}: {scheme}://")
+        own = f"{scheme}://{urlsplit(address).netloc}" if scheme in ("http", "https") else None
+        servers = {"s3": os.environ.get("AWS_ENDPOINT_URL"), "hf": hub_cache.hub_address()}
+        server = own or servers.get(scheme)
+        # The hub may be told to be offline.
+        if server and not (hub_cache.is_reachable() if scheme == "hf" else hub_cache.answers(server)):
             raise UserError(f"--data {data}: {server} cannot be reached: check the address and the network")
-
-
-def _server(address: str) -> str | None:
-    """The address of the server behind one; None where only the library knows it."""
-    scheme = address.partition("://")[0]
-    if scheme in ("http", "https"):
-        return f"{scheme}://{urlsplit(address).netloc}"
-    if scheme == "s3":
-        return next(filter(None, map(os.environ.get, S3_ENDPOINTS)), None)
-    google = os.environ.get("STORAGE_EMULATOR_HOST") or "https://storage.googleapis.com"
-    return {"hf": hub_cache.hub_address(), "gs": google}.get(scheme)
 
 
 def refuse_secrets(address: str, flag: str = "--data", written: str = "the recipe") -> None:
@@ -191,7 +157,7 @@ class Store:
     def find(self, data: str) -> list[StoredObject]:
         """The objects with a known ending that --data names, by address; empty files of lines are none.
 
-        Raises UserError where nothing matches, an object is no whole file, or the store refuses.
+        Raises UserError where nothing matches, or the store refuses.
         """
         found: dict[str, StoredObject] = {}
         for pattern in patterns(data):
@@ -202,9 +168,7 @@ class Store:
             except TrainingError as error:
                 raise UserError(f"--data {data}: {error}") from None
             known = [(one, file_format(one.address)) for one in listed]
-            if empty := [one for one, kind in known if kind in NEVER_EMPTY and not one.size]:
-                raise UserError(f"--data {data}: {empty[0].address} has 0 bytes, so it is no whole file")
-            matched = {one.address: one for one, kind in known if kind and one.size}
+            matched = {one.address: one for one, kind in known if kind and (one.size or kind != "jsonl")}
             if not matched:
                 raise UserError(
                     f"--data {data}: {pattern} matches no object that ends in {' '.join(ENDINGS)}, or there"
@@ -261,29 +225,37 @@ def _insist(address: str, what: str, attempt: Callable[[], T], attempts: int = 0
             raise
         except Exception as error:  # of the network, of whatever library reads this scheme
             said = (str(error).strip() or type(error).__name__).partition("\n")[0]
-            if isinstance(error, REFUSALS) or type(error).__name__ == NO_CREDENTIALS:
-                raise TrainingError(f"{address}: {_why_refused(error, address) or said}") from None
+            if isinstance(error, FileNotFoundError):
+                raise TrainingError(f"{address}: there is no such object or bucket") from None
+            if isinstance(error, PermissionError) or type(error).__name__ == "NoCredentialsError":
+                raise TrainingError(
+                    f"{address}: no permission: give the library credentials that may list and read it, in"
+                    " the environment (FSSPEC_S3_ANON=true for public data in S3)"
+                ) from None
+            if isinstance(error, REFUSALS):
+                raise TrainingError(f"{address}: {said}") from None
             if number == attempts:
                 raise TrainingError(
                     f"{address}: {what} could not be had in {attempts} attempts: {said}; `resume` goes on"
                     " when the store answers"
                 ) from None
-            if number >= SAID_AFTER and time.monotonic() >= _next_word[0]:
-                _next_word[0] = time.monotonic() + SAID_EVERY_SECONDS
+            if number >= SAID_AFTER:
                 line = printable(f"{address}: {what} cannot be had ({said}): trying again")
-                print(line, file=sys.stderr, flush=True)
-        time.sleep(pause * _PAUSES.uniform(0.5, 1))
+                _say_failing(int(time.monotonic() / SAID_EVERY_SECONDS), line)
+        time.sleep(pause * _pauses.uniform(0.5, 1))
         pause = min(2 * pause, LONGEST_PAUSE)
     raise AssertionError("the last attempt returns or raises")
 
 
-def _why_refused(error: Exception, address: str) -> str | None:
-    if isinstance(error, FileNotFoundError):
-        return "there is no such object or bucket"
-    if isinstance(error, PermissionError) or type(error).__name__ == NO_CREDENTIALS:
-        remedy = CREDENTIALS.get(address.partition("://")[0], "")
-        return f"no permission: give credentials that may list and read it{remedy}"
-    return None
+_said = [-1]
+"""When a person was told last that a store fails; the threads of a process share it."""
+
+
+def _say_failing(minute: int, line: str) -> None:
+    """Tell a person, once a minute."""
+    if _said[0] != minute:
+        _said[0] = minute
+        print(line, file=sys.stderr, flush=True)
 
 
 class ObjectFile(io.RawIOBase):
