@@ -5,17 +5,10 @@ All is drawn as whole numbers from a seeded generator, so that every machine mak
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from isobatch.data.interactions.formats import ItemText, RawInteractions
 from isobatch.data.interactions.tables import Table
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import pyarrow as pa
 
 READERS, BOOKS, LOANS = 600, 400, 24
 """LOANS is the average number of loans of a reader."""
@@ -32,17 +25,6 @@ GENRES, GENRE_WORDS, GENRE_JOBS = zip(*(line.split(": ") for line in _GENRES.spl
 TITLE_PATTERNS = ["The {} and the {}", "A {} without {}", "{} of the {}", "Notes on {} and {}"]
 TITLE_PATTERNS += ["The last {}, the {}"]
 AGES = ("young", "middle-aged", "old")
-
-
-class _Made(Table):
-    """A table that is in memory."""
-
-    def __init__(self, table: pa.Table) -> None:
-        super().__init__({name: name for name in table.column_names})
-        self.table = table
-
-    def _read(self) -> Iterator[pa.RecordBatch]:
-        yield from self.table.to_batches()
 
 
 def demo_interactions() -> RawInteractions:
@@ -66,8 +48,9 @@ def demo_interactions() -> RawInteractions:
         [books_of_genre[k][len(books_of_genre[k]) * p >> 16] for k, p in zip(kind, position, strict=True)]
     )
     time = rng.permutation(len(user))
-    table = pa.table({"user": user, "item": item, "time": time})
-    return RawInteractions({"all": _Made(table)}, _reader_texts(taste, rng), _book_texts(genre, rng))
+    made = pa.table({"user": user, "item": item, "time": time})
+    table = Table("demo", dict(zip(made.column_names, made.column_names, strict=True)), made.to_batches)
+    return RawInteractions({"all": table}, _reader_texts(taste, rng), _book_texts(genre, rng))
 
 
 def _reader_texts(taste: np.ndarray, rng: np.random.Generator) -> dict[str, str]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest
+from isobatch.core.flags import nearest_hint
 from isobatch.data.interactions.tables import (
-    DelimitedTable,
-    ParquetTable,
     Table,
+    delimited_table,
+    parquet_table,
     read_rows,
     shape_to_stream,
     some_ids,
@@ -22,7 +22,7 @@ from isobatch.data.readers import name_columns, open_parquet
 from isobatch.data.tables.delimited import ATOMIC
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import numpy as np  # noqa: TC004  heavy, and no class here has flags
@@ -166,12 +166,12 @@ def _open_interactions(file: Path, options: Any, notes: list[str]) -> Table:
     if file.suffix == ".parquet":
         with open_parquet(file) as table:
             names = table.schema_arrow.names
-        return ParquetTable(file, _choose_columns(file, names, asked, notes))
+        return parquet_table(file, _choose_columns(file, names, asked, notes))
     shape = shape_to_stream(file, asked.values(), notes)
     ids = [name for name in (asked["user"], asked["item"], *USER_COLUMNS, *ITEM_COLUMNS) if name]
     columns = _choose_columns(file, shape.names, asked, notes)
     mark, lines = shape.dialect["delimiter"], shape.header_lines
-    return DelimitedTable(file, mark, shape.names, columns, skip=lines, ids=ids)
+    return delimited_table(file, mark, shape.names, columns, skip=lines, ids=ids)
 
 
 def _choose_columns(
@@ -188,11 +188,11 @@ def _choose_columns(
         if column is None and name in ("rating", "time"):
             continue
         if column not in available:
-            flag = f"--{name}-column"
-            looked = f"{flag} {given}: is no column" if given else f"has no column {' or '.join(usual[:3])}"
-            like = given and (nearest(given, available) or next((n for n in available if n in usual), ""))
-            hint = f" (did you mean {like}?)" * bool(like) if given else f": say which with {flag}"
-            raise UserError(f"{file}: {looked} (there are {name_columns(available[:8])}){hint}")
+            flag, there = f"--{name}-column", f"(there are {name_columns(available[:8])})"
+            if given:
+                hint = nearest_hint(given, available)
+                raise UserError(f"{file}: {flag} {given}: is no column {there}{hint}")
+            raise UserError(f"{file}: has no column {' or '.join(usual[:3])} {there}: say which with {flag}")
         chosen[name] = column
     renamed = [f"{column} as {name}" for name, column in chosen.items() if column != name]
     unread = [name for name in available if name not in chosen.values()]
@@ -204,30 +204,29 @@ def _choose_columns(
 
 
 def _texts_by_id(file: Path, ids: Sequence[str], notes: list[str]) -> dict[str, ItemText]:
-    """Id -> title and text of a table of users or items; a note where several rows have one id."""
-    rows = list(_read_id_texts(file, ids))
-    keys = whole_ids(key for key, _ in rows)
-    if twice := [key for key, count in Counter(keys).items() if count > 1]:
-        notes.append(
-            f"{file.name}: {len(twice):,} of its ids have several rows ({some_ids(twice)}): the last is read"
-        )
-    return dict(zip(keys, (text for _, text in rows), strict=True))
+    """Id -> title and text of a table of users or items: all columns but the id make the text.
 
-
-def _read_id_texts(file: Path, ids: Sequence[str]) -> Iterator[tuple[str, ItemText]]:
-    """(id, title and text) of each row of a table of users or items: all columns but the id make the text."""
-    named: list[str] = []
+    A note says where several rows have one id.
+    """
+    keys, texts = [], []
     key = title = ""
     for where, row in read_rows(file):
         if not key:
             key = next((name for name in (*ids, "id") if name in row), next(iter(row)))
-            named = [name for name in row if name != key]
             if key.isdecimal() and key not in ("0", "1"):
                 raise UserError(
                     f"{file}: its first row names no columns ({', '.join([*row][:4])}): give it a header"
                 )
-            title = next((name for name in TITLE_COLUMNS if name in row), named[0] if named else key)
+            others = [name for name in row if name != key]
+            title = next((name for name in TITLE_COLUMNS if name in row), [*others, key][0])
         if row[key] in (None, "") or row[key] != row[key]:
             raise UserError(f"{where}: has no {key}: fill it in, or leave the row out")
-        text = ". ".join(str(row[n]).replace("|", ", ") for n in named if row[n] not in (None, ""))
-        yield str(row[key]), ItemText(str(row[title] or row[key]), text)
+        said = [str(row[n]).replace("|", ", ") for n in row if n != key and row[n] not in (None, "")]
+        keys.append(str(row[key]))
+        texts.append(ItemText(str(row[title] or row[key]), ". ".join(said)))
+    keys = whole_ids(keys)
+    if twice := [key for key, count in Counter(keys).items() if count > 1]:
+        notes.append(
+            f"{file.name}: {len(twice):,} of its ids have several rows ({some_ids(twice)}): the last is read"
+        )
+    return dict(zip(keys, texts, strict=True))

@@ -135,8 +135,11 @@ class LogSplits:
     def _split(self, parts: dict[str, InteractionLog]) -> dict[str, InteractionLog]:
         data, method = self.recipe.data, self.method
         given = "train" in parts
+        if method == "none" and given:
+            columns = {n: np.concatenate([p.columns[n] for p in parts.values()]) for n in ("user", "item")}
+            return {"train": drop_repeats(InteractionLog(columns), len(self.items), "all", self.notes)}
         if method == "none":
-            return {"train": self._join(parts)}
+            return {"train": parts["all"]}
         if method == "given":
             if not given:
                 raise UserError(f"--split given: {data} has no train file")
@@ -153,31 +156,20 @@ class LogSplits:
             self.notes.append("there are no times: a user's last interaction is the last in the file")
         return split_leave_one_out(parts["all"], self.notes, self.has_times)
 
-    def _join(self, parts: dict[str, InteractionLog]) -> InteractionLog:
-        """All interactions: those of the splits one after the other, where the data is split."""
-        if len(parts) == 1:
-            return next(iter(parts.values()))
-        columns = {
-            name: np.concatenate([log.columns[name] for log in parts.values()]) for name in ("user", "item")
-        }
-        return drop_repeats(InteractionLog(columns), len(self.items), "all", self.notes)
-
     def _leave_out_users_with_all_items(self) -> None:
         """Nothing is left that their held-out items could be ranked against, unless the data names it."""
         users, items = len(self.users), len(self.items)
         has_all = np.diff(np.searchsorted(self.had, np.arange(users + 1) * items)) == items
         held_out = [s for s in self.logs if s == "valid" or (s == "test" and self.negatives is None)]
-        left = len(self.logs) - len(held_out) - 1  # a test split of the data's own negatives
         for split in held_out:
             kept = ~has_all[self.logs[split].user]
+            self.logs[split] = self.logs[split].take(kept)
             if out := int((~kept).sum()):
                 self.notes.append(
                     f"{split}: {out:,} of {len(kept):,} held-out interactions are of users who took all"
                     " items: left out, as none is left to rank against"
                 )
-            self.logs[split] = self.logs[split].take(kept)
-            left += int(kept.sum())
-        if held_out and not left and has_all.any():
+        if has_all.any() and held_out and not any(len(self.logs[s]) for s in self.logs if s != "train"):
             raise UserError(
                 f"--data {self.recipe.data}: each held-out user took all {items:,} items, so that none is"
                 " left to rank against: add those that nobody took (a table items), or give --split none"

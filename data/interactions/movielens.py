@@ -12,7 +12,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data.interactions.formats import FolderFormat, ItemText, RawInteractions
-from isobatch.data.interactions.tables import DelimitedTable, Table, read_fields, read_rows
+from isobatch.data.interactions.tables import Table, delimited_table, read_fields, read_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -34,7 +34,7 @@ SEXES = {"F": "female", "M": "male"}
 def _read_ml_1m(path: Path) -> RawInteractions:
     """ratings.dat, users.dat and movies.dat: fields between double colons, ISO-8859-1."""
     names = ["user", "_1", "item", "_2", "rating", "_3", "time"]
-    table = DelimitedTable(path / "ratings.dat", ":", names, {name: name for name in COLUMNS})
+    table = delimited_table(path / "ratings.dat", ":", names, {name: name for name in COLUMNS})
     return RawInteractions(
         {"all": table}, _read_ml_1m_users(path / "users.dat"), _read_ml_1m_movies(path / "movies.dat")
     )
@@ -71,7 +71,7 @@ def _movie_text(title: str, genres: Iterable[str]) -> ItemText:
 
 def _read_ml_100k(path: Path) -> RawInteractions:
     """u.data with tabs; u.user and u.item with bars; u.genre names the 0/1 columns of u.item."""
-    table = DelimitedTable(path / "u.data", "\t", [*COLUMNS])
+    table = delimited_table(path / "u.data", "\t", [*COLUMNS])
     genres = [name for _, (name, _) in read_fields(path / "u.genre", "|", 2)]
     users = {
         user: f"{SEXES.get(sex, sex)}, {age} years old, {occupation}"
@@ -110,8 +110,8 @@ def _read_ncf(path: Path) -> RawInteractions:
     headed = not train.open().readline()[:1].isdigit()
     width = len(train.open().readline().split("\t"))
     splits: dict[str, Table] = {
-        "train": DelimitedTable(train, "\t", names[:width], pairs, skip=int(headed)),
-        "test": DelimitedTable(test, "\t", names, pairs),
+        "train": delimited_table(train, "\t", names[:width], pairs, skip=int(headed)),
+        "test": delimited_table(test, "\t", names, pairs),
     }
     found = RawInteractions(splits, negatives=_read_ncf_negatives(negatives, splits["test"]))
     items, users = _ncf_text_files(path)
@@ -131,7 +131,7 @@ def _read_ncf_negatives(file: Path, test: Table) -> np.ndarray:
     width = len(file.open().readline().rstrip("\n").split("\t")) - 1
     names = ["pair", *(f"n{n}" for n in range(width))]
     table, tested = (
-        pa.Table.from_batches(one.batches()) for one in (DelimitedTable(file, "\t", names), test)
+        pa.Table.from_batches(one.batches()) for one in (delimited_table(file, "\t", names), test)
     )
     taken = zip(tested["user"].to_pylist(), tested["item"].to_pylist(), strict=True)
     pairs = [f"({user},{item})" for user, item in taken]

@@ -6,7 +6,8 @@ import csv
 import io
 import itertools
 import re
-from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from isobatch.data.tables import delimited
 from isobatch.data.tables.delimited import find_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     import pyarrow as pa
@@ -27,8 +28,7 @@ if TYPE_CHECKING:
 BATCH_ROWS = 1 << 18
 NUMBERS = {"rating": "", "time": ", or dates such as 2019-12-31 23:59:59"}
 """Columns that hold numbers, and what else they may hold: text would be sorted alphabetically."""
-
-
+NOT_UTF8 = "its header is not UTF-8: convert it (iconv -f latin1 -t utf-8)"
 WHOLE_DECIMAL = re.compile(r"(-?\d+)\.0*")
 
 
@@ -49,31 +49,29 @@ def some_ids(names: Iterable[str]) -> str:
     return ", ".join(itertools.islice(names, 3))
 
 
-class Table(ABC):
-    """A table with the columns user and item, and perhaps rating and time; `columns` are their own names."""
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table of interactions."""
 
-    def __init__(self, columns: Mapping[str, str]) -> None:
-        self.columns = dict(columns)
+    name: str
+    columns: Mapping[str, str]
+    """user and item, and perhaps rating and time -> what they are called in the file."""
+    read: Callable[[], Iterable[Any]]
+    """Gives the rows as pyarrow's batches, with the file's own columns."""
+    where: Callable[[int], str] = "interaction {}".format
+    """The place of a row, counted from 1, for error messages."""
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Its rows, a block at a time. Raises UserError that names the fault."""
         import pyarrow as pa
 
         done = 0
-        for batch in self._read():
+        for batch in self.read():
             arrays = [batch[column] for column in self.columns.values()]
             for name, values in zip(self.columns, arrays, strict=True):
                 self._require_values(name, values, done)
             yield pa.RecordBatch.from_arrays(arrays, names=list(self.columns))
             done += len(batch)
-
-    @abstractmethod
-    def _read(self) -> Iterator[pa.RecordBatch]:
-        """The rows of the file, with its own columns."""
-
-    def where(self, row: int) -> str:
-        """The place of a row, counted from 1, for error messages."""
-        return f"interaction {row}"
 
     def _require_values(self, name: str, values: pa.Array, before: int) -> None:
         """Raise UserError unless all values are there, and numbers or dates where they should be."""
@@ -81,108 +79,74 @@ class Table(ABC):
 
         kind = values.type
         is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_temporal(kind)
-        if name in NUMBERS and not is_number:
-            cells = values.drop_null().to_pylist()
-            if cells:  # texts that look like numbers would be ordered as texts
-                odd = next((v for v in cells if not delimited.is_number(v)), cells[0])
-                raise UserError(
-                    f"{self}: its {name}s hold {odd!r}: give numbers{NUMBERS[name]}, or leave the column"
-                    f" {self.columns[name]} out"
-                )
+        if name in NUMBERS and not is_number and (cells := values.drop_null().to_pylist()):
+            # Texts that look like numbers would be ordered as texts.
+            odd = next((v for v in cells if not delimited.is_number(v)), cells[0])
+            raise UserError(
+                f"{self.name}: its {name}s hold {odd!r}: give numbers{NUMBERS[name]}, or leave the column"
+                f" {self.columns[name]} out"
+            )
         empty = values.is_null(nan_is_null=name not in NUMBERS).to_numpy(zero_copy_only=False)
         if empty.any():
             row = before + int(empty.argmax()) + 1
             raise UserError(f"{self.where(row)}: has no {name}: fill it in, or leave the row out")
 
 
-class DelimitedTable(Table):
-    """A delimited text file. Its `names` are its columns, `skip` the lines above, `ids` are read as text."""
+def delimited_table(
+    file: Path,
+    delimiter: str,
+    names: Sequence[str],
+    columns: Mapping[str, str] | None = None,
+    skip: int = 0,
+    ids: Sequence[str] = (),
+) -> Table:
+    """A delimited text file. `names` are its columns, `skip` the lines above, `ids` are read as text."""
+    chosen = dict(zip(names, names, strict=True)) if columns is None else columns
 
-    def __init__(
-        self,
-        file: Path,
-        delimiter: str,
-        names: list[str],
-        columns: Mapping[str, str] | None = None,
-        skip: int = 0,
-        ids: Sequence[str] = (),
-    ) -> None:
-        super().__init__(dict(zip(names, names, strict=True)) if columns is None else columns)
-        self.file, self.delimiter, self.names, self.skip, self.ids = file, delimiter, names, skip, ids
-
-    def __str__(self) -> str:
-        return str(self.file)
-
-    def where(self, row: int) -> str:
-        with open_utf8(self.file) as stream:  # pyarrow passes over empty lines
+    def where(row: int) -> str:
+        with open_utf8(file) as stream:  # pyarrow passes over empty lines
             lines = (number for number, line in enumerate(stream, 1) if line.strip(b"\r\n"))
-            place = self.skip + row
-            return f"{self.file} line {next(itertools.islice(lines, place - 1, None), place)}"
+            return f"{file} line {next(itertools.islice(lines, skip + row - 1, None), skip + row)}"
 
-    def _options(self) -> tuple[Any, Any, Any]:
-        """pyarrow's options to read, to parse and to convert."""
+    def read() -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
         from pyarrow import csv as arrow
 
-        quote = '"' if self.delimiter in ",;|" else False
-        numbers = {n: pa.int64() for n in ("user", "item", "time") if n in self.names and not self.ids}
-        words = dict.fromkeys(
-            set(self.ids).intersection(self.columns.values()), pa.dictionary(pa.int32(), pa.string())
-        )
+        kinds = {n: pa.int64() for n in ("user", "item", "time") if n in names and not ids}
+        kinds |= dict.fromkeys({*ids} & {*chosen.values()}, pa.dictionary(pa.int32(), pa.string()))
         convert = arrow.ConvertOptions(
-            include_columns=list(self.columns.values()),
-            column_types={**words, **numbers},
-            null_values=[""],
-            strings_can_be_null=True,
+            include_columns=[*chosen.values()], column_types=kinds, null_values=[""], strings_can_be_null=True
         )
-        read = arrow.ReadOptions(skip_rows=self.skip, column_names=self.names)
-        return read, arrow.ParseOptions(delimiter=self.delimiter, quote_char=quote), convert
-
-    def _read(self) -> Iterator[pa.RecordBatch]:
-        """Raises UserError with the line that cannot be read."""
-        import pyarrow as pa
-        from pyarrow import csv as arrow
-
-        read, parse, convert = self._options()
-        error = pa.ArrowInvalid("")
-        for read.use_threads in (True, False):  # pyarrow names the row of an error only on a single thread
-            source = open_utf8(self.file) if wide_encoding(self.file) else require_file(self.file)
+        options = arrow.ReadOptions(skip_rows=skip, column_names=[*names])
+        parse = arrow.ParseOptions(delimiter=delimiter, quote_char='"' if delimiter in ",;|" else False)
+        message = ""
+        for options.use_threads in (True, False):  # pyarrow names the row of an error only on a single thread
+            source = open_utf8(file) if wide_encoding(file) else require_file(file)
             try:
-                table = arrow.read_csv(source, read, parse, convert)
+                table = arrow.read_csv(source, options, parse, convert)
             except UnicodeDecodeError:
-                message = "its header is not UTF-8: convert it (iconv -f latin1 -t utf-8)"
-                raise UserError(f"{self.file}: {message}") from None
-            except pa.ArrowInvalid as found:
-                error = found
+                raise UserError(f"{file}: {NOT_UTF8}") from None
+            except pa.ArrowInvalid as error:
+                message = str(error).splitlines()[0]
             else:
                 if not table.num_rows:
-                    raise UserError(f"{self.file}: holds no rows")
-                yield from table.to_batches()
-                return
-        message = str(error).splitlines()[0]
-        row = re.search(r"Row #(\d+): ", message)
-        if row is None:
-            raise UserError(f"{self.file}: {message}")
-        reason = message[row.end() :].replace("CSV conversion error to", "cannot be read as")
-        raise UserError(f"{self.file} line {row.group(1)}: {reason}")
+                    raise UserError(f"{file}: holds no rows")
+                return iter(table.to_batches())
+        row, reason = re.fullmatch(r"(?:.*Row #(\d+): )?(.*)", message).groups()  # type: ignore[union-attr]
+        line = f" line {row}" if row else ""
+        raise UserError(f"{file}{line}: {reason.replace('CSV conversion error to', 'cannot be read as')}")
+
+    return Table(str(file), chosen, read, where)
 
 
-class ParquetTable(Table):
+def parquet_table(file: Path, columns: Mapping[str, str]) -> Table:
     """A Parquet file."""
 
-    def __init__(self, file: Path, columns: Mapping[str, str]) -> None:
-        super().__init__(columns)
-        self.file = file
+    def read() -> Iterator[pa.RecordBatch]:
+        with readers.open_parquet(file) as table, readers.explain_parquet_errors(file):
+            yield from table.iter_batches(BATCH_ROWS, columns=[*columns.values()])
 
-    def __str__(self) -> str:
-        return str(self.file)
-
-    def where(self, row: int) -> str:
-        return f"{self.file} row {row}"
-
-    def _read(self) -> Iterator[pa.RecordBatch]:
-        with readers.open_parquet(self.file) as table, readers.explain_parquet_errors(self.file):
-            yield from table.iter_batches(BATCH_ROWS, columns=list(self.columns.values()))
+    return Table(str(file), columns, read, f"{file} row {{}}".format)
 
 
 def read_text(file: Path) -> str:

@@ -289,7 +289,7 @@ def test_a_read_is_tried_again_and_the_last_error_names_the_object(
         assert files.reads == reads
     refused = Failing(99, PermissionError("Access Denied"))
     monkeypatch.setattr(store.Store, "_open", lambda *_: (refused, "path"))
-    with pytest.raises(TrainingError, match="no permission: .* credentials"):
+    with pytest.raises(TrainingError, match=r"no permission: .* credentials"):
         store.Store().read("s3://b/part-3", 10, 14)
     assert refused.reads == 1, "what is refused is not asked for again"
     assert 1 <= capsys.readouterr().err.count("cannot be had (reset by peer): trying again") <= 2, "a minute"
@@ -342,9 +342,9 @@ def test_splits_follow_the_names_of_objects() -> None:
 
 def test_a_shard_without_the_column_is_refused(stored: Path) -> None:
     (stored / "part-2.jsonl").write_bytes(b'{"content": "lost without a word"}\n' * 50)
-    with pytest.raises(UserError, match="part-2.jsonl has no column text"):
+    with pytest.raises(UserError, match=r"part-2.jsonl has no column text"):
         prepared(stored)
     (stored / "part-2.jsonl").unlink()
     pyarrow.parquet.write_table(pyarrow.table({"content": ["lost"] * 50}), stored / "part-2.parquet")
-    with pytest.raises(UserError, match="part-2.parquet has no column text"):
+    with pytest.raises(UserError, match=r"part-2.parquet has no column text"):
         prepared(stored)
