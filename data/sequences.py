@@ -7,10 +7,9 @@ import itertools
 import math
 import platform
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -18,14 +17,14 @@ from isobatch.core.errors import UserError
 from isobatch.core.terminal.status import doing
 from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import Columns, Ragged
-from isobatch.data.corpora import DEMO, Corpus, RowCorpus
+from isobatch.data.corpora import DEMO, Corpus
 from isobatch.data.preparation.encoding import batches
 from isobatch.data.preparation.spooled_array import SpooledArray, spool_to_array
 from isobatch.data.tables.delimited import is_number
 from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from pathlib import Path
 
     from tokenizers import Tokenizer
@@ -54,30 +53,10 @@ DEMO_LINE_WORDS = 3
 """Fewest words of a line of the demo."""
 
 
-@dataclass(frozen=True, slots=True)
-class IdCorpus:
-    """The sequences of ids of each split."""
-
-    splits: Mapping[str, Callable[[], Iterable[tuple[str, np.ndarray]]]]
-    """Split -> a function that reads (place, (ids,) int64) of each sequence, from the first on;
-    `place` names its file, row and column, for error messages."""
-    notes: tuple[str, ...] = ()
-
-
-class SequenceColumn(NamedTuple):
-    """The column that holds the sequences."""
-
-    name: str
-    kind: str
-    """TEXT or INTEGERS."""
-    note: str = ""
-    """What the user should know of the choice."""
-
-
 def find_column(
     data: str, kinds: Mapping[str, str], asked: Mapping[str, str | None], prefers_text: bool
-) -> SequenceColumn:
-    """The column of the sequences among columns that hold `kinds`.
+) -> tuple[str, str]:
+    """(name, kind) of the column of the sequences among columns that hold `kinds`.
 
     The one `asked` for, by kind; else one of lists of integers; else, or if that is preferred, one of text.
     Raises UserError where there is none, or where several could be meant.
@@ -85,18 +64,15 @@ def find_column(
     for kind, name in asked.items():
         if name is not None:
             readers.require_name(name, list(kinds), data, FLAGS[kind])
-            return SequenceColumn(name, kind)
+            return name, kind
     found = {kind: [name for name, held in kinds.items() if held == kind] for kind in FLAGS}
     kind = TEXT if found[TEXT] and (prefers_text or not found[INTEGERS]) else INTEGERS
-    usual = [name for name in USUAL_COLUMNS[kind] if name in found[kind]]
-    names = usual[:1] or found[kind]
+    names = [name for name in USUAL_COLUMNS[kind] if name in found[kind]][:1] or found[kind]
     if len(names) != 1:
         problem = f"which column? {FLAGS[kind]} says" if names else f"no column holds {TEXT} or {INTEGERS}"
         has = readers.name_columns([f"{name} ({held})" for name, held in kinds.items()] or ["no rows"])
         raise UserError(f"--data {data}: {problem}; it has: {has}")
-    others = [f"{FLAGS[k]} {name}" for k in FLAGS for name in found[k] if name != names[0]]
-    note = f"the column {names[0]} holds the sequences ({others[0]} takes another)" if others else ""
-    return SequenceColumn(names[0], kind, note)
+    return names[0], kind
 
 
 def column_kinds(rows: LocatedRows) -> dict[str, str]:
@@ -115,12 +91,8 @@ def _cell_kind(cell: Any) -> str:
         return TEXT if cell.strip() and not is_number(cell) else "numbers"
     if isinstance(cell, list) and cell:
         strange = next((v for v in cell if type(v) is not int), 0)
-        return INTEGERS if type(strange) is int else f"lists of {_type_name(strange)}"
-    return _type_name(cell)
-
-
-def _type_name(value: Any) -> str:
-    return "null" if value is None else type(value).__name__
+        return INTEGERS if type(strange) is int else f"lists of {type(strange).__name__}"
+    return type(cell).__name__
 
 
 def open_demo() -> Corpus:
@@ -132,21 +104,6 @@ def open_demo() -> Corpus:
 def _demo_lines(texts: Callable[[], Iterable[str]], most: int) -> list[str]:
     lines = [line for text in texts() for line in text.split("\n") if len(line.split()) >= DEMO_LINE_WORDS]
     return lines[:: math.ceil(len(lines) / most)]
-
-
-def open_lines(parts: Mapping[str, SplitFiles]) -> Corpus:
-    """The lines of text files, with a validation split."""
-    parts, notes = corpora.with_validation(dict(parts))
-    return Corpus({split: partial(_lines, part) for split, part in parts.items()}, notes=notes)
-
-
-def open_column(corpus: RowCorpus, column: SequenceColumn) -> Corpus | IdCorpus:
-    """The sequences in a column of rows."""
-    notes = corpus.notes + ((column.note,) if column.note else ())
-    if column.kind == TEXT:
-        texts = {split: partial(_texts, rows, column.name) for split, rows in corpus.splits.items()}
-        return Corpus(texts, notes=notes)
-    return IdCorpus({s: partial(_ids, rows, column.name) for s, rows in corpus.splits.items()}, notes)
 
 
 def _lines(part: SplitFiles) -> Iterator[str]:
@@ -165,7 +122,10 @@ def _texts(rows: Callable[[], LocatedRows], column: str) -> Iterator[str]:
 
 
 def _ids(rows: Callable[[], LocatedRows], column: str) -> Iterator[tuple[str, np.ndarray]]:
-    """Raises UserError for what is no list of integers; null is one without."""
+    """(place, (ids,) int64) of each row; null is one without.
+
+    Raises UserError, which names the place, for what is no list of integers.
+    """
     for where, row in rows():
         cell, place = row.get(column), f"{where}: {column}"
         cell = [] if cell is None else cell
@@ -214,34 +174,15 @@ class Sequences(TokenizedData):
         if options.vocab_size is not None and not 1 <= options.vocab_size <= MAX_IDS:
             raise UserError(f"--vocab-size {options.vocab_size}: must be at least 1 and at most {MAX_IDS}")
         self._tokenizer_source()
-        if self.recipe.data == DEMO:
-            corpora.demo_files()
-            self._check_lines()
-        elif path is None:
+        if self.recipe.data != DEMO and path is None:
             corpora.require_dataset(self.recipe.data)
-        else:
-            self._check_files(self._find_files(path))
-
-    def _check_files(self, parts: Mapping[str, SplitFiles]) -> None:
-        """Raise UserError unless every file has the column of the sequences."""
-        column = self._find_column_in(parts["train"])
-        if column is None:
-            self._check_lines()
             return
-        if column.kind == TEXT:
+        parts = self._find_files(path) if path else {}
+        name, kind = self._find_column_in(parts.get("train"))
+        if kind == TEXT:
             self._check_vocabulary_size()
-        for part in parts.values():
-            readers.require_column(part, column.name, FLAGS[column.kind])
-
-    def _check_lines(self) -> None:
-        """Raise UserError where a column is named of data that has none."""
-        for kind, name in self._asked_columns().items():
-            if name is not None:
-                raise UserError(
-                    f"{FLAGS[kind]} {name}: {self.recipe.data} is lines of text and has no"
-                    " columns: leave it out"
-                )
-        self._check_vocabulary_size()
+        for part in parts.values() if name else ():
+            readers.require_column(part, name, FLAGS[kind])
 
     def _find_files(self, path: Path) -> dict[str, SplitFiles]:
         parts = readers.find_splits(path, self.recipe.format, self.options)
@@ -249,22 +190,28 @@ class Sequences(TokenizedData):
             raise UserError(f"--data {path}: {parts['train'].files[0]} is empty")
         return parts
 
-    def _asked_columns(self) -> dict[str, str | None]:
+    def _find_column(self, rows: LocatedRows) -> tuple[str, str, list[str]]:
+        """(name, kind, notes) of the column of the sequences."""
+        kinds = column_kinds(rows)
+        # Whoever gives a tokenizer means text.
+        name, kind = find_column(self.recipe.data, kinds, self._asked(), self.recipe.tokenizer is not None)
+        unread = ", ".join(other for other in kinds if other != name)
+        return name, kind, [f"not read: {unread}"] * bool(unread)
+
+    def _asked(self) -> dict[str, str | None]:
         return {TEXT: self.options.text_column, INTEGERS: self.options.sequence_column}
 
-    def _find_column(self, kinds: Mapping[str, str]) -> SequenceColumn:
-        # Whoever gives a tokenizer means text.
-        prefers_text = self.recipe.tokenizer is not None
-        found = find_column(self.recipe.data, kinds, self._asked_columns(), prefers_text)
-        unread = ", ".join(name for name in kinds if name != found.name)
-        said = [found.note] * bool(found.note) + [f"not read: {unread}"] * bool(unread)
-        return found._replace(note="; ".join(said))
-
-    def _find_column_in(self, part: SplitFiles) -> SequenceColumn | None:
-        """The column of the sequences; None for lines of text."""
-        if part.is_stream:
-            return None
-        return self._find_column(column_kinds(readers.read_rows(part)))
+    def _find_column_in(self, part: SplitFiles | None) -> tuple[str, str]:
+        """(name, kind) of the column of the sequences; lines of text have none that a flag could name."""
+        if part is not None and not part.is_stream:
+            return self._find_column(readers.read_rows(part))[:2]
+        for kind, name in self._asked().items():
+            if name is not None:
+                raise UserError(
+                    f"{FLAGS[kind]} {name}: {self.recipe.data} is lines of text and has no columns:"
+                    " leave it out"
+                )
+        return "", TEXT
 
     def _content_identity(self) -> Any:
         if self.recipe.data == DEMO:
@@ -281,10 +228,10 @@ class Sequences(TokenizedData):
 
     def encode_splits(self, folder: Path | None = None) -> Encoded:
         """Raises UserError for a split without sequences, and for ids that are not in the vocabulary."""
-        corpus = self._open_corpus()
+        corpus, kind = self._open_corpus()
         found = {s: SequenceRows(self.recipe.max_length, folder) for s in SPLITS if s in corpus.splits}
-        notes, tokenizer = [*corpus.notes], None
-        if isinstance(corpus, Corpus):
+        tokenizer = None
+        if kind == TEXT:
             tokenizer = self._collect_texts(corpus, found)
             size = tokenizers.vocabulary_size(tokenizer)
         else:
@@ -298,21 +245,28 @@ class Sequences(TokenizedData):
             "data_vocabulary": size,
             **own,
             "splits": {split: rows.sizes(has_words=tokenizer is not None) for split, rows in found.items()},
-            "notes": [*notes, *(note for split, rows in found.items() for note in rows.notes(split))],
+            "notes": [*corpus.notes, *(note for split, rows in found.items() for note in rows.notes(split))],
         }
         return {split: rows.columns(own["eos"], dtype) for split, rows in found.items()}, tokenizer, extra
 
-    def _open_corpus(self) -> Corpus | IdCorpus:
+    def _open_corpus(self) -> tuple[Corpus, str]:
+        """(the texts, or places and ids, of each split; their kind)."""
         if self.recipe.data == DEMO:
-            return open_demo()
+            return open_demo(), TEXT
         if (path := self._data_path()) is None:
             rows = corpora.rows_from_hub(self.recipe.data, self.options.data_config)
-            return open_column(rows, self._find_column(column_kinds(rows.splits["train"]())))
-        parts = self._find_files(path)
-        if (column := self._find_column_in(parts["train"])) is None:
-            return open_lines(parts)
-        read = {split: dataclasses.replace(part, only=column.name) for split, part in parts.items()}
-        return open_column(corpora.rows_from_files(read), column)
+            name, kind, notes = self._find_column(rows.splits["train"]())
+        else:
+            parts = self._find_files(path)
+            if parts["train"].is_stream:
+                parts, held_out = corpora.with_validation(parts)
+                return Corpus({s: partial(_lines, part) for s, part in parts.items()}, notes=held_out), TEXT
+            name, kind, notes = self._find_column(readers.read_rows(parts["train"]))
+            parts = {split: dataclasses.replace(part, only=name) for split, part in parts.items()}
+            rows = corpora.rows_from_files(parts)
+        read = _texts if kind == TEXT else _ids
+        splits = {split: partial(read, of_split, name) for split, of_split in rows.splits.items()}
+        return Corpus(splits, notes=(*rows.notes, *notes)), kind
 
     def _collect_texts(self, corpus: Corpus, found: Mapping[str, SequenceRows]) -> Tokenizer:
         """Tokenize the texts of every split into its rows; the tokenizer."""
@@ -330,7 +284,7 @@ class Sequences(TokenizedData):
             rows.require_some(split, self.recipe.data)
         return tokenizer
 
-    def _collect_ids(self, corpus: IdCorpus, found: Mapping[str, SequenceRows]) -> int:
+    def _collect_ids(self, corpus: Corpus, found: Mapping[str, SequenceRows]) -> int:
         """Collect the ids of every split in its rows; the number of ids."""
         asked = self.options.vocab_size
         size, why = MAX_IDS, "it is too large: number the ids from 0"

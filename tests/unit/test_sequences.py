@@ -143,7 +143,6 @@ def test_each_list_of_integers_is_a_sequence(tmp_path: Path, form: str) -> None:
     wanted = [[3, 1, 8], [4, 1, 5, 8], [2, 6, 5, 3, 5, 8]]  # 7 ids, then bos 7 and eos 8
     assert rows == dict.fromkeys(("train", "valid", "test"), wanted)
     assert extra["kind"] == "integers"
-    assert "tokenizer" not in extra
     assert not (tmp_path / "out" / "tokenizer.json").exists()
     counts = {"sequences": 3, "tokens": 13, "words": None, "cut": 0, "empty": 2}
     assert extra["splits"]["train"] == counts
@@ -205,35 +204,25 @@ def test_ids_have_two_bytes_where_all_fit(tmp_path: Path, largest: int, dtype: t
     assert make(file).read()["train"]["tokens"].values.dtype == dtype
 
 
-WORDS = "text\na\n"
 KINDS = {"id": "int64", "text": TEXT, "title": TEXT, "ids": INTEGERS, "mask": INTEGERS}
 
 
 @pytest.mark.parametrize(
-    ("columns", "asked", "prefers_text", "found", "note"),
+    ("columns", "asked", "prefers_text", "found"),
     [
-        ("id text", {}, False, ("text", TEXT), ""),
-        ("id title", {}, False, ("title", TEXT), ""),
-        ("title text", {}, False, ("text", TEXT), "text holds the sequences (--text-column title"),
-        ("title text", {TEXT: "title"}, False, ("title", TEXT), ""),
-        ("id mask", {}, True, ("mask", INTEGERS), ""),
-        ("mask ids", {}, False, ("ids", INTEGERS), "ids holds the sequences (--sequence-column mask"),
-        ("text ids", {}, False, ("ids", INTEGERS), "ids holds the sequences (--text-column text"),
-        ("text ids", {}, True, ("text", TEXT), "text holds the sequences (--sequence-column ids"),
-        ("text ids", {INTEGERS: "ids"}, True, ("ids", INTEGERS), ""),
+        ("id title", {}, False, ("title", TEXT)),
+        ("title text", {}, False, ("text", TEXT)),
+        ("title text", {TEXT: "title"}, False, ("title", TEXT)),
+        ("text mask ids", {}, False, ("ids", INTEGERS)),
+        ("text ids", {}, True, ("text", TEXT)),
+        ("text ids", {INTEGERS: "ids"}, True, ("ids", INTEGERS)),
     ],
 )
 def test_the_column_is_found_by_what_it_holds(
-    columns: str,
-    asked: dict[str, str | None],
-    prefers_text: bool,
-    found: tuple[str, str],
-    note: str,
+    columns: str, asked: dict[str, str | None], prefers_text: bool, found: tuple[str, str]
 ) -> None:
     kinds = {name: KINDS[name] for name in columns.split()}
-    column = sequences.find_column("d", kinds, asked, prefers_text)
-    assert (column.name, column.kind) == found
-    assert column.note == (note and f"the column {note} takes another)")
+    assert sequences.find_column("d", kinds, asked, prefers_text) == found
 
 
 def test_a_tokenizer_is_for_text(tmp_path: Path) -> None:
@@ -242,20 +231,14 @@ def test_a_tokenizer_is_for_text(tmp_path: Path) -> None:
     both = write_parquet(tmp_path / "both.parquet", text=["he", "a", "b"], input_ids=[[1], [2], [0]])
     rows, extra = prepared(make(both), tmp_path / "ids")
     assert rows["train"] == [[1, 4], [2, 4]]
-    chosen = "the column input_ids holds the sequences (--text-column text takes another); not read: text"
-    assert extra["notes"] == [corpora.held_out_note(None), chosen]
+    assert extra["notes"] == [corpora.held_out_note(None), "not read: text"]
     rows, extra = prepared(make(both, tokenizer=tokenizer), tmp_path / "text")
     assert texts_of(rows["train"], tmp_path / "text") == ["he", "a"]
-    chosen = (
-        "the column text holds the sequences (--sequence-column input_ids takes another); not read: input_ids"
-    )
-    assert chosen in extra["notes"]
 
 
 BAD_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("lines", {"max_length": 1}, "--max-length 1: must be at least 2"),
     ("ids", {"text_column": "note", "sequence_column": "tokens"}, "--sequence-column exclude each other"),
-    ("ids", {"vocab_size": 0}, "--vocab-size 0: must be at least 1 and at most 2147483645"),
     ("lines", {"vocab_size": 256}, "--vocab-size 256: must be at least 257"),
     ("lines", {"sequence_column": "tokens"}, "is lines of text and has no columns"),
     ("ids", {"sequence_column": "token"}, "no such column (did you mean tokens?); it has: tokens, note"),
@@ -292,13 +275,7 @@ def test_a_validation_id_that_training_lacks_is_named(tmp_path: Path) -> None:
     ("cell", "says"),
     [
         ("[2, 0.5]", "holds lists of float, not lists of integers"),
-        ("[2, 3.0]", "holds lists of float, not lists of integers"),
-        ('["a"]', "holds lists of str, not lists of integers"),
-        ("[[1]]", "holds lists of list, not lists of integers"),
-        ("[1, null]", "holds lists of null, not lists of integers"),
-        ("[true]", "holds lists of bool, not lists of integers"),
         ("7", "holds int, not lists of integers"),
-        ('"1 2"', "holds text, not lists of integers"),
         ("[18446744073709551616]", "holds an id of more than 64 bits: number the ids from 0"),
         ("[-1]", "holds the id -1: ids begin at 0"),
     ],
@@ -312,13 +289,8 @@ def test_bad_cells_of_json_are_named_by_line(tmp_path: Path, cell: str, says: st
 @pytest.mark.parametrize(
     ("files", "says"),
     [
-        (
-            {"train__txt": "a", "valid__txt": " \n\n"},
-            "the valid split holds no sequences (empty: 2)",
-        ),
         ({"train__txt": "a", "valid__txt": ""}, "the valid split holds no sequences"),
         ({"train__txt": "\n", "valid__txt": "a"}, "the train split holds no sequences (empty: 1)"),
-        ({"train__csv": WORDS, "dev__csv": WORDS, "test__csv": "text"}, "the test split holds no sequences"),
     ],
 )
 def test_a_split_without_sequences_is_named(tmp_path: Path, files: dict[str, str], says: str) -> None:
