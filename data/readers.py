@@ -39,8 +39,6 @@ VALIDATION_ONE_IN = 20
 FORMATS = {".txt": "txt", ".text": "txt", ".raw": "txt", ".tokens": "txt", ".csv": "csv", ".tsv": "tsv"}
 FORMATS |= {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
 FORMATS |= dict.fromkeys(delimited.ATOMIC, "tsv")
-TAGGED = (".conll", ".conllu", ".iob", ".bio")
-"""Endings of words with tags, a word a line."""
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 GZIP = ".gz"
 _WIDE = (
@@ -118,19 +116,9 @@ def _split_keys(file: Path, changed: int) -> dict[str, str]:  # noqa: ARG001  pa
 
 def table_notes(parts: Mapping[str, SplitFiles]) -> list[str]:
     """What the user should know of how the tables are read, one line each."""
-    found = []
-    for part in parts.values():
-        if part.format in DELIMITERS:
-            found += [
-                note
-                for file in part.files
-                for note in shape_of(file, DELIMITERS[part.format], part.numbers).notes
-            ]
-    if (train := parts["train"]).key:
-        keys = _lists_of_rows(_parse_json_file(train.files[0]))
-        if unread := [key for key in keys if key not in {part.key for part in parts.values()}]:
-            found.append(f"of the splits in the file, {', '.join(unread)} are not read")
-    return list(dict.fromkeys(found))
+    tables = [(file, part) for part in parts.values() if part.format in DELIMITERS for file in part.files]
+    shapes = [shape_of(file, DELIMITERS[part.format], part.numbers) for file, part in tables]
+    return list(dict.fromkeys(note for shape in shapes for note in shape.notes))
 
 
 def content_hashes(splits: Mapping[str, SplitFiles]) -> dict[str, list[str]]:
@@ -146,11 +134,6 @@ def _ending(path: Path) -> str:
 
 
 def _format_of(path: Path) -> str:
-    if path.suffix.lower() in TAGGED:
-        raise UserError(
-            f"--data {path}: holds words with tags, which no task here learns: the classifier takes a table"
-            " of texts, each with one class"
-        )
     if (ending := _ending(path)) not in FORMATS:
         raise UserError(
             f"--data {path}: has no known ending ({' '.join(FORMATS)}; of tables with .gz behind it): "
@@ -166,19 +149,15 @@ def _find_in_folder(folder: Path, file_format: str | None) -> dict[str, SplitFil
     if file_format is None and len(formats) > 1:
         raise UserError(f"--data {folder}: holds {' and '.join(formats)} files: choose with --format")
     known = [f for f in known if file_format in (None, _format_of(f))]
-    found = {
-        split: tuple(f for f in known if split_named(f.stem) == split) for split in ("train", "valid", "test")
-    }
+    found: dict[str, tuple[Path, ...]] = dict.fromkeys(("train", "valid", "test"), ())
+    for file in known:
+        file.open("rb").close()
+        found[str(split_named(file.stem))] += (file,)
     if not found["train"]:
-        for tagged in (f for f in names if f.suffix.lower() in TAGGED):
-            _format_of(tagged)
         there = ", ".join(f.name for f in names[:5]) or "nothing"
         raise UserError(
             f"--data {folder}: there is no train.txt (or .csv, .tsv, .jsonl, .json, .parquet); found: {there}"
         )
-    for file in known:
-        with file.open("rb"):
-            pass
     return {split: SplitFiles(files, file_format or formats[0]) for split, files in found.items() if files}
 
 
@@ -268,10 +247,9 @@ def open_utf8(file: Path) -> io.BufferedReader:
         stream = file.open("rb")
         head = stream.peek(1)
         if b"\r" in head and b"\n" not in head and FORMATS.get(_ending(file)) in DELIMITERS:
-            if b"\n" not in (content := stream.read()):  # as the first Macintoshes ended lines, and Excel can
-                stream.close()
-                return io.BufferedReader(io.BytesIO(content.replace(b"\r", b"\n")))
-            stream.seek(0)
+            with stream:  # as the first Macintoshes ended lines, and Excel can
+                content = stream.read().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+            return io.BufferedReader(io.BytesIO(content))
         return stream
     try:
         return io.BufferedReader(io.BytesIO(file.read_bytes().decode(encoding).encode()))
@@ -376,23 +354,17 @@ def _rows_in(value: Any, key: str | None, file: Path) -> list[Any]:
         raise UserError(f"{file}: holds {type(value).__name__}, not a list of objects")
     sizes = {len(column) if isinstance(column, list) else None for column in value.values()}
     keys = [key] if key else _lists_of_rows(value, dict)
-    if not keys and len(value) > 1 and len(sizes) > 1 and None not in sizes:
-        lengths = ", ".join(f"{name} {len(column)}" for name, column in value.items())
-        raise UserError(f"{file}: its columns are not of one length ({lengths})")
-    if not keys and len(value) > 1 and len(sizes) == 1 and None not in sizes:
+    if not keys and len(value) > 1 and None not in sizes:
+        if len(sizes) > 1:
+            lengths = ", ".join(f"{name} {len(column)}" for name, column in value.items())
+            raise UserError(f"{file}: its columns are not of one length ({lengths})")
         return [dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=True)]
     keys = keys or _lists_of_rows(value)
     if len(keys) == 1:
         rows: list[Any] = value[keys[0]]
         return rows
-    if keys:
-        raise UserError(
-            f"{file}: holds several lists of rows ({', '.join(keys[:6])}): call them train, valid and test,"
-            " or keep one"
-        )
-    raise UserError(
-        f'{file}: is an object without a list of rows: give [{{"text": "..."}}, ...], or an object a line'
-    )
+    held = f"several lists of rows ({', '.join(keys[:6])}): call them train, valid and test, or keep one"
+    raise UserError(f"{file}: holds {held if keys else 'an object without a list of rows'}")
 
 
 def _as_row(record: Any, where: str) -> tuple[str, Mapping[str, Any]]:

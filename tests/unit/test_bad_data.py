@@ -75,7 +75,7 @@ def test_what_cannot_be_read_is_a_line(kind: str, name: str, tmp_path: Path) -> 
     ("given", "says"),
     [
         ({"version": "1", "tags": ["x"], "data": [{"text": "a b"}, {"text": "c d"}]}, None),
-        ({"version": "1", "tags": ["x"]}, "is an object without a list of rows"),
+        ({"version": "1", "tags": ["x"]}, "holds an object without a list of rows"),
         ({"a": [{"text": "a"}], "b": [{"text": "b"}]}, r"holds several lists of rows \(a, b\)"),
     ],
 )

@@ -67,7 +67,6 @@ REFUSED = {
     "twins": ("a.csv", "text,text,n\na,b,1\n", "a.csv: two columns are called text: .* --text-column 1"),
     "twins by blanks": ("a.csv", "text, text\na,b\n", "two columns are called text"),
     "fields": ("a.csv", "a;b\n1;2\n" * 60 + "1;2;3\n", "line 121: has 3 fields .* holds a semicolon"),
-    "conll": ("a.conll", "word\tO\n", "a.conll: holds words with tags, which no task here learns"),
     "two lists": ("a.json", json.dumps({"a": PAIR, "b": PAIR}), r"several lists of rows \(a, b\)"),
     "columns of two lengths": (
         "a.json",
