@@ -229,12 +229,8 @@ def demo_corpus() -> Corpus:
     """The demo: each file of `demo_files` is a document; every tenth is validation."""
     files = demo_files()
     valid = files[9::10]
-    train = [f for f in files if f not in valid]
-    return Corpus({"train": partial(_read_files, train), "valid": partial(_read_files, valid)})
-
-
-def _read_files(files: list[Path]) -> Iterator[str]:
-    return (f.read_text(encoding="utf-8") for f in files)
+    parts = {"train": [f for f in files if f not in valid], "valid": valid}
+    return Corpus({s: partial(map, partial(Path.read_text, encoding="utf-8"), fs) for s, fs in parts.items()})
 
 
 def corpus_from_files(files: dict[str, readers.SplitFiles], share: float | None = None) -> Corpus:
@@ -288,10 +284,8 @@ def rows_from_hub(name: str, config: str | None, share: float | None = None) -> 
 def read_hub_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(where, row) of a split's rows; class labels are given by name, as far as the data set has names."""
     classes = {k: f.names for k, f in rows.features.items() if hasattr(f, "names")}
-    batches = (dict(batch) for batch in rows.iter(batch_size=1000))
-    cells = (cell for batch in batches for cell in zip(*batch.values(), strict=True))
+    cells = (cell for batch in rows.iter(batch_size=1000) for cell in zip(*batch.values(), strict=True))
     for number, row in enumerate(dict(zip(rows.column_names, cell, strict=True)) for cell in cells):
-        named = {
-            k: names[row[k]] if row[k] is not None and row[k] >= 0 else None for k, names in classes.items()
-        }
+        labels = {k: row[k] for k in classes}
+        named = {k: classes[k][n] if n is not None and n >= 0 else None for k, n in labels.items()}
         yield f"{name} row {number}", {**row, **named}

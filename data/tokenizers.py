@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 TRAINING_CHARACTERS = 20_000_000
 END_OF_TEXT = "<|endoftext|>"
-TOKENIZER_FILES = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.bpe", "merges.txt", "vocab.txt")
+FORMATS = {
+    "json": (("tokenizer.json",),),
+    "bpe": (("encoder.json", "vocab.json"), ("vocab.bpe", "merges.txt")),
+    "wordpiece": (("vocab.txt",),),
+}
+"""Format -> the names of each of its files."""
+TOKENIZER_FILES = tuple(name for files in FORMATS.values() for names in files for name in names)
 SETTINGS_FILES = ("special_tokens_map.json", "tokenizer_config.json")
 CHAT_TEMPLATE_FILE = "chat_template.jinja"
 BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -62,7 +68,17 @@ def locate(tokenizer: str | None, model: str | None, revision: str | None) -> To
 
     Raises UserError where the named one is neither a file, a folder nor a hub id that can be had.
     """
-    found = _locate(tokenizer, model, revision)
+    folder = Path(tokenizer or model or "").expanduser()
+    found = TokenizerSource()
+    if tokenizer is not None and folder.exists():
+        _format_and_files(folder)
+        found = TokenizerSource(folder)
+    elif tokenizer is not None:
+        found = _hub_source("--tokenizer", tokenizer, None)
+    elif model is not None and folder.is_dir():
+        found = TokenizerSource(folder if _existing_files(folder) else None)
+    elif model and "/" in model:  # without a slash it is a built-in preset, which has no tokenizer
+        found = _hub_source("--model", model, revision)
     return dataclasses.replace(found, model=_config_folder(found.path, model, revision))
 
 
@@ -75,29 +91,13 @@ def _config_folder(path: Path | None, model: str | None, revision: str | None) -
     return next((f for f in folders if f is not None and (f / "config.json").is_file()), None)
 
 
-def _locate(tokenizer: str | None, model: str | None, revision: str | None) -> TokenizerSource:
-    if tokenizer is not None:
-        path = Path(tokenizer).expanduser()
-        if path.exists():
-            _format_and_files(path)
-            return TokenizerSource(path=path)
-        return _hub_source("--tokenizer", tokenizer, None)
-    if model is not None and (folder := Path(model).expanduser()).is_dir():
-        return TokenizerSource(path=folder) if _existing_files(folder) else TokenizerSource()
-    # A model name without a slash is a built-in preset, which has no tokenizer.
-    return _hub_source("--model", model, revision) if model and "/" in model else TokenizerSource()
-
-
 def _hub_source(flag: str, name: str, revision: str | None) -> TokenizerSource:
     if not hub_cache.is_id(name):
         raise UserError(f"{flag} {name}: there is no such folder or file")
     if folder := hub_cache.snapshot("models", name, revision):
-        return (
-            TokenizerSource(path=folder)
-            if _existing_files(folder)
-            else TokenizerSource(hub_id=name, revision=revision)
-        )
-    if not hub_cache.is_reachable():
+        if _existing_files(folder):
+            return TokenizerSource(path=folder)
+    elif not hub_cache.is_reachable():
         raise UserError(
             f"{flag} {name}: no such folder, not in the cache {hub_cache.cache_home()}, and the hub cannot be"
             " reached: give a folder, set HF_HOME to a cache that holds it, or run `prepare` on a machine"
@@ -118,20 +118,15 @@ def _settings_files(path: Path, names: Iterable[str] = SETTINGS_FILES) -> list[P
 def _format_and_files(path: Path) -> tuple[str, list[Path]]:
     """The format (json, bpe or wordpiece) and the files that hold the vocabulary."""
     names = {f.name: f for f in _existing_files(path)}
-    if path.is_file() and (path.name not in TOKENIZER_FILES or path.name in ("tokenizer.json", "vocab.txt")):
-        names = {{".json": "tokenizer.json", ".txt": "vocab.txt"}.get(path.suffix, ""): path}
+    pair = [name for part in FORMATS["bpe"] for name in part]
+    if path.is_file() and path.name in pair:
+        names = {f.name: f for f in _existing_files(path.parent) if f.name in pair}
     elif path.is_file():
-        names = {
-            f.name: f for f in _existing_files(path.parent) if f.name not in ("tokenizer.json", "vocab.txt")
-        }
-    if "tokenizer.json" in names:
-        return "json", [names["tokenizer.json"]]
-    pair = [names[n] for n in ("encoder.json", "vocab.json") if n in names][:1]
-    pair += [names[n] for n in ("vocab.bpe", "merges.txt") if n in names][:1]
-    if len(pair) == 2:
-        return "bpe", pair
-    if "vocab.txt" in names:
-        return "wordpiece", [names["vocab.txt"]]
+        names = {{".json": "tokenizer.json", ".txt": "vocab.txt"}.get(path.suffix, ""): path}
+    for file_format, parts in FORMATS.items():
+        found = [next((names[n] for n in part if n in names), None) for part in parts]
+        if None not in found:
+            return file_format, [file for file in found if file]
     raise UserError(
         f"--tokenizer {path}: holds no tokenizer: wanted tokenizer.json, vocab.json with merges.txt "
         "(or encoder.json with vocab.bpe), or vocab.txt"
@@ -269,16 +264,15 @@ def ensure_special_tokens(tokenizer: Tokenizer) -> None:
 
     if tokenizer.num_special_tokens_to_add(False):
         return
-    known = {t: i for t in ("[CLS]", "[SEP]", "<s>", "</s>") if (i := tokenizer.token_to_id(t)) is not None}
-    pairs = [pair for pair in (("[CLS]", "[SEP]"), ("<s>", "</s>")) if all(t in known for t in pair)]
-    if not pairs:
-        return
-    first, last = pairs[0]
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{first} $A {last}",
-        pair=f"{first} $A {last} $B:1 {last}:1",
-        special_tokens=[(first, known[first]), (last, known[last])],
-    )
+    for first, last in (("[CLS]", "[SEP]"), ("<s>", "</s>")):
+        ids = [tokenizer.token_to_id(token) for token in (first, last)]
+        if None not in ids:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{first} $A {last}",
+                pair=f"{first} $A {last} $B:1 {last}:1",
+                special_tokens=[(first, ids[0]), (last, ids[1])],
+            )
+            return
 
 
 def _first_characters(texts: Iterable[str], characters: int) -> Iterator[str]:
@@ -308,12 +302,9 @@ def special_token_ids(tokenizer: Tokenizer, path: Path | None) -> dict[str, int 
     declared: dict[str, Any] = {}
     for file in _settings_files(path) if path else []:
         declared |= {k: v for k, v in json.loads(file.read_text(encoding="utf-8")).items() if v}
-    named = {role: declared.get(f"{role}_token") for role in USUAL_SPECIAL_TOKENS}
-    names = {
-        r: (v["content"] if isinstance(v, dict) else v,) if v else USUAL_SPECIAL_TOKENS[r]
-        for r, v in named.items()
-    }
-    return {
-        r: next((i for n in ns if (i := tokenizer.token_to_id(n)) is not None), None)
-        for r, ns in names.items()
-    }
+    found: dict[str, int | None] = {}
+    for role, usual in USUAL_SPECIAL_TOKENS.items():
+        named = declared.get(f"{role}_token")
+        names = (named["content"] if isinstance(named, dict) else named,) if named else usual
+        found[role] = next((i for n in names if (i := tokenizer.token_to_id(n)) is not None), None)
+    return found
