@@ -125,10 +125,10 @@ def fit_pair(
         return np.append(find_questions(), np.zeros(wanted, bool))
 
     row = TokenRow(whole, is_answer.astype(np.uint8))
-    kept = fit_turns(row, droppable, max_length, response_only=True)
-    prompt = kept.row.tokens[kept.row.answer_mask == 0]
+    kept, cuts = fit_turns(row, droppable, max_length, response_only=True)
+    prompt = kept.tokens[kept.answer_mask == 0]
     rows = [_behind(prompt, answer, max_length - len(prompt)) for answer in (chosen, rejected)]
-    return EncodedPair((rows[0], rows[1]), kept.prompt_cut, max(lengths) > max_length - len(prompt))
+    return EncodedPair((rows[0], rows[1]), "prompts_cut" in cuts, max(lengths) > max_length - len(prompt))
 
 
 def _behind(prompt: np.ndarray, answer: TokenRow, room: int) -> TokenRow:

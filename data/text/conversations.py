@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -46,22 +46,6 @@ class TokenRow(NamedTuple):
     """(tokens,) 1 where a token belongs to an answer, else 0."""
 
 
-class TruncatedRow(NamedTuple):
-    """A row that fits, and what was cut off."""
-
-    row: TokenRow
-    prompt_cut: bool
-    """Whether the beginning is cut off."""
-    answer_cut: bool
-    """Whether tokens of an answer are cut off."""
-    turns_left_out: bool = False
-    """Whether turns after the first are left out."""
-
-    @property
-    def is_cut(self) -> bool:
-        return self.prompt_cut or self.answer_cut or self.turns_left_out
-
-
 class ConversationEncoder:
     """Renders, tokenizes and truncates conversations, each given as the JSON of [where, messages].
 
@@ -82,17 +66,18 @@ class ConversationEncoder:
         tokens, masks = [np.empty(0, self.dtype)], [np.empty(0, np.uint8)]
         for conversation, row in self._rows(texts, counts):
             find_questions = partial(question_mask, conversation, self.tokenizer)
-            cut = fit_turns(row, find_questions, self.max_length, self.ends_with_answer)
-            learn = learn_mask(cut.row, self.response_only)
+            kept, cuts = fit_turns(row, find_questions, self.max_length, self.ends_with_answer)
+            learn = learn_mask(kept, self.response_only)
             if not learn.any():
                 counts.leave_out("no token to learn")
                 continue
-            self._add_counts(counts, conversation, cut, learn)
-            if len(prompts) < SHOWN_PROMPTS and not cut.is_cut:
+            counts.update(self._counts(conversation, kept, learn, bool(cuts)), rows=1)
+            counts.update(cuts)
+            if len(prompts) < SHOWN_PROMPTS and not cuts:
                 prompts.append([conversation[0].text, conversation[1].text.strip()])
             turns = max(turns, sum(part.is_answer for part in conversation))
             hashes.append(text_hash(row.tokens.tobytes()))
-            tokens.append(cut.row.tokens)
+            tokens.append(kept.tokens)
             masks.append(learn)
         arrays = {
             "tokens": np.concatenate(tokens),
@@ -113,31 +98,27 @@ class ConversationEncoder:
                 counts.add_fields(self.template.notes_of_fields(messages, conversation))
                 yield conversation, row
 
-    def _add_counts(
-        self, counts: RowCounts, conversation: list[ChatSegment], cut: TruncatedRow, learn: np.ndarray
-    ) -> None:
-        """Count a row that is learnt from; words and bytes are those of the texts that are learnt."""
-        answers = int(cut.row.answer_mask.sum())
-        kept = cut.row.answer_mask.astype(bool) if self.response_only else np.ones(len(learn), bool)
-        if cut.is_cut:
-            texts = [self.tokenizer.decode(cut.row.tokens[kept].tolist())]
+    def _counts(
+        self, conversation: list[ChatSegment], row: TokenRow, learn: np.ndarray, is_cut: bool
+    ) -> dict[str, int]:
+        """The sizes of a row that is learnt from; words and bytes are those of the texts that are learnt."""
+        answers = int(row.answer_mask.sum())
+        kept = row.answer_mask.astype(bool) if self.response_only else np.ones(len(learn), bool)
+        if is_cut:
+            texts = [self.tokenizer.decode(row.tokens[kept].tolist())]
         elif self.response_only:
             texts = [p.text for p in conversation if p.is_learnt]
         else:
             texts = ["".join(p.text for p in conversation)]
-        counts.update(
-            rows=1,
-            prompts_cut=int(cut.prompt_cut),
-            answers_cut=int(cut.answer_cut),
-            turns_left_out=int(cut.turns_left_out),
-            prompt_tokens=len(learn) - answers,
-            response_tokens=answers,
-            predicted=int(learn.sum()),
-            tokens=int(kept.sum()),
-            words=sum(len(text.split()) for text in texts),
-            lines=sum(map(count_lines, texts)),
-            bytes=sum(len(text.encode()) for text in texts),
-        )
+        return {
+            "prompt_tokens": len(learn) - answers,
+            "response_tokens": answers,
+            "predicted": int(learn.sum()),
+            "tokens": int(kept.sum()),
+            "words": sum(len(text.split()) for text in texts),
+            "lines": sum(map(count_lines, texts)),
+            "bytes": sum(len(text.encode()) for text in texts),
+        }
 
 
 def token_rows(
@@ -171,8 +152,10 @@ def question_mask(conversation: Sequence[ChatSegment], tokenizer: Tokenizer) -> 
 
 def fit_turns(
     row: TokenRow, find_questions: Callable[[], np.ndarray], max_length: int, response_only: bool
-) -> TruncatedRow:
-    """Truncate a row to `max_length` tokens: questions before templates, and answers last.
+) -> tuple[TokenRow, set[str]]:
+    """(the row with at most `max_length` tokens, the names of CUTS that this took).
+
+    Questions are cut before templates, and answers last.
 
     Turns are kept from the first on while they fit, each with its whole answer. To make room a question loses
     its beginning, and keeps its end and its template; the first also loses its template, from the left, where
@@ -181,27 +164,30 @@ def fit_turns(
 
     `find_questions` gives (tokens,) bool, True where a token of a prompt is not the template's.
     """
-    whole = _drop_after_last_answer(row) if response_only else row
+    # After the last answer there is nothing to learn.
+    stop = len(row.answer_mask) - int(row.answer_mask[::-1].argmax()) if response_only else None
+    whole = TokenRow(*(part[:stop] for part in row))
     if len(whole.tokens) <= max_length:
-        return TruncatedRow(whole, False, False)
+        return whole, set()
     is_question = find_questions()
     kept: list[np.ndarray] = []
-    room, prompt_cut, answer_cut, left_out = max_length, False, False, False
+    room, cuts = max_length, set()
     for number, (prompt, answer) in enumerate(_turns(whole.answer_mask)):
         if number == 0 and len(answer) >= max_length:  # something must precede what is learnt
             kept_answer = answer[: max_length - min(len(prompt), max_length // 2)]
-            answer, answer_cut = kept_answer, len(kept_answer) < len(answer)
+            cuts |= {"answers_cut"} if len(kept_answer) < len(answer) else set()
+            answer = kept_answer
         shorter = _cut_question(prompt, is_question, room - len(answer))
         if shorter is None and number > 0:
-            left_out = True
+            cuts.add("turns_left_out")
             break
         if shorter is None:
             shorter = prompt[len(prompt) - (room - len(answer)) :]
-        prompt_cut |= len(shorter) < len(prompt)
+        cuts |= {"prompts_cut"} if len(shorter) < len(prompt) else set()
         kept += [shorter, answer]
         room -= len(shorter) + len(answer)
     places = np.concatenate(kept)
-    return TruncatedRow(TokenRow(*(part[places] for part in whole)), prompt_cut, answer_cut, left_out)
+    return TokenRow(*(part[places] for part in whole)), cuts
 
 
 def _turns(answer_mask: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -217,12 +203,6 @@ def _cut_question(prompt: np.ndarray, is_question: np.ndarray, room: int) -> np.
     if excess <= 0:
         return prompt
     return np.setdiff1d(prompt, question[:excess]) if excess < len(question) else None
-
-
-def _drop_after_last_answer(row: TokenRow) -> TokenRow:
-    """The row up to the end of its last answer: after that there is nothing to learn."""
-    stop = len(row.answer_mask) - int(row.answer_mask[::-1].argmax())
-    return TokenRow(*(part[:stop] for part in row))
 
 
 def learn_mask(row: TokenRow, response_only: bool) -> np.ndarray:
@@ -244,7 +224,6 @@ class Conversations:
     predicted from those before it (never a row's first); `token.weight` (n,), the number of those.
     """
 
-    FORM: ClassVar[str] = "conversations"
     name: str
     rows: Mapping[str, Callable[[], LocatedRows]]
     """Split -> a function that reads its rows."""
@@ -282,7 +261,7 @@ class Conversations:
     @property
     def form(self) -> str:
         """What facts call the set."""
-        return "labels" if self.labels else self.FORM
+        return "labels" if self.labels else "conversations"
 
     @property
     def notes(self) -> list[str]:
@@ -321,7 +300,17 @@ class Conversations:
         """(columns, sizes) of a split. Raises UserError where no conversation is left to learn from."""
         counts, spooled = RowCounts(), SpooledColumns(tokenization.spool_folder)
         given = (json.dumps(found) for found in self._messages(split, counts, self.cleaning))
-        job = self._job(tokenization)
+        assert self.template is not None, "bind_tokenizer comes first"
+        settings = {
+            "dtype": np.dtype(tokenization.dtype).str,
+            "max_length": tokenization.max_length,
+            "template": self.template.to_dict(),
+            "response_only": self.response_only,
+            # A row ends with its label: the accuracy is measured at the end of the row.
+            "ends_with_answer": self.response_only or bool(self.labels),
+        }
+        place = "isobatch.data.text.conversations:ConversationEncoder"
+        job = EncodingJob(place, settings, tokenization.tokenizer)
         for shard in encode_in_shards(job, f"{self.name}, {split}", given, tokenization.workshop):
             counts.update(shard.facts["counts"])
             spooled.add(shard.arrays)
@@ -345,19 +334,6 @@ class Conversations:
         }
         return columns, counts.sizes()
 
-    def _job(self, tokenization: TokenizationSettings) -> EncodingJob:
-        assert self.template is not None, "bind_tokenizer comes first"
-        settings = {
-            "dtype": np.dtype(tokenization.dtype).str,
-            "max_length": tokenization.max_length,
-            "template": self.template.to_dict(),
-            "response_only": self.response_only,
-            # A row ends with its label: the accuracy is measured at the end of the row.
-            "ends_with_answer": self.response_only or bool(self.labels),
-        }
-        place = "isobatch.data.text.conversations:ConversationEncoder"
-        return EncodingJob(place, settings, tokenization.tokenizer)
-
     def _remark(self, split: str, counts: RowCounts, hashes: np.ndarray, max_length: int) -> None:
         """Remark on rows that were left out or cut, and on held-out rows that are in train."""
         if split == "train":
@@ -374,26 +350,23 @@ class Conversations:
         clean = cleaning.conversation_cleaner(self._held_out() if split == "train" else ())
         for where, row in self.rows[split]():
             try:
-                messages, had_leading_answer = self._parse(row, where)
-                cleaned = clean(messages)
-                if cleaned is not None:
-                    chat_formats.require_answers(cleaned)
+                messages, notes = self._parse(row, where)
+                if (cleaned := clean(messages)) is None:
+                    continue
+                chat_formats.require_answers(cleaned)
             except SkippedRowError as reason:
                 counts.leave_out(reason)
-            else:
-                if cleaned is not None:
-                    counts["leading_answers"] += had_leading_answer
-                    main = chat_formats.main_columns(row, self.chat_format)
-                    counts.add_fields(row_fields.notes_of_unread(row, main))
-                    answers = [n for n, m in enumerate(cleaned) if m["role"] == "assistant"]
-                    behind = {m["role"] for m in cleaned[answers[-1] + 1 :]}
-                    counts.add_fields(
-                        f"a message by the {role} after the last answer is not learnt" for role in behind
-                    )
-                    yield where, cleaned[: answers[-1] + 1]
+                continue
+            last = max(n for n, m in enumerate(cleaned) if m["role"] == "assistant")
+            behind = {m["role"] for m in cleaned[last + 1 :]}
+            notes += row_fields.notes_of_unread(row, chat_formats.main_columns(row, self.chat_format))
+            counts.add_fields(
+                [*notes, *(f"a message by the {role} after the last answer is not learnt" for role in behind)]
+            )
+            yield where, cleaned[: last + 1]
 
-    def _parse(self, row: Mapping[str, Any], where: str) -> tuple[list[Message], bool]:
-        """The messages of a row without answers before its first question, and whether there were any."""
+    def _parse(self, row: Mapping[str, Any], where: str) -> tuple[list[Message], list[str]]:
+        """The messages of a row without answers before its first question, and a note if there were any."""
         row_fields.check_fields(row, where)
         if not self.response_only and row_fields.has_weights(row):
             raise UserError(f"--response-only off: {where} says by weights what is learnt: leave one out")
@@ -403,7 +376,7 @@ class Conversations:
         kept = [m for m in messages[:asked] if m["role"] != "assistant"] + messages[asked:]
         if not any(m["role"] == "assistant" for m in kept):
             raise SkippedRowError("no question before the answer")
-        return kept, len(kept) < len(messages)
+        return kept, ["an answer before any question is left out"] * (len(kept) < len(messages))
 
     def _held_out(self) -> Iterator[list[Message]]:
         """The conversations that are not trained on."""

@@ -27,6 +27,7 @@ _MARK = re.compile(r"<(\|?)(image|video|audio)(_pad)?\1>(?!.*</\2>)", re.DOTALL)
 _JUDGEMENTS = ("true", "false", "good", "bad", "desirable", "undesirable", "chosen", "rejected")
 
 
+READ_KEYS = (*MESSAGE_KEYS, *WEIGHT_KEYS)
 LEFT_OUT, FIELD = "left out: ", "field: "
 """What names of counts begin with."""
 SIZES = [*("tokens", "predicted", "words", "bytes", "lines"), "conversations", "prompt_tokens"]
@@ -42,10 +43,9 @@ CUTS = {
 class RowCounts(Counter[str]):
     """Counts of a split's rows, by name.
 
-    `rows` that are learnt from, `left out: REASON`, `field: WHAT` became of one; of conversations also
-    `leading_answers` (before any question; they are dropped), `prompts_cut`, `answers_cut`, `turns_left_out`,
-    tokens of `prompt_tokens` and `response_tokens`, those learnt (`tokens`) and of these `predicted`: without
-    the first of a row; and of the learnt texts `words`, `bytes` and `lines` (an answer's end is one).
+    `rows` that are learnt from, `left out: REASON`, `field: WHAT` became of one; of conversations also those
+    of CUTS, tokens of `prompt_tokens` and `response_tokens`, those learnt (`tokens`) and of these `predicted`:
+    without the first of a row; and of the learnt texts `words`, `bytes` and `lines` (an answer's end is one).
     """
 
     first_left_out: str = ""
@@ -72,8 +72,6 @@ class RowCounts(Counter[str]):
         if left_out := self.of(LEFT_OUT):
             reasons = ", ".join(f"{count:,} with {reason}" for reason, count in left_out.most_common())
             yield f"{split}: rows left out: {reasons}"
-        if leading := self["leading_answers"]:
-            yield f"{split}: {leading:,} conversations began with an answer to nothing: it is left out"
         for name, what in CUTS.items():
             if count := self[name]:
                 rows = f"{count:,} of {self['rows']:,} rows"
@@ -94,17 +92,9 @@ def notes_of_unread(row: Mapping[str, Any], main: Sequence[str], has_fields: boo
         read |= {*chat_formats.texts_beside(row, main)}
         read |= {HISTORY} if chat_formats.history_beside(row, main) else {*()}
     turns = ((name, turn) for name in row if name in read for turn in _messages_in(row[name]))
-    fields = [(f"{name}.{key}", v) for name, t in turns for key, v in t.items() if not _is_read(key, t)]
+    fields = [(f"{name}.{key}", v) for name, t in turns for key, v in t.items() if key not in READ_KEYS]
     fields += [(str(name), value) for name, value in row.items() if name not in read]
     return [f"the field `{name}` is not read" for name in dict.fromkeys(n for n, v in fields if _says(v))]
-
-
-def _is_read(key: str, turn: Mapping[str, Any]) -> bool:
-    """Whether a field of a message is read: a weight is only of an answer, or where it is none."""
-    if key not in WEIGHT_KEYS:
-        return key in MESSAGE_KEYS
-    role = str(turn.get("role") or turn.get("from")).lower()
-    return not turn[key] or chat_formats.ROLE_ALIASES.get(role, role) == "assistant"
 
 
 def _says(value: Any) -> bool:

@@ -304,7 +304,7 @@ class Mixture:
     def _conversation_sets(self) -> list[Conversations]:
         """The sets that have answers: conversations first, then labelled texts."""
         found = [s for s in self.sets if isinstance(s, Conversations)]
-        return sorted(found, key=lambda s: s.form != Conversations.FORM)
+        return sorted(found, key=lambda s: bool(s.labels))
 
     def facts(self) -> dict[str, Any]:
         """What Facts should know: the template that all share, prompts of all sets, and each set's own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from isobatch.data.text import conversations as truncation
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.text.conversations import TokenRow
 from isobatch.data.text.dataset import Text, TextOptions
+from isobatch.data.text.row_fields import CUTS
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -212,9 +214,11 @@ def test_questions_are_cut_before_answers(
     given: str, width: int, kept: str, prompt: bool, answer: bool, turns: bool
 ) -> None:
     """Lower-case letters are a question's, brackets the template's."""
-    cut = truncation.fit_turns(row(given), lambda: np.array([c.islower() for c in given]), width, True)
-    assert (text_of(cut.row), cut.prompt_cut, cut.answer_cut) == (kept, prompt, answer)
-    assert cut.turns_left_out == turns
+    found, cuts = truncation.fit_turns(
+        row(given), lambda: np.array([c.islower() for c in given]), width, True
+    )
+    assert text_of(found) == kept
+    assert [name in cuts for name in CUTS] == [prompt, answer, turns]
 
 
 def test_an_answer_that_fits_is_whole_at_every_width() -> None:
@@ -222,14 +226,13 @@ def test_an_answer_that_fits_is_whole_at_every_width() -> None:
         range(2, 16), range(4), range(6), range(1, 16)
     ):
         given = "[" * template + "a" * question + "Z" * answer
-        cut = truncation.fit_turns(row(given), lambda g=given: np.array([c == "a" for c in g]), width, True)
-        assert len(cut.row.tokens) == min(len(given), width)
-        assert cut.answer_cut == (
-            len(given) > width <= answer and (answer > width or template + question > 0)
-        )
-        if not cut.answer_cut:
-            assert text_of(cut.row).count("Z") == answer
-        assert truncation.learn_mask(cut.row, True).any() or answer == 1 == len(given)
+        fits = partial(truncation.fit_turns, max_length=width, response_only=True)
+        kept, cuts = fits(row(given), lambda g=given: np.array([c == "a" for c in g]))
+        assert len(kept.tokens) == min(len(given), width)
+        is_cut = len(given) > width <= answer and (answer > width or template + question > 0)
+        assert ("answers_cut" in cuts) == is_cut
+        assert is_cut or text_of(kept).count("Z") == answer
+        assert truncation.learn_mask(kept, True).any() or answer == 1 == len(given)
 
 
 def test_cuts_are_counted_and_never_lose_all_of_an_answer(tmp_path: Path) -> None:
@@ -258,7 +261,7 @@ def test_rows_without_an_answer_are_left_out_and_counted(tmp_path: Path) -> None
     assert "2 with no answer, 1 with an empty answer, 1 with no question before the answer" in str(
         extra["notes"]
     )
-    assert "train: 1 conversations began with an answer to nothing: it is left out" in extra["notes"]
+    assert "2 rows: an answer before any question is left out" in extra["notes"]
     assert marked(columns, tokenizer, 1) == "Bye\n«See you.<|endoftext|>»"
 
 
