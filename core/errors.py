@@ -81,6 +81,12 @@ class WorkerLostError(TrainingError):
     cause = "lost"
 
 
+class SpikeError(TrainingError):
+    """A step's loss or gradient jumped: another attempt goes back and leaves it out."""
+
+    cause = "spike"
+
+
 class StopRequestedError(IsobatchError):
     """A stop was asked for, and a checkpoint was saved: exit 75."""
 

@@ -122,6 +122,9 @@ class Recipe:
     --shuffle-window groups among themselves, so that each group is read once; data in a store has this."""
     shuffle_window: Positive = 32
     """Groups whose samples are mixed by --order shards: more mix better and take longer to begin."""
+    on_spike: Literal["warn", "skip", "rollback"] = "warn"
+    """What to do where the loss or gradient norm of a step jumps: say so; go back and leave the step out; or
+    leave out the 20 steps before it as well."""
     options: dict[str, Any] = field(default_factory=dict, metadata={"derived": True})
     """The task's own fields."""
     starts_from: dict[str, Any] | None = field(default=None, metadata={"derived": True})

@@ -155,6 +155,7 @@ class Workload:
             (not data.has_groups, "order", "all of the data is on this machine, one row as near as the next"),
             (recipe.order != "shards", "shuffle_window", "it is that of --order shards"),
             (recipe.steps is not None, "least_steps", "it lengthens --epochs, and --steps is given"),
+            (type(task).after_step is not Task.after_step, "on_spike", "this task can leave out no step"),
             ([p.name for p in phases] == [recipe.phase], "phase", "this task has no other"),
             (not stops_early, "patience", "no phase that trains here stops early"),
             (not recipe.patience or not stops_early, "min_delta", "it counts with --patience"),

@@ -62,11 +62,13 @@ class ObservedStep:
 
 
 def observe_step(replay: Replay, window: Window, alone: bool = True) -> ObservedStep:
-    """Redo a window and observe its last step, in this process.
+    """Redo a window and observe its last step, in this process, even where the run left that out.
 
     `alone`: also compute each sample's losses by itself.
     """
     session = replay.session
+    left_out = session.left_out.get(window.phase, frozenset())
+    session.left_out = {**session.left_out, window.phase: left_out - {window.stop}}
     rows = (row for row in step_rows(replay.run.metrics) if row.place == (window.phase, window.stop))
     with session, replay.phase_at(window) as (active, _):
         for loaded in active.batches(window.start, window.stop):

@@ -11,6 +11,8 @@ import math
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import TrainingError
 from isobatch.core.facts import Facts
@@ -18,8 +20,9 @@ from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, list_checkpoints
 from isobatch.engine.loading.sampler import extend_chain
+from isobatch.engine.optimization.left_out import decided
 from isobatch.engine.optimization.schedule import learning_rate
-from isobatch.engine.runs.metrics_log import SEAL
+from isobatch.engine.runs.metrics_log import LEFT_OUT, SEAL
 from isobatch.engine.runs.step_rows import NEEDED, is_step
 from isobatch.engine.verification.log_audit import WrongRecordError, check
 from isobatch.engine.verification.run_order import RunOrder
@@ -37,8 +40,9 @@ FIRST_STEPS = 64
 """Of which the first are all there: they can be redone without a checkpoint."""
 LARGEST = 1e300
 """Losses, rates and norms are below it."""
+DECIDED = ("decision", "of", "first", "last", "reason")
 PARTS = (
-    *("receipt", "run", "recipe_hash", "recipe", "facts", "plan", "phases", "log_every", "steps"),
+    *("receipt", "run", "recipe_hash", "recipe", "facts", "plan", "phases", "log_every", "steps", "left_out"),
     *("seals", "checkpoints", "exported", "final", "metrics", "versions"),
 )
 
@@ -61,6 +65,7 @@ def make_receipt(run: RunFolder, log: LogRecord) -> dict[str, Any]:
         "phases": {phase.schedule.name: phase.step for phase in log.phases},
         "log_every": [[row["phase"], row["step"], row["log_every"]] for row in promised],
         "steps": [],
+        "left_out": [{name: row[name] for name in DECIDED} for row in decided(run)],
         "seals": [[row["phase"], row["step"], row[SEAL]] for row in seals],
         "checkpoints": log.checkpoints,
         "exported": log.final.get("exported"),
@@ -74,14 +79,15 @@ def make_receipt(run: RunFolder, log: LogRecord) -> dict[str, Any]:
 
 def places_due(receipt: Mapping[str, Any]) -> list[tuple[str, int]]:
     """(phase, step) of all the figures that a receipt has to have: of each phase the first step and the last,
-    those that its log names by `log_every`, thinned out.
+    those that its log names by `log_every`, without those that are left out, thinned out.
     """
     due, count = [], 1
     every = {(phase, step): count for phase, step, count in receipt["log_every"]}
     for phase, done in receipt["phases"].items():
+        left_out = left_out_of(receipt, phase)
         for step in range(1, done + 1):
             count = every.get((phase, step), count)
-            if step in (1, done) or step % count == 0:
+            if (step in (1, done) or step % count == 0) and not left_out[step]:
                 due.append((phase, step))
     return _thinned(due)
 
@@ -103,9 +109,10 @@ def has_form(content: Mapping[str, Any]) -> bool:
         phases = content["phases"]
         return (
             content.keys() == set(PARTS)
-            and all(isinstance(content[name], list) for name in ("steps", "log_every"))
+            and all(isinstance(content[name], list) for name in ("steps", "left_out", "log_every"))
             and all(map(_is_count, phases.values()))
             and all(_is_step(row) and row["phase"] in phases for row in content["steps"])
+            and all(_is_stretch(row) and row["of"] in phases for row in content["left_out"])
             and all(p in phases and _is_count(s) and _is_count(n) for p, s, n in content["log_every"])
         )
     except (AttributeError, KeyError, IndexError, TypeError, ValueError):
@@ -130,6 +137,11 @@ def _is_step(row: Mapping[str, Any]) -> bool:
     )
 
 
+def _is_stretch(row: Mapping[str, Any]) -> bool:
+    counts = _is_count(row["first"]) and _is_count(row["last"])
+    return row.keys() == set(DECIDED) and counts and row["first"] <= row["last"]
+
+
 def differing_parts(receipt: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Names of the parts in which a receipt differs from that of a run's folder; JSON on both sides."""
     return sorted(name for name in {*receipt, *other} if receipt.get(name) != other.get(name))
@@ -150,6 +162,7 @@ def check_order(receipt: Mapping[str, Any], recipe: Recipe, facts: Facts) -> Non
         said = f"it claims {steps} steps, and the recipe has {schedule.steps}"
         check(bool(fits), f"phase {schedule.name}: {said}")
     claimed, due = {(row["phase"], row["step"]): row for row in receipt["steps"]}, places_due(receipt)
+    check(bool(due or claimed), "it leaves out every step")
     for phase, step in sorted({*due} ^ claimed.keys())[:1]:
         is_due = (phase, step) in due
         how = "lacks the figures of this step" if is_due else "has figures of a step that has none"
@@ -158,9 +171,10 @@ def check_order(receipt: Mapping[str, Any], recipe: Recipe, facts: Facts) -> Non
     check(in_order, "it has the figures of a step twice, or not in their order")
     samples = 0
     for schedule in schedules:
-        chain = ""
+        left_out, chain = left_out_of(receipt, schedule.name), ""
         for step, batch in enumerate(islice(sampler.batches(), done[schedule.name]), 1):
-            chain, samples = extend_chain(chain, batch), samples + len(batch)
+            if not left_out[step]:
+                chain, samples = extend_chain(chain, batch), samples + len(batch)
             if (row := claimed.get((schedule.name, step))) is None:
                 continue
             where = f"phase {schedule.name}, step {step}"
@@ -169,3 +183,21 @@ def check_order(receipt: Mapping[str, Any], recipe: Recipe, facts: Facts) -> Non
             rate = learning_rate(recipe, schedule.lr, step - 1, schedule.steps, schedule.steps_per_epoch)
             is_same = math.isclose(row["lr"], rate, rel_tol=1e-9)
             check(is_same, f"{where}: the learning rate is not the recipe's")
+
+
+def left_out_of(receipt: Mapping[str, Any], phase: str) -> np.ndarray:
+    """Whether each step of a phase is left out; the index is the step, from 1. Shape (steps + 1,)."""
+    found = np.zeros(receipt["phases"][phase] + 1, bool)
+    for row in receipt["left_out"]:
+        if row["of"] == phase:
+            found[row["first"] : row["last"] + 1] = True
+    return found
+
+
+def log_rows(receipt: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows as a run's log has them, for a folder in which steps are redone."""
+    rows = [dict(row) for row in receipt["steps"]]
+    for phase in receipt["phases"]:
+        left = np.flatnonzero(left_out_of(receipt, phase)).tolist()
+        rows += [{"phase": phase, "step": step, LEFT_OUT: True} for step in left]
+    return rows

@@ -6,7 +6,7 @@ import dataclasses
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,7 @@ class BatchLoader:
     """Loads one rank's micro-batches from `source` in the order of `order`.
 
     `cohort`: samples that stay together. `equal_counts`: add dummies, so that all ranks have equally many.
+    `left_out`: steps, from 1, that are not loaded.
     """
 
     def __init__(
@@ -90,9 +91,11 @@ class BatchLoader:
         rank: int,
         cohort: int = 1,
         equal_counts: bool = False,
+        left_out: Collection[int] = (),
     ) -> None:
         self.source, self.order, self.plan, self.rank, self.cohort = source, order, plan, rank, cohort
-        self.equal_counts, self.budget = equal_counts, training_budget(plan)
+        self.equal_counts, self.left_out = equal_counts, left_out
+        self.budget = training_budget(plan)
 
     def plan_step(self, step: int) -> StepWork:
         """Divide global batch `step` into micro-batches; all ranks compute the same and take their own."""
@@ -123,7 +126,8 @@ class BatchLoader:
 
     def _planned_micro_batches(self, start: int, stop: int) -> Iterator[tuple[StepWork, MicroBatch]]:
         for work in self._announced(start, stop):
-            yield from ((work, micro) for micro in work.micro_batches)
+            if work.step + 1 not in self.left_out:
+                yield from ((work, micro) for micro in work.micro_batches)
 
     def _steps_ahead(self) -> int:
         """Steps that the source should hear of before they are loaded."""

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from isobatch.engine.runs.run_folder import RunFolder
 
+LEFT_OUT = "left_out"
+"""Field of the row that stands in the place of a step that the run leaves out."""
 LOST = "lost"
 """Field of the row that stands in the place of rows that were gone when the run was resumed."""
 SEAL = "seal"
@@ -94,6 +96,11 @@ class MetricsLog:
             self.ledger.append(row["phase"], row["step"], samples)
         if due:
             self._log_step(row)
+
+    def log_left_out(self, phase: str, step: int) -> None:
+        """Log that a step was left out."""
+        self.flush_skipped()
+        self.log_metrics({"phase": phase, "step": step, LEFT_OUT: True})
 
     def flush_skipped(self) -> None:
         """Log the newest step even if it was not due, as at every checkpoint and at the end."""

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.core.errors import TrainingError
+from isobatch.core.errors import SpikeError, TrainingError
 from isobatch.core.measures import now
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
+from isobatch.engine.optimization.left_out import leave_out, refuse_where_steps_matter, until
 from isobatch.engine.optimization.schedule import CLOSING_STEPS, SaveTimer
+from isobatch.engine.optimization.spikes import MOST_LEFT_OUT, WINDOW, SpikeWatch, first_left_out
 from isobatch.engine.profiling.step_profiler import profiler_of_run, write_profile_of_run
 from isobatch.engine.runs.peak_memory import trim_heap
 from isobatch.engine.runs.summary import Progress
@@ -52,6 +54,7 @@ class PhaseLoop:
             context.recipe.patience if self.schedule.early_stopping else 0,
             context.recipe.min_delta,
         )
+        self.spikes = SpikeWatch()
         self.save_timer = SaveTimer(context.options.save_every, self.schedule, now())
         self.saved_step = -1
         self.step_began = now()
@@ -72,6 +75,7 @@ class PhaseLoop:
         context = self.context
         context.progress = Progress(**saved.state["progress"])
         self.early_stopping = EarlyStopping(**saved.state["judge"])
+        self.spikes = SpikeWatch(**saved.state.get("spikes", {}))
         self.saved_step = self.progress.step
         context.resumed_from = saved.folder.name
         where = self.progress.phase, self.progress.step
@@ -94,9 +98,15 @@ class PhaseLoop:
         pending: StepResult | None = None
         last = start if self.early_stopping.should_stop else schedule.steps
         profiler = profiler_of_run(self.context, self.phase, start, last)
+        done = start
         for loaded in self.phase.batches(start, last):
+            if done < loaded.work.step:
+                if self._leave_out(done, loaded.work.step, pending):
+                    break
+                pending, self.step_began = None, now() - loaded.wait_seconds
+            done = loaded.work.step + 1
             result = self.phase.step(loaded, self._votes())
-            if profiler is not None and profiler.step_ended(loaded.work.step + 1, loaded.work):
+            if profiler is not None and profiler.step_ended(done, loaded.work):
                 write_profile_of_run(self.context, profiler)
             result.seconds, self.step_began = now() - self.step_began, now()
             requests, pending = self._read_metrics(pending), result
@@ -107,11 +117,57 @@ class PhaseLoop:
                 pending = None
                 if self._evaluate_save_stop(requests):
                     break
+        else:
+            if done < last:
+                self._leave_out(done, last, pending)
+                pending = None
         self._read_metrics(pending)
         if self.saved_step != self.progress.step:
             self._save()
         doing("saving")
         self.context.writer.wait()
+
+    def _leave_out(self, start: int, stop: int, pending: StepResult | None) -> bool:
+        """Pass over steps start..stop-1: what is due after them is done. Returns whether to stop early."""
+        requests = self._read_metrics(pending)
+        if requests and self._evaluate_save_stop(requests):
+            return True
+        for step in range(start + 1, stop + 1):
+            self.progress.step = step
+            self.context.log.log_left_out(self.schedule.name, step)
+            if self._something_is_due(step) and self._evaluate_save_stop(set()):
+                return True
+        return False
+
+    def _answer_spike(self, step: int, why: str) -> None:
+        """Say that a step is a spike, or decide to go back and leave it out: raises SpikeError then.
+
+        All ranks read the same figures, so that all decide the same.
+        """
+        run, phase, mode = self.context.run, self.schedule.name, self.context.recipe.on_spike
+        said = f"step {step} of {phase} is a spike: {why}"
+        if mode == "warn":
+            self._warn(said, step)
+            return
+        refuse_where_steps_matter(self.context.task)
+        first = first_left_out(mode, step)
+        before = {n for n in self.session.left_out.get(phase, ()) if step - WINDOW < n <= step}
+        if len(before | set(range(first, step + 1))) > MOST_LEFT_OUT[mode]:
+            raise TrainingError(
+                f"{said}; {len(before)} of the {WINDOW} steps before were left out: lower --lr"
+            )
+        if self.world.is_main:
+            leave_out(run, phase, first, step, said)
+        steps = f"step {step}" if first == step else f"steps {first} to {step}"
+        raise SpikeError(f"{said}; {steps} will be left out")
+
+    def _warn(self, said: str, step: int) -> None:
+        """Say that a step is a spike, and how to see it and to leave it out: once for all that follow it."""
+        follows = step - self.spikes.warned_at < WINDOW and self.spikes.warned_at
+        self.spikes.warned_at = step
+        if not follows:
+            place = f"{self.context.run.folder} --phase {self.schedule.name} --step {step}"
+            self.context.console.say(f"{said}; `isobatch replay {place}` shows its samples")
 
     def checkpoint_folder(self, step: int) -> Path:
         """The folder of the checkpoint after a step of this phase."""
@@ -163,7 +219,10 @@ class PhaseLoop:
             values, (norm,) = result.sums.read(), result.norm.read()
         losses = dict(zip(result.names, values, strict=False))
         loss = sum(losses.values())
+        if why := self.spikes.judge(loss, norm):
+            self._answer_spike(result.loaded.work.step + 1, why)
         self._refuse_nonfinite(loss, norm, result.loaded.work.step)
+        self.spikes.take_in(loss, norm)
         if self.context.first_step_at is None:
             self.context.first_step_at = time.time()
         if not self.noise_checked:
@@ -271,6 +330,7 @@ class PhaseLoop:
 
     def _log_change(self, change: Change) -> None:
         self._log_decision(change.decision, **change.facts)
+        self.spikes = SpikeWatch()  # another model has another loss
         if change.stop:
             raise TrainingError(change.message)
         if change.message:
@@ -287,6 +347,8 @@ class PhaseLoop:
             "logs": context.log.seal(self.progress.phase, self.progress.step),
             "progress": self.progress.to_dict(),
             "judge": self.early_stopping.to_dict(),
+            "spikes": self.spikes.to_dict(),
+            "left_out": until(self.session.left_out, self.progress.phase, self.progress.step),
             "scaling": strategy.loss_scale(),
             "recipe_hash": context.recipe.hash(),
             "fingerprint": self.session.facts.fingerprint,

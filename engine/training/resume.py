@@ -10,6 +10,7 @@ from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import open_on_all
 from isobatch.engine.loading.sampler import extend_chain
+from isobatch.engine.optimization.left_out import is_consistent
 from isobatch.engine.runs.ledger import Ledger
 from isobatch.engine.runs.summary import Progress
 
@@ -27,9 +28,9 @@ def newest_checkpoint(run: RunFolder, session: Session, say: Callable[[str], Non
     """The newest checkpoint that is not damaged, the same on every rank; None where none was ever saved.
 
     Each rank verifies a share of the files. Damaged checkpoints are removed once an intact one is found,
-    because they would count among the newest when old ones are deleted. Raises TrainingError where it is of
-    another recipe or other data, and where none of those that the run has saved can be read: never a start
-    from step 1 that nobody asked for.
+    because they would count among the newest when old ones are deleted; so are those that were saved before a
+    step before them was left out. Raises TrainingError where it is of another recipe or other data, and where
+    none of those that the run has saved can be read: never a start from step 1 that nobody asked for.
     """
     world = session.world
     names = [p.name for p in checkpoint.list_checkpoints(run.checkpoints, session.phases)]
@@ -44,6 +45,11 @@ def newest_checkpoint(run: RunFolder, session: Session, say: Callable[[str], Non
             lost = lost or problems[0]
             continue
         assert saved is not None
+        if not is_consistent(session.left_out, saved.state):
+            world.barrier()
+            if world.is_main:
+                checkpoint.remove(folder)
+            continue
         origin = (saved.state["recipe_hash"], saved.state["fingerprint"])
         if origin != (session.recipe.hash(), session.facts.fingerprint):
             raise TrainingError(
@@ -84,8 +90,9 @@ def mend_ledger(run: RunFolder, session: Session, state: Mapping[str, Any]) -> s
     for phase, count in _steps_done(session, progress):
         done, chain = done + count, ""
         for step, samples in enumerate(itertools.islice(session.sampler.batches(), count), 1):
-            fresh.append(phase, step, samples)
-            chain = extend_chain(chain, samples)
+            if step not in session.left_out.get(phase, ()):
+                fresh.append(phase, step, samples)
+                chain = extend_chain(chain, samples)
     said = f"samples.bin: {size} of {state['logs']['ledger']} bytes were left"
     if (done, chain) != (progress.steps, progress.chain):
         fresh.path.unlink(missing_ok=True)

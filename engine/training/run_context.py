@@ -15,6 +15,7 @@ from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.remote_copy import RemoteCopies
 from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.distributed.stop_signals import StopFlag
+from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
 from isobatch.engine.runs.metrics_log import MetricsLog
@@ -58,6 +59,8 @@ class RunContext:
         self.tracks = options.tracker != "none"
         """Whether figures go to a tracker."""
         self.session = Session(run.recipe, run.facts, run.plan, world, console.say, self._record_plan)
+        # Of one rank: the file may be a shared one, which another node sees a moment later.
+        self.session.left_out = world.broadcast_object(left_out_steps(run) if world.is_main else {})
         self.recipe, self.task = self.session.recipe, self.session.task
         self.log = MetricsLog(run, world.is_main, options.log_every, options.ledger)
         answers = world.is_main and not options.quiet

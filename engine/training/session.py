@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.noise.keyed_noise import KeyedNoise
+    from isobatch.engine.optimization.left_out import LeftOut
     from isobatch.models.base import Change, Teacher
 
 CALIBRATION_BATCH = 32
@@ -90,6 +91,8 @@ class Session:
             source.keep_at_most(plan.stream_cache_bytes)
         self.sampler = make_sampler(recipe, self.splits["train"], self.task.cohort)
         self.schedules = phase_schedules(recipe, self.task.phases(), self.sampler.steps_per_epoch)
+        self.left_out: LeftOut = {}
+        """Steps that the run leaves out; of a session without a run none."""
         self.task.training_device = world.device
         if (teacher := self.task.teacher()) is not None:
             self._add_teacher(teacher, say)
@@ -311,7 +314,7 @@ class ActivePhase:
         self.stepper = self._make_stepper()
 
     def batches(self, start: int, stop: int) -> Iterator[LoadedStep]:
-        """Steps start..stop-1 with this rank's micro-batches, loaded ahead."""
+        """Steps start..stop-1, but those left out, with this rank's micro-batches, loaded ahead."""
         session = self.session
         loader = BatchLoader(
             session.splits["train"],
@@ -320,6 +323,7 @@ class ActivePhase:
             session.world.rank,
             session.task.cohort,
             self.strategy.equal_counts,
+            session.left_out.get(self.schedule.name, ()),
         )
         return session.world.recorder.waiting_for_data(loader.steps(start, stop))
 

@@ -13,6 +13,7 @@ from isobatch.core.facts import Facts
 from isobatch.data.base import fingerprint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
+from isobatch.engine.optimization.left_out import left_out_steps, until
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.ledger import read_ledger
 from isobatch.engine.task_files import task_file_problem
@@ -89,6 +90,7 @@ def _check_records(run: RunFolder, audit: Audit) -> None:
     for problem in log.problems:
         raise WrongRecordError(problem)
     _check_decisions(run, audit, log)
+    _check_left_out(run, log)
     for path in sorted(run.checkpoints.glob("[!.]*/state.json")):
         _check_checkpoint(run, log, path.parent)
     summary, last = run.summary(), log.final
@@ -138,6 +140,17 @@ def _check_decisions(run: RunFolder, audit: Audit, log: LogRecord) -> None:
         check(wanted == found, f"decisions.jsonl: {stands}")
     counts = f"{len(written)} decisions, and the evaluations give {len(derived)}"
     check(len(derived) == len(written), f"decisions.jsonl: {counts}")
+
+
+def _check_left_out(run: RunFolder, log: LogRecord) -> None:
+    """Every step that was left out was decided to be, and the other way round, as far as the log goes."""
+    decided = left_out_steps(run)
+    for phase in log.phases:
+        name = phase.schedule.name
+        wanted, found = until(decided, name, phase.step), log.left_out.get(name, set())
+        for step in sorted({*wanted} ^ found)[:1]:
+            how = "left out, and decisions.jsonl does not say so" if step in found else "to be left out"
+            raise WrongRecordError(f"metrics.jsonl: phase {name}, step {step}: is {how}")
 
 
 def _check_checkpoint(run: RunFolder, log: LogRecord, folder: Path) -> None:
@@ -211,10 +224,11 @@ def _check_ledger(run: RunFolder, log: LogRecord, sampler: Sampler) -> None:
     seen: dict[str, list[tuple[int, int]]] = {}
     batches, following = sampler.batches(), ("", 0)
     for row in read_ledger(run):
-        stretches = seen.setdefault(row.phase, [])
+        stretches, left_out = seen.setdefault(row.phase, []), log.left_out.get(row.phase, ())
         first, last = stretches[-1] if stretches else (row.step, 0)
         check(row.step > last, f"the ledger: phase {row.phase}: step {row.step} stands after {last}")
-        if stretches and row.step == last + 1:
+        goes_on = all(step in left_out for step in range(last + 1, row.step))
+        if stretches and goes_on:
             stretches[-1] = (first, row.step)
         else:
             stretches.append((row.step, row.step))

@@ -11,7 +11,7 @@ from isobatch.core.atomic_files import lines_in, parse_row
 from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import PhaseSchedule, learning_rate
-from isobatch.engine.runs.metrics_log import LOST, SEAL, first_seal
+from isobatch.engine.runs.metrics_log import LEFT_OUT, LOST, SEAL, first_seal
 from isobatch.engine.runs.step_rows import FIGURES, NEEDED, is_step
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from isobatch.engine.verification.run_order import RunOrder
 
 _SEAL_ROW = {"phase", "step", SEAL}
+_LEFT_OUT_ROW = {"phase", "step", LEFT_OUT}
 _CHECKPOINT_ROW = {"phase", "step", "checkpoint", "digest"}
 _FINAL_ROW = {"phase", "step", "final", "exported", "summary", "data", "decisions", "rounding", "invariance"}
 """The fields of rows that are neither a step's nor an evaluation's."""
@@ -80,6 +81,8 @@ class LogRecord:
     """(phase, step) of a seal -> (chain, samples seen) there."""
     sealed: bool = True
     """Whether the last row has a seal after it."""
+    left_out: dict[str, set[int]] = field(default_factory=dict)
+    """Phase -> the steps that were left out."""
     ledger: list[tuple[str, int, int]] = field(default_factory=list)
     """(phase, first step, last step) of the stretches for which the log promises a ledger."""
 
@@ -158,12 +161,12 @@ class _Rows:
         """Check a row."""
         check(LOST not in row, f"metrics.jsonl: {row.get(LOST)}")
         where, record = f"phase {row['phase']}, step {row.get('step')}", self.record
-        if is_step(row):
+        if is_step(row) or row.keys() == _LEFT_OUT_ROW:
             is_over = bool(record.ending or record.final)
             check(not is_over, f"metrics.jsonl goes on after the end of training, at {where}")
             self._enter(row)
             self._check_before(row)
-            self._check_step(row, where)
+            self._check_step(row, where) if is_step(row) else self._leave_out(row)
         elif "split" in row:
             record.splits[row["split"]] = row
             record.fields.setdefault(row["split"], set()).update(row)
@@ -217,6 +220,14 @@ class _Rows:
             check(is_there, f"metrics.jsonl lacks the evaluation after phase {row['phase']}, step {step}")
         where = f"phase {row['phase']}, step {row['step']}"
         check(not self.phase.judge.should_stop, f"metrics.jsonl goes on after early stopping, at {where}")
+
+    def _leave_out(self, row: dict[str, Any]) -> None:
+        """Take in that a step was left out: its samples are not in the chain."""
+        self._take_samples(row["step"] - 1)
+        next(self.batches)
+        self.step = row["step"]
+        self.record.left_out.setdefault(row["phase"], set()).add(self.step)
+        self.phase.last = {**self.phase.last, "step": self.step}
 
     def _take_samples(self, step: int) -> None:
         """Extend the chain by the batches up to a step."""

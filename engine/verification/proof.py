@@ -85,8 +85,10 @@ class Proof:
     def coverage(self) -> str:
         """What was checked, in a sentence's part."""
         total, redone = self.audit.steps, len(self.redone)
+        left_out = sum(map(len, self.audit.log.left_out.values())) if self.audit.log else 0
         said = [
-            f"{redone} of {total} steps redone {within(self.largest)}" if redone else "",
+            f"{redone} of {total - left_out} steps redone {within(self.largest)}" if redone else "",
+            f"{left_out} left out as decided" if left_out else "",
             f"samples of all {total} checked" if total else "",
             *self.covered,
             "" if redone else "no step redone",
@@ -102,7 +104,8 @@ class Proof:
         """
         self.steps += redone.steps
         for phase, first, last in redone.covered:
-            self.redone |= {(phase, step) for step in range(first, last + 1)}
+            left_out = self.audit.log.left_out.get(phase, ()) if self.audit.log else ()
+            self.redone |= {(phase, step) for step in range(first, last + 1) if step not in left_out}
         for r in redone.steps:
             where, allowed = f"phase {r['phase']}, step {r['step']}", tolerance(r["after"])
             self.allowed = max(self.allowed, allowed[0])

@@ -13,6 +13,7 @@ from isobatch.engine.checkpointing import checkpoint, portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.portable_state import WEIGHT
 from isobatch.engine.distributed.communicator import Communicator
+from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.runs.step_rows import step_rows
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
@@ -73,6 +74,7 @@ class Replay:
         self.run = run
         self.world = world or Communicator(plan)
         self.session = Session(recipe or run.recipe, run.facts, plan, self.world)
+        self.session.left_out = left_out_steps(run)
 
     def load_trained(self) -> bool:
         """Load the best checkpoint's weights, or the newest's without early stopping; False without any.

@@ -13,6 +13,7 @@ from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
 from isobatch.data.base import Data, Source
 from isobatch.engine.loading.sampler import Sampler, make_sampler
+from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.metrics_log import SEAL
@@ -54,9 +55,11 @@ class RunOrder:
     def sightings(self, run: RunFolder, rows: Sequence[int]) -> dict[int, list[dict[str, Any]]]:
         """Row -> the steps that the log of a run counts and that hold it, as often as each does."""
         found: dict[int, list[dict[str, Any]]] = {row: [] for row in rows}
+        left_out = left_out_steps(run)
         for phase, steps in self.counted_steps(run).items():
+            unseen = left_out.get(phase, ())
             for step, batch in enumerate(itertools.islice(self.sampler.batches(), steps), 1):
-                for row in batch[np.isin(batch, rows)].tolist():
+                for row in batch[np.isin(batch, rows)].tolist() if step not in unseen else ():
                     found[row].append(self.place(phase, step))
         return found
 

@@ -178,9 +178,10 @@ def longest(windows: Iterable[Window]) -> list[Window]:
 
 def trusted_weights(log: LogRecord, redone: Collection[tuple[str, int]]) -> str:
     """Up to where the weights are the run's own word: the last step before the export that was not redone."""
+    left_out = {(phase, step) for phase, steps in log.left_out.items() for step in steps}
     steps = [(p.schedule.name, step) for p in log.phases[:-1] for step in range(1, p.step + 1)]
     steps += [(log.phases[-1].schedule.name, step) for step in range(1, log.exported_step + 1)]
-    missing = [step for step in steps if step not in redone]
+    missing = [step for step in steps if step not in redone and step not in left_out]
     return f"the weights up to {missing[-1][0]} step {missing[-1][1]}" if missing else ""
 
 

@@ -30,6 +30,8 @@ from isobatch.launch.local.launch_run import (
     ResumeOptions,
     find_or_train,
     launch_run,
+    skip_steps,
+    steps_to_skip,
 )
 from isobatch.launch.local.run_setup import (
     as_begun,
@@ -78,7 +80,7 @@ def auto(words: Sequence[str]) -> int:
 
 
 def resume(words: Sequence[str]) -> int:
-    """Usage: resume RUN [plan flags, run flags, --data PATH]
+    """Usage: resume RUN [plan flags, run flags, --data PATH] [--skip-step 1200-1203]
 
     The recipe stays, on any machine. RUN may be the URL of a copy: resume s3://bucket/prefix/RUN
     """
@@ -95,6 +97,9 @@ def resume(words: Sequence[str]) -> int:
     for note in notes:
         print_unless_quiet(note, run_options.quiet)
     if run.status() == "done":
+        if options.skip_step is not None:
+            steps_to_skip(run, options.skip_step)
+            raise UserError(f"--skip-step {options.skip_step}: {run.folder} is done: train it anew without")
         print_unless_quiet(f"{run.folder} is done", run_options.quiet)
         return _print_result(run, DONE, options)
     refuse_if_in_a_job(run)
@@ -102,6 +107,8 @@ def resume(words: Sequence[str]) -> int:
     with run.lock("launch"):
         run.refuse_if_training()
         recipe = run.recipe
+        if options.skip_step is not None:
+            skip_steps(run, options.skip_step)
         locate_data(run, recipe, values["recipe"].get("data"), mend=True)
         asked = as_begun(run, workload_of(recipe).plan_options(recipe.preset, values["plan"]))
         store_plan(run, plan_with_remarks(recipe, run.facts, asked, run_options.quiet))

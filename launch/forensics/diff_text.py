@@ -77,6 +77,8 @@ def _samples_verdict(found: Answer, samples: Answer, where: str) -> str:
             " what its recipe says (`verify` says which)"
         )
     first = f"they part at {_place(samples['step'], found['log']['phase'])}"
+    if "left_out_by" in samples:
+        return f"{first}, which {NAMES[samples['left_out_by']]} left out"
     if samples["other_order"]:
         return f"{first}: the same samples in another order{why}"
     pairs = zip(NAMES, samples["only"], strict=True)

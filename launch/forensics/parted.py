@@ -13,6 +13,7 @@ from isobatch.core.terminal.status import doing
 from isobatch.data.base import MEASURES
 from isobatch.engine.forensics.compare_logs import EXACT_FLOOR
 from isobatch.engine.loading.sampler import make_sampler
+from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.step_rows import differences
 from isobatch.launch.local.process_state import preserve_process_state
@@ -98,7 +99,10 @@ def _first_other_batch(runs: Runs, sources: list[Source], parted: LogDifference)
         make_sampler(run.recipe, source, workload_of(run.recipe).make(run.recipe)[0].cohort)
         for run, source in zip(runs, sources, strict=True)
     ]
+    left_out = [left_out_steps(run).get(parted.phase, frozenset()) for run in runs]
     for step in range(parted.previous + 1, parted.step + 1):
+        if (step in left_out[0]) != (step in left_out[1]):
+            return {"step": step, "left_out_by": 0 if step in left_out[0] else 1}
         batches = [sampler.batch(step - 1) for sampler in samplers]
         if not np.array_equal(batches[0], batches[1]):
             own = [np.setdiff1d(a, b)[:MOST_NAMED].tolist() for a, b in (batches, batches[::-1])]

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, TrainingError, UserError
 from isobatch.core.facts import Facts
@@ -241,10 +243,13 @@ def _check_against_run(run: RunFolder, content: Content, options: AuditOptions, 
 def _check_first_steps(run: RunFolder, content: Content, options: AuditOptions, found: Finding) -> None:
     """Without checkpoints only the steps from the beginning can be made again."""
     found.unknown += [said for part in compare_source(run, options.data) for said in part]
-    run.metrics.write_text("".join(json.dumps(row) + "\n" for row in content["steps"]), encoding="utf-8")
-    trained = next(iter(content["phases"].values()))
+    steps = content["phases"]
+    decided = [{**row, "last": min(row["last"], steps[row["of"]])} for row in content["left_out"]]
+    for path, rows in ((run.metrics, receipts.log_rows(content)), (run.decisions, decided)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    trained = np.flatnonzero(~receipts.left_out_of(content, next(iter(steps))))[1:]
     doing("redoing the first steps")
-    proof = redo_first_steps(run, trained, options.steps, options.processes)
+    proof = redo_first_steps(run, trained.tolist(), options.steps, options.processes)
     found.problems += proof.problems
     if not proof.steps:
         found.problems.append("no step that it has figures of could be made again")

@@ -13,6 +13,7 @@ from isobatch.core.flags import check_fields
 from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.terminal.status import doing
+from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.verification.run_order import RunOrder
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run
@@ -92,7 +93,7 @@ def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
         raise UserError(f"--step {step}, --phase {phase}: this run has {has}")
     rows_of_step = {
         **order.place(phase, step),
-        "counted": step <= counted[phase],
+        "counted": step <= counted[phase] and step not in left_out_steps(run).get(phase, ()),
         "rows": _rows(order, run, order.sampler.batch(step - 1).tolist()),
     }
     return {**answer, "rows_of_step": rows_of_step}

@@ -340,8 +340,6 @@ LEFT = {
     "critical_batch": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
     "noise_scale_every": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
     "remember": "type the flags that `tune` prints",
-    "on_spike": "lower --lr, lengthen --warmup or --clip; `replay RUN --step N` shows the samples of a step",
-    "skip_step": "go on with other data or a lower rate, as in `auto --from RUN --lr 1e-5`",
     "scale_batch": "give --batch-size and --lr themselves",
     "lr_rule": "give --batch-size and --lr themselves",
     "gbce_t": "use --loss bce",

@@ -19,12 +19,15 @@ from isobatch.core.errors import (
     WRONG_INPUT,
     JobMemoryError,
     OutOfMemoryError,
+    SpikeError,
     TrainingError,
     UserError,
     WorkerLostError,
 )
 from isobatch.engine import consent
+from isobatch.engine.optimization.left_out import ASKED, leave_out, refuse_where_steps_matter
 from isobatch.engine.planning.planner import with_smaller_budget
+from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.cluster import cluster, refuse_if_in_a_job
 from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS
@@ -65,6 +68,29 @@ class ResumeOptions(TrustOptions):
 
     json: bool = False
     """At the end, summary.json on standard output."""
+    skip_step: str | None = None
+    """Leave out these steps, from 1, and go back to the checkpoint before them: 1200-1203, or lora:1200-1203
+    where there are several phases. The decision stands in the log, so that `verify` knows it."""
+
+
+def skip_steps(run: RunFolder, asked: str) -> None:
+    """Decide that a run leaves out the steps that --skip-step names. Raises UserError."""
+    phase, start, stop = steps_to_skip(run, asked)
+    leave_out(run, phase, start, stop, ASKED)
+
+
+def steps_to_skip(run: RunFolder, asked: str) -> tuple[str, int, int]:
+    """(phase, first step, last step) that --skip-step names. Raises UserError."""
+    task, _ = workload_of(run.recipe).make(run.recipe)
+    refuse_where_steps_matter(task)
+    names = [phase.name for phase in task.phases() if run.recipe.phase in (None, phase.name)]
+    match = re.fullmatch(r"(?:(.+):)?(\d+)(?:-(\d+))?", asked)
+    phase = names[0] if match and match[1] is None and len(names) == 1 else match and match[1]
+    start, stop = (int(match[2]), int(match[3] or match[2])) if match else (0, 0)
+    if phase not in names or not 0 < start <= stop:
+        example = f"{'' if len(names) == 1 else f'{names[-1]}:'}1200-1203"
+        raise UserError(f"--skip-step {asked}: give a step or an ascending range of a phase, as in {example}")
+    return str(phase), start, stop
 
 
 def find_or_train(
@@ -127,6 +153,8 @@ def train_with_restarts(run: RunFolder, where: Cluster) -> Verdict:
                 _reduce_budget(run, verdict)
             except TrainingError as error:
                 return _fail(run, str(error))
+        elif verdict.cause == SpikeError.cause:
+            print(f"isobatch: {verdict.reason}; going on from the checkpoint before", file=sys.stderr)
         elif verdict.cause == WorkerLostError.cause:
             restarts += 1
             if restarts > options.max_restarts:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import DONE, TrainingError
 from isobatch.core.flags import Interval
+from isobatch.engine.optimization.left_out import copy_asked
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
@@ -39,6 +40,7 @@ def replay_in_full(run: RunFolder, plan: Plan, proof: Proof, owns_process: bool)
         options = RunOptions(out=temporary, name="again", save_every=NEVER, quiet=True)
         again = RunFolder.create(Path(temporary) / "again", run.recipe, run.facts, options)
         again.write_plan(plan)
+        copy_asked(run, again)
         with contextlib.redirect_stdout(io.StringIO()):
             ended = launch_run(again, options, owns_process)
         if ended.code != DONE:

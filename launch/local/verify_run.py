@@ -190,15 +190,17 @@ def _verify_steps(
         proof.trusted.append(f"the rows' {', '.join(unknown)}")
 
 
-def redo_first_steps(run: RunFolder, trained: int, steps: int, processes: int = 1) -> Proof:
+def redo_first_steps(run: RunFolder, trained: Sequence[int], steps: int, processes: int = 1) -> Proof:
     """Make steps from the initial weights again, at least `steps` and up to twice as many, and compare.
 
-    `trained`: steps of the first phase.
+    `trained`: the steps of the first phase that were not left out, ascending.
     """
     plan = _other_plan(run, VerifyOptions(steps=steps, processes=processes))
     phase = next(iter(workload_of(run.recipe).make(run.recipe)[0].phases())).name
     proof = Proof("steps")
-    last = min(trained, steps + CHOICE.randint(0, steps))
+    if not trained:
+        return proof
+    last = trained[min(len(trained), steps + CHOICE.randint(0, steps)) - 1]
     (redone,) = redo(run, [(plan, Job([Window(INITIAL, phase, 0, last)]))])
     redone.steps = [{**step, "parts": {}} for step in redone.steps]  # a receipt has the whole loss alone
     proof.add(redone, partial(tolerances, run, plan))

@@ -226,6 +226,7 @@ def forged_receipt(run: Path, true: Path) -> Path:
         "recipe": {k: v for k, v in recipe.items() if k not in ("hash", "run")},
         "plan": read(run / "plan.json"),
         "steps": [{k: r[k] for k in receipt["steps"][0]} for r in steps],
+        "left_out": rows(run, "decisions.jsonl") if (run / "decisions.jsonl").exists() else [],
         "seals": [[r["phase"], r["step"], r["seal"]] for r in log if "seal" in r],
         "checkpoints": {
             n: next(r["digest"] for r in reversed(log) if r.get("checkpoint") == n)
@@ -325,6 +326,31 @@ def another_machine_claimed(run: Path, _: Path) -> None:
     edit_saved(run / "checkpoints" / LAST[1], "weight/0.weight", nudge)
     edit_final(run, "0.weight", nudge)
     mend(run)
+
+
+def step_left_out(run: Path, home: Path) -> None:
+    """A trained step is said to have been left out; counts and hashes are those of a run without it."""
+    decision = {"decision": "leave out steps", "of": "train", "first": 16, "last": 16, "reason": "asked for"}
+    true = shutil.copytree(run, run.with_name("without"))
+    for one in (run, true):
+        (one / "decisions.jsonl").write_text(json.dumps(decision) + "\n")
+    go_on(true, home, "train-14")
+    keep_only(run, *LAST)
+    log = rows(run)
+    (at,) = [i for i, row in enumerate(log) if "lr" in row and row["step"] == 16]
+    log[at] = {"phase": "train", "step": 16, "left_out": True}
+    without = {row["step"]: row for row in rows(true) if "lr" in row}
+    for row in log:
+        if "lr" in row:
+            row |= {name: without[row["step"]][name] for name in ("samples", "tokens", "chain")}
+        for name in ("samples_seen", "tokens_seen") if "summary" in row else ():
+            row["summary"][name] = read(true / "summary.json")[name]
+    for name in LAST:
+        state, other = (read(one / "checkpoints" / name / "state.json") for one in (run, true))
+        progress = {key: other["progress"][key] for key in ("samples", "tokens", "chain")}
+        state["progress"] |= progress
+        write(run / "checkpoints" / name / "state.json", state | {"left_out": [16]})
+    mend(run, log)
 
 
 def bad_rows_lost(run: Path, _: Path) -> None:
@@ -449,6 +475,7 @@ FORGERIES = [
     Expected(another_decay_claimed, "sine", WEIGHTS),
     Expected(one_ulp, "sine", WEIGHTS, r"weights.*(differ|within|not .*bit)", "bit for bit"),
     Expected(another_machine_claimed, "sine", WEIGHTS, r"weights.*(differ|within|not .*bit)", "bit for bit"),
+    Expected(step_left_out, "sine", r"left out|leave out|step 16", ON_TRUST),
     Expected(bad_rows_lost, "sine", r"lost|missing|lacks"),
     Expected(sample_never_seen, "text", r"ledger|samples"),
     Expected(adapter_of_another_base, "adapter", r"adapter_config\.json"),

@@ -285,3 +285,32 @@ def test_a_second_interrupt_stops_at_once(training: Any) -> None:
     assert (code, "Traceback" in err) == (75, False)
     assert time.monotonic() - began < 5
     assert not psutil.wait_procs(below, timeout=5)[1]
+
+
+@pytest.mark.parametrize("worlds", [(1, 2), pytest.param((1, 2, 3), marks=pytest.mark.slow)])
+def test_worlds_leave_out_the_same_step(worlds: tuple[int, ...], tmp_path: Path) -> None:
+    task = str(ROOT / "tests" / "tasks" / "spiky.py") + ":Spiky"
+    flags = ["--task", task, "--epochs", "1", "--on-spike", "skip", "--save-every", "30", "--quiet"]
+    for world in worlds:
+        done = launch("auto", *flags, "--processes", str(world), "--name", f"w{world}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.count("step 83 will be left out; going on from the checkpoint before") == 1
+    logs = [
+        [row for row in rows(tmp_path / "runs" / f"w{world}") if {"chain", "left_out"} & row.keys()]
+        for world in worlds
+    ]
+    for one, *others in zip(*logs, strict=True):
+        for row in others:
+            assert [row.get(n) for n in ("step", "chain", "left_out")] == [
+                one.get(n) for n in ("step", "chain", "left_out")
+            ]
+            assert row.get("loss", 0.0) == pytest.approx(one.get("loss", 0.0), rel=1e-5)
+    assert [row["step"] for row in logs[0] if "left_out" in row] == [83]
+    last = f"runs/w{worlds[-1]}"
+    assert launch("diff", "runs/w1", last, cwd=tmp_path).returncode == 0
+    assert launch("verify", last, "--processes", "1", cwd=tmp_path).returncode == 0
+    assert launch("receipt", last, "--out", "several.json", cwd=tmp_path).returncode == 0
+    for where in (["--run", last], []):
+        audited = launch("audit", "several.json", "--processes", "1", *where, cwd=tmp_path)
+        assert audited.returncode == 0, audited.stdout
+        assert "several.json: holds" in audited.stdout

@@ -31,7 +31,7 @@ FLAGS = {
         batch_size
         max_length lr weight_decay warmup schedule clip dropout optimizer train_fraction eval_fraction
         eval_every patience min_delta group_by_length noise adam_beta1 adam_beta2 adam_eps label_smoothing
-        lr_floor order shuffle_window""",
+        lr_floor order shuffle_window on_spike""",
     "scaling": "per_device_batch_size gradient_accumulation_steps",
     "plan": """micro_batch processes workers prefetch pin_memory precision strategy compile
         activation_checkpointing attention pack device memory_limit stream_cache""",

@@ -132,6 +132,11 @@ def claims(**fields: Any) -> Callable[[Content], None]:
     return forge
 
 
+def leaves_out(first: int, last: int) -> Callable[[Content], None]:
+    row = {"decision": "leave out steps", "of": "train", "first": first, "last": last, "reason": "asked for"}
+    return lambda content: content["left_out"].append(row)
+
+
 def all_of(*edits: Callable[[Content], Any]) -> Callable[[Content], None]:
     return lambda content: [edit(content) for edit in edits] and None
 
@@ -152,7 +157,9 @@ FORGERIES: dict[str, tuple[Callable[[Content], Any], str]] = {
         put("facts/lengths/0", less(-1)),
         "the receipt's: lengths differs",
     ),
-    "all left out": (put("steps", []), "lacks the figures of this step"),
+    "a step left out": (leaves_out(5, 5), "step 5: it has figures of a step that has none"),
+    "the end left out": (leaves_out(12, 10**12), "step 12: it has figures of a step that has none"),
+    "all left out": (all_of(leaves_out(1, 12), put("steps", [])), "it leaves out every step"),
     "no figures": (put("steps", []), "step 1: it lacks the figures of this step"),
     "the last figures": (put("steps", lambda s: s[-1:]), "step 1: it lacks the figures of this step"),
     "the first figures": (put("steps", lambda s: s[:3]), "step 4: it lacks the figures of this step"),
@@ -238,6 +245,8 @@ MALFORMED: dict[str, Callable[[Content], Any]] = {
     "one more figure": lambda content: content["steps"][0].update(accuracy=1.0),
     "steps of no phase": put("steps/0/phase", "other"),
     "half a step": put("phases/train", 11.5),
+    "a stretch from before": leaves_out(-5, 10**12),
+    "a stretch backwards": leaves_out(7, 5),
 }
 
 
@@ -251,7 +260,7 @@ def test_no_more_steps_are_made_again_than_there_are(made: Fixtures) -> None:
     assert audited(made.file, steps=99_999).checked[1].startswith("12 steps from the beginning made again")
 
 
-def test_steps_that_were_not_logged_are_no_gap(tmp_path: Path) -> None:
+def test_steps_that_were_left_out_and_not_logged_are_no_gap(tmp_path: Path) -> None:
     recipe = isobatch.Recipe(task=TASK, steps=STEPS)
     run = isobatch.train(recipe, out=tmp_path, name="sparse", save_every=4, log_every=5, quiet=True).folder
     file = tmp_path / "receipt.json"

@@ -35,6 +35,7 @@ OTHER: dict[str, Any] = {
     "least_steps": 2,
     "order": "shards",
     "shuffle_window": 7,
+    "on_spike": "skip",
     "batch_size": 33,
     "max_length": 129,
     "lr": 2e-3,

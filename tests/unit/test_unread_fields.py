@@ -61,7 +61,7 @@ OTHER: dict[str, Any] = {
 """Another value of every field that can change what is learnt, without a download."""
 NAMES = {
     *("task", "mode", "preset", "data", "phase", "model", "options", "starts_from"),
-    *("order", "shuffle_window"),
+    *("on_spike", "order", "shuffle_window"),
 }
 """Fields that are not tried: they name things, change nothing by themselves, or are tried below."""
 
