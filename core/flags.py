@@ -337,14 +337,15 @@ def nearest_hint(word: str, valid: Iterable[str]) -> str:
 
 
 def nearest(word: str, valid: Iterable[str]) -> str:
-    """The closest valid word; empty where none is like it.
+    """The closest valid word: most letters in common, the same letters, or the word begins it; else empty.
 
     Another first letter makes a short word another word: grpo is no orpo.
     """
-    known = list(valid)
+    known, low = list(valid), word.lower()
     alike = [name for name in known if len(word) > SHORT or name[:1] == word[:1]]
     close = difflib.get_close_matches(word, alike, n=1, cutoff=LIKE)
-    close = close or [name for name in known if _is_meant(word.lower(), name.lower())]
+    begun = low if len(low.strip("-")) >= 3 else "\0"
+    close += [n for n in known if sorted(n.lower()) == sorted(low) or n.lower().startswith(begun)]
     return close[0] if close else ""
 
 
@@ -352,12 +353,6 @@ SHORT = 4
 """Most letters of a word that may be another one altogether with its first letter changed."""
 LIKE = 0.75
 """Share of letters in common, in order, from which on one word is taken for another misspelt."""
-
-
-def _is_meant(word: str, name: str) -> bool:
-    """Whether the letters of a short word changed places, or it is the beginning of a name."""
-    bare = word.strip("-")
-    return sorted(word) == sorted(name) or (len(bare) >= 3 and name.strip("-").startswith(bare))
 
 
 def to_json_value(value: Any) -> Any:

@@ -15,7 +15,7 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files, hub_cache
 from isobatch.core.errors import UserError
@@ -100,19 +100,18 @@ def _texts(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def adapter_base(run: Path) -> str:
     """The base model, a folder or a hub id, of the adapter in a run's final/; empty without one."""
-    file = run / "final" / "adapter_config.json"
-    return str(atomic_files.read_json(file).get("base_model_name_or_path") or "") if file.is_file() else ""
+    return str(_adapter(run / "final").get("base_model_name_or_path") or "")
+
+
+def _adapter(final: Path) -> dict[str, Any]:
+    file = final / "adapter_config.json"
+    return atomic_files.read_json(file) if file.is_file() else {}
 
 
 def whole_path(model: str | None) -> str:
     """The whole path of a model's folder, as a saved adapter has it; empty where it is none."""
     folder = Path(model or "").expanduser()
     return str(folder.resolve()) if model and folder.is_dir() else ""
-
-
-def brings_code(recipe: Recipe) -> bool:
-    """Whether to train or use this recipe executes code beside isobatch's own."""
-    return bool(_names(recipe))
 
 
 def allow_task_file(name: str) -> None:
@@ -124,8 +123,7 @@ def allow_typed(recipe: Recipe) -> None:
     """The user has typed the recipe: its places may be read in this process, and after --remote-code the
     model's own code may run.
     """
-    _allowed.update(_names(recipe) - {f"{recipe.task} {task_file_hash(recipe.task)}"})
-    _allowed.update(named_texts(recipe))
+    _allowed.update(_names(recipe) | named_texts(recipe))
 
 
 def received(recipe: Recipe) -> None:
@@ -153,13 +151,13 @@ def require(
     With `trust` the user does so now, and to what `require_reading` asks. Raises UserError where the user has
     not, or where a task file is not the one that was trained.
     """
-    if brings_code(recipe) and (changed := task_file_problem(recipe)):
+    if _names(recipe) and (changed := task_file_problem(recipe)):
         raise UserError(changed)
     if trust:
         _remember(recipe, run, sends)
     asked = asks(recipe, run, sends)
     if asked.keys() - {READING}:  # all that --trust agrees to is named with it
-        raise _refusal(str(run or recipe.task), asked)
+        raise _refusal(run or recipe.task, asked)
     _allowed.update(_names(recipe))
 
 
@@ -169,7 +167,7 @@ def require_reading(recipe: Recipe, run: Path | None, but_for: Collection[str] =
     `but_for`: fields that are not read.
     """
     if unknown := _unknown_places(recipe, run, _known(), but_for):
-        raise _refusal(str(run or recipe.task), {READING: unknown})
+        raise _refusal(run or recipe.task, {READING: unknown})
 
 
 def asks(recipe: Recipe, run: Path | None, sends: Collection[str] = ()) -> dict[str, list[str]]:
@@ -178,18 +176,28 @@ def asks(recipe: Recipe, run: Path | None, sends: Collection[str] = ()) -> dict[
     run, only places that came from a run's folder count.
     """
     known = _known()
-    base, outside = adapter_base(run) if run else "", _unknown_places(recipe, run, known)
-    is_own = base in (recipe.model, whole_path(recipe.model)) and not outside
-    is_agreed = f"model {base}" in _allowed or _digest(recipe, f"{BASE} {base}") in known
-    is_here = run is not None and Path(base).resolve().is_relative_to(run.resolve())
-    code = code_of(recipe, run)
+    outside = _unknown_places(recipe, run, known)
     found = {
-        CODE: [file for file, content in code.items() if _digest(recipe, content) not in known],
-        BASE: [base] if base and not (is_own or is_agreed or is_here) else [],
-        SENDING: [target for target in sends if _digest(recipe, target) not in known],
-        READING: outside,
+        CODE: code_of(recipe, run),
+        BASE: {base: f"{BASE} {base}" for base in _foreign_bases(recipe, run, bool(outside))},
+        SENDING: {target: target for target in sends},
     }
-    return {what: named for what, named in found.items() if named}
+    unknown = {
+        what: [shown for shown, content in named.items() if _digest(recipe, content) not in known]
+        for what, named in found.items()
+    }
+    return {what: named for what, named in {**unknown, READING: outside}.items() if named}
+
+
+def _foreign_bases(recipe: Recipe, run: Path | None, is_foreign: bool) -> list[str]:
+    """The base model of the adapter in final/, unless it lies in the run, was typed, or is the model of a
+    recipe whose places are this user's own.
+    """
+    base = adapter_base(run) if run else ""
+    own = () if is_foreign else (recipe.model, whole_path(recipe.model))
+    if not run or not base or base in own or f"model {base}" in _allowed:
+        return []
+    return [] if Path(base).resolve().is_relative_to(run.resolve()) else [base]
 
 
 def _unknown_places(
@@ -207,11 +215,6 @@ def remember(recipe: Recipe, sends: Collection[str] = ()) -> None:
     """
     if is_allowed(recipe):
         _remember(recipe, None, sends)
-
-
-def remember_sending(recipe: Recipe, sends: Collection[str]) -> None:
-    """Keep that the user typed where a run sends."""
-    _keep(recipe, dict.fromkeys(sends, "run.json"))
 
 
 def environment() -> dict[str, str]:
@@ -236,10 +239,8 @@ def _models(recipe: Recipe, final: Path | None) -> Iterator[tuple[str, Path | No
     names = [(recipe.model, recipe.revision)]
     if final is not None and final.is_dir():
         yield str(final), final
-        adapter = final / "adapter_config.json"
-        if adapter.is_file():
-            base = atomic_files.read_json(adapter)
-            names.append((base.get("base_model_name_or_path"), base.get("revision")))
+        base = _adapter(final)
+        names += [(base.get("base_model_name_or_path"), base.get("revision"))] if base else []
     for name, revision in names:
         folder = Path(str(name)).expanduser()
         if not folder.is_dir() and hub_cache.is_id(str(name)):
@@ -269,30 +270,28 @@ def _names(recipe: Recipe) -> set[str]:
 
 
 def _remember(recipe: Recipe, run: Path | None, sends: Collection[str]) -> None:
-    code = code_of(recipe, run)
+    agreed = {*code_of(recipe, run).values(), *sends}
     if recipe.options.get("remote_code"):  # its names as well: a model's folder may be gone later
-        code |= {name: _hash(name.encode()) for name, _ in _models(recipe, run and run / "final")}
-    agreed = {content: file for file, content in code.items()} | dict.fromkeys(sends, "run.json")
+        agreed |= {_hash(name.encode()) for name, _ in _models(recipe, run and run / "final")}
     if named_texts(recipe):
-        agreed[READING] = "recipe.json"
+        agreed.add(READING)
     if base := adapter_base(run) if run else whole_path(recipe.model):  # as an adapter will name it
-        agreed[f"{BASE} {base}"] = "final"
-    _keep(recipe, agreed)
+        agreed.add(f"{BASE} {base}")
+    keep(recipe, agreed)
 
 
-def _keep(recipe: Recipe, agreed: Mapping[str, str]) -> None:
-    """Keep that this user agrees to what -> where it stands: hashes of code, places."""
-    rows = {_digest(recipe, content): file for content, file in agreed.items()}
-    new = rows.keys() - _known()
-    _granted.update(dict.fromkeys(rows))
-    if not new:
-        return
+def keep(recipe: Recipe, agreed: Collection[str]) -> None:
+    """Keep that this user agrees to so much for a recipe: hashes of code, places where it sends."""
+    digests = [_digest(recipe, content) for content in agreed]
+    new = [digest for digest in digests if digest not in _known()]
+    _granted.update(dict.fromkeys(digests))
     with suppress(OSError, RuntimeError):  # a home that cannot be written: children have the variable
-        folder = state_folder()
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        said = [{"digest": d, "recipe": recipe.hash(), "file": rows[d]} for d in rows if d in new]
-        with (folder / "trusted.jsonl").open("a", encoding="utf-8") as stream:
-            stream.write("".join(json.dumps(row) + "\n" for row in said))
+        if new:
+            folder = state_folder()
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with (folder / "trusted.jsonl").open("a", encoding="utf-8") as stream:
+                rows = ({"digest": digest, "recipe": recipe.hash()} for digest in new)
+                stream.write("".join(f"{json.dumps(row)}\n" for row in rows))
 
 
 def _known() -> set[str]:
@@ -315,12 +314,10 @@ def _hash(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _refusal(place: str, asked: Mapping[str, list[str]]) -> UserError:
+def _refusal(place: Path | str, asked: Mapping[str, list[str]]) -> UserError:
     parts = [
         f"{what}: {', '.join(named[:3])}" + (f" and {len(named) - 3} more" if len(named) > 3 else "")
         for what, named in asked.items()
     ]
-    first = "read it" if asked.get(CODE) else "look at it"
-    return UserError(
-        f"{place} would {'; '.join(parts)}: {first}, then add --trust (`inspect RUN` does none of it)"
-    )
+    way_out = "read it, then add --trust (`inspect RUN` does none of it)"
+    return UserError(f"{place} would {'; '.join(parts)}: {way_out}")

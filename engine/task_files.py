@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -21,7 +20,7 @@ from isobatch.models.base import Task
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from types import ModuleType, TracebackType
+    from types import ModuleType
 
     from isobatch.core.recipe import Recipe
 
@@ -45,10 +44,8 @@ def task_file_hash(name: str) -> str | None:
         return None
     file = task_file(name).resolve()
     first, *others = imported_files(file)
-    content = first.read_bytes()
-    for other in others:
-        content += f"\0{other.relative_to(file.parent)}\0".encode() + other.read_bytes()
-    return hashlib.sha256(content).hexdigest()[:12]
+    parts = (f"\0{other.relative_to(file.parent)}\0".encode() + other.read_bytes() for other in others)
+    return hashlib.sha256(b"".join((first.read_bytes(), *parts))).hexdigest()[:12]
 
 
 def imported_files(file: Path) -> list[Path]:
@@ -67,29 +64,25 @@ def imported_files(file: Path) -> list[Path]:
 def _imports(file: Path, home: Path) -> Iterator[Path]:
     """The places where the modules that a file imports may lie in the folder `home`."""
     for level, name in _imported_names(file.read_bytes()):
-        start = file.parents[min(level, len(file.parents)) - 1] if level else home
-        parts = name.split(".")
-        for count in range(1, len(parts) + 1):
-            module = start.joinpath(*parts[:count])
+        module = file.parents[min(level, len(file.parents)) - 1] if level else home
+        for part in name.split("."):
+            module /= part
             if module.is_relative_to(home):
                 yield from (module.with_name(f"{module.name}.py"), module / "__init__.py")
 
 
 @functools.lru_cache(maxsize=256)  # a run asks some twenty times for what its task file imports
-def _imported_names(code: bytes) -> tuple[tuple[int, str], ...]:
+def _imported_names(code: bytes) -> set[tuple[int, str]]:
     """What a file imports: how many folders up (0: not relative), and the dotted name."""
     try:
-        nodes = list(ast.walk(ast.parse(code)))
+        nodes = [n for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Import | ast.ImportFrom)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # its import says so
-        return ()
-    found: dict[tuple[int, str], None] = {}
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {(0, alias.name): None for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names = (".".join(filter(None, (node.module, alias.name))) for alias in node.names)
-            found |= {(node.level, name): None for name in names}
-    return tuple(found)
+        return set()
+    return {
+        (getattr(node, "level", 0), ".".join(filter(None, (getattr(node, "module", None), alias.name))))
+        for node in nodes
+        for alias in node.names
+    }
 
 
 def task_file_problem(recipe: Recipe) -> str | None:
@@ -153,43 +146,31 @@ def _forget_neighbours_elsewhere(folder: Path) -> None:
     """Another project's `models` or `data` must not be found in place of this one's."""
     for other in _modules_before.keys() - {folder}:
         before = _modules_before.pop(other)
-        with contextlib.suppress(ValueError):
-            sys.path.remove(str(other))
+        sys.path[:] = [place for place in sys.path if place != str(other)]
         for name in sys.modules.keys() - before:
             place = getattr(sys.modules[name], "__file__", None)
             if place and Path(place).is_relative_to(other):
                 del sys.modules[name]
-                package, _, child = name.rpartition(".")
-                with contextlib.suppress(KeyError, AttributeError):  # else `from package import child` has it
-                    delattr(sys.modules[package], child)
 
 
 def _import_error(location: str, file: Path, error: Exception) -> UserError:
-    frames = _user_frames(error.__traceback__, file)
-    shown = "".join(traceback.format_exception(type(error), error, frames))
-    return UserCodeError(f"--task {location}: cannot be imported: {type(error).__name__}: {error}", shown)
-
-
-def _user_frames(frames: TracebackType | None, file: Path) -> TracebackType | None:
-    """The traceback from the user's file on, without the frames of isobatch and importlib before it."""
+    """With the traceback from the user's file on, without the frames of isobatch and importlib before it."""
+    frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != str(file):
         frames = frames.tb_next
-    return frames
+    shown = "".join(traceback.format_exception(type(error), error, frames))
+    return UserCodeError(f"--task {location}: cannot be imported: {type(error).__name__}: {error}", shown)
 
 
 def _refuse_other_parameters(location: str, found: type, contract: type) -> None:
     """Raise UserError for a method that cannot be called as the contract says."""
     for name, method in vars(contract).items():
         own = getattr(found, name, None)
-        if name.startswith("_") or own is method:
+        if name.startswith("_") or not (inspect.isfunction(method) and inspect.isfunction(own)):
             continue
-        if not (inspect.isfunction(method) and inspect.isfunction(own)):
-            continue
-        expected = inspect.signature(method).parameters
+        expected, has = inspect.signature(method).parameters, inspect.signature(own)
         try:
-            inspect.signature(own).bind(*expected)
+            has.bind(*expected)
         except TypeError:
-            has = ", ".join(inspect.signature(own).parameters)
-            raise UserError(
-                f"--task {location}: {found.__name__}.{name} takes ({', '.join(expected)}), not ({has})"
-            ) from None
+            takes = f"takes ({', '.join(expected)}), not ({', '.join(has.parameters)})"
+            raise UserError(f"--task {location}: {found.__name__}.{name} {takes}") from None

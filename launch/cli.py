@@ -16,7 +16,7 @@ import warnings
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from isobatch.core.errors import BUG, INTERRUPTED, STOPPED, WRONG_INPUT, UserCodeError, UserError
+from isobatch.core.errors import BUG, DONE, INTERRUPTED, STOPPED, UserCodeError, UserError
 from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing, start_status, stopped_status
 from isobatch.engine.distributed.device_memory import allocator_settings
@@ -149,24 +149,30 @@ def main(words: Sequence[str] | None = None) -> int:
     os.environ.setdefault("ISOBATCH_STARTED", str(time.time()))
     for name, value in {**BEFORE_TORCH, "TRANSFORMERS_VERBOSITY": "error"}.items():
         os.environ.setdefault(name, value)
-    if "--debug" not in arguments:
-        warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, about each other
-    if not arguments or arguments[0] in ("-h", "--help", "help"):
-        return guarded(_print_usage)
-    if arguments[0] in ("--version", "-V", "version"):
-        return guarded(_print_version)
     debug = "--debug" in arguments
-    if arguments[0] in INTERNAL:
-        return guarded(lambda: INTERNAL[arguments[0]].load()(arguments[1:]), debug)
-    return guarded(lambda: _run(arguments), debug)
+    if not debug:
+        warnings.filterwarnings("ignore", category=FutureWarning)  # of libraries, about each other
+    return guarded(lambda: _run(arguments or ["--help"]), debug)
 
 
 def _run(words: Sequence[str]) -> int:
+    if words[0] in INTERNAL:
+        return INTERNAL[words[0]].load()(words[1:])
+    if words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return DONE
+    if words[0] in ("-V", "--version", "version"):
+        libraries = " ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
+        print(f"isobatch {version('isobatch')} ({libraries}, Python {platform.python_version()})")
+        return DONE
     if unread := next((word for word in words if any("\ud800" <= c <= "\udfff" for c in word)), None):
         raise UserError(f"{unread}: this locale cannot read it; set LC_ALL=C.UTF-8")
     name, rest = find_command(words)
     if any(word in ("-h", "--help") for word in rest):
-        return _help(name, rest)
+        command = COMMANDS[name]
+        print(f"isobatch {name}: {command.help}\n\n{inspect.getdoc(command.load())}")
+        task = next((b for a, b in itertools.pairwise(rest) if a == "--task"), None)
+        return COMMANDS["describe"].load()([task or name])
     if name in TRAINS:
         end_early_on_signals()
     if "--quiet" not in words:
@@ -210,17 +216,6 @@ def usage() -> str:
     return USAGE.format(commands="\n".join(f"  {name:<19}{found.help}" for name, found in COMMANDS.items()))
 
 
-def _print_usage() -> int:
-    print(usage())
-    return 0
-
-
-def _print_version() -> int:
-    libraries = " ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
-    print(f"isobatch {version('isobatch')} ({libraries}, Python {platform.python_version()})")
-    return 0
-
-
 def guarded(action: Callable[[], int], debug: bool = False) -> int:
     """The exit code of an action; prints a known error in one line, a bug with its traceback."""
     try:
@@ -234,7 +229,7 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
         return INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return DONE
     except Exception as caught:
         error = classify(caught)
         if error is None or debug:
@@ -242,16 +237,5 @@ def guarded(action: Callable[[], int], debug: bool = False) -> int:
             return BUG if error is None else error.exit_code
         if isinstance(error, UserCodeError):
             sys.stderr.write(error.frames)
-        return _print_error(str(error), error.exit_code)
-
-
-def _print_error(message: str, code: int = WRONG_INPUT) -> int:
-    print(printable(f"isobatch: {' '.join(message.split())}"), file=sys.stderr)
-    return code
-
-
-def _help(name: str, words: Sequence[str]) -> int:
-    command = COMMANDS[name]
-    print(f"isobatch {name}: {command.help}\n\n{inspect.getdoc(command.load())}")
-    task = next((b for a, b in itertools.pairwise(words) if a == "--task"), None)
-    return COMMANDS["describe"].load()([task or name])
+        print(printable(f"isobatch: {' '.join(str(error).split())}"), file=sys.stderr)
+        return error.exit_code

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from isobatch.core import hub_cache
+from isobatch.core.atomic_files import read_json
 from isobatch.core.errors import IsobatchError, UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.core.hub_cache import explain_hub_error
@@ -43,24 +44,35 @@ def snapshot(name: str, revision: str | None = None) -> Path | None:
 
 def require_available(name: str, revision: str | None, flag: str = "--model") -> None:
     """Raise UserError unless the model is in the cache or the hub can be reached."""
-    if snapshot(name, revision) is None and not hub_cache.is_reachable():
+    if snapshot(name, revision) is None:
+        _require_hub(name, flag)
+
+
+def _require_hub(name: str, flag: str) -> None:
+    if not hub_cache.is_reachable():
         raise UserError(
-            f"{flag} {name}: there is no such folder; as a hub id it is not in the cache"
+            f"{flag} {name}: there is no such folder; as a hub id it is not whole in the cache"
             f" {hub_cache.cache_home()}, and the hub cannot be reached: give a folder, set HF_HOME to a"
             " cache that holds it, or run `prepare` on a machine with internet"
         )
 
 
+@contextlib.contextmanager
+def _asking_the_hub(name: str, revision: str | None, flag: str) -> Iterator[None]:
+    """Raise UserError where the hub cannot be reached, or refuses what is asked of it inside."""
+    _require_hub(name, flag)
+    try:
+        yield
+    except Exception as error:  # network, missing repository, gated: all are one line to the user
+        raise UserError(f"{flag} {name}: {explain_hub_error(error, revision)}") from None
+
+
 def check_folder(folder: Path, tokenizer: str | None) -> None:
     """Raise UserError unless the folder holds a model, and a tokenizer unless `tokenizer` is given."""
-    if (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file():
-        base = json.loads((folder / ADAPTER_CONFIG).read_text()).get("base_model_name_or_path")
-        raise UserError(
-            f"--model {folder}: is an adapter for {base}: give that, or merge the two (export RUN --to"
-            " merged)"
-        )
     if not (folder / "config.json").is_file():
-        raise UserError(f"--model {folder}: holds no config.json, so it is no saved model")
+        adapter = " but an adapter: give its base, or merge the two (export RUN --to merged)"
+        is_adapter = (folder / ADAPTER_CONFIG).is_file()
+        raise UserError(f"--model {folder}: holds no config.json{adapter if is_adapter else ''}")
     if tokenizer is None and not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise UserError(f"--model {folder}: holds no tokenizer (tokenizer.json, vocab...): add --tokenizer")
 
@@ -101,22 +113,18 @@ def check_architecture(name: str, config: Mapping[str, Any], remote_code: bool, 
     """Raise UserError unless transformers has a causal LM of this model type or its own code may run."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known_types
 
-    model_type = config.get("model_type")
     custom_class = (config.get("auto_map") or {}).get("AutoModelForCausalLM")
     if remote_code and custom_class:
         if not Path(name).expanduser().is_dir() and revision is None:
             raise UserError(
                 f"--remote-code: the code of {name} may change after you have read it: add --revision COMMIT"
             )
-    elif model_type not in known_types:
-        if custom_class:
-            raise UserError(
-                f"--model {name}: transformers knows no {model_type}, and the model brings Python code of its"
-                f" own ({custom_class}): read it, then add --remote-code"
-            )
-        raise UserError(
-            f"--model {name}: transformers has no causal language model of type {model_type}: take another"
+    elif config.get("model_type") not in known_types:
+        way_out = (
+            f"read its own code ({custom_class}), then add --remote-code" if custom_class else "take another"
         )
+        unknown = f"transformers has no causal language model of type {config.get('model_type')}"
+        raise UserError(f"--model {name}: {unknown}: {way_out}")
 
 
 def remote_code_kwargs(remote_code: bool) -> dict[str, bool]:
@@ -147,19 +155,13 @@ def local_path_or_id(name: str, revision: str | None) -> str:
 def load_config(name: str, revision: str | None) -> dict[str, Any]:
     """The model's config.json, downloaded if it is not cached. Raises UserError if it cannot be read."""
     folder = Path(local_path_or_id(name, revision))
-    file = folder / "config.json"
-    if not folder.is_dir():
-        from huggingface_hub import hf_hub_download
+    if folder.is_dir():
+        return read_json(folder / "config.json")
+    from huggingface_hub import hf_hub_download
 
-        require_available(name, revision)
-        try:
-            file = Path(hf_hub_download(name, "config.json", revision=revision))
-        except Exception as error:  # network, missing repository, gated: all are one line to the user
-            raise UserError(f"--model {name}: {explain_hub_error(error, revision)}") from None
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--model {name}: {file} cannot be read: {error}") from None
+    with _asking_the_hub(name, revision, "--model"):
+        file = hf_hub_download(name, "config.json", revision=revision)
+    return read_json(Path(file))
 
 
 def fetch_weights(name: str, revision: str | None, flag: str = "--model") -> str:
@@ -167,25 +169,15 @@ def fetch_weights(name: str, revision: str | None, flag: str = "--model") -> str
 
     Raises UserError if the hub refuses or cannot be reached.
     """
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    folder = Path(local_path_or_id(name, revision))
+    if folder.is_dir() and (folder != snapshot(name, revision) or has_weights(folder)):
         return str(folder)
-    found = snapshot(name, revision)
-    if found and has_weights(found):
-        return str(found)
-    if not hub_cache.is_reachable():
-        raise UserError(
-            f"{flag} {name}: its weights are not in the cache {hub_cache.cache_home()}, and the hub cannot be"
-            " reached: run `prepare` on a machine with internet that shares this cache"
-        )
-    from huggingface_hub import HfApi, snapshot_download
+    with _asking_the_hub(name, revision, flag):
+        from huggingface_hub import HfApi, snapshot_download
 
-    try:
         repository = HfApi().model_info(name, revision=revision)
         patterns = files_to_download([s.rfilename for s in repository.siblings or []])
         return snapshot_download(name, revision=revision, allow_patterns=patterns)
-    except Exception as error:  # as above
-        raise UserError(f"{flag} {name}: {explain_hub_error(error, revision)}") from None
 
 
 def has_weights(folder: Path) -> bool:

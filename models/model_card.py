@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
 
 FILE = hub.CARD_FILE
-DATA = "## Data"
 WITH_THESE_WEIGHTS = "with the weights in this folder"
 OPEN_WEIGHTS = """\
 from safetensors.torch import load_file
@@ -67,12 +66,14 @@ def render(model: ModelDescription, recipe: Recipe, facts: Facts, measured: Held
     """The text of the card."""
     base = _base_model(recipe)
     sections = {
-        DATA: _data(recipe, facts),
-        "## Results": _results(facts, measured),
-        "## Training": _training(recipe, measured, base),
-        "## Licence": _licence(recipe, base),
+        "Data": _data(recipe, facts),
+        "Results": _results(facts, measured),
+        "Training": _training(recipe, measured, base),
+        "Licence": _licence(recipe, base),
     }
-    return _head(model, recipe) + "".join(f"\n\n{title}\n\n{text}" for title, text in sections.items()) + "\n"
+    return (
+        _head(model, recipe) + "".join(f"\n\n## {title}\n\n{text}" for title, text in sections.items()) + "\n"
+    )
 
 
 def render_export(model: ModelDescription, recipe: Recipe, of_final: str, measured_on: str) -> str:
@@ -80,33 +81,27 @@ def render_export(model: ModelDescription, recipe: Recipe, of_final: str, measur
 
     `measured_on`: which weights those were measured with.
     """
-    _, found, rest = of_final.partition(f"{DATA}\n")
-    rest = rest.replace(WITH_THESE_WEIGHTS, measured_on)
-    return f"{_head(model, recipe)}\n\n{DATA}\n{rest}" if found else ""
+    _, found, rest = of_final.partition("\n\n## Data\n")
+    return _head(model, recipe) + found + rest.replace(WITH_THESE_WEIGHTS, measured_on) if found else ""
 
 
 def _head(model: ModelDescription, recipe: Recipe) -> str:
-    """What the model is and how it is used."""
+    """The fields by which the Hub sorts models, what the model is, and how it is used."""
+    import yaml
+
+    base, fields = _base_model(recipe), dict(model.hub_fields)
+    if base is not None and hub.is_id(base):
+        fields["base_model"] = base
+    if base is not None and (licence := licence_of(base, recipe.revision)):
+        fields["license"] = licence
     parts = [
-        _front_matter(model, recipe, _base_model(recipe)),
+        f"---\n{yaml.safe_dump(fields)}---" if fields else "",
         f"# {_plain(model.title)}",
         _plain(model.summary),
         f"## Use\n\nIn this folder{f' ({model.remark})' if model.remark else ''}:",
         f"```{model.language}\n{model.usage.strip()}\n```",
     ]
     return "\n\n".join(filter(None, parts))
-
-
-def _front_matter(model: ModelDescription, recipe: Recipe, base: str | None) -> str:
-    """Fields by which the Hub sorts models, as YAML; empty where there are none."""
-    import yaml
-
-    fields: dict[str, str] = dict(model.hub_fields)
-    if base is not None and hub.is_id(base):
-        fields["base_model"] = base
-    if base is not None and (licence := licence_of(base, recipe.revision)):
-        fields["license"] = licence
-    return f"---\n{yaml.safe_dump(fields)}---" if fields else ""
 
 
 def _base_model(recipe: Recipe) -> str | None:
@@ -148,17 +143,18 @@ def _results(facts: Facts, measured: HeldOutFigures) -> str:
     if not splits:
         return f"Nothing was held out, so nothing was measured.{remark}"
     counts = " and ".join(f"all {facts.samples[split]:,} samples of {split}" for split in splits)
-    protocol = f"Measured on {counts}, {WITH_THESE_WEIGHTS}."
-    if measured.chosen_by:
-        protocol += (
-            f" They are the best of the run's evaluations by {measured.chosen_by} on valid, which makes"
-        )
-        protocol += " that figure a little too good."
-    figures = {split: {n: _figure(value) for n, value in found.items()} for split, found in splits.items()}
-    names = dict.fromkeys(n for found in figures.values() for n in found if found[n] and "latency" not in n)
-    rows = [[n, *(found.get(n, "") for found in figures.values())] for n in names]
-    table = [f"| | {' | '.join(splits)} |", "|---" * (len(splits) + 1) + "|"]
-    return "\n".join([protocol, "", *table, *(f"| {' | '.join(row)} |" for row in rows)]) + remark
+    chosen = f" They are the best of the run's evaluations by {measured.chosen_by} on valid, which makes that"
+    chosen = f"{chosen} figure a little too good." if measured.chosen_by else ""
+    names = dict.fromkeys(
+        name
+        for figures in splits.values()
+        for name, value in figures.items()
+        if _figure(value) and "latency" not in name
+    )
+    rows = [["", *splits], ["---"] * (len(splits) + 1)]
+    rows += [[name, *(_figure(figures.get(name)) for figures in splits.values())] for name in names]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return f"Measured on {counts}, {WITH_THESE_WEIGHTS}.{chosen}\n\n{table}{remark}"
 
 
 def _figure(value: Any) -> str:

@@ -1,10 +1,11 @@
-"""The status: what this command is doing now, said from the first second on.
+"""The status: what this command is doing now.
 
     doing("measuring this machine")
     doing("train", 120, 308, ("loss 2.3141", "1:02 left"))
 
 A terminal shows it in its last line, which is rewritten in place and cleared before anything else is printed.
-A pipe or a file gets a line for what lasts long. A child process of `auto` sends it to its parent.
+A pipe or a file gets a line every ten seconds of what is counted. A child process of `auto` sends it to its
+parent.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ import json
 import os
 import shutil
 import sys
-import threading
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TextIO
 
-from isobatch.core.measures import format_duration, now, printable
+from isobatch.core.measures import now, printable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,7 +27,6 @@ STATUS_MARK = "\x1eisobatch-status\x1e"
 """Marks the lines in which a child process says what it is doing."""
 RELAY_VARIABLE = "ISOBATCH_RELAY_STATUS"
 """Set for child processes whose parent shows their status on a terminal."""
-SHOWN_AFTER_SECONDS = 1.0
 SAID_AFTER_SECONDS = 10.0
 _PERIOD_SECONDS = 0.2
 _BAR_CELLS = 20
@@ -45,10 +44,10 @@ class Activity:
     """The most important one first: those for which the line has no room are left out."""
 
 
-def format_activity(activity: Activity, seconds: float, width: int, encoding: str = "utf-8") -> str:
-    """The status line of an activity that began `seconds` ago, in at most `width` characters."""
+def format_activity(activity: Activity, width: int, encoding: str = "utf-8") -> str:
+    """The status line of an activity, in at most `width` characters."""
     if not activity.total:
-        return f"{activity.text} ... {format_duration(seconds)}"[:width]
+        return f"{activity.text} ..."[:width]
     full = round(_BAR_CELLS * min(1.0, activity.done / activity.total))
     done, rest = ("\u2501", "\u2500") if encoding.lower().startswith("utf") else ("=", "-")
     line = f"{activity.text} {done * full}{rest * (_BAR_CELLS - full)} {activity.done:,}/{activity.total:,}"
@@ -72,36 +71,30 @@ class _Stream:
         self.stream, self.display = stream, display
 
     def write(self, text: str) -> int:
-        with self.display.lock:
-            self.display.put("")
-            self.display.inside_a_line = not text.endswith("\n") if text else self.display.inside_a_line
-            return self.stream.write(text)
+        self.display.put("")
+        self.display.inside_a_line = not text.endswith("\n") if text else self.display.inside_a_line
+        return self.stream.write(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
 class _TerminalLine:
-    """The last line of the terminal that standard error is, from the second second on."""
+    """The last line of the terminal that standard error is."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
         self.inside_a_line = False
         """Whether somebody has begun a line and not ended it: then nothing may be put behind it."""
         self.streams = sys.stdout, sys.stderr
-        self._shown, self._since = "", now()
+        self._shown = ""
         if sys.stdout.isatty():
             sys.stdout = _Stream(sys.stdout, self)
         sys.stderr = _Stream(sys.stderr, self)
 
-    def tick(self, activity: Activity, began: float) -> None:
-        """Called a few times a second, with what goes on since `began`."""
-        with self.lock:
-            if not activity.text:
-                self.put("")
-            elif not self.inside_a_line and now() - self._since >= SHOWN_AFTER_SECONDS:
-                width, encoding = shutil.get_terminal_size().columns - 1, self.streams[1].encoding
-                self.put(printable(format_activity(activity, now() - began, width, encoding)))
+    def show(self, activity: Activity) -> None:
+        width, encoding = shutil.get_terminal_size().columns - 1, self.streams[1].encoding
+        if not self.inside_a_line:
+            self.put(printable(format_activity(activity, width, encoding)) if activity.text else "")
 
     def put(self, text: str) -> None:
         if text != self._shown:
@@ -116,78 +109,57 @@ class _TerminalLine:
 class _Relay:
     """Lines for the parent process, which shows them."""
 
-    def __init__(self) -> None:
-        self._sent: Activity | None = None
-
-    def tick(self, activity: Activity, _: float) -> None:
-        if activity != self._sent:
-            self._sent = activity
-            _write(sys.stderr, f"{STATUS_MARK}{json.dumps(asdict(activity))}\n")
+    def show(self, activity: Activity) -> None:
+        _write(sys.stderr, f"{STATUS_MARK}{json.dumps(asdict(activity))}\n")
 
     def close(self) -> None:
-        self.tick(Activity(), 0.0)
+        self.show(Activity())
 
 
 class _Lines:
-    """A line on standard error for what takes ten seconds, and for what has a count every ten seconds."""
+    """A line on standard error every ten seconds of what has a count."""
 
     def __init__(self, mark: str) -> None:
-        self.mark = mark
-        self._said, self._said_at = "", 0.0
+        self.mark, self._text, self._since = mark, "", now()
 
-    def tick(self, activity: Activity, began: float) -> None:
-        text, is_new = activity.text, activity.text != self._said
-        if (
-            not text
-            or now() - max(began, self._said_at) < SAID_AFTER_SECONDS
-            or not (activity.total or is_new)
-        ):
-            return
-        self._said, self._said_at = text, now()
-        count = f": {', '.join((f'{activity.done:,}/{activity.total:,}', *activity.figures))}"
-        _write(sys.stderr, printable(f"{self.mark}{text}{count if activity.total else ' ...'}\n"))
+    def show(self, activity: Activity) -> None:
+        if activity.text != self._text:
+            self._text, self._since = activity.text, now()
+        if activity.total and now() - self._since >= SAID_AFTER_SECONDS:
+            self._since = now()
+            figures = (f"{activity.done:,}/{activity.total:,}", *activity.figures)
+            _write(sys.stderr, printable(f"{self.mark}{activity.text}: {', '.join(figures)}\n"))
 
     def close(self) -> None:
         pass
 
 
 class _Status:
-    """The activity of this process, and a thread that shows it."""
+    """What this process is doing, and what shows it."""
 
     def __init__(self) -> None:
-        self.activity, self.began = Activity(), now()
+        self.activity, self.shown_at = Activity(), 0.0
         self.display: _TerminalLine | _Relay | _Lines | None = None
-        self._stopped, self._thread = threading.Event(), threading.Thread()
-
-    def change(self, activity: Activity) -> None:
-        if activity.text != self.activity.text:
-            self.began = now()
-        self.activity = activity
 
     def start(self, mark: str) -> None:
-        if self.display is not None:
-            return
-        if RELAY_VARIABLE in os.environ and mark:
+        if self.display is None and RELAY_VARIABLE in os.environ and mark:
             self.display = _Relay()
-        elif sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
+        elif self.display is None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
             self.display = _TerminalLine()
-        else:
+        elif self.display is None:
             self.display = _Lines(mark)
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(self.display, self._stopped), daemon=True)
-        self._thread.start()
 
-    def _run(self, display: _TerminalLine | _Relay | _Lines, stopped: threading.Event) -> None:
-        while not stopped.wait(_PERIOD_SECONDS):
-            display.tick(self.activity, self.began)
+    def change(self, activity: Activity) -> None:
+        is_due = activity.text != self.activity.text or now() - self.shown_at >= _PERIOD_SECONDS
+        self.activity = activity
+        if is_due and self.display is not None:
+            self.shown_at = now()
+            self.display.show(activity)
 
     def stop(self) -> None:
         if self.display is not None:
-            self._stopped.set()
-            self._thread.join(timeout=1)
             self.display.close()
-            self.display = None
-        self.activity = Activity()
+        self.__init__()  # type: ignore[misc]
 
 
 _status = _Status()
@@ -221,13 +193,3 @@ def show_status_of_child(line: str) -> None:
 def on_terminal() -> bool:
     """Whether a person sees the status in one line: here, or in the parent process."""
     return isinstance(_status.display, _TerminalLine | _Relay)
-
-
-def _after_fork() -> None:
-    """A forked child has no thread that shows anything, and a copy of a lock that may be held for ever."""
-    if isinstance(_status.display, _TerminalLine):
-        sys.stdout, sys.stderr = _status.display.streams
-    _status.display = None
-
-
-os.register_at_fork(after_in_child=_after_fork)

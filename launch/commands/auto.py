@@ -152,7 +152,7 @@ def _here(named: str, typed: Mapping[str, Any], trust: bool) -> RunFolder:
 def _remember_typed(run: RunFolder, typed: Mapping[str, Any]) -> None:
     """Where it sends, as far as the user has typed that."""
     named = {name: typed[name] for name in ("checkpoint_copy", "tracker") if name in typed}
-    consent.remember_sending(run.recipe, RunOptions(**named).sends())
+    consent.keep(run.recipe, RunOptions(**named).sends())
 
 
 LINE = 110

@@ -35,6 +35,7 @@ WORDS: dict[str, dict[str, str]] = {
 }
 """Word -> form of its value -> what it is here, see other_tools.toml."""
 VALUES: dict[str, dict[str, str]] = _TABLES["values"]
+GIVE_WAY: list[str] = _TABLES["give_way"]["words"].split()
 FORMS = {
     "on": "|".join(ON_WORDS),
     "off": "false|off|no|0",
@@ -72,9 +73,12 @@ def translate(flags: Mapping[str, str], own: Collection[str]) -> Translation:
     Raises UserError for a word whose meaning cannot be had, and where two words set one flag.
     """
     found, notes, written = dict[str, str](), dict[str, str](), dict[str, str]()
-    for word, value in flags.items():
+    for word, value in sorted(flags.items(), key=lambda flag: flag[0] in GIVE_WAY):
         meaning, note = _meaning(word, value, own)
-        if twice := meaning.keys() & found.keys():
+        twice = meaning.keys() & found.keys()
+        if twice and word in GIVE_WAY:
+            continue
+        if twice:
             two = f"{spelling(word)} and {spelling(written[twice.pop()])}"
             raise UserError(f"{two} say the same thing: give one of them")
         found |= meaning

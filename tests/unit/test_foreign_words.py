@@ -76,6 +76,7 @@ BECOMES = [
     ("--limit_val_batches 0.25", "--eval-fraction 0.25", ""),
     ("--strategy deepspeed_stage_2", "--strategy zero2", ""),
     ("--optim adamw_bnb_8bit", "--optimizer adamw8bit", ""),
+    ("--load_best_model_at_end", "--patience 9999", "it keeps the best"),
     ("--attn_implementation eager", "--attention eager", ""),
     ("--fast_dev_run", "--steps 3", ""),
 ]
