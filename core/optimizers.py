@@ -48,64 +48,49 @@ class OptimizerTraits:
         return self.make(groups, lr, device)
 
 
-def _adamw(groups: Groups, lr: float, device: str) -> Optimizer:
-    import torch
+def _of_torch(name: str, **more: Any) -> Callable[[Groups, float, str], Optimizer]:
+    def make(groups: Groups, lr: float, device: str) -> Optimizer:
+        import torch
 
-    return torch.optim.AdamW(groups, lr=lr, fused=device in ("cpu", "cuda"))
+        fused = {"fused": device in ("cpu", "cuda")} if name == "AdamW" else {}
+        optimizer: Optimizer = getattr(torch.optim, name)(groups, lr=lr, **more, **fused)
+        return optimizer
 
-
-def _sgd(groups: Groups, lr: float, device: str) -> Optimizer:
-    import torch
-
-    return torch.optim.SGD(groups, lr=lr, momentum=0.9)
-
-
-def _adafactor(groups: Groups, lr: float, device: str) -> Optimizer:
-    import torch
-
-    return torch.optim.Adafactor(groups, lr=lr)
+    return make
 
 
-def _eight_bit(name: str) -> Callable[[Groups, float, str], Optimizer]:
+def _eight_bit(name: str, remark: str) -> OptimizerTraits:
     def make(groups: Groups, lr: float, device: str) -> Optimizer:
         import bitsandbytes
 
         optimizer: Optimizer = getattr(bitsandbytes.optim, name)(groups, lr=lr)
         return optimizer
 
-    return make
+    return OptimizerTraits(
+        make=make,
+        state_bytes=2.0,
+        elementwise=False,
+        cpu_update=19.0,
+        takes_betas=True,
+        remark=remark,
+        library="bitsandbytes",
+    )
 
 
 OPTIMIZERS = {
     "adamw": OptimizerTraits(
-        make=_adamw, state_bytes=8.0, elementwise=True, update_bytes=0.0, takes_betas=True
+        make=_of_torch("AdamW"), state_bytes=8.0, elementwise=True, update_bytes=0.0, takes_betas=True
     ),
-    "adamw8bit": OptimizerTraits(
-        make=_eight_bit("AdamW8bit"),
-        state_bytes=2.0,
-        elementwise=False,
-        cpu_update=19.0,
-        takes_betas=True,
-        remark="moments in 8 bits",
-        library="bitsandbytes",
-    ),
-    "paged-adamw8bit": OptimizerTraits(
-        make=_eight_bit("PagedAdamW8bit"),
-        state_bytes=2.0,
-        elementwise=False,
-        cpu_update=19.0,
-        takes_betas=True,
-        remark="and they move to host memory when a GPU's is full",
-        library="bitsandbytes",
-    ),
+    "adamw8bit": _eight_bit("AdamW8bit", "moments in 8 bits"),
+    "paged-adamw8bit": _eight_bit("PagedAdamW8bit", "and they move to host memory when a GPU's is full"),
     # Its state is one row and one column per matrix.
     "adafactor": OptimizerTraits(
-        make=_adafactor,
+        make=_of_torch("Adafactor"),
         state_bytes=0.1,
         elementwise=False,
         cpu_update=6.0,
         remark="a row and a column for each matrix's moments: another rule of update",
     ),
-    "sgd": OptimizerTraits(make=_sgd, state_bytes=4.0, elementwise=True),  # its momentum
+    "sgd": OptimizerTraits(make=_of_torch("SGD", momentum=0.9), state_bytes=4.0, elementwise=True),
 }
 """Name -> traits."""

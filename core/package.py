@@ -22,19 +22,11 @@ LOOPBACK_SCRIPT = ROOT / "launch" / "loopback.py"
 CACHE = "ISOBATCH_CACHE"
 """Environment variable with the folder of prepared data."""
 
-GO_ON_VARIABLE = "ISOBATCH_GO_ON"
-"""What goes on with a stopped run where `resume` is not it: a stage of a chain, whose command sets this."""
-
 
 def cache_folder() -> Path:
     """Where prepared data is kept: $ISOBATCH_CACHE, else the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(CACHE) or Path(base) / "isobatch")
-
-
-def way_to_go_on(run: Path) -> str:
-    """What the user does to go on with a stopped run."""
-    return os.environ.get(GO_ON_VARIABLE) or f"isobatch resume {run}"
 
 
 def own_command(*words: str) -> list[str]:

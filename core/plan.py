@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import types
 import typing
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import OneOf, check_fields, choices_of
+from isobatch.core.flags import OneOf, check_fields, convert, flags_of
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.strategies import STRATEGIES
 
@@ -130,12 +129,12 @@ class Plan:
     """Most bytes per process: micro-batches as large as the budget allows, and the largest excess seen."""
     device_memory_bytes: int = 0
     """Memory of the training device for each process."""
-    predicted_memory_by_stage: dict[str, int] = field(default_factory=dict)
+    predicted_memory_by_stage: dict[str, int] = field(default_factory=dict, metadata={"derived": True})
     """Stage (load, train, save, evaluate, export) -> predicted peak bytes per process."""
     rounding: tuple[float, float] | None = None
     """Under invariance rounding: how far another cut moved the first steps (loss, relative gradient norm), as
     measured when training began; None before."""
-    reasons: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict, metadata={"derived": True})
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -144,31 +143,12 @@ class Plan:
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
         """A plan from plan.json; fields that this version does not know are ignored.
 
-        Raises UserError where a field is missing or names an unknown choice.
+        Raises UserError where a field is missing or has no value of its type.
         """
-        kinds = typing.get_type_hints(cls, include_extras=True)
-        optional = {f.name for f in dataclasses.fields(cls) if not _is_required(f)}
-        if missing := sorted(kinds.keys() - values.keys() - optional):
-            raise UserError(f"plan.json lacks {', '.join(missing[:3])}: delete it, and `resume` plans anew")
-        for name, kind in kinds.items():
-            if name in values and not _fits(kind, values[name]):
-                raise UserError(
-                    f"plan.json: {name} {values[name]} is not valid: delete it, and `resume` plans anew"
-                )
-        return cls(**{k: v for k, v in values.items() if k in kinds})
-
-
-def _fits(kind: Any, value: Any) -> bool:
-    """Whether a value of plan.json is of a field's type."""
-    if typing.get_origin(kind) is dict:
-        return isinstance(value, dict)
-    if typing.get_origin(kind) in (typing.Union, types.UnionType):  # `rounding`
-        return value is None or (isinstance(value, list | tuple) and [*map(type, value)] == [float, float])
-    if kind is float:
-        return type(value) in (int, float)
-    choices = choices_of(kind)
-    return value in choices if choices else type(value) is kind
-
-
-def _is_required(field: dataclasses.Field[Any]) -> bool:
-    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        flags = flags_of(cls, "plan")
+        try:
+            typed = {name: convert(flag, values[name]) for name, flag in flags.items() if name in values}
+            mappings = {f.name: dict(values.get(f.name, {})) for f in dataclasses.fields(cls) if f.metadata}
+            return cls(**typed, **mappings)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"plan.json: {error}: delete it, and `resume` plans anew") from None

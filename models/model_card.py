@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
 
 FILE = hub.CARD_FILE
+TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 WITH_THESE_WEIGHTS = "with the weights in this folder"
 OPEN_WEIGHTS = """\
 from safetensors.torch import load_file
@@ -64,16 +65,13 @@ class HeldOutFigures(NamedTuple):
 
 def render(model: ModelDescription, recipe: Recipe, facts: Facts, measured: HeldOutFigures) -> str:
     """The text of the card."""
-    base = _base_model(recipe)
-    sections = {
-        "Data": _data(recipe, facts),
-        "Results": _results(facts, measured),
-        "Training": _training(recipe, measured, base),
-        "Licence": _licence(recipe, base),
-    }
-    return (
-        _head(model, recipe) + "".join(f"\n\n## {title}\n\n{text}" for title, text in sections.items()) + "\n"
-    )
+    splits = measured.metrics
+    names = [n for found in splits.values() for n in found if _figure(found[n]) and "latency" not in n]
+    rows = [[n, *(_figure(found.get(n)) for found in splits.values())] for n in dict.fromkeys(names)]
+    sizes = ", ".join(f"{count:,} in {split}" for split, count in facts.samples.items())
+    said = {"samples": sizes.replace(" in ", " samples in ", 1), "data": _short_name(recipe.data)}
+    said["measured_on"] = " and ".join(f"all {facts.samples[split]:,} samples of {split}" for split in splits)
+    return _card(model, recipe, facts=facts, measured=measured, rows=rows, **said)
 
 
 def render_export(model: ModelDescription, recipe: Recipe, of_final: str, measured_on: str) -> str:
@@ -82,26 +80,23 @@ def render_export(model: ModelDescription, recipe: Recipe, of_final: str, measur
     `measured_on`: which weights those were measured with.
     """
     _, found, rest = of_final.partition("\n\n## Data\n")
-    return _head(model, recipe) + found + rest.replace(WITH_THESE_WEIGHTS, measured_on) if found else ""
+    return _card(model, recipe, of_final=rest.replace(WITH_THESE_WEIGHTS, measured_on)) if found else ""
 
 
-def _head(model: ModelDescription, recipe: Recipe) -> str:
-    """The fields by which the Hub sorts models, what the model is, and how it is used."""
+def _card(model: ModelDescription, recipe: Recipe, **values: Any) -> str:
     import yaml
+    from jinja2 import Environment
 
     base, fields = _base_model(recipe), dict(model.hub_fields)
-    if base is not None and hub.is_id(base):
-        fields["base_model"] = base
-    if base is not None and (licence := licence_of(base, recipe.revision)):
-        fields["license"] = licence
-    parts = [
-        f"---\n{yaml.safe_dump(fields)}---" if fields else "",
-        f"# {_plain(model.title)}",
-        _plain(model.summary),
-        f"## Use\n\nIn this folder{f' ({model.remark})' if model.remark else ''}:",
-        f"```{model.language}\n{model.usage.strip()}\n```",
-    ]
-    return "\n\n".join(filter(None, parts))
+    licence = licence_of(base, recipe.revision) if base else None
+    fields |= {"base_model": base} if base and hub.is_id(base) else {}
+    fields |= {"license": licence} if licence else {}
+    template = Environment(trim_blocks=True, lstrip_blocks=True)
+    template.filters["plain"] = _plain
+    values |= {"model": model, "recipe": recipe, "licence": licence, "weights": WITH_THESE_WEIGHTS}
+    values |= {"base": base and _short_name(base), "fields": yaml.safe_dump(fields) if fields else ""}
+    text = template.from_string(TEMPLATE.read_text(encoding="utf-8")).render(values)
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
 
 
 def _base_model(recipe: Recipe) -> str | None:
@@ -129,34 +124,6 @@ def licence_of(model: str, revision: str | None) -> str | None:
     return _plain(licence) if isinstance(licence, str) else None
 
 
-def _data(recipe: Recipe, facts: Facts) -> str:
-    sizes = ", ".join(f"{count:,} in {split}" for split, count in facts.samples.items())
-    sizes = sizes.replace(" in ", " samples in ", 1)
-    notes = "".join(f"\n- {_plain(note)}" for note in facts.extra.get("notes", []))
-    named = f"{_plain(_short_name(recipe.data))}: {sizes} (fingerprint {facts.fingerprint})."
-    return f"{named}\n{notes}" if notes else named
-
-
-def _results(facts: Facts, measured: HeldOutFigures) -> str:
-    splits = measured.metrics
-    remark = f"\n\n{_plain(measured.remark)}" if measured.remark else ""
-    if not splits:
-        return f"Nothing was held out, so nothing was measured.{remark}"
-    counts = " and ".join(f"all {facts.samples[split]:,} samples of {split}" for split in splits)
-    chosen = f" They are the best of the run's evaluations by {measured.chosen_by} on valid, which makes that"
-    chosen = f"{chosen} figure a little too good." if measured.chosen_by else ""
-    names = dict.fromkeys(
-        name
-        for figures in splits.values()
-        for name, value in figures.items()
-        if _figure(value) and "latency" not in name
-    )
-    rows = [["", *splits], ["---"] * (len(splits) + 1)]
-    rows += [[name, *(_figure(figures.get(name)) for figures in splits.values())] for name in names]
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    return f"Measured on {counts}, {WITH_THESE_WEIGHTS}.{chosen}\n\n{table}{remark}"
-
-
 def _figure(value: Any) -> str:
     """A number, a word or an interval as text; empty for longer lists and for what is missing."""
     match value:
@@ -169,24 +136,6 @@ def _figure(value: Any) -> str:
         case int():
             return f"{value:,}"
     return ""
-
-
-def _training(recipe: Recipe, measured: HeldOutFigures, base: str | None) -> str:
-    preset = f" ({_plain(recipe.model)})" if recipe.model else ""
-    start = f"from {_plain(_short_name(base))}" if base else f"from scratch{preset}"
-    return (
-        f"isobatch, task {_plain(Path(recipe.task).name)}, {start}: {measured.steps:,} steps of"
-        f" {recipe.batch_size} samples, learning rate {recipe.lr:g}, seed {recipe.seed}, recipe"
-        f" {recipe.hash()}. `isobatch verify RUN` checks the whole run."
-    )
-
-
-def _licence(recipe: Recipe, base: str | None) -> str:
-    if base is None:
-        return "The model was trained from scratch: no other model's licence applies. The data has its own."
-    name, licence = _plain(_short_name(base)), licence_of(base, recipe.revision)
-    said = f"says {licence}" if licence else "is not known here: see where it came from"
-    return f"The licence of {name}, from which this was trained, {said}. The data has its own."
 
 
 def _plain(text: str) -> str:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isobatch.core.errors import StopRequestedError
-from isobatch.core.package import way_to_go_on
 from isobatch.core.terminal.console import format_metrics
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
@@ -170,7 +169,7 @@ class RunContext:
         self.write_summary("stopped", self.stop.reason)
         step, folder = self.progress.step, self.run.folder
         raise StopRequestedError(
-            f"stopped at step {step}, saved; go on with: {way_to_go_on(folder)}", self.stop.cause
+            f"stopped at step {step}, saved; go on with: isobatch resume {folder}", self.stop.cause
         )
 
     def stop_if_asked(self) -> None:

@@ -6,16 +6,13 @@ an earlier chain has trained by the same recipe is not trained again.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import DONE, UserError
+from isobatch.core.errors import DONE, STOPPED, UserError
 from isobatch.core.extras import need
 from isobatch.core.flags import build_options
-from isobatch.core.package import GO_ON_VARIABLE
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.commands.plan import PlanCommandOptions, plan_stages
@@ -26,7 +23,7 @@ from isobatch.launch.report.command import text_of, write_report
 from isobatch.launch.sweeps.chain import parse_chain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
 
@@ -51,9 +48,10 @@ def compress(words: Sequence[str]) -> int:
         print(f"compress: stage {number} of {len(EXPORTS)}, {stage}", file=sys.stderr)
         source = {SOURCES[stage]: str(runs[-1].folder)} if runs else {}
         request = parse_request(chain.words(stage, source), "auto", AutoOptions)
-        with _goes_on_by_the_same_command():
-            done = find_namesake(request, prepare_facts(request)) if number < len(EXPORTS) else None
-            run, verdict = (done, Verdict(DONE, "")) if done else find_or_train(request)
+        done = find_namesake(request, prepare_facts(request)) if number < len(EXPORTS) else None
+        run, verdict = (done, Verdict(DONE, "")) if done else find_or_train(request)
+        if verdict.code == STOPPED:
+            print("compress: the same command again begins where this one stopped", file=sys.stderr)
         if verdict.code != DONE:
             return verdict.code
         if done:
@@ -69,16 +67,6 @@ def compress(words: Sequence[str]) -> int:
     dumped = atomic_files.json_text(contents.to_dict(), ensure_ascii=False) if options.json else ""
     print(dumped or text_of(contents, folder))
     return DONE
-
-
-@contextlib.contextmanager
-def _goes_on_by_the_same_command() -> Iterator[None]:
-    """A stage that is stopped says what goes on with the chain; `resume` would train that stage alone."""
-    os.environ[GO_ON_VARIABLE] = "the same compress command again, which begins where this one stopped"
-    try:
-        yield
-    finally:
-        del os.environ[GO_ON_VARIABLE]
 
 
 def refuse_chance(run: RunFolder) -> None:

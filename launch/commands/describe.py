@@ -15,7 +15,7 @@ from isobatch.engine.machine.gpu_table import MACHINES
 from isobatch.engine.registry import CHAINS, TASKS, workload
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.cli import ALIASES, COMMANDS, no_command
-from isobatch.launch.local.arguments import BatchScaling, FlagFiles, command_options, split_words
+from isobatch.launch.local.arguments import BatchScaling, FlagFiles, read_command
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,16 +38,19 @@ def describe(words: Sequence[str]) -> int:
     """Usage: describe [TASK | COMMAND | hardware] [--json]: every flag with type, default, meaning;
     without a name, the tasks there are.
     """
-    positional, flags = split_words(words)
-    options = command_options(flags, ListingOptions, "describe")
+    positional, options = read_command(words, ListingOptions, "describe")
     name = " ".join(positional)
     name = ALIASES.get(name, name).removesuffix(" --png")
-    if name in ("", HARDWARE):
-        return _print_hardware(options.json) if name else _print_tasks(options.json)
+    groups: Groups = {}
+    if not name:
+        return _print_tasks(options.json)
     if name in COMMANDS:
         groups, notes = _command_groups(name)
     elif name in CHAINS:
-        groups, notes = {}, [f"the flags of its stages: {', '.join(f'describe {s}' for s in CHAINS[name])}"]
+        notes = [f"the flags of its stages: {', '.join(f'describe {s}' for s in CHAINS[name])}"]
+    elif name == HARDWARE:
+        notes = [f"{name:<24}{model.gpu.memory_bytes / 2**30:g} GiB" for name, model in MACHINES.items()]
+        notes += ["8xNAME, 4x8xNAME (nodes x GPUs), NAME-mig-1g.10gb, mps:16gb, cpu:2x24gb, here"]
     elif any(command.startswith(f"{name} ") for command in COMMANDS):
         raise UserError(no_command(name))
     else:
@@ -100,17 +103,6 @@ def _print_tasks(as_json: bool) -> int:
     print("\n".join(f"{name:<14}{entry.summary}" for name, entry in TASKS.items()))
     print("\n".join(f"{name:<14}{', '.join(stages)}, report" for name, stages in CHAINS.items()))
     print(f"{'./file.py:Class':<14} your own (see the README)")
-    return 0
-
-
-def _print_hardware(as_json: bool) -> int:
-    rows = {name: round(model.gpu.memory_bytes / 2**30, 1) for name, model in MACHINES.items()}
-    if as_json:
-        print(atomic_files.json_text(rows))
-        return 0
-    print("GPUs that --hardware and --compare know, with GiB of memory; write 8xNAME, 4x8xNAME (nodes x")
-    print("GPUs), NAME-mig-1g.10gb, mps:16gb, cpu:2x24gb or here")
-    print("\n".join(f"  {name:<24}{memory:g}" for name, memory in rows.items()))
     return 0
 
 

@@ -12,7 +12,7 @@ from isobatch.engine import consent
 from isobatch.engine.consent import adapter_base, places
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.describe import ListingOptions
-from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.arguments import read_command
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,8 +22,7 @@ def inspect(words: Sequence[str]) -> int:
     """Usage: inspect RUN [--json]: recipe, status and metrics of a run, what code it brings, what it
     reads and where it sends. Nothing that came with it is executed, read or sent to.
     """
-    positional, flags = split_words(words)
-    options = command_options(flags, ListingOptions, "inspect")
+    positional, options = read_command(words, ListingOptions, "inspect")
     if len(positional) != 1:
         raise UserError("inspect: give the folder of one run (`runs` lists them)")
     found = describe_run(RunFolder.open(positional[0]))
@@ -53,21 +52,18 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
 
 
 def _format(found: dict[str, Any]) -> str:
-    forged = "" if found["hash"] == found["recorded_hash"] else f" (its file says {found['recorded_hash']})"
-    options = found["recipe"]["options"]
-    values = {**found["recipe"], **options, "options": None}
+    values = {**found["recipe"], **found["recipe"]["options"], "options": None}
+    shown = format_metrics(found["metrics"], ".4g")
     lines = [
         f"{found['folder']}: {found['task']}, {found['status']}, {found['steps'] or 'no'} steps",
-        f"recipe {found['hash']}{forged}",
+        f"recipe {found['hash']} (its file says {found['recorded_hash']})",
         *(f"  {name}: {_short(value)}" for name, value in values.items() if value is not None),
-        *([f"reason: {found['reason']}"] if found["reason"] else []),
+        f"reason: {found['reason']}",
+        f"metrics of {found['split']}, as its file says: {shown}",
+        *(f"reads {name}: {_short(value)}" for name, value in found["reads"].items()),
+        *(f"sends {target}" for target in found["sends"]),
+        *(f"only with --trust: {_short(one)}" for one in found["asks"]),
     ]
-    if found["metrics"]:
-        shown = format_metrics(found["metrics"], ".4g")
-        lines.append(f"metrics of {found['split']}, as its file says: {shown}")
-    lines += [f"reads {name}: {_short(value)}" for name, value in found["reads"].items()]
-    lines += [f"sends {target}" for target in found["sends"]]
-    lines += [f"only with --trust: {_short(one)}" for one in found["asks"]]
     for code in found["code"]:
         agreed = "agreed to by this user" if code["agreed"] else "only with --trust"
         lines.append(f"executes {code['file']} (SHA-256 {code['sha256'][:16]}): {agreed}")

@@ -204,10 +204,10 @@ def test_every_field_has_its_reason_in_one_sentence(machine: str, shape: ModelSi
 @pytest.mark.parametrize(
     ("changes", "hint"),
     [
-        (None, "plan.json lacks activation_checkpointing, attention"),
-        ({"invariance": "perfect"}, "plan.json: invariance perfect"),
-        ({"rounding": ["much", 1.0]}, r"plan.json: rounding \['much', 1.0\]"),
-        ({"processes": "2"}, "plan.json: processes 2"),
+        (None, "plan.json: .*missing"),
+        ({"invariance": "perfect"}, "plan.json: .*invariance perfect"),
+        ({"rounding": ["much", 1.0]}, "plan.json: .*rounding"),
+        ({"processes": "two"}, "plan.json: .*processes two"),
     ],
 )
 def test_a_broken_plan_is_named(changes: dict[str, Any] | None, hint: str) -> None:
