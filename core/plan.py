@@ -148,7 +148,9 @@ class Plan:
         flags = flags_of(cls, "plan")
         try:
             typed = {name: convert(flag, values[name]) for name, flag in flags.items() if name in values}
-            mappings = {f.name: dict(values.get(f.name, {})) for f in dataclasses.fields(cls) if f.metadata}
+            mappings: dict[str, Any] = {
+                f.name: dict(values.get(f.name, {})) for f in dataclasses.fields(cls) if f.metadata
+            }
             return cls(**typed, **mappings)
         except (TypeError, ValueError) as error:
             raise UserError(f"plan.json: {error}: delete it, and `resume` plans anew") from None

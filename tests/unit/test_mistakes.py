@@ -58,7 +58,7 @@ MISTAKES = [
     ("evaluate", "folder"),
     ("generate runs/none --prompt hi", "runs/none"),
     ("predict", "predict"),
-    ("compare runs/a", "give two runs or more"),
+    ("compare runs/a", "is not a run"),
     ("rm", "give the folders of runs"),
     ("runs nowhere", "there is no folder nowhere"),
     ("describe causal-ln", "did you mean causal-lm?"),
