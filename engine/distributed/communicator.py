@@ -18,9 +18,8 @@ from isobatch.engine.distributed.device_memory import forbid_spilling
 from isobatch.engine.profiling.recorder import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    import numpy as np
     import torch
     from accelerate import Accelerator
     from torch import Tensor, nn
@@ -284,25 +283,16 @@ class Communicator:
             dist.all_gather_object(gathered, value)
         return gathered
 
-    def gather_to_main(self, rows: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        """Rank 0 gets every rank's (n, ...) rows, in the order of ranks; the others get what they gave.
-
-        `counts`: rows of each rank. They come rank by rank, in messages of a bounded size.
-        """
+    def gather_objects(self, value: Any) -> list[Any]:
+        """On rank 0 every rank's object, in the order of ranks; nothing elsewhere. Objects are pickled."""
         if self.size == 1:
-            return rows
-        import numpy as np
+            return [value]
+        import torch.distributed as dist
 
-        with self.waiting_for("a gather of rows on rank 0"), self.recorder.part("communication"):
-            if not self.is_main:
-                _exchange(rows, to=0)
-                return rows
-            found = np.empty((sum(counts), *rows.shape[1:]), rows.dtype)
-            found[: counts[0]] = rows
-            borders = np.cumsum(counts)
-            for rank in range(1, self.size):
-                _exchange(found[borders[rank - 1] : borders[rank]], source=rank)
-            return found
+        gathered: list[Any] | None = [None] * self.size if self.is_main else None
+        with self.waiting_for("a gather on rank 0"), self.recorder.part("communication"):
+            dist.gather_object(value, gathered, dst=0)
+        return gathered or []
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's object, on every rank."""
@@ -346,20 +336,6 @@ class Communicator:
             store.set(f"isobatch/left/{self.rank}", "1")
             keys = [f"isobatch/left/{rank}" for rank in range(self.size)]
             store.wait(keys, datetime.timedelta(seconds=60))
-
-
-def _exchange(rows: np.ndarray, *, to: int | None = None, source: int | None = None) -> None:
-    """Send rows to a rank, or receive them from one, in messages of at most _BUCKET_BYTES."""
-    import torch
-    import torch.distributed as dist
-
-    a_message = max(1, _BUCKET_BYTES // max(1, rows[:1].nbytes))
-    for start in range(0, len(rows), a_message):
-        message = torch.from_numpy(rows[start : start + a_message])
-        if to is not None:
-            dist.send(message, to)
-        else:
-            dist.recv(message, source)
 
 
 def _padded(values: Tensor, count: int) -> Tensor:

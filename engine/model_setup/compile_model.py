@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from isobatch.core.package import ROOT
-
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
@@ -26,18 +24,6 @@ def compile_model(model: nn.Module, plan: Plan) -> None:
     if plan.compile != "off":
         _let_checkpoints_count()
         model.compile(mode=None if plan.compile == "on" else plan.compile)
-
-
-def passed_by() -> str:
-    """Why torch.compile runs this package eagerly, in silence; "" where it compiles it.
-
-    Dynamo never compiles some libraries (`THIRDPARTY_SKIPLIST`), which it finds by name on Python's path.
-    """
-    from torch._dynamo import trace_rules
-
-    if not trace_rules.check_file(__file__).skipped:
-        return ""
-    return f"torch.compile passes isobatch by: {ROOT} has the name of a library that it never compiles"
 
 
 def _let_checkpoints_count() -> None:

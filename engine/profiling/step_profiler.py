@@ -6,16 +6,14 @@ The trace names the parts of the step, and has Python's stacks with the modules.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from isobatch.core import atomic_files
 from isobatch.core.measures import now
-from isobatch.engine.machine.detect import allowed_cpus
-from isobatch.engine.profiling.advice import profile_lines, worth_a_trial
 from isobatch.engine.profiling.recorder import PARTS
-from isobatch.engine.runs.run_options import step_window
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FOLDER, FILE, TRACE_FILE = "profile", "profile.json", "trace.json"
 OPERATORS = 10
@@ -120,35 +118,3 @@ def gpu_busy(events: Any) -> float:
     kernels = [e.time_range for e in events if e.device_type == cuda and not e.is_user_annotation]
     span = max((k.end for k in kernels), default=0) - min((k.start for k in kernels), default=0)
     return min(1.0, sum(k.elapsed_us() for k in kernels) / max(1e-9, span))
-
-
-def profiler_of_run(context: Any, phase: Any, start: int, stop: int) -> StepProfiler | None:
-    """For `--profile 20:24`, on rank 0, where the phase has those steps among start + 1 to stop; else None.
-
-    `context` and `phase`: the RunContext and the ActivePhase.
-    """
-    if context.options.profile is None or not context.world.is_main:
-        return None
-    first, last = step_window(context.options.profile)
-    if not start < first <= last <= stop:
-        context.console.say(
-            f"--profile {first}:{last}: phase {phase.schedule.name} is not profiled: it has the steps"
-            f" {start + 1} to {stop} here"
-        )
-        return None
-    profiler = StepProfiler(phase, first, last, max(1, allowed_cpus(Path("/"), {}) // context.world.size))
-    if first == start + 1:
-        profiler.begin()
-    return profiler
-
-
-def write_profile_of_run(context: Any, profiler: StepProfiler) -> None:
-    """Write a finished profile into the run's folder profile/, and say it."""
-    found, phase = profiler.findings, profiler.active
-    folder = context.run.folder / FOLDER / phase.schedule.name
-    found["files"] = profiler.write(folder)
-    found |= {"phase": phase.schedule.name, **context.gpu_monitor.latest()}
-    found["advice"] = worth_a_trial(found, phase.session.plan.to_dict())
-    atomic_files.write_json(folder / FILE, found)
-    for line in profile_lines(found):
-        context.console.say(line)

@@ -72,12 +72,9 @@ def user_code_error(error: BaseException) -> UserCodeError | None:
     summary = traceback.StackSummary.extract(iter(own[-SHOWN_FRAMES:]), capture_locals=False)
     shown = "".join(f"  {entry.filename}, line {entry.lineno}\n    {entry.line}\n" for entry in summary)
     text, batch = (str(error).splitlines() or [""])[0], frame.f_locals.get("batch")
-    lacks = isinstance(error, KeyError) and isinstance(batch, dict) and error.args[0] not in batch
-    columns = f"; the batch has {', '.join(map(str, batch))}" if lacks and batch else ""
-    return UserCodeError(
-        f"{place}: {type(error).__name__}: {text}{columns} (--debug shows all frames)",
-        shown,
-    )
+    if isinstance(error, KeyError) and isinstance(batch, dict) and error.args[0] not in batch:
+        text += f"; the batch has {', '.join(map(str, batch))}"
+    return UserCodeError(f"{place}: {type(error).__name__}: {text} (--debug shows all frames)", shown)
 
 
 def _is_users(frame: FrameType, folders: set[Path]) -> bool:

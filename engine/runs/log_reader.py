@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 TAIL_BYTES = 1 << 16
 WHOLE_BYTES = 4 << 20
 """Up to this size `thinned_rows` reads all rows."""
-MOST_RARE_ROWS = 20_000
-"""Most rows that `thinned_rows` finds by each field."""
 
 
 def newest_rows(path: Path) -> list[dict[str, Any]]:
@@ -37,7 +35,7 @@ def damaged_rows(path: Path) -> int:
 
 def last_row_before(path: Path, offset: int) -> dict[str, Any] | None:
     """The row that ends at byte `offset`; None where none does."""
-    if offset <= 0 or not path.exists() or path.stat().st_size < offset:
+    if not path.exists():
         return None
     with path.open("rb") as stream:
         start = max(0, offset - TAIL_BYTES)
@@ -47,20 +45,15 @@ def last_row_before(path: Path, offset: int) -> dict[str, Any] | None:
 
 
 def thinned_rows(path: Path, count: int, fields: Sequence[str]) -> list[dict[str, Any]]:
-    """About `count` rows evenly over a long log, its last one, and rows that have one of `fields`; of a short
+    """About `count` rows spread over a long log, its last one, and rows that have one of `fields`; of a short
     log, all. The other rows are not parsed.
     """
     size = path.stat().st_size if path.exists() else 0
-    apart = size / count if size > WHOLE_BYTES else 0
-    left = {f'"{field}":'.encode(): MOST_RARE_ROWS for field in fields}
-    place, due, line, found = 0, 0.0, b"", []
+    names = [f'"{field}":'.encode() for field in fields]
+    apart, place, due, line, found = size / count if size > WHOLE_BYTES else 0, 0, 0.0, b"", []
     for line in lines_in(path):
-        is_due = place >= due
-        rare = [name for name, count in left.items() if count and name in line]
-        left.update({name: left[name] - 1 for name in rare})
-        if is_due or rare:
+        if place >= due or any(name in line for name in names):
             found.append(line)
+        due += apart if place >= due else 0
         place += len(line)
-        due += apart if is_due else 0
-    lines = found if found[-1:] == [line] else [*found, line]
-    return [row for line in lines if (row := parse_row(line)) is not None]
+    return [row for line in dict.fromkeys([*found, line]) if (row := parse_row(line)) is not None]

@@ -53,7 +53,7 @@ class MetricsLog:
         if self.writes:
             for path in (self.run.metrics, self.run.samples):
                 path.unlink(missing_ok=True)
-            self.run.truncate_decisions(phases, phases[0], 0)
+            self.run.keep_until(self.run.decisions, phases, phases[0], 0)
             self._continue(self._first_seal())
 
     def resume(self, saved: Mapping[str, Any], phases: list[str], phase: str, step: int) -> str:
@@ -64,15 +64,17 @@ class MetricsLog:
         """
         if not self.writes:
             return ""
-        self.run.truncate_decisions(phases, phase, step)
+        self.run.keep_until(self.run.decisions, phases, phase, step)
         _cut(self.run.samples, saved["ledger"])
+        if _size(self.run.samples) < saved["ledger"]:  # its last record may be cut
+            self.run.samples.unlink(missing_ok=True)
         row = last_row_before(self.run.metrics, saved["metrics"])
         if row is not None and row.get(SEAL) == saved[SEAL]:
             _cut(self.run.metrics, saved["metrics"])
             self._continue(saved[SEAL])
             return ""
         size = _size(self.run.metrics)
-        self.run.truncate_rows(phases, phase, step)
+        self.run.keep_until(self.run.metrics, phases, phase, step)
         seal = next((row[SEAL] for row in reversed(list(rows_in(self.run.metrics))) if SEAL in row), "")
         self._continue(seal or self._first_seal())
         then = f"{size} bytes, {saved['metrics']} when the checkpoint was saved"

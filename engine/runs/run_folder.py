@@ -7,7 +7,6 @@ import dataclasses
 import errno
 import functools
 import hashlib
-import itertools
 import os
 import re
 import secrets
@@ -27,7 +26,7 @@ from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_options import RunOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
 NONCE = "ISOBATCH_NONCE"
 """Environment variable that ties exit.json to the launch that waits for it."""
@@ -251,15 +250,15 @@ class RunFolder:
             return None
         return verdict if nonce in (None, str(said.get("nonce"))) else None
 
-    def truncate_rows(self, phase_order: list[str], phase: str, step: int) -> None:
-        """Remove the rows after `step` of `phase` from metrics.jsonl: a resumed run writes them again."""
-        rows = rows_in(self.metrics)
-        _keep_rows(self.metrics, itertools.takewhile(lambda r: is_before(r, phase_order, phase, step), rows))
+    def keep_until(self, log: Path, phase_order: list[str], phase: str, step: int) -> None:
+        """Remove the rows after `step` of `phase` from a log: a resumed run writes them again.
 
-    def truncate_decisions(self, phase_order: list[str], phase: str, step: int) -> None:
-        """Remove what was decided after `step` of `phase`. Decisions of launches stay: they have no step."""
-        kept = (r for r in rows_in(self.decisions) if is_before(r, phase_order, phase, step))
-        _keep_rows(self.decisions, kept)
+        Decisions of launches stay: they have no step.
+        """
+        if log.exists():
+            kept = (row for row in rows_in(log) if is_before(row, phase_order, phase, step))
+            text = "".join(atomic_files.json_text(row, ensure_ascii=False) + "\n" for row in kept)
+            atomic_files.write_text(log, text)
 
     def log_decision(self, decision: str, **facts: Any) -> None:
         """Append a decision of a launch to decisions.jsonl; resuming does not remove it."""
@@ -284,13 +283,6 @@ def _is_locked(path: Path) -> bool:
     except OSError:  # there is no such file, or its file system has no locks
         return False
     return False
-
-
-def _keep_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    if path.exists():
-        atomic_files.write_text(
-            path, "".join(atomic_files.json_text(r, ensure_ascii=False) + "\n" for r in rows)
-        )
 
 
 def is_before(row: Mapping[str, Any], phases: list[str], phase: str, step: int) -> bool:

@@ -13,8 +13,6 @@ from isobatch.data.streaming.store import refuse_secrets
 
 MOST_NAME_BYTES = 200
 """File systems take 255, and a folder that is being made has a longer name."""
-LEAST_PROFILED = 2
-"""Steps: one to time, one to trace."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +46,6 @@ class RunOptions:
     """Seconds without an answer from another process after which the run ends."""
     max_restarts: Count = 3
     """How often a run goes on by itself after a process died or stood still."""
-    profile: str | None = None
-    """Profile these steps of each phase, the first and the last as in 20:24: parts and trace are in
-    the run's folder profile/."""
     debug: bool = False
     """Show tracebacks of the user's errors too."""
     quiet: bool = False
@@ -58,8 +53,6 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.profile is not None:
-            step_window(self.profile)
         if self.save_every.value == 0:
             raise UserError(f"--save-every {self.save_every}: must be above 0")
         if self.checkpoint_copy is not None:
@@ -76,14 +69,3 @@ class RunOptions:
         """Where a run with these options sends its checkpoints and figures."""
         copy = [] if self.checkpoint_copy is None else [f"checkpoints to {self.checkpoint_copy}"]
         return copy + ([] if self.tracker == "none" else [f"figures to {self.tracker}"])
-
-
-def step_window(text: str) -> tuple[int, int]:
-    """(first, last) of `20:24`, steps from 1. Raises UserError."""
-    first, _, last = text.partition(":")
-    if not (first.isdecimal() and last.isdecimal() and int(first) >= 1):
-        raise UserError(f"--profile {text}: is not a first and a last step, as in 20:24")
-    if int(last) - int(first) + 1 < LEAST_PROFILED:
-        longer = f"{first}:{int(first) + 4}"
-        raise UserError(f"--profile {text}: takes at least {LEAST_PROFILED} steps, as in {longer}")
-    return int(first), int(last)

@@ -153,24 +153,16 @@ def _add(parts: Mapping[str, Sum | Rows], index: np.ndarray, sums: dict[str, lis
 
 
 def _reduce(sums: dict[str, list[float]], rows: Any, world: Communicator) -> dict[str, Any]:
-    """Name -> Sum over all ranks and, on rank 0, the array of all rows in the order of samples."""
-    shapes = {n: (sum(len(i) for i, _ in of_name), of_name[0][1].shape[1:]) for n, of_name in rows.items()}
-    shares = world.all_gather_objects((sums, shapes))
+    """On rank 0: name -> Sum over all ranks, or the array of all rows in the order of samples."""
+    own = {n: [np.concatenate(arrays) for arrays in zip(*of, strict=True)] for n, of in rows.items()}
+    shares = world.gather_objects((sums, own))
     reduced: dict[str, Any] = {}
     for share, _ in shares:
         for name, (value, weight) in share.items():
             before = reduced.get(name, Sum(0.0, 0.0))
             reduced[name] = Sum(before.value + value, before.weight + weight)
-    for name, shape in {n: shape for _, share in shares for n, (_, shape) in share.items()}.items():
-        counts = [share[name][0] if name in share else 0 for _, share in shares]
-        index, values = _own_rows(rows.get(name, []), shape)
-        index, values = world.gather_to_main(index, counts), world.gather_to_main(values, counts)
+    for name in dict.fromkeys(name for _, share in shares for name in share):
+        parts = zip(*(share[name] for _, share in shares if name in share), strict=True)
+        index, values = map(np.concatenate, parts)
         reduced[name] = values[np.argsort(index)]
     return reduced
-
-
-def _own_rows(batches: list[tuple[np.ndarray, np.ndarray]], shape: tuple[int, ...]) -> list[np.ndarray]:
-    """[(rows,) samples, (rows, *shape)] of this rank's batches."""
-    if not batches:
-        return [np.empty(0, np.int64), np.empty((0, *shape), np.float32)]
-    return [np.concatenate(arrays) for arrays in zip(*batches, strict=True)]

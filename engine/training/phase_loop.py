@@ -19,11 +19,9 @@ from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.left_out import leave_out, refuse_where_steps_matter, until
 from isobatch.engine.optimization.schedule import CLOSING_STEPS, SaveTimer
 from isobatch.engine.optimization.spikes import MOST_LEFT_OUT, WINDOW, SpikeWatch, first_left_out
-from isobatch.engine.profiling.step_profiler import profiler_of_run, write_profile_of_run
 from isobatch.engine.runs.peak_memory import trim_heap
 from isobatch.engine.runs.summary import Progress
 from isobatch.engine.training.evaluate import monitored
-from isobatch.engine.training.resume import mend_ledger
 from isobatch.engine.training.step_metrics import step_row, tracked_values
 from isobatch.engine.training.train_step import Votes
 from isobatch.models import fused_kernels
@@ -81,8 +79,6 @@ class PhaseLoop:
         where = self.progress.phase, self.progress.step
         if lost := context.log.resume(saved.state["logs"], self.session.phases, *where):
             context.console.say(f"metrics.jsonl: {lost}; training goes on, and `verify` will name it")
-        if self.world.is_main and (said := mend_ledger(context.run, self.session, saved.state)):
-            context.console.say(said)
         if self.world.is_main:
             context.log_checkpoint(saved.folder)
         context.console.say(f"resumed from {context.resumed_from}: {self.progress.samples:,} samples seen")
@@ -97,7 +93,6 @@ class PhaseLoop:
         self.step_began = now()
         pending: StepResult | None = None
         last = start if self.early_stopping.should_stop else schedule.steps
-        profiler = profiler_of_run(self.context, self.phase, start, last)
         done = start
         for loaded in self.phase.batches(start, last):
             if done < loaded.work.step:
@@ -106,8 +101,6 @@ class PhaseLoop:
                 pending, self.step_began = None, now() - loaded.wait_seconds
             done = loaded.work.step + 1
             result = self.phase.step(loaded, self._votes())
-            if profiler is not None and profiler.step_ended(done, loaded.work):
-                write_profile_of_run(self.context, profiler)
             result.seconds, self.step_began = now() - self.step_began, now()
             requests, pending = self._read_metrics(pending), result
             if loaded.work.step % TRIM_EVERY == 0:

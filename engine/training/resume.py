@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import open_on_all
-from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.left_out import is_consistent
-from isobatch.engine.runs.ledger import Ledger
-from isobatch.engine.runs.summary import Progress
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable
     from pathlib import Path
 
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
@@ -73,41 +69,6 @@ def _saved_before(run: RunFolder) -> str:
     if summary.get("status") == "stopped" and summary.get("steps"):
         saved.append(f"the one after {summary['steps']} steps")
     return f"{saved[-1]} is gone" if saved else ""
-
-
-def mend_ledger(run: RunFolder, session: Session, state: Mapping[str, Any]) -> str:
-    """Write samples.bin anew where it is shorter than a checkpoint's `state` says; a line on that, or none.
-
-    Batches follow from the recipe. The checkpoint's chain says whether they are those that were trained on.
-    """
-    size = run.samples.stat().st_size if run.samples.exists() else 0
-    if size >= state["logs"]["ledger"]:
-        return ""
-    progress = Progress(**state["progress"])
-    fresh = Ledger(run.samples.with_name(f".{run.samples.name}.tmp"))
-    fresh.path.unlink(missing_ok=True)
-    done, chain = 0, ""
-    for phase, count in _steps_done(session, progress):
-        done, chain = done + count, ""
-        for step, samples in enumerate(itertools.islice(session.sampler.batches(), count), 1):
-            if step not in session.left_out.get(phase, ()):
-                fresh.append(phase, step, samples)
-                chain = extend_chain(chain, samples)
-    said = f"samples.bin: {size} of {state['logs']['ledger']} bytes were left"
-    if (done, chain) != (progress.steps, progress.chain):
-        fresh.path.unlink(missing_ok=True)
-        return f"{said}; the records before step {progress.step} of {progress.phase} are lost"
-    fresh.path.replace(run.samples)
-    return f"{said}; it was written anew from the recipe's order"
-
-
-def _steps_done(session: Session, progress: Progress) -> Iterator[tuple[str, int]]:
-    """(phase, steps of it until a checkpoint), as long as no earlier phase stopped early."""
-    for schedule in session.schedules:
-        if schedule.name == progress.phase:
-            yield schedule.name, progress.step
-            return
-        yield schedule.name, schedule.steps
 
 
 def _open(folder: Path, world: Communicator) -> tuple[SavedCheckpoint | None, str]:

@@ -21,7 +21,7 @@ from isobatch.engine.runs.metrics_log import MetricsLog
 from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
 from isobatch.engine.runs.summary import Progress, startup_seconds, summarize
 from isobatch.engine.training.session import Session
-from isobatch.engine.training.step_metrics import FlopUtilisation, flop_utilisation, gpu_uuid, tracked_values
+from isobatch.engine.training.step_metrics import FlopUtilisation, flop_utilisation, tracked_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -71,8 +71,6 @@ class RunContext:
         """Time (seconds since 1970) at the end of this process's first step."""
         self.peak_memory = PeakMemory(world.device)
         self.resumed_from: str | None = None
-        self.last_evaluation = ""
-        """What was shown of it."""
         self.told: set[str] = set()
         """Splits of which the metrics that no training changes were shown."""
         self.spared: set[str] = set()
@@ -82,8 +80,7 @@ class RunContext:
         """{name of the checkpoint from which `verify` redoes the last steps of the run}."""
         self.checkpoints_to_keep: Callable[[], set[str]] = set
         """Returns the names of those that early stopping needs; set by the phase loop."""
-        uuid = gpu_uuid(world.device)
-        self.gpu_monitor = GpuMonitor(uuid if world.is_main else "")
+        self.gpu_monitor = GpuMonitor(world.device if world.is_main else None)
         self.flop_utilisation = self._flop_utilisation()
 
     def _flop_utilisation(self) -> FlopUtilisation | None:
@@ -121,10 +118,7 @@ class RunContext:
             self.told.add(split)
             self.console.say(f"{split}: {format_metrics(constant, '.4f')}")
         part = f", on {100 * fraction:g} % of its samples" if fraction < 1 else ""
-        line = f"{split} after step {step}{part}: {format_metrics(shown, '.4f')}"
-        if line != self.last_evaluation:  # the best checkpoint may be the one that was just evaluated
-            self.console.say(line)
-        self.last_evaluation = line
+        self.console.say(f"{split} after step {step}{part}: {format_metrics(shown, '.4f')}")
         return metrics
 
     def track(self, values: dict[str, float]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from isobatch.engine.machine.hardware import find_gpu_model
 from isobatch.engine.runs.step_rows import LossAndNorm, StepRow, differences
 from isobatch.models.base import CHANGES_SHAPE, ModelSize
@@ -62,13 +60,6 @@ def tracked_values(row: dict[str, Any]) -> dict[str, float]:
         if isinstance(value, list) and all(isinstance(one, float) for one in value):
             found |= {f"{name}/{number}": one for number, one in enumerate(value)}
     return found
-
-
-def gpu_uuid(device: torch.device) -> str:
-    """The UUID by which NVML knows the training device; empty where it is no NVIDIA GPU."""
-    if device.type != "cuda" or torch.version.cuda is None:  # ROCm's GPUs are called cuda, too
-        return ""
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.distributed.liveness import Watchdog
-from isobatch.engine.model_setup.compile_model import passed_by, uncompiled
+from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.registry import TASKS
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS, metrics_fields
 from isobatch.engine.training import memory_probe
@@ -55,11 +55,8 @@ def train(context: RunContext, end_process: Callable[[str], None]) -> None:
     """
     run, world, session = context.run, context.world, context.session
     if world.is_main:  # only there: for its size a task may have to build its model on the meta device
-        eager = passed_by() if session.plan.compile != "off" else ""
         for line in (_headline(context), *context.task.notes(session.facts)):
             context.console.say(line)
-        if eager:
-            context.console.say(f"{eager}: rename that folder")
     watchdog = Watchdog(world, context.stop, context.options.hang_timeout, end_process, run.rank_record)
     with (
         context.stop,

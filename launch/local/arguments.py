@@ -339,6 +339,7 @@ LEFT = {
     "compare_bits": "run it with --load-bits 16, 8 and 4 in turn",
     "critical_batch": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
     "noise_scale_every": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
+    "profile": "run `isobatch profile` with the same flags",
     "remember": "type the flags that `tune` prints",
     "scale_batch": "give --batch-size and --lr themselves",
     "lr_rule": "give --batch-size and --lr themselves",

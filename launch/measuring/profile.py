@@ -44,7 +44,7 @@ def profile(words: Sequence[str]) -> int:
     """Usage: profile --task TASK [--timed-steps 12] [--json] [flags]
 
     Times the parts of some steps, traces one, says what is worth a trial, and writes the trace (trace.json,
-    for Perfetto or chrome://tracing) and profile.json to OUT/profiles/. In a run: auto ... --profile 20:24.
+    for Perfetto or chrome://tracing) and profile.json to OUT/profiles/.
     """
     setup = read_setup(words, "profile", ProfileOptions)
     found = measure_in_world(words, "profile", setup, measure)

@@ -149,6 +149,7 @@ def mend(run: Path, log: list[dict[str, Any]] | None = None) -> None:
 
 def mend_checkpoint(folder: Path, recipe: str, seal: str, size: int, log: list[dict[str, Any]]) -> None:
     state = read(folder / "state.json")
+    steps = [row for row in log if "lr" in row and row["loss"] is not None]
     judge = state["judge"] | {"best": None, "best_step": 0, "waited": 0}
     for row in log:
         if "split" in row and row["loss"] is not None:
@@ -160,6 +161,8 @@ def mend_checkpoint(folder: Path, recipe: str, seal: str, size: int, log: list[d
     state["judge"] = judge
     state["logs"] |= {"seal": seal, "metrics": size}
     state["recipe_hash"] = recipe
+    for name, key in (("losses", "loss"), ("norms", "grad_norm")):
+        state["spikes"][name] = [float(f"{row[key]:.5g}") for row in steps]
     write(folder / "state.json", state)
     content = (folder / "node-00000.safetensors").read_bytes()
     texts = ("index.json", "state.json")

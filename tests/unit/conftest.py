@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -18,7 +18,6 @@ from isobatch.tests.unit.fake_slurm import NO_CLUSTER, Say, Slurm
 if TYPE_CHECKING:
     from pathlib import Path
 
-    import numpy as np
     from torch import Tensor, nn
 
 
@@ -86,12 +85,9 @@ class ThreadWorld(Communicator):
 
         return torch.cat(self._record_and_gather(values, "gather tensors", tuple(values.shape), values.dtype))
 
-    def gather_to_main(self, rows: np.ndarray, counts: Sequence[int]) -> np.ndarray:
-        import numpy as np
-
-        parts = self._record_and_gather(rows, "gather rows")
-        assert [len(part) for part in parts] == list(counts)
-        return np.concatenate(parts) if self.is_main else rows
+    def gather_objects(self, value: Any) -> list[Any]:
+        parts = self._record_and_gather(value, "gather on rank 0")
+        return parts if self.is_main else []
 
     def broadcast_object(self, value: Any) -> Any:
         return self._record_and_gather(value, "agree")[0]

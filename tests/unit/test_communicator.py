@@ -113,25 +113,3 @@ def test_the_launcher_says_on_which_node_a_rank_is(
 ) -> None:
     environment = dict(word.split("=") for word in words.split())
     assert node_and_nodes(environment, rank, size) == expected
-
-
-def test_rows_come_to_rank_0_in_bounded_messages(monkeypatch: pytest.MonkeyPatch) -> None:
-    import numpy as np
-    import torch
-
-    from isobatch.engine.distributed import communicator
-
-    messages: dict[int, list[torch.Tensor]] = {1: [], 2: []}
-    monkeypatch.setattr(communicator, "_BUCKET_BYTES", 100)
-    monkeypatch.setattr(torch.distributed, "recv", lambda into, source: into.copy_(messages[source].pop(0)))
-    counts = [3, 0, 41]
-    rows = [np.arange(count * 2, dtype=np.float32).reshape(-1, 2) + 100 * count for count in counts]
-    for rank in (1, 2, 0):
-        monkeypatch.setattr(torch.distributed, "send", lambda m, to, rank=rank: messages[rank].append(m))
-        world = Communicator.__new__(Communicator)
-        world.rank, world.size = rank, 3
-        found = world.gather_to_main(rows[rank], counts)
-        assert np.array_equal(found, np.concatenate(rows) if rank == 0 else rows[rank])
-        if rank == 2:
-            assert [len(message) for message in messages[2]] == [12, 12, 12, 5]  # rows of 8 bytes each
-    assert messages == {1: [], 2: []}

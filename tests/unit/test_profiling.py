@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -12,12 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from isobatch.core.errors import UserError
 from isobatch.engine.profiling import advice, recorder
 from isobatch.engine.profiling.recorder import PARTS, Recorder
 from isobatch.engine.profiling.step_profiler import StepProfiler
-from isobatch.engine.runs.run_options import step_window
-from isobatch.launch.commands.auto import auto
 from isobatch.launch.measuring.profile import profile
 from isobatch.tests.paths import ROOT
 
@@ -102,13 +98,6 @@ def step(net: nn.Module, found: Recorder, x: torch.Tensor) -> None:
         loss.backward()
 
 
-def test_a_window_has_a_first_and_a_last_step() -> None:
-    assert step_window("20:24") == (20, 24)
-    for wrong in ("20", "0:5", "5:5", "9:4", "a:b", "3:"):
-        with pytest.raises(UserError, match=f"--profile {wrong}: "):
-            step_window(wrong)
-
-
 def test_most_steps_are_timed_and_the_last_is_traced(tmp_path: Path) -> None:
     net, found = Net(), Recorder()
     session = SimpleNamespace(
@@ -190,22 +179,3 @@ def test_profile_on_a_task(
         assert "no --micro-batch" in out
     for file in ("trace.json", "profile.json"):
         assert list(tmp_path.glob(f"profiles/*/{file}"))
-
-
-def test_steps_of_a_run_are_profiled_and_learn_the_same(
-    say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
-    for name in ("TOKENIZERS_PARALLELISM", "TRANSFORMERS_VERBOSITY"):  # set where a run begins
-        monkeypatch.setenv(name, os.environ.get(name, "false" if name.startswith("TOK") else "error"))
-    words = ("--task", RAGGED, "--epochs", "2", "--quiet", "--device", "cpu", "--out", str(tmp_path))
-    assert say(auto, *words, "--name", "plain")[0] == 0
-    assert say(auto, *words, "--name", "profiled", "--again", "--profile", "2:5")[0] == 0
-    found = json.loads(next((tmp_path / "profiled/profile").glob("*/profile.json")).read_text())
-    assert found["steps"] == 3
-    assert (tmp_path / "profiled/profile/train/trace.json").exists()
-    losses = [  # of steps: an evaluation's line comes where its time falls
-        [row["loss"] for row in map(json.loads, (tmp_path / name / "metrics.jsonl").open()) if "loss" in row]
-        for name in ("plain", "profiled")
-    ]
-    assert losses[0] == losses[1]

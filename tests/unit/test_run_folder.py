@@ -118,8 +118,8 @@ def test_going_back_drops_what_will_be_written_again(tmp_path: Path) -> None:
     atomic_files.write_text(
         run.decisions, json.dumps({"decision": "without a place"}) + '\n{"phase": "b", "st'
     )
-    run.truncate_rows(["a", "b", "c"], "b", 2)
-    run.truncate_decisions(["a", "b", "c"], "b", 2)
+    for path in (run.metrics, run.decisions):
+        run.keep_until(path, ["a", "b", "c"], "b", 2)
     kept = [(r["phase"], r["step"]) for r in list(atomic_files.rows_in(run.metrics))]
     assert kept == [("a", 1), ("a", 2), ("b", 1), ("b", 2), ("b", 2)]
     assert run.decisions.read_text() == '{"decision": "without a place"}\n'  # the cut line is gone too

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -197,7 +196,7 @@ COLLECTIVES: dict[str, Any] = {
     "all_reduce_sparse": lambda world: world.all_reduce_sparse(used()),
     "all_gather": lambda world: world.all_gather(torch.ones(1)),
     "all_gather_objects": lambda world: world.all_gather_objects(1),
-    "gather_to_main": lambda world: world.gather_to_main(np.ones(2), [2, 3]),
+    "gather_objects": lambda world: world.gather_objects(1),
     "broadcast_object": lambda world: world.broadcast_object(1),
     "barrier": lambda world: world.barrier(),
 }
