@@ -33,7 +33,7 @@ from isobatch.data.text.row_fields import RowCounts
 from isobatch.data.tokenized import TokenizedData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from tokenizers import Tokenizer
@@ -51,49 +51,14 @@ class RenderedPair(NamedTuple):
     """Chosen, rejected. They end with their last answer."""
 
 
-class EncodedPair(NamedTuple):
-    """A pair as tokens that fit."""
-
-    rows: tuple[TokenRow, TokenRow]
-    """Chosen, rejected: the prompt, and the answer behind it."""
-    prompt_cut: bool
-    """Whether the prompt lost its beginning."""
-    answer_cut: bool
-    """Whether an answer lost its end."""
-
-    @property
-    def differs(self) -> bool:
-        """Whether the rows still differ."""
-        one, other = (row.tokens for row in self.rows)
-        return not np.array_equal(one, other)
-
-
 def render_pair(pair: PreferencePair, template: ChatTemplate, where: str) -> RenderedPair:
     """A pair written by a template. Raises UserError where the template cannot tell answers from prompts."""
     both = [template.segments(pair.prompt + answer, where) for answer in (pair.chosen, pair.rejected)]
     # Each answer within the prompt is a segment, and so is the text before it.
     stop = 2 * sum(message["role"] == "assistant" for message in pair.prompt) + 1
-    answers = [[*_up_to_last_answer(segments[stop:])] for segments in both]
-    return RenderedPair(both[0][:stop], (answers[0], answers[1]))
-
-
-def _up_to_last_answer(segments: Sequence[ChatSegment]) -> Sequence[ChatSegment]:
-    last = max(number for number, segment in enumerate(segments) if segment.is_answer)
-    return segments[: last + 1]
-
-
-def encode_pairs(
-    pairs: Iterable[RenderedPair], tokenization: TokenizationSettings, end_id: int
-) -> Iterator[tuple[RenderedPair, EncodedPair]]:
-    """Yield each pair with its tokens. Segments are tokenized separately; `end_id` ends an answer."""
-    waiting, tokenizer = iter(pairs), tokenization.tokenizer
-    while batch := list(itertools.islice(waiting, BATCH_CONVERSATIONS)):
-        parts = [part for pair in batch for part in (pair.prompt, *pair.answers)]
-        rows = token_rows(parts, tokenizer, end_id, tokenization.dtype)
-        for pair in batch:
-            prompt, chosen, rejected = next(rows), next(rows), next(rows)
-            find_questions = partial(_droppable, pair.prompt, tokenizer)
-            yield pair, fit_pair(prompt.tokens, chosen, rejected, find_questions, tokenization.max_length)
+    ends = [max(n for n, segment in enumerate(segments) if segment.is_answer) for segments in both]
+    chosen, rejected = (segments[stop : end + 1] for segments, end in zip(both, ends, strict=True))
+    return RenderedPair(both[0][:stop], (chosen, rejected))
 
 
 def _droppable(prompt: Sequence[ChatSegment], tokenizer: Tokenizer) -> np.ndarray:
@@ -108,8 +73,8 @@ def fit_pair(
     rejected: TokenRow,
     find_questions: Callable[[], np.ndarray],
     max_length: int,
-) -> EncodedPair:
-    """Both rows with at most `max_length` tokens and the same prompt.
+) -> tuple[tuple[TokenRow, TokenRow], set[str]]:
+    """(both rows with at most `max_length` tokens and the same prompt, the names of CUTS that this took).
 
     The prompt loses its beginning until the longer answer fits, its messages before its template; an answer
     that alone fills the row loses its end, and the prompt keeps at most half of the row. The other one is
@@ -127,16 +92,15 @@ def fit_pair(
     row = TokenRow(whole, is_answer.astype(np.uint8))
     kept, cuts = fit_turns(row, droppable, max_length, response_only=True)
     prompt = kept.tokens[kept.answer_mask == 0]
-    rows = [_behind(prompt, answer, max_length - len(prompt)) for answer in (chosen, rejected)]
-    return EncodedPair((rows[0], rows[1]), "prompts_cut" in cuts, max(lengths) > max_length - len(prompt))
-
-
-def _behind(prompt: np.ndarray, answer: TokenRow, room: int) -> TokenRow:
-    """The row of a prompt and as much of an answer as there is room for."""
-    return TokenRow(
-        np.concatenate([prompt, answer.tokens[:room]]),
-        np.concatenate([np.zeros(len(prompt), np.uint8), answer.answer_mask[:room]]),
+    room = max_length - len(prompt)
+    one, other = (
+        TokenRow(
+            np.concatenate([prompt, answer.tokens[:room]]),
+            np.concatenate([np.zeros(len(prompt), np.uint8), answer.answer_mask[:room]]),
+        )
+        for answer in (chosen, rejected)
     )
+    return (one, other), cuts - {"answers_cut"} | ({"answers_cut"} if max(lengths) > room else set())
 
 
 ANSWERS = (pairs.CHOSEN, pairs.REJECTED)
@@ -312,36 +276,43 @@ class PairEncoder:
         self.total = RowCounts()
         self._known: set[int] = set()
         """Hashes of the training pairs."""
-        self._in_train = 0
-        """Pairs of the split at hand that are in train too."""
 
     def encode(self, split: str, rows: RowCorpus) -> dict[str, Column]:
         """The columns of a split. Raises UserError where no pair is left to learn from."""
-        counts, self._in_train = RowCounts(), 0
+        counts, in_train = RowCounts(), 0
         kept: list[tuple[TokenRow, TokenRow]] = []
-        rendered = render_rows(rows, split, self.template, counts)
-        for texts, pair in encode_pairs(rendered, self.settings, self.template.end_id):
-            if not pair.differs:
+        for texts, (pair, cuts) in self._pairs(render_rows(rows, split, self.template, counts)):
+            if np.array_equal(pair[0].tokens, pair[1].tokens):
                 counts.leave_out("answers that begin alike and are cut")
                 continue
-            self._add(split, counts, texts, pair)
-            kept.append(pair.rows)
+            kept.append(pair)
+            counts.update(cuts, rows=1)
+            if split == "valid" and len(self.shown) < SHOWN_PROMPTS and not cuts:
+                prompt = "".join(segment.text for segment in texts.prompt)
+                self.shown.append([prompt, texts.answers[0][0].text.strip()])
+            found = hash(tuple(row.tokens.tobytes() for row in pair))
+            in_train += split != "train" and found in self._known
+            self._known |= {found} if split == "train" else set()
         self.total.update(counts)
-        self.notes += counts.notes(split, self.settings.max_length)
-        self.notes += overlap_notes(split, self._in_train, counts["rows"])
+        notes = [*counts.notes(split, self.settings.max_length)]
+        self.notes += [*notes, *overlap_notes(split, in_train, counts["rows"])]
         if not kept:
-            reasons = "".join(f"; {note}" for note in counts.notes(split, self.settings.max_length))
+            reasons = "".join(f"; {note}" for note in notes)
             raise UserError(f"--data {self.name}: the {split} split has no pair to learn from{reasons}")
         return self._columns(kept)
 
-    def _add(self, split: str, counts: RowCounts, texts: RenderedPair, pair: EncodedPair) -> None:
-        counts.update(rows=1, prompts_cut=int(pair.prompt_cut), answers_cut=int(pair.answer_cut))
-        if split == "valid" and len(self.shown) < SHOWN_PROMPTS and not (pair.prompt_cut or pair.answer_cut):
-            self.shown.append(["".join(s.text for s in texts.prompt), texts.answers[0][0].text.strip()])
-        found = hash(tuple(row.tokens.tobytes() for row in pair.rows))
-        if split == "train":
-            self._known.add(found)
-        self._in_train += split != "train" and found in self._known
+    def _pairs(
+        self, rendered: Iterator[RenderedPair]
+    ) -> Iterator[tuple[RenderedPair, tuple[tuple[TokenRow, TokenRow], set[str]]]]:
+        """Yield each pair with its rows of tokens and their cuts. Segments are tokenized separately."""
+        tokenizer, end_id, width = self.settings.tokenizer, self.template.end_id, self.settings.max_length
+        while batch := list(itertools.islice(rendered, BATCH_CONVERSATIONS)):
+            parts = [part for pair in batch for part in (pair.prompt, *pair.answers)]
+            rows = token_rows(parts, tokenizer, end_id, self.settings.dtype)
+            for pair in batch:
+                prompt, chosen, rejected = next(rows), next(rows), next(rows)
+                find_questions = partial(_droppable, pair.prompt, tokenizer)
+                yield pair, fit_pair(prompt.tokens, chosen, rejected, find_questions, width)
 
     def _columns(self, kept: list[tuple[TokenRow, TokenRow]]) -> dict[str, Column]:
         columns: dict[str, Column] = {}
@@ -351,4 +322,5 @@ class PairEncoder:
             columns[name] = Ragged.from_rows([pair[number].tokens for pair in kept], pad)
             columns[f"{name}.learn"] = Ragged.from_rows([mask[number] for mask in masks])
         columns["token.weight"] = np.array([mask.sum() for mask, _ in masks], np.int32)
+        columns["text.weight"] = np.array([len(mask) - 1 for mask, _ in masks], np.int32)
         return columns

@@ -44,7 +44,7 @@ class RowCounts(Counter[str]):
     """Counts of a split's rows, by name.
 
     `rows` that are learnt from, `left out: REASON`, `field: WHAT` became of one; of conversations also those
-    of CUTS, tokens of `prompt_tokens` and `response_tokens`, those learnt (`tokens`) and of these `predicted`:
+    of CUTS, tokens of `prompt_tokens`, `response_tokens`, those learnt (`tokens`) and of these `predicted`,
     without the first of a row; and of the learnt texts `words`, `bytes` and `lines` (an answer's end is one).
     """
 
