@@ -202,8 +202,7 @@ class RowCorpus:
     columns: tuple[str, ...]
     """The names of the training rows' columns."""
     notes: tuple[str, ...] = ()
-    """What the user should know; where validation `is_held_out` of training, the first note says so."""
-    is_held_out: bool = False
+    """What the user should know, one line each."""
 
 
 def overlap_notes(split: str, same: int, count: int) -> list[str]:
@@ -246,7 +245,7 @@ def rows_from_files(files: dict[str, readers.SplitFiles], share: float | None = 
     """The rows of files that `readers.find_splits` found; `share` as of `corpus_from_files`."""
     parts, notes = with_validation(files, share)
     rows = {split: partial(readers.read_rows, part) for split, part in parts.items()}
-    return RowCorpus(rows, tuple(readers.column_names(files["train"])), notes, "valid" not in files)
+    return RowCorpus(rows, tuple(readers.column_names(files["train"])), notes)
 
 
 def with_validation(
@@ -278,7 +277,7 @@ def rows_from_hub(name: str, config: str | None, share: float | None = None) -> 
         drawn = drawn_rows(len(rows), share)
         splits |= {"train": rows.select(np.flatnonzero(~drawn)), "valid": rows.select(np.flatnonzero(drawn))}
     read = {split: partial(read_hub_rows, name, rows) for split, rows in splits.items()}
-    return RowCorpus(read, columns, (held_out_note(share),) if is_held_out else (), is_held_out)
+    return RowCorpus(read, columns, (held_out_note(share),) if is_held_out else ())
 
 
 def read_hub_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

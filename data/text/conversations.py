@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -57,7 +57,7 @@ class ConversationEncoder:
         self.tokenizer, self.dtype = tokenizer, np.dtype(settings["dtype"])
         self.template = ChatTemplate.from_dict(settings["template"])
         self.max_length = settings["max_length"]
-        self.response_only, self.ends_with_answer = settings["response_only"], settings["ends_with_answer"]
+        self.response_only = settings["response_only"]
 
     def __call__(self, texts: list[str]) -> EncodedShard:
         counts, turns = RowCounts(), 0
@@ -66,7 +66,7 @@ class ConversationEncoder:
         tokens, masks = [np.empty(0, self.dtype)], [np.empty(0, np.uint8)]
         for conversation, row in self._rows(texts, counts):
             find_questions = partial(question_mask, conversation, self.tokenizer)
-            kept, cuts = fit_turns(row, find_questions, self.max_length, self.ends_with_answer)
+            kept, cuts = fit_turns(row, find_questions, self.max_length, self.response_only)
             learn = learn_mask(kept, self.response_only)
             if not learn.any():
                 counts.leave_out("no token to learn")
@@ -224,6 +224,8 @@ class Conversations:
     predicted from those before it (never a row's first); `token.weight` (n,), the number of those.
     """
 
+    form: ClassVar[str] = "conversations"
+    """What facts call the set."""
     name: str
     rows: Mapping[str, Callable[[], LocatedRows]]
     """Split -> a function that reads its rows."""
@@ -234,10 +236,6 @@ class Conversations:
     folder: Path | None
     """The tokenizer's folder; None where it is trained."""
     steps: InitVar[Sequence[CleaningStep]] = ()
-    labels: Sequence[str] = ()
-    """Where the answers are labels: these."""
-    label_tokens: list[list[int]] = field(default_factory=list)
-    """The token ids of each label, with the end token."""
     remarks: list[str] = field(default_factory=list)
     """What the user should know of the rows."""
     total: RowCounts = field(default_factory=RowCounts)
@@ -249,19 +247,14 @@ class Conversations:
     prompts: list[list[str]] = field(default_factory=list)
     """[prompt, answer] of the first validation conversations that are not truncated."""
     template: ChatTemplate | None = None
-    """Set by `bind_tokenizer`, as are `eos` and `label_tokens`."""
+    """Set by `bind_tokenizer`, as is `eos`."""
     eos: int | None = None
 
     def __post_init__(self, steps: Sequence[CleaningStep]) -> None:
         self.cleaning = CleaningPipeline(steps, "conversations")
         self.response_only = self.options.response_only
-        self.template_name = "plain" if self.labels else self.options.template
+        self.template_name = self.options.template
         self.default_template = "alpaca" if self.chat_format == "instruction" else "chatml"
-
-    @property
-    def form(self) -> str:
-        """What facts call the set."""
-        return "labels" if self.labels else "conversations"
 
     @property
     def notes(self) -> list[str]:
@@ -291,8 +284,6 @@ class Conversations:
             self.folder,
         )
         self.eos = tokenization.tokenizer.token_to_id(self.template.tokens["eos_token"])
-        found = tokenization.tokenizer.encode_batch([*self.labels], add_special_tokens=False)
-        self.label_tokens = [[*label.ids, self.template.end_id] for label in found]
 
     def encode(
         self, split: str, tokenization: TokenizationSettings
@@ -306,8 +297,6 @@ class Conversations:
             "max_length": tokenization.max_length,
             "template": self.template.to_dict(),
             "response_only": self.response_only,
-            # A row ends with its label: the accuracy is measured at the end of the row.
-            "ends_with_answer": self.response_only or bool(self.labels),
         }
         place = "isobatch.data.text.conversations:ConversationEncoder"
         job = EncodingJob(place, settings, tokenization.tokenizer)
@@ -395,7 +384,6 @@ class Conversations:
             "response_only": self.response_only,
             "prompts": self.prompts,
             "turns": self.most_turns,
-            **({"labels": [*self.labels], "label_tokens": self.label_tokens} if self.labels else {}),
         }
 
     def prompt(self) -> str:

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +16,6 @@ from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, corpora, readers
 from isobatch.data.base import Column, Ragged
 from isobatch.data.corpora import DEMO, Corpus, RowCorpus
-from isobatch.data.labelled.rows import (
-    LABEL_COLUMNS,
-    TEXT_COLUMNS,
-    ColumnNames,
-    SplitClasses,
-    class_names,
-    drop_unlabelled_test,
-    find_columns,
-    read_examples,
-)
 from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.text import demo_stories
 from isobatch.data.text.conversations import SHOWN_PROMPTS, Conversations
@@ -33,15 +23,14 @@ from isobatch.data.text.plain_text import PlainText
 from isobatch.data.tokenized import check_elsewhere, path_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from isobatch.data.cleaning import CleaningStep
-    from isobatch.data.readers import LocatedRows, SplitFiles
+    from isobatch.data.readers import SplitFiles
     from isobatch.data.text.plain_text import TokenizationSettings
 
 TEXT = "text"
 """Plain text, and the column of it where none is named."""
-LABELS = "labels"
 SPLITS = ("train", "valid", "test")
 SET_COLUMN = "set"
 """The column of a mixture with the number of a sample's set."""
@@ -63,10 +52,9 @@ def split_set_names(data: str) -> list[str]:
 
 
 def detect_row_kind(columns: Sequence[str], options: Any, is_only_set: bool, data: str = "") -> str:
-    """The kind of rows: TEXT, LABELS, or the format of conversations. `data`: the set's name in errors.
+    """The kind of rows: TEXT, or the format of conversations. `data`: the set's name in errors.
 
-    Columns that the user names (`options`: TextOptions) decide first. The only set of --data is never taken
-    for labelled texts, because its column `label` may be anything. Raises UserError for pairs of answers.
+    Columns that the user names (`options`: TextOptions) decide first. Raises UserError for pairs of answers.
     """
     text_column, pair = options.text_column, (options.question_column, options.answer_column)
     if text_column is not None and (is_only_set or text_column in columns):
@@ -78,10 +66,7 @@ def detect_row_kind(columns: Sequence[str], options: Any, is_only_set: bool, dat
             f"--data {data}: its rows are pairs of answers (chosen, rejected): --task dpo or orpo learns from"
             " them; --question-column and --answer-column read two columns"
         )
-    if chat_format := chat_formats.detect_chat_format(columns):
-        return chat_format
-    usual = [any(name in columns for name in names) for names in (TEXT_COLUMNS, LABEL_COLUMNS)]
-    return LABELS if all(usual) and not is_only_set else TEXT
+    return chat_formats.detect_chat_format(columns) or TEXT
 
 
 @dataclass(frozen=True)
@@ -191,11 +176,12 @@ class TextSetSpec:
                 dict.fromkeys(table.columns), column, f"--text-column: {self.location}"
             )
             return PlainText(self.name, Corpus(table.splits, notes=table.notes, column=column), steps)
-        return (
-            self._open_labelled(table, steps)
-            if kind == LABELS
-            else self._open_conversations(table, kind, steps, folder)
-        )
+        remarks = [*table.notes]
+        if TEXT in table.columns:
+            remarks.append(
+                f"the rows are read as conversations ({kind}): --text-column {TEXT} reads plain text"
+            )
+        return Conversations(self.name, table.splits, kind, self.options, folder, steps, remarks)
 
     def _open_rows(self) -> RowCorpus:
         if self.path is None:
@@ -205,52 +191,6 @@ class TextSetSpec:
     @property
     def _share(self) -> float | None:
         return corpora.share_of(self.options.valid)
-
-    def _open_conversations(
-        self, table: RowCorpus, kind: str, steps: Sequence[CleaningStep], folder: Path | None
-    ) -> Conversations:
-        remarks = [*table.notes]
-        if TEXT in table.columns:
-            remarks.append(
-                f"the rows are read as conversations ({kind}): --text-column {TEXT} reads plain text"
-            )
-        return Conversations(self.name, table.splits, kind, self.options, folder, steps, remarks=remarks)
-
-    def _open_labelled(self, table: RowCorpus, steps: Sequence[CleaningStep]) -> Conversations:
-        """Labelled texts as conversations: the text asks, and the label as written is the answer."""
-        names = find_columns(self.location, table.columns)
-        splits, remarks = dict(table.splits), [*table.notes]
-        if table.is_held_out and self._share is None:
-            every = partial(_chained, splits["train"], splits["valid"])
-            splits["train"], splits["valid"] = (partial(_twentieth, every, is_it) for is_it in (False, True))
-            remarks[0] = "there is no validation split: every twentieth row of the training data is it"
-        classes = {split: SplitClasses.read(read_examples(rows(), names)) for split, rows in splits.items()}
-        remarks += drop_unlabelled_test(classes)
-        plain = f"--text-column {names.text} reads plain text"
-        try:
-            labels = class_names(classes, names, self.location)
-        except UserError as error:
-            raise UserError(f"{error}; {plain}") from None
-        rows = {split: partial(_labelled_rows, splits[split], names) for split in classes}
-        remarks = [f"the rows are texts with a label ({names.label}): {plain}", *remarks]
-        return Conversations(self.name, rows, "prompt", self.options, None, steps, labels, remarks=remarks)
-
-
-def _chained(*parts: Callable[[], LocatedRows]) -> LocatedRows:
-    return itertools.chain.from_iterable(rows() for rows in parts)
-
-
-def _twentieth(rows: Callable[[], LocatedRows], wanted: bool) -> LocatedRows:
-    """Each twentieth row, or all others where those are not wanted."""
-    one_in = readers.VALIDATION_ONE_IN
-    return (row for number, row in enumerate(rows(), 1) if (number % one_in == 0) == wanted)
-
-
-def _labelled_rows(rows: Callable[[], LocatedRows], names: ColumnNames) -> LocatedRows:
-    return (
-        (e.where, {"prompt": "\n".join(filter(None, (e.text, e.pair))), "completion": e.label})
-        for e in read_examples(rows(), names)
-    )
 
 
 class Mixture:
@@ -302,9 +242,8 @@ class Mixture:
 
     @property
     def _conversation_sets(self) -> list[Conversations]:
-        """The sets that have answers: conversations first, then labelled texts."""
-        found = [s for s in self.sets if isinstance(s, Conversations)]
-        return sorted(found, key=lambda s: bool(s.labels))
+        """The sets that have answers."""
+        return [s for s in self.sets if isinstance(s, Conversations)]
 
     def facts(self) -> dict[str, Any]:
         """What Facts should know: the template that all share, prompts of all sets, and each set's own."""
@@ -322,7 +261,7 @@ class Mixture:
         return {"form": "mixture", **common, "prompts": prompts, "sets": sets}
 
     def _set_facts(self, one: TextSet) -> dict[str, Any]:
-        kept = ("template", "labels", "label_tokens", "prompts")
+        kept = ("template", "prompts")
         return {key: value for key, value in one.facts().items() if key in kept}
 
     @property

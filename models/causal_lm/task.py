@@ -179,8 +179,7 @@ class CausalLM(Task):
         from isobatch.models.causal_lm import chunked_cross_entropy
 
         config, options, revision = self._transformers_config(facts), self.options, self.recipe.revision
-        self._label_tokens = [one.get("label_tokens") or [] for one in facts.extra.get("sets") or []]
-        """For each dataset its labels' token ids, with the end token; none where answers are no labels."""
+        self._num_sets = len(facts.extra.get("sets") or [])
         if self._model_name in PRESETS:
             model: nn.Module = GPT2LMHeadModel(config)
         else:
@@ -245,17 +244,13 @@ class CausalLM(Task):
         return chunked_cross_entropy.next_token_loss(model, tokens, targets, count, smoothing)
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
-        """`nll`; in a mixture `nll.N` and `right.N` of each dataset, even if this batch has no row of it."""
+        """`nll`; in a mixture `nll.N` of each dataset, even if this batch has no row of it."""
         if "set" not in batch:
             return {"nll": self._nll_part(model, batch)}
         parts: dict[str, Sum | Rows] = {}
-        for number, label_tokens in enumerate(self._label_tokens):
+        for number in range(self._num_sets):
             rows = {name: values[batch["set"] == number] for name, values in batch.items()}
-            count = len(rows["set"])
-            parts[f"nll.{number}"] = self._nll_part(model, rows) if count else Sum(0.0, 0)
-            if label_tokens:
-                right = perplexity.correct_predictions(model, rows, label_tokens).sum() if count else 0.0
-                parts[f"right.{number}"] = Sum(right, count)
+            parts[f"nll.{number}"] = self._nll_part(model, rows) if len(rows["set"]) else Sum(0.0, 0)
         return parts
 
     def _nll_part(self, model: nn.Module, batch: Batch) -> Sum:

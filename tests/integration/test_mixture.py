@@ -1,4 +1,4 @@
-"""Text, instructions and labelled texts in one run."""
+"""Text, instructions and questions in one run."""
 
 from __future__ import annotations
 
@@ -46,18 +46,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for label, words in FEELINGS.items()
         for word in words
     ]
-    (folder / "feelings.csv").write_text("\n".join(["text,label", *felt]))
+    (folder / "feelings.csv").write_text("\n".join(["prompt,completion", *felt]))
     done = launch(*TASK, *FLAGS, *MORE, "--processes", "1", "--name", "one", cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder
 
 
-def test_every_set_is_reported_and_classes_are_learnt(home: Path) -> None:
+def test_every_set_is_reported(home: Path) -> None:
     found = summary(home / "runs" / "one")["metrics"]
     for name in ("story", "asked", "feelings"):
         assert found[f"{name}_perplexity"] > 1, name
-    assert found["feelings_accuracy"] > 0.9
-    assert "story_accuracy" not in found
     losses_of = [found[f"{name}_loss"] for name in ("story", "asked", "feelings")]
     assert min(losses_of) < found["loss"] < max(losses_of)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 PROSE = "".join(f"line {i} of plain text\n" for i in range(40))
 CHATS = [{"instruction": f"Say {i}.", "output": f"{i}"} for i in range(30)]
-REVIEWS = [{"sentence": f"film {i}", "label": "good" if i % 2 else "bad"} for i in range(20)]
+REVIEWS = [{"prompt": f"film {i}", "completion": "good" if i % 2 else "bad"} for i in range(20)]
 
 
 def jsonl(file: Path, rows: list[Any]) -> Path:
@@ -35,7 +35,7 @@ def jsonl(file: Path, rows: list[Any]) -> Path:
 
 @pytest.fixture
 def sets(tmp_path: Path) -> str:
-    """A stream of text, conversations, and texts with labels."""
+    """A stream of text, conversations, and questions with answers."""
     (tmp_path / "prose.txt").write_text(PROSE)
     jsonl(tmp_path / "chats.jsonl", CHATS)
     jsonl(tmp_path / "reviews.jsonl", REVIEWS)
@@ -88,28 +88,21 @@ def test_rows_lie_end_to_end_and_learn_what_their_set_learns(tmp_path: Path, set
 
 
 def test_facts_say_what_each_set_is(tmp_path: Path, sets: str, make: Make) -> None:
-    extra, sources, tokenizer = prepared(make(sets, max_length=200), tmp_path / "out")
+    extra, sources, _ = prepared(make(sets, max_length=200), tmp_path / "out")
     assert extra["form"] == "mixture"
     assert [(one["name"], one["form"]) for one in extra["sets"]] == [
         ("prose", "text"),
         ("chats", "conversations"),
-        ("reviews", "labels"),
+        ("reviews", "conversations"),
     ]
-    labels = extra["sets"][2]
-    assert labels["labels"] == ["bad", "good"]
-    end = extra["template"]["end_id"]
-    for label, tokens in zip(labels["labels"], labels["label_tokens"], strict=True):
-        assert tokens[-1] == end
-        assert tokenizer.decode(tokens) == label
     assert extra["template"]["name"] == "alpaca"
-    assert labels["template"]["name"] == "plain"
-    # The held-out rows: the last of the chats, every twentieth of the reviews.
+    assert extra["sets"][2]["template"]["name"] == "chatml"
+    # The held-out rows: the last of each.
     assert [answer for _, answer in extra["prompts"]] == ["29", "good"]
     for split in ("train", "valid"):
         parts = [one["splits"][split] for one in extra["sets"]]
         assert extra["splits"][split]["predicted"] == sum(part["predicted"] for part in parts)
         assert extra["splits"][split]["predicted"] == sources[split].weights["token"].sum()
-    assert any(note.startswith("reviews: the rows are texts with a label") for note in extra["notes"])
 
 
 def test_shares_decide_what_a_batch_holds(tmp_path: Path, sets: str, make: Make) -> None:
@@ -139,8 +132,7 @@ def test_without_shares_every_sample_comes_once(tmp_path: Path, sets: str, make:
 def test_kinds_are_told_by_columns() -> None:
     kinds = {
         ("text",): "text",
-        ("text", "label"): "labels",
-        ("sentence", "label"): "labels",
+        ("text", "label"): "text",
         ("messages", "label", "text"): "messages",
         ("instruction", "output", "text"): "instruction",
         ("body",): "text",

@@ -102,7 +102,7 @@ def test_what_ends_an_encoder_is_said_by_the_one_that_asked(
         list(encode_in_shards(job(tmp_path), "train", [*TEXTS, text], Workshop(2)))
 
 
-@pytest.mark.parametrize("case", ["text", "documents, cleaned", "labels as chats"])
+@pytest.mark.parametrize("case", ["text", "documents, cleaned", "mixture"])
 def test_processes_prepare_the_bytes_of_one(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

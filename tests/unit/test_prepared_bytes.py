@@ -197,7 +197,6 @@ CASES: dict[str, Any] = {
     "chats": lambda f: text(chats(f), max_length=64),
     "chats, cleaned": lambda f: text(chats(f), clean=("duplicates",), template="plain"),
     "mixture": lambda f: text(Path(f"{documents(f / 'a')},{chats(f / 'b')}"), mix=(0.5, 0.5)),
-    "labels as chats": lambda f: text(Path(f"{documents(f / 'a')},{review_csv(f / 'b')}")),
     "labels in csv": lambda f: labelled(review_csv(f), class_weights="balanced"),
     "labels, vocabulary": lambda f: labelled(review_csv(f), tokenizer=vocabulary(f / "v", "film", "##ong")),
     "labels in jsonl": lambda f: labelled(review_jsonl(f)),
