@@ -1,64 +1,59 @@
-"""One step of a run again, with what is seen in it: losses by sample, modules, gradients, weights."""
+"""One step of a run again, with what is seen in it: losses by sample, modules, gradients, weights.
+
+Of each output of a module two numbers a sample: its norm, and its product with fixed signs. The product
+moves with the output's direction too, by about the norm of the change, so that two outputs of one norm are
+told apart.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
-from isobatch.engine.forensics.module_record import BACKWARD, FORWARD, ModuleOutput, ModuleRecorder
+from isobatch.engine.forensics.compare_runs import BACKWARD, FORWARD
 from isobatch.engine.loading.device_copies import to_tensors
 from isobatch.engine.runs.step_rows import LossAndNorm, StepRow, step_rows
+from isobatch.engine.verification.windows import Window
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from torch import nn
-
-    from isobatch.engine.loading.loader import LoadedStep
-    from isobatch.engine.training.session import ActivePhase, Session
     from isobatch.engine.verification.replay import Replay
-    from isobatch.engine.verification.windows import Window
     from isobatch.models.base import StepContext, Task
 
+Outputs = dict[tuple[str, str], np.ndarray]
+"""(module, FORWARD, or BACKWARD for the gradient) -> (2, n) fp64: the norm, and the product with the signs,
+of each sample of the global batch; n is 1 where rows are not samples. Forward in order, then backward in
+order. A module that is called a second time is `NAME#2`."""
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class ObservedStep:
     """A step as it was computed again, beside what the run logged of it."""
 
-    phase: str
-    step: int
-    """From 1."""
-    start: str
-    """The checkpoint, or the initial weights, from which it was redone."""
+    window: Window
+    """Whose last step it is."""
     samples: np.ndarray
     """(B,) sample numbers in the recipe's order."""
-    loss: float
-    norm: float
+    figures: LossAndNorm
     rate: float
     logged: StepRow | None
     """The run's row of the step; None where it logged none."""
-    alone: list[tuple[np.ndarray, dict[str, float]]] = field(default_factory=list)
+    alone: list[tuple[np.ndarray, dict[str, float]]]
     """(places in the batch, share of each loss) of each sample, or cohort, computed alone."""
-    outputs: list[ModuleOutput] = field(default_factory=list)
-    """Forward in order, then backward in order."""
-    gradients: dict[str, float] = field(default_factory=dict)
+    outputs: Outputs
+    gradients: dict[str, float]
     """Parameter -> norm of its gradient, before clipping."""
-    weights: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """Parameter -> (norm, product with fixed signs) before the step."""
-
-    @property
-    def figures(self) -> LossAndNorm:
-        return self.loss, self.norm
-
-    @property
-    def first_not_finite(self) -> ModuleOutput | None:
-        """The first output that holds a NaN or an infinity, forward before backward."""
-        return next((output for output in self.outputs if not output.is_finite), None)
+    weights: dict[str, np.ndarray]
+    """Parameter -> (2,) norm and product with the signs before the step."""
 
 
 def observe_step(replay: Replay, window: Window, alone: bool = True) -> ObservedStep:
@@ -66,15 +61,32 @@ def observe_step(replay: Replay, window: Window, alone: bool = True) -> Observed
 
     `alone`: also compute each sample's losses by itself.
     """
-    session = replay.session
+    session, task = replay.session, replay.session.task
     left_out = session.left_out.get(window.phase, frozenset())
     session.left_out = {**session.left_out, window.phase: left_out - {window.stop}}
     rows = (row for row in step_rows(replay.run.metrics) if row.place == (window.phase, window.stop))
-    with session, replay.phase_at(window) as (active, _):
-        for loaded in active.batches(window.start, window.stop):
-            if loaded.work.step + 1 == window.stop:
-                return _observe_loaded(session, active, loaded, window, next(rows, None), alone)
-            active.step(loaded)
+    with replay.before(window) as active:
+        for loaded in active.batches(window.stop - 1, window.stop):
+            model, samples = active.strategy.unwrapped, loaded.work.samples
+            weights = {
+                name: figures_of(p.detach().cpu().double().reshape(1, -1))[:, 0]
+                for name, p in model.named_parameters()
+            }
+            losses = active.stepper.losses_alone(loaded) if alone else []
+            recorder, gradients = ModuleRecorder(len(samples), task.rows_per_sample), dict[str, float]()
+            with recorder.hooked(model), _watching(task, recorder, gradients):
+                result = active.step(loaded)
+            return ObservedStep(
+                window,
+                samples,
+                result.loss_and_norm(),
+                result.rate,
+                next(rows, None),
+                losses,
+                recorder.outputs(),
+                gradients,
+                weights,
+            )
     raise AssertionError("a window has at least one step")
 
 
@@ -83,7 +95,7 @@ class StepParts(NamedTuple):
 
     model: nn.Module
     """With the weights before the step."""
-    batch: dict[str, torch.Tensor]
+    batch: dict[str, Tensor]
     """The whole global batch, or the samples asked for, on the device."""
     step: StepContext
     """Draws the step's noise of these samples."""
@@ -95,9 +107,7 @@ def open_step(replay: Replay, window: Window, samples: Sequence[int] = ()) -> It
 
     `samples`: only these of the batch. Raises UserError where one is not in it.
     """
-    with replay.session, replay.phase_at(window) as (active, _):
-        for loaded in active.batches(window.start, window.stop - 1):
-            active.step(loaded)
+    with replay.before(window) as active:
         numbers = replay.session.sampler.batch(window.stop - 1)
         if samples and (missing := sorted({*samples} - {*numbers.tolist()})):
             raise UserError(f"sample {missing[0]}: is not in step {window.stop} of {window.phase}")
@@ -107,44 +117,73 @@ def open_step(replay: Replay, window: Window, samples: Sequence[int] = ()) -> It
         yield StepParts(active.strategy.unwrapped, batch, step)
 
 
-def _observe_loaded(
-    session: Session,
-    active: ActivePhase,
-    loaded: LoadedStep,
-    window: Window,
-    logged: StepRow | None,
-    alone: bool,
-) -> ObservedStep:
-    """Train on a loaded step, the last of a window, and observe it. `logged`: what the run logged of it."""
-    model, task = active.strategy.unwrapped, session.task
-    weights = {name: _figures(p) for name, p in model.named_parameters()}
-    losses_alone = active.stepper.losses_alone(loaded) if alone else []
-    recorder = ModuleRecorder(len(loaded.work.samples), task.rows_per_sample)
-    gradients: dict[str, float] = {}
-    with recorder.hooked(model), _watching(task, recorder, gradients):
-        result = active.step(loaded)
-        loss, norm = result.loss_and_norm()
-    return ObservedStep(
-        window.phase,
-        window.stop,
-        window.checkpoint,
-        loaded.work.samples,
-        loss,
-        norm,
-        result.rate,
-        logged,
-        losses_alone,
-        [*recorder.outputs(FORWARD), *recorder.outputs(BACKWARD)],
-        gradients,
-        weights,
+def figures_of(rows: Tensor) -> np.ndarray:
+    """(2, n) fp64 of (n, width): the norm of each row, and its product with signs, always the same."""
+    signs = 1 - 2 * (torch.arange(rows.shape[1], device=rows.device) * 2654435761 % 7919 % 2)
+    found = torch.stack([torch.linalg.vector_norm(rows, dim=1), rows @ signs.to(rows)])
+    return np.asarray(found.cpu().double())
+
+
+class ModuleRecorder:
+    """Hooks on all modules of a model while a step runs; `bind` says which samples a micro-batch has."""
+
+    def __init__(self, samples: int, rows_per_sample: int = 1) -> None:
+        """`samples` of the global batch."""
+        self.samples, self.rows_per_sample = samples, rows_per_sample
+        self._seen: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
+        """(name, direction) -> (places, figures (2, rows)) of each micro-batch."""
+        self.bind(None)
+
+    def bind(self, places: np.ndarray | None) -> None:
+        """The places in the global batch of the next forward pass; None: it is not recorded."""
+        self._places, self._calls = places, Counter[str]()
+
+    @contextlib.contextmanager
+    def hooked(self, model: nn.Module) -> Iterator[None]:
+        """Record what the model's modules compute within."""
+        modules = [(name, module) for name, module in model.named_modules() if name]
+        handles = [m.register_forward_hook(partial(self._record_output, name)) for name, m in modules]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def outputs(self) -> Outputs:
+        """All outputs, by sample of the global batch."""
+        keys = sorted(self._seen, key=lambda key: key[1] == BACKWARD)
+        return {key: self._joined(*zip(*self._seen[key], strict=True)) for key in keys}
+
+    def _joined(self, places: Sequence[np.ndarray], figures: Sequence[np.ndarray]) -> np.ndarray:
+        order, (norms, products) = np.concatenate(places), np.concatenate(figures, axis=1)
+        if len(order) == len(norms) == self.samples:
+            return np.stack([norms, products])[:, np.argsort(order)]
+        return np.array([[np.sqrt(np.square(norms).sum())], [products.sum()]])
+
+    def _record_output(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
+        tensor = _first_tensor(output)
+        if tensor is None or self._places is None:
+            return
+        self._calls[name] += 1
+        key = name if self._calls[name] == 1 else f"{name}#{self._calls[name]}"
+        self._add(key, FORWARD, self._places, tensor)
+        if tensor.requires_grad:
+            tensor.register_hook(partial(self._add, key, BACKWARD, self._places))
+
+    def _add(self, name: str, direction: str, places: np.ndarray, tensor: Tensor) -> None:
+        by_sample = tensor.ndim > 0 and tensor.shape[0] == len(places) * self.rows_per_sample > 0
+        rows = tensor.detach().float().reshape(len(places) if by_sample else 1, -1)
+        self._seen[name, direction].append((places if by_sample else places[:0], figures_of(rows)))
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    """The first tensor of floats in what a module returns."""
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() and output.numel() else None
+    parts = (
+        output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
     )
-
-
-def _figures(tensor: torch.Tensor) -> tuple[float, float]:
-    """The norm, and the product with alternating signs of a fixed pattern."""
-    flat = tensor.detach().double().reshape(-1)
-    signs = torch.where(torch.arange(len(flat), device=flat.device) * 2654435761 % 7919 % 2 == 0, 1.0, -1.0)
-    return float(flat.norm()), float(flat @ signs.double())
+    return next((tensor for tensor in map(_first_tensor, parts) if tensor is not None), None)
 
 
 @contextlib.contextmanager
@@ -160,9 +199,9 @@ def _watching(task: Task, recorder: ModuleRecorder, gradients: dict[str, float])
 
     def seen(model: Any, step: Any) -> Any:
         for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                gradient = parameter.grad.coalesce().values() if parameter.grad.is_sparse else parameter.grad
-                gradients[name] = float(torch.linalg.vector_norm(gradient.detach().float()))
+            if (found := parameter.grad) is not None:
+                values = found.coalesce().values() if found.is_sparse else found
+                gradients[name] = float(torch.linalg.vector_norm(values.detach().float()))
         return observe(model, step)
 
     task.loss, task.observe = bound, seen  # type: ignore[method-assign]

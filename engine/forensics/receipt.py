@@ -52,8 +52,7 @@ def make_receipt(run: RunFolder, log: LogRecord) -> dict[str, Any]:
     if log.final is None:
         raise TrainingError(f"{run.folder} is {run.status()}, and a receipt is of a finished run")
     rows = list(rows_in(run.metrics))
-    seals = [row for row in rows if SEAL in row and "split" not in row]
-    promised = [row for row in rows if "log_every" in row]
+    steps = {(row["phase"], row["step"]): row for row in rows if is_step(row)}
     kept = list_checkpoints(run.checkpoints, [phase.schedule.name for phase in log.phases])
     made = {
         "receipt": FORM,
@@ -63,23 +62,24 @@ def make_receipt(run: RunFolder, log: LogRecord) -> dict[str, Any]:
         "facts": {**run.facts.to_dict(), "folder": ""},
         "plan": run.plan.to_dict(),
         "phases": {phase.schedule.name: phase.step for phase in log.phases},
-        "log_every": [[row["phase"], row["step"], row["log_every"]] for row in promised],
-        "steps": [],
+        "log_every": [[row["phase"], row["step"], row["log_every"]] for row in rows if "log_every" in row],
         "left_out": [{name: row[name] for name in DECIDED} for row in decided(run)],
-        "seals": [[row["phase"], row["step"], row[SEAL]] for row in seals],
+        "seals": [
+            [row["phase"], row["step"], row[SEAL]] for row in rows if SEAL in row and "split" not in row
+        ],
         "checkpoints": log.checkpoints,
         "exported": log.final.get("exported"),
         "final": log.final["final"],
         "metrics": (run.summary() or {}).get("metrics_by_split", {}),
         "versions": SavedCheckpoint(kept[-1]).state.get("versions", {}) if kept else {},
     }
-    steps = {(row["phase"], row["step"]): row for row in rows if is_step(row)}
     return {**made, "steps": [{name: steps[place][name] for name in NEEDED} for place in places_due(made)]}
 
 
 def places_due(receipt: Mapping[str, Any]) -> list[tuple[str, int]]:
     """(phase, step) of all the figures that a receipt has to have: of each phase the first step and the last,
-    those that its log names by `log_every`, without those that are left out, thinned out.
+    and those that its log names by `log_every`, but for those that are left out. Of a long run the first, the
+    last, and evenly those between.
     """
     due, count = [], 1
     every = {(phase, step): count for phase, step, count in receipt["log_every"]}
@@ -89,74 +89,43 @@ def places_due(receipt: Mapping[str, Any]) -> list[tuple[str, int]]:
             count = every.get((phase, step), count)
             if (step in (1, done) or step % count == 0) and not left_out[step]:
                 due.append((phase, step))
-    return _thinned(due)
+    apart = 1 if len(due) <= MOST_STEPS else math.ceil(len(due) / (MOST_STEPS - FIRST_STEPS))
+    return [place for n, place in enumerate(due) if n < FIRST_STEPS or n % apart == 0 or place == due[-1]]
 
 
-def _thinned(steps: list[tuple[str, int]]) -> list[tuple[str, int]]:
-    """The first, the last, and evenly those between."""
-    if len(steps) <= MOST_STEPS:
-        return steps
-    every, last = math.ceil(len(steps) / (MOST_STEPS - FIRST_STEPS)), len(steps) - 1
-    return [step for n, step in enumerate(steps) if n < FIRST_STEPS or n % every == 0 or n == last]
-
-
-def has_form(content: Mapping[str, Any]) -> bool:
+def has_form(content: Any) -> bool:
     """Whether a receipt from anyone has the parts that are read, in their form."""
     try:
-        Recipe.from_dict(content["recipe"])
-        Facts.from_dict(content["facts"])
-        Plan.from_dict(content["plan"])
-        phases = content["phases"]
+        for part, kind in (("recipe", Recipe), ("facts", Facts), ("plan", Plan)):
+            kind.from_dict(content[part])
+        phases, steps, left_out = content["phases"], content["steps"], content["left_out"]
+        counts = [*phases.values(), *(row[name] for row in steps for name in ("step", "samples"))]
+        counts += [number for _, *numbers in content["log_every"] for number in numbers]
+        counts += [row[name] for row in left_out for name in ("first", "last")]
+        figures = [row[name] for row in steps for name in ("loss", "lr", "grad_norm")]
+        named = [*(row["phase"] for row in steps), *(row["of"] for row in left_out)]
+        named += [phase for phase, _, _ in content["log_every"]]
         return (
-            content.keys() == set(PARTS)
-            and all(isinstance(content[name], list) for name in ("steps", "left_out", "log_every"))
-            and all(map(_is_count, phases.values()))
-            and all(_is_step(row) and row["phase"] in phases for row in content["steps"])
-            and all(_is_stretch(row) and row["of"] in phases for row in content["left_out"])
-            and all(p in phases and _is_count(s) and _is_count(n) for p, s, n in content["log_every"])
+            (content["receipt"], content.keys()) == (FORM, set(PARTS))
+            and type(steps) is type(left_out) is list
+            and all(row.keys() == set(DECIDED) for row in left_out)
+            and all(row.keys() == set(NEEDED) for row in steps)
+            and all(type(number) is int and number >= 1 for number in counts)
+            and all(type(figure) in (int, float) and abs(figure) < LARGEST for figure in figures)
+            and phases.keys() >= set(named)
         )
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError):
+    except (AttributeError, LookupError, TypeError, ValueError):
         return False
-
-
-def _is_count(value: Any) -> bool:
-    """Whether it is a whole number from 1."""
-    return type(value) is int and value >= 1
-
-
-def _is_step(row: Mapping[str, Any]) -> bool:
-    figures = [row[name] for name in ("loss", "lr", "grad_norm")]
-    numbers = all(type(value) in (int, float) and abs(value) < LARGEST for value in figures)
-    counts = _is_count(row["step"]) and _is_count(row["samples"])
-    return (
-        row.keys() == set(NEEDED)
-        and numbers
-        and row["grad_norm"] >= 0
-        and counts
-        and type(row["chain"]) is str
-    )
-
-
-def _is_stretch(row: Mapping[str, Any]) -> bool:
-    counts = _is_count(row["first"]) and _is_count(row["last"])
-    return row.keys() == set(DECIDED) and counts and row["first"] <= row["last"]
-
-
-def differing_parts(receipt: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Names of the parts in which a receipt differs from that of a run's folder; JSON on both sides."""
-    return sorted(name for name in {*receipt, *other} if receipt.get(name) != other.get(name))
 
 
 def check_order(receipt: Mapping[str, Any], recipe: Recipe, facts: Facts) -> None:
     """Compare the steps, samples and learning rates that a receipt claims with recipe and data. Raises
     WrongRecordError.
     """
-    order = RunOrder.of(recipe, facts)
-    sampler, schedules = order.sampler, order.schedules
-    done = receipt["phases"]
-    is_same = list(done) == [schedule.name for schedule in schedules]
+    order, done = RunOrder.of(recipe, facts), receipt["phases"]
+    is_same = list(done) == [schedule.name for schedule in order.schedules]
     check(is_same, f"it names the phases {', '.join(done)}, and the recipe has others")
-    for schedule in schedules:
+    for schedule in order.schedules:
         steps, may_end = done[schedule.name], recipe.patience and schedule.early_stopping
         fits = steps == schedule.steps or (steps < schedule.steps and may_end)
         said = f"it claims {steps} steps, and the recipe has {schedule.steps}"
@@ -164,15 +133,14 @@ def check_order(receipt: Mapping[str, Any], recipe: Recipe, facts: Facts) -> Non
     claimed, due = {(row["phase"], row["step"]): row for row in receipt["steps"]}, places_due(receipt)
     check(bool(due or claimed), "it leaves out every step")
     for phase, step in sorted({*due} ^ claimed.keys())[:1]:
-        is_due = (phase, step) in due
-        how = "lacks the figures of this step" if is_due else "has figures of a step that has none"
+        how = "lacks the figures of this step" if (phase, step) in due else "has figures of what is no step"
         raise WrongRecordError(f"phase {phase}, step {step}: it {how}")
     in_order = [(row["phase"], row["step"]) for row in receipt["steps"]] == due
     check(in_order, "it has the figures of a step twice, or not in their order")
     samples = 0
-    for schedule in schedules:
+    for schedule in order.schedules:
         left_out, chain = left_out_of(receipt, schedule.name), ""
-        for step, batch in enumerate(islice(sampler.batches(), done[schedule.name]), 1):
+        for step, batch in enumerate(islice(order.sampler.batches(), done[schedule.name]), 1):
             if not left_out[step]:
                 chain, samples = extend_chain(chain, batch), samples + len(batch)
             if (row := claimed.get((schedule.name, step))) is None:
@@ -196,7 +164,7 @@ def left_out_of(receipt: Mapping[str, Any], phase: str) -> np.ndarray:
 
 def log_rows(receipt: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Rows as a run's log has them, for a folder in which steps are redone."""
-    rows = [dict(row) for row in receipt["steps"]]
+    rows = list(receipt["steps"])
     for phase in receipt["phases"]:
         left = np.flatnonzero(left_out_of(receipt, phase)).tolist()
         rows += [{"phase": phase, "step": step, LEFT_OUT: True} for step in left]

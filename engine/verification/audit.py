@@ -81,6 +81,8 @@ def audit_records(run: RunFolder) -> Audit:
 
 def _check_records(run: RunFolder, audit: Audit) -> None:
     """As all checks here raises WrongRecordError, with the first that is wrong."""
+    for problem in recipe_problems(run):
+        raise WrongRecordError(problem)
     _check_data(run)
     recipe = run.recipe
     order = RunOrder.of(recipe, run.facts)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.run_order import RunOrder
 
-_SEAL_ROW = {"phase", "step", SEAL}
+SEAL_ROW = {"phase", "step", SEAL}
 _LEFT_OUT_ROW = {"phase", "step", LEFT_OUT}
 _CHECKPOINT_ROW = {"phase", "step", "checkpoint", "digest"}
 _FINAL_ROW = {"phase", "step", "final", "exported", "summary", "data", "decisions", "rounding", "invariance"}
@@ -120,7 +120,7 @@ def audit_log(run: RunFolder, order: RunOrder) -> LogRecord:
             row = parse_row(line)
             if row is None or "phase" not in row:
                 raise WrongRecordError("metrics.jsonl holds lines that no run wrote")
-            record.sealed = row.keys() == _SEAL_ROW
+            record.sealed = row.keys() == SEAL_ROW
             if record.sealed:
                 where = f"at or before phase {row['phase']}, step {row['step']}"
                 check(row[SEAL] == seal.hexdigest()[:32], f"metrics.jsonl was changed {where}")
@@ -171,7 +171,7 @@ class _Rows:
             record.splits[row["split"]] = row
             record.fields.setdefault(row["split"], set()).update(row)
             self._check_evaluation(row)
-        elif row.keys() == _SEAL_ROW:
+        elif row.keys() == SEAL_ROW:
             record.chains[row["phase"], row["step"]] = self.chain, self.samples
         elif row.keys() == _CHECKPOINT_ROW:
             record.checkpoints[str(row["checkpoint"])] = str(row["digest"])

@@ -132,6 +132,14 @@ class Replay:
             ]
 
     @contextlib.contextmanager
+    def before(self, window: Window) -> Iterator[ActivePhase]:
+        """The phase of a window as it was before the window's last step."""
+        with self.session, self.phase_at(window) as (active, _):
+            for loaded in active.batches(window.start, window.stop - 1):
+                active.step(loaded)
+            yield active
+
+    @contextlib.contextmanager
     def phase_at(self, window: Window) -> Iterator[tuple[ActivePhase, SavedCheckpoint | None]]:
         """The phase of a window as it was at its start; the checkpoint too where it is of the same phase.
 

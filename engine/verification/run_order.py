@@ -79,3 +79,11 @@ class RunOrder:
                     )
                 found[row["phase"]] = row["step"]
         return found
+
+
+def require_step(schedules: Sequence[PhaseSchedule], phase: str, step: int) -> None:
+    """Raises UserError where a run has no such step, from 1."""
+    steps = {schedule.name: schedule.steps for schedule in schedules}
+    if step > steps.get(phase, 0):
+        has = ", ".join(f"{name} with {count:,} steps" for name, count in steps.items())
+        raise UserError(f"--phase {phase} --step {step}: this run has {has}")

@@ -138,14 +138,17 @@ def replay(
         with isobatch.replay("runs/mine", 120) as (model, batch, step):
             print(model(batch["input_ids"]).logits)
     """
-    from isobatch.launch.forensics.replay import ReplayOptions, replay_parts
+    from isobatch.engine.forensics.observed_step import open_step
+    from isobatch.launch.forensics.replay import ReplayOptions, open_replay
     from isobatch.launch.local.process_state import preserve_process_state
     from isobatch.launch.local.run_setup import open_run
 
     found = run if isinstance(run, Run) else load(run)
     asked = ReplayOptions(**known_options(options, (ReplayOptions,)), step=step, phase=phase)
-    with preserve_process_state(), replay_parts(open_run(found.folder, asked.trust), asked, samples) as parts:
-        yield parts
+    with preserve_process_state():
+        opened = open_replay(open_run(found.folder, asked.trust), asked)
+        with open_step(*opened, samples) as parts:
+            yield parts
 
 
 def _request(

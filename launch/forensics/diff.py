@@ -2,34 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from isobatch.core import atomic_files
-from isobatch.core.errors import DONE, FAILED, UserError
+from isobatch.core.errors import DONE, FAILED, IsobatchError, UserError
 from isobatch.core.measures import printable
 from isobatch.core.plan import INVARIANCES
 from isobatch.core.terminal.status import doing
-from isobatch.engine.forensics.compare_logs import EXACT_FLOOR, compare_logs
-from isobatch.engine.runs.step_rows import step_rows
+from isobatch.data.base import MEASURES
+from isobatch.engine.forensics.compare_runs import EXACT_FLOOR, compare_logs, compare_steps, not_reproduced
+from isobatch.engine.optimization.left_out import left_out_steps
+from isobatch.engine.runs.step_rows import differences, step_rows
+from isobatch.engine.verification.run_order import RunOrder
 from isobatch.engine.verification.tolerance import TOLERANCE, rounding_tolerance
 from isobatch.launch.forensics.diff_text import lines_of, verdict_of
-from isobatch.launch.forensics.parted import parted_samples, parted_step
 from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.run_setup import TrustOptions, open_run
+from isobatch.launch.local.process_state import preserve_process_state
+from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from isobatch.core.facts import Facts
+    from isobatch.core.plan import Plan
+    from isobatch.data.base import Data
+    from isobatch.engine.forensics.compare_runs import LogDifference
+    from isobatch.engine.forensics.observed_step import ObservedStep
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.runs.step_rows import LossAndNorm
+    from isobatch.engine.verification.replay import Replay
+    from isobatch.engine.verification.windows import Window
 
 PLAN = (
     *("device", "processes", "strategy", "precision", "attention", "compile", "pack", "pad_multiple"),
     *("micro_batch_samples", "micro_batch_tokens", "activation_checkpointing", "reduction"),
 )
 """Fields of a plan that may move results by rounding, or beyond."""
+AT_A_TIME = 1024
+"""Rows of data."""
+MOST_NAMED = 10
+"""Samples and rows."""
+Runs = tuple["RunFolder", "RunFolder"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,9 +96,9 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[s
         "log": dataclasses.asdict(parted),
     }
     if parted.kind == "samples" or found["data_differs"]:
-        found["samples"] = parted_samples(runs, parted)
+        found["samples"] = _or_why_not(runs, lambda: parted_samples(runs, parted))
     elif level != "step" and parted.kind in ("jump", "drift"):
-        found["step"] = parted_step(runs, parted, level)
+        found["step"] = _or_why_not(runs, lambda: parted_step(runs, parted, level))
     found["verdict"], found["equal"] = verdict_of(found)
     return found
 
@@ -105,3 +124,142 @@ def _versions(run: RunFolder) -> dict[str, Any]:
     states = [path / "state.json" for path in run.checkpoints.glob("*-*")]
     kept = sorted((path for path in states if path.is_file()), key=lambda path: path.stat().st_mtime)
     return atomic_files.read_json(kept[-1]).get("versions") or {} if kept else {}
+
+
+def _or_why_not(runs: Runs, compare: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What a comparison finds; `why_not` where a run's data is not at hand, or a step cannot be redone."""
+    try:
+        for run in runs:
+            locate_data(run, run.recipe, None)
+        return compare()
+    except IsobatchError as error:
+        return {"why_not": " ".join(str(error).split())}
+
+
+def parted_samples(runs: Runs, parted: LogDifference) -> dict[str, Any]:
+    """`rows` that either has; `step` and what either alone took there, where the orders differ; what
+    `changed_rows` says, where the data does.
+    """
+    orders = [RunOrder.of(run.recipe, run.facts) for run in runs]
+    found: dict[str, Any] = {"rows": [len(order.source) for order in orders]}
+    if parted.kind == "samples":
+        found |= _first_other_batch(runs, orders, parted)
+    if runs[0].facts.fingerprint != runs[1].facts.fingerprint:
+        doing("comparing the data")
+        one, other = ((order.data, run.facts) for order, run in zip(orders, runs, strict=True))
+        found |= changed_rows(one, other)
+    return found
+
+
+def _first_other_batch(runs: Runs, orders: list[RunOrder], parted: LogDifference) -> dict[str, Any]:
+    """By the recipes: the first of the steps in question whose samples differ."""
+    left_out = [left_out_steps(run).get(parted.phase, frozenset()) for run in runs]
+    for step in range(parted.previous + 1, parted.step + 1):
+        if (step in left_out[0]) != (step in left_out[1]):
+            return {"step": step, "left_out_by": 0 if step in left_out[0] else 1}
+        one, other = (order.sampler.batch(step - 1) for order in orders)
+        if not np.array_equal(one, other):
+            own = [np.setdiff1d(a, b)[:MOST_NAMED].tolist() for a, b in ((one, other), (other, one))]
+            return {"step": step, "only": own, "other_order": not any(own)}
+    return {"step": None}
+
+
+def changed_rows(one: tuple[Data, Facts], other: tuple[Data, Facts]) -> dict[str, Any]:
+    """`changed`: the first numbers of training rows whose content differs, and `changed_rows` how many do, of
+    those that both have.
+
+    `tokenizers_differ`: as one that was trained on the data may after a changed word. Then all tokens do, and
+    rows are compared by their texts.
+    """
+    by_text = len({_tokenizer(facts) for _, facts in (one, other)}) > 1
+    width = max(facts.longest for _, facts in (one, other))
+    rows = zip(*(_contents(*side, width, by_text) for side in (one, other)), strict=False)
+    changed = [row for row, (a, b) in enumerate(rows) if a != b]
+    named = {"changed": changed[:MOST_NAMED], "changed_rows": len(changed)}
+    return {**named, "tokenizers_differ": by_text}
+
+
+def _tokenizer(facts: Facts) -> bytes:
+    """Empty where the data has none."""
+    name = facts.extra.get("tokenizer")
+    file = Path(facts.folder) / str(name)
+    return file.read_bytes() if name and file.is_file() else b""
+
+
+def _contents(data: Data, facts: Facts, width: int, by_text: bool) -> Iterator[bytes]:
+    """What each training row holds, padded to `width`: equal where the rows are."""
+    source = data.open(Path(facts.folder), "train")
+    for start in range(0, len(source), AT_A_TIME):
+        rows = np.arange(start, min(start + AT_A_TIME, len(source)))
+        batch = source.fetch(rows, width)
+        if by_text:
+            yield from (text.encode() for text in data.describe_rows(facts, batch))
+        else:  # but for the column that `fetch` adds, the number of the row
+            columns = [np.ascontiguousarray(batch[name]) for name in sorted(batch) if name != MEASURES[0]]
+            yield from (b"".join(column[at].tobytes() for column in columns) for at in range(len(rows)))
+
+
+def parted_step(runs: Runs, parted: LogDifference, level: str) -> dict[str, Any]:
+    """What differs in the step: `module`, `weights`, and what either run logged that its recipe does not give
+    here. Raises UserError where no kept checkpoint leads to it.
+
+    Each side is redone from its own weights, and the second also from the first one's: then what still
+    differs comes from its data, its code or its arithmetic alone.
+    """
+    from isobatch.launch.local.redo_steps import plan_to_redo
+
+    micro_batch = min(run.plan.micro_batch_samples for run in runs)
+    plans = [plan_to_redo(run, micro_batch) for run in runs]
+    if parted.step - parted.previous > 1:
+        parted = _within_the_gap(runs, plans, parted)
+    doing(f"redoing step {parted.step} of {parted.phase} of both")
+    one, other = (_observed(run, run, plan, parted) for run, plan in zip(runs, plans, strict=True))
+    same_start = difference = compare_steps(one, other)
+    if difference.weights > 0:
+        doing("redoing the second from the weights of the first")
+        same_start = compare_steps(one, _observed(*runs, plans[1], parted))
+    module = same_start.module
+    return {
+        "step": parted.step,
+        "redone_from": [seen.window.checkpoint for seen in (one, other)],
+        "unexplained": [not_reproduced(seen) for seen in (one, other)],
+        "weights": {"difference": difference.weights, "parameter": difference.parameter},
+        "module": module and {n: v for n, v in module.items() if n != "samples" or level == "sample"},
+    }
+
+
+def _within_the_gap(runs: Runs, plans: list[Plan], parted: LogDifference) -> LogDifference:
+    """With the first step that differs when redone, where a run logged only some of its steps."""
+    found = []
+    for run, plan in zip(runs, plans, strict=True):
+        doing(f"redoing steps {parted.previous + 1} to {parted.step} of {run.folder.name}")
+        with _replay_to(run, run, plan, parted.phase, parted.previous + 1) as (replay, window):
+            longer = dataclasses.replace(window, count=parted.step - window.start)
+            found.append(replay.figures(longer)[parted.previous - window.start :])
+    for step, pair in enumerate(zip(*found, strict=True), parted.previous + 1):
+        if any(d > most for d, most in zip(differences(*pair), EXACT_FLOOR, strict=True)):
+            return dataclasses.replace(parted, step=step)
+    return parted
+
+
+def _observed(weights: RunFolder, recipe: RunFolder, plan: Plan, parted: LogDifference) -> ObservedStep:
+    """The step by the recipe of one run, from the kept weights of another."""
+    from isobatch.engine.forensics.observed_step import observe_step
+
+    with _replay_to(weights, recipe, plan, parted.phase, parted.step) as (replay, window):
+        return observe_step(replay, window, alone=False)
+
+
+@contextlib.contextmanager
+def _replay_to(
+    weights: RunFolder, recipe: RunFolder, plan: Plan, phase: str, step: int
+) -> Iterator[tuple[Replay, Window]]:
+    """What redoes a step by the recipe of one run, and the steps that lead to it from the kept weights of
+    another.
+    """
+    from isobatch.engine.verification.replay import Replay
+    from isobatch.engine.verification.windows import window_to
+
+    with preserve_process_state():  # accelerate keeps one precision for the whole process
+        replay = Replay(weights, plan, recipe.recipe)
+        yield replay, window_to(weights, replay.session.phases, phase, step)

@@ -29,8 +29,8 @@ from isobatch.engine import consent
 from isobatch.engine.forensics import receipt as receipts
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.engine.verification.audit import audit_records, recipe_problems
-from isobatch.engine.verification.log_audit import WrongRecordError
+from isobatch.engine.verification.audit import audit_records
+from isobatch.engine.verification.log_audit import WrongRecordError, check
 from isobatch.engine.verification.proof import within
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import (
@@ -119,8 +119,8 @@ def receipt(words: Sequence[str]) -> int:
         print(atomic_files.json_text(said))
         return DONE
     steps = f"{sum(content['phases'].values()):,} steps, figures of {len(content['steps']):,} of them"
-    print(printable(f"{file}: {format_bytes(file.stat().st_size)}, recipe {content['recipe_hash']}, {steps}"))
-    print(printable(f"{signature}: its signature\n" if signed else ""), end="")
+    size, signs = format_bytes(len(text)), f", signed in {signature}" if signed else ""
+    print(printable(f"{file}: {size}, recipe {content['recipe_hash']}, {steps}{signs}"))
     print(printable(f"whoever has the data checks it with: isobatch receipt check {file}"))
     return DONE
 
@@ -128,13 +128,10 @@ def receipt(words: Sequence[str]) -> int:
 def receipt_of(run: RunFolder) -> Content:
     """The receipt of a run. Raises TrainingError where its records are wrong, or it is not done."""
     doing("checking the records")
-    problems, log = recipe_problems(run), None
-    if not problems:
-        audited = audit_records(run)
-        problems, log = audited.problems, audited.log
-    if problems or log is None:
-        raise TrainingError(f"{run.folder} is not what its recipe says: {problems[0]}")
-    made: Content = json.loads(atomic_files.json_text(receipts.make_receipt(run, log)))
+    audited = audit_records(run)
+    if audited.problems or audited.log is None:
+        raise TrainingError(f"{run.folder} is not what its recipe says: {audited.problems[0]}")
+    made: Content = json.loads(atomic_files.json_text(receipts.make_receipt(run, audited.log)))
     return made
 
 
@@ -163,29 +160,23 @@ def audit(words: Sequence[str]) -> int:
 def audit_receipt(file: Path, options: AuditOptions) -> Finding:
     """Check a receipt. Raises UserError where it is none, or its data cannot be had."""
     content, found = read_receipt(file), Finding()
-    _check_signature(file, options.signers, found)
-    recipe = Recipe.from_dict(content["recipe"])
-    if recipe.hash() != content["recipe_hash"]:
-        found.problems.append(f"its recipe hashes to {recipe.hash()}, and it says {content['recipe_hash']}")
-        return found
-    with _folder(file, content, options, found) as (run, handed_over):
-        consent.require(recipe, run.folder, options.trust)
-        doing("looking for the data")
-        try:
+    recipe, hashed = Recipe.from_dict(content["recipe"]), content["recipe_hash"]
+    try:
+        _check_signature(file, options.signers, found)
+        check(recipe.hash() == hashed, f"its recipe hashes to {recipe.hash()}, and it says {hashed}")
+        with _folder(file, content, options) as (run, handed_over):
+            consent.require(recipe, run.folder, options.trust)
+            doing("looking for the data")
             locate_data(run, recipe, options.data)
-        except OtherDataError as error:
-            found.problems.append(f"the data here is not the receipt's: {error.what}")
-        if found.problems:
-            return found
-        doing("comparing the samples of every step")
-        try:
+            doing("comparing the samples of every step")
             receipts.check_order(content, recipe, run.facts)
-        except WrongRecordError as error:
-            found.problems.append(str(error))
-            return found
-        steps = sum(content["phases"].values())
-        found.checked.append(f"recipe and data, the samples of all {steps:,} steps")
-        (_check_against_run if handed_over else _check_first_steps)(run, content, options, found)
+            steps = sum(content["phases"].values())
+            found.checked.append(f"recipe and data, the samples of all {steps:,} steps")
+            (_check_against_run if handed_over else _check_first_steps)(run, content, options, found)
+    except OtherDataError as error:
+        found.problems.append(f"the data here is not the receipt's: {error.what}")
+    except (WrongRecordError, TrainingError) as error:
+        found.problems.append(str(error))
     return found
 
 
@@ -193,46 +184,39 @@ def read_receipt(file: Path) -> Content:
     """A receipt. Raises UserError where the file is none."""
     if not file.is_file():
         raise UserError(f"{file}: there is no such file; `isobatch receipt make RUN` writes one")
-    try:
-        content: Any = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        raise UserError(f"{file}: is no JSON") from None
-    is_one = isinstance(content, dict) and content.get("receipt") == receipts.FORM
-    if not is_one or not receipts.has_form(content):
-        raise UserError(f"{file}: is no receipt that this version knows")
-    found: Content = content
-    return found
+    with contextlib.suppress(ValueError):
+        content: Content = json.loads(file.read_text(encoding="utf-8"))
+        if receipts.has_form(content):
+            return content
+    raise UserError(f"{file}: is no receipt that this version knows")
 
 
 @contextlib.contextmanager
-def _folder(
-    file: Path, content: Content, options: AuditOptions, found: Finding
-) -> Iterator[tuple[RunFolder, bool]]:
+def _folder(file: Path, content: Content, options: AuditOptions) -> Iterator[tuple[RunFolder, bool]]:
     """(the run's folder, whether it was handed over); else one made of the receipt, for as long as needed."""
     beside = file.resolve().parent
     if options.run is not None or (beside / "recipe.json").is_file():
         run = RunFolder.open(options.run or beside)
-        if run.identity != content["run"]:
-            found.problems.append(f"{run.folder} is another run, {run.identity}: not {content['run']}")
+        is_it = run.identity == content["run"]
+        check(is_it, f"{run.folder} is another run, {run.identity}: not {content['run']}")
         yield run, True
         return
     with tempfile.TemporaryDirectory() as temporary:
         recipe, facts = Recipe.from_dict(content["recipe"]), Facts.from_dict(content["facts"])
         run = RunFolder.create(Path(temporary) / "audited", recipe, facts, RunOptions(quiet=True))
         run.write_plan(Plan.from_dict(content["plan"]))
+        steps = content["phases"]
+        decided = [{**row, "last": min(row["last"], steps[row["of"]])} for row in content["left_out"]]
+        for path, rows in ((run.metrics, receipts.log_rows(content)), (run.decisions, decided)):
+            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         yield run, False
 
 
 def _check_against_run(run: RunFolder, content: Content, options: AuditOptions, found: Finding) -> None:
     """With the run's folder: it says the same, and is verified."""
-    try:
-        other = receipt_of(run)
-    except TrainingError as error:
-        found.problems.append(str(error))
-        return
-    if parts := receipts.differing_parts(content, other):
-        found.problems.append(f"{run.folder} says otherwise: {', '.join(parts)}")
-        return
+    other = receipt_of(run)
+    parts = sorted(name for name in receipts.PARTS if content[name] != other[name])
+    check(not parts, f"{run.folder} says otherwise: {', '.join(parts)}")
     found.checked.append(f"{run.folder} is the run")
     report = verify_run(run, VerifyOptions(steps=options.steps, processes=options.processes))
     found.problems += report["problems"]
@@ -243,22 +227,16 @@ def _check_against_run(run: RunFolder, content: Content, options: AuditOptions, 
 def _check_first_steps(run: RunFolder, content: Content, options: AuditOptions, found: Finding) -> None:
     """Without checkpoints only the steps from the beginning can be made again."""
     found.unknown += [said for part in compare_source(run, options.data) for said in part]
-    steps = content["phases"]
-    decided = [{**row, "last": min(row["last"], steps[row["of"]])} for row in content["left_out"]]
-    for path, rows in ((run.metrics, receipts.log_rows(content)), (run.decisions, decided)):
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    trained = np.flatnonzero(~receipts.left_out_of(content, next(iter(steps))))[1:]
+    found.unknown.append("later steps, the weights and the metrics: --run FOLDER, with its checkpoints")
     doing("redoing the first steps")
+    trained = np.flatnonzero(~receipts.left_out_of(content, next(iter(content["phases"]))))[1:]
     proof = redo_first_steps(run, trained.tolist(), options.steps, options.processes)
-    found.problems += proof.problems
-    if not proof.steps:
-        found.problems.append("no step that it has figures of could be made again")
-    elif not proof.problems:
+    found.problems += proof.problems if proof.steps else ["no step that it has could be made again"]
+    if not found.problems:
         found.checked.append(
             f"{len(proof.steps)} steps from the beginning made again: {within(proof.largest)}, where"
             f" {proof.allowed:.0e} is allowed ({run.plan.invariance}, {run.plan.precision})"
         )
-    found.unknown.append("later steps, the weights and the metrics: --run FOLDER, with its checkpoints")
 
 
 def signature_of(file: Path) -> Path:
@@ -277,28 +255,19 @@ def sign(text: str, key: Path) -> str:
 def _check_signature(file: Path, signers: str | None, found: Finding) -> None:
     """Who signed a receipt; it takes `signers`, ssh's allowed_signers."""
     signature = signature_of(file)
-    if not signature.is_file():
-        missing = f"it is not signed: there is no {signature.name}"
-        (found.problems if signers else found.unknown).append(
-            missing if signers else f"who made it: {missing}"
-        )
-        return
     if signers is None:
-        found.unknown.append(f"{signature.name}: --signers FILE says who signed it")
+        found.unknown.append("who made it: --signers FILE, with its signature, says so")
         return
+    check(signature.is_file(), f"it is not signed: there is no {signature.name}")
     known = Path(signers).expanduser()
     if not known.is_file():
         raise UserError(f"--signers {signers}: there is no such file")
     names = _ssh_keygen("-Y", "find-principals", "-s", str(signature), "-f", str(known)).stdout.split()
-    if not names:
-        found.problems.append(f"the signature: its key is none of those in {known}")
-        return
+    check(bool(names), f"the signature: its key is none of those in {known}")
     words = ("-f", str(known), "-I", names[0], "-n", NAMESPACE, "-s", str(signature))
     done = _ssh_keygen("-Y", "verify", *words, text=file.read_text(encoding="utf-8"))
-    if done.returncode:
-        found.problems.append(f"the signature: {_last_line(done)}")
-    else:
-        found.checked.append(f"signed by {names[0]}")
+    check(not done.returncode, f"the signature: {_last_line(done)}")
+    found.checked.append(f"signed by {names[0]}")
 
 
 def _ssh_keygen(*words: str, text: str = "") -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.terminal.status import doing
 from isobatch.engine.optimization.left_out import left_out_steps
-from isobatch.engine.verification.run_order import RunOrder
+from isobatch.engine.verification.run_order import RunOrder, require_step
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run
 
@@ -88,9 +88,7 @@ def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
         sightings = order.sightings(run, rows)
         return {**answer, "rows": [{**row, "seen": sightings[row["row"]]} for row in _rows(order, run, rows)]}
     phase, step = options.phase or order.schedules[0].name, options.step
-    if step > answer["steps"].get(phase, 0):
-        has = ", ".join(f"{name} with {steps} steps" for name, steps in answer["steps"].items())
-        raise UserError(f"--step {step}, --phase {phase}: this run has {has}")
+    require_step(order.schedules, phase, step)
     rows_of_step = {
         **order.place(phase, step),
         "counted": step <= counted[phase] and step not in left_out_steps(run).get(phase, ()),

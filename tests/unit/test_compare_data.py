@@ -9,8 +9,8 @@ import pytest
 
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.registry import workload
+from isobatch.launch.forensics.diff import changed_rows
 from isobatch.launch.forensics.diff_text import data_words
-from isobatch.launch.forensics.parted import changed_rows
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -51,7 +51,7 @@ def test_a_changed_word_is_found_though_the_tokenizer_changes(tmp_path: Path) ->
 def test_rows_of_one_tokenizer_are_compared_by_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("isobatch.launch.forensics.parted.AT_A_TIME", 7)
+    monkeypatch.setattr("isobatch.launch.forensics.diff.AT_A_TIME", 7)
     swapped = [*TEXTS[:7], TEXTS[8], TEXTS[7], *TEXTS[9:]]
     plain, other = rows_of(tmp_path / "plain", TEXTS), rows_of(tmp_path / "other", swapped)
     assert changed_rows(plain, other) == {

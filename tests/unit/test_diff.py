@@ -14,6 +14,7 @@ import isobatch
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.training.session import ActivePhase
+from isobatch.engine.verification.run_order import RunOrder
 from isobatch.launch.forensics.diff import diff, diff_runs
 from isobatch.tests.paths import ROOT
 from isobatch.tests.tasks import planted
@@ -110,10 +111,8 @@ def test_the_sample_that_carries_a_difference_is_named(later: RunFolder, train: 
 
 
 def batch(run: RunFolder, step: int) -> list[int]:
-    """The samples of a step, by replay."""
-    from isobatch.launch.forensics.replay import ReplayOptions, replay_step
-
-    return replay_step(run, ReplayOptions(step=step)).samples.tolist()
+    """The samples of a step."""
+    return RunOrder.of(run.recipe, run.facts).sampler.batch(step - 1).tolist()
 
 
 def test_a_step_between_two_logged_ones_is_found(train: Any) -> None:

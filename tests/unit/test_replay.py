@@ -11,10 +11,16 @@ import pytest
 import isobatch
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import TrainingError, UserError
-from isobatch.engine.forensics.module_record import BACKWARD, FORWARD, ModuleRecorder
+from isobatch.engine.forensics.observed_step import (
+    BACKWARD,
+    FORWARD,
+    ModuleRecorder,
+    ObservedStep,
+    observe_step,
+)
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.forensics import replay as command
-from isobatch.launch.forensics.replay import ReplayOptions, replay_step
+from isobatch.launch.forensics.replay import ReplayOptions, open_replay
 from isobatch.tests.paths import ROOT
 from isobatch.tests.tasks import planted
 
@@ -42,26 +48,31 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return trained(tmp_path_factory.mktemp("runs"), "run", micro_batch=5, save_every=4, keep=2)
 
 
+def replay_step(run: RunFolder, **options: Any) -> ObservedStep:
+    return observe_step(*open_replay(run, ReplayOptions(**options)))
+
+
 @pytest.mark.parametrize(("step", "start"), [(3, "the initial weights"), (11, "train-9"), (12, "train-9")])
 def test_a_step_is_what_was_logged_and_its_samples_add_up(step: int, start: str, run: RunFolder) -> None:
-    seen = replay_step(run, ReplayOptions(step=step))
+    seen = replay_step(run, step=step)
     assert seen.logged is not None
-    assert seen.start == start
-    assert seen.loss == pytest.approx(seen.logged.loss, rel=1e-6)
-    assert seen.norm == pytest.approx(seen.logged.grad_norm, rel=1e-5)
+    assert seen.window.checkpoint == start
+    loss, norm = seen.figures
+    assert loss == pytest.approx(seen.logged.loss, rel=1e-6)
+    assert norm == pytest.approx(seen.logged.grad_norm, rel=1e-5)
     assert seen.rate == seen.logged.lr
     assert len(seen.alone) == 16
-    assert sum(sum(losses.values()) for _, losses in seen.alone) == pytest.approx(seen.loss, rel=1e-5)
-    assert np.sqrt(np.square(list(seen.gradients.values())).sum()) == pytest.approx(seen.norm, rel=1e-5)
-    assert seen.first_not_finite is None
+    assert sum(sum(losses.values()) for _, losses in seen.alone) == pytest.approx(loss, rel=1e-5)
+    assert np.sqrt(np.square(list(seen.gradients.values())).sum()) == pytest.approx(norm, rel=1e-5)
+    assert all(np.isfinite(norms).all() for norms, _ in seen.outputs.values())
 
 
 def test_the_cut_of_a_replay_changes_nothing_but_rounding(run: RunFolder) -> None:
-    one, other = (replay_step(run, ReplayOptions(step=7, micro_batch=n)) for n in (2, 16))
-    assert other.outputs[0].module == "inner"
-    for a, b in zip(one.outputs, other.outputs, strict=True):
-        assert (a.module, a.direction) == (b.module, b.direction)
-        assert a.norms == pytest.approx(b.norms, rel=1e-4, abs=1e-6)
+    one, other = (replay_step(run, step=7, micro_batch=n) for n in (2, 16))
+    assert list(one.outputs) == list(other.outputs)
+    assert next(iter(one.outputs)) == ("inner", FORWARD)
+    for key, (norms, _) in one.outputs.items():
+        assert norms == pytest.approx(other.outputs[key][0], rel=1e-4, abs=1e-6)
 
 
 def test_python_gets_the_model_the_batch_and_the_noise_of_the_step(run: RunFolder) -> None:
@@ -92,14 +103,16 @@ def test_a_run_that_became_nan_ends_with_the_line_that_shows_where(
     assert command.replay([str(tmp_path / "nan"), "--phase", "train", "--step", "7"]) == 0
     said = capsys.readouterr().out
     assert "the first output with a NaN or an infinity: inner (forward), in samples" in said
-    first = said.split("sample  loss")[1].splitlines()[1].split()
-    assert (first[1], first[2]) == ("nan", "x")
+    assert said.split("loss  sample")[1].splitlines()[1].split()[0] == "nan"
 
 
 WRONG: dict[str, tuple[list[str], str]] = {
     "no run": ([], "give the folder of one run"),
-    "too far": (["--step", "99"], "--step 99: train has 12 steps"),
-    "no such phase": (["--phase", "training", "--step", "1"], "--phase training: this recipe has train"),
+    "too far": (["--step", "99"], "--step 99: this run has train with 12 steps"),
+    "no such phase": (
+        ["--phase", "training", "--step", "1"],
+        "--phase training --step 1: this run has train",
+    ),
 }
 
 
@@ -111,18 +124,13 @@ def test_a_wrong_question_is_one_line(case: str, run: RunFolder) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_the_text_has_the_norms_of_modules(
-    run: RunFolder, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = replay_step(run, ReplayOptions(step=5))
-    outputs = [next(o for o in seen.outputs if (o.module, o.direction) == ("norm", way)) for way in WAYS]
+def test_the_text_has_the_norms_of_modules(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    seen = replay_step(run, step=5)
     assert command.replay([str(run.folder), "--step", "5"]) == 0
     said = capsys.readouterr().out
-    (line,) = [line.split() for line in said.splitlines() if line.split()[:1] == ["norm"]]
-    norms = [np.linalg.norm(output.norms) for output in outputs]
+    line = next(line.split() for line in said.splitlines() if line.split()[:1] == ["norm"])
+    norms = [np.linalg.norm(seen.outputs["norm", way][0]) for way in WAYS]
     assert [float(word) for word in line[1:]] == pytest.approx(norms, rel=1e-3)
-    monkeypatch.setattr(command, "MODULES", 2)
-    assert f"and {len(seen.outputs) // 2 - 2} more (--json)" in command.text_of(seen, run)
 
 
 def test_json_has_every_sample_and_every_module(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,8 +149,8 @@ def test_outputs_of_one_norm_and_another_direction_are_told_apart() -> None:
         with recorder.hooked(model):
             recorder.bind(np.array([1, 0]))
             model(torch.tensor(rows))
-        records.append(recorder.outputs(FORWARD)[0])
-    one, other = records
-    assert one.norms.tolist() == other.norms.tolist() == [1.0, 5.0]
-    assert one.products[0] == other.products[0]
-    assert one.products[1] != other.products[1]
+        records.append(recorder.outputs()["0", FORWARD])
+    (norms, products), (other_norms, other_products) = records
+    assert norms.tolist() == other_norms.tolist() == [1.0, 5.0]
+    assert products[0] == other_products[0]
+    assert products[1] != other_products[1]
