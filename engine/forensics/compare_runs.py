@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 Kind = Literal["equal", "samples", "rate", "jump", "drift", "apart"]
 """equal: within rounding throughout. samples, rate, jump: at a step. drift: beyond the tolerance without a
 jump. apart: no step in common."""
-FORWARD, BACKWARD = "forward", "backward"
-"""Directions of what a module computes: its output, and the gradient of that."""
 JUMP = 30.0
 EXACT_FLOOR: LossAndNorm = (4e-6, 8e-5)
 """What rounding of fp32 sums in a step from equal weights stays below. On the demo two cuts differ by 2e-7
@@ -116,9 +114,9 @@ def compare_steps(one: ObservedStep, other: ObservedStep) -> StepDifference:
     """Compare two observations of the same step over the same samples."""
     weights, parameter = _weights(one.weights, other.weights)
     allowed = max(FLOOR, SPREAD * weights)
-    for key in {**one.outputs, **other.outputs}:  # forward before backward
+    for key in {**one.outputs, **other.outputs}:  # (module, direction), forward before backward
         pair = one.outputs.get(key), other.outputs.get(key)
-        if key[1] == BACKWARD and any(output is None for output in pair):
+        if key[1] == "backward" and any(output is None for output in pair):
             continue
         relative = _relative(*pair)
         beyond = np.flatnonzero(~(relative <= allowed))

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
-from isobatch.engine.forensics.compare_runs import BACKWARD, FORWARD
 from isobatch.engine.loading.device_copies import to_tensors
 from isobatch.engine.runs.step_rows import LossAndNorm, StepRow, step_rows
 from isobatch.engine.verification.windows import Window
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from isobatch.engine.verification.replay import Replay
     from isobatch.models.base import StepContext, Task
 
+FORWARD, BACKWARD = "forward", "backward"
 Outputs = dict[tuple[str, str], np.ndarray]
 """(module, FORWARD, or BACKWARD for the gradient) -> (2, n) fp64: the norm, and the product with the signs,
 of each sample of the global batch; n is 1 where rows are not samples. Forward in order, then backward in

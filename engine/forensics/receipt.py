@@ -24,7 +24,7 @@ from isobatch.engine.optimization.left_out import decided
 from isobatch.engine.optimization.schedule import learning_rate
 from isobatch.engine.runs.metrics_log import LEFT_OUT, SEAL
 from isobatch.engine.runs.step_rows import NEEDED, is_step
-from isobatch.engine.verification.log_audit import WrongRecordError, check
+from isobatch.engine.verification.log_audit import SEAL_ROW, WrongRecordError, check
 from isobatch.engine.verification.run_order import RunOrder
 
 if TYPE_CHECKING:
@@ -64,9 +64,7 @@ def make_receipt(run: RunFolder, log: LogRecord) -> dict[str, Any]:
         "phases": {phase.schedule.name: phase.step for phase in log.phases},
         "log_every": [[row["phase"], row["step"], row["log_every"]] for row in rows if "log_every" in row],
         "left_out": [{name: row[name] for name in DECIDED} for row in decided(run)],
-        "seals": [
-            [row["phase"], row["step"], row[SEAL]] for row in rows if SEAL in row and "split" not in row
-        ],
+        "seals": [[row["phase"], row["step"], row[SEAL]] for row in rows if row.keys() == SEAL_ROW],
         "checkpoints": log.checkpoints,
         "exported": log.final.get("exported"),
         "final": log.final["final"],
