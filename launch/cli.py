@@ -76,7 +76,7 @@ _TABLE = (
     ("inspect", "commands.inspect inspect Listing", "what a received run would execute; executes none"),
     ("report", "report.command report Report", "models side by side: accuracy, size, speed; --png draws"),
     ("chat", "commands.chat chat Chat", "talk with a language model, or --prompt it once"),
-    ("predict", "predicting.command predict Predict", "what a finished model says of texts or of a file"),
+    ("predict", "predicting.predict predict Predict", "what a finished model says of texts or of a file"),
     ("serve", "serving.command serve Serve", "a model over HTTP; language models as OpenAI's API"),
     ("recommend", "predicting.recommend recommend Recommend", "the best items for a user, or for all"),
     ("vae reconstruct", "commands.latent reconstruct Decoding", "a text through its latent vector and back"),

@@ -112,19 +112,11 @@ class Run:
             answer = isobatch.load("runs/mine").predictor()
             print(answer(["a quiet film with a big heart"]))
         """
-        from isobatch.launch.predicting.answerer import (
-            ModelOptions,
-            open_answerer,
-            reads_texts,
-            trained_model,
-        )
+        from isobatch.launch.predicting.predict import ModelOptions, open_answerer
 
         asked = ModelOptions(**known_options(options, (ModelOptions,)))
         consent.require(self.recipe, self.folder, asked.trust)
-        found = trained_model(self._files)
-        if not reads_texts(found):
-            raise UserError(f"{self.recipe.task} reads no texts: run.model() is its model")
-        return open_answerer(found, asked).answer
+        return open_answerer(self._files, asked).answer
 
     def __repr__(self) -> str:
         figures = "".join(f", {k} {v:.4g}" for k, v in self.metrics.items() if isinstance(v, float))

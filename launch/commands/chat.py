@@ -25,6 +25,7 @@ from isobatch.models.protocols import Generates, WrittenText
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
+    from isobatch.data.chat_formats import Message
     from isobatch.data.text.chat_templates import ChatSegment
     from isobatch.engine.runs.run_folder import RunFolder
 
@@ -32,8 +33,26 @@ RESET, QUIT = "/reset", "/quit"
 ANSWER_TOKENS, TEXT_TOKENS = 256, 60
 
 
+@dataclass(frozen=True, kw_only=True)  # without slots it goes together with flags of lists
+class SamplingOptions(TrustOptions):
+    """Flags of how a language model writes."""
+
+    tokens: number_ranges.Positive | None = None
+    """Most tokens of a text; by default 256 of an answer, 60 of a text that goes on."""
+    temperature: number_ranges.Rate = 0.0
+    """0 takes the likeliest token every time."""
+    top_k: number_ranges.Count = 0
+    """Draw among so many of the likeliest tokens; 0 for all."""
+    top_p: number_ranges.Fraction = 1.0
+    """Draw among the likeliest tokens that have this probability together."""
+    seed: number_ranges.Count = 0
+    """Of the draws; the same for every text, so that an answer does not depend on its place."""
+    load_bits: Literal[16, 8, 4] | None = None
+    """Bits of the model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChatOptions(TrustOptions):
+class ChatOptions(SamplingOptions):
     """Flags of `chat`."""
 
     prompt: str | None = None
@@ -41,18 +60,8 @@ class ChatOptions(TrustOptions):
     all. It may stand behind the run, too."""
     system: str | None = None
     """What the model is told before the first question."""
-    tokens: number_ranges.Positive | None = None
-    """Most tokens to add; by default 256 of an answer, 60 of a text."""
     temperature: number_ranges.Rate = 0.8
     """0 takes the likeliest token every time."""
-    top_k: number_ranges.Count = 0
-    """Draw among so many of the likeliest tokens; 0 for all."""
-    top_p: number_ranges.Fraction = 1.0
-    """Draw among the likeliest tokens that have this probability together."""
-    seed: number_ranges.Count = 0
-    """Another seed, another continuation."""
-    load_bits: Literal[16, 8, 4] | None = None
-    """Bits of the model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
     json: bool = False
     """With --prompt, one JSON object on standard output."""
 
@@ -130,28 +139,28 @@ def chat(words: Sequence[str]) -> int:
         way = "give it a --prompt" if options.prompt is None else "leave --system out"
         raise UserError(f"chat: {model.name} was not trained on conversations: {way}")
     doing("loading the model")
-    drawn = sampling(options, template)
-    writer = model.writer(options.load_bits)
-    if template is None:
-        _print_answer(options, writer(options.prompt, drawn), str(options.prompt))
-        return DONE
-    talk = Conversation(template, lambda prompt: writer(prompt, drawn), options.system)
+    drawn, writer = sampling(options, template), model.writer(options.load_bits)
+    told = [{"role": "system", "content": options.system}] if options.system else []
     if options.prompt is not None:
-        _print_answer(options, talk.answer(options.prompt))
+        prompt: Any = options.prompt
+        if template is not None:
+            prompt = template.prompt_segments([*told, {"role": "user", "content": options.prompt}])
+        before = options.prompt if template is None else ""
+        doing("answering")
+        if options.json:
+            found = {"prompt": options.prompt, "text": before + "".join(writer(prompt, drawn))}
+            print(atomic_files.json_text(found, ensure_ascii=False))
+        else:
+            print_pieces(writer(prompt, drawn), before)
         return DONE
+    assert template is not None, "refused above"
     if sys.stdin.isatty():
         print(printable(f"{model.name}: {RESET} forgets what was said, {QUIT} ends"), file=sys.stderr)
-    for line in _input_lines():
-        if line in (QUIT, "exit", "quit"):
-            break
-        if line == RESET:
-            talk.reset()
-        else:
-            talk.say(line)
+    converse(_input_lines(), template, lambda prompt: writer(prompt, drawn), told)
     return DONE
 
 
-def sampling(options: Any, template: ChatTemplate | None) -> Sampling:
+def sampling(options: SamplingOptions, template: ChatTemplate | None) -> Sampling:
     """How tokens are drawn by a command's options, and where an answer ends."""
     return Sampling(
         max_new_tokens=options.tokens or (ANSWER_TOKENS if template else TEXT_TOKENS),
@@ -163,66 +172,48 @@ def sampling(options: Any, template: ChatTemplate | None) -> Sampling:
     )
 
 
-def _print_answer(options: ChatOptions, pieces: Iterable[str], before: str = "") -> None:
-    if options.json:
-        found = {"prompt": options.prompt, "text": before + "".join(pieces)}
-        print(atomic_files.json_text(found, ensure_ascii=False))
-    else:
-        print_pieces(pieces, before)
-
-
-class Conversation:
-    """The messages so far. `write_text`: a prompt -> the pieces of its answer."""
-
-    def __init__(
-        self,
-        template: ChatTemplate,
-        write_text: Callable[[list[ChatSegment]], Iterable[str]],
-        system: str | None = None,
-    ) -> None:
-        self.template, self.write_text, self.system = template, write_text, system
-        self.reset()
-
-    def reset(self) -> None:
-        """Forget all but what the model was told first."""
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
-
-    def answer(self, question: str) -> Iterable[str]:
-        """The pieces of the answer to a question, which is one of the messages from now on."""
-        self.messages.append({"role": "user", "content": question})
-        doing("answering")
-        return self.write_text(self.template.prompt_segments(self.messages))
-
-    def say(self, line: str) -> None:
-        """A question, which is answered on standard output."""
-        try:
-            answer = print_pieces(self.answer(line))
-        except KeyboardInterrupt:  # ends this answer, not the chat
-            self.messages.pop()
-            print()
+def converse(
+    lines: Iterable[str],
+    template: ChatTemplate,
+    write_text: Callable[[list[ChatSegment]], Iterable[str]],
+    told: Sequence[Message],
+) -> None:
+    """Answer each line on standard output, with all that was said since `told` before it."""
+    messages = [*told]
+    for line in lines:
+        if line == QUIT:
             return
-        self.messages.append({"role": "assistant", "content": answer})
+        if line == RESET:
+            messages = [*told]
+            continue
+        messages.append({"role": "user", "content": line})
+        doing("answering")
+        try:
+            answer = print_pieces(write_text(template.prompt_segments(messages)))
+            messages.append({"role": "assistant", "content": answer})
+        except KeyboardInterrupt:  # ends this answer, not the chat
+            messages.pop()
+            print()
 
 
 def _input_lines() -> Iterator[str]:
     """Lines of standard input without empty ones, with a prompt on a terminal."""
-    interactive = sys.stdin.isatty()
     while True:
         doing()
-        if interactive:
+        if sys.stdin.isatty():
             print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.readline()
-        if not line:
+        if not (line := sys.stdin.readline()):
             return
         if line.strip():
             yield line.strip()
 
 
-def print_pieces(pieces: Iterable[str], prefix: str = "") -> str:
-    """Print each piece as it comes, to a terminal without what would steer it; returns the whole text."""
+def print_pieces(pieces: Iterable[str], text: str = "") -> str:
+    """Print a text and each piece behind it as it comes, to a terminal without what would steer it; returns
+    the whole.
+    """
     shown: Callable[[str], str] = printable if sys.stdout.isatty() else str
-    text = ""
-    print(prefix, end="", flush=True)
+    print(text, end="", flush=True)
     for piece in pieces:
         text += piece
         print(shown(piece), end="", flush=True)

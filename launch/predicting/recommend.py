@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import atomic_files, number_ranges
-from isobatch.core.errors import UserError, refuse
-from isobatch.core.flags import spelling
-from isobatch.core.measures import counted, printable
+from isobatch.core.errors import UserError
+from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
 from isobatch.data.interactions.formats import ITEM_COLUMNS
 from isobatch.launch.commands.evaluate import open_single_run, require_capability
@@ -20,24 +18,39 @@ from isobatch.launch.predicting import tables
 from isobatch.models.protocols import OpensItemLists
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from isobatch.models.recommendation.recommendations import Recommendations
 
     Answer = tuple[dict[str, Any], list[dict[str, Any]]]
     """What was asked, a user, an item that others are like or items taken, and the list."""
 
-REFUSAL = "recommends nothing"
 LISTS_AT_A_TIME = 1000
-TEXT_LINE = "text"
-"""The column of a .txt file, which has an item a line."""
 MOST_NAMED = 5
 NOTHING_LEFT = "what users had is left out unless --with-seen, and --only and --without restrict the rest"
 EMPTY_LIST = f"recommend: nothing is left to offer: {NOTHING_LEFT}"
 
 
+@dataclass(frozen=True, kw_only=True)  # without slots it goes together with SamplingOptions
+class ListOptions(TrustOptions):
+    """Flags of what lists of items hold."""
+
+    top: number_ranges.Positive = 10
+    """Length of a recommender's lists."""
+    by: Literal["model", "popularity", "knn", "ease", "best"] = "model"
+    """What ranks a recommender's items: the model, a baseline of the same interactions that final/ keeps, or
+    the best of them on the validation data."""
+    only: str | None = None
+    """Of a recommender: offer these items alone, ids or titles with commas between them, or a file."""
+    without: str | None = None
+    """Of a recommender: offer none of these items: what is sold out, or of a category."""
+    with_seen: bool = False
+    """Of a recommender: offer also what a user had already (filter_already_liked_items or remove_seen false
+    elsewhere)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecommendOptions(TrustOptions):
+class RecommendOptions(ListOptions):
     """Flags of `recommend`."""
 
     user: str | None = None
@@ -46,19 +59,8 @@ class RecommendOptions(TrustOptions):
     """A user who was not in training, by what they took: ids or titles of items, with commas between them."""
     similar_to: str | None = None
     """Items like this one, by its id or title."""
-    only: str | None = None
-    """Offer these items alone: ids or titles with commas between them, or a file with an item a row."""
-    without: str | None = None
-    """Offer none of these items, given in the same way: what is sold out, or of a category."""
-    with_seen: bool = False
-    """Offer also what the user had already (filter_already_liked_items or remove_seen false elsewhere)."""
-    by: Literal["model", "popularity", "knn", "ease", "best"] = "model"
-    """What ranks the items: the trained model, a baseline of the same interactions that final/ keeps, or the
-    best of them all on the validation data."""
     out: str | None = None
     """Write a row for each item here, Parquet, csv or jsonl; without another word the lists of all users."""
-    top: number_ranges.Positive = 10
-    """Length of a list."""
     json: bool = False
     """One JSON object on standard output."""
 
@@ -69,72 +71,65 @@ def recommend(words: Sequence[str]) -> int:
     [--by ease|knn|popularity|best] [--top 10] [--json]
     """
     run, options = open_single_run(words, "recommend", RecommendOptions)
-    _refuse_contradictions(options)
-    out = None if options.out is None else tables.check_out(options.out, None)
-    task = require_capability(run, OpensItemLists, "recommend", REFUSAL)
+    asked = [one for one in (options.user, options.items, options.similar_to) if one is not None]
+    if len(asked) > 1 or not (asked or options.out):
+        raise UserError(
+            "recommend: needs one of --user ID, --items ID,ID and --similar-to ITEM, or for all users --out"
+            " lists.parquet"
+        )
+    if options.out is not None:
+        tables.check_out(options.out, None)
+    task = require_capability(run, OpensItemLists, "recommend", "recommends nothing")
     lists = task.open_lists(run.final, options.by)
-    column = run.recipe.options.get("item_column")
-    left_out = restrict(lists, options.only, options.without, options.with_seen, column)
+    remarks = restrict(lists, options, run.recipe.options.get("item_column"))
     metrics = (run.summary() or {}).get("metrics", {})
     metrics = metrics if isinstance(metrics, dict) else {}
     ranked_by = task.better_baseline(metrics) if options.by == "model" else f"ranked by {lists.by}"
-    remarks = [*left_out, ranked_by] if ranked_by and not options.json else left_out  # --json has it inside
-    return _answer(lists, options, out, remarks)
+    if ranked_by and not options.json:  # which has it inside
+        remarks.append(ranked_by)
+    return answer(lists, options, remarks)
 
 
-def _refuse_contradictions(options: RecommendOptions) -> None:
-    """Raise UserError for no question, for several, and for a flag that the question does not read."""
-    asked = [name for name in ("user", "items", "similar_to") if getattr(options, name) is not None]
-    several = " and ".join(map(spelling, asked))
-    refuse(
-        {
-            f"recommend: {several} are several questions: give one": len(asked) > 1,
-            "recommend: needs one of --user ID, --items ID,ID and --similar-to ITEM, or for all users --out"
-            " lists.parquet": not (asked or options.out),
-            "--with-seen: is about users, and --similar-to names an item: leave it out": options.with_seen
-            and options.similar_to is not None,
-        }
-    )
-
-
-def _answer(lists: Recommendations, options: RecommendOptions, out: Path | None, remarks: list[str]) -> int:
-    """Answer the question. `remarks` on the lists are said with an answer, and not before an error."""
-    answers, said = _lists(lists, options)
-    remarks = [*remarks, *said]
-    if out is not None:
-        return _write(answers, out, options, remarks)
+def answer(lists: Recommendations, options: RecommendOptions, remarks: list[str]) -> int:
+    """Write or print the lists that are asked for; `remarks` are said with them, and not before an error."""
+    answers = _lists(lists, options, remarks)
+    if options.out is not None:
+        blocks = iter(lambda: list(itertools.islice(answers, LISTS_AT_A_TIME)), [])
+        code = tables.write_rows(tables.check_out(options.out, None), ranked(blocks), options.json)
+        _say(remarks)
+        return code
     found = list(answers)
     if not any(items for _, items in found):
         raise UserError(EMPTY_LIST)
     _say(remarks)
     if options.json:
-        asked, items = found[0]
-        answer = {**asked, "by": lists.by, "items": items}
-        if len(found) > 1:
-            answer = {"by": lists.by, "users": [{**asked, "items": items} for asked, items in found]}
-        print(atomic_files.json_text(answer, ensure_ascii=False))
+        each = [{**asked, "by": lists.by, "items": items} for asked, items in found]
+        shown = each[0] if len(each) == 1 else {"by": lists.by, "users": each}
+        print(atomic_files.json_text(shown, ensure_ascii=False))
         return 0
     for asked, items in found:
         if len(found) > 1:
             print(printable(f"{asked['user']}:"))
         for entry in items:
-            named = [] if entry["item"] == entry["title"] else [entry["item"]]
-            print(printable("  ".join([f"{entry['score']:8.3f}", *named, entry["title"]])))
+            named = dict.fromkeys((entry["item"], entry["title"]))
+            print(printable("  ".join([f"{entry['score']:8.3f}", *named])))
     return 0
 
 
-def _lists(lists: Recommendations, options: RecommendOptions) -> tuple[Iterable[Answer], list[str]]:
-    """The lists that are asked for, and remarks on what was named. Raises UserError."""
-    top, similar_to = options.top, options.similar_to
-    if similar_to is not None:
-        return [({"similar_to": similar_to}, lists.similar(similar_to, top))], lists.remarks([similar_to])
-    if options.items is not None:
+def _lists(lists: Recommendations, options: RecommendOptions, remarks: list[str]) -> Iterator[Answer]:
+    """The lists that are asked for; adds remarks on what was named. Raises UserError."""
+    top = options.top
+    if options.similar_to is not None:
+        remarks += lists.remarks([options.similar_to])
+        yield {"similar_to": options.similar_to}, lists.similar(options.similar_to, top)
+    elif options.items is not None:
         taken = lists.split_items(options.items)
-        return [({"taken": taken}, lists.for_items(taken, top))], lists.remarks(taken)
-    if options.user is not None:
-        users = lists.split_users(options.user)
-        return [({"user": user}, lists.recommend(user, top)) for user in users], []
-    return (({"user": user}, items) for user, items in lists.recommend_to_all(top)), []
+        remarks += lists.remarks(taken)
+        yield {"taken": taken}, lists.for_items(taken, top)
+    elif options.user is not None:
+        yield from (({"user": u}, lists.recommend(u, top)) for u in lists.split_users(options.user))
+    else:
+        yield from (({"user": u}, items) for u, items in lists.recommend_to_all(top))
 
 
 def _say(lines: Iterable[str]) -> None:
@@ -142,96 +137,48 @@ def _say(lines: Iterable[str]) -> None:
         print(printable(line), file=sys.stderr)
 
 
-def _write(answers: Iterable[Answer], out: Path, options: RecommendOptions, remarks: list[str]) -> int:
-    """Write a row for each item of each list."""
-    done, empty, waiting = 0, 0, iter(answers)
+def ranked(answers: Iterable[Sequence[Answer]]) -> Iterator[list[dict[str, Any]]]:
+    """The rows of lists as files have them: whose it is, rank from 1, item, title, score.
 
-    def rows() -> Iterator[list[dict[str, Any]]]:
-        nonlocal done, empty
-        while block := list(itertools.islice(waiting, LISTS_AT_A_TIME)):
-            yield [row for asked, entries in block for row in ranked(asked, entries)]
-            done, empty = done + len(block), empty + sum(not entries for _, entries in block)
-            doing(f"recommending: {counted(done, 'list')} done")
-        if empty == done:
-            raise UserError(EMPTY_LIST)
-
-    tables.write_rows(out, rows())
-    _say([*remarks, *([f"{empty:,} of {done:,} lists are empty: {NOTHING_LEFT}"] if empty else [])])
-    found = {"lists": done, "top": options.top, "out": str(out)}
-    said = f"{counted(done, 'list')} of the best {options.top} -> {out}"
-    print(atomic_files.json_text(found) if options.json else said)
-    return 0
-
-
-def ranked(asked: dict[str, Any], entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows of a list as files have them: whose it is, rank from 1, item, title, score."""
-    whose = {name: value for name, value in asked.items() if name != "taken"}
-    for rank, entry in enumerate(entries, 1):
-        yield {**whose, "rank": rank, **entry}
-
-
-def listed(
-    answered: Iterable[list[dict[str, Any]]], user_in: Callable[[Mapping[str, Any]], str | None]
-) -> Iterator[list[dict[str, Any]]]:
-    """The rows that `recommend --out` writes, from answered rows of `predict`. `user_in`: the user of a row,
-    which is called by its number where it names none.
+    Empty lists are counted at the end. Raises UserError where all are.
     """
     done = empty = 0
-    for rows in answered:
-        found: list[dict[str, Any]] = []
-        for row in rows:
-            done += 1
-            columns = zip(row["items"] or (), row["titles"] or (), row["scores"] or (), strict=True)
-            entries = [{"item": item, "title": title, "score": score} for item, title, score in columns]
-            found += ranked({"user": user_in(row) or str(done)}, entries)
-        empty += sum(row["items"] == [] for row in rows)
-        if found:
-            yield found
-    if empty:
-        _say([f"{counted(empty, 'row')} without a list: {NOTHING_LEFT}"])
+    for block in answers:
+        yield [
+            {**{name: value for name, value in asked.items() if name != "taken"}, "rank": rank, **entry}
+            for asked, entries in block
+            for rank, entry in enumerate(entries, 1)
+        ]
+        done, empty = done + len(block), empty + sum(not entries for _, entries in block)
+        doing(f"recommending: {done:,} lists done")
+    if empty == done:
+        raise UserError(EMPTY_LIST)
+    _say([f"{empty:,} of {done:,} lists are empty: {NOTHING_LEFT}"] if empty else [])
 
 
-def restrict(
-    lists: Recommendations, only: str | None, without: str | None, with_seen: bool, column: str | None
-) -> list[str]:
+def restrict(lists: Recommendations, options: ListOptions, column: str | None) -> list[str]:
     """Restrict the lists as the flags say; lines on items that training did not know. Raises UserError.
 
     `column`: of the items in a file; by default a usual name, or the only one there is.
     """
-    given = {flag: text for flag, text in (("--only", only), ("--without", without)) if text is not None}
-    named = {flag: _named_items(lists, flag, text, column) for flag, text in given.items()}
-    unknown = set(lists.restrict(named.get("--only"), named.get("--without", []), with_seen))
-    remarks = []
-    for flag, names in named.items():
-        if missing := [name for name in names if name in unknown]:
-            few = ", ".join(missing[:MOST_NAMED])
-            said = f"{len(missing):,} of {len(names):,} items are not in the training data: {few}"
-            if len(missing) == len(names) or not _is_table(given[flag]):
-                raise UserError(f"{flag} {given[flag]}: {said}")
-            remarks.append(f"{flag}: {said}")
+    only, without = (
+        None if text is None else _named_items(lists, flag, text, column)
+        for flag, text in (("--only", options.only), ("--without", options.without))
+    )
+    missing = lists.restrict(only, without or (), options.with_seen)
+    few = ", ".join(missing[:MOST_NAMED])
+    said = f"{len(missing)} items are not in the training data: {few}" if missing else ""
     if not lists.offered:
-        raise UserError(
-            f"{' and '.join(map(' '.join, given.items()))}: no item is left to offer: give others"
-        )
-    return remarks
-
-
-def _is_table(text: str) -> bool:
-    return Path(text).suffix.lower() in tables.ROW_ENDINGS
+        raise UserError(f"--only, --without: no item is left to offer: give others; {said}")
+    return [f"--only, --without: {said}"] if said else []
 
 
 def _named_items(lists: Recommendations, flag: str, text: str, column: str | None) -> list[str]:
-    if not _is_table(text):
+    if not tables.is_table(text):
         return lists.split_items(text)
-    rows = list(tables.read_table(text, flag, [column]))
-    names = list(rows[0][1])
-    first = [n for n in names if len(names) == 1 and n not in ITEM_COLUMNS and lists.knows_item(n)]
-    return [*first, *(_item_in(row, flag, where, column) for where, row in rows)]
-
-
-def _item_in(row: Mapping[str, Any], flag: str, where: str, column: str | None) -> str:
-    usual = (*([column] if column else []), *ITEM_COLUMNS, TEXT_LINE)
-    wanted = [name for name in usual if name in row] or list(row)
-    if len(row) > 1 and wanted == list(row):
-        raise UserError(f"{flag}: {where}: has no column item_id; it has: {', '.join(row)}")
-    return str(row[wanted[0]])
+    rows = [row for _, row in tables.read_table(text, flag, [column])]
+    usual = (column, *ITEM_COLUMNS, *(rows[0] if len(rows[0]) == 1 else ()))
+    name = next((name for name in usual if name in rows[0]), None)
+    if name is None:
+        raise UserError(f"{flag} {text}: has no column item_id; it has: {', '.join(rows[0])}")
+    return [str(row.get(name)) for row in rows]

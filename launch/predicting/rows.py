@@ -5,7 +5,7 @@ Each reader has `from_row(row, where)` and `from_text(value, where)`; `where` na
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
@@ -38,17 +38,11 @@ class RowReader:
 
     column: str | None = None
     """The column that is read; by default the first of `usual` that a row has."""
+    pair: str | None = None
+    """The column of the second text of pairs."""
+    pairs: bool | None = False
+    """Whether the model reads pairs of texts; None where the columns decide."""
     usual: ClassVar[tuple[str, ...]] = ()
-
-    @property
-    def texts_per_sample(self) -> int:
-        """2 for pairs of texts."""
-        return 1
-
-    @property
-    def columns(self) -> list[str | None]:
-        """The columns that flags name."""
-        return [self.column]
 
     def from_row(self, row: Mapping[str, Any], where: str) -> Any:
         """The sample in a row."""
@@ -64,26 +58,15 @@ class RowReader:
 class TextReader(RowReader):
     """Texts, or pairs of texts."""
 
-    pair: str | None = None
-    """The column of the second text."""
     pairs: bool | None = None
-    """Whether the model was trained on pairs; None where the columns decide."""
-
-    @property
-    def texts_per_sample(self) -> int:
-        return 2 if self.pairs else 1
-
-    @property
-    def columns(self) -> list[str | None]:
-        return [self.column, self.pair]
 
     def from_row(self, row: Mapping[str, Any], where: str) -> str | tuple[str, str]:
         text = find_column(row, self.column, TEXT_COLUMNS, where)
-        first, pair = row[text], self.pair or PAIR_COLUMNS.get(text)
+        first, pair = require_text(row[text], f"{where}: {text}"), self.pair or PAIR_COLUMNS.get(text)
         if self.pairs is False or not (self.pairs or self.pair or pair in row):
-            return require_text(first, f"{where}: {text}")
+            return first
         pair = find_column(row, self.pair, (pair,) if pair else (), where, "--pair-column")
-        return require_text(first, f"{where}: {text}"), require_text(row[pair], f"{where}: {pair}")
+        return first, require_text(row[pair], f"{where}: {pair}")
 
     def from_text(self, value: Any, where: str) -> str | tuple[str, str]:
         if isinstance(value, list | tuple) and len(value) == 2 and self.pairs is not False:
@@ -111,40 +94,29 @@ class UserReader(RowReader):
     """Ids of users; or, of users who were not in training, the items that each took."""
 
     lists: Any = None
-    """`Recommendations`: knows which items a cell names that commas part, as of a csv file."""
-    skips_unknown: bool = False
-    """Leave out what training did not know."""
-    left_out: list[str] = field(default_factory=list)
-    """The items left out so far, each with its place."""
+    """`Recommendations`: knows users, and items of which a cell names several with commas between them."""
+    left_out: list[str] | None = None
+    """Where given, unknown items of a row are put here, each with its place, and their row goes on."""
 
     def from_row(self, row: Mapping[str, Any], where: str) -> str | list[str]:
         taken = None if self.column else row.get(ITEMS_COLUMN)
         if isinstance(taken, str) and taken.strip():
-            taken = self.lists.split_items(taken) if self.lists else taken.split(",")
+            taken = self.lists.split_items(taken)
         if isinstance(taken, list):
-            if not taken:
-                raise UnansweredRowError(f"{where}: {ITEMS_COLUMN}: is empty: leave it out", NO_TEXT)
-            return self._known_items([str(item) for item in taken], where)
+            return self._known_items([str(item) for item in taken], f"{where}: {ITEMS_COLUMN}")
         named = [name for name in USER_COLUMNS if name in row][:1] or ["user_id"]
         user = self.from_text(row[find_column(row, self.column, named, where)], where)
-        if self.lists and self.skips_unknown and not self.lists.knows_user(user):
+        if self.left_out is not None and not self.lists.knows_user(user):
             raise UnansweredRowError(f"{where}: user {user}: is not in the training data", UNKNOWN_USER)
         return user
 
     def _known_items(self, items: list[str], where: str) -> list[str]:
-        if self.lists is None or not self.skips_unknown:
-            return items
-        unknown = [item for item in items if not self.lists.knows_item(item)]
-        self.left_out.extend(f"{where}: item {item}" for item in unknown)
-        if len(unknown) == len(items):
-            said = f"{where}: item {items[0]}: is not known from training, nor another"
-            raise UnansweredRowError(said, UNKNOWN_USER)
-        return [item for item in items if item not in unknown]
-
-    def user_in(self, row: Mapping[str, Any]) -> str | None:
-        """The user that a row names; None where it names none."""
-        column = next((name for name in (self.column, *USER_COLUMNS, "text") if name and name in row), None)
-        return None if column is None else str(row[column])
+        known = [n for n in items if self.left_out is None or self.lists.knows_item(n)]
+        if self.left_out is not None:
+            self.left_out.extend(f"{where}: item {item}" for item in items if item not in known)
+        if not known:
+            raise UnansweredRowError(f"{where}: is empty, or unknown to training: leave it out", UNKNOWN_USER)
+        return known
 
     def from_text(self, value: Any, where: str) -> str:
         return str(value) if isinstance(value, int | float) else require_text(value, where)
@@ -158,11 +130,9 @@ class PromptReader(RowReader):
     usual: ClassVar = ("prompt", "text", "question", "query", "input", "instruction", "problem")
 
     def from_row(self, row: Mapping[str, Any], where: str) -> Any:
-        chat_format = (
-            chat_formats.detect_chat_format(list(row)) if self.template and not self.column else None
-        )
-        if chat_format is not None and self.template is not None:
-            return self.template.prompt_segments(chat_formats.parse_question(row, where, chat_format), where)
+        form = chat_formats.detect_chat_format(list(row)) if self.template and not self.column else None
+        if form and self.template:
+            return self.template.prompt_segments(chat_formats.parse_question(row, where, form), where)
         column = find_column(row, self.column, self.usual, where)
         return self._prompt(row[column], f"{where}: {column}", row, column)
 

@@ -1,4 +1,4 @@
-"""Tables in and out: rows of csv, tsv, jsonl, json or Parquet; answers to csv, jsonl or Parquet."""
+"""Tables in and out: rows of csv, tsv, jsonl, json, Parquet or txt; answers to csv, jsonl or Parquet."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.measures import counted, printable
 from isobatch.data import readers
 
 if TYPE_CHECKING:
@@ -26,18 +27,22 @@ LINES = ".txt"
 """The ending of a file with a text in each line."""
 CHUNK_ROWS = 4096
 """Rows that are read, answered and written together."""
-ROW_ENDINGS = (".csv", ".tsv", ".jsonl", ".ndjson", ".json", ".parquet", LINES)
+ROW_ENDINGS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", LINES)
+OUT_ENDINGS = (".csv", ".jsonl", ".parquet")
 Rows = Sequence[Mapping[str, Any]]
 
 
+def is_table(text: str) -> bool:
+    """Whether the text is the name of a file of rows, by its ending."""
+    return Path(text).suffix.lower() in ROW_ENDINGS
+
+
 def check_file(name: str, flag: str = "--file") -> Path:
-    """The file of rows that a flag names. Raises UserError where none is, or its ending holds none."""
+    """The file of rows that a flag names. Raises UserError where there is none that can be read."""
     path = Path(name).expanduser()
-    if path.is_dir():
-        raise UserError(f"{flag} {name}: is a folder")
-    if not path.exists():
-        raise UserError(f"{flag} {name}: there is no such file")
-    if path.suffix.lower() not in ROW_ENDINGS:
+    if not path.is_file() or not os.access(path, os.R_OK):
+        raise UserError(f"{flag} {name}: there is no such file that can be read")
+    if not is_table(name):
         raise UserError(f"{flag} {name}: give a file of rows that ends in {', '.join(ROW_ENDINGS)}")
     return path
 
@@ -48,12 +53,8 @@ def read_table(name: str, flag: str = "--file", columns: Sequence[str | None] = 
     Raises UserError where it is none, or holds no rows.
     """
     path = check_file(name, flag)
-    try:
-        rows = _lines(path) if path.suffix.lower() == LINES else _rows(path, columns)
-        first = next(rows, None)
-    except PermissionError:
-        raise UserError(f"{flag} {name}: cannot be read: no permission") from None
-    if first is None:
+    rows = _lines(path) if path.suffix.lower() == LINES else _rows(path, columns)
+    if (first := next(rows, None)) is None:
         raise UserError(f"{flag} {name}: holds no rows")
     return itertools.chain([first], rows)
 
@@ -75,72 +76,38 @@ def _lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield f"{path} line {number}", {"text": line.rstrip("\r\n")}
 
 
-def in_chunks(rows: LocatedRows) -> Iterator[list[tuple[str, Mapping[str, Any]]]]:
-    """The rows, CHUNK_ROWS at a time."""
-    waiting = iter(rows)
-    while chunk := list(itertools.islice(waiting, CHUNK_ROWS)):
-        yield chunk
-
-
 def beside(row: Mapping[str, Any], answer: Mapping[str, Any]) -> dict[str, Any]:
     """A row with its answer behind it; a column of the row with an answer's name becomes `input.NAME`."""
     return {(f"input.{k}" if k in answer else k): v for k, v in row.items()} | dict(answer)
 
 
-def _write_json_lines(path: Path, chunks: Iterable[Rows]) -> None:
-    """An object a line."""
-    with path.open("w", encoding="utf-8") as stream:
-        for rows in chunks:
-            stream.writelines(json_line(row) + "\n" for row in rows)
+def _open_writer(path: Path, ending: str, first: Rows, opened: contextlib.ExitStack) -> Callable[[Rows], Any]:
+    """A function that writes rows behind each other, in columns as the `first` ones have them."""
+    if ending == ".parquet":
+        import pyarrow
+        from pyarrow import parquet
 
-
-def _write_csv(path: Path, chunks: Iterable[Rows]) -> None:
-    """A header and rows; lists are JSON in their field."""
-    with path.open("w", encoding="utf-8", newline="") as stream:
-        names: list[str] = []
-        for rows in chunks:
-            flat = [{k: _as_field(v) for k, v in flatten(row).items()} for row in rows]
-            if not names:
-                names = list(dict.fromkeys(name for row in flat for name in row))
-                csv.DictWriter(stream, names, lineterminator="\n").writeheader()
-            if extra := next((name for row in flat for name in row if name not in names), None):
-                raise UserError(f"some rows have a column {extra} that the first ones lack: write .jsonl")
-            csv.DictWriter(stream, names, lineterminator="\n").writerows(flat)
-
-
-def _write_parquet(path: Path, chunks: Iterable[Rows]) -> None:
-    """Columns with the types of the first rows."""
-    import pyarrow
-    from pyarrow import parquet
-
-    with contextlib.ExitStack() as opened:
-        writer: Any = None
-        for rows in chunks:
-            schema = None if writer is None else writer.schema
-            try:
-                table = pyarrow.Table.from_pylist([flatten(row) for row in rows], schema=schema)
-            except (pyarrow.ArrowException, TypeError) as error:
-                reason = str(error).partition("\n")[0]
-                raise UserError(
-                    f"--out: the values of a column have several types ({reason}): write .jsonl"
-                ) from None
-            writer = writer or opened.enter_context(parquet.ParquetWriter(os.fspath(path), table.schema))
-            writer.write_table(table)
-
-
-WRITERS: dict[str, Callable[[Path, Iterable[Rows]], None]] = {
-    ".csv": _write_csv,
-    ".jsonl": _write_json_lines,
-    ".parquet": _write_parquet,
-}
-"""Ending of --out -> what writes it."""
+        schema = pyarrow.Table.from_pylist(list(map(flatten, first))).schema
+        table = opened.enter_context(parquet.ParquetWriter(os.fspath(path), schema))
+        return lambda rows: table.write_table(
+            pyarrow.Table.from_pylist(list(map(flatten, rows)), schema=schema)
+        )
+    stream = opened.enter_context(path.open("w", encoding="utf-8", newline=""))
+    if ending == ".jsonl":
+        return lambda rows: stream.writelines(json_line(row) + "\n" for row in rows)
+    names = list(dict.fromkeys(name for row in first for name in flatten(row)))
+    writer = csv.DictWriter(stream, names, lineterminator="\n")
+    writer.writeheader()
+    return lambda rows: writer.writerows(
+        {name: _as_field(value) for name, value in flatten(row).items()} for row in rows
+    )
 
 
 def check_out(out: str, file: str | None) -> Path:
     """The path of --out. Raises UserError where nothing can be written there."""
     path = Path(out).expanduser()
-    if path.suffix.lower() not in WRITERS:
-        raise UserError(f"--out {out}: must end in {', '.join(WRITERS)}")
+    if path.suffix.lower() not in OUT_ENDINGS:
+        raise UserError(f"--out {out}: must end in {', '.join(OUT_ENDINGS)}")
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise UserError(f"--out {out}: {'is a folder' if path.is_dir() else 'there is no such folder'}")
     if file is not None and path.exists() and path.samefile(Path(file).expanduser()):
@@ -148,27 +115,29 @@ def check_out(out: str, file: str | None) -> Path:
     return path
 
 
-def write_rows(path: Path, chunks: Iterable[Rows]) -> int:
-    """Write dictionaries of one shape by the ending of `path`, and return how many there were.
+def write_rows(path: Path, chunks: Iterable[Rows], as_json: bool = False) -> int:
+    """Write dictionaries of one shape by the ending of `path`, say how many, and return the exit code.
 
     The file appears there, complete, when all is written. Raises UserError.
     """
-    count = 0
-
-    def counting() -> Iterator[Rows]:
-        nonlocal count
-        for rows in chunks:
-            count += len(rows)
-            yield rows
-
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    count, temporary, write = 0, path.with_name(f".{path.name}.{os.getpid()}.tmp"), None
     with atomic_files.explain_write_errors(path):
         try:
-            WRITERS[path.suffix.lower()](temporary, counting())
+            with contextlib.ExitStack() as opened:
+                for rows in filter(None, chunks):
+                    try:
+                        write = write or _open_writer(temporary, path.suffix.lower(), rows, opened)
+                        write(rows)
+                    except (ValueError, TypeError) as error:  # pyarrow's and csv's are such
+                        why = str(error).partition("\n")[0]
+                        raise UserError(f"--out: rows have several shapes ({why}): write .jsonl") from None
+                    count += len(rows)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-    return count
+    said = {"rows": count, "out": str(path)}
+    print(atomic_files.json_text(said) if as_json else printable(f"{counted(count, 'row')} -> {path}"))
+    return 0
 
 
 def json_line(row: Mapping[str, Any]) -> str:

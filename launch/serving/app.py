@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -15,14 +17,17 @@ from starlette.routing import Route
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.launch.predicting.rows import ITEMS_COLUMN, UserReader
-from isobatch.launch.serving.model_thread import BatchingQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from starlette.responses import Response
 
-    from isobatch.launch.predicting.answerer import Answerer
+    from isobatch.launch.predicting.predict import Answerer
+    from isobatch.models.protocols import Predictor
+
+    Asked = tuple[Sequence[Any], asyncio.Future[list[dict[str, Any]]]]
+    """Samples, and where their answers go."""
 
 MAX_BODY_BYTES = 1 << 20
 MAX_ANSWERED = 500
@@ -31,58 +36,91 @@ MAX_SAMPLES = 1024
 """Texts or rows of a request."""
 MAX_CHARACTERS = 1 << 16
 """Of one of them: all are tokenized, though the model reads less."""
-PART_CHARACTERS = 1 << 13
-"""A request takes turns with others after so many; a sample counts as 64 at least."""
+PART_SAMPLES, BATCH_SAMPLES = 32, 256
+"""A request takes turns with others after so many; a batch takes no further request once it has so many."""
 
 
-class RequestError(Exception):
-    """A request that cannot be answered: one sentence, an HTTP status, and the field that is wrong."""
-
-    def __init__(self, message: str, status: int = 400, field: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.field = status, field
-
-
-def error_body(message: str, status: int, field: str | None = None) -> dict[str, Any]:
+def error_body(message: str, status: int) -> dict[str, Any]:
     """The body of an error, as OpenAI's API has it."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message[:MAX_ANSWERED], "type": kind, "param": field, "code": None}}
+    said = " ".join(message.split())[:MAX_ANSWERED]
+    return {"error": {"message": said, "type": kind, "param": None, "code": None}}
 
 
-def error_response(message: str, status: int, field: str | None = None) -> JSONResponse:
+def error_response(message: str, status: int) -> JSONResponse:
     """The answer to a request that cannot be answered."""
-    return JSONResponse(error_body(message, status, field), status)
+    return JSONResponse(error_body(message, status), status)
 
 
 async def read_body(request: Request) -> dict[str, Any]:
-    """The JSON object in a request's body. Raises RequestError."""
+    """The JSON object in a request's body. Raises HTTPException."""
     # A web page may send other kinds to any server without asking it first.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise RequestError("Content-Type: must be application/json (curl --json '{...}')", 415)
+        raise HTTPException(415, "Content-Type: must be application/json (curl --json '{...}')")
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise RequestError(
-                f"the body is larger than {MAX_BODY_BYTES >> 20} MiB: send less at a time", 413
+            raise HTTPException(
+                413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB: send less at a time"
             )
     try:
-        text = body.decode()
-        found = json.loads(text)
+        found = json.loads(text := body.decode())
         if "\\u" in text:  # halves of characters can be no text
             json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is not JSON: {error}") from None
+        raise HTTPException(400, f"the body is not JSON: {error}") from None
     if not isinstance(found, dict):
-        raise RequestError(f"the body is {type(found).__name__}, not a JSON object")
+        raise HTTPException(400, f"the body is {type(found).__name__}, not a JSON object")
     return found
 
 
 def refuse_unknown(body: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise RequestError for a field that means nothing here."""
+    """Raise HTTPException for a field that means nothing here."""
     for name in body:
         if name not in known:
-            raise RequestError(f"{name}: there is no such field{nearest_hint(name[:100], known)}", field=name)
+            raise HTTPException(400, f"{name}: there is no such field{nearest_hint(name[:100], known)}")
+
+
+class BatchingQueue:
+    """Answers what several requests ask together. While the model computes, the next batch gathers."""
+
+    def __init__(self, predict: Predictor) -> None:
+        self._predict, self._thread = predict, ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._waiting: list[Asked] = []
+        self._turn = asyncio.Lock()
+
+    async def ask(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
+        """An answer for each sample. Raises what the model raises for these samples."""
+        answers: asyncio.Future[list[dict[str, Any]]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((samples, answers))
+        async with self._turn:  # who has it computes for all who wait
+            while not answers.done():
+                taken: list[Asked] = []
+                while self._waiting and sum(len(samples) for samples, _ in taken) < BATCH_SAMPLES:
+                    taken.append(self._waiting.pop(0))
+                await asyncio.shield(self._answer(taken))
+        return await answers
+
+    async def _answer(self, taken: Sequence[Asked]) -> None:
+        """Raises nothing: an error is for those whose samples they are."""
+        together = [sample for samples, _ in taken for sample in samples]
+        try:
+            found = iter(
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._predict, together)
+            )
+        except Exception as error:
+            if isinstance(error, UserError) and len(taken) > 1:  # only whose sample is wrong shall hear of it
+                for asked in taken:
+                    await self._answer([asked])
+                return
+            for _, answers in taken:
+                answers.set_exception(error)
+            return
+        for samples, answers in taken:
+            own = [next(found) for _ in samples]
+            if not answers.done():  # a client that left has cancelled it
+                answers.set_result(own)
 
 
 def prediction_app(name: str, answerer: Answerer) -> Starlette:
@@ -93,42 +131,30 @@ def prediction_app(name: str, answerer: Answerer) -> Starlette:
     queue = BatchingQueue(answerer.predict)
 
     async def predict(request: Request) -> Response:
-        answers = []
-        for part in _parts(_samples(await read_body(request), answerer)):
+        answers, samples = [], _samples(await read_body(request), answerer)
+        for start in range(0, len(samples), PART_SAMPLES):
             if await request.is_disconnected():
                 raise ClientDisconnect
-            answers += await queue.ask(part)
+            answers += await queue.ask(samples[start : start + PART_SAMPLES])
         return JSONResponse({"model": name, "predictions": answers})
 
     return application([Route("/predict", predict, methods=["POST"])], name)
 
 
-def _parts(samples: list[Any]) -> list[list[Any]]:
-    parts, size = list[list[Any]](), PART_CHARACTERS
-    for number, sample in enumerate(samples):
-        length = len(str(sample))
-        if length > MAX_CHARACTERS:
-            raise RequestError(f"sample {number}: has {length:,} characters, at most {MAX_CHARACTERS:,}")
-        if size >= PART_CHARACTERS:
-            parts.append([])
-            size = 0
-        parts[-1].append(sample)
-        size += max(length, 64)
-    return parts
-
-
 def _samples(body: dict[str, Any], answerer: Answerer) -> list[Any]:
-    """Raises RequestError, and UserError for a text or row that cannot be read."""
+    """Raises HTTPException, and UserError for a text or row that cannot be read."""
     if isinstance(answerer.rows, UserReader) and body.keys() == {ITEMS_COLUMN}:
         return [answerer.rows.from_row(body, "the request")]
     refuse_unknown(body, ("texts", "rows"))
     if len(body) != 1:
-        raise RequestError('give {"texts": [...]} or {"rows": [{...}]}')
+        raise HTTPException(400, 'give {"texts": [...]} or {"rows": [{...}]}')
     ((field, values),) = body.items()
     if not isinstance(values, list) or not 1 <= len(values) <= MAX_SAMPLES:
-        raise RequestError(f"{field}: must be a list of 1 to {MAX_SAMPLES} entries", field=field)
+        raise HTTPException(400, f"{field}: must be a list of 1 to {MAX_SAMPLES} entries")
     if field == "rows" and not all(isinstance(row, dict) for row in values):
-        raise RequestError("rows: must be objects, as columns by name", field="rows")
+        raise HTTPException(400, "rows: must be objects, as columns by name")
+    if any(len(str(value)) > MAX_CHARACTERS for value in values):
+        raise HTTPException(400, f"{field}: each may have at most {MAX_CHARACTERS:,} characters")
     read = answerer.rows.from_text if field == "texts" else answerer.rows.from_row
     return [read(value, f"{field}[{n}]") for n, value in enumerate(values)]
 
@@ -140,23 +166,17 @@ def application(routes: list[Route], name: str) -> Starlette:
     async def describe(_: Request) -> Response:
         return JSONResponse({"model": name, "paths": paths})
 
-    async def http_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        there = f"{request.method} {request.scope['path']}: no such path; there are {', '.join(paths)}"
-        return error_response(there if error.status_code == 404 else error.detail, error.status_code)
-
-    async def refuse(_: Request, error: Exception) -> Response:
-        if isinstance(error, RequestError):
-            return error_response(str(error), error.status, error.field)
-        # To a client who has left anything may be said.
-        return error_response(
-            " ".join(str(error).split()), 499 if isinstance(error, ClientDisconnect) else 400
-        )
+    async def refuse(request: Request, error: Exception) -> Response:
+        """To a client who has left anything may be said."""
+        status, said = getattr(error, "status_code", 400), getattr(error, "detail", str(error))
+        if said == "Not Found":
+            said = f"{request.method} {request.scope['path']}: no such path; there are {', '.join(paths)}"
+        return error_response(said, status)
 
     async def report_bug(_: Request, error: Exception) -> Response:
         traceback.print_exception(error)
         return error_response("the server failed; its terminal says why", 500)
 
-    handlers: dict[Any, Any] = dict.fromkeys((RequestError, UserError, ClientDisconnect), refuse)
-    handlers |= {HTTPException: http_error, Exception: report_bug}
+    handlers: dict[Any, Any] = dict.fromkeys((HTTPException, UserError, ClientDisconnect), refuse)
+    handlers[Exception] = report_bug
     return Starlette(routes=[Route("/", describe), *routes], exception_handlers=handlers)

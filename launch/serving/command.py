@@ -9,7 +9,7 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import DONE, UserError
@@ -17,13 +17,8 @@ from isobatch.core.extras import need
 from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
 from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.predicting.answerer import (
-    ModelOptions,
-    ServedModelOptions,
-    find_model,
-    open_answerer,
-    reads_texts,
-)
+from isobatch.launch.predicting.predict import ModelOptions, find_model, open_answerer
+from isobatch.launch.predicting.recommend import ListOptions
 from isobatch.launch.predicting.rows import PromptReader
 
 if TYPE_CHECKING:
@@ -32,9 +27,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServeOptions(ServedModelOptions):
+class ServeOptions(ListOptions):
     """Flags of `serve`."""
 
+    form: Literal["torch", "onnx", "onnx-int4"] = "torch"
+    """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
+    load_bits: Literal[16, 8, 4] | None = None
+    """Bits of a language model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
     host: str = "127.0.0.1"
     """The address to listen at; by default only this machine can ask."""
     port: number_ranges.PortNumber = 8000
@@ -70,11 +69,10 @@ def make_app(where: str, options: ServeOptions) -> Any:
     from isobatch.launch.serving.openai_api import language_model_app
 
     name = Path(where).expanduser().resolve().name
-    found = find_model(where, options.trust)
-    if not reads_texts(found):
-        raise UserError(f"serve: {where} reads its samples from files: use predict --file")
-    kept = {field.name: getattr(options, field.name) for field in dataclasses.fields(ServedModelOptions)}
-    answerer = open_answerer(found, ModelOptions(**kept))
+    kept = {
+        f.name: getattr(options, f.name) for f in dataclasses.fields(ModelOptions) if hasattr(options, f.name)
+    }
+    answerer = open_answerer(find_model(where, options.trust), ModelOptions(**kept))
     if isinstance(answerer.rows, PromptReader):
         return language_model_app(name, answerer.write_text, answerer.rows.template)
     return prediction_app(name, answerer)

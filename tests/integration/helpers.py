@@ -19,7 +19,7 @@ import psutil
 from isobatch.core.package import own_command
 from isobatch.engine.runs.ledger import read_ledger
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.predicting.command import predict
+from isobatch.launch.predicting.predict import predict
 from isobatch.tests.zygote import Zygote
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 import isobatch
 from isobatch.core.errors import UserError
-from isobatch.launch.predicting.command import predict
+from isobatch.launch.predicting.predict import predict
 from isobatch.launch.serving.command import ServeOptions, make_app
 from isobatch.tests.integration.helpers import launch, port_of, post, predicted, predictions
 from isobatch.tests.integration.test_bad_input import complaint
@@ -132,7 +132,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "no ONNX file": (["runs/one/final/model.onnx", "a"], "there is no such file"),
     "an ONNX file alone": (["alone.onnx", "a"], "alone.onnx: needs tokenizer.json beside it"),
     "no ONNX": (["junk", "a"], "cannot be opened by onnxruntime"),
-    "nothing asked": (["runs/one"], "Give texts in quotes"),
+    "nothing asked": (["runs/one"], "give texts in quotes"),
     "no file": (["runs/one", "--file", "no.csv"], "there is no such file"),
     "both": (["runs/one", "a", "--file", "pairs.jsonl"], "not both"),
     "missing column": (["runs/one", "--file", "other.jsonl"], "other.jsonl line 1: has no column"),

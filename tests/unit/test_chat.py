@@ -9,7 +9,7 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
-from isobatch.launch.commands.chat import Conversation, chat
+from isobatch.launch.commands.chat import chat, converse
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,31 +23,18 @@ class Template:
         return [dict(message) for message in messages]
 
 
-@pytest.fixture
-def talk() -> tuple[Conversation, list[Any]]:
+def test_an_answer_is_part_of_the_next_question_until_a_reset(capsys: pytest.CaptureFixture[str]) -> None:
     asked: list[Any] = []
 
     def write(prompt: Any) -> Iterator[str]:
-        asked.append(prompt)
+        asked.append([message["content"] for message in prompt])
         yield from ("an ", "answer")
 
-    return Conversation(Template(), write, "be kind"), asked  # type: ignore[arg-type]
-
-
-def test_an_answer_is_part_of_the_next_question(talk: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    conversation, asked = talk
-    conversation.say("one?")
-    conversation.say("two?")
-    assert capsys.readouterr().out == "an answer\nan answer\n"
-    assert [message["content"] for message in asked[1]] == ["be kind", "one?", "an answer", "two?"]
-
-
-def test_reset_forgets_all_but_what_was_told_first(talk: Any) -> None:
-    conversation, asked = talk
-    conversation.say("one?")
-    conversation.reset()
-    conversation.say("two?")
-    assert [message["content"] for message in asked[1]] == ["be kind", "two?"]
+    told = [{"role": "system", "content": "be kind"}]
+    lines = ["one?", "two?", "/reset", "three?", "/quit", "four?"]
+    converse(lines, Template(), write, told)  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "an answer\n" * 3
+    assert asked[1:] == [["be kind", "one?", "an answer", "two?"], ["be kind", "three?"]]
 
 
 def test_the_model_of_a_plain_folder_is_opened_without_a_run(

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.launch.predicting.answerer import Answerer
-from isobatch.launch.predicting.command import answer_file
-from isobatch.launch.predicting.recommend import RecommendOptions, _answer, listed, restrict
+from isobatch.launch.predicting.predict import Answerer
+from isobatch.launch.predicting.recommend import ListOptions, RecommendOptions, answer, restrict
 from isobatch.launch.predicting.rows import UserReader
 from isobatch.models.recommendation.recommendations import SHRINKAGE, RecommendationError, Recommendations
 from isobatch.tests.unit.test_new_users import ITEMS, write_model
@@ -23,6 +22,10 @@ if TYPE_CHECKING:
 
 
 open_lists = recommender().open_lists
+
+
+def choose(lists: Recommendations, **flags: Any) -> list[str]:
+    return restrict(lists, ListOptions(**flags), None)
 
 
 def names(entries: Sequence[dict[str, Any]]) -> list[str]:
@@ -62,20 +65,18 @@ def test_items_can_be_left_out_or_be_the_only_ones(tmp_path: Path) -> None:
     write_model(tmp_path)
     lists = open_lists(tmp_path)
     (tmp_path / "sold.csv").write_text("item_id,stock\ni4,0\ni5,0\ngone,0\n")
-    said = restrict(lists, None, str(tmp_path / "sold.csv"), False, None)
-    assert said == ["--without: 1 of 3 items are not in the training data: gone"]
+    said = choose(lists, without=str(tmp_path / "sold.csv"))
+    assert said == ["--only, --without: 1 items are not in the training data: gone"]
     assert {f"i{n}" for n in range(ITEMS)} - set(names(lists.recommend("u0", 99))) == {
         *("i0", "i1", "i2"),
         *("i4", "i5"),
     }
     lists = open_lists(tmp_path)
-    restrict(lists, "i0,i9,Bug's Life, A", "i9", True, None)
+    choose(lists, only="i0,i9,Bug's Life, A", without="i9", with_seen=True)
     assert set(names(lists.recommend("u0", 99))) == {"i0", "i4"}, "i0 was had, and --with-seen keeps it"
     assert set(names(lists.for_items(["i0"], 99))) == {"i0", "i4"}
-    with pytest.raises(UserError, match="--only i9,gone: 1 of 2 items are not in the training data: gone"):
-        restrict(lists, "i9,gone", None, False, None)
     with pytest.raises(UserError, match="there is no such file"):
-        restrict(lists, "gone.csv", None, False, None)
+        choose(lists, only="gone.csv")
 
 
 def answerer(folder: Path) -> Answerer:
@@ -85,7 +86,7 @@ def answerer(folder: Path) -> Answerer:
         found = [lists.recommend(u, 2) if isinstance(u, str) else lists.for_items(u, 2) for u in users]
         return [{f"{n}s": [e[n] for e in entries] for n in ("item", "title", "score")} for entries in found]
 
-    return Answerer(predict, UserReader(None, lists))
+    return Answerer(predict, UserReader(lists=lists))
 
 
 def test_unknown_rows_are_counted_and_the_others_are_written_as_lists(
@@ -96,14 +97,12 @@ def test_unknown_rows_are_counted_and_the_others_are_written_as_lists(
     file = tmp_path / "guests.jsonl"
     file.write_text("".join(json.dumps(guest) + "\n" for guest in guests))
     reading = answerer(tmp_path)
-    assert isinstance(reading.rows, UserReader)
-    (rows,) = listed(answer_file(reading, str(file)), reading.rows.user_in)
-    assert [(row["user"], row["rank"]) for row in rows] == [("1", 1), ("1", 2), ("u1", 1), ("u1", 2)]
-    assert list(rows[0]) == ["user", "rank", "item", "title", "score"]
-    unknown, left_out = capsys.readouterr().err.splitlines()
+    (rows,) = reading.answer_file(str(file))
+    assert [len(row["scores"] or ()) for row in rows] == [2, 0, 0, 2]
+    left_out, unknown = capsys.readouterr().err.splitlines()
     assert unknown.startswith("2 rows without an answer (training knew nothing of the user)")
-    assert "guests.jsonl line 2: item i3" in unknown
-    assert left_out.endswith("guests.jsonl line 1: item new")
+    assert "guests.jsonl line 2: items: " in unknown
+    assert left_out.endswith("guests.jsonl line 1: items: item new")
 
 
 def test_a_shared_title_stands_for_all_that_have_it_and_is_asked_about_where_one_is_meant(
@@ -114,9 +113,9 @@ def test_a_shared_title_stands_for_all_that_have_it_and_is_asked_about_where_one
     known["titles"][6] = known["titles"][20] = "Chasing Amy"
     (tmp_path / "names.json").write_text(json.dumps(known))
     lists = open_lists(tmp_path)
-    restrict(lists, None, "Chasing Amy", False, None)
+    choose(lists, without="Chasing Amy")
     assert not {"i6", "i20"} & {*names(lists.recommend("u3", 99))}
-    restrict(lists, "Chasing Amy", None, False, None)
+    choose(lists, only="Chasing Amy")
     for ask in (lambda: lists.similar("Chasing Amy", 5), lambda: lists.for_items(["i1", "Chasing Amy"], 5)):
         with pytest.raises(UserError, match=r"item Chasing Amy: 2 items have this title: give .*\(i6, i20\)"):
             ask()
@@ -132,9 +131,9 @@ def test_an_item_counts_once_and_decimal_ids_are_those_of_training(tmp_path: Pat
     assert lists.recommend("7.0", 5) == lists.recommend("7", 5)
     assert lists.for_items(["3.0"], 5) == lists.for_items(["3"], 5)
     (tmp_path / "sold.csv").write_text("item_id\n4.0\n5.00\n")
-    restrict(lists, None, str(tmp_path / "sold.csv"), False, None)
+    choose(lists, without=str(tmp_path / "sold.csv"))
     assert not {"4", "5"} & {*names(lists.recommend("7", 99))}
-    reader = UserReader(None, lists)
+    reader = UserReader(lists=lists)
     assert lists.recommend(str(reader.from_row({"user": 7.0}, "row 1")), 5) == lists.recommend("7", 5)
 
 
@@ -147,23 +146,20 @@ def test_no_item_left_to_offer_is_refused(only: str, without: str | None, tmp_pa
     path = str(tmp_path / only) if only.endswith(".csv") else only
     with pytest.raises(
         UserError,
-        match=r"no item is left to offer|--only : .*not in the training|--only .*none.csv: holds no rows",
+        match=r"no item is left to offer|--only .*none.csv: holds no rows",
     ):
-        restrict(open_lists(tmp_path), path, without, False, None)
+        choose(open_lists(tmp_path), only=path, without=without)
 
 
 def test_empty_lists_are_refused_or_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path)  # u0 had i0, i1 and i2; the others nothing
     lists = open_lists(tmp_path)
-    restrict(lists, "i0,i1", None, False, None)
+    choose(lists, only="i0,i1")
     out = tmp_path / "lists.csv"
-    for asked, file in (({"user": "u0"}, None), ({"user": "u0"}, out), ({"user": "u0,u0"}, out)):
+    for asked in ({"user": "u0"}, {"user": "u0", "out": str(out)}, {"user": "u0,u0", "out": str(out)}):
         with pytest.raises(UserError, match=r"nothing is left to offer: .*--with-seen"):
-            _answer(lists, RecommendOptions(**asked), file, [])
+            answer(lists, RecommendOptions(**asked), [])
     assert [f.name for f in tmp_path.iterdir() if "lists" in f.name] == []
-    assert _answer(lists, RecommendOptions(), out, []) == 0
+    assert answer(lists, RecommendOptions(out=str(out)), []) == 0
     assert len(out.read_text().splitlines()) == 1 + 2 * 39
     assert "1 of 40 lists are empty: what users had is left out" in capsys.readouterr().err
-    rows = [{"user": u, "items": [], "titles": [], "scores": []} for u in ("u0", "u1")]
-    assert list(listed([rows], lambda row: row["user"])) == []
-    assert "2 rows without a list" in capsys.readouterr().err

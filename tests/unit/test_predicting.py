@@ -16,8 +16,7 @@ from pyarrow import parquet
 from isobatch.core.errors import UserError
 from isobatch.data.text import chat_templates
 from isobatch.launch.predicting import tables
-from isobatch.launch.predicting.answerer import Answerer
-from isobatch.launch.predicting.command import answer_file, format_row
+from isobatch.launch.predicting.predict import Answerer, format_row
 from isobatch.launch.predicting.rows import PromptReader, SequenceReader, TextReader, UserReader
 from isobatch.models.encoder.prediction import batches_of_one_width
 
@@ -60,7 +59,7 @@ def test_every_format_is_read(ending: str, tmp_path: Path) -> None:
     assert read_back(write(tmp_path / f"rows{ending}")) == ROWS
 
 
-@pytest.mark.parametrize("ending", tables.WRITERS)
+@pytest.mark.parametrize("ending", tables.OUT_ENDINGS)
 def test_every_format_is_written_in_pieces(ending: str, tmp_path: Path) -> None:
     """An answer's columns are flat in tables, lists are JSON in csv, and dates are text in text."""
     out, day = tmp_path / f"out{ending}", datetime.date(2024, 2, 29)
@@ -71,7 +70,7 @@ def test_every_format_is_written_in_pieces(ending: str, tmp_path: Path) -> None:
         assert not out.exists()
         yield rows[3:]
 
-    assert tables.write_rows(out, pieces()) == 5
+    assert tables.write_rows(out, pieces()) == 0
     flat = {"prediction": "a", "probability": 0.1 + 0.2, "probabilities.a": 0.25, "probabilities.b b": 1e-9}
     answer = ANSWER if ending == ".jsonl" else {**flat, "latent": ANSWER["latent"]}
     written = {"input.prediction": "?", "day": day if ending == ".parquet" else "2024-02-29", **answer}
@@ -83,7 +82,7 @@ def test_every_format_is_written_in_pieces(ending: str, tmp_path: Path) -> None:
 
 
 def test_what_fails_leaves_nothing_behind(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="several types"):
+    with pytest.raises(UserError, match="several shapes"):
         tables.write_rows(tmp_path / "a.parquet", [[{"a": 1}], [{"a": "x"}]])
     assert list(tmp_path.iterdir()) == []
 
@@ -120,7 +119,7 @@ READ: dict[str, tuple[Any, dict[str, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("reader", [PromptReader(None, PLAIN), PromptReader("question", PLAIN)])
+@pytest.mark.parametrize("reader", [PromptReader(template=PLAIN), PromptReader("question", template=PLAIN)])
 def test_a_question_is_read_with_what_lies_beside_it(reader: PromptReader) -> None:
     """With an answer or without, and where the column is named."""
     row = {"question": "Why?", "context": "It rains.", "system": "Be kind.", "history": [["Hi", "Hi!"]]}
@@ -158,14 +157,14 @@ def test_a_row_without_a_text_stays_in_its_place_without_an_answer(
         asked.extend(samples)
         return [{"prediction": len(s), "probabilities": {"x": 0.5}} for s in samples]
 
-    (rows,) = answer_file(Answerer(predict, TextReader()), str(file))
+    (rows,) = Answerer(predict, TextReader()).answer_file(str(file))
     assert asked == ["a", "bc"]
     assert [row["prediction"] for row in rows] == [1, None, 2]
     assert list(map(list, map(tables.flatten, rows))) == [["text", "prediction", "probabilities.x"]] * 3
     assert format_row(rows[1]) == "text:    prediction:   probabilities: x "
     assert "1 row without an answer (no text); the first: " in capsys.readouterr().err
     with pytest.raises(UserError, match="is empty"):
-        list(answer_file(Answerer(predict, TextReader()), str(write(file, [{"text": ""}]))))
+        list(Answerer(predict, TextReader()).answer_file(str(write(file, [{"text": ""}]))))
 
 
 def test_a_batch_has_one_width_and_every_sample_is_in_one() -> None:

@@ -14,10 +14,15 @@ from starlette.testclient import TestClient
 
 from isobatch.core.errors import UserError
 from isobatch.data.text.chat_templates import ChatTemplate
-from isobatch.launch.predicting.answerer import Answerer
+from isobatch.launch.predicting.predict import Answerer
 from isobatch.launch.predicting.rows import TextReader
-from isobatch.launch.serving.app import MAX_BODY_BYTES, MAX_CHARACTERS, MAX_SAMPLES, prediction_app
-from isobatch.launch.serving.model_thread import BatchingQueue
+from isobatch.launch.serving.app import (
+    MAX_BODY_BYTES,
+    MAX_CHARACTERS,
+    MAX_SAMPLES,
+    BatchingQueue,
+    prediction_app,
+)
 from isobatch.launch.serving.openai_api import StopStrings, language_model_app
 
 if TYPE_CHECKING:
@@ -170,11 +175,11 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         (TEXT | {"stream": "yes"}, "stream: must be true or false"),
     ],
     "/v1/chat/completions": [
-        ({"messages": []}, "messages: must be a list"),
-        ({"messages": ["a"]}, 'messages[0]: must be an object with "role"'),
+        ({}, "messages: must be a list"),
+        ({"messages": ["a"]}, 'message 1 is str, not an object with "role"'),
         ({"messages": [{"role": "king", "content": "a"}]}, "a role is one of"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be a text"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "must not be the assistant's"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "not the assistant's"),
         (ASKED | {"tools": [{}]}, "tools: only [] is supported"),
         ({"messages": ASKED["messages"] * 800}, "messages: 800 are too long together"),
     ],
@@ -182,7 +187,7 @@ WRONG: dict[str, list[tuple[Any, str]]] = {
         ({"txts": ["a"]}, "did you mean texts?"),
         ({}, "give {"),
         *(({"texts": texts}, "texts: must be a list of 1 to") for texts in ("a", ["a"] * (MAX_SAMPLES + 1))),
-        ({"texts": ["a", "b" * (MAX_CHARACTERS + 1)]}, "sample 1: has 65,537 characters"),
+        ({"texts": ["a", "b" * (MAX_CHARACTERS + 1)]}, "texts: each may have at most 65,536 characters"),
         ({"texts": ["a", 1]}, "texts[1]: holds int, not text"),
         ({"texts": [" "]}, "texts[0]: is empty"),
         ({"rows": ["a"]}, "rows: must be objects"),

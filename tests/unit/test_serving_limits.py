@@ -16,7 +16,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from isobatch.core.errors import UserError
-from isobatch.launch.predicting.answerer import Answerer
+from isobatch.launch.predicting.predict import Answerer
 from isobatch.launch.predicting.rows import TextReader
 from isobatch.launch.serving import app as serving_app
 from isobatch.launch.serving import command, guard
@@ -212,7 +212,7 @@ def test_a_client_who_left_frees_the_model(stream: bool, prompt: str) -> None:
 def test_a_request_of_many_texts_takes_turns_and_ends_with_its_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(serving_app, "PART_CHARACTERS", 128)
+    monkeypatch.setattr(serving_app, "PART_SAMPLES", 3)
     asked: list[Sequence[str]] = []
 
     def slow(texts: Sequence[str]) -> list[dict[str, Any]]:

@@ -1,0 +1,279 @@
+"""`predict`: what a finished model says of texts, or of the rows of a file; `serve` asks it likewise."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import sys
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from isobatch.core.errors import UserError
+from isobatch.core.flags import flags_of
+from isobatch.core.measures import counted, printable
+from isobatch.core.terminal.status import doing
+from isobatch.engine.registry import workload_of
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.launch.commands.chat import (
+    LanguageModel,
+    SamplingOptions,
+    language_model_of,
+    plain_model,
+    sampling,
+)
+from isobatch.launch.commands.evaluate import require_capability
+from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.run_setup import is_prepared, open_run
+from isobatch.launch.predicting import rows as readers
+from isobatch.launch.predicting import tables
+from isobatch.launch.predicting.recommend import ListOptions, restrict
+from isobatch.models.encoder import prediction
+from isobatch.models.encoder.evaluation import has_text_pairs
+from isobatch.models.protocols import (
+    EncodesLatents,
+    Generates,
+    OpensItemLists,
+    Predictor,
+    Predicts,
+    PredictsBatches,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    Found = Path | LanguageModel | RunFolder
+    """The ONNX file of a classifier, a language model that is no run's, or a run."""
+
+REFUSAL = "predicts nothing: give its task a method predict(model, batch) and train again"
+READS_TEXTS: tuple[type, ...] = (Generates, OpensItemLists, Predicts)
+LISTS = ("top", "by", "only", "without", "with_seen")
+DRAWS = ("tokens", "temperature", "top_k", "top_p", "seed", "load_bits")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions(ListOptions, SamplingOptions):
+    """Flags that say which model answers, and how. Each kind of model reads some of them."""
+
+    form: Literal["torch", "onnx", "onnx-int4"] = "torch"
+    """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
+    text_column: str | None = None
+    """The column of --file that is read; by default the run's own, or a usual name."""
+    pair_column: str | None = None
+    """The column of the second text of pairs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictOptions(ModelOptions):
+    """Flags of `predict`."""
+
+    file: str | None = None
+    """Rows to answer: csv, tsv, jsonl, json, Parquet, or txt with a text a line."""
+    out: str | None = None
+    """Write the rows with their answers here: csv, jsonl or Parquet, by its ending."""
+    split: str | None = None
+    """Of a task of your own: the prepared samples of this split, such as valid."""
+    json: bool = False
+    """A JSON object a row on standard output."""
+
+
+def predict(words: Sequence[str]) -> int:
+    """Usage: predict RUN ["text" ...] [--file rows.csv] [--out predictions.csv] [--form onnx-int4]
+    [--text-column NAME] [--pair-column NAME] [--json]; of language models also [--tokens 60]
+    [--temperature 0] [--top-k 50] [--top-p 0.9] [--seed 0]; of recommenders [--top 10]
+    [--by ease] [--only FILE|ID,ID] [--without FILE|ID,ID] [--with-seen]
+
+    RUN may be an ONNX file of a classifier, the folder of one, or that of a language model. Texts of pairs
+    are given in twos.
+    """
+    positional, flags = split_words(words)
+    if not positional:
+        raise UserError('predict: give the folder of a run, and texts or --file: predict RUN "text"')
+    where, *texts = positional
+    if len(texts) == 1 and "file" not in flags and tables.is_table(texts[0]) and Path(texts[0]).is_file():
+        flags["file"] = texts.pop()
+    options = command_options(flags, PredictOptions, "predict")
+    if bool(texts) + (options.file is not None) + (options.split is not None) != 1:
+        raise UserError("predict: give texts in quotes, or ids of users, or --file rows.csv, and not both")
+    if options.file is not None:  # before a model is loaded
+        tables.check_file(options.file)
+    out = None if options.out is None else tables.check_out(options.out, options.file)
+    answered = _answers(find_model(where, options.trust), texts, options)
+    if out is not None:
+        return tables.write_rows(out, answered, options.json)
+    for row in itertools.chain.from_iterable(answered):
+        print(tables.json_line(row) if options.json else printable(format_row(row)))
+    return 0
+
+
+def _answers(found: Found, texts: Sequence[str], options: PredictOptions) -> Iterable[list[dict[str, Any]]]:
+    """Chunks of answered rows, as `--out` has them."""
+    if isinstance(found, RunFolder) and not isinstance(task_of(found), READS_TEXTS):
+        from isobatch.launch.predicting.own_task import predict_own_rows
+
+        return predict_own_rows(found, options.file, options.split)
+    if options.split is not None:
+        raise UserError("--split: is for tasks of your own with a method predict(model, batch): give --file")
+    answerer = open_answerer(found, options)
+    return answerer.answer_file(options.file) if options.file else iter([answerer.answer_typed(texts)])
+
+
+@dataclass(frozen=True, slots=True)
+class Answerer:
+    """A model that is read once, and how its samples are read. Its methods raise UserError."""
+
+    predict: Predictor
+    rows: readers.RowReader
+    write_text: Any = None
+    """Of a language model: (prompt, sampling) -> the text behind it, in pieces."""
+
+    def answer(self, samples: Sequence[str | list[str]]) -> list[dict[str, Any]]:
+        """An answer for each text, or list of two where the model reads pairs."""
+        return self.predict([self.rows.from_text(sample, f"text {n}") for n, sample in enumerate(samples, 1)])
+
+    def answer_typed(self, texts: Sequence[str]) -> list[dict[str, Any]]:
+        """The texts with their answers; those of pairs in twos."""
+        names = ("text", "pair") if self.rows.pairs else ("text",)
+        if len(texts) % len(names):
+            raise UserError(f"predict: of {len(texts)} texts there are no pairs: give them in twos")
+        given = list(zip(*(texts[place :: len(names)] for place in range(len(names))), strict=True))
+        answers = self.answer([list(one) if len(one) > 1 else one[0] for one in given])
+        rows = (dict(zip(names, one, strict=True)) for one in given)
+        return [tables.beside(*both) for both in zip(rows, answers, strict=True)]
+
+    def answer_file(self, file: str) -> Iterator[list[dict[str, Any]]]:
+        """Chunks of a file's rows with their answers. Rows without a text, or of an unknown user, get an
+        empty answer, and are counted at the end.
+        """
+        unanswered: dict[str, list[readers.UnansweredRowError]] = defaultdict(list)
+        blank: dict[str, Any] = {}
+        rows, left_out = self.rows, list[str]()
+        if isinstance(rows, readers.UserReader):
+            rows = dataclasses.replace(rows, left_out=left_out)
+        waiting = iter(tables.read_table(file, columns=[rows.column, rows.pair]))
+        for number in itertools.count():
+            doing(f"predicting: {number * tables.CHUNK_ROWS:,} rows done")
+            if not (chunk := list(itertools.islice(waiting, tables.CHUNK_ROWS))):
+                break
+            samples: dict[int, Any] = {}
+            for place, (where, row) in enumerate(chunk):
+                try:
+                    samples[place] = rows.from_row(row, where)
+                except readers.UnansweredRowError as error:
+                    unanswered[error.why].append(error)
+            if not (samples or blank):
+                raise next(iter(unanswered.values()))[0]
+            answers = dict(zip(samples, self.predict(list(samples.values())), strict=True))
+            blank = blank or _without_values(next(iter(answers.values())))
+            yield [tables.beside(row, answers.get(place, blank)) for place, (_, row) in enumerate(chunk)]
+        if left_out:
+            print(
+                printable(f"{counted(len(left_out), 'unknown item')} left out: {left_out[0]}"),
+                file=sys.stderr,
+            )
+        for why, errors in unanswered.items():
+            said = f"{counted(len(errors), 'row')} without an answer ({why}); the first: {errors[0]}"
+            print(printable(said), file=sys.stderr)
+
+
+def _without_values(answer: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _without_values(v) if isinstance(v, dict) else None for k, v in answer.items()}
+
+
+def format_row(row: dict[str, Any]) -> str:
+    """`name: value` of each column; what a language model writes stands alone on its lines."""
+    return "  ".join(f"{name}: {_format_value(value)}" for name, value in row.items())
+
+
+def _format_value(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_format_value(v)}" for k, v in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_format_value, value))
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def find_model(where: str, trust: bool) -> Found:
+    """What `where` names. Raises UserError."""
+    path = Path(where).expanduser()
+    if not (path / "recipe.json").is_file() and (file := prediction.onnx_file(path)):
+        return file
+    if path.suffix == ".onnx":
+        raise UserError(f"{where}: there is no such file")
+    return plain_model(where) or open_run(where, trust)
+
+
+def task_of(run: RunFolder) -> Any:
+    """The task of a run. Raises UserError where it is not finished or predicts in no way."""
+    task, _ = workload_of(run.recipe).make(run.recipe)
+    kind = next((kind for kind in READS_TEXTS if isinstance(task, kind)), PredictsBatches)
+    return require_capability(run, kind, "predict", REFUSAL)
+
+
+def open_answerer(found: Found, options: ModelOptions) -> Answerer:
+    """The model, read. Raises UserError, also for a flag that this kind of model does not read."""
+    doing("loading the model")
+    if isinstance(found, Path):
+        return _open_onnx(found, options)
+    if isinstance(found, LanguageModel):
+        return _writer(found, options.text_column, options)
+    run, task, asked = found, task_of(found), found.recipe.options
+    text, pair = (getattr(options, name) or asked.get(name) for name in prediction.COLUMNS)
+    what = f"a {run.recipe.task} run"
+    if isinstance(task, Generates):
+        return _writer(language_model_of(run, task), text or asked.get("question_column"), options)
+    if isinstance(task, OpensItemLists):
+        _refuse_unread(options, what, "text_column", *LISTS)
+        lists = task.open_lists(run.final, options.by)
+        for line in restrict(lists, options, asked.get("item_column")):
+            print(printable(line), file=sys.stderr)
+        users = readers.UserReader(text or asked.get("user_column"), lists=lists)
+        return Answerer(partial(_recommend, lists, options.top), users)
+    if not isinstance(task, Predicts):
+        raise UserError(f"{run.folder}: {run.recipe.task} reads files and no texts: use `predict --file`")
+    if isinstance(task, EncodesLatents):
+        _refuse_unread(options, what, "text_column")
+        sequences = readers.SequenceReader(text or asked.get("sequence_column"))
+        return Answerer(task.open_predictor(run.final, run.folder, "torch"), sequences)
+    _refuse_unread(options, what, "form", *prediction.COLUMNS)
+    predictor = task.open_predictor(run.final, run.folder / "exports", options.form)
+    known = has_text_pairs(run.facts) if is_prepared(run) else None  # a received run may name any folder
+    return Answerer(predictor, readers.TextReader(text, pair, True if asked.get("pair_column") else known))
+
+
+def _open_onnx(file: Path, options: ModelOptions) -> Answerer:
+    """The classifier in an ONNX file, without torch. Texts are cut as in training where it lies in a run."""
+    _refuse_unread(options, "an ONNX file", *prediction.COLUMNS)
+    folders = list(file.absolute().parents)[1:3]  # of final/, or of exports/onnx
+    found = next((f for f in folders if (f / "recipe.json").is_file()), None)
+    most = None if found is None else RunFolder.open(found).recipe.max_length
+    classifier = prediction.open_onnx(file, most)
+    text, pair = (getattr(options, name) or classifier.columns[name] for name in prediction.COLUMNS)
+    return Answerer(classifier, readers.TextReader(text, pair))
+
+
+def _refuse_unread(options: ModelOptions, what: str, *read: str) -> None:
+    """Raise UserError for a flag that was given and that this kind of model does not read."""
+    for flag in flags_of(ModelOptions, "predict").values():
+        if flag.name not in (*read, "trust") and getattr(options, flag.name) != flag.default:
+            raise UserError(f"{flag.spelling}: changes nothing of {what}; leave it out")
+
+
+def _writer(model: LanguageModel, column: str | None, options: ModelOptions) -> Answerer:
+    """One prompt after the other: in a batch, padding would change float sums, and greedy answers."""
+    _refuse_unread(options, "a language model", "text_column", *DRAWS)
+    write_text, drawn = model.writer(options.load_bits), sampling(options, model.template)
+    name = "continuation" if model.template is None else "answer"
+
+    def write(prompts: Sequence[Any]) -> list[dict[str, Any]]:
+        return [{name: "".join(write_text(prompt, drawn))} for prompt in prompts]
+
+    return Answerer(write, readers.PromptReader(column, template=model.template), write_text)
+
+
+def _recommend(lists: Any, top: int, users: Sequence[str | list[str]]) -> list[dict[str, Any]]:
+    """`users`: ids; or, of users who were not in training, the items they took."""
+    found = (lists.recommend(u, top) if isinstance(u, str) else lists.for_items(u, top) for u in users)
+    return [{f"{name}s": [e[name] for e in one] for name in ("item", "title", "score")} for one in found]
