@@ -18,8 +18,8 @@ from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.launch.report.contents import Contents, collect
 from isobatch.launch.report.figures import write_plots
-from isobatch.launch.report.page import render_markdown, render_page
-from isobatch.launch.report.tables import baselines_tables, runs_table, text_table
+from isobatch.launch.report.page import render_markdown, render_page, summary_parts
+from isobatch.launch.report.tables import text_table
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,20 +54,15 @@ def report(words: Sequence[str]) -> int:
     if options.trust:
         runs = [open_run(run.folder, trust=True) for run in runs]
     if options.png:
-        return _draw(runs, options.to)
+        for run in runs:
+            to = Path(options.to).expanduser() if options.to else run.folder / "plots"
+            for file in write_plots(run, to / run.folder.name if options.to and runs[1:] else to):
+                print(printable(file))
+        return 0
     need("matplotlib", "report")  # said before minutes of measuring
     folder = Path(options.to).expanduser() if options.to else runs[-1].folder / "report"
     contents = write_report(runs, folder)
     print(atomic_files.json_text(contents.to_dict()) if options.json else text_of(contents, folder))
-    return 0
-
-
-def _draw(runs: Sequence[RunFolder], to: str | None) -> int:
-    """Draw the figures of runs; of several, each into a folder of its own in `to`."""
-    for run in runs:
-        folder = Path(to).expanduser() if to else run.folder / "plots"
-        for file in write_plots(run, folder / run.folder.name if to and runs[1:] else folder):
-            print(printable(file))
     return 0
 
 
@@ -86,16 +81,12 @@ def write_report(runs: Sequence[RunFolder], folder: Path) -> Contents:
 
 
 def text_of(contents: Contents, folder: Path) -> str:
-    """What a command prints of a report: verdicts, the columns that the terminal has room for, and the
-    metrics of runs that were not measured.
-    """
+    """What a command prints of a report: its summary, of tables the columns that there is room for."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else MOST_COLUMNS
-    parts = []
-    for group in contents.groups:
-        parts += [*group.verdicts(), text_table(group.table(), width)]
-    rest = contents.unmeasured()
-    parts += [f"{run['run']} ({run['task']}): {run['state']}" for run in rest]
-    parts += [run["remark"] for run in rest if run.get("remark")]
-    parts += [f"{title}\n{text_table(rows, width)}" for title, rows in baselines_tables(rest)]
-    parts += [text_table(runs_table(rest), width)] if rest else []
-    return printable("\n\n".join([*parts, f"all figures: {folder}/report.html, as text {folder}/report.md"]))
+    parts = [
+        text_table(part.rows, width) if part.rows else part.text
+        for part in summary_parts(contents)
+        if part.kind != "note"
+    ]
+    parts.append(f"all figures: {folder}/report.html, as text {folder}/report.md")
+    return printable("\n\n".join(filter(None, parts)))

@@ -13,8 +13,9 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.local.run_setup import locate_data
 from isobatch.launch.report.child_process import call_in_child
+from isobatch.launch.report.figures import drawings_of
 from isobatch.launch.report.records import read_records, report_of, task_of
-from isobatch.models.protocols import Drawing, ModelComparison, ReportRow, TaskReport
+from isobatch.models.protocols import Drawing, ModelComparison, ReportRow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,8 +45,7 @@ class Contents:
     machine: str
     runs: list[dict[str, Any]]
     groups: list[Group]
-    reports: list[TaskReport | None]
-    """What the task of each run reports, in the order of `runs`; None where it reports nothing."""
+    drawings: list[Drawing]
 
     def to_dict(self) -> dict[str, Any]:
         """The object of report.json."""
@@ -58,29 +58,23 @@ class Contents:
         measured = {row["run"] for group in self.groups for row in group.rows}
         return [run for run in self.runs if run["run"] not in measured]
 
-    def run_drawings(self) -> list[Drawing]:
-        """Figures of single runs."""
-        pairs = zip(self.runs, self.reports, strict=True)
-        return [drawing for run, report in pairs if report for drawing in report.run_drawings(run)]
 
-
-def collect(runs: Sequence[RunFolder], measure: bool = True) -> Contents:
-    """Read the runs' records; with `measure`, compare the models of those that are done on this machine."""
+def collect(runs: Sequence[RunFolder]) -> Contents:
+    """Read the runs' records; compare the models of those that are done on this machine."""
     tasks = [task_of(run) for run in runs]
     reports = [report_of(task) for task in tasks]
-    measured: dict[type[ModelComparison], tuple[ModelComparison, list[ReportRow]]] = {}
+    measured: dict[type[ModelComparison], Group] = {}
     for run, report in zip(runs, reports, strict=True):
-        if measure and isinstance(report, ModelComparison) and run.status() == "done":
-            measured.setdefault(type(report), (report, []))[1].extend(_measure(run, report))
-    groups = []
-    for report, rows in measured.values():
-        if rows:
-            doing("measuring the models in turn")
-            compared = report.compare(report.measure_in_turn(rows, call_in_child))
-            groups.append(Group(report, compared))
+        if isinstance(report, ModelComparison) and run.status() == "done" and (rows := _measure(run, report)):
+            measured.setdefault(type(report), Group(report, [])).rows.extend(rows)
+    doing("measuring the models in turn")
+    groups = [
+        Group(report, report.compare(report.measure_in_turn(rows, call_in_child)))
+        for report, rows in measured.values()
+    ]
     doing("reading the runs")
     records = [read_records(run, task) for run, task in zip(runs, tasks, strict=True)]
-    return Contents(detect().describe(), records, groups, reports)
+    return Contents(detect().describe(), records, groups, drawings_of(records, reports))
 
 
 def _measure(run: RunFolder, report: ModelComparison) -> list[ReportRow]:
@@ -92,13 +86,13 @@ def _measure(run: RunFolder, report: ModelComparison) -> list[ReportRow]:
     split = next((s for s in HELD_OUT_SPLITS if s in run.facts.samples), None)
     if split is None:
         return []
-    _, data = workload_of(run.recipe).make(run.recipe)
-    samples = data.open(Path(run.facts.folder), split)
+    samples = workload_of(run.recipe).make(run.recipe)[1].open(Path(run.facts.folder), split)
     rows = report.measure(
         run.final, run.folder / "exports", run.facts, lambda: host_batches(samples), call_in_child
     )
     where = {"run": printable(run.folder.name), "task": printable(run.recipe.task)}
     seconds = (run.summary() or {}).get("train_seconds")
-    further = {"split": split, "train_seconds": seconds}
-    further["chose_checkpoint"] = split == "valid" and bool(run.recipe.patience)
-    return [{**where, **row, **further} for row in rows]
+    chosen = split == "valid" and bool(run.recipe.patience)
+    return [
+        {**where, **row, "split": split, "train_seconds": seconds, "chose_checkpoint": chosen} for row in rows
+    ]

@@ -3,125 +3,143 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
-from isobatch.launch.report.records import GPU_USE, read_records, report_of, task_of
+from isobatch.launch.report.records import read_records, report_of, task_of
 from isobatch.models.protocols import Drawing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from matplotlib.figure import Figure
 
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.models.protocols import TaskReport
+
+    Line = tuple[Sequence[float], Sequence[float | None] | np.ndarray, dict[str, Any]]
+    """Steps, values, and how matplotlib draws them."""
+    Panels = dict[str, list[Line]]
+    """Title -> lines over the steps."""
 
 DOTS_PER_INCH = 110
-PANELS: tuple[tuple[str, float, tuple[str, ...]], ...] = (
-    ("samples a second", 1.0, ("samples_per_second",)),
-    ("milliseconds", 1e3, ("step_seconds", "data_seconds")),
-    ("GB of memory", 1e-9, ("memory_bytes",)),
-    ("GPU use, %", 1.0, ("gpu_utilisation",)),
-    ("watts", 1.0, ("power_watts",)),
-)
-"""Figures of the machine over the steps: title, factor, and the fields that are lines."""
-LABELS = {"step_seconds": "step", "data_seconds": "data wait"}
+MACHINE = {
+    "samples a second": ("samples_per_second", 1.0),
+    "milliseconds a step": ("step_seconds", 1e3),
+    "milliseconds for data": ("data_seconds", 1e3),
+    "GB of memory": ("memory_bytes", 1e-9),
+    "GPU use, %": ("gpu_utilisation", 1.0),
+    "watts": ("power_watts", 1.0),
+}
+"""Figures of the machine over the steps -> their field, and a factor."""
 
 
-def draw_figure(draw: Any, width: float, height: float, columns: int = 1) -> Figure:
-    """The figure that `draw(*axes)` draws; width and height in inches. A `$` in a name is no formula."""
+def draw_figure(drawing: Drawing) -> Figure:
+    """The figure of a drawing. A `$` in a name is no formula."""
     need("matplotlib", "a report")
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     with rc_context({"text.parse_math": False}):
-        figure = Figure(figsize=(width, height), layout="constrained")
-        axes = figure.subplots(1, columns, squeeze=False)[0]
+        figure = Figure(figsize=(drawing.width, drawing.height), layout="constrained")
+        axes = figure.subplots(1, drawing.columns, squeeze=False)[0]
         for ax in axes:
             ax.spines[["top", "right"]].set_visible(False)
             ax.grid(alpha=0.25)
             ax.set_axisbelow(True)
-        draw(*axes)
+        drawing.draw(*axes)
     return figure
 
 
 def write_plots(run: RunFolder, folder: Path) -> list[Path]:
     """Draw a run's figures as PNG files into a folder; returns them. Raises UserError without any step."""
     task = task_of(run)
-    report, record = report_of(task), read_records(run, task)
+    record = read_records(run, task)
     if not record["training"].get("loss"):
         raise UserError(f"report --png: {run.folder} has trained no step yet")
     files = []
-    for drawing in [training_curves(record), *(report.run_drawings(record) if report else [])]:
+    for drawing in drawings_of([record], [report_of(task)]):
         file = folder / f"{drawing.title.lower().replace(' ', '-')}.png"
-        figure = draw_figure(drawing.draw, drawing.width, drawing.height, drawing.columns)
         with atomic_files.explain_write_errors(file):
             folder.mkdir(parents=True, exist_ok=True)
             temporary = file.with_name(f".{file.name}")
-            figure.savefig(temporary, format="png", dpi=DOTS_PER_INCH)
+            draw_figure(drawing).savefig(temporary, format="png", dpi=DOTS_PER_INCH)
             temporary.replace(file)
         files.append(file)
     return files
 
 
-def training_curves(record: dict[str, Any]) -> Drawing:
-    """The figures of one run's training side by side."""
-    drawings = training_drawings([record], record["curves"])
-
-    def draw(*axes: Any) -> None:
-        for ax, drawing in zip(axes, drawings, strict=False):
-            drawing.draw(ax)
-
-    count = max(1, len(drawings))
-    return Drawing("Training", draw, 4.2 * count, 3.0, columns=count)
-
-
-def training_drawings(records: Sequence[dict[str, Any]], names: Sequence[str]) -> list[Drawing]:
-    """A figure of the loss, and one for each metric of `names` that has a curve: all runs in each."""
-    shown = [n for n in dict.fromkeys(("loss", *names)) if any(_has_curve(one, n) for one in records)]
-    return [Drawing(f"Training {name}", _drawer(records, name), 4.6, 3.0) for name in shown]
+def drawings_of(records: Sequence[dict[str, Any]], reports: Sequence[TaskReport | None]) -> list[Drawing]:
+    """The training of the runs of each task over each other, and what their tasks draw of each run."""
+    tasks: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        tasks.setdefault(record["task"], []).append(record)
+    found = [_over_steps("Training", training_panels(alike)) for alike in tasks.values()]
+    for record, report in zip(records, reports, strict=True):
+        found += report.run_drawings(record) if report else []
+    return [drawing for drawing in found if drawing.columns]
 
 
-def _has_curve(record: dict[str, Any], name: str) -> bool:
-    """Whether there is more than a single number to draw."""
-    columns = (record["training"].get(name, ()), record["evaluations"].get(name, ()))
-    return any(sum(value is not None for value in column) > 1 for column in columns)
+def machine_drawing(record: Mapping[str, Any]) -> Drawing:
+    """How a run used its machine over the steps; of no columns before the first logged one."""
+    curves = record["machine"]
+    return _over_steps(
+        "",
+        {
+            title: [(curves["step"], np.array(curves[field], float) * factor, {})]
+            for title, (field, factor) in MACHINE.items()
+            if field in curves
+        },
+    )
 
 
-def _drawer(records: Sequence[dict[str, Any]], name: str) -> Callable[[Any], None]:
-    def draw(ax: Any) -> None:
-        for place, record in enumerate(records):
-            _draw_run(ax, record, name, f"C{place}", f"{record['run']}: " if len(records) > 1 else "")
-        note = ", smoothed" if any(name in record["training"] for record in records) else ""
-        _finish(ax, name.replace("_", " ") + note)
-
-    return draw
-
-
-def _finish(ax: Any, title: str) -> None:
-    ax.set(xlabel="step")
-    ax.set_title(title, loc="left", fontsize=10)
-    if ax.get_legend_handles_labels()[0]:
-        ax.legend(fontsize=8, frameon=False)
+def training_panels(records: Sequence[dict[str, Any]]) -> Panels:
+    """The loss, and each metric that has a curve: all runs in each."""
+    found: Panels = {}
+    for name in dict.fromkeys(("loss", *records[0]["curves"])):
+        lines = [
+            line
+            for place, record in enumerate(records)
+            for line in _lines(record, name, f"C{place}", f"{record['run']}: " if records[1:] else "")
+        ]
+        if any(sum(value is not None for value in values) > 1 for _, values, _ in lines):
+            found[name.replace("_", " ")] = lines
+    return found
 
 
-def _draw_run(ax: Any, record: dict[str, Any], name: str, colour: str, prefix: str) -> None:
+def _lines(record: Mapping[str, Any], name: str, colour: str, run: str) -> Iterator[Line]:
     """Training faint and smoothed, evaluations as a line, and those of the kept checkpoint as points."""
     training, held_out, final = record["training"], record["evaluations"], record["final_evaluations"]
     if name in training:
         steps, values = training["step"], training[name]
-        ax.plot(steps, [math.nan if v is None else v for v in values], lw=0.6, alpha=0.25, color=colour)
-        ax.plot(steps, smoothed(values), lw=1.4, color=colour, label=f"{prefix}training")
+        yield steps, values, {"color": colour, "lw": 0.6, "alpha": 0.25}
+        yield steps, smoothed(values), {"color": colour, "label": f"{run}training, smoothed"}
     if name in held_out:
-        look = {"marker": "o", "ms": 3, "lw": 1.2, "ls": "--" if name in training else "-"}
-        ax.plot(held_out["step"], held_out[name], **look, color=colour, label=f"{prefix}valid")
+        look = {"color": colour, "marker": "o", "ms": 3, "ls": "--" if name in training else "-"}
+        yield held_out["step"], held_out[name], look | {"label": f"{run}valid"}
     if name in final:
-        look = {"marker": "*", "ms": 10, "ls": "none", "mfc": "none"}
-        ax.plot(final["step"], final[name], **look, color=colour, label=f"{prefix}valid, kept checkpoint")
+        look = {"color": colour, "marker": "*", "ms": 10, "ls": "none", "mfc": "none"}
+        yield final["step"], final[name], look | {"label": f"{run}valid, kept checkpoint"}
+
+
+def _over_steps(title: str, panels: Panels) -> Drawing:
+    """The panels side by side."""
+
+    def draw(*axes: Any) -> None:
+        for ax, (name, lines) in zip(axes, panels.items(), strict=True):
+            for steps, values, look in lines:
+                ax.plot(steps, values, **look)
+            ax.set(xlabel="step")
+            ax.set_title(name, loc="left", fontsize=10)
+            if ax.get_legend_handles_labels()[0]:
+                ax.legend(fontsize=8, frameon=False)
+
+    return Drawing(title, draw, 4.2 * len(panels), 3.0, columns=len(panels))
 
 
 def smoothed(values: Sequence[float | None]) -> list[float]:
@@ -137,28 +155,3 @@ def smoothed(values: Sequence[float | None]) -> list[float]:
         known = [v for v in near if v is not None and math.isfinite(v)]
         found.append(sum(known) / len(known) if value is not None and known else math.nan)
     return found
-
-
-def use_drawings(record: Mapping[str, Any]) -> list[Drawing]:
-    """How a run used its machine over the steps; nothing before the first logged one."""
-    return [
-        Drawing(title, partial(_draw_machine, record, title, factor, fields), 3.8, 2.4)
-        for title, factor, fields in PANELS
-        if not record["machine"].keys().isdisjoint(fields)
-    ]
-
-
-def _draw_machine(
-    record: Mapping[str, Any], title: str, factor: float, fields: Sequence[str], ax: Any
-) -> None:
-    curves, foreseen = record["machine"], record["predicted_peak_memory_bytes"]
-    levels = {"GB of memory": ("predicted", foreseen and foreseen / 1e9), "GPU use, %": ("target", GPU_USE)}
-    named, level = levels.get(title, ("", None))
-    for name in fields:
-        if name in curves:
-            shown = [None if v is None else v * factor for v in curves[name]]
-            ax.plot(curves["step"], shown, lw=1, label=LABELS.get(name, "measured" if level else ""))
-    if level:
-        ax.axhline(level, ls="--", lw=0.9, color="#57606a", label=named)
-    _finish(ax, title)
-    ax.set_ylim(bottom=0)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import io
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from isobatch.core.measures import printable
 from isobatch.core.package import ROOT
-from isobatch.launch.report.figures import draw_figure, training_drawings, use_drawings
+from isobatch.launch.report.figures import draw_figure, machine_drawing
 from isobatch.launch.report.tables import baselines_tables, runs_table
 
 if TYPE_CHECKING:
@@ -24,15 +24,15 @@ class PagePart(NamedTuple):
     """A part of the report."""
 
     kind: str
-    """`h2`, `h3`, `verdict`, `note`, `sample`; `table`; `figure` (alone) or `row` of figures."""
+    """`h2`, `h3`, `verdict`, `note`, `sample`, `table` or `figure`."""
     text: str = ""
     rows: Sequence[Sequence[str]] = ()
     """Of a table, its head first."""
-    drawings: Sequence[Drawing] = ()
+    drawing: Drawing | None = None
 
 
-def parts_of(contents: Contents) -> Iterator[PagePart]:
-    """The parts in order: what the models are worth, their training, and how the runs used their machines."""
+def summary_parts(contents: Contents) -> Iterator[PagePart]:
+    """What the models are worth: all that a terminal shows, too."""
     runs, rest = contents.runs, contents.unmeasured()
     yield from (PagePart("verdict", f"{run['run']}: {run['remark']}") for run in runs if run.get("remark"))
     for title, rows in baselines_tables(rest):
@@ -41,28 +41,36 @@ def parts_of(contents: Contents) -> Iterator[PagePart]:
         yield from (PagePart("verdict", verdict) for verdict in group.verdicts())
         yield PagePart("table", rows=group.table())
         yield PagePart("note", caption(group, contents.machine))
-        for drawing in group.report.drawings(group.rows):
-            yield from (PagePart("h2", drawing.title), PagePart("figure", drawings=[drawing]))
+    if not contents.groups:
+        yield PagePart("note", f"The training ran on {contents.machine}.")
+    yield PagePart("table", rows=runs_table(rest))
+
+
+def parts_of(contents: Contents) -> Iterator[PagePart]:
+    """The parts in order: the summary, its details, the training, and how the runs used their machines."""
+    yield from summary_parts(contents)
+    drawings = [drawing for group in contents.groups for drawing in group.report.drawings(group.rows)]
+    drawings += contents.drawings
+    for title in dict.fromkeys(drawing.title for drawing in drawings):
+        yield PagePart("h2", title)
+        yield from (PagePart("figure", drawing=one) for one in drawings if one.title == title)
+    for group in contents.groups:
         first_forms = {row["run"]: row for row in reversed(group.rows)}
         for one in (one for row in reversed(first_forms.values()) for one in group.report.tables(row)):
             yield from (PagePart("h2", one.title), PagePart("note", one.note))
             yield PagePart("table", rows=[one.head, *one.rows])
-    if not contents.groups:
-        yield PagePart("note", f"The training ran on {contents.machine}.")
-    yield PagePart("table", rows=runs_table(rest))
-    drawings = contents.run_drawings()
-    for title in dict.fromkeys(drawing.title for drawing in drawings):
-        yield PagePart("h2", title)
-        yield from (PagePart("figure", drawings=[one]) for one in drawings if one.title == title)
-    if curves := _training(runs):
-        yield from (PagePart("h2", "Training"), PagePart("row", drawings=curves))
-    if written := [run for run in runs if run["sample"]]:
-        yield PagePart("h2", "Samples")
-        for run in written:
-            yield from (PagePart("h3", run["run"]), PagePart("sample", str(run["sample"])))
+    for run in contents.runs:
+        if run["sample"]:
+            yield from (PagePart("h2", f"Sample of {run['run']}"), PagePart("sample", str(run["sample"])))
     yield PagePart("h2", "How they ran")
-    for run in runs:
-        yield from _of_run(run)
+    for run in contents.runs:
+        yield PagePart("h3", f"{run['run']} ({run['task']}): {run['state']}")
+        yield from (PagePart("note", note) for note in run["notes"])
+        if run["use"]:
+            yield PagePart("table", rows=[["", "measured", "beside", "is"], *run["use"]])
+            yield PagePart("figure", drawing=machine_drawing(run))
+        else:
+            yield PagePart("note", "No step is logged yet.")
 
 
 def caption(group: Group, machine: str) -> str:
@@ -73,25 +81,6 @@ def caption(group: Group, machine: str) -> str:
         " little: give the data a test split to be judged by."
     )
     return group.report.caption(group.rows[0], machine) + (said if chosen else "")
-
-
-def _training(runs: list[dict[str, Any]]) -> list[Drawing]:
-    """A figure per question and task: runs of one task lie over each other."""
-    tasks: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
-        tasks.setdefault(run["task"], []).append(run)
-    return [drawing for alike in tasks.values() for drawing in training_drawings(alike, alike[0]["curves"])]
-
-
-def _of_run(run: dict[str, Any]) -> Iterator[PagePart]:
-    task = f" ({run['task']})" if run["task"] else ""
-    yield PagePart("h3", f"{run['run']}{task}: {run['state']}")
-    yield from (PagePart("note", note) for note in run["notes"])
-    if run["use"]:
-        yield PagePart("table", rows=[["", "measured", "beside", "is"], *run["use"]])
-    else:
-        yield PagePart("note", "No step is logged yet.")
-    yield PagePart("row", drawings=use_drawings(run))
 
 
 def render_page(contents: Contents) -> str:
@@ -107,22 +96,21 @@ def _svg(drawing: Drawing) -> str:
 
     with rc_context({"svg.fonttype": "none"}):
         text = io.StringIO()
-        figure = draw_figure(drawing.draw, drawing.width, drawing.height, drawing.columns)
-        figure.savefig(text, format="svg", metadata={"Date": None})
+        draw_figure(drawing).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
 def render_markdown(contents: Contents) -> str:
     """The text of report.md: the page without its figures."""
     lines = ["# Report"]
-    for kind, text, rows, drawings in parts_of(contents):
+    for kind, text, rows, _ in parts_of(contents):
         mark = {"h2": "## ", "h3": "### "}.get(kind, "")
         if rows:
             head, *body = ("| " + " | ".join(map(_escaped, cells)) + " |" for cells in rows)
             lines += ["", head, "|" + "---|" * len(rows[0]), *body]
         elif kind == "sample":
             lines += ["", *(f"    {line}" for line in text.splitlines())]
-        elif text and not drawings:
+        elif text:
             lines += ["", mark + _escaped(text)]
     return printable("\n".join(lines) + "\n")
 

@@ -28,23 +28,20 @@ SUMMARY_FIELDS = (
     *("train_seconds", "steps", "samples_seen", "parameters", "trainable_parameters", "metrics", "split"),
     *("world_size", "precision", "peak_memory_bytes", "sample", "remark"),
 )
-CURVES = (
-    *("samples_per_second", "tokens_per_second", "step_seconds", "data_seconds", "memory_bytes", "padding"),
-    *("gpu_utilisation", "gpu_memory_bytes", "power_watts", "gpu_temperature", "mfu"),
-)
-"""Fields of metrics.jsonl that say how the machine was used."""
 GPU_USE, MEMORY, DATA_WAIT = 90.0, 80.0, 10.0
 """Targets in percent: GPU use above, memory and waiting for data below."""
-MEANS = (
-    ("power", "power_watts", "{:.0f} W"),
-    ("GPU temperature", "gpu_temperature", "{:.0f} °C"),
-    ("model FLOP utilisation", "mfu", "{:.1%}"),
-    ("padding", "padding", "{:.1%}"),
-    ("samples a second", "samples_per_second", "{:,.1f}"),
-    ("tokens a second", "tokens_per_second", "{:,.0f}"),
-    ("seconds a step", "step_seconds", "{:.4g}"),
-)
-"""Figures without a target: what they are called, their field, and how they are written."""
+MEANS = {
+    "power_watts": ("power", "{:.0f} W"),
+    "gpu_temperature": ("GPU temperature", "{:.0f} °C"),
+    "mfu": ("model FLOP utilisation", "{:.1%}"),
+    "padding": ("padding", "{:.1%}"),
+    "samples_per_second": ("samples a second", "{:,.1f}"),
+    "tokens_per_second": ("tokens a second", "{:,.0f}"),
+    "step_seconds": ("seconds a step", "{:.4g}"),
+}
+"""Figures without a target: their field, what they are called, and how they are written."""
+CURVES = (*MEANS, "data_seconds", "memory_bytes", "gpu_utilisation")
+"""Fields of metrics.jsonl that say how the machine was used."""
 
 
 def task_of(run: RunFolder) -> Task | None:
@@ -74,12 +71,12 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
     summary = _readable(run.summary, notes) or {}
     plan = _readable(lambda: run.plan.to_dict(), notes) or {}
     report, monitor = report_of(task), summary.get("monitor")
-    judged_by = [task.best_metric[0]] if task else []
-    curves = report.curves if report else tuple([monitor] if isinstance(monitor, str) else judged_by)
-    reported = report.reported if report else ()
-    rows = _placed_rows(run, ("seal", "split", *reported))  # phases end with a seal
+    curves, reported = (report.curves, report.reported) if report else ((), ())
+    if not report and (isinstance(monitor, str) or task):
+        curves = (monitor if isinstance(monitor, str) or not task else task.best_metric[0],)
     if damaged := damaged_rows(run.metrics):
         notes.append(f"damaged rows of metrics.jsonl that are left out: {damaged}")
+    rows = _placed_rows(run, ("seal", "split", *reported))  # phases end with a seal
     steps, shown, newest = [row for row in rows if "lr" in row], ("loss", *curves), -1
     line: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
@@ -103,7 +100,6 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
             for row in _thinned([row for row in steps if any(name in row for name in reported)])
         ],
         "machine": machine,
-        "predicted_peak_memory_bytes": plan.get("predicted_peak_memory_bytes"),
         "use": list(use_table(machine, summary, plan)),
         "notes": notes,
     }
@@ -150,34 +146,24 @@ def _curve(rows: list[dict[str, Any]], names: tuple[str, ...]) -> dict[str, list
 
 def use_table(curves: Curves, summary: Mapping[str, Any], plan: Mapping[str, Any]) -> Iterator[list[str]]:
     """Rows (figure, value, target, whether it is met); a figure that nobody measured has no row."""
-    if (use := _mean(curves, "gpu_utilisation")) is not None:
+    known = {name: [v for v in column if v is not None] for name, column in curves.items()}
+    means = {name: sum(values) / len(values) for name, values in known.items()}
+    peak = _positive(summary.get("peak_memory_bytes")) or max(known.get("memory_bytes", []), default=None)
+    if (use := means.get("gpu_utilisation")) is not None:
         yield ["GPU use", f"{use:.0f} %", f"above {GPU_USE:.0f} %", _verdict(use > GPU_USE)]
-    peak, device = _peak_memory(curves, summary), _positive(plan.get("device_memory_bytes"))
-    if peak and device:
+    if peak and (device := _positive(plan.get("device_memory_bytes"))):
         share = 100 * peak / device
         of_it = f"{share:.0f} % of {format_bytes(device)}"
         yield ["memory", of_it, f"under {MEMORY:.0f} %", _verdict(share < MEMORY)]
     if peak and (foreseen := _positive(plan.get("predicted_peak_memory_bytes"))):
         predicted = f"predicted {format_bytes(foreseen)}"
         yield ["memory per process", format_bytes(peak), predicted, f"{100 * (foreseen / peak - 1):+.0f} %"]
-    pairs = zip(curves.get("data_seconds", []), curves.get("step_seconds", []), strict=False)
-    if known := [(wait, step) for wait, step in pairs if wait is not None and step]:
-        wait = 100 * sum(wait for wait, _ in known) / sum(step for _, step in known)
+    if "data_seconds" in means and means.get("step_seconds"):
+        wait = 100 * means["data_seconds"] / means["step_seconds"]
         yield ["data wait", f"{wait:.1f} %", f"under {DATA_WAIT:.0f} %", _verdict(wait < DATA_WAIT)]
-    for label, name, form in MEANS:
-        if (value := _mean(curves, name)) is not None:
-            yield [label, form.format(value), "", ""]
-
-
-def _peak_memory(curves: Curves, summary: Mapping[str, Any]) -> float | None:
-    """Peak bytes of a process so far."""
-    logged = [value for value in curves.get("memory_bytes", []) if value]
-    return _positive(summary.get("peak_memory_bytes")) or max(logged, default=None)
-
-
-def _mean(curves: Curves, name: str) -> float | None:
-    values = [value for value in curves.get(name, []) if value is not None]
-    return sum(values) / len(values) if values else None
+    yield from (
+        [label, form.format(means[name]), "", ""] for name, (label, form) in MEANS.items() if name in means
+    )
 
 
 def _positive(value: Any) -> float | None:

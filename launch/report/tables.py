@@ -2,37 +2,31 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+import itertools
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import format_bytes
 from isobatch.engine.registry import TASKS, workload
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-
-MOST_COLUMNS = 12
-"""Of a page that is 1,280 pixels wide."""
+    from collections.abc import Callable, Mapping, Sequence
 
 
 def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
-    """The table of runs whose models were not measured: a head, then a row for each run; where the figures
-    are more than a page is wide, a row for each figure.
-    """
-    rows = []
+    """The table of runs whose models were not measured: a head with their names, then a row a figure."""
+    columns = []
     for run in runs:
         _, metrics = table_beside(metrics_of(run), run["task"])
-        cells = {"run": run["run"], "split": str(run["split"] or "")}
+        cells = {"run": run["run"], "state": run["state"], "split": str(run["split"] or "")}
+        cells |= {in_words(name): format_value(v) for name, v in metrics.items() if _is_scalar(v)}
         cells["parameters"] = _figure(run["parameters"], "{:,}".format)
         cells["trained"] = _figure(run["trainable_parameters"], "{:,}".format)
-        cells |= {in_words(name): format_value(v) for name, v in metrics.items() if _is_scalar(v)}
         cells["memory"] = _figure(run["peak_memory_bytes"], format_bytes)
-        rows.append(cells | {"training": _figure(run["train_seconds"], "{:,.0f} s".format)})
-    last = ["memory", "training"] if rows else []
-    head = [*dict.fromkeys(name for row in rows for name in row if name not in last), *last]
-    table = [head, *([row.get(name, "") for name in head] for row in rows)] if rows else []
-    return [list(column) for column in zip(*table, strict=True)] if len(head) > MOST_COLUMNS else table
+        columns.append(cells | {"training": _figure(run["train_seconds"], "{:,.0f} s".format)})
+    return [
+        [name, *(cells.get(name, "") for cells in columns)]
+        for name in dict.fromkeys(itertools.chain(*columns))
+    ]
 
 
 def baselines_tables(runs: list[dict[str, Any]]) -> list[tuple[str, list[list[str]]]]:
@@ -70,10 +64,10 @@ def format_value(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def text_table(rows: list[list[str]], width: int) -> str:
+def text_table(rows: Sequence[Sequence[str]], width: int) -> str:
     """Rows in aligned columns; the last columns are left out where the terminal is narrower."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    columns = max(1, sum(end - 2 <= width for end in accumulate(w + 2 for w in widths)))
+    columns = max(1, sum(end - 2 <= width for end in itertools.accumulate(w + 2 for w in widths)))
     lines = ("  ".join(c.ljust(w) for c, w in zip(row[:columns], widths, strict=False)) for row in rows)
     return "\n".join(line.rstrip() for line in lines)
 

@@ -130,7 +130,7 @@ def _prompts(body: Mapping[str, Any]) -> list[Any]:
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not _are_texts(prompts, 1, MAX_PROMPTS):
         raise HTTPException(400, f"prompt: must be a text, or a list of 1 to {MAX_PROMPTS} texts")
-    return prompts  # type: ignore[no-any-return]
+    return [*prompts]
 
 
 def _conversation(body: Mapping[str, Any], name: str, template: ChatTemplate | None) -> list[Any]:

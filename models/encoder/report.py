@@ -21,7 +21,7 @@ from isobatch.models.encoder.class_metrics import (
 from isobatch.models.protocols import Batches, Drawing, ModelComparison, ReportRow, ReportTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from isobatch.core.facts import Facts
@@ -38,7 +38,7 @@ class ClassifierReport(ModelComparison):
     """Classifiers in every form in which they run."""
 
     columns = (
-        "model", "accuracy, % (95 %)", "file", "ms, 1 text", "speed (95 %)", "against torch",
+        "model", "accuracy, % (95 %)", "file", "ms, 1 text", "speed (95 %)",
         "points against the first (95 %, p)", "parameters", "MACs", "ms, 16 texts", "texts/s", "memory",
         "training",
     )  # fmt: skip
@@ -51,35 +51,32 @@ class ClassifierReport(ModelComparison):
     def measure(
         self, final: Path, exports: Path, facts: Facts, batches: Batches, in_child: Callable[..., Any]
     ) -> list[ReportRow]:
-        names = facts.extra["labels"]
-
-        def row(variant: evaluation.ModelVariant) -> ReportRow:
-            run = evaluation.open_runner(variant.runtime, variant.model_path)
-            found = evaluation.predict(run, batches())
-            right, count = found.is_correct, len(found.labels)
+        classes, rows = facts.extra["labels"], []
+        for variant in self.variants(final, exports):
+            found = evaluation.predict(evaluation.open_runner(variant.runtime, variant.model_path), batches())
+            right, path = found.is_correct, str(variant.model_path.resolve())
             opened = {
                 "runtime": variant.runtime,
-                "model_path": str(variant.model_path.resolve()),
+                "model_path": path,
                 "vocabulary": facts.extra["vocabulary"],
             }
-            confidence = evaluation.softmax(found.logits).max(1)
-            return {
+            row = {
                 "form": variant.name,
                 "runtime": variant.runtime,
-                "samples": count,
-                "accuracy": int(right.sum()) / count,
-                "accuracy_ci95": wilson_interval(int(right.sum()), count),
+                "samples": len(right),
+                "accuracy": int(right.sum()) / len(right),
+                "accuracy_ci95": wilson_interval(int(right.sum()), len(right)),
                 **variant.size_metrics(),
                 "opened": opened,
                 "peak_memory_bytes": in_child("models.encoder.evaluation:peak_memory", model=opened),
-                "class_names": names,
-                "confusion": confusion_matrix(found.labels, found.predicted_labels, len(names)).tolist(),
-                "calibration_error": calibration_error(confidence, right),
+                "class_names": classes,
+                "confusion": confusion_matrix(found.labels, found.predicted_labels, len(classes)).tolist(),
+                "calibration_error": calibration_error(evaluation.softmax(found.logits).max(1), right),
                 "right": right.tolist(),
                 "labels": found.labels.tolist(),
             }
-
-        return list(map(row, self.variants(final, exports)))
+            rows.append(row)
+        return rows
 
     def measure_in_turn(self, rows: list[ReportRow], in_child: Callable[..., Any]) -> list[ReportRow]:
         opened = [row.pop("opened") for row in rows]
@@ -87,34 +84,48 @@ class ClassifierReport(ModelComparison):
         return [row | speed for row, speed in zip(rows, measured, strict=True)]
 
     def compare(self, rows: list[ReportRow]) -> list[ReportRow]:
-        """McNemar's test, the interval of the difference in accuracy, and how much faster each is: than the
-        first model in the same runtime, and, of another runtime than torch, than the same model in torch.
+        """McNemar's test, the interval of the difference in accuracy, and how much faster each is than the
+        first model in the same runtime.
         """
-        first, answers = rows[0], [(row["labels"], np.array(row["right"])) for row in rows]
-        baselines = {row["runtime"]: row for row in reversed(rows)}
-        in_torch = {row["run"]: row for row in reversed(rows) if row["runtime"] == "torch"}
-        for row, (labels, right) in zip(rows, answers, strict=True):
-            both = (right, answers[0][1]) if labels == answers[0][0] else None
-            row["mcnemar_p"] = mcnemar(*both) if both else None
+        first, baselines = rows[0], {row["runtime"]: row for row in reversed(rows)}
+        for row in rows:
+            both = (
+                [np.array(one["right"]) for one in (row, first)] if row["labels"] == first["labels"] else None
+            )
+            row["mcnemar_p"] = p = mcnemar(*both) if both else None
             row["accuracy_difference_ci95"] = paired_difference(*both) if both else None
-            row["accuracy_verdict"] = _accuracy_verdict(row, first)
-            row["speedup"], *row["speedup_ci95"] = _speedup(row, alike := baselines[row["runtime"]])
-            row["speed_verdict"] = "baseline" if alike is row else _speed_verdict(*row["speedup_ci95"])
-            same_model = in_torch.get(row["run"])
-            row["runtime_speedup"] = _speedup(row, same_model)[0] if same_model is not None else None
+            row["accuracy_verdict"] = "better" if row["accuracy"] > first["accuracy"] else "worse"
+            if row is first:
+                row["accuracy_verdict"] = "baseline"
+            elif p is None:
+                row["accuracy_verdict"] = "another evaluation set: not comparable"
+            elif p >= SIGNIFICANT:
+                row["accuracy_verdict"] = NOISE
+            alike = baselines[row["runtime"]]
+            row["speedup"], low, high = _speedup(row, alike)
+            row["speedup_ci95"] = [low, high]  # where it holds 1, a difference says nothing
+            verdict = "faster" if low > 1 else "slower" if high < 1 else NOISE
+            row["speed_verdict"] = "baseline" if alike is row else verdict
         return [{k: v for k, v in row.items() if k not in ("right", "labels")} for row in rows]
 
     def cells(self, row: ReportRow) -> list[str]:
         low, high = (100 * x for x in row["accuracy_ci95"])
-        one, many, gain = row["batch_1"], row["batch_16"], row["runtime_speedup"]
+        one, many, (least, most) = row["batch_1"], row["batch_16"], row["speedup_ci95"]
+        speed, points = f"{row['speedup']:.2f}x ({least:.2f} to {most:.2f})", row["accuracy_verdict"]
+        if row["speed_verdict"] == "baseline":
+            speed = f"baseline of {RUNTIMES[row['runtime']]}"
+        if points != "baseline" and row["mcnemar_p"] is not None:
+            difference = "{:+.1f} ({:+.1f} to {:+.1f})".format(
+                *(100 * x for x in row["accuracy_difference_ci95"])
+            )
+            points = f"{difference}, p {format_p_value(row['mcnemar_p'])}"
         return [
             f"{row['run']}, {row['form']}",
             f"{100 * row['accuracy']:.2f} ({low:.1f} to {high:.1f})",
             format_bytes(row["file_bytes"]),
             f"{one['p50']:.2f} / {one['p95']:.2f}",
-            _speed_text(row),
-            "" if row["runtime"] == "torch" or gain is None else f"{gain:.2f}x",
-            _accuracy_text(row),
+            speed,
+            points,
             f"{row['parameters']:,}",
             f"{row['macs'] / 1e6:,.0f} M",
             f"{many['p50']:.1f} / {many['p95']:.1f}",
@@ -129,7 +140,7 @@ class ClassifierReport(ModelComparison):
             f"Measured on {where}; accuracy on all {row['samples']} samples of the {row['split']} split with"
             " its 95 % interval, MACs of one text; ms are the median and the 95th percentile of the thread's"
             " own time; memory is a process's peak. Speed is that of one text against the first model in the"
-            " same runtime, measured in turn, and what a runtime gains that against the same model in torch."
+            " same runtime, measured in turn."
             " Accuracies whose difference McNemar's exact test does not tell from chance (p at least"
             f" {SIGNIFICANT}) are within the noise, and so are speeds whose interval holds 1."
         )
@@ -162,22 +173,6 @@ class ClassifierReport(ModelComparison):
             ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
 
         return [Drawing("Accuracy against latency", draw, 9, 3.6)]
-
-    def run_drawings(self, run: Mapping[str, Any]) -> list[Drawing]:
-        """Heads and neurons left per layer, of a pruned model."""
-        metrics = run["metrics"] or {}
-        if not metrics.get("heads_left"):
-            return []
-        heads, neurons = metrics["heads_left"], metrics["neurons_left"]
-        layers = list(range(1, len(heads) + 1))
-
-        def draw(one: Any, other: Any) -> None:
-            for ax, left, name in ((one, heads, "heads"), (other, neurons, "neurons")):
-                bars = ax.bar(layers, left, color="#4c78a8" if name == "heads" else "#72b7b2")
-                ax.bar_label(bars, fontsize=8)
-                ax.set(xlabel="layer", ylabel=f"{name} left", xticks=layers, title=run["run"])
-
-        return [Drawing("Heads and neurons left per layer", draw, 9, 2.6, columns=2)]
 
 
 def _worth_alone(row: ReportRow, of_chance: bool) -> str:
@@ -248,32 +243,3 @@ def _speedup(row: ReportRow, first: ReportRow) -> list[float]:
     rounds = np.array(first["batch_1"]["rounds"]) / np.array(row["batch_1"]["rounds"])
     _, low, *_, high, _ = np.sort(rounds).tolist()
     return [round(float(one), 3) for one in (np.median(rounds), low, high)]
-
-
-def _speed_text(row: ReportRow) -> str:
-    if row["speed_verdict"] == "baseline":
-        return f"baseline of {RUNTIMES[row['runtime']]}"
-    low, high = row["speedup_ci95"]
-    return f"{row['speedup']:.2f}x ({low:.2f} to {high:.2f})"
-
-
-def _accuracy_text(row: ReportRow) -> str:
-    if row["mcnemar_p"] is None or row["accuracy_verdict"] == "baseline":
-        return str(row["accuracy_verdict"])
-    points, low, high = (100 * part for part in row["accuracy_difference_ci95"])
-    return f"{points:+.1f} ({low:+.1f} to {high:+.1f}), p {format_p_value(row['mcnemar_p'])}"
-
-
-def _accuracy_verdict(row: ReportRow, first: ReportRow) -> str:
-    if row is first:
-        return "baseline"
-    if row["mcnemar_p"] is None:
-        return "another evaluation set: not comparable"
-    if row["mcnemar_p"] >= SIGNIFICANT:
-        return NOISE
-    return "better" if row["accuracy"] > first["accuracy"] else "worse"
-
-
-def _speed_verdict(low: float, high: float) -> str:
-    """Where the interval of the ratio holds 1, a difference says nothing."""
-    return "faster" if low > 1 else "slower" if high < 1 else NOISE

@@ -52,16 +52,13 @@ def test_a_checkpoint_that_was_chosen_by_the_same_samples_is_named() -> None:
     assert "The checkpoint of best was chosen by these samples" in said
 
 
-def test_a_run_of_many_figures_has_a_row_for_each() -> None:
-    run = {
-        "run": "a",
-        "task": "x",
-        "split": "test",
-        "parameters": 7,
-        "trainable_parameters": 7,
-        "peak_memory_bytes": 1,
-        "train_seconds": 2.0,
-    }
-    few, many = ({**run, "metrics": {f"figure_{n}": float(n) for n in range(count)}} for count in (6, 7))
-    assert [len(row) for row in runs_table([few])] == [12, 12]
-    assert runs_table([many, many])[:2] == [["run", "a", "a"], ["split", "test", "test"]]
+def test_runs_stand_side_by_side_with_a_row_for_each_figure() -> None:
+    run = dict.fromkeys(("parameters", "trainable_parameters", "peak_memory_bytes", "train_seconds"), 7)
+    run |= {"run": "a", "task": "x", "state": "done", "split": "test"}
+    rows = runs_table([{**run, "metrics": {"f1_macro": 0.5}}, {**run, "run": "b", "metrics": None}])
+    assert rows[:4] == [
+        ["run", "a", "b"],
+        ["state", "done", "done"],
+        ["split", "test", "test"],
+        ["f1 macro", "0.5", ""],
+    ]
