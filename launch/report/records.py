@@ -71,9 +71,9 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
     summary = _readable(run.summary, notes) or {}
     plan = _readable(lambda: run.plan.to_dict(), notes) or {}
     report, monitor = report_of(task), summary.get("monitor")
-    curves, reported = (report.curves, report.reported) if report else ((), ())
-    if not report and (isinstance(monitor, str) or task):
-        curves = (monitor if isinstance(monitor, str) or not task else task.best_metric[0],)
+    judged_by = [task.best_metric[0]] if task else []
+    curves = report.curves if report else tuple([monitor] if isinstance(monitor, str) else judged_by)
+    reported = report.reported if report else ()
     if damaged := damaged_rows(run.metrics):
         notes.append(f"damaged rows of metrics.jsonl that are left out: {damaged}")
     rows = _placed_rows(run, ("seal", "split", *reported))  # phases end with a seal
