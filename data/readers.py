@@ -118,7 +118,12 @@ def table_notes(parts: Mapping[str, SplitFiles]) -> list[str]:
     """What the user should know of how the tables are read, one line each."""
     tables = [(file, part) for part in parts.values() if part.format in DELIMITERS for file in part.files]
     shapes = [shape_of(file, DELIMITERS[part.format], part.numbers) for file, part in tables]
-    return list(dict.fromkeys(note for shape in shapes for note in shape.notes))
+    notes = [note for shape in shapes for note in shape.notes]
+    if (train := parts["train"]).key:
+        known = {part.key for part in parts.values()}
+        unread = [k for k in _lists_of_rows(_parse_json_file(train.files[0])) if k not in known]
+        notes += [f"of the splits in the file, {', '.join(unread)} are not read"] * bool(unread)
+    return list(dict.fromkeys(notes))
 
 
 def content_hashes(splits: Mapping[str, SplitFiles]) -> dict[str, list[str]]:

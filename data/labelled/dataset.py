@@ -46,7 +46,6 @@ Examples = Callable[[], Iterator[Example]]
 """Reads the examples of a split from the beginning, at every call."""
 CLASS_WEIGHT = f"class{WEIGHT}"
 """The column of a training sample's weight in the loss, by its class; there with --class-weights."""
-BATCH_TEXTS = 1024
 HELD_OUT_SHARE = 0.1
 """Part of each class that is validation where there is no such split and --valid is not given."""
 
@@ -87,23 +86,14 @@ class LabelledEncoder:
 
     def __call__(self, texts: list[str]) -> EncodedShard:
         rows: list[Any] = list(zip(texts[::2], texts[1::2], strict=True)) if self.pairs else texts
-        parts = [
-            self._encode(rows[start : start + BATCH_TEXTS]) for start in range(0, len(rows), BATCH_TEXTS)
-        ]
-        names = parts[0][0]
-        arrays = {name: np.concatenate([found[name] for found, _ in parts]) for name in names}
-        return EncodedShard(arrays, {"cut": sum(cut for _, cut in parts)})
-
-    def _encode(self, rows: list[Any]) -> tuple[dict[str, np.ndarray], int]:
         self.tokenizer.enable_truncation(self.max_length, strategy="longest_first")
-        encoded = self.tokenizer.encode_batch(rows, add_special_tokens=True)
+        found = self.tokenizer.encode_batch(rows, add_special_tokens=True)
         self.tokenizer.no_truncation()
-        ids = [encoding.ids for encoding in encoded]
-        arrays = {"tokens": np.concatenate([np.array(row, self.dtype) for row in ids])}
+        arrays = {"tokens": np.concatenate([np.array(one.ids, self.dtype) for one in found])}
         if self.pairs:
-            arrays["types"] = np.concatenate([np.array(e.type_ids, np.uint8) for e in encoded])
-        arrays["lengths"] = np.array([len(row) for row in ids], np.uint32)
-        return arrays, sum(bool(e.overflowing) for e in encoded)
+            arrays["types"] = np.concatenate([np.array(one.type_ids, np.uint8) for one in found])
+        arrays["lengths"] = np.array([len(one) for one in found], np.uint32)
+        return EncodedShard(arrays, {"cut": sum(bool(one.overflowing) for one in found)})
 
 
 class Labelled(TokenizedData):
@@ -134,10 +124,6 @@ class Labelled(TokenizedData):
             self.recipe.data, available, options.text_column, options.pair_column, options.label_column
         )
 
-    def _held_out_share(self) -> float:
-        """The part of each class that is validation where there is no such split."""
-        return corpora.share_of(self.options.valid) or HELD_OUT_SHARE
-
     def demo_files(self) -> list[Path]:
         return [file for files in demo_files().values() for file in files]
 
@@ -158,49 +144,45 @@ class Labelled(TokenizedData):
             notes.append(f"texts are those of the column {columns.text}, classes those of {columns.label}")
         if unread := [str(name) for name in first[1] if name not in columns]:
             notes.append(f"not read: {', '.join(name or 'a column without a name' for name in unread[:8])}")
-        splits, found_notes = self._read_classes(row_readers, columns)
+        classes, examples, found_notes = self._read_classes(row_readers, columns)
         notes += found_notes
-        classes = {split: known for split, (known, _) in splits.items()}
         labels = class_names(classes, columns, self.recipe.data)
-        tokenizer, special = self._open_tokenizer(splits["train"][1]())
+        tokenizer, special = self._open_tokenizer(examples["train"]())
         found: dict[str, Any] = {}
-        for split, (known, examples) in splits.items():
-            rows, cut = self._encode_split(split, examples(), columns, tokenizer, int(special["pad"] or 0))
+        for split, known in classes.items():
+            rows, cut = self._encode_split(split, examples[split](), columns, tokenizer, special["pad"] or 0)
             found[split] = {**rows, "label": known.numbers(labels)}
             if cut:
                 notes.append(
                     f"{split}: {cut} of {len(known)} texts are cut to {self.recipe.max_length} tokens"
                 )
-        counts = np.bincount(np.asarray(found["train"]["label"]), minlength=len(labels))
+        counts = np.bincount(found["train"]["label"], minlength=len(labels))
         weights = class_weights(self.options.class_weights, labels, counts)
         if weights is not None:
-            found["train"][CLASS_WEIGHT] = weights[np.asarray(found["train"]["label"])]
-        return (
-            found,
-            tokenizer,
-            {
-                **self._tokenizer_facts(tokenizer, special),
-                "labels": labels,
-                "label_counts": counts.tolist(),
-                **({} if weights is None else {"class_weights": weights.tolist()}),
-                "majority": {s: _majority_share(c["label"]) for s, c in found.items()},
-                "notes": notes,
-            },
-        )
+            found["train"][CLASS_WEIGHT] = weights[found["train"]["label"]]
+        largest = {s: np.bincount(c["label"]).max() / len(c["label"]) for s, c in found.items()}
+        extra = {
+            **self._tokenizer_facts(tokenizer, special),
+            "labels": labels,
+            "label_counts": counts.tolist(),
+            **({} if weights is None else {"class_weights": weights.tolist()}),
+            # The accuracy of always answering the largest class.
+            "majority": {split: round(float(share), 6) for split, share in largest.items()},
+            "notes": notes,
+        }
+        return found, tokenizer, extra
 
     def _read_classes(
         self, row_readers: Mapping[str, Callable[[], LocatedRows]], columns: ColumnNames
-    ) -> tuple[dict[str, tuple[SplitClasses, Examples]], list[str]]:
-        """(split -> its classes and a function that reads its examples, notes), with a validation split."""
-        classes = {
-            split: SplitClasses.read(read_examples(rows(), columns)) for split, rows in row_readers.items()
-        }
+    ) -> tuple[dict[str, SplitClasses], dict[str, Examples], list[str]]:
+        """(classes, and a function that reads examples, of each split; notes), with a validation split."""
+        classes = {s: SplitClasses.read(read_examples(rows(), columns)) for s, rows in row_readers.items()}
         examples: dict[str, Examples] = {
             split: partial(_examples, rows, columns, None) for split, rows in row_readers.items()
         }
         if self._data_path() is None:  # of a hub data set the splits are known now
             corpora.check_valid(self.options.valid, classes, self.recipe.data)
-        notes, share = [], self._held_out_share()
+        notes, share = [], corpora.share_of(self.options.valid) or HELD_OUT_SHARE
         if "valid" not in classes:
             drawn = held_out_rows(classes["train"], share)
             for split, rows in (("valid", drawn), ("train", ~drawn)):
@@ -219,7 +201,7 @@ class Labelled(TokenizedData):
         for split, found in classes.items():
             if split != "train":
                 notes += overlap_notes(split, found.shared_with(classes["train"]), len(found))
-        return {split: (found, examples[split]) for split, found in classes.items()}, notes
+        return classes, examples, notes
 
     def _rows_per_split(self) -> tuple[Mapping[str, Callable[[], LocatedRows]], list[str]]:
         data = self.recipe.data
@@ -270,8 +252,3 @@ def _examples(
     """The examples in the rows; those where `kept` is true."""
     found = read_examples(rows(), columns)
     return found if kept is None else itertools.compress(found, kept.tobytes())
-
-
-def _majority_share(labels: Any) -> float:
-    """The share of the largest class: the accuracy of always answering it."""
-    return round(float(np.bincount(np.asarray(labels)).max() / len(labels)), 6)

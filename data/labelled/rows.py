@@ -232,22 +232,16 @@ def held_out_rows(classes: SplitClasses, share: float) -> np.ndarray:
     order = random_order(len(classes))
     by_class = order[np.argsort(classes.codes[order], kind="stable")]
     sizes = classes.counts()
+    counts = {label: math.floor(size * share) for label, size in sizes.items()}
+    missing = max(1, round(len(classes) * share)) - sum(counts.values())
+    for label in sorted(sizes, key=lambda label: (counts[label] - sizes[label] * share, str(label))):
+        if missing > 0 and counts[label] < sizes[label] - 1:  # the largest remainders are rounded up
+            counts[label], missing = counts[label] + 1, missing - 1
     held_out, start = np.zeros(len(classes), bool), 0
-    counts = _share_out(sizes, share)
     for label, size in sizes.items():
         held_out[by_class[start : start + counts[label]]] = True
         start += size
     return held_out
-
-
-def _share_out(sizes: Mapping[str | None, int], share: float) -> dict[str | None, int]:
-    """How many of each class are held out: the largest remainders are rounded up, at least 1 in all."""
-    counts = {label: math.floor(size * share) for label, size in sizes.items()}
-    missing = max(1, round(sum(sizes.values()) * share)) - sum(counts.values())
-    for label in sorted(sizes, key=lambda label: (counts[label] - sizes[label] * share, str(label))):
-        if missing > 0 and counts[label] < sizes[label] - 1:
-            counts[label], missing = counts[label] + 1, missing - 1
-    return counts
 
 
 def drop_unlabelled_test(splits: dict[str, SplitClasses]) -> list[str]:
