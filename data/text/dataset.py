@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, refuse
 from isobatch.core.number_ranges import HeldOutShare
 from isobatch.data import tokenizers
 from isobatch.data.base import ArraySource
@@ -83,54 +83,44 @@ class Text(TokenizedData):
         ]
 
     def check(self) -> None:
-        if not 0 <= self.options.stride <= self.recipe.max_length:
-            raise UserError(
-                f"--stride {self.options.stride}: must be at least 1 and at most --max-length"
-                f" {self.recipe.max_length}"
-            )
+        options, data, set_specs = self.options, self.recipe.data, self.set_specs
         self._check_pair()
         self._check_vocabulary_size()
         self._cleaning_steps()
         self._tokenizer_source()
-        set_specs = self.set_specs
-        self._check_mix(len(set_specs))
+        mix, sets = options.mix or (1.0,) * len(set_specs), len(set_specs)
+        typed = f"--mix {','.join(f'{share:g}' for share in mix)}"
+        refuse(
+            {
+                f"--stride {options.stride}: must be at least 1 and at most --max-length"
+                f" {self.recipe.max_length}": not 0 <= options.stride <= self.recipe.max_length,
+                f"{typed}: --data {data} is one set: name several, as in --data a,b": bool(options.mix)
+                and sets == 1,
+                f"{typed}: {len(mix)} shares for the {sets} sets of --data: give one for each": len(mix)
+                != sets,
+                f"{typed}: every share must be above 0; leave a set out of --data to do without": not all(
+                    share > 0 and math.isfinite(share) for share in mix
+                ),
+            }
+        )
         for spec in set_specs:
             spec.check()
-        self._check_column(set_specs)
+        column = options.text_column  # a single set checks it itself
+        if column and sets > 1 and not any(s.has_column(column) for s in set_specs if s.has_rows):
+            raise UserError(f"--text-column {column}: none of the sets of --data {data} has such a column")
 
     def _check_pair(self) -> None:
         """Raise UserError for one of two columns, or where --text-column reads plain text."""
-        named = {f"--{n}-column": getattr(self.options, f"{n}_column") for n in ("question", "answer")}
-        missing = [flag for flag, column in named.items() if column is None]
-        if len(missing) == 1:
-            raise UserError(f"{missing[0]}: is needed too: questions and answers are two columns")
-        if not missing and self.options.text_column is not None:
-            raise UserError(
-                f"--text-column {self.options.text_column}: reads plain text, and --question-column"
-                " conversations: leave one out"
-            )
-
-    def _check_column(self, set_specs: list[TextSetSpec]) -> None:
-        """Raise UserError unless one of several sets has --text-column; a single set checks it itself."""
-        column = self.options.text_column
-        tables = [spec for spec in set_specs if spec.has_rows]
-        if column is not None and len(set_specs) > 1 and not any(spec.has_column(column) for spec in tables):
-            raise UserError(
-                f"--text-column {column}: none of the sets of --data {self.recipe.data} has such a column"
-            )
-
-    def _check_mix(self, sets: int) -> None:
-        """Raise UserError unless --mix has a positive share for each of several sets."""
-        mix = self.options.mix
-        if mix is None:
-            return
-        typed = f"--mix {','.join(f'{share:g}' for share in mix)}"
-        if sets == 1:
-            raise UserError(f"{typed}: --data {self.recipe.data} is one set: name several, as in --data a,b")
-        if len(mix) != sets:
-            raise UserError(f"{typed}: {len(mix)} shares for the {sets} sets of --data: give one for each")
-        if not all(share > 0 and math.isfinite(share) for share in mix):
-            raise UserError(f"{typed}: every share must be above 0; leave a set out of --data to do without")
+        question, answer = self.options.question_column, self.options.answer_column
+        missing = "--question-column" if question is None else "--answer-column"
+        refuse(
+            {
+                f"{missing}: is needed too: questions and answers are two columns": (question is None)
+                != (answer is None),
+                "--text-column: reads plain text, and --question-column conversations: leave one out": None
+                not in (question, self.options.text_column),
+            }
+        )
 
     def _cleaning_steps(self) -> tuple[CleaningStep, ...]:
         return parse_steps(self.options.clean or ())
@@ -145,51 +135,32 @@ class Text(TokenizedData):
     def _content_identity(self) -> Any:
         return [[spec.name * (len(self.set_specs) > 1), spec.content_identity()] for spec in self.set_specs]
 
-    def open_sets(self) -> TextSet | Mixture:
-        """The sets, each with a validation split; a Mixture where there are several."""
-        folder = self._tokenizer_folder()
-        sets = [spec.open(self._cleaning_steps(), folder) for spec in self.set_specs]
-        return sets[0] if len(sets) == 1 else Mixture(sets)
-
     def encode_splits(self, folder: Path | None = None) -> Encoded:
-        found, tokenization = self._open_sets_and_tokenizer(folder)
-        columns, sizes = {}, {}
-        for split in found.splits:
-            columns[split], sizes[split] = found.encode(split, tokenization)
-        extra = {
-            **self._tokenizer_facts(tokenization.tokenizer, tokenization.special_ids),
-            "splits": sizes,
-            "prompt": demo_stories.PROMPT if self.recipe.data == DEMO else found.prompt(),
-            **found.facts(),
-            "notes": found.notes,
-        }
-        return columns, tokenization.tokenizer, extra
-
-    def _open_sets_and_tokenizer(
-        self, folder: Path | None = None
-    ) -> tuple[TextSet | Mixture, TokenizationSettings]:
-        """The sets, and the tokenizer with which they are bound. `folder` takes temporary files."""
-        if self.recipe.max_length < 2:
-            raise UserError(f"--max-length {self.recipe.max_length}: a row needs at least 2 tokens")
-        found = self.open_sets()
-        sets = found.sets if isinstance(found, Mixture) else [found]
-        if self.options.stride and all(isinstance(one, conversations.Conversations) for one in sets):
-            raise UserError(
-                f"--stride {self.options.stride}: is for running text; conversations are judged one by one"
-            )
+        recipe, stride, steps = self.recipe, self.options.stride, self._cleaning_steps()
+        if recipe.max_length < 2:
+            raise UserError(f"--max-length {recipe.max_length}: a row needs at least 2 tokens")
+        sets = [spec.open(steps, self._tokenizer_folder()) for spec in self.set_specs]
+        found: TextSet | Mixture = sets[0] if len(sets) == 1 else Mixture(sets)
+        if stride and all(isinstance(one, conversations.Conversations) for one in sets):
+            raise UserError(f"--stride {stride}: is for running text; conversations are judged one by one")
         tokenizer, special = self._open_or_train_tokenizer(
             lambda size: tokenizers.train_byte_level_bpe(found.texts(), size)
         )
         tokenization = TokenizationSettings(
-            tokenizer,
-            special,
-            self.recipe.max_length,
-            self.options.stride,
-            folder,
-            self.workshop,
+            tokenizer, special, recipe.max_length, stride, folder, self.workshop
         )
         found.bind_tokenizer(tokenization)
-        return found, tokenization
+        columns, sizes = {}, {}
+        for split in found.splits:
+            columns[split], sizes[split] = found.encode(split, tokenization)
+        extra = {
+            **self._tokenizer_facts(tokenizer, special),
+            "splits": sizes,
+            "prompt": demo_stories.PROMPT if recipe.data == DEMO else found.prompt(),
+            **found.facts(),
+            "notes": found.notes,
+        }
+        return columns, tokenizer, extra
 
     def open(self, folder: Path, split: str) -> ArraySource:
         """The samples of a prepared split; those of a mixture have `parts`, the share of each set."""

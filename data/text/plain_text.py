@@ -28,7 +28,7 @@ from isobatch.data.text import row_fields
 from isobatch.data.text.row_fields import RowCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from tokenizers import Tokenizer  # noqa: TC004  heavy, and no class here has flags
 
@@ -152,7 +152,15 @@ class PlainText:
         spooled = SpooledColumns(tokenization.spool_folder)
         texts = self._read(split, self.cleaning, rows)
         name = f"{self.name}, {split}"
-        for shard in encode_in_shards(self._job(tokenization), name, texts, tokenization.workshop):
+        eos, is_stream = tokenization.special_ids["eos"], self.corpus.is_stream
+        settings = {
+            "dtype": np.dtype(tokenization.dtype).str,
+            "end": "\n" if eos is None and not is_stream else "",
+            "suffix": [] if eos is None or is_stream else [eos],
+            "is_stream": is_stream,
+        }
+        job = EncodingJob("isobatch.data.text.plain_text:PlainTextEncoder", settings, tokenization.tokenizer)
+        for shard in encode_in_shards(job, name, texts, tokenization.workshop):
             spooled.add(shard.arrays)
             counts.update(shard.facts)
         if self.corpus.is_stream:
@@ -166,32 +174,13 @@ class PlainText:
                 f"--data {self.name}: the {split} text has {len(tokens)} tokens: at least 2 are needed"
                 + "".join(f"; {note} (the first: {rows.first_left_out})" for note in left_out)
             )
-        overlap = tokenization.stride and split != "train"
-        columns = (
-            windows(tokens, tokenization.max_length, tokenization.stride)
-            if overlap
-            else blocks(tokens, tokenization.max_length)
-        )
+        width, stride = tokenization.max_length, tokenization.stride if split != "train" else 0
+        columns = windows(tokens, width, stride) if stride else blocks(tokens, width)
         sizes = {"tokens": len(tokens), "predicted": int(columns["token.weight"].sum())}
-        self._compare_with_train(split, found.get("hashes", np.empty(0, np.uint64)))
+        hashes = found.get("hashes", np.empty(0, np.uint64))  # a stream has no documents, so no hashes
+        self.remarks += overlap_notes(split, int(np.isin(hashes, self._known).sum()), len(hashes))
+        self._known = np.unique(hashes) if split == "train" else self._known
         return columns, sizes | {name: counts[name] for name in ("words", "bytes", "lines")}
-
-    def _job(self, tokenization: TokenizationSettings) -> EncodingJob:
-        eos, is_stream = tokenization.special_ids["eos"], self.corpus.is_stream
-        settings = {
-            "dtype": np.dtype(tokenization.dtype).str,
-            "end": "\n" if eos is None and not is_stream else "",
-            "suffix": [] if eos is None or is_stream else [eos],
-            "is_stream": is_stream,
-        }
-        return EncodingJob("isobatch.data.text.plain_text:PlainTextEncoder", settings, tokenization.tokenizer)
-
-    def _compare_with_train(self, split: str, hashes: np.ndarray) -> None:
-        """Remark on held-out documents that are in train. A stream has no documents, so no hashes."""
-        if split == "train":
-            self._known = np.unique(hashes)
-        else:
-            self.remarks += overlap_notes(split, int(np.isin(hashes, self._known).sum()), len(hashes))
 
     def facts(self) -> dict[str, Any]:
         """What Facts should know of the set: nothing more than its sizes."""
@@ -199,7 +188,8 @@ class PlainText:
 
     def prompt(self) -> str:
         """The first words of the validation text."""
-        return _first_words(self._read("valid", self.cleaning.transforms_only()))
+        texts = self._read("valid", self.cleaning.transforms_only())
+        return " ".join(next((words for text in texts if (words := text.split())), ["The"])[:8])
 
 
 def blocks(tokens: np.ndarray, width: int) -> dict[str, Any]:
@@ -229,8 +219,3 @@ def windows(tokens: np.ndarray, width: int, stride: int) -> dict[str, Any]:
         "learn": Ragged(learn, offsets),
         "token.weight": (stops - before).astype(np.int32),
     }
-
-
-def _first_words(texts: Iterable[str], count: int = 8) -> str:
-    words = next((words for text in texts if (words := text.split())), ["The"])
-    return " ".join(words[:count])

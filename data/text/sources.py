@@ -126,7 +126,7 @@ class TextSetSpec:
         wanted, otherwise = {}, ""
         if options.question_column is not None and self.is_only_set:
             wanted = {f"--{n}-column": getattr(options, f"{n}_column") for n in ("question", "answer")}
-        elif self.has_rows and self.kind() == TEXT:
+        elif self.has_rows and self._detect_kind(self.columns) == TEXT:
             column = self._text_column(self.columns)
             wanted = {"--text-column" if options.text_column == column else "": column}
             otherwise = chat_formats.ACCEPTED
@@ -135,12 +135,6 @@ class TextSetSpec:
                 raise UserError(f"--question-column: {part.files[0]} is running text, without columns")
             for flag, column in wanted.items():
                 readers.require_column(part, column, flag, otherwise)
-
-    def kind(self) -> str | None:
-        """The kind of its rows; None for a hub data set, which must be fetched first."""
-        if self.has_rows:
-            return self._detect_kind(self.columns) if self.files else None
-        return TEXT
 
     def _detect_kind(self, columns: Sequence[str]) -> str:
         return detect_row_kind(columns, self.options, self.is_only_set, self.location)
@@ -224,10 +218,11 @@ class Mixture:
         for number, one in enumerate(self.sets):
             if split in one.splits:
                 columns, sizes = one.encode(split, tokenization)
-                rows = columns["tokens"]
+                rows, learn = columns["tokens"], columns.get("learn")
                 assert isinstance(rows, Ragged)
-                arrays = {"tokens": rows.values, "learn": _learn_mask(columns), "lengths": rows.lengths}
-                arrays |= {"weights": np.asarray(columns["token.weight"])}
+                arrays = {"tokens": rows.values, "lengths": rows.lengths}
+                arrays["learn"] = learn.values if isinstance(learn, Ragged) else _all_but_first(rows)
+                arrays["weights"] = np.asarray(columns["token.weight"])
                 spooled.add({**arrays, SET_COLUMN: np.full(len(rows), number, np.int64)})
                 self.samples[number][split], self.sizes[number][split] = len(rows), sizes
                 total.update(sizes)
@@ -247,22 +242,16 @@ class Mixture:
 
     def facts(self) -> dict[str, Any]:
         """What Facts should know: the template that all share, prompts of all sets, and each set's own."""
-        conversation_sets = self._conversation_sets
-        shared: dict[str, Any] = conversation_sets[0].facts() if conversation_sets else {}
-        groups = itertools.zip_longest(*(s.prompts for s in conversation_sets))
+        chats = self._conversation_sets
+        shared: dict[str, Any] = chats[0].facts() if chats else {}
+        groups = itertools.zip_longest(*(s.prompts for s in chats))
         prompts = [prompt for group in groups for prompt in group if prompt is not None][:SHOWN_PROMPTS]
-        sets = [
-            {"name": s.name, "form": s.form, "samples": samples, "splits": sizes} | self._set_facts(s)
-            for s, samples, sizes in zip(self.sets, self.samples, self.sizes, strict=True)
-        ]
-        common: dict[str, Any] = {
-            key: shared[key] for key in ("eos", "template", "response_only") if key in shared
-        }
+        sets = []
+        for one, samples, sizes in zip(self.sets, self.samples, self.sizes, strict=True):
+            own = {key: value for key, value in one.facts().items() if key in ("template", "prompts")}
+            sets.append({"name": one.name, "form": one.form, "samples": samples, "splits": sizes, **own})
+        common = {key: shared[key] for key in ("eos", "template", "response_only") if key in shared}
         return {"form": "mixture", **common, "prompts": prompts, "sets": sets}
-
-    def _set_facts(self, one: TextSet) -> dict[str, Any]:
-        kept = ("template", "prompts")
-        return {key: value for key, value in one.facts().items() if key in kept}
 
     @property
     def notes(self) -> list[str]:
@@ -274,15 +263,11 @@ class Mixture:
         return next((found for s in (*self._conversation_sets, *self.sets) if (found := s.prompt())), "")
 
 
-def _learn_mask(columns: dict[str, Column]) -> np.ndarray:
-    """(all tokens,) uint8: the column `learn`; without one, every token of a row but the first."""
-    rows, learn = columns["tokens"], columns.get("learn")
-    assert isinstance(rows, Ragged)
-    if isinstance(learn, Ragged):
-        return learn.values
-    all_but_first = np.ones(len(rows.values), np.uint8)
-    all_but_first[rows.offsets[:-1]] = 0
-    return all_but_first
+def _all_but_first(rows: Ragged) -> np.ndarray:
+    """(all tokens,) uint8: 1 but for the first token of a row."""
+    mask = np.ones(len(rows.values), np.uint8)
+    mask[rows.offsets[:-1]] = 0
+    return mask
 
 
 def interleave_by_characters(streams: Iterable[Iterator[str]]) -> Iterator[str]:

@@ -29,7 +29,7 @@ def chats(task: str = "causal-lm", **values: Any) -> Data:
 
 def questions(data: Data) -> dict[str, list[int]]:
     """Split -> the numbers of its conversations."""
-    splits = data.open_sets().rows  # type: ignore[attr-defined]
+    splits = data.set_specs[0].open((), None).rows  # type: ignore[attr-defined]
     return {split: [int(row["instruction"][:-1]) for _, row in rows()] for split, rows in splits.items()}
 
 
@@ -61,7 +61,7 @@ def test_valid_is_part_of_what_prepared_data_depends_on(tmp_path: Path) -> None:
 
 def test_running_text_holds_out_its_end(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("".join(f"line {n}\n" for n in range(100)))
-    splits = chats(data=tmp_path / "book.txt", valid=0.3).open_sets().corpus.splits  # type: ignore[attr-defined]
+    splits = chats(data=tmp_path / "book.txt", valid=0.3).set_specs[0].open((), None).corpus.splits  # type: ignore[attr-defined]
     train, valid = ("".join(splits[name]()) for name in ("train", "valid"))
     assert (train + valid).count("\n") == 100
     assert valid.startswith("line 71")  # the first line that begins in the last 30 %

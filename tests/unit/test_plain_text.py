@@ -311,4 +311,4 @@ def test_a_hub_data_set_is_split_and_its_column_checked(monkeypatch: pytest.Monk
     assert len(list(corpus.splits["train"]())) == 38
     assert [row for _, row in corpus.splits["valid"]()] == [{"text": "he 38"}, {"text": "he 39"}]
     with pytest.raises(UserError, match="--text-column: a-team/a-corpus: has no body; it has: text"):
-        make("a-team/a-corpus", text_column="body").open_sets()
+        make("a-team/a-corpus", text_column="body").set_specs[0].open((), None)
