@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import inspect
 import io
@@ -14,6 +15,7 @@ import time
 import traceback
 import warnings
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import BUG, DONE, INTERRUPTED, STOPPED, UserCodeError, UserError
@@ -54,43 +56,8 @@ def _load(module: str, name: str) -> Any:
     return operator.attrgetter(name)(importlib.import_module(f"isobatch.launch.{module}"))
 
 
-_TABLE = (
-    ("auto", "commands.auto auto Auto", "plan, train, evaluate and export here (also spelt train)"),
-    ("plan", "commands.plan plan PlanCommand", "show plan and reasons, for any machine; train nothing"),
-    ("profile", "measuring.profile profile Profile", "where a step's time and memory go, and what to try"),
-    ("tune", "measuring.tune tune Tune", "what each speed-up is worth here, measured and kept"),
-    ("prepare", "commands.plan prepare Prepare", "fetch, clean, tokenize and measure the data, once"),
-    ("resume", "commands.auto resume Resume", "go on with a run on this machine, whatever it is"),
-    *(
-        (f"submit --to {name}", f"clusters.{p.module} {p.kind}.submit clusters.{p.options}:{p.kind}", p.help)
-        for name, p in CLUSTERS.items()
-    ),
-    ("verify", "local.verify_run verify Verify", "redo steps in another cut; exit 3"),
-    ("replay", "forensics.replay replay Replay", "a step again: losses by sample, gradients, the first NaN"),
-    ("seen", "forensics.seen seen Seen", "which steps saw a row, or which rows a step saw"),
-    ("diff", "forensics.diff diff Diff", "where two runs part: samples, step, module; exit 3 where they do"),
-    ("receipt make", "forensics.receipt receipt Receipt", "a small file that others can check; --sign"),
-    ("receipt check", "forensics.receipt audit Audit", "check one against data, run, redone steps; exit 3"),
-    ("evaluate", "commands.evaluate evaluate Evaluate", "metrics of a finished run on its held-out data"),
-    ("export", "commands.export export Export", "a finished model in other forms, each checked"),
-    ("inspect", "commands.inspect inspect Listing", "what a received run would execute; executes none"),
-    ("report", "report.command report Report", "models side by side: accuracy, size, speed; --png draws"),
-    ("chat", "commands.chat chat Chat", "talk with a language model, or --prompt it once"),
-    ("predict", "predicting.predict predict Predict", "what a finished model says of texts or of a file"),
-    ("serve", "serving.command serve Serve", "a model over HTTP; language models as OpenAI's API"),
-    ("recommend", "predicting.recommend recommend Recommend", "the best items for a user, or for all"),
-    ("vae reconstruct", "commands.latent reconstruct Decoding", "a text through its latent vector and back"),
-    ("vae interpolate", "commands.latent interpolate Interpolate", "texts between two texts"),
-    ("vae sample", "commands.latent sample Sample", "texts from the prior"),
-    ("doctor", "doctor.command doctor Doctor", "what is wrong with this machine, or why a run fails; exit 3"),
-    ("runs", "control.runs runs Runs", "the runs in a folder: state, progress, result, jobs"),
-    ("runs logs", "control.one_run logs Logs", "what a run says, or a node of its job; -f follows it"),
-    ("runs cancel", "control.one_run cancel Cancel", "end a run that trains or waits; it saves first"),
-    ("runs compare", "control.runs compare Compare", "what differs between runs, and what they came to"),
-    ("runs rm", "control.one_run remove Remove", "remove runs that nobody trains"),
-    ("describe", "commands.describe describe Listing", "the tasks; flags of a task or command; hardware"),
-)
-COMMANDS = {name: Command._make((*place.split(), help)) for name, place, help in _TABLE}
+with Path(__file__).with_name("commands.csv").open(encoding="utf-8", newline="") as _rows:
+    COMMANDS = {name: Command(*values) for name, *values in list(csv.reader(_rows))[1:]}
 """Name -> command; `--help` lists them in this order."""
 INTERNAL = {
     "job": Command("clusters.slurm.job", "job"),

@@ -36,6 +36,8 @@ WORDS: dict[str, dict[str, str]] = {
 """Word -> form of its value -> what it is here, see other_tools.toml."""
 VALUES: dict[str, dict[str, str]] = _TABLES["values"]
 GIVE_WAY: list[str] = _TABLES["give_way"]["words"].split()
+LEFT: dict[str, str] = _TABLES["left"]
+"""Flags that were taken out -> what to use instead."""
 FORMS = {
     "on": "|".join(ON_WORDS),
     "off": "false|off|no|0",
