@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from isobatch.core.plan import Plan, PlanOptions
     from isobatch.data.base import ArraySource, Columns, Data, Ragged, Source
     from isobatch.engine.runs.run_options import RunOptions
-    from isobatch.launch.api import Recipe, Run, Verification, load, plan, replay, train, verify
+    from isobatch.launch.api.functions import Recipe, Run, Verification, load, plan, replay, train, verify
     from isobatch.models.base import (
         Batch,
         CachedWeightTransform,
@@ -89,7 +89,7 @@ _PLACES = {
     "core.plan": ("Plan", "PlanOptions"),
     "data.base": ("ArraySource", "Columns", "Data", "Ragged", "Source"),
     "engine.runs.run_options": ("RunOptions",),
-    "launch.api": ("Recipe", "Run", "Verification", "load", "plan", "replay", "train", "verify"),
+    "launch.api.functions": ("Recipe", "Run", "Verification", "load", "plan", "replay", "train", "verify"),
     "models.base": (
         *("Batch", "CachedWeightTransform", "Change", "Loss", "ModelSize", "Noise", "Phase", "Rows"),
         *("StepContext", "Sum", "Task", "Teacher"),

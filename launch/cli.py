@@ -56,8 +56,8 @@ def _load(module: str, name: str) -> Any:
     return operator.attrgetter(name)(importlib.import_module(f"isobatch.launch.{module}"))
 
 
-with Path(__file__).with_name("commands.csv").open(encoding="utf-8", newline="") as _rows:
-    COMMANDS = {name: Command(*values) for name, *values in list(csv.reader(_rows))[1:]}
+_ROWS = csv.reader(Path(__file__).with_name("commands.csv").read_text(encoding="utf-8").splitlines()[1:])
+COMMANDS = {name: Command(*values) for name, *values in _ROWS}
 """Name -> command; `--help` lists them in this order."""
 INTERNAL = {
     "job": Command("clusters.slurm.job", "job"),
