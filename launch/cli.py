@@ -57,7 +57,12 @@ def _load(module: str, name: str) -> Any:
 
 
 _ROWS = csv.reader(Path(__file__).with_name("commands.csv").read_text(encoding="utf-8").splitlines()[1:])
-COMMANDS = {name: Command(*values) for name, *values in _ROWS}
+COMMANDS = {name: Command(*values) for name, *values in _ROWS} | {
+    f"submit --to {name}": Command(
+        f"clusters.{p.module}", f"{p.kind}.submit", f"clusters.{p.options}:{p.kind}", p.help
+    )
+    for name, p in CLUSTERS.items()
+}
 """Name -> command; `--help` lists them in this order."""
 INTERNAL = {
     "job": Command("clusters.slurm.job", "job"),
