@@ -127,10 +127,6 @@ class Source(ABC):
         """
         return
 
-    def unchecked_chunks(self) -> dict[str, np.ndarray]:
-        """File -> (chunks,) bool, which of them were not compared with their digests yet."""
-        return {}
-
     def expect(self, indices: np.ndarray) -> None:  # noqa: ARG002 - sources on this machine need no notice
         """These samples are fetched soon: what is slow to get may be got now, in threads."""
         return
@@ -183,9 +179,6 @@ class ArraySource(Source):
                 self._check_rows(f"{name}-values.npy", column.values, starts, stops)
             else:
                 self._check_rows(f"{name}.npy", column, indices, indices + 1)
-
-    def unchecked_chunks(self) -> dict[str, np.ndarray]:
-        return {str(file.path): file.unchecked for file in self._files.values()}
 
     def _check_rows(self, name: str, array: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> None:
         if (file := self._files.get(name)) is not None:

@@ -250,7 +250,7 @@ class Task(ABC):
     monitor: ClassVar[tuple[str, str]] = ("loss", "min")
     """The metric that early stopping and the best checkpoint follow by default, and its good direction."""
     told_once: ClassVar[tuple[str, ...]] = ()
-    """What the names of metrics begin with that no training changes: a terminal shows them once a split."""
+    """What the names of metrics begin with that no training changes: shown at the end only."""
     set_beside: ClassVar[tuple[str, ...]] = ()
     """What the names of metrics of baselines begin with, and of other ways to measure, as `popularity` in
     `popularity_hr@10`: a table sets them beside the model's own. Of two with one beginning the longer comes

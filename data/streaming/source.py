@@ -157,9 +157,6 @@ class StreamedSource(Source):
             if self.unread[group]:
                 self._columns_of(group)
 
-    def unchecked_chunks(self) -> dict[str, np.ndarray]:
-        return {f"groups of {len(self.table.shards):,} objects": self.unread}
-
     def expect(self, indices: np.ndarray) -> None:
         self._require_own_process()
         for group in np.unique(self._groups_of(indices)).tolist():

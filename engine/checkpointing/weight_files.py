@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,23 +36,19 @@ class StoredTensor:
 
 
 NAME = "model.safetensors"
-"""The file that save_pretrained writes; of a large model an index beside it names its parts."""
+"""The file that save_pretrained writes; a large model has parts in its place."""
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     """Name -> tensor in the safetensors of a folder of transformers; empty where it holds no such files."""
-    index, files = folder / f"{NAME}.index.json", [folder / NAME]
-    found: dict[str, StoredTensor] = {}
+    whole, found = folder / NAME, dict[str, StoredTensor]()
     try:
-        if index.is_file() and not files[0].is_file():
-            files = [
-                folder / Path(part).name for part in set(json.loads(index.read_text())["weight_map"].values())
-            ]
+        files = [whole] if whole.is_file() else sorted(folder.glob("model-*-of-*.safetensors"))
         for file in files:
             with safe_open(str(file), framework="pt") as opened:
                 for name in opened.keys():  # noqa: SIM118
                     found[name] = StoredTensor(file, name, tuple(opened.get_slice(name).get_shape()))
-    except (OSError, ValueError, KeyError, SafetensorError):
+    except (OSError, SafetensorError):
         return {}
     return found
 

@@ -189,26 +189,26 @@ class Communicator:
 
     def broadcast_model(self, model: nn.Module) -> None:
         """Copy rank 0's weights and buffers to every rank, so that all ranks start from the same model."""
-        if self.size > 1:
-            import torch.distributed as dist
-
-            with self.waiting_for("the broadcast of the initial weights"):
-                for tensor in (*model.parameters(), *model.buffers()):
-                    dist.broadcast(tensor.detach(), src=0)
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._broadcast(tensor.detach())
 
     def broadcast_onto_device(self, tensors: Iterable[Tensor]) -> None:
         """Put rank 0's weights and buffers on every rank's device; only rank 0 needs to have their values."""
         import torch
-        import torch.distributed as dist
 
         for tensor in tensors:
             if self.is_main:
                 tensor.data = tensor.data.to(self.device)
             else:
                 tensor.data = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            if self.size > 1:
-                with self.waiting_for("the broadcast of the initial weights"):
-                    dist.broadcast(tensor.data, src=0)
+            self._broadcast(tensor.data)
+
+    def _broadcast(self, tensor: Tensor) -> None:
+        if self.size > 1:
+            import torch.distributed as dist
+
+            with self.waiting_for("the broadcast of the initial weights"):
+                dist.broadcast(tensor, src=0)
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sum over ranks, in place; returns `values`."""

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from isobatch.engine.training.train_step import StepResult
     from isobatch.models.base import Change
 
-WARM_STEPS = 3
 TRIM_EVERY = 8
 """Steps between two calls of `trim_heap`."""
 VERSIONED = ("torch", "accelerate", "transformers")
@@ -57,9 +56,7 @@ class PhaseLoop:
         self.saved_step = -1
         self.step_began = now()
         self.noise_checked = False
-        self._first_step = 0
-        self._warm: tuple[int, float] | None = None
-        """The step from which steps are timed for the time left, and the phase's seconds until then."""
+        self._first_step, self._seconds_before = 0, 0.0
         context.progress = context.progress.next(self.schedule.name)
         context.checkpoints_to_keep = self.checkpoints_to_keep
 
@@ -86,7 +83,7 @@ class PhaseLoop:
     def run(self) -> None:
         """Train until the phase ends. A step's metrics are read while the next one runs, without a wait."""
         schedule, start = self.schedule, self.progress.step
-        self._first_step = start
+        self._first_step, self._seconds_before = start, self.progress.train_seconds
         doing(f"{schedule.name}: the first steps")
         self.context.peak_memory.observe("load")
         trim_heap(self.world.device)
@@ -290,15 +287,10 @@ class PhaseLoop:
         context.console.show_step(row, schedule.steps, self._seconds_left())
 
     def _seconds_left(self) -> float:
-        """Of the phase, by its steps after the first, which warm up and compile."""
+        """Of the phase, as fast as its steps of this process were so far."""
         progress = self.progress
-        seconds = progress.train_seconds - progress.seconds_before
-        if self._warm is None and progress.step - self._first_step >= WARM_STEPS:
-            self._warm = progress.step, seconds
-        step, before = self._warm or (0, 0.0)
-        if progress.step == step:
-            step, before = 0, 0.0
-        return (self.schedule.steps - progress.step) * (seconds - before) / (progress.step - step)
+        seconds = progress.train_seconds - self._seconds_before
+        return (self.schedule.steps - progress.step) * seconds / (progress.step - self._first_step)
 
     def _evaluate(self) -> bool:
         """Evaluate on the validation split; whether to stop early."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +25,6 @@ from isobatch.engine.training.step_metrics import FlopUtilisation, flop_utilisat
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
-
-    import numpy as np
 
     from isobatch.core.plan import Plan
     from isobatch.core.terminal.console import Console
@@ -71,8 +68,6 @@ class RunContext:
         """Time (seconds since 1970) at the end of this process's first step."""
         self.peak_memory = PeakMemory(world.device)
         self.resumed_from: str | None = None
-        self.told: set[str] = set()
-        """Splits of which the metrics that no training changes were shown."""
         self.spared: set[str] = set()
         """What `checkpoints_to_keep` returned when the newest save began."""
         last = self.session.schedules[-1]
@@ -113,10 +108,7 @@ class RunContext:
             self.track({f"{split}/{name}": value for name, value in tracked_values(metrics).items()})
         # A perplexity of words is for comparison with papers, and has many digits until a model knows words.
         shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
-        constant = {n: shown.pop(n) for n in list(shown) if n.startswith(self.task.told_once)}
-        if constant and split not in self.told:
-            self.told.add(split)
-            self.console.say(f"{split}: {format_metrics(constant, '.4f')}")
+        shown = {name: value for name, value in shown.items() if not name.startswith(self.task.told_once)}
         part = f", on {100 * fraction:g} % of its samples" if fraction < 1 else ""
         self.console.say(f"{split} after step {step}{part}: {format_metrics(shown, '.4f')}")
         return metrics
@@ -144,17 +136,6 @@ class RunContext:
             if self.world.is_main:
                 where = {"at_phase": self.progress.phase, "at_step": self.progress.step}
                 self.run.log_decision(DATA_WRITTEN, file=name, **where)
-
-    def checked_data(self) -> dict[str, Any]:
-        """What any rank compared with its digest so far. All ranks call this."""
-        unchecked: dict[str, np.ndarray] = {}
-        own = [source.unchecked_chunks() for source in self.session.splits.values()]
-        for chunks in itertools.chain(*self.world.all_gather_objects(own)):
-            for file, mask in chunks.items():
-                unchecked[file] = unchecked.get(file, True) & mask
-        total = sum(map(len, unchecked.values()))
-        checked = total - sum(int(mask.sum()) for mask in unchecked.values())
-        return {"digest": self.session.facts.digest, "chunks": total, "chunks_checked": checked}
 
     def stop_now(self) -> None:
         """Finish the save and write the summary after a request to stop. Raises StopRequestedError."""

@@ -170,21 +170,17 @@ class Session:
 
         Rank 0 reads a pretrained model's values when they are sharded, if that can be.
         """
-        model: nn.Module | None
         if self.world.is_main:
-            model = self._build_late(facts)
+            model = build_late(partial(self._build, facts))
+            model = self._build_anew(facts) if model is None else model
         else:
             model = build_hollow(partial(self.task.build_model, facts))
         wanted = self.world.broadcast_object(outline(model) if model is not None else None)
-        if model is not None and outline(model) == wanted:
-            return model
-        torch.manual_seed(self.recipe.seed)
-        return self._build(facts)
+        if model is None or outline(model) != wanted:
+            return self._build_anew(facts)
+        return model
 
-    def _build_late(self, facts: Facts) -> nn.Module:
-        """The model, whose values are read when it is sharded if that can be."""
-        if (model := build_late(partial(self._build, facts))) is not None:
-            return model
+    def _build_anew(self, facts: Facts) -> nn.Module:
         torch.manual_seed(self.recipe.seed)
         return self._build(facts)
 

@@ -71,9 +71,6 @@ class TeacherSource(Source):
             )
         self._unchecked[first] = False
 
-    def unchecked_chunks(self) -> dict[str, np.ndarray]:
-        return self.source.unchecked_chunks()
-
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
         self.check(indices)
         columns = {PREFIX + name: np.take(a, indices, axis=0) for name, a in self.answers.items()}

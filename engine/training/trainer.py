@@ -164,7 +164,6 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
     if not held_out:
         context.console.say("no split is held out: nothing was measured")
     context.check_data()
-    checked = context.checked_data()
     summary = context.summarize("done", "", held_out)
     context.world.is_finishing = True
     if context.world.is_main:
@@ -197,7 +196,7 @@ def _finish(context: RunContext, loop: PhaseLoop) -> None:
             "final": folder_digests(context.run.final),
             "exported": folder.name,
             "summary": summary,
-            "data": checked,
+            "data": session.facts.digest,
             "rounding": session.plan.rounding,
             "decisions": decisions,
             "invariance": session.plan.invariance,

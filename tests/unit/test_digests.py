@@ -69,11 +69,10 @@ def test_what_nobody_changed_is_fetched_and_checked_once() -> None:
     facts = prepare(data())
     source = opened(facts)
     assert source.fetch(np.array([5, 2999]))["label"].tolist() == [1, 1]
-    unchecked = {Path(name).name: int(mask.sum()) for name, mask in source.unchecked_chunks().items()}
     # 24,128 bytes of labels are three chunks; rows 5 and 2999 lie in the first and the last.
-    assert unchecked["label.npy"] == 1
+    assert source._files["label.npy"].unchecked.sum() == 1  # noqa: SLF001
     source.fetch(np.arange(ROWS))
-    assert not any(mask.any() for mask in source.unchecked_chunks().values())
+    assert not any(file.unchecked.any() for file in source._files.values())  # noqa: SLF001
 
 
 @pytest.mark.parametrize("column", ["label", "tokens-values", "tokens-offsets", "token.weight"])
