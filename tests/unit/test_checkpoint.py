@@ -178,39 +178,6 @@ def test_what_changes_after_begin_is_not_written(run_ranks: Any, tmp_path: Path,
     assert same(load(tmp_path / "train-3"), tensors())
 
 
-def test_a_second_begin_waits_for_the_first(run_ranks: Any, tmp_path: Path, gate: Gate) -> None:
-    first, second = tmp_path / "train-3", tmp_path / "train-6"
-
-    def part(world: Any) -> None:
-        writer = CheckpointWriter(world)
-        writer.start(first, share(world), FACTS)
-        threading.Timer(0.1, gate[world.rank].set).start()
-        writer.start(second, share(world), {"progress": {"step": 6}})
-        assert (steps(first), gate[world.rank].is_set()) == (3, True)
-        writer.wait()
-        assert (steps(first), steps(second)) == (3, 6)
-
-    run_ranks(3, part)
-    assert same(load(first), tensors())
-    assert same(load(second), tensors())
-
-
-def test_the_main_rank_alone_is_told_that_a_checkpoint_is_complete(run_ranks: Any, tmp_path: Path) -> None:
-    told: list[tuple[int, list[str]]] = []
-
-    def part(world: Any) -> None:
-        writer = CheckpointWriter(world, lambda _: told.append((world.rank, listed(tmp_path))))
-        writer.start(tmp_path / "train-3", share(world), FACTS)
-        await_vote(writer)
-        writer.complete_if_written(*votes(world, writer))
-        writer.start(tmp_path / "train-6", share(world), FACTS)
-        writer.wait()
-        writer.wait()  # nothing is left to do
-
-    run_ranks(3, part)
-    assert told == [(0, ["train-3"]), (0, ["train-3", "train-6"])]
-
-
 def test_a_writer_issues_the_same_collectives_on_every_rank(
     run_ranks: Any, tmp_path: Path, gate: Gate
 ) -> None:
@@ -365,17 +332,6 @@ def assert_same_part(saved: SavedCheckpoint, wanted: Tensor, name: str, borders:
     flat = wanted.reshape(-1)
     start, stop = sorted(b % (len(flat) + 1) for b in borders)
     assert same({name: saved.read_slice(name, start, stop)}, {name: flat[start:stop]})
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 64])
-def test_any_part_is_a_slice_of_the_whole(size: int, run_ranks: Any, tmp_path: Path) -> None:
-    saved, wanted = SavedCheckpoint(save(run_ranks, tmp_path / "train-3", size)), tensors()
-
-    @given(st.sampled_from(sorted(wanted)), Borders)
-    def look(name: str, borders: tuple[int, int]) -> None:
-        assert_same_part(saved, wanted[name], name, borders)
-
-    look()
 
 
 def test_pieces_cut_and_dealt_anyhow_are_one_tensor_again(run_ranks: Any, tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,8 +12,7 @@ from safetensors.torch import load_file
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import checkpoint, portable_state, writer
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, SharedReader, open_on_all
-from isobatch.engine.checkpointing.layout import SECTOR, make_layout
-from isobatch.engine.checkpointing.portable_state import PortableState, TensorEntry, TensorPiece
+from isobatch.engine.checkpointing.portable_state import PortableState, TensorPiece
 from isobatch.tests.opens import OPENS
 from isobatch.tests.unit.helpers import same
 
@@ -170,19 +168,3 @@ def test_new_entries_are_exchanged_and_the_same_are_not(run_ranks: Any, tmp_path
     assert run_ranks(2, part).values == [[1, ends, ends + 1]] * 2
     saved = SavedCheckpoint(tmp_path / "train-2")
     assert same({name: saved.read(name) for name in saved.entries}, second)
-
-
-def test_parts_lie_in_sectors_and_cover_their_files() -> None:
-    entries = {"weight/" + "n" * 300: TensorEntry((10**6,), "float32"), "b": TensorEntry((3,), "int64")}
-    shares = [
-        (node, np.array([[0, k * 250_000, (k + 1) * 250_000], [1, 0, 3]][: 1 + (k == 0)], np.int64))
-        for k, node in enumerate((7, 7, 9, 9))
-    ]
-    layout = make_layout(entries, shares)
-    assert layout.files == ["node-00000.safetensors", "node-00001.safetensors"]
-    assert [part.file for part in layout.parts] == [0, 0, 1, 1]
-    for file, size in enumerate(layout.sizes):
-        borders = [(p.start, p.stop) for p in layout.parts if p.file == file]
-        assert [b for _, b in borders] == [*(a for a, _ in borders[1:]), size]
-        assert all(a % SECTOR == b % SECTOR == 0 for a, b in borders)
-    layout.check()

@@ -89,48 +89,6 @@ def test_a_compiled_model_is_cut_for_the_buckets_of_ddp(
     assert counts[1] == counts[2] > 1
 
 
-class Replayed(torch.autograd.Function):
-    """x (B, 3) @ w (3,), whose gradient lies in memory that the next call overwrites, as a CUDA graph's."""
-
-    memory = torch.empty(3)
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        (x,) = ctx.saved_tensors
-        # As autograd takes it over from a CUDA graph: without a copy.
-        return None, torch.mv(x.T, gradient, out=Replayed.memory).detach()
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Replayed.apply(x, self.w)
-
-
-def test_gradients_of_several_replays_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    marked = []
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marked.append(1))
-    world = SimpleNamespace(size=1, device=torch.device("cpu"))
-    for mode in ("on", "reduce-overhead"):
-        model, batches = Net(), [torch.randn(4, 3) for _ in range(3)]
-        runner = strategy(model, world, compile=mode)
-        for number, x in enumerate(batches):
-            with runner.forward_backward(number == 2):
-                runner.backward(runner.model(x).sum())
-        assert model.w.grad is not None
-        right = torch.allclose(model.w.grad, sum(x.sum(0) for x in batches))
-        assert right == (mode == "reduce-overhead")  # the other shows that the memory is reused here
-    assert len(marked) == 3
-
-
 @pytest.mark.parametrize("adapter", [False, True])
 def test_blocks_under_activation_checkpointing_are_compiled(adapter: bool) -> None:
     """Their noise counts its draws: without an option dynamo runs such blocks eagerly, in silence."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from isobatch.core.errors import UserError
 from isobatch.engine.loading.microbatching import MicroBatchBudget, cut_batch
-from isobatch.engine.model_setup import packing
 from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
 from isobatch.engine.model_setup.packing import SamplePacking
 from isobatch.engine.noise.keyed_attention import key_dropout
@@ -81,59 +79,6 @@ def test_every_family_learns_the_same(family: str, checkpointed: bool) -> None:
     assert packed[1].keys() == padded[1].keys()
     for name, gradient in padded[1].items():
         assert (packed[1][name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-7, name
-
-
-def flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    _ends: Tensor,
-    longest: int,
-    _longest: int,
-    *,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-    enable_gqa: bool = False,
-) -> Tensor:
-    """What torch's kernel for variable lengths computes, and what it demands of its arguments."""
-    assert query.dtype == key.dtype == value.dtype == torch.bfloat16
-    assert window_size == (-1, 0)
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    assert longest == int(starts.diff().max())
-    samples = [
-        torch.nn.functional.scaled_dot_product_attention(
-            *(x[a:b].transpose(0, 1)[None] for x in (query, key, value)),
-            is_causal=True,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )[0].transpose(0, 1)
-        for a, b in itertools.pairwise(starts.tolist())
-    ]
-    return torch.cat(samples)
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2"])
-def test_the_kernel_of_gpus_gets_what_it_takes(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under bf16: rotary embeddings leave queries and keys in fp32, and heads are grouped."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", flash)
-    monkeypatch.setattr(packing, "has_varlen_kernel", lambda _: True)
-    model = made(family)
-    model.config.attention_dropout = 0.0
-    for module in model.modules():
-        if hasattr(module, "attention_dropout"):
-            module.attention_dropout = 0.0
-        if hasattr(module, "scaling"):
-            module.scaling *= 0.5  # another than the kernel's own
-    chunked_cross_entropy.make_head_bypassable(model)
-    model.eval()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        padded = float(chunked_cross_entropy.next_token_loss(model, *batch()).detach())
-        packs = SamplePacking(model, None)
-        packs.bind(LENGTHS)
-        packed = float(chunked_cross_entropy.next_token_loss(model, *batch()).detach())
-    packs.bind(None)
-    assert packed == pytest.approx(padded, rel=2e-3)
 
 
 def test_only_real_tokens_are_computed() -> None:

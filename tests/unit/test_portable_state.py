@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from isobatch.core.errors import TrainingError
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing import portable_state
-from isobatch.engine.checkpointing.portable_state import TensorEntry
 from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.tests.unit.helpers import InMemoryState, network, same, train
 
@@ -29,18 +28,6 @@ def test_shares_hold_every_element_once_and_are_even(sizes: dict[str, int], worl
         assert covered == list(range(size))
     counts = [sum(stop - start for _, start, stop in share) for share in shares]
     assert max(counts) - min(counts) <= 1
-
-
-@given(SIZES, st.integers(1, 5))
-def test_pieces_are_the_elements_that_the_share_names(sizes: dict[str, int], world: int) -> None:
-    tensors = {name: torch.arange(float(size)).reshape(-1, 1) for name, size in sizes.items()}
-    for rank in range(world):
-        state = portable_state.rank_share(tensors, rank, world)
-        assert state.entries == {name: TensorEntry((size, 1), "float32") for name, size in sizes.items()}
-        share = portable_state.element_ranges(dict(sorted(sizes.items())), rank, world)
-        for piece, (name, start, stop) in zip(state.pieces, share, strict=True):
-            assert (piece.name, piece.start) == (name, start)
-            assert piece.values.tolist() == list(range(start, stop))
 
 
 def test_state_is_what_training_changes() -> None:
@@ -86,35 +73,6 @@ def test_step_counts_go_where_the_optimizer_wants_them(fused: bool, device: str)
         assert found == {"step": device, "exp_avg": "cuda", "exp_avg_sq": "cuda"}
         net.weight.grad = torch.ones(2, 2, device="cuda") if fused else None  # else it reads the count
         optimizer.step()
-
-
-def test_paged_state_is_paged_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bitsandbytes knows memory that may leave the GPU by an attribute, and keeps a list of it."""
-    functional = pytest.importorskip("bitsandbytes.functional")
-    events: list[str] = []
-
-    def get_paged(*shape: int, dtype: torch.dtype, **_: Any) -> Tensor:
-        buffer: Any = torch.full(shape, 7, dtype=dtype)  # the host sees it as its own
-        buffer.is_paged = True
-        return buffer  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(functional, "get_paged", get_paged)
-    monkeypatch.setattr(functional, "fill", lambda buffer, _: events.append("fill"))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: events.append("wait"))
-    optimizer = make_optimizer(nn.Linear(1, 1), Recipe(task="t", optimizer="paged-adamw8bit"), "cuda")
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        net = on_gpu(weight=(400, 400), bias=(400,))
-        large = {"state1": torch.ones(400, 400, dtype=torch.uint8), "absmax1": torch.ones(625)}
-        small = {"state1": torch.ones(400)}
-        saved = {f"moment/{kind}/weight": value for kind, value in large.items()}
-        saved |= {f"moment/{kind}/bias": value for kind, value in small.items()}
-        portable_state.load_moments(InMemoryState(saved), net, optimizer)
-    state = optimizer.state[net.weight]
-    assert state["state1"].is_paged
-    assert any(state["state1"] is one for one in optimizer.page_mng.paged_tensors)  # type: ignore[attr-defined]
-    assert events[:2] == ["fill", "wait"]
-    assert (state["absmax1"].device.type, state["state1"].dtype) == ("cuda", torch.uint8)
-    assert optimizer.state[net.bias]["state1"].device.type == "cuda"  # too small to be paged
 
 
 def bare(net: nn.Module) -> dict[str, Tensor]:
