@@ -1,6 +1,7 @@
 """Inputs after public reports, one of each kind: what goes in is learnt, or said.
 
-Each case was once lost, wrong or answered with a misleading sentence.
+Each case was once lost, wrong or answered with a misleading sentence, or was written down with what must come
+of it before the first run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from isobatch.tests.integration.reported import (
     PAIRS,
     SHOP,
     Case,
+    File,
     Taken,
     ask,
     check,
@@ -44,271 +46,358 @@ TWICE = r"\b(twice|two|both|same|several|more than one|repeat\w*|duplicate\w*)\b
 CLICKS = clicks()
 FULL_SHOP = Taken(facts={"users": 12, "items": 15, "texts": 15}, samples=72)
 LABELLED = [(text(n), ("neg", "pos")[n % 2]) for n in ROWS]
-EVERY_ANSWER = tuple(f"say{n:02d}x" for n in ROWS)
-EVERY_QUESTION = tuple(f"ask{n:02d}x" for n in ROWS)
-TOLD = Taken(samples=24, learnt=EVERY_ANSWER, read=EVERY_QUESTION)
+ANSWERS = tuple(f"say{n:02d}x" for n in ROWS)
+QUESTIONS = tuple(f"ask{n:02d}x" for n in ROWS)
+OLD = tuple(f"old{n:02d}x" for n in ROWS)
+NO = tuple(f"no{n:02d}x" for n in ROWS)
+TOLD = Taken(samples=24, learnt=ANSWERS, read=QUESTIONS)
+SYSTEM = Taken(samples=24, learnt=ANSWERS, read=("always in red", *QUESTIONS))
+MENDED = Taken(samples=24, learnt=ANSWERS, read=(*QUESTIONS, *OLD), unlearnt=OLD)
+TWO = Taken(samples=24, labels=("x", "y"))
+READ = Taken(samples=24, labels=("neg", "pos"))
+CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
-def weighed(key: str, off: Any, on: Any) -> Case:
-    """The first of two answers is taken out by a field of its turn."""
-    rows = [
-        {
-            "messages": [
-                *turns(("user", ask(n))),
-                {"role": "assistant", "content": f"old{n:02d}x", key: off},
-                *turns(("user", "what is blue")),
-                {"role": "assistant", "content": say(n), key: on},
-            ]
-        }
-        for n in ROWS
-    ]
-    left_out = tuple(f"old{n:02d}x" for n in ROWS)
-    taken = Taken(samples=24, learnt=EVERY_ANSWER, read=(*EVERY_QUESTION, *left_out), unlearnt=left_out)
-    return Case(f"an answer with {key} {off} was learnt", {"rows.jsonl": jsonl(rows)}, CAUSAL, taken)
+def chats(
+    of: Any, taken: Taken | None = None, *refused: str, words: str = CAUSAL, unsaid: tuple[str, ...] = ()
+) -> Case:
+    """JSON lines with a row for each number."""
+    return Case({"rows.jsonl": jsonl([of(n) for n in ROWS])}, words, taken, refused, unsaid)
 
 
-def chats(of: Any) -> dict[str, str]:
-    """A file with a row for each number."""
-    return {"rows.jsonl": jsonl([of(n) for n in ROWS])}
+def table(
+    rows: list[Any],
+    header: str = "text,label",
+    taken: Taken | None = READ,
+    *refused: str,
+    mark: str = ",",
+    words: str = CLASSES,
+) -> Case:
+    return Case({"rows.csv": csv(rows, header, mark)}, words, taken, refused)
+
+
+def shop(log: File, taken: Taken | None = FULL_SHOP, *refused: str, words: str = SHOP, **more: File) -> Case:
+    """Interactions, and other tables by their names."""
+    name = "interactions.parquet" if isinstance(log, pa.Table) else "interactions.csv"
+    files = {f"{key}.csv": content for key, content in more.items()}
+    return Case({name: log, **files}, words, taken, refused, ("items have no text",) if more and not refused else ())
+
+
+def said_by(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def told(n: int, *more: tuple[str, Any]) -> list[dict[str, Any]]:
+    """Messages of a question, `more`, and its answer."""
+    return turns(("user", ask(n)), *more, ("assistant", say(n)))
+
+
+def shared(n: int, *more: tuple[str, str]) -> list[dict[str, str]]:
+    """The same as ShareGPT has it."""
+    return [{"from": who, "value": what} for who, what in (("human", ask(n)), *more, ("gpt", say(n)))]
+
+
+def mended(n: int, off: dict[str, Any], on: dict[str, Any], **keys: Any) -> dict[str, Any]:
+    """A first answer that a field of its turn takes out, and a second one that it does not."""
+    first = [said_by("user", ask(n), **keys), said_by("assistant", f"old{n:02d}x", **keys | off)]
+    second = [said_by("user", "what is blue", **keys), said_by("assistant", say(n), **keys | on)]
+    return {"messages": [*first, *second]}
 
 
 def parts(content: str, key: str = "text") -> list[dict[str, str]]:
     return [{"type": "text", key: content}]
 
 
-SYSTEM = Taken(samples=24, learnt=EVERY_ANSWER, read=("always in red", *EVERY_QUESTION))
+ARROW = pa.list_(
+    pa.struct(
+        [
+            *(("role", pa.string()), ("content", pa.string())),
+            ("tool_calls", pa.list_(pa.struct([("id", pa.string())]))),
+            ("weight", pa.float64()),
+        ]
+    )
+)
+FROM_ARROW = [mended(n, {"weight": 0.0}, {"weight": 1.0}, tool_calls=None, weight=None) for n in ROWS]
+MARKS = [
+    ({key: off}, {key: on})
+    for key, off, on in (
+        *(("weight", 0, 1), ("loss_weight", 0.0, 1.0), ("train", False, True), ("loss_mask", 0, 1)),
+        *(("training", False, True), ("loss", False, True)),
+    )
+]
+"""By each name: a turn that is not learnt, and one that is."""
+LINE_1 = r"rows\.jsonl.*line 1\b"
 TALK = {
-    "a system text beside ShareGPT conversations": Case(
-        "the column was not read, without a word",
-        chats(
-            lambda n: {
-                "system": "always in red",
-                "conversations": [{"from": "human", "value": ask(n)}, {"from": "gpt", "value": say(n)}],
-            }
+    # The column was not read, without a word.
+    "a system text": chats(lambda n: {"system": "always in red", "conversations": shared(n)}, SYSTEM),
+    # Answers were learnt without the passage that they are about.
+    "a passage": chats(lambda n: {"context": "always in red", "question": ask(n), "answer": say(n)}, SYSTEM),
+    # An answer that is marked was learnt.
+    "a turn that is marked": chats(lambda n: mended(n, *MARKS[n % len(MARKS)]), MENDED),
+    # datasets.to_parquet() gives every message the keys of all: null is no tool call, and no weight 0.
+    "messages from Arrow": Case(
+        {"rows.parquet": pa.table({"messages": pa.array([r["messages"] for r in FROM_ARROW], ARROW)})},
+        CAUSAL,
+        MENDED,
+    ),
+    # Filters set all weights of a bad conversation to 0. It has nothing to learn: left out, and counted.
+    "weight 0 on every answer": chats(
+        lambda n: {
+            "messages": [
+                *turns(("user", ask(n))),
+                said_by("assistant", say(n), weight=0 if n in (3, 9, 12) else 1),
+            ]
+        },
+        Taken(
+            samples=21,
+            learnt=tuple(a for n, a in enumerate(ANSWERS) if n not in (3, 9, 12)),
+            unlearnt=(ANSWERS[3], ANSWERS[9], ANSWERS[12]),
+            said=(r"\b3\b.*(left out|nothing|no answer|weight|skipped)",),
         ),
-        CAUSAL,
-        SYSTEM,
     ),
-    "a system text beside prompt and response": Case(
-        "the column was not read, without a word",
-        chats(lambda n: {"system": "always in red", "prompt": ask(n), "response": say(n)}),
-        CAUSAL,
-        SYSTEM,
+    # ShareGPT dumps hold an answer that goes on. ChatML can write two turns; both are answers.
+    "two answers in a row": chats(
+        lambda n: {"conversations": shared(n, ("gpt", f"old{n:02d}x"))},
+        Taken(samples=24, learnt=(*OLD, *ANSWERS), read=QUESTIONS),
     ),
-    "a passage beside question and answer": Case(
-        "answers were learnt without the passage they are about",
-        chats(lambda n: {"context": "always in red", "question": ask(n), "answer": say(n)}),
-        CAUSAL,
-        SYSTEM,
-    ),
-    "weight 0 of a turn": weighed("weight", 0, 1),
-    "loss_weight 0.0 of a turn": weighed("loss_weight", 0.0, 1.0),
-    "train false of a turn": weighed("train", False, True),
-    "loss_mask 0 of a turn": weighed("loss_mask", 0, 1),
-    "thoughts of an earlier turn": Case(
-        "the template drops them: the first answer was learnt without, not a word",
-        chats(
-            lambda n: {
-                "messages": turns(
-                    ("user", "what is sky"),
-                    ("assistant", "<think>\nfirst thought\n</think>\n\nblue"),
-                    ("user", ask(n)),
-                    ("assistant", f"<think>\nlast thought\n</think>\n\n{say(n)}"),
-                )
-            }
-        ),
-        CAUSAL.replace("qwen2", "qwen3"),
+    # The template drops them: the first answer was learnt without, and not a word said.
+    "thoughts of an earlier turn": chats(
+        lambda n: {
+            "messages": turns(
+                ("user", "what is sky"),
+                ("assistant", "<think>\nfirst thought\n</think>\n\nblue"),
+                ("user", ask(n)),
+                ("assistant", f"<think>\nlast thought\n</think>\n\n{say(n)}"),
+            )
+        },
         Taken(
             samples=24,
-            learnt=(*EVERY_ANSWER, "last thought"),
+            learnt=(*ANSWERS, "last thought"),
             said=(r"\b24\b.*(template|left out|leaves out)",),
         ),
+        words=CAUSAL.replace("qwen2", "qwen3"),
     ),
-    "content in parts": Case(
-        "parts of text alone were refused",
-        chats(lambda n: {"messages": turns(("user", parts(ask(n))), ("assistant", parts(say(n))))}),
-        CAUSAL,
+    # Another tool's name of the text in a part.
+    "parts called value": chats(
+        lambda n: {
+            "messages": turns(("user", parts(ask(n), "value")), ("assistant", parts(say(n), "value")))
+        },
         TOLD,
     ),
-    "content in parts called value": Case(
-        "another tool's name of the text in a part",
-        chats(
-            lambda n: {
-                "messages": turns(("user", parts(ask(n), "value")), ("assistant", parts(say(n), "value")))
-            }
-        ),
-        CAUSAL,
+    # As TRL writes them.
+    "prompt and completion in parts": chats(
+        lambda n: {
+            "prompt": turns(("user", parts(ask(n)))),
+            "completion": turns(("assistant", parts(say(n)))),
+        },
         TOLD,
     ),
-    "prompt and completion in parts": Case(
-        "as TRL writes them",
-        chats(
-            lambda n: {
-                "prompt": turns(("user", parts(ask(n)))),
-                "completion": turns(("assistant", parts(say(n)))),
-            }
-        ),
-        CAUSAL,
-        TOLD,
-    ),
-    "turns that call functions": Case(
-        "refused by a list of roles, which does not say that tools are not learnt",
-        chats(
-            lambda n: {
-                "conversations": [
-                    {"from": "human", "value": ask(n)},
-                    {"from": "function_call", "value": '{"name": "look"}'},
-                    {"from": "observation", "value": "7"},
-                    {"from": "gpt", "value": say(n)},
-                ]
-            }
-        ),
-        CAUSAL,
-        refused=(r"rows\.jsonl.*line 1\b", "function_call", r"\btools?\b"),
+    # Refused by a list of roles, which does not say that tools are not learnt.
+    "turns that call functions": chats(
+        lambda n: {"conversations": shared(n, ("function_call", '{"name": "look"}'), ("observation", "7"))},
+        None,
+        *(LINE_1, "function_call", r"\btools?\b"),
         unsaid=("did you mean",),
     ),
-    "a turn by a tool": Case(
-        "a role of another kind was offered: did you mean model?",
-        chats(lambda n: {"messages": turns(("user", ask(n)), ("tool", "7"), ("assistant", say(n)))}),
-        CAUSAL,
-        refused=(r"rows\.jsonl.*line 1\b", r"\btool"),
+    # OpenAI's files: the turn that calls has no content. The cause is the call, not the null.
+    "null content beside a tool call": chats(
+        lambda n: {
+            "messages": [
+                said_by("user", ask(n)),
+                said_by("assistant", None, tool_calls=[CALL]),
+                said_by("tool", "7", tool_call_id="1"),
+                said_by("assistant", say(n)),
+            ]
+        },
+        None,
+        *(LINE_1, r"\btool"),
         unsaid=("did you mean",),
     ),
-    "a column of tools": Case(
-        "a model that calls tools was learnt without them",
-        chats(
-            lambda n: {
-                "messages": turns(("user", ask(n)), ("assistant", say(n))),
-                "tools": [{"type": "function", "function": {"name": "look"}}],
-            }
-        ),
-        CAUSAL,
-        refused=(r"rows\.jsonl.*line 1\b", r"\btools\b"),
+    # A model that calls tools was learnt without them.
+    "a column of tools": chats(
+        lambda n: {"messages": told(n), "tools": [{"type": "function", "function": {"name": "look"}}]},
+        None,
+        *(LINE_1, r"\btools\b"),
     ),
-    "reasoning beside an answer": Case(
-        "the reasoning was lost",
-        chats(
-            lambda n: {
-                "messages": [
-                    *turns(("user", ask(n))),
-                    {"role": "assistant", "content": say(n), "reasoning_content": "because"},
-                ]
-            }
-        ),
-        CAUSAL,
-        refused=(r"rows\.jsonl.*line 1\b", "reasoning_content"),
+    # The reasoning was lost.
+    "reasoning beside an answer": chats(
+        lambda n: {
+            "messages": [
+                *turns(("user", ask(n))),
+                said_by("assistant", say(n), reasoning_content="because"),
+            ]
+        },
+        None,
+        *(LINE_1, "reasoning_content"),
     ),
-    "a picture among the parts": Case(
-        "it is no text",
-        chats(
-            lambda n: {
-                "messages": turns(
-                    ("user", [*parts(ask(n)), {"type": "image_url", "image_url": {"url": "a.png"}}]),
-                    ("assistant", say(n)),
-                )
-            }
-        ),
-        CAUSAL,
-        refused=(r"rows\.jsonl.*line 1\b", "image"),
+    # It is no text.
+    "a picture among the parts": chats(
+        lambda n: {
+            "messages": turns(("user", [*parts(ask(n)), {"type": "image_url"}]), ("assistant", say(n)))
+        },
+        None,
+        *(LINE_1, "image"),
     ),
-    "a column of images": Case(
-        "pictures were dropped and their marks learnt as text",
-        chats(
-            lambda n: {
-                "messages": turns(("user", f"<image>{ask(n)}"), ("assistant", say(n))),
-                "images": ["a.png"],
-            }
-        ),
-        CAUSAL,
-        refused=(r"rows\.jsonl", "image"),
+    # Pictures were dropped and their marks learnt as text.
+    "a column of images": chats(
+        lambda n: {
+            "messages": turns(("user", f"<image>{ask(n)}"), ("assistant", say(n))),
+            "images": ["a.png"],
+        },
+        None,
+        *(r"rows\.jsonl", "image"),
     ),
-    "an answer that is a list": Case(
-        "told of messages, which these rows have not",
-        chats(lambda n: {"question": ask(n), "answer": [say(n), "the bird"]}),
-        CAUSAL,
-        refused=(r"rows\.jsonl.*line 1\b", r"\banswer\b", r"\blist\b"),
+    # Told of messages, which these rows have not.
+    "an answer that is a list": chats(
+        lambda n: {"question": ask(n), "answer": [say(n), "the bird"]},
+        None,
+        *(LINE_1, r"\banswer\b", r"\blist\b"),
         unsaid=("message 1",),
     ),
-    "a key of a message that nobody reads": Case(
-        "what is not read is named once, with its count",
-        chats(
-            lambda n: {"messages": [*turns(("user", ask(n)), annotator="ann"), *turns(("assistant", say(n)))]}
-        ),
-        CAUSAL,
-        Taken(samples=24, learnt=EVERY_ANSWER, said=(r"\b24\b.*annotator",)),
+    # What is not read is named once, with its count.
+    "a key of a message that nobody reads": chats(
+        lambda n: {"messages": [*turns(("user", ask(n)), annotator="ann"), *turns(("assistant", say(n)))]},
+        Taken(samples=24, learnt=ANSWERS, said=(r"\b24\b.*annotator",)),
     ),
-    "a column that nobody reads": Case(
-        "what is not read is named once, with its count",
-        chats(lambda n: {"prompt": ask(n), "response": say(n), "origin": "web"}),
-        CAUSAL,
-        Taken(samples=24, learnt=EVERY_ANSWER, said=(r"\b24\b.*\borigin\b",)),
+    # A traceback of zip().
+    "one message for chosen and for rejected": chats(
+        lambda n: {
+            "conversations": [{"from": "human", "value": ask(n)}],
+            "chosen": {"from": "gpt", "value": say(n)},
+            "rejected": {"from": "gpt", "value": f"no{n:02d}x"},
+        },
+        Taken(samples=24, learnt=(*ANSWERS, *NO), read=QUESTIONS),
+        words=PAIRS,
     ),
-    "one message for chosen and for rejected": Case(
-        "a traceback of zip()",
-        chats(
-            lambda n: {
-                "conversations": [{"from": "human", "value": ask(n)}],
-                "chosen": {"from": "gpt", "value": say(n)},
-                "rejected": {"from": "gpt", "value": f"no{n:02d}x"},
-            }
-        ),
-        PAIRS,
-        Taken(
-            samples=24,
-            learnt=(*EVERY_ANSWER, *(f"no{n:02d}x" for n in ROWS)),
-            read=EVERY_QUESTION,
-        ),
+    # Rows were learnt without their pairs.
+    "pairs of another task": chats(
+        lambda n: {"prompt": ask(n), "chosen": say(n), "rejected": "no"},
+        None,
+        *(r"rows\.jsonl", r"\bchosen\b", r"\bdpo\b"),
     ),
-    "several rejected answers": Case(
-        "told of messages, which these rows have not",
-        chats(lambda n: {"prompt": ask(n), "chosen": say(n), "rejected": ["the bird", "a dog"]}),
-        PAIRS,
-        refused=(r"rows\.jsonl.*line 1\b", r"\brejected\b", r"\blist\b"),
-        unsaid=("message 1",),
+    # HuggingFaceH4/ultrafeedback_binarized: the prompt in four columns, and scores that are not learnt from.
+    "the columns of ultrafeedback": chats(
+        lambda n: {
+            **{"prompt": ask(n), "prompt_id": f"{n:064x}", "messages": told(n), "chosen": told(n)},
+            "rejected": turns(("user", ask(n)), ("assistant", f"no{n:02d}x")),
+            **{"score_chosen": 8.5, "score_rejected": 2.0},
+        },
+        Taken(samples=24, learnt=(*ANSWERS, *NO), read=QUESTIONS, said=(r"\b24\b.*score_chosen",)),
+        words=PAIRS,
     ),
-    "pairs of another task": Case(
-        "rows were learnt without their pairs",
-        chats(
-            lambda n: {
-                "conversations": [{"from": "human", "value": ask(n)}],
-                "chosen": {"from": "gpt", "value": say(n)},
-                "rejected": {"from": "gpt", "value": "no"},
-            }
-        ),
-        CAUSAL,
-        refused=(r"rows\.jsonl", r"\bchosen\b", r"\bdpo\b"),
+    # Bad answers were learnt as if they were good.
+    "answers marked as bad": chats(
+        lambda n: {"messages": told(n), "label": n % 2 == 0},
+        Taken(samples=12, learnt=ANSWERS[::2], unlearnt=ANSWERS[1::2], said=(r"\b12\b.*\blabel\b",)),
+        *(r"rows\.jsonl", r"\blabel\b"),
     ),
-    "answers marked as bad": Case(
-        "bad answers were learnt as if they were good",
-        chats(lambda n: {"messages": turns(("user", ask(n)), ("assistant", say(n))), "label": n % 2 == 0}),
-        CAUSAL,
-        Taken(
-            samples=12, learnt=EVERY_ANSWER[::2], unlearnt=EVERY_ANSWER[1::2], said=(r"\b12\b.*\blabel\b",)
-        ),
-        refused=(r"rows\.jsonl", r"\blabel\b"),
+    # LLaMA-Factory's KTO in Alpaca form.
+    "instructions with a kto_tag": chats(
+        lambda n: {"instruction": ask(n), "output": say(n), "kto_tag": n % 2 == 0},
+        Taken(samples=12, learnt=ANSWERS[::2], unlearnt=ANSWERS[1::2], said=(r"\b12\b.*kto_tag",)),
+        *(r"rows\.jsonl", "kto_tag"),
     ),
-    "the name of a method that is none here": Case(
-        "grpo is no misspelt orpo",
-        {"rows.jsonl": jsonl([{"prompt": ask(n)} for n in ROWS])},
-        "auto --task grpo --data {data} --model {models}/qwen2",
-        refused=("grpo",),
+    # grpo is no misspelt orpo.
+    "the name of a method that is none here": chats(
+        lambda n: {"prompt": ask(n)},
+        None,
+        "grpo",
+        words="auto --task grpo --data {data} --model {models}/qwen2",
         unsaid=(r"did you mean \S*orpo",),
+    ),
+    # Lines cut out of a JSON array. Python says "Extra data", which tells nobody of the comma.
+    "a comma at the end of JSON lines": Case(
+        {
+            "rows.jsonl": ",\n".join(json.dumps({"instruction": ask(n), "output": say(n)}) for n in ROWS)
+            + "\n"
+        },
+        CAUSAL,
+        Taken(samples=24, learnt=ANSWERS),
+        (LINE_1, r"comma|JSON"),
+    ),
+    # json.dump(rows, file, indent=2) is common. It is read, or --format json is offered.
+    "an indented JSON array that is called jsonl": Case(
+        {"rows.jsonl": json.dumps([{"instruction": ask(n), "output": say(n)} for n in ROWS], indent=2)},
+        CAUSAL,
+        Taken(samples=24, learnt=ANSWERS),
+        (r"rows\.jsonl", r"--format json\b|\.json\b.*(list|array)|(list|array).*\.json\b"),
     ),
 }
 TABLES = {
-    "labels that are missing": Case(
-        "NaN, as json.dumps writes pandas' rows, became a class",
+    # A Mac's Excel saves "CSV (Macintosh)" so: the file is one line to whoever looks for line feeds.
+    "line ends of one CR": Case({"rows.csv": csv(LABELLED).replace("\n", "\r").encode()}, CLASSES, READ),
+    # Excel's "Unicode text": UTF-16, tabs, and people call it .csv. Encoding and delimiter are in the file.
+    "UTF-16 with tabs in a csv": Case(
         {
-            "rows.jsonl": jsonl(
-                [{"text": text(n), "label": float("nan") if n in (4, 13) else n % 2} for n in ROWS]
+            "rows.csv": csv([(f"{t}, caf\u00e9", c) for t, c in LABELLED], "text\tlabel", "\t").encode(
+                "utf-16"
             )
         },
         CLASSES,
-        Taken(samples=22, labels=("0", "1"), said=(r"\b2\b.*\blabel",)),
-        refused=(r"rows\.jsonl.*line 5\b", r"\blabel"),
+        Taken(samples=24, labels=("neg", "pos"), said=(r"rows\.csv.*\btabs?\b|\btabs?\b.*rows\.csv",)),
     ),
+    # Excel and many data portals write both; the first column is then called \ufeff"text".
+    "a byte order mark before a quoted header": Case(
+        {"rows.csv": csv([(f'"{t}, or not"', c) for t, c in LABELLED], '"text","label"').encode("utf-8-sig")},
+        CLASSES,
+        READ,
+    ),
+    # Excel in most of Europe. Each text has more commas than the row has semicolons.
+    "semicolons, and commas in the texts": table(
+        [(f"{t}, a dog, a bird, a roof", c) for t, c in LABELLED],
+        "text;label",
+        Taken(samples=24, labels=("neg", "pos"), said=(r"semicolon|[\"'`(];",)),
+        mark=";",
+    ),
+    # JSON has true and false; pandas writes the same column to CSV as True and False: two classes, not four.
+    "booleans in JSON and in CSV": Case(
+        {
+            "rows.jsonl": jsonl([{"text": text(n), "label": n % 2 == 0} for n in ROWS]),
+            "held.csv": csv([(text(n + 30), n % 2 == 0) for n in range(6)]),
+        },
+        CLASSES.format(data="{folder}/rows.jsonl", models="{models}") + " --valid {folder}/held.csv",
+        Taken(samples=30, labels=("False", "True")),
+    ),
+    # df.label.astype("category").to_parquet(): a dictionary of names, not the codes 0 and 1.
+    "categories of pandas in Parquet": Case(
+        {
+            "rows.parquet": pa.table(
+                {
+                    "text": [t for t, _ in LABELLED],
+                    "label": pa.array([c for _, c in LABELLED]).dictionary_encode(),
+                }
+            )
+        },
+        CLASSES,
+        READ,
+    ),
+    # A review of "10" that a JSON writer made a number. It is a text, or the row is named; never lost.
+    "a number where a text belongs": chats(
+        lambda n: {"text": 10 if n == 6 else text(n), "label": "ab"[n % 2]},
+        Taken(samples=24, labels=("a", "b")),
+        *(r"rows\.jsonl.*line 7\b", r"\btext\b"),
+        words=CLASSES,
+    ),
+    # NaN, as json.dumps writes pandas' rows, became a class.
+    "labels that are missing": chats(
+        lambda n: {"text": text(n), "label": float("nan") if n in (4, 13) else n % 2},
+        Taken(samples=22, labels=("0", "1"), said=(r"\b2\b.*\blabel",)),
+        *(r"rows\.jsonl.*line 5\b", r"\blabel"),
+        words=CLASSES,
+    ),
+    # Left out and counted, or refused by its line; never a text.
+    "NaN where a text belongs": Case(
+        {"rows.jsonl": jsonl([{"text": float("nan") if n in (5, 17) else text(n)} for n in range(40)])},
+        CAUSAL,
+        Taken(
+            learnt=tuple(t for n, t in enumerate(texts(40)) if n not in (5, 17)),
+            unlearnt=("nan", "NaN"),
+            said=(r"\b2\b.*\b(text|rows?)\b",),
+        ),
+        (r"rows\.jsonl.*line 6\b", r"\btext\b"),
+    ),
+    # pandas wrote one of them with a gap: one class, not two.
     "1.0 in one file and 1 in another": Case(
-        "pandas wrote one of them with a gap: one class, not two",
         {
             "train.csv": csv([(text(n), f"{n % 2}.0") for n in ROWS]),
             "valid.csv": csv([(text(n + 30), n % 2) for n in range(6)]),
@@ -316,196 +405,161 @@ TABLES = {
         CLASSES,
         Taken(samples=30, labels=("0", "1")),
     ),
-    "scores of pairs": Case(
-        "every score became a class",
-        {
-            "rows.csv": csv(
-                [(text(n), text(n + 30), f"{n * 0.19:.2f}") for n in ROWS], "sentence1,sentence2,label"
-            )
-        },
-        CLASSES,
-        refused=(r"rows\.csv", r"line \d|0\.\d\d", r"regression|decimal|score"),
+    # 51 classes from 0.0 to 5.0.
+    "scores of one decimal": table(
+        [(text(n % 90), text(n % 89), f"{n % 51 / 10:.1f}") for n in range(120)],
+        "sentence1,sentence2,score",
+        None,
+        *(r"rows\.csv", r"\bscore\b", r"regression|decimal"),
+        words=f"{CLASSES} --label-column score",
     ),
-    "scores of one decimal": Case(
-        "51 classes from 0.0 to 5.0",
-        {
-            "rows.csv": csv(
-                [(text(n % 90), text(n % 89), f"{n % 51 / 10:.1f}") for n in range(120)],
-                "sentence1,sentence2,score",
-            )
-        },
-        f"{CLASSES} --label-column score",
-        refused=(r"rows\.csv", r"\bscore\b", r"regression|decimal"),
+    # A list is no class.
+    "several labels a row": chats(
+        lambda n: {"text": text(n), "label": ["joy", "fear"][: 1 + n % 2]},
+        None,
+        *(LINE_1, r"\blabel", r"multi|several|list"),
+        words=CLASSES,
     ),
-    "several labels a row": Case(
-        "a list is no class",
-        {"rows.jsonl": jsonl([{"text": text(n), "label": ["joy", "fear"][: 1 + n % 2]} for n in ROWS])},
-        CLASSES,
-        refused=(r"rows\.jsonl.*line 1\b", r"\blabel", r"multi|several|list"),
+    # SetFit's data sets: both name classes; the one not read is named.
+    "a label and the name of the label": table(
+        [(text(n), n % 2, ("negative", "positive")[n % 2]) for n in ROWS],
+        "text,label,label_text",
+        Taken(samples=24, labels=("0", "1"), said=("label_text",)),
     ),
-    "a quote that is never closed": Case(
-        "39 rows became part of one text",
-        {
-            "rows.csv": csv(
-                [("xy"[n % 2], ('"' if n == 20 else "") + text(n)) for n in range(40)], "label,text"
-            )
-        },
-        CLASSES,
-        refused=(r"rows\.csv.*line 22\b", r"\bquote"),
+    # 39 rows became part of one text.
+    "a quote that is never closed": table(
+        [("xy"[n % 2], ('"' if n == 20 else "") + text(n)) for n in range(40)],
+        "label,text",
+        None,
+        *(r"rows\.csv.*line 22\b", r"\bquote"),
     ),
-    "a text with lines in quotes": Case(
-        "a quote that is closed lines later is one row, as always",
-        {"rows.csv": csv([(f'"{text(n)}\n{text(n + 30)}"', "xy"[n % 2]) for n in ROWS])},
-        CLASSES,
-        Taken(samples=24, labels=("x", "y")),
-    ),
-    "two columns of one name": Case(
-        "the last was taken, without a word",
-        {"rows.csv": csv([(text(n), f"other {n}", "xy"[n % 2]) for n in ROWS], "text,text,label")},
-        CLASSES,
+    # A quote that is closed lines later is one row, as always.
+    "a text with lines in quotes": table([(f'"{t}\n{text(30)}"', c) for t, c in LABELLED]),
+    # The last was taken, without a word.
+    "two columns of one name": table(
+        [(text(n), f"other {n}", "xy"[n % 2]) for n in ROWS],
+        "text,text,label",
         Taken(samples=24, labels=("x", "y"), said=(rf"\btext\b.*{TWICE}|{TWICE}.*\btext\b",)),
-        refused=(r"rows\.csv", r"\btext\b", TWICE),
+        *(r"rows\.csv", r"\btext\b", TWICE),
     ),
-    "a blank in a header": Case(
-        "asked for a column that it showed",
-        {"rows.csv": csv([(text(n), (" neg", " pos")[n % 2]) for n in ROWS], "text, label")},
-        CLASSES,
-        Taken(samples=24, labels=("neg", "pos")),
-    ),
-    "tabs in a csv": Case(
-        "the delimiter is what the file has, and said",
-        {"rows.csv": csv([(f"{text(n)}, or not", "xy"[n % 2]) for n in ROWS], "text\tlabel", "\t")},
-        CLASSES,
-        Taken(samples=24, labels=("x", "y"), said=(r"rows\.csv.*\btabs?\b|\btabs?\b.*rows\.csv",)),
-    ),
+    # Asked for a column that it showed.
+    "a blank in a header": table([(t, f" {c}") for t, c in LABELLED], "text, label"),
+    # Of a table without a header the first row was taken for names.
     "columns by number": Case(
-        "of a table without a header the first row was taken for names",
         {"rows.tsv": csv([(text(n), f"id{n}", "xy"[n % 2]) for n in ROWS[1:]], f"{text(0)}\tid0\tx", "\t")},
         f"{CLASSES} --text-column 1 --label-column 3",
-        Taken(samples=24, labels=("x", "y")),
+        TWO,
     ),
-    "no header and no number": Case(
-        "the way out is the columns' numbers",
-        {"rows.csv": csv([(text(n), "xy"[n % 2]) for n in ROWS[1:]], f"{text(0)},x")},
-        CLASSES,
-        refused=(r"rows\.csv", r"--(text|label)-column", r"header|number|\b1\b"),
+    # The way out is the columns' numbers.
+    "no header and no number": table(
+        [(text(n), "xy"[n % 2]) for n in ROWS[1:]],
+        f"{text(0)},x",
+        None,
+        *(r"rows\.csv", r"--(text|label)-column", r"header|number|\b1\b"),
     ),
+    # A JSON whose splits hold [text, label].
     "splits of lists": Case(
-        "a JSON whose splits hold [text, label]",
         {
             "rows.json": json.dumps(
                 {
-                    "train": [[text(n), "xy"[n % 2]] for n in ROWS],
-                    "val": [[text(n + 30), "xy"[n % 2]] for n in range(4)],
-                    "test": [[text(n + 40), "xy"[n % 2]] for n in range(6)],
+                    name: [[text(n), "xy"[n % 2]] for n in numbers]
+                    for name, numbers in (("train", ROWS), ("val", range(30, 34)), ("test", range(40, 46)))
                 }
             )
         },
         f"{CLASSES} --text-column 1 --label-column 2",
         Taken(samples=34, labels=("x", "y")),
     ),
+    # An object of lists of one length is columns.
     "columns in an object": Case(
-        "an object of lists of one length is columns",
-        {
-            "rows.json": json.dumps(
-                {"text": [text(n) for n in ROWS], "label": ["xy"[n % 2] for n in ROWS]},
-            )
-        },
+        {"rows.json": json.dumps({"text": [*map(text, ROWS)], "label": ["xy"[n % 2] for n in ROWS]})},
         CLASSES,
-        Taken(samples=24, labels=("x", "y")),
+        TWO,
     ),
+    # The first list of the object was taken for them: its tags.
     "rows under a key": Case(
-        "the first list of the object was taken for them: its tags",
-        {
-            "rows.json": json.dumps(
-                {"version": "1", "tags": ["x", "y"], "data": [{"text": text(n)} for n in ROWS]}
-            )
-        },
+        {"rows.json": json.dumps({"tags": ["x", "y"], "data": [{"text": text(n)} for n in ROWS]})},
         CAUSAL,
         Taken(learnt=texts(24)),
-        refused=(r"rows\.json", r"\bdata\b"),
+        (r"rows\.json", r"\bdata\b"),
     ),
+    # CoNLL has a class for each word.
     "a column of words and tags": Case(
-        "CoNLL has a class for each word",
         {"rows.conll": "".join("the\tO\nred\tO\ncat\tB-animal\n\n" for _ in ROWS)},
         CLASSES,
         refused=(r"rows\.conll", "--format"),
     ),
+    # Half of the rows vanished, and the sentence blamed the validation split.
     "rows without the text": Case(
-        "half of the rows vanished, and the sentence blamed the validation split",
         {"rows.jsonl": jsonl([{"text" if n < 20 else "content": text(n)} for n in range(40)])},
         CAUSAL,
         Taken(learnt=texts(20), said=(r"\b20\b.*\btext\b",)),
-        refused=(r"rows\.jsonl.*line 39\b", r"\btext\b"),
+        (r"rows\.jsonl.*line 39\b", r"\btext\b"),
     ),
+    # --format was offered, which cannot help.
     "a packed file": Case(
-        "--format was offered, which cannot help",
         {"rows.jsonl.gz": gzip.compress(jsonl([{"text": text(n)} for n in ROWS]).encode())},
         CAUSAL,
         Taken(learnt=texts(24)),
-        refused=(r"rows\.jsonl\.gz", r"gunzip|unpack|compress"),
-        unsaid=("--format",),
+        (r"rows\.jsonl\.gz", r"gunzip|unpack|compress"),
+        ("--format",),
     ),
 }
+BOOKS = titles(list(range(15)))
 SHOPS = {
-    "ids that became decimal": Case(
-        "3.0 in one table and 3 in the other: no title joined, and twice the items",
-        {
-            "interactions.csv": interactions([(u, f"{i}.0", t) for u, i, t in CLICKS]),
-            "items.csv": titles(list(range(15))),
-        },
-        SHOP,
-        FULL_SHOP,
-        unsaid=("items have no text",),
+    # A float64 column, as pandas has after a merge: no title joined, and twice the items.
+    "ids that became decimal": shop(
+        pa.table(
+            {
+                "user_id": [u for u, _, _ in CLICKS],
+                "item_id": [float(i) for _, i, _ in CLICKS],
+                "timestamp": [t for _, _, t in CLICKS],
+            }
+        ),
+        items=BOOKS,
     ),
-    "ids that became decimal in Parquet": Case(
-        "a float64 column, as pandas has after a merge",
-        {
-            "interactions.parquet": pa.table(
-                {
-                    "user_id": [u for u, _, _ in CLICKS],
-                    "item_id": [float(i) for _, i, _ in CLICKS],
-                    "timestamp": [t for _, _, t in CLICKS],
-                }
-            ),
-            "items.csv": titles(list(range(15))),
-        },
-        SHOP,
-        FULL_SHOP,
-        unsaid=("items have no text",),
+    # Zip codes, SKUs, shop numbers: 007 is not 7. Read as numbers, two items would be one.
+    "ids that begin with zeros": shop(
+        interactions([(f"u{u}", f"{i:03d}" if u % 2 else i, t) for u, i, t in clicks() if i < 10]),
+        Taken(facts={"users": 12, "items": 20, "texts": 20}),
+        items=titles([*range(10), *(f"{n:03d}" for n in range(10))]),
     ),
-    "an id that is missing": Case(
-        "named neither file nor line",
-        {
-            "interactions.csv": interactions(
-                [("" if n == 40 else u, i, t) for n, (u, i, t) in enumerate(CLICKS)]
-            )
-        },
-        SHOP,
-        refused=(r"interactions\.csv.*line 42\b", r"\buser"),
+    # The catalogue has ASINs, the log the shop's own numbers. Three examples of each side show it at once.
+    "a catalogue of other ids": shop(
+        interactions(CLICKS),
+        Taken(said=(r"(B00\d{4}X\b.*){3}",)),
+        *(r"items\.csv", r"(B00\d{4}X\b.*){3}"),
+        items=titles([f"B00{n:04d}X" for n in range(15)]),
     ),
-    "bad ratings": Case(
-        "1 of 5 counted as taken, and nothing told of --min-rating",
-        {
-            "interactions.csv": interactions(
-                [(u, i, 1 + i % 5) for u, i, _ in CLICKS], "user_id,item_id,rating"
-            )
-        },
-        SHOP,
+    # Named neither file nor line.
+    "an id that is missing": shop(
+        interactions([("" if n == 40 else u, i, t) for n, (u, i, t) in enumerate(CLICKS)]),
+        None,
+        *(r"interactions\.csv.*line 42\b", r"\buser"),
+    ),
+    # 1 of 5 counted as taken, and nothing told of --min-rating.
+    "bad ratings": shop(
+        interactions([(u, i, 1 + i % 5) for u, i, _ in CLICKS], "user_id,item_id,rating"),
         Taken(facts={"users": 12, "items": 15}, said=("--min-rating",)),
     ),
-    "an item with two rows": Case(
-        "the last title won, without a word",
-        {
-            "interactions.csv": interactions(CLICKS),
-            "items.csv": titles(list(range(15))) + "3,another book\n",
-        },
-        SHOP,
+    # The last title won, without a word.
+    "an item with two rows": shop(
+        interactions(CLICKS),
         Taken(facts={"items": 15, "texts": 15}, said=(rf"\bitems?\b.*{TWICE}|{TWICE}.*\b(items?|ids?)\b",)),
-        refused=(r"items\.csv", TWICE),
+        *(r"items\.csv", TWICE),
+        items=BOOKS + "3,another book\n",
     ),
+    # The same pair twice is one interaction here: how many went is said.
+    "clicks that come again": shop(
+        interactions([*CLICKS, *((u, i, t + 50) for u, i, t in CLICKS if t % 100 == 2)]),
+        Taken(
+            facts={"users": 12, "items": 15},
+            samples=72,
+            said=(r"\b12\b.*(repeat|again|twice|more than once|duplicate|several times|same)",),
+        ),
+    ),
+    # The endings .inter and .item, names with types.
     "RecBole's files": Case(
-        "the endings .inter and .item, names with types",
         {
             "shop.inter": csv(CLICKS, "user_id:token\titem_id:token\ttimestamp:float", "\t"),
             "shop.item": csv([(n, f"book {n}") for n in range(15)], "item_id:token\ttitle:token_seq", "\t"),
@@ -514,11 +568,12 @@ SHOPS = {
         FULL_SHOP,
         unsaid=("items have no text",),
     ),
-    "nobody has an unseen item": Case(
-        "hr@10 was 1.0 of users who were ranked against nobody",
-        {"interactions.csv": interactions(clicks(items=6))},
-        "auto --task recommender --data {data} --preset ids --epochs 1 --least-steps 0 --name r",
-        refused=(r"\busers?\b", r"unseen|every item|all (the |of the )?\d* ?items|took all"),
+    # hr@10 was 1.0 of users who were ranked against nobody.
+    "nobody has an unseen item": shop(
+        interactions(clicks(items=6)),
+        None,
+        *(r"\busers?\b", r"unseen|every item|all (the |of the )?\d* ?items|took all"),
+        words="auto --task recommender --data {data} --preset ids --epochs 1 --least-steps 0 --name r",
     ),
 }
 CASES = TALK | TABLES | SHOPS
@@ -534,7 +589,7 @@ def test_one_user_has_no_unseen_item(tmp_path: Path) -> None:
     rows = [(99, item, 1_700_000_000 + item) for item in range(15)] + [c for c in CLICKS if c[0]]
     words = "auto --task recommender --data {data} --preset ids --epochs 1 --least-steps 0 --name r"
     said = Taken(said=(r"\b1\b.{0,40}\busers?\b.*(unseen|every item|all items|left out|took all)",))
-    check(Case("one of twelve", {"interactions.csv": interactions(rows)}, words, said), tmp_path / "case")
+    check(Case({"interactions.csv": interactions(rows)}, words, said), tmp_path / "case")
     hits = summary(tmp_path / "case" / "work" / "runs" / "r")["metrics"]["hr@10"] * 11
     assert hits == pytest.approx(round(hits), abs=0.01)
 
