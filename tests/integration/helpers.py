@@ -39,6 +39,13 @@ def launch(
     return command(own_command(*words), cwd, timeout, **environment)
 
 
+def succeed(*words: str, cwd: Path, **more: Any) -> subprocess.CompletedProcess[str]:
+    """`isobatch WORDS` as `launch` runs it; it must end well."""
+    done = launch(*words, cwd=cwd, **more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
 def run_code(code: str, *words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     """`python -c CODE WORDS` in a folder, with libraries imported."""
     return _zygote().run((), cwd, os.environ, 240, program=["-c", code, *words])

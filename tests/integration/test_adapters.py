@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from isobatch.data import corpora, tokenizers
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-from isobatch.tests.integration.helpers import furthest, launch, losses, run_code, summary
+from isobatch.tests.integration.helpers import furthest, launch, losses, run_code, succeed, summary
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.paths import REGISTER
 
@@ -46,8 +46,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def trained(home: Path, way: str, name: str, *more: str) -> Path:
     words = [*TASK, *WAYS[way], "--max-length", "64", "--steps", "12", "--keep", "9", "--name", name, *more]
-    done = launch(*words, cwd=home)
-    assert done.returncode == 0, done.stderr
+    succeed(*words, cwd=home)
     return home / "runs" / name
 
 
@@ -85,8 +84,7 @@ def test_every_way_trains_resumes_merges_and_writes(way: str, home: Path) -> Non
     for gone in ("checkpoints/train-12", "final"):
         shutil.rmtree(again / gone)
     (again / "summary.json").unlink()
-    resumed = launch("resume", str(again), "--quiet", cwd=home)
-    assert resumed.returncode == 0, resumed.stderr
+    succeed("resume", str(again), "--quiet", cwd=home)
     assert losses(again) == first
     done = run_code(AFTERWARDS, str(run), cwd=home)
     assert done.returncode == 0, done.stderr
@@ -112,7 +110,7 @@ print(float((a - b).abs().max()), float((a - c).abs().max()))
 def test_peft_opens_the_adapter_and_transformers_the_merged_model(way: str, home: Path) -> None:
     run = home / "runs" / way if (home / "runs" / way).is_dir() else trained(home, way, way)
     if not (run / "exports" / "merged").is_dir():
-        assert launch("export", str(run), "--to", "merged", cwd=home).returncode == 0
+        succeed("export", str(run), "--to", "merged", cwd=home)
     done = run_code(OPENED, str(run), "base", cwd=home)
     assert done.returncode == 0, done.stderr
     apart, learnt = map(float, done.stdout.split())
@@ -149,8 +147,7 @@ def test_processes_learn_the_same_with_an_adapters_dropout(home: Path) -> None:
     other = home / "runs" / "lora" if (home / "runs" / "lora").is_dir() else trained(home, "lora", "lora")
     assert furthest(losses(one), losses(two)) < 1e-5
     assert furthest(losses(one), losses(other)) > 1e-5
-    verified = launch("verify", str(two), cwd=home)
-    assert verified.returncode == 0, verified.stdout + verified.stderr
+    succeed("verify", str(two), cwd=home)
 
 
 def test_rounded_weights_cannot_be_cut(home: Path) -> None:

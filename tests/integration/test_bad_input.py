@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.tests.integration.helpers import RAGGED, ROOT, launch, summary
+from isobatch.tests.integration.helpers import RAGGED, ROOT, launch, succeed, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,12 +75,11 @@ def test_unreadable_data(tmp_path: Path) -> None:
 
 def test_a_truncated_prepared_file_is_named(tmp_path: Path) -> None:
     cache = {"ISOBATCH_CACHE": str(tmp_path / "cache")}
-    assert launch("prepare", *LM, cwd=tmp_path, **cache).returncode == 0
+    succeed("prepare", *LM, cwd=tmp_path, **cache)
     (tokens,) = (tmp_path / "cache").rglob("train/tokens-values.npy")
     whole = tokens.read_bytes()
     tokens.write_bytes(whole[:-100])
-    done = launch("prepare", *LM, cwd=tmp_path, **cache)
-    assert done.returncode == 0, done.stderr
+    done = succeed("prepare", *LM, cwd=tmp_path, **cache)
     assert f"{tokens} was changed after it was prepared: it is prepared again" in done.stdout + done.stderr
     assert tokens.read_bytes() == whole
 
@@ -119,8 +118,7 @@ def test_a_users_models_and_data_do_not_hide_ours(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "__init__.py").write_text("raise SystemExit('the wrong data')")
     (tmp_path / "engine.py").write_text("raise SystemExit('the wrong engine')")
-    done = launch("describe", "causal-lm", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = succeed("describe", "causal-lm", "--json", cwd=tmp_path)
     assert json.loads(done.stdout)["task"] == "causal-lm"
     script = subprocess.run(
         [sys.executable, str(ROOT / "launch/train.py"), "--task", "nothing"],
@@ -134,6 +132,5 @@ def test_a_users_models_and_data_do_not_hide_ours(tmp_path: Path) -> None:
 
 def test_words_with_spaces_quotes_and_unicode(tmp_path: Path) -> None:
     name = 'it\'s a "näme" 中'
-    done = launch("auto", "--task", RAGGED, "--steps", "2", "--name", name, "--quiet", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed("auto", "--task", RAGGED, "--steps", "2", "--name", name, "--quiet", cwd=tmp_path)
     assert summary(tmp_path / "runs" / name)["status"] == "done"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.launch.commands.chat import open_language_model
-from isobatch.tests.integration.helpers import ROOT, launch, losses, run_card, summary
+from isobatch.tests.integration.helpers import ROOT, launch, losses, run_card, succeed, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -39,8 +39,7 @@ def plain_perplexity(final: Path, text: str, width: int) -> float:
 
 def train(folder: Path, data: Path, *words: str) -> Path:
     common = ["--task", "causal-lm", "--data", str(data), "--name", "lm", "--quiet"]
-    done = launch("auto", *common, *words, cwd=folder, timeout=500)
-    assert done.returncode == 0, done.stderr
+    succeed("auto", *common, *words, cwd=folder, timeout=500)
     return folder / "runs" / "lm"
 
 
@@ -70,8 +69,7 @@ def test_perplexity_agrees_with_plain_transformers(tmp_path: Path) -> None:
 
 
 def test_the_demo_learns_and_writes(tmp_path: Path) -> None:
-    done = launch("auto", "--task", "causal-lm", "--steps", "15", "--name", "demo", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = succeed("auto", "--task", "causal-lm", "--steps", "15", "--name", "demo", cwd=tmp_path)
     run = tmp_path / "runs" / "demo"
     found = losses(run)
     assert sum(found[-5:]) / 5 < found[0] - 0.6

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from typing import TYPE_CHECKING
 
-from isobatch.tests.integration.helpers import RAGGED, launch, losses, summary
+from isobatch.tests.integration.helpers import RAGGED, losses, succeed, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -15,17 +15,14 @@ SETTINGS = ["--task", RAGGED, "--epochs", "3", "--save-every", "4", "--processes
 
 def test_a_run_goes_on_from_its_copy_and_a_result_that_is_here_stays(tmp_path: Path) -> None:
     store, run = f"file://{tmp_path / 'store'}", tmp_path / "runs" / "copied"
-    done = launch("auto", *SETTINGS, "--name", "copied", "--checkpoint-copy", store, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed("auto", *SETTINGS, "--name", "copied", "--checkpoint-copy", store, cwd=tmp_path)
     shutil.rmtree(run / "checkpoints")
-    again = launch("resume", f"{store}/copied", cwd=tmp_path)
-    assert again.returncode == 0, again.stderr
+    again = succeed("resume", f"{store}/copied", cwd=tmp_path)
     assert "copied: done, 12 steps" in again.stdout
     assert (run / "final").is_dir()
 
     whole = losses(run)
     shutil.rmtree(run)
-    fetched = launch("resume", f"{store}/copied", cwd=tmp_path)
-    assert fetched.returncode == 0, fetched.stderr
+    succeed("resume", f"{store}/copied", cwd=tmp_path)
     assert summary(run)["status"] == "done"
     assert losses(run) == whole

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from isobatch.tests.integration.helpers import furthest, killed_at_random, launch, rows, run_card, summary
+from isobatch.tests.integration.helpers import (
+    furthest,
+    killed_at_random,
+    launch,
+    rows,
+    run_card,
+    succeed,
+    summary,
+)
 from isobatch.tests.integration.test_bad_input import complaint
 
 if TYPE_CHECKING:
@@ -28,10 +36,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished classifier, runs/teacher, and a pruned one, runs/pruned."""
     folder = tmp_path_factory.mktemp("compression")
     words = ["auto", "--task", "classifier", "--name", "teacher", "--epochs", "3", *SMALL]
-    done = launch(*words, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    done = launch("auto", *PRUNE, "--name", "pruned", "--processes", "1", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    succeed(*words, cwd=folder)
+    succeed("auto", *PRUNE, "--name", "pruned", "--processes", "1", cwd=folder)
     return folder
 
 
@@ -83,13 +89,11 @@ def test_a_models_card_shows_lines_that_run(name: str, home: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_prune_the_same(home: Path) -> None:
     words = ["auto", *PRUNE, "--name", "two", "--processes", "2", "--again"]
-    done = launch(*words, cwd=home)
-    assert done.returncode == 0, done.stderr
+    succeed(*words, cwd=home)
     one, two = home / "runs" / "pruned", home / "runs" / "two"
     assert decided(one) == decided(two)
     assert furthest(trained(one), trained(two)) < 1e-4
-    verified = launch("verify", str(two), cwd=home)
-    assert verified.returncode == 0, verified.stdout + verified.stderr
+    succeed("verify", str(two), cwd=home)
 
 
 @pytest.mark.slow
@@ -100,8 +104,7 @@ def test_killed_in_the_middle_of_pruning_it_ends_the_same(home: Path, tmp_path: 
     try:
         for _ in range(4):
             killed_at_random(words, run, generator)
-        done = launch("resume", str(run), cwd=home)
-        assert done.returncode == 0, done.stderr
+        succeed("resume", str(run), cwd=home)
     finally:
         shutil.move(tmp_path / "pruned", home / "runs" / "pruned")
     whole = home / "runs" / "pruned"
@@ -109,14 +112,12 @@ def test_killed_in_the_middle_of_pruning_it_ends_the_same(home: Path, tmp_path: 
     assert trained(run) == trained(whole)
     weights = [(r / "final" / "model.safetensors").read_bytes() for r in (run, whole)]
     assert weights[0] == weights[1]
-    verified = launch("verify", str(run), cwd=home)
-    assert verified.returncode == 0, verified.stdout + verified.stderr
+    succeed("verify", str(run), cwd=home)
 
 
 def test_a_pruned_model_becomes_a_small_verified_file(home: Path) -> None:
     words = ["auto", "--task", "qat", "--pruned", "runs/pruned", "--epochs", "1", "--name", "small", *SMALL]
-    done = launch(*words, cwd=home)
-    assert done.returncode == 0, done.stderr
+    succeed(*words, cwd=home)
     run = home / "runs" / "small"
     found, pruned = summary(run)["metrics"], summary(home / "runs" / "pruned")["metrics"]
     assert found["max_logit_difference"] < 1e-3
@@ -130,9 +131,8 @@ def test_a_pruned_model_becomes_a_small_verified_file(home: Path) -> None:
     assert (planned["invariance"], summary(run)["invariance"]) == ("rounding", "rounding")
     assert 0 <= loss < 1e-2
     assert 0 <= norm < 1
-    assert launch("verify", str(run), cwd=home).returncode == 0
-    exported = launch("export", str(run), "--json", cwd=home)
-    assert exported.returncode == 0, exported.stderr
+    succeed("verify", str(run), cwd=home)
+    exported = succeed("export", str(run), "--json", cwd=home)
     figures = json.loads(exported.stdout)
     assert figures.keys() == {"hf", "dense", "onnx", "onnx-int4"}
     assert all(f["max_logit_difference"] < 1e-4 for f in figures.values())
@@ -141,8 +141,9 @@ def test_a_pruned_model_becomes_a_small_verified_file(home: Path) -> None:
 
 def check_report(home: Path) -> None:
     """One page without anything from elsewhere, and the same figures as JSON and Markdown."""
-    done = launch("report", "runs/teacher", "runs/pruned", "runs/small", "--to", "report", "--json", cwd=home)
-    assert done.returncode == 0, done.stderr
+    done = succeed(
+        "report", "runs/teacher", "runs/pruned", "runs/small", "--to", "report", "--json", cwd=home
+    )
     made = json.loads(done.stdout)
     assert made == json.loads((home / "report" / "report.json").read_text())
     forms = [(row["run"], row["form"]) for row in made["models"]]
@@ -166,8 +167,7 @@ def check_report(home: Path) -> None:
 
 def test_seeds_are_runs_of_their_own_and_one_answer(home: Path) -> None:
     words = ["auto", "--task", "classifier", "--steps", "8", "--seed", "0-1", "--json", "--quiet"]
-    done = launch(*words, cwd=home)
-    assert done.returncode == 0, done.stderr
+    done = succeed(*words, cwd=home)
     found = json.loads(done.stdout)
     (row,) = found["rows"]
     values = [summary(home / run)["metrics"]["loss"] for run in row["runs"]]
@@ -180,15 +180,13 @@ def test_seeds_are_runs_of_their_own_and_one_answer(home: Path) -> None:
 def test_compress_is_the_chain_and_goes_on_where_it_stood(home: Path) -> None:
     steps = ["--steps", "6", "--prune-every", "2", "--sparsity", "0.4", "--name", "chain", "--out", "chained"]
     words = ["auto", "--task", "compress", *steps, *SMALL]
-    done = launch(*words, cwd=home)
-    assert done.returncode == 0, done.stderr
+    succeed(*words, cwd=home)
     stages = ["chain-classifier", "chain-pruning", "chain-qat"]
     assert sorted(p.name for p in (home / "chained").iterdir()) == stages
     assert (home / "chained" / "chain-qat" / "report" / "report.html").is_file()
     shutil.rmtree(home / "chained" / "chain-qat")
     first = (home / "chained" / "chain-classifier" / "metrics.jsonl").read_bytes()
-    again = launch(*words, cwd=home)
-    assert again.returncode == 0, again.stderr
+    succeed(*words, cwd=home)
     assert (home / "chained" / "chain-qat" / "report" / "report.html").is_file()
     assert (home / "chained" / "chain-classifier" / "metrics.jsonl").read_bytes() == first
     other = launch(*words, "--name", "other", "--embedding-bits", "4", cwd=home)  # the last stage is another
@@ -200,7 +198,7 @@ def test_compress_is_the_chain_and_goes_on_where_it_stood(home: Path) -> None:
 WRONG = {
     "above 1": (["--sparsity", "1.5"], "--sparsity 1.5: must be"),
     "out of reach": (["--sparsity", "0.95", "--granularity", "neurons"], "--sparsity 0.95: at most 0."),
-    "multiple": (["--multiple", "48"], "--multiple 48: the layers have 512 neurons"),
+    "multiple": (["--multiple", "48"], "--multiple 48: does not divide the 512 neurons"),
     "ramp": (["--ramp", "0.9"], "--ramp 0.9: with --recover 0.5"),
     "no teacher": (["--teacher", "runs/none"], "--teacher runs/none: there is no such folder"),
     "pruned": (["--teacher", "runs/pruned"], "is pruned already"),

@@ -20,7 +20,7 @@ from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.strategies import STRATEGIES
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, list_checkpoints
 from isobatch.engine.checkpointing.portable_state import saved_moments
-from isobatch.tests.integration.helpers import ROOT, launch, losses, rows, summary
+from isobatch.tests.integration.helpers import ROOT, launch, losses, rows, succeed, summary
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.paths import REGISTER
 
@@ -46,23 +46,20 @@ def _runs(_: str, names: list[str]) -> set[str]:
 
 
 def test_the_own_task_trains_and_logs_its_figures(own_task: Path) -> None:
-    done = launch(*MINE, "--name", "one", cwd=own_task)
-    assert done.returncode == 0, done.stderr
+    succeed(*MINE, "--name", "one", cwd=own_task)
     run = own_task / "runs" / "one"
     metrics = summary(run)["metrics"]
     assert metrics["accuracy"] > 0.8
     assert metrics["median_margin"] > 1
     steps = [r for r in rows(run) if "lr" in r]
     assert all(round(r["train_accuracy"] * 32, 6).is_integer() for r in steps)  # of a global batch of 32
-    verified = launch("verify", "runs/one", cwd=own_task)
-    assert verified.returncode == 0, verified.stdout
+    succeed("verify", "runs/one", cwd=own_task)
     check_predictions(own_task)
 
 
 def check_predictions(own_task: Path) -> None:
     """Of held-out samples, and of rows that the task's own data reads."""
-    held_out = launch("predict", "runs/one", "--split", "valid", "--json", cwd=own_task)
-    assert held_out.returncode == 0, held_out.stderr
+    held_out = succeed("predict", "runs/one", "--split", "valid", "--json", cwd=own_task)
     found = [json.loads(line) for line in held_out.stdout.splitlines()]
     assert [row["sample"] for row in found] == list(range(80))
     (own_task / "new.csv").write_text("x,y\n0.0,1.0\n1.0,-0.4\n")
@@ -79,8 +76,7 @@ def check_predictions(own_task: Path) -> None:
 @pytest.mark.slow
 def test_the_own_task_learns_the_same_on_two_processes(own_task: Path) -> None:
     for name, words in (("one", []), ("two", ["--processes", "2"])):
-        done = launch(*MINE, "--epochs", "1", "--name", name, *words, cwd=own_task)
-        assert done.returncode == 0, done.stderr
+        succeed(*MINE, "--epochs", "1", "--name", name, *words, cwd=own_task)
     one, two = (own_task / "runs" / name for name in ("one", "two"))
     assert losses(one) == pytest.approx(losses(two), abs=1e-5)
     figures = [[r["train_accuracy"] for r in rows(run) if "lr" in r] for run in (one, two)]
@@ -97,8 +93,7 @@ def test_the_own_task_reads_the_users_file_and_has_flags(own_task: Path) -> None
         writer.writerow(["x", "y", "label"])
         writer.writerows([[*point, int(point[0] > 0)] for point in generator.normal(size=(200, 2)).tolist()])
     words = ["--data", "points.csv", "--width", "16", "--activation", "relu", "--holdout", "0.25"]
-    done = launch(*MINE, *words, "--name", "points", cwd=own_task)
-    assert done.returncode == 0, done.stderr
+    succeed(*MINE, *words, "--name", "points", cwd=own_task)
     run = isobatch.load(own_task / "runs" / "points")
     assert run.facts.samples == {"train": 150, "valid": 50}
     assert run.metrics["accuracy"] > 0.8
@@ -154,8 +149,7 @@ def test_an_optimizer_of_a_tasks_own_file_is_known_wherever_the_task_is(tmp_path
     (tmp_path / "mine.py").write_text("\n".join(lines))
     asked = ("auto", "--task", "./mine.py:Mine", "--optimizer", "own-lion", "--steps", "6", "--name", "own")
     for words in (asked, ("verify", "runs/own"), ("runs", "--json")):
-        done = launch(*words, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        done = succeed(*words, cwd=tmp_path)
     assert '"done"' in done.stdout
     (tmp_path / "mine.py").write_text("\n".join([*lines[:3], *lines[4:]]))
     done = launch(*(word.replace("own-lion", "own-lyon") for word in asked), cwd=tmp_path)
@@ -192,8 +186,7 @@ def _commands(script: str) -> list[list[str]]:
 def test_the_slurm_jobs_are_printed(examples: Path) -> None:
     commands = _commands((examples / "slurm.sh").read_text())
     for words in commands:
-        done = launch(*words, cwd=examples)
-        assert done.returncode == 0, done.stderr
+        done = succeed(*words, cwd=examples)
         assert words[0] == "runs" or done.stdout.startswith("#!/bin/bash\n#SBATCH --job-name=")
     assert [words[0] for words in commands] == ["slurm"] * 4 + ["runs"]
     assert (examples / "runs" / "two-nodes" / "slurm" / "job.sh").is_file()

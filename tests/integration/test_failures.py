@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from isobatch.core.package import own_command
-from isobatch.tests.integration.helpers import ROOT, launch, losses, rows, summary, warm_command
+from isobatch.tests.integration.helpers import ROOT, launch, losses, rows, succeed, summary, warm_command
 
 TASKS = f"{ROOT}/tests/tasks/failing.py"
 
@@ -77,9 +77,9 @@ def test_an_edited_task_is_another_recipe(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text(Path(TASKS).read_text())
     command = ["auto", "--task", "./mine.py:Line", "--quiet"]
-    assert launch(*command, cwd=tmp_path).returncode == 0
+    succeed(*command, cwd=tmp_path)
     mine.write_text(mine.read_text().replace("x.sum(1, keepdims=True)", "100 * x.sum(1, keepdims=True)"))
-    assert launch(*command, cwd=tmp_path).returncode == 0
+    succeed(*command, cwd=tmp_path)
     first, second = sorted((tmp_path / "runs").iterdir(), key=lambda p: p.stat().st_mtime)
     assert losses(second)[0] > 1000 * losses(first)[0]
     changed = launch("verify", str(first), cwd=tmp_path)

@@ -16,7 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from isobatch.data import corpora, tokenizers
 from isobatch.models.hub import files_to_download, has_weights
-from isobatch.tests.integration.helpers import launch, summary
+from isobatch.tests.integration.helpers import launch, succeed, summary
 from isobatch.tests.integration.test_bad_input import complaint
 
 if TYPE_CHECKING:
@@ -102,15 +102,13 @@ def test_a_model_comes_whole_after_its_tokenizer_and_is_then_here(
 ) -> None:
     (tmp_path / "text.txt").write_text("".join(f"line {n} of a small text\n" for n in range(400)))
     words = [*TASK, "--model", NAME, "--data", "text.txt"]
-    done = launch(*words, "--name", "fetched", cwd=tmp_path, **hub)
-    assert done.returncode == 0, done.stderr
+    succeed(*words, "--name", "fetched", cwd=tmp_path, **hub)
     assert summary(tmp_path / "runs" / "fetched")["parameters"] > 0
     cached = [f.name for f in Path(hub["HF_HOME"]).rglob("snapshots/*/*")]
     assert "model.safetensors" in cached
     assert "pytorch_model.bin" not in cached
     offline = {**hub, "HF_HUB_OFFLINE": "1"}
-    again = launch(*words, "--name", "offline", "--again", cwd=tmp_path, **offline)
-    assert again.returncode == 0, again.stderr
+    succeed(*words, "--name", "offline", "--again", cwd=tmp_path, **offline)
 
 
 @pytest.mark.parametrize(

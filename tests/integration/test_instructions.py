@@ -25,6 +25,7 @@ from isobatch.tests.integration.helpers import (
     post,
     run_card,
     run_code,
+    succeed,
     summary,
     warm_command,
 )
@@ -62,8 +63,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
     flags = ["--data", "asked.jsonl", "--model", "tiny", "--steps", "200", "--ledger", "--save-every", "75"]
-    done = launch(*TASK, *flags, "--keep", "9", "--name", "asked", "--processes", "1", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    succeed(*TASK, *flags, "--keep", "9", "--name", "asked", "--processes", "1", cwd=folder)
     return folder
 
 
@@ -71,8 +71,7 @@ def test_an_answer_is_learnt_and_given(home: Path) -> None:
     run = home / "runs" / "asked"
     assert losses(run)[-1] < 0.2 * losses(run)[0]
     words = ["generate", "runs/asked", "--prompt", "What does a duck say?", "--temperature", "0", "--json"]
-    done = launch(*words, cwd=home)
-    assert done.returncode == 0, done.stderr
+    done = succeed(*words, cwd=home)
     assert json.loads(done.stdout)["text"].strip() == "It says quack."
     behind = [
         "generate",
@@ -133,21 +132,18 @@ def test_processes_learn_the_same_end_to_end_and_every_sample_once_an_epoch(home
     """Two processes without padding against one with it."""
     flags = ["--data", "asked.jsonl", "--model", "tiny", "--steps", "200", "--save-every", "75", "--ledger"]
     more = ["--keep", "9", "--name", "two", "--processes", "2", "--pack", "on", "--again"]
-    done = launch(*TASK, *flags, *more, cwd=home)
-    assert done.returncode == 0, done.stderr
+    succeed(*TASK, *flags, *more, cwd=home)
     one, two = home / "runs" / "asked", home / "runs" / "two"
     assert furthest(losses(one)[:20], losses(two)[:20]) < 1e-5
     epoch = [n for row in ledger(two)[:6] for n in row["samples"]]
     assert sorted(epoch) == list(range(46))
     assert summary(two)["padding_fraction"] == 0 < summary(one)["padding_fraction"]
-    verified = launch("verify", str(two), cwd=home)
-    assert verified.returncode == 0, verified.stdout + verified.stderr
+    succeed("verify", str(two), cwd=home)
 
 
 def test_a_chat_goes_on_over_turns(home: Path) -> None:
     flags = ["--data", "chats.jsonl", "--model", "tiny", "--steps", "250", "--name", "chats"]
-    done = launch(*TASK, *flags, cwd=home)
-    assert done.returncode == 0, done.stderr
+    succeed(*TASK, *flags, cwd=home)
     words = warm_command("chat", "runs/chats", "--temperature", "0")
     talk = "What does a cow say?\nLouder!\n/reset\nWhat does a dog say?\n/quit\n"
     said = subprocess.run(words, cwd=home, input=talk, capture_output=True, text=True, check=False)

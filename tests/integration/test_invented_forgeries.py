@@ -25,7 +25,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from isobatch.data import corpora, tokenizers
 from isobatch.engine.checkpointing.digests import folder_digests
-from isobatch.tests.integration.helpers import launch, rows
+from isobatch.tests.integration.helpers import launch, rows, succeed
 
 if TYPE_CHECKING:
     import subprocess
@@ -88,10 +88,8 @@ def honest(home: Path, name: str) -> Path:
     if not receipt.exists():
         if name == "warm":
             honest(home, "sine")
-        done = launch(*RUNS[name], "--name", name, "--quiet", cwd=home)
-        assert done.returncode == 0, done.stderr
-        done = launch("receipt", f"runs/{name}", "--out", str(receipt), cwd=home)
-        assert done.returncode == 0, done.stderr
+        succeed(*RUNS[name], "--name", name, "--quiet", cwd=home)
+        succeed("receipt", f"runs/{name}", "--out", str(receipt), cwd=home)
     return run
 
 
@@ -205,8 +203,7 @@ def go_on(run: Path, home: Path, name: str) -> None:
             shutil.rmtree(folder)
     shutil.rmtree(run / "final", ignore_errors=True)
     (run / "summary.json").unlink(missing_ok=True)
-    done = launch("resume", str(run), "--trust", "--quiet", cwd=home)
-    assert done.returncode == 0, done.stderr
+    succeed("resume", str(run), "--trust", "--quiet", cwd=home)
 
 
 def keep_only(run: Path, *names: str) -> None:
@@ -564,8 +561,7 @@ def read_only(run: Path, _: Path) -> Path:
 
 def verified_by_somebody(run: Path, home: Path) -> Path:
     other = {"ISOBATCH_CACHE": str(run.parent / "cache"), "ISOBATCH_STATE": str(run.parent / "state")}
-    done = launch("verify", str(run), "--trust", cwd=home, **other)
-    assert done.returncode == 0, done.stdout + done.stderr
+    succeed("verify", str(run), "--trust", cwd=home, **other)
     return run
 
 
@@ -605,9 +601,7 @@ def test_an_honest_run_is_verified(
     run = tmp_path / "handed-over"
     shutil.copytree(honest(home, name), run)
     run = change(run, home)
-    done = launch("verify", str(run), "--trust", *words, cwd=home, **environment)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeed("verify", str(run), "--trust", *words, cwd=home, **environment)
     assert "verified (exact)" in verdict(done.stdout)
     if not words and change is not resumed:
-        done = launch("audit", str(home / f"{name}.json"), "--run", str(run), "--trust", cwd=home)
-        assert done.returncode == 0, done.stdout + done.stderr
+        succeed("audit", str(home / f"{name}.json"), "--run", str(run), "--trust", cwd=home)

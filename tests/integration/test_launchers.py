@@ -15,6 +15,7 @@ from isobatch.tests.integration.helpers import (
     launch,
     ledger,
     losses,
+    succeed,
     summary,
     warm_python,
 )
@@ -46,7 +47,7 @@ LAUNCHERS = {
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    assert launch("auto", *SETTINGS, "--processes", "1", cwd=folder).returncode == 0
+    succeed("auto", *SETTINGS, "--processes", "1", cwd=folder)
     return folder / "runs" / "run"
 
 
@@ -69,8 +70,7 @@ def test_same_losses_under_every_launcher(launcher: str, alone: Path, tmp_path: 
 
 
 def test_verify_in_another_world(alone: Path) -> None:
-    done = launch("verify", str(alone), "--processes", "2", "--micro-batch", "4", cwd=alone)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeed("verify", str(alone), "--processes", "2", "--micro-batch", "4", cwd=alone)
     assert "2 process(es), micro-batches of 4" in done.stdout
 
 

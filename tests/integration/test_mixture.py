@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.tests.integration.helpers import furthest, launch, ledger, losses, summary
+from isobatch.tests.integration.helpers import furthest, ledger, losses, succeed, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -46,9 +46,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for label, words in FEELINGS.items()
         for word in words
     ]
-    (folder / "feelings.csv").write_text("\n".join(["prompt,completion", *felt]))
-    done = launch(*TASK, *FLAGS, *MORE, "--processes", "1", "--name", "one", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    (folder / "feelings.csv").write_text("
+".join(["prompt,completion", *felt]))
+    succeed(*TASK, *FLAGS, *MORE, "--processes", "1", "--name", "one", cwd=folder)
     return folder
 
 
@@ -74,10 +74,8 @@ def test_the_shares_are_those_asked_for_and_no_sample_comes_twice_before_all_cam
 
 @pytest.mark.slow
 def test_processes_mix_the_same(home: Path) -> None:
-    done = launch(*TASK, *FLAGS, *MORE, "--processes", "2", "--name", "two", "--again", cwd=home)
-    assert done.returncode == 0, done.stderr
+    succeed(*TASK, *FLAGS, *MORE, "--processes", "2", "--name", "two", "--again", cwd=home)
     one, two = home / "runs" / "one", home / "runs" / "two"
     assert ledger(one) == ledger(two)
     assert furthest(losses(one)[:20], losses(two)[:20]) < 1e-5
-    verified = launch("verify", str(two), cwd=home)
-    assert verified.returncode == 0, verified.stdout + verified.stderr
+    succeed("verify", str(two), cwd=home)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from isobatch.core.package import own_command
-from isobatch.tests.integration.helpers import RAGGED, command, launch
+from isobatch.tests.integration.helpers import RAGGED, command, launch, succeed
 from isobatch.tests.zygote import Zygote
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ def test_every_machine_without_a_network(machine: str, tmp_path: Path) -> None:
 
 def test_plan_says_why_the_loader_is_as_it_is(tmp_path: Path) -> None:
     words = ["--workers", "4", "--persistent-workers", "--use_dynamic_padding", "--prefetch_factor", "3"]
-    done = launch("plan", "--task", RAGGED, *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = succeed("plan", "--task", RAGGED, *words, cwd=tmp_path)
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines() if len(line.split()) > 2}
     settings = ("workers", "prefetch", "pin_memory", "persistent_workers", "dynamic_padding")
     assert [rows[name][0] for name in settings] == ["4", "3", "off", "on", "on"]

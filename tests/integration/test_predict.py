@@ -19,7 +19,7 @@ import isobatch
 from isobatch.core.errors import UserError
 from isobatch.launch.predicting.predict import predict
 from isobatch.launch.serving.command import ServeOptions, make_app
-from isobatch.tests.integration.helpers import launch, port_of, post, predicted, predictions
+from isobatch.tests.integration.helpers import launch, port_of, post, predicted, predictions, succeed
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.paths import REGISTER
 
@@ -54,8 +54,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, name: str, *words: str) -> None:
-    done = launch("auto", *words, "--name", name, *BRIEF, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    succeed("auto", *words, "--name", name, *BRIEF, cwd=folder)
 
 
 def probabilities(rows: list[dict[str, Any]]) -> np.ndarray:

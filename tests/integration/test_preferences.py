@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from isobatch.tests.integration.helpers import launch, losses, rows, summary
+from isobatch.tests.integration.helpers import losses, rows, succeed, summary
 from isobatch.tests.integration.test_batch_invariance import assert_same, run
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ def write_pairs(file: Path, count: int) -> None:
 
 
 def succeeds(home: Path, words: str) -> str:
-    done = launch(*words.split(), cwd=home)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = succeed(*words.split(), cwd=home)
     return done.stdout
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from isobatch.tests.integration.helpers import ROOT, launch
+from isobatch.tests.integration.helpers import ROOT, succeed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -22,16 +22,13 @@ def plan_of(run: Path) -> dict[str, Any]:
 def test_auto_and_resume_follow_the_preset(tmp_path: Path) -> None:
     run = tmp_path / "runs" / "quick"
     # It makes the run and trains nothing.
-    made = launch("slurm", *QUICK, "--name", "quick", "--time", "1:00", cwd=tmp_path)
-    assert made.returncode == 0, made.stderr
+    succeed("slurm", *QUICK, "--name", "quick", "--time", "1:00", cwd=tmp_path)
     assert json.loads((run / "slurm/request.json").read_text())["plan"]["workers"] == 1
-    done = launch("resume", str(run), "--prefetch", "3", "--device", "cpu", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = succeed("resume", str(run), "--prefetch", "3", "--device", "cpu", cwd=tmp_path)
     assert "the preset quick, --precision 16-mixed: fp16 needs a GPU, so this is fp32" in done.stderr
     plan = plan_of(run)
     assert (plan["workers"], plan["prefetch"]) == (1, 3)
     assert plan["reasons"]["workers"] == "the preset quick asks for it"
     assert plan["reasons"]["prefetch"] == "you asked for it"
-    done = launch("auto", *QUICK, "--name", "own", "--again", "--workers", "0", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed("auto", *QUICK, "--name", "own", "--again", "--workers", "0", cwd=tmp_path)
     assert (plan_of(run.with_name("own"))["workers"], plan_of(run.with_name("own"))["prefetch"]) == (0, 4)

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from isobatch.core.errors import UserError
 from isobatch.data import corpora, tokenizers
 from isobatch.models import hub
-from isobatch.tests.integration.helpers import launch, losses
+from isobatch.tests.integration.helpers import launch, losses, succeed
 from isobatch.tests.integration.test_bad_input import complaint
 
 if TYPE_CHECKING:
@@ -65,13 +65,11 @@ def test_it_runs_when_asked_for_and_goes_with_the_model(home: Path) -> None:
     said = complaint(launch(*TASK, cwd=home))
     assert "brings Python code of its own (modeling_mine.MineLM): read it, then add --remote-code" in said
     assert not (home / "it-ran").exists()
-    done = launch(*TASK, "--remote-code", "--name", "own", cwd=home)
-    assert done.returncode == 0, done.stderr
+    succeed(*TASK, "--remote-code", "--name", "own", cwd=home)
     found = losses(home / "runs" / "own")
     assert sum(found[-4:]) < sum(found[:4])
     (home / "mine").rename(home / "gone")
-    written = launch("generate", "runs/own", "--prompt", "def ", "--tokens", "5", cwd=home)
-    assert written.returncode == 0, written.stderr
+    written = succeed("generate", "runs/own", "--prompt", "def ", "--tokens", "5", cwd=home)
     assert written.stdout.startswith("def ")
 
 

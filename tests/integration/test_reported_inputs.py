@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 
-from isobatch.tests.integration.helpers import launch, run_code, summary
+from isobatch.tests.integration.helpers import run_code, succeed, summary
 from isobatch.tests.integration.reported import (
     CAUSAL,
     CLASSES,
@@ -80,7 +80,9 @@ def shop(log: File, taken: Taken | None = FULL_SHOP, *refused: str, words: str =
     """Interactions, and other tables by their names."""
     name = "interactions.parquet" if isinstance(log, pa.Table) else "interactions.csv"
     files = {f"{key}.csv": content for key, content in more.items()}
-    return Case({name: log, **files}, words, taken, refused, ("items have no text",) if more and not refused else ())
+    return Case(
+        {name: log, **files}, words, taken, refused, ("items have no text",) if more and not refused else ()
+    )
 
 
 def said_by(role: str, content: Any, **more: Any) -> dict[str, Any]:
@@ -633,8 +635,7 @@ def trained(model: str, files: dict[str, str], folder: Path) -> str:
     data = write(files, folder / "data")
     sizes = ["--steps", "4", "--batch-size", "8", "--max-length", "32", "--precision", "fp32"]
     words = ["--data", str(data), "--model", f"{tiny_models()}/{model}", "--name", "r", "--quiet"]
-    done = launch("auto", "--task", "classifier", *words, *sizes, cwd=folder)
-    assert done.returncode == 0, done.stderr
+    succeed("auto", "--task", "classifier", *words, *sizes, cwd=folder)
     return f"{folder}/runs/r"
 
 
@@ -647,8 +648,7 @@ def test_an_exported_file_takes_what_its_tokenizer_makes(
     model: str, files: dict[str, str], tmp_path: Path
 ) -> None:
     run = trained(model, files, tmp_path)
-    done = launch("export", run, "--to", "onnx", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed("export", run, "--to", "onnx", cwd=tmp_path)
     given = ["the red cat", f"a dog sat on the {COLOURS[2]} mat"]
     given = [f"{one} | the tree" for one in given] if files is DOUBLE else given
     looked = run_code(LIKE_THE_TOKENIZER, run, *given, cwd=tmp_path)

@@ -16,10 +16,10 @@ from isobatch.core.package import own_command
 from isobatch.tests.integration.helpers import (
     ROOT,
     furthest,
-    launch,
     ledger,
     losses,
     rows,
+    succeed,
     summary,
     warm_command,
 )
@@ -43,8 +43,7 @@ def decisions(run: Path) -> list[dict[str, Any]]:
 
 def plain(tmp_path: Path, steps: int) -> list[float]:
     """The losses of an undisturbed run."""
-    done = launch("auto", "--task", f"{TASKS}:Line", "--name", "plain", "--steps", str(steps), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed("auto", "--task", f"{TASKS}:Line", "--name", "plain", "--steps", str(steps), cwd=tmp_path)
     return losses(tmp_path / "runs" / "plain")
 
 
@@ -53,7 +52,7 @@ def whole(run: Path, expected: list[float]) -> None:
     assert summary(run)["status"] == "done"
     assert furthest(losses(run), expected) < 1e-5
     assert [r["step"] for r in ledger(run)] == list(range(1, len(expected) + 1))
-    assert launch("verify", str(run), cwd=run.parents[1]).returncode == 0
+    succeed("verify", str(run), cwd=run.parents[1])
 
 
 @pytest.mark.parametrize(
@@ -71,8 +70,7 @@ def test_out_of_memory_on_one_rank_cuts_the_budget_of_all(
 ) -> None:
     expected = plain(tmp_path, 12)
     world = ["--processes", "1" if strategy == "single" else "2", "--strategy", strategy]
-    done = launch(*words(task, *world, "--micro-batch", "4", "--save-every", "4"), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed(*words(task, *world, "--micro-batch", "4", "--save-every", "4"), cwd=tmp_path)
     run = tmp_path / "runs" / "run"
     # The rehearsal sees a step's need, not what other programs leave: a later step may cut once more.
     assert found_in in decisions(run)[0]["reason"]
@@ -178,8 +176,7 @@ def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
     words_ = words(
         "HangsOnce", "--processes", "2", "--micro-batch", "2", "--hang-timeout", "6", "--save-every", "2"
     )
-    done = launch(*words_, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed(*words_, cwd=tmp_path)
     assert time.monotonic() - began < BOUND_SECONDS
     run = tmp_path / "runs" / "run"
     (decision,) = decisions(run)
@@ -191,8 +188,7 @@ def test_a_rank_that_hangs_says_where(tmp_path: Path) -> None:
 
 def test_a_rank_that_waits_for_ever_learns_which_rank_was_lost(tmp_path: Path) -> None:
     words_ = words("DiesOnce", "--processes", "2", "--micro-batch", "2", "--save-every", "2")
-    done = launch(*words_, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = succeed(*words_, cwd=tmp_path)
     run = tmp_path / "runs" / "run"
     (decision,) = decisions(run)
     assert decision["reason"].startswith("rank 1 is lost, its process has ended; rank 0 was at step 5")

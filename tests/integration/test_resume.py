@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.tests.integration.helpers import RAGGED, launch, rows, summary
+from isobatch.tests.integration.helpers import RAGGED, launch, rows, succeed, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,8 +33,7 @@ STEPS = 40  # 93 samples in batches of 24 are 4 steps an epoch
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = launch("auto", *SETTINGS, "--name", "ref", "--processes", "1", cwd=folder)
-    assert done.returncode == 0, done.stderr
+    succeed("auto", *SETTINGS, "--name", "ref", "--processes", "1", cwd=folder)
     return folder / "runs" / "ref"
 
 
@@ -47,11 +46,10 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: Path, tmp_path: Path) 
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
     damaged.write_bytes(content)
-    done = launch("resume", str(run), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed("resume", str(run), cwd=tmp_path)
     assert summary(run)["resumed_from"] == before.name
     assert newest.name in (run / "log.txt").read_text()
-    assert launch("verify", str(run), cwd=tmp_path).returncode == 0
+    succeed("verify", str(run), cwd=tmp_path)
     assert (run / "final/model.safetensors").read_bytes() == (
         undisturbed / "final/model.safetensors"
     ).read_bytes()
@@ -90,8 +88,7 @@ def test_no_checkpoint_that_can_be_read_is_an_error_and_deletes_nothing(
 def test_a_cut_ledger_is_dropped(undisturbed: Path, tmp_path: Path) -> None:
     run = stopped_copy(undisturbed, tmp_path / "runs" / "ref")
     (run / "samples.bin").write_bytes((run / "samples.bin").read_bytes()[:100])
-    done = launch("resume", str(run), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed("resume", str(run), cwd=tmp_path)
     assert not (run / "samples.bin").exists()
 
 
@@ -104,8 +101,7 @@ def test_lost_rows_of_the_log_are_named_and_no_step_stands_twice(
     rest = {"cut": log.read_bytes()[:1000], "gone": b"", "changed": log.read_bytes().replace(b"1", b"01", 1)}
     log.write_bytes(rest[harm])
     shutil.rmtree(run / "checkpoints" / f"train-{STEPS}")
-    done = launch("resume", str(run), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed("resume", str(run), cwd=tmp_path)
     assert "were lost or changed" in (run / "log.txt").read_text()
     found = [row["step"] for row in rows(run) if "lr" in row]
     assert len(found) == len(set(found))
@@ -118,8 +114,7 @@ def test_lost_rows_of_the_log_are_named_and_no_step_stands_twice(
 
 def test_a_begun_run_keeps_its_precision(tmp_path: Path) -> None:
     words = ["--task", RAGGED, "--steps", "6", "--save-every", "2", "--quiet", "--name", "half"]
-    done = launch("auto", *words, "--precision", "bf16", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed("auto", *words, "--precision", "bf16", cwd=tmp_path)
     run = tmp_path / "runs" / "half"
     for lost in ("summary.json", "metrics.jsonl"):
         (run / lost).unlink()
@@ -128,13 +123,12 @@ def test_a_begun_run_keeps_its_precision(tmp_path: Path) -> None:
     # Where the processor has no arithmetic for bf16, the wish becomes fp32, and the plan says so.
     assert kept["precision"] == "bf16" or "no arithmetic for bf16" in kept["reasons"]["precision"]
     (run / "summary.json").unlink()
-    assert launch("resume", str(run), "--precision", "fp32", cwd=tmp_path).returncode == 0
+    succeed("resume", str(run), "--precision", "fp32", cwd=tmp_path)
     assert json.loads((run / "plan.json").read_text())["precision"] == "fp32"
 
 
 def test_a_finished_run_answers_at_once(undisturbed: Path) -> None:
-    again = launch("auto", *SETTINGS, "--name", "ref", "--processes", "1", cwd=undisturbed.parent.parent)
-    assert again.returncode == 0
+    again = succeed("auto", *SETTINGS, "--name", "ref", "--processes", "1", cwd=undisturbed.parent.parent)
     assert "is done" in again.stderr or "done" in again.stdout
     assert len(list(undisturbed.parent.iterdir())) == 1
 

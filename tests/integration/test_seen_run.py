@@ -11,7 +11,7 @@ import numpy as np
 from isobatch.engine.loading.sampler import extend_chain
 from isobatch.launch.forensics.seen import SeenOptions, answer_question, seen
 from isobatch.launch.local.run_setup import open_run
-from isobatch.tests.integration.helpers import RAGGED, launch, ledger, rows
+from isobatch.tests.integration.helpers import RAGGED, ledger, rows, succeed
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,8 +25,7 @@ def test_what_the_run_recorded_is_what_seen_computes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--task", RAGGED, "--steps", str(STEPS), "--group-by-length", "--ledger", "--log-every", "4")
-    done = launch("auto", *words, "--name", "a", "--processes", "1", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed("auto", *words, "--name", "a", "--processes", "1", cwd=tmp_path)
     folder = tmp_path / "runs" / "a"
     recorded = defaultdict(list)
     for one in ledger(folder):

@@ -12,7 +12,7 @@ import pytest
 
 import isobatch
 from isobatch.core.errors import TrainingError
-from isobatch.tests.integration.helpers import launch, predictions, rows, summary
+from isobatch.tests.integration.helpers import launch, predictions, rows, succeed, summary
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -54,8 +54,7 @@ def unrelated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(data: Path, out: Path, recipe: dict[str, Any], **options: Any) -> isobatch.Run:
     values = {"task": "sequence-vae", "data": data, "out": out, "name": "run", **SMALL, **recipe, **options}
-    done = launch("auto", *(f"--{k.replace('_', '-')}={v}" for k, v in values.items()), "--quiet", cwd=out)
-    assert done.returncode == 0, done.stderr
+    succeed("auto", *(f"--{k.replace('_', '-')}={v}" for k, v in values.items()), "--quiet", cwd=out)
     return isobatch.load(out / "run")
 
 
@@ -164,8 +163,7 @@ def test_resume_is_exact_and_takes_the_window_along(sequences: Path, tmp_path: P
         shutil.rmtree(broken / name)
     for name in ("summary.json", "exit.json"):
         (broken / name).unlink(missing_ok=True)
-    done = launch("resume", str(broken), "--quiet", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed("resume", str(broken), "--quiet", cwd=tmp_path)
     assert summary(broken)["resumed_from"] == "vae-30"
     names = ("loss", "kl", "window_kl", "mutual_information")
     one, other = (

@@ -17,6 +17,7 @@ from isobatch.tests.integration.helpers import (
     launch,
     losses,
     rows,
+    succeed,
     summary,
     warm_python,
 )
@@ -56,19 +57,18 @@ def test_a_strategy_goes_on_from_its_own_checkpoint_and_from_anothers(found: Any
 def test_a_step_of_three_processes_under_zero2_is_replayed_on_one(tmp_path: Path) -> None:
     flags = ["auto", "--task", RAGGED, "--quiet", "--steps", "12", "--save-every", "5", "--keep", "9"]
     three = ["--processes", "3", "--strategy", "zero2", "--name", "three"]
-    assert launch(*flags, *three, cwd=tmp_path).returncode == 0
-    assert launch(*flags, "--name", "one", "--processes", "1", cwd=tmp_path).returncode == 0
+    succeed(*flags, *three, cwd=tmp_path)
+    succeed(*flags, "--name", "one", "--processes", "1", cwd=tmp_path)
     run = tmp_path / "runs" / "three"
     logged = losses(run)
     for step, start in ((3, "the initial weights"), (8, "train-5"), (12, "train-10")):
-        done = launch("replay", str(run), "--step", str(step), "--json", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        done = succeed("replay", str(run), "--step", str(step), "--json", cwd=tmp_path)
         found = json.loads(done.stdout)
         assert found["start"] == start
         assert found["loss"] == pytest.approx(logged[step - 1], rel=2e-6)
         assert found["grad_norm"] == pytest.approx(found["logged"]["grad_norm"], rel=2e-5)
         assert len(found["alone"]) == len(found["samples"])
-    assert launch("diff", "runs/one", "runs/three", cwd=tmp_path).returncode == 0
+    succeed("diff", "runs/one", "runs/three", cwd=tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +78,9 @@ def test_a_phase_may_train_what_the_one_before_left_frozen(strategy: str, tmp_pa
     from safetensors.torch import load_file
 
     common = ["auto", "--task", f"{ROOT}/tests/tasks/failing.py:Thaws", "--quiet"]
-    assert launch(*common, "--name", "one", cwd=tmp_path).returncode == 0
+    succeed(*common, "--name", "one", cwd=tmp_path)
     two = [*common, "--name", "two", "--again", "--processes", "2", "--strategy", strategy]
-    done = launch(*two, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed(*two, cwd=tmp_path)
     one, other = tmp_path / "runs" / "one", tmp_path / "runs" / "two"
     curves = [[r["loss"] for r in rows(run) if "lr" in r] for run in (one, other)]
     assert len(curves[0]) == 20
@@ -95,11 +94,10 @@ def test_a_phase_may_train_what_the_one_before_left_frozen(strategy: str, tmp_pa
 def test_only_rank_0_builds_a_model_that_is_sharded(strategy: str, tmp_path: Path) -> None:
     task = f"{ROOT}/tests/tasks/failing.py:BuildsOnce"
     words = ["auto", "--task", task, "--quiet", "--name", "run", "--processes", "2", "--steps", "4"]
-    done = launch(*words, "--strategy", strategy, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed(*words, "--strategy", strategy, cwd=tmp_path)
     assert [p.name for p in tmp_path.glob("built-[01]")] == ["built-0"]
     line = ["auto", "--task", task.replace("BuildsOnce", "Line"), "--quiet", "--name", "one", "--steps", "4"]
-    assert launch(*line, cwd=tmp_path).returncode == 0
+    succeed(*line, cwd=tmp_path)
     assert furthest(losses(tmp_path / "runs" / "run"), losses(tmp_path / "runs" / "one")) < 1e-5
 
 

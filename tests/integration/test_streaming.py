@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.tests.integration.helpers import killed_at_random, launch, ledger, losses, summary
+from isobatch.tests.integration.helpers import killed_at_random, launch, ledger, losses, succeed, summary
 from isobatch.tests.object_store import CREDENTIALS, ObjectStore, object_store
 
 if TYPE_CHECKING:
@@ -52,8 +52,7 @@ def store() -> Iterator[ObjectStore]:
 @pytest.fixture(scope="module")
 def undisturbed(store: ObjectStore, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    done = launch(*SETTINGS, "--name", "ref", "--processes", "1", cwd=folder, **store.environment)
-    assert done.returncode == 0, done.stderr
+    succeed(*SETTINGS, "--name", "ref", "--processes", "1", cwd=folder, **store.environment)
     return folder / "runs" / "ref"
 
 
@@ -68,8 +67,7 @@ def test_a_killed_run_goes_on_in_another_world_and_takes_every_sample_once(
     steps = summary(undisturbed)["steps"]
     assert 0 < reached < steps
     shutil.rmtree(tmp_path / "groups", ignore_errors=True)  # another node has nothing yet
-    done = launch("resume", str(run), "--processes", "2", "--precision", "fp32", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed("resume", str(run), "--processes", "2", "--precision", "fp32", cwd=tmp_path)
     assert summary(run)["resumed_from"].startswith("train-")
     count = RunFolder(run).facts.samples["train"]
     by_epoch = [Counter[int](), Counter[int]()]
@@ -78,8 +76,7 @@ def test_a_killed_run_goes_on_in_another_world_and_takes_every_sample_once(
     assert by_epoch == [Counter(range(count))] * 2
     assert ledger(run) == ledger(undisturbed)
     assert max(abs(a - b) for a, b in zip(losses(run), losses(undisturbed), strict=True)) < 1e-5
-    done = launch("verify", str(run), "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = succeed("verify", str(run), "--json", cwd=tmp_path)
     assert json.loads(done.stdout)["verified"] is True
 
 
@@ -97,8 +94,7 @@ def test_a_flaky_store_costs_time_only(store: ObjectStore, undisturbed: Path, tm
 
 
 def test_seen_knows_the_steps_of_a_sample(store: ObjectStore, undisturbed: Path, tmp_path: Path) -> None:
-    done = launch("seen", str(undisturbed), "--sample", "5", "--json", cwd=tmp_path, **store.environment)
-    assert done.returncode == 0, done.stderr
+    done = succeed("seen", str(undisturbed), "--sample", "5", "--json", cwd=tmp_path, **store.environment)
     found = json.loads(done.stdout)["rows"][0]
     steps = [row["step"] for row in ledger(undisturbed) if 5 in row["samples"]]
     assert [one["step"] for one in found["seen"]] == steps

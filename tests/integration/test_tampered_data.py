@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from isobatch.tests.integration.helpers import ROOT, launch, losses, rows, summary
+from isobatch.tests.integration.helpers import ROOT, launch, losses, rows, succeed, summary
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -29,8 +29,7 @@ def test_changed_labels_end_the_run_and_a_resumed_one_is_honest(processes: int, 
     reason = summary(run)["reason"]
     assert "y.npy was changed after it was prepared" in reason
     assert {p.name for p in (run / "checkpoints").glob("[!.]*")} <= {"train-8"}  # from before the change
-    done = launch("resume", str(run), cwd=tmp_path, ISOBATCH_CACHE=str(tmp_path / "cache"))
-    assert done.returncode == 0, done.stderr
+    succeed("resume", str(run), cwd=tmp_path, ISOBATCH_CACHE=str(tmp_path / "cache"))
     (tmp_path / "honest").mkdir()
     assert auto(tmp_path / "honest", "Honest", "--processes", str(processes))[0] == 0
     assert losses(run) == pytest.approx(losses(tmp_path / "honest" / "runs" / "one"), rel=1e-5)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from isobatch.engine.training.run_context import RunContext
-from tests.integration.helpers import ROOT, launch
+from tests.integration.helpers import ROOT, succeed
 
 LINE = f"{ROOT}/tests/tasks/failing.py:Line"
 
@@ -17,8 +17,7 @@ def test_tensorboard_gets_settings_figures_and_plots(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     words = ["--task", LINE, "--steps", "6", "--eval-every", "3", "--tracker", "tensorboard", "--name", "one"]
-    done = launch("auto", *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    succeed("auto", *words, cwd=tmp_path)
     log = tmp_path / "runs" / "one" / "isobatch"
     found = EventAccumulator(str(log))
     found.Reload()

@@ -28,6 +28,7 @@ from isobatch.tests.integration.helpers import (
     launch,
     losses,
     rows,
+    succeed,
     summary,
     warm_command,
 )
@@ -126,8 +127,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]
     def train(optimizer: str, processes: int = 1, strategy: str = "ddp") -> Path:
         folder = tmp_path_factory.mktemp("undisturbed")
         leg = Leg(processes, strategy, "done")
-        done = launch(*common(optimizer), *leg.words, cwd=folder, **variables(leg, folder))
-        assert done.returncode == 0, done.stderr
+        succeed(*common(optimizer), *leg.words, cwd=folder, **variables(leg, folder))
         return folder / "runs" / "run"
 
     return train
@@ -270,5 +270,4 @@ def test_a_walk_is_one_run(walk: Walk, undisturbed: Callable[..., Path], tmp_pat
         compare(walker.run, undisturbed(walk.optimizer), *bounds)
     else:  # the same way every time: the same bits
         compare(walker.run, undisturbed(walk.optimizer, *way), 0.0, 0.0)
-    verified = launch("verify", str(walker.run), "--processes", "1", cwd=tmp_path)
-    assert verified.returncode == 0, verified.stdout
+    succeed("verify", str(walker.run), "--processes", "1", cwd=tmp_path)
