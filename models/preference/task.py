@@ -4,9 +4,8 @@ isobatch auto --task dpo --data pairs.jsonl --model FOLDER
 isobatch auto --task dpo --data pairs.jsonl --model FOLDER --adapter lora --beta 0.1
 isobatch auto --task orpo --data pairs.jsonl --model FOLDER
 
-DPO: Rafailov et al. 2023, "Direct Preference Optimization". IPO: Azar et al. 2023, equation 17. Hinge: Zhao
-et al. 2023, "SLiC-HF". Conservative DPO: Mitchell 2023. ORPO: Hong et al. 2024, equations 4 and 7. All as
-TRL computes them (trl/trainer/dpo_trainer.py, orpo_trainer.py).
+DPO: Rafailov et al. 2023, "Direct Preference Optimization". ORPO: Hong et al. 2024, equations 4 and 7. Both
+as TRL computes them (trl/trainer/dpo_trainer.py, orpo_trainer.py).
 
 Letters: B pairs, 2 answers of each: the chosen one, then the rejected one; T tokens of a row.
 """
@@ -18,7 +17,7 @@ import json
 from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import AboveZero
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts
-    from isobatch.core.recipe import Recipe
 
 FIGURES = ("reward_accuracy", "reward_margin", "chosen_log_prob", "rejected_log_prob")
 TIE = 1e-4
@@ -99,7 +97,8 @@ class PreferenceTask(CausalLM):
         import torch
 
         tokens_B2T = token_log_probs(model, batch, step.host)
-        log_probs_B2 = self.of_answers(added_up(tokens_B2T, batch), batch)
+        sums_B2 = added_up(tokens_B2T, batch)
+        log_probs_B2 = sums_B2 / batch["learn"].sum(-1) if self.averages else sums_B2
         known_B2 = log_probs_B2.detach()
         margin_B = first_minus_second(self.rewards(known_B2, batch))
         right_B = (margin_B > TIE).float() + 0.5 * (margin_B.abs() <= TIE).float()
@@ -107,10 +106,6 @@ class PreferenceTask(CausalLM):
         figures = torch.stack([torch.full_like(sums[0], len(margin_B)), *sums])
         found = self.pair_losses(log_probs_B2, tokens_B2T, batch, trains)
         return {name: Loss(loss.sum.float(), loss.unit) for name, loss in found.items()}, figures
-
-    def of_answers(self, sums_B2: Tensor, batch: Batch) -> Tensor:
-        """(B, 2) log-probabilities of answers as the loss reads them, from their sums over tokens."""
-        return sums_B2 / batch["learn"].sum(-1) if self.averages else sums_B2
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
         losses, figures = self._losses_and_figures(model, batch, step, trains=False)
@@ -143,8 +138,6 @@ class DPOOptions(CausalLMOptions):
 
     beta: AboveZero = 0.1
     """How closely the model is held to the reference: the larger, the closer."""
-    dpo_loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
-    """The loss of a pair. With sigmoid, --label-smoothing is the share of pairs taken to be reversed."""
 
 
 class DPO(PreferenceTask):
@@ -152,14 +145,11 @@ class DPO(PreferenceTask):
 
     The reward of an answer is beta times the log-ratio of its probabilities under the model and under the
     reference, which is the model as training finds it: with an adapter, the model without what the adapter
-    learns. The reference's log-probabilities are computed once and kept on disk.
+    learns. The reference's log-probabilities are computed once and kept on disk. --label-smoothing is the
+    share of pairs that are taken to be the wrong way round (Mitchell 2023, conservative DPO).
     """
 
     Options: ClassVar = DPOOptions
-
-    def __init__(self, recipe: Recipe, options: Any) -> None:
-        super().__init__(recipe, options)
-        self.averages = options.dpo_loss == "ipo"
 
     def check(self) -> None:
         super().check()
@@ -169,32 +159,16 @@ class DPO(PreferenceTask):
                 " way round: give less than 0.5"
             )
 
-    def unread(self) -> Mapping[str, str]:
-        kind = self.options.dpo_loss
-        why = {} if kind == "sigmoid" else {"label_smoothing": f"--dpo-loss {kind} has none"}
-        return {**super().unread(), **why}
-
     def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
-        """The reference's log-probabilities are sums over an answer's tokens as `logp_B2`; for ipo means."""
         from torch.nn import functional as F
 
-        options, smoothing = self.options, self.recipe.label_smoothing if trains else 0.0
-        advantage_B = first_minus_second(logp_B2 - self._reference(batch))
-        logits_B = options.beta * advantage_B
-        if options.dpo_loss == "ipo":
-            losses_B = (advantage_B - 1 / (2 * options.beta)).square()
-        elif options.dpo_loss == "hinge":
-            losses_B = F.relu(1 - logits_B)
-        else:
-            losses_B = -F.logsigmoid(logits_B) * (1 - smoothing) - F.logsigmoid(-logits_B) * smoothing
+        smoothing = self.recipe.label_smoothing if trains else 0.0
+        logits_B = self.options.beta * first_minus_second(logp_B2 - batch["teacher.log_probs"])
+        losses_B = -F.logsigmoid(logits_B) * (1 - smoothing) - F.logsigmoid(-logits_B) * smoothing
         return {"loss": Loss(losses_B.sum(), "sample")}
 
     def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
-        return (log_probs_B2 - self._reference(batch)) * self.options.beta
-
-    def _reference(self, batch: Batch) -> Tensor:
-        """(B, 2) log-probabilities of the answers under the reference."""
-        return self.of_answers(batch["teacher.log_probs"], batch)
+        return (log_probs_B2 - batch["teacher.log_probs"]) * self.options.beta
 
     def teacher(self) -> Teacher:
         answers = self._reference_identity(), self._build_reference, self._reference_answers

@@ -72,11 +72,8 @@ def test_every_way_trains_resumes_merges_and_writes(way: str, home: Path) -> Non
     assert first[-1] < first[0]
     found = summary(run)
     assert found["parameters"] - found["trainable_parameters"] == parameters(home / "base")
-    weights = [
-        name
-        for name in SavedCheckpoint(run / "checkpoints" / "train-12").entries
-        if name.startswith("weight")
-    ]
+    saved = SavedCheckpoint(run / "checkpoints" / "train-12").entries
+    weights = [name for name in saved if name.startswith("weight")]
     assert weights
     assert all("lora_" in name for name in weights)
     again = home / "runs" / f"{way}-again"

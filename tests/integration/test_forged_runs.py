@@ -139,15 +139,6 @@ def flipped_byte(run: RunFolder) -> None:
     edit_json(path.with_name("checksums.json"), parts=[sums])
 
 
-def flipped_weight_and_log(run: RunFolder) -> None:
-    def change(key: str, value: torch.Tensor) -> torch.Tensor:
-        return (
-            value + 0.5 * (torch.arange(value.numel()).reshape(value.shape) == 0) if "wte" in key else value
-        )
-
-    rewrite_checkpoint(run, f"train-{STEPS}", change)
-
-
 def claim(run: RunFolder, recipe: Any) -> None:
     """Say that the run was trained by another recipe, everywhere."""
     recipe_file = {**recipe.to_dict(), "hash": recipe.hash()}
@@ -199,18 +190,6 @@ def best_value_forged(run: RunFolder) -> None:
     digest = bytes_digest(run.decisions)
     edit_log(run, edit)
     edit_log(run, lambda rows: [r.update(decisions=digest) for r in rows if "final" in r])
-
-
-def perturbed_end(run: RunFolder) -> None:
-    """All weights moved by as much as Adam may move them."""
-
-    def change(key: str, value: torch.Tensor) -> torch.Tensor:
-        return value + 1e-4 if key.startswith("weight/") else value
-
-    rewrite_checkpoint(run, f"train-{STEPS}", change)
-    path = run.final / "model.safetensors"
-    save_file({name: value + 1e-4 for name, value in load_file(path).items()}, path)
-    accept_final(run)
 
 
 def unfinished_with_final(run: RunFolder) -> None:
@@ -408,25 +387,20 @@ BY_LEVEL: dict[tuple[str, str], dict[str, Attack]] = {
         "better card": then(better_card, accept_final),
         "invented metric while it trained": log(award),
         "nothing leads there": nothing_leads_there,
-        "claims compiling": lambda run: claimed(run, compile="on"),
         "claims bf16": lambda run: claimed(run, precision="bf16"),
         "random final": random_final,
         "random final and checkpoint": random_final_and_checkpoint,
         "better loss": invents("valid", loss=1.0),
         "halved losses": log(lambda rows: [r.update(loss=r["loss"] / 2) for r in rows if is_step(r, HALVED)]),
         "deleted checkpoints": lambda run: shutil.rmtree(run.checkpoints),
-        "flipped weight and log": flipped_weight_and_log,
         "forged change": decides(True, step=2, decision="prune", heads=3),
         "added code and log": then(adds("evil.py"), accept_final),
         "other learning rate": claims(lr=2e-3),
-        "other dropout": claims(dropout=0.12),
         "looser plan": looser("noise"),
-        "perturbed end": perturbed_end,
         "invented metric": invents("valid", accuracy=0.99),
         "claims rounding": looser("rounding"),
     },
     ("plain", "full"): {
-        "better card, in full": then(better_card, accept_final),
         "invented metric while it trained, in full": log(award),
     },
     ("plain", "trusted"): {"field of steps": of_rows("chain", accuracy=0.99)},
@@ -439,7 +413,6 @@ BY_LEVEL: dict[tuple[str, str], dict[str, Attack]] = {
     ("stopped_early", "steps"): {
         "best replaced": best_replaced,
         "best value forged": best_value_forged,
-        "shuffled final of the best": random_final,
     },
 }
 """(which run, the level that finds it) -> attack -> what it does."""

@@ -126,31 +126,26 @@ def test_what_the_hub_refuses_is_one_line(
     assert said in complaint(launch(*TASK, *words, cwd=tmp_path, **hub))
 
 
+SHARDS = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+
+
 @pytest.mark.parametrize(
     ("weights", "wanted"),
     [
         (["model.safetensors", "pytorch_model.bin", "tf_model.h5", "onnx/model.onnx"], ["model.safetensors"]),
         (["pytorch_model.bin", "flax_model.msgpack"], ["pytorch_model.bin"]),
-        (
-            [
-                "model-00001-of-00002.safetensors",
-                "model-00002-of-00002.safetensors",
-                "consolidated.safetensors",
-            ],
-            ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
-        ),
+        ([*SHARDS, "consolidated.safetensors"], SHARDS),
     ],
     ids=["safetensors", "pickles alone", "shards"],
 )
 def test_one_form_of_the_weights_is_enough(weights: list[str], wanted: list[str]) -> None:
     small = ["config.json", "generation_config.json", "merges.txt", "modeling_own.py", "README.md"]
-    assert sorted(files_to_download([*small, *weights, "LICENSE", "original/params.json"])) == sorted(
-        small + wanted
-    )
+    found = files_to_download([*small, *weights, "LICENSE", "original/params.json"])
+    assert sorted(found) == sorted(small + wanted)
 
 
 def test_half_of_the_weights_are_none(tmp_path: Path) -> None:
-    parts = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    parts = dict(zip("ab", SHARDS, strict=True))
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": parts}))
     (tmp_path / parts["a"]).write_text("")
     assert not has_weights(tmp_path)

@@ -73,15 +73,7 @@ def test_an_answer_is_learnt_and_given(home: Path) -> None:
     words = ["generate", "runs/asked", "--prompt", "What does a duck say?", "--temperature", "0", "--json"]
     done = succeed(*words, cwd=home)
     assert json.loads(done.stdout)["text"].strip() == "It says quack."
-    behind = [
-        "generate",
-        "runs/asked",
-        "What does a duck say?",
-        "--max_new_tokens",
-        "60",
-        "--temperature",
-        "0",
-    ]
+    behind = ["generate", "runs/asked", "What does a duck say?", "--max_new_tokens=60", "--temperature=0"]
     assert launch(*behind, cwd=home).stdout.strip() == "It says quack."
     assert run_card(run / "final").strip(), "its card asks a question as the template says"
     assert "[reference: It says" in (run / "log.txt").read_text()

@@ -12,6 +12,7 @@ import pytest
 
 from isobatch.core.package import own_command
 from isobatch.tests.integration.helpers import RAGGED, command, launch, succeed
+from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.zygote import Zygote
 
 if TYPE_CHECKING:
@@ -20,10 +21,7 @@ if TYPE_CHECKING:
 
     Offline = Callable[..., subprocess.CompletedProcess[str]]
 
-MACHINES = [
-    *("rtx4080-laptop", "rtx4080", "t4", "v100", "a100-40gb", "a100-80gb", "h100", "h200"),
-    *("8xh100", "4x8xa100-80gb", "cpu:2x24gb"),
-]
+MACHINES = ["rtx4080-laptop", "t4", "h200", "4x8xa100-80gb", "cpu:2x24gb"]
 OFFLINE = subprocess.run(["unshare", "-rn", "true"], check=False, capture_output=True).returncode == 0
 
 
@@ -108,11 +106,7 @@ def test_what_is_not_known_is_one_line_with_near_names(
 ) -> None:
     base = ["plan", "--task", "causal-lm", "--assume-length", "512"]
     words = [*base[: 3 if "--asume-length" in words else 5], *words]
-    done = offline(tmp_path, *words)
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if line.startswith("isobatch: ")]
-    assert len(lines) == 1
-    assert hint in lines[0]
+    assert hint in complaint(offline(tmp_path, *words))
 
 
 GPT2 = ("plan", "--task", "causal-lm", "--model", "gpt2-124m", "--assume-length", "256", "--batch-size", "8")
@@ -137,14 +131,9 @@ def test_machines_side_by_side(tmp_path: Path) -> None:
     ("words", "hint"),
     [
         (("--compare", "h10"), "--compare h10: did you mean h100"),
-        (("--compare", "h100,"), "give names of machines"),
-        (("--compare", "h100", "--hardware", "t4"), "--compare names the machines"),
         (("--compare", "h100", "--deadline", "soon"), "--deadline soon: is no time such as 6h"),
         (("--price", "free"), "--price free: is no price"),
     ],
 )
 def test_wrong_words_of_a_comparison(words: tuple[str, ...], hint: str, tmp_path: Path) -> None:
-    done = launch(*GPT2, *words, cwd=tmp_path)
-    assert done.returncode == 2
-    assert hint in done.stderr
-    assert len(done.stderr.splitlines()) <= 2  # the demo's note may stand above
+    assert hint in complaint(launch(*GPT2, *words, cwd=tmp_path))

@@ -31,7 +31,7 @@ from isobatch.tests.integration.test_received_runs import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 JUDGES = [
@@ -71,38 +71,30 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     server.server_close()
 
 
+FIELDS: dict[str, Callable[[Path, str], dict[str, Any]]] = {
+    "data": lambda _, address: {"data": f"{address}/rows.jsonl"},
+    "s3": lambda *_: {"data": "s3://bucket/rows.jsonl"},
+    "a file": lambda home, _: {"data": str(home / "mine.jsonl")},
+    "a relative file": lambda *_: {"data": "../home/mine.jsonl"},
+    "model": lambda *_: {"model": "owner/evil"},
+    "a model in a word": lambda *_: {"model": "evil"},
+    "tokenizer": lambda *_: {"tokenizer": "word"},
+    "a folder": lambda home, _: {"model": str(home / ".ssh")},
+    "a run": lambda home, _: {
+        "starts_from": {"run": str(home / ".ssh"), "checkpoint": "train-2", "digest": "0"}
+    },
+}
+
+
 def of_place(home: Path, asked: list[str], field: str) -> Path:
     """A run whose recipe, or final/, names a place on the server or in the receiver's home."""
-    values: dict[str, dict[str, Any]] = {
-        "data": {"data": f"{asked[0]}/rows.jsonl"},
-        "s3": {"data": "s3://bucket/rows.jsonl"},
-        "a file": {"data": str(home / "mine.jsonl")},
-        "a relative file": {"data": "../home/mine.jsonl"},
-        "model": {"model": "owner/evil"},
-        "a model in a word": {"model": "evil"},
-        "tokenizer": {"tokenizer": "word"},
-        "a folder": {"model": str(home / ".ssh")},
-        "a run": {"starts_from": {"run": str(home / ".ssh"), "checkpoint": "train-2", "digest": "0"}},
-    }
     recipe, _ = complete("causal-lm", {})
-    run = received(home, dataclasses.replace(recipe, **values.get(field, {})))
+    values = FIELDS[field](home, asked[0]) if field in FIELDS else {}
+    run = received(home, dataclasses.replace(recipe, **values))
     if field == "an adapter's base":
         file = run / "final" / "adapter_config.json"
         file.write_text(json.dumps({"base_model_name_or_path": "owner/evil"}))
     return run
-
-
-FIELDS = [
-    "data",
-    "s3",
-    "a file",
-    "a relative file",
-    "model",
-    "a model in a word",
-    "tokenizer",
-    "a folder",
-    "a run",
-]
 
 
 @pytest.mark.parametrize("field", [*FIELDS, "an adapter's base"])
@@ -254,15 +246,7 @@ def test_a_copy_of_it_is_asked_for_by_somebody_else_only(
 
 
 TEXTS = {
-    *(
-        "task",
-        "preset",
-        "format",
-        "revision",
-        "phase",
-        "lora_targets",
-        "clean",
-    ),
+    *("task", "preset", "format", "revision", "phase", "lora_targets", "clean"),
     *("text_column", "pair_column", "label_column", "question_column", "answer_column", "sequence_column"),
     *("user_column", "item_column", "rating_column", "time_column", "data_config"),
     *("trainable", "layers"),

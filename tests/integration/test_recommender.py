@@ -129,18 +129,7 @@ def test_the_second_phase_begins_with_a_run(home: Path) -> None:
 def test_a_bare_table_is_enough(tmp_path: Path) -> None:
     rows_ = [f"{user},{(user * 7 + n * n) % 30}" for user in range(40) for n in range(6)]
     (tmp_path / "log.csv").write_text("\n".join(["user,item", *rows_]))
-    flags = [
-        "--data",
-        "log.csv",
-        "--epochs",
-        "1",
-        "--batch-size",
-        "32",
-        "--eval-every",
-        "2",
-        "--name",
-        "bare",
-    ]
+    flags = ["--data=log.csv", "--epochs=1", "--batch-size=32", "--eval-every=2", "--name=bare"]
     done = succeed("auto", "--task", "recommender", *flags, cwd=tmp_path)
     assert "items have no text" in done.stderr
     assert "the last in the file" in done.stderr

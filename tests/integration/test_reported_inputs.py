@@ -1,45 +1,218 @@
 """Inputs after public reports, one of each kind: what goes in is learnt, or said.
 
 Each case was once lost, wrong or answered with a misleading sentence, or was written down with what must come
-of it before the first run.
+of it before the first run. A test builds the files anew; the command is a process of its own with a cache of
+its own, so that what was prepared, or half prepared, is seen.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import gzip
 import json
+import re
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
+from pyarrow import parquet
+from tokenizers import Tokenizer
 
-from isobatch.tests.integration.helpers import run_code, succeed, summary
-from isobatch.tests.integration.reported import (
-    CAUSAL,
-    CLASSES,
-    COLOURS,
-    PAIRS,
-    SHOP,
-    Case,
-    File,
-    Taken,
-    ask,
-    check,
-    clicks,
-    csv,
-    interactions,
-    jsonl,
-    say,
-    text,
-    texts,
-    tiny_models,
-    titles,
-    turns,
-    write,
-)
+from isobatch.tests.integration.helpers import launch, run_code, succeed, summary
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    import subprocess
+
+File = str | bytes | pa.Table
+CAUSAL = "prepare --task causal-lm --data {data} --model {models}/qwen2 --max-length 200"
+CLASSES = "prepare --task classifier --data {data} --model {models}/bert --max-length 64"
+PAIRS = "prepare --task dpo --data {data} --model {models}/qwen2 --max-length 200"
+SHOP = "prepare --task recommender --data {data}"
+COLOURS = ("red", "green", "blue", "bad")
+STORED = (("tokens", "learn"), ("chosen", "chosen.learn"), ("rejected", "rejected.learn"))
+"""Columns of prepared texts, and what is learnt of them."""
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a command makes of an input that it reads."""
+
+    samples: int | None = None
+    """Of all splits together."""
+    labels: tuple[str, ...] = ()
+    facts: Mapping[str, int] = field(default_factory=dict)
+    """Numbers that the prepared data names, such as its items and how many of them have a text."""
+    learnt: tuple[str, ...] = ()
+    read: tuple[str, ...] = ()
+    """Stands in the samples, not learnt."""
+    unlearnt: tuple[str, ...] = ()
+    """Is learnt nowhere."""
+    said: tuple[str, ...] = ()
+    """Patterns, each found in a line of the command's output."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One input. Where it may be taken as well as refused, both outcomes are given."""
+
+    files: Mapping[str, File]
+    words: str
+    taken: Taken | None = None
+    refused: tuple[str, ...] = ()
+    """Patterns that the one line of a refusal has."""
+    unsaid: tuple[str, ...] = ()
+
+
+def jsonl(rows: list[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+def csv(rows: list[Any], header: str = "text,label", mark: str = ",") -> str:
+    return "\n".join([header, *(mark.join(map(str, row)) for row in rows)]) + "\n"
+
+
+def text(n: int) -> str:
+    """A text that no other row has."""
+    return f"the {COLOURS[n % 4]} cat sat mark{n:02d}x"
+
+
+def texts(count: int) -> tuple[str, ...]:
+    """What tells each of these texts."""
+    return tuple(f"mark{n:02d}x" for n in range(count))
+
+
+def ask(n: int) -> str:
+    return f"what is ask{n:02d}x"
+
+
+def say(n: int) -> str:
+    return f"the {COLOURS[n % 4]} say{n:02d}x"
+
+
+def turns(*pairs: tuple[str, Any], **more: Any) -> list[dict[str, Any]]:
+    """Messages of (role, content)."""
+    return [{"role": role, "content": content, **more} for role, content in pairs]
+
+
+def clicks(items: int = 15, of_each: int = 6) -> list[tuple[int, int, int]]:
+    """(user, item, time) of 12 users; each of 15 items is taken by somebody."""
+    return [
+        (user, (user * 5 + k * 2) % items if items == 15 else k, 1_700_000_000 + user * 100 + k)
+        for user in range(12)
+        for k in range(of_each)
+    ]
+
+
+def interactions(rows: list[Any], header: str = "user_id,item_id,timestamp") -> str:
+    return csv(rows, header)
+
+
+def titles(names: list[Any], header: str = "item_id,title") -> str:
+    return csv([(name, f"book {name}") for name in names], header)
+
+
+@functools.cache
+def tiny_models() -> Path:
+    """The folder of models, made once for all tests of this process."""
+    made = tempfile.TemporaryDirectory(prefix="models-")
+    atexit.register(made.cleanup)
+    build = "import sys; from isobatch.tests.tiny_models import build; build(sys.argv[1])"
+    done = run_code(build, made.name, cwd=Path(made.name))
+    assert done.returncode == 0, done.stderr
+    return Path(made.name)
+
+
+def write(files: Mapping[str, File], folder: Path) -> Path:
+    """Make the files; returns what --data names: the only file, or the folder of several."""
+    folder.mkdir(parents=True)
+    for name, content in files.items():
+        if isinstance(content, pa.Table):
+            parquet.write_table(content, folder / name)
+        else:
+            (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    return folder / next(iter(files)) if len(files) == 1 else folder
+
+
+def run(case: Case, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The command in an empty folder `work`, with an empty cache beside it."""
+    data = write(case.files, folder / "data")
+    (folder / "work").mkdir()
+    values = {"data": data, "folder": folder / "data", "models": tiny_models()}
+    words = [word.format(**values) for word in case.words.split()]
+    return launch(*words, cwd=folder / "work", ISOBATCH_CACHE=str(folder / "cache"))
+
+
+def check(case: Case, folder: Path) -> None:
+    """Run it and compare what comes of it."""
+    before = sorted(case.files)
+    done = run(case, folder)
+    out = (done.stdout + done.stderr).replace(str(folder), "").replace(str(tiny_models()), "")
+    assert "Traceback" not in out, out
+    for pattern in case.unsaid:
+        assert not re.search(pattern, out, re.IGNORECASE), out
+    if case.taken is None or (done.returncode == 2 and case.refused):
+        _check_refused(case, done, out, folder)
+    else:
+        assert done.returncode == 0, out
+        _check_taken(case.taken, out, folder)
+    assert sorted(p.name for p in (folder / "data").iterdir()) == before
+
+
+def _check_refused(case: Case, done: subprocess.CompletedProcess[str], out: str, folder: Path) -> None:
+    assert done.returncode == 2, f"exit {done.returncode}: {out}"
+    sentences = [line for line in out.splitlines() if line.startswith("isobatch: ")]
+    assert len(sentences) == 1, out
+    for pattern in case.refused:
+        assert re.search(pattern, sentences[0], re.IGNORECASE), f"{pattern!r} is not in: {sentences[0]}"
+    assert list((folder / "work").iterdir()) == []
+    assert [p for p in folder.glob("cache/prepared/*") if p.is_dir()] == []
+
+
+def _check_taken(taken: Taken, out: str, folder: Path) -> None:
+    for pattern in taken.said:
+        found = any(re.search(pattern, line, re.IGNORECASE) for line in out.splitlines())
+        assert found, f"{pattern!r} is in no line of: {out}"
+    prepared = [p.parent for p in folder.glob("cache/prepared/*/facts.json")]
+    assert len(prepared) == 1, out
+    facts = json.loads((prepared[0] / "facts.json").read_text())
+    if taken.samples is not None:
+        assert sum(facts["samples"].values()) == taken.samples, (facts["samples"], out)
+    if taken.labels:
+        found = [str(label).casefold() for label in facts["extra"]["labels"]]
+        assert found == [label.casefold() for label in taken.labels], out
+    assert {name: facts["extra"][name] for name in taken.facts} == taken.facts, out
+    if taken.learnt or taken.read or taken.unlearnt:
+        learnt, other = stored_texts(prepared[0])
+        assert [part for part in taken.learnt if part not in learnt] == [], out
+        assert [part for part in taken.read if part not in other or part in learnt] == [], out
+        assert [part for part in taken.unlearnt if part in learnt] == [], out
+
+
+def stored_texts(folder: Path) -> tuple[str, str]:
+    """(what is learnt, all other text) of the prepared texts of all splits; of plain text all is learnt."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    parts: dict[bool, list[str]] = {True: [], False: []}
+    for index in folder.glob("*/index.json"):
+        for tokens, learn in STORED:
+            if (ids := _column(index.parent, tokens)) is None:
+                continue
+            mask = _column(index.parent, learn)
+            mask = np.ones(len(ids), bool) if mask is None else mask.astype(bool)
+            for piece in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(mask)) + 1):
+                parts[bool(mask[piece[0]])].append(tokenizer.decode(ids[piece].tolist()))
+    return "|".join(parts[True]), "|".join(parts[False])
+
+
+def _column(folder: Path, name: str) -> np.ndarray | None:
+    files = [folder / f"{name}-values.npy", folder / f"{name}.npy"]
+    return next((np.load(file).ravel() for file in files if file.exists()), None)
+
 
 ROWS = range(24)
 TWICE = r"\b(twice|two|both|same|several|more than one|repeat\w*|duplicate\w*)\b"
@@ -51,11 +224,8 @@ QUESTIONS = tuple(f"ask{n:02d}x" for n in ROWS)
 OLD = tuple(f"old{n:02d}x" for n in ROWS)
 NO = tuple(f"no{n:02d}x" for n in ROWS)
 TOLD = Taken(samples=24, learnt=ANSWERS, read=QUESTIONS)
-SYSTEM = Taken(samples=24, learnt=ANSWERS, read=("always in red", *QUESTIONS))
 MENDED = Taken(samples=24, learnt=ANSWERS, read=(*QUESTIONS, *OLD), unlearnt=OLD)
-TWO = Taken(samples=24, labels=("x", "y"))
 READ = Taken(samples=24, labels=("neg", "pos"))
-CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
 
 def chats(
@@ -65,33 +235,25 @@ def chats(
     return Case({"rows.jsonl": jsonl([of(n) for n in ROWS])}, words, taken, refused, unsaid)
 
 
-def table(
-    rows: list[Any],
-    header: str = "text,label",
-    taken: Taken | None = READ,
-    *refused: str,
-    mark: str = ",",
-    words: str = CLASSES,
-) -> Case:
-    return Case({"rows.csv": csv(rows, header, mark)}, words, taken, refused)
+def table(rows: list[Any], header: str, taken: Taken | None, *refused: str) -> Case:
+    return Case({"rows.csv": csv(rows, header)}, CLASSES, taken, refused)
 
 
 def shop(log: File, taken: Taken | None = FULL_SHOP, *refused: str, words: str = SHOP, **more: File) -> Case:
     """Interactions, and other tables by their names."""
     name = "interactions.parquet" if isinstance(log, pa.Table) else "interactions.csv"
     files = {f"{key}.csv": content for key, content in more.items()}
-    return Case(
-        {name: log, **files}, words, taken, refused, ("items have no text",) if more and not refused else ()
-    )
+    unsaid = ("items have no text",) if more and not refused else ()
+    return Case({name: log, **files}, words, taken, refused, unsaid)
 
 
 def said_by(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
-def told(n: int, *more: tuple[str, Any]) -> list[dict[str, Any]]:
-    """Messages of a question, `more`, and its answer."""
-    return turns(("user", ask(n)), *more, ("assistant", say(n)))
+def told(n: int) -> list[dict[str, Any]]:
+    """Messages of a question and its answer."""
+    return turns(("user", ask(n)), ("assistant", say(n)))
 
 
 def shared(n: int, *more: tuple[str, str]) -> list[dict[str, str]]:
@@ -130,10 +292,6 @@ MARKS = [
 """By each name: a turn that is not learnt, and one that is."""
 LINE_1 = r"rows\.jsonl.*line 1\b"
 TALK = {
-    # The column was not read, without a word.
-    "a system text": chats(lambda n: {"system": "always in red", "conversations": shared(n)}, SYSTEM),
-    # Answers were learnt without the passage that they are about.
-    "a passage": chats(lambda n: {"context": "always in red", "question": ask(n), "answer": say(n)}, SYSTEM),
     # An answer that is marked was learnt.
     "a turn that is marked": chats(lambda n: mended(n, *MARKS[n % len(MARKS)]), MENDED),
     # datasets.to_parquet() gives every message the keys of all: null is no tool call, and no weight 0.
@@ -162,23 +320,6 @@ TALK = {
         lambda n: {"conversations": shared(n, ("gpt", f"old{n:02d}x"))},
         Taken(samples=24, learnt=(*OLD, *ANSWERS), read=QUESTIONS),
     ),
-    # The template drops them: the first answer was learnt without, and not a word said.
-    "thoughts of an earlier turn": chats(
-        lambda n: {
-            "messages": turns(
-                ("user", "what is sky"),
-                ("assistant", "<think>\nfirst thought\n</think>\n\nblue"),
-                ("user", ask(n)),
-                ("assistant", f"<think>\nlast thought\n</think>\n\n{say(n)}"),
-            )
-        },
-        Taken(
-            samples=24,
-            learnt=(*ANSWERS, "last thought"),
-            said=(r"\b24\b.*(template|left out|leaves out)",),
-        ),
-        words=CAUSAL.replace("qwen2", "qwen3"),
-    ),
     # Another tool's name of the text in a part.
     "parts called value": chats(
         lambda n: {
@@ -201,37 +342,6 @@ TALK = {
         *(LINE_1, "function_call", r"\btools?\b"),
         unsaid=("did you mean",),
     ),
-    # OpenAI's files: the turn that calls has no content. The cause is the call, not the null.
-    "null content beside a tool call": chats(
-        lambda n: {
-            "messages": [
-                said_by("user", ask(n)),
-                said_by("assistant", None, tool_calls=[CALL]),
-                said_by("tool", "7", tool_call_id="1"),
-                said_by("assistant", say(n)),
-            ]
-        },
-        None,
-        *(LINE_1, r"\btool"),
-        unsaid=("did you mean",),
-    ),
-    # A model that calls tools was learnt without them.
-    "a column of tools": chats(
-        lambda n: {"messages": told(n), "tools": [{"type": "function", "function": {"name": "look"}}]},
-        None,
-        *(LINE_1, r"\btools\b"),
-    ),
-    # The reasoning was lost.
-    "reasoning beside an answer": chats(
-        lambda n: {
-            "messages": [
-                *turns(("user", ask(n))),
-                said_by("assistant", say(n), reasoning_content="because"),
-            ]
-        },
-        None,
-        *(LINE_1, "reasoning_content"),
-    ),
     # It is no text.
     "a picture among the parts": chats(
         lambda n: {
@@ -240,26 +350,12 @@ TALK = {
         None,
         *(LINE_1, "image"),
     ),
-    # Pictures were dropped and their marks learnt as text.
-    "a column of images": chats(
-        lambda n: {
-            "messages": turns(("user", f"<image>{ask(n)}"), ("assistant", say(n))),
-            "images": ["a.png"],
-        },
-        None,
-        *(r"rows\.jsonl", "image"),
-    ),
     # Told of messages, which these rows have not.
     "an answer that is a list": chats(
         lambda n: {"question": ask(n), "answer": [say(n), "the bird"]},
         None,
         *(LINE_1, r"\banswer\b", r"\blist\b"),
         unsaid=("message 1",),
-    ),
-    # What is not read is named once, with its count.
-    "a key of a message that nobody reads": chats(
-        lambda n: {"messages": [*turns(("user", ask(n)), annotator="ann"), *turns(("assistant", say(n)))]},
-        Taken(samples=24, learnt=ANSWERS, said=(r"\b24\b.*annotator",)),
     ),
     # A traceback of zip().
     "one message for chosen and for rejected": chats(
@@ -338,19 +434,6 @@ TABLES = {
         CLASSES,
         Taken(samples=24, labels=("neg", "pos"), said=(r"rows\.csv.*\btabs?\b|\btabs?\b.*rows\.csv",)),
     ),
-    # Excel and many data portals write both; the first column is then called \ufeff"text".
-    "a byte order mark before a quoted header": Case(
-        {"rows.csv": csv([(f'"{t}, or not"', c) for t, c in LABELLED], '"text","label"').encode("utf-8-sig")},
-        CLASSES,
-        READ,
-    ),
-    # Excel in most of Europe. Each text has more commas than the row has semicolons.
-    "semicolons, and commas in the texts": table(
-        [(f"{t}, a dog, a bird, a roof", c) for t, c in LABELLED],
-        "text;label",
-        Taken(samples=24, labels=("neg", "pos"), said=(r"semicolon|[\"'`(];",)),
-        mark=";",
-    ),
     # JSON has true and false; pandas writes the same column to CSV as True and False: two classes, not four.
     "booleans in JSON and in CSV": Case(
         {
@@ -398,59 +481,11 @@ TABLES = {
         ),
         (r"rows\.jsonl.*line 6\b", r"\btext\b"),
     ),
-    # pandas wrote one of them with a gap: one class, not two.
-    "1.0 in one file and 1 in another": Case(
-        {
-            "train.csv": csv([(text(n), f"{n % 2}.0") for n in ROWS]),
-            "valid.csv": csv([(text(n + 30), n % 2) for n in range(6)]),
-        },
-        CLASSES,
-        Taken(samples=30, labels=("0", "1")),
-    ),
-    # 51 classes from 0.0 to 5.0.
-    "scores of one decimal": table(
-        [(text(n % 90), text(n % 89), f"{n % 51 / 10:.1f}") for n in range(120)],
-        "sentence1,sentence2,score",
-        None,
-        *(r"rows\.csv", r"\bscore\b", r"regression|decimal"),
-        words=f"{CLASSES} --label-column score",
-    ),
-    # A list is no class.
-    "several labels a row": chats(
-        lambda n: {"text": text(n), "label": ["joy", "fear"][: 1 + n % 2]},
-        None,
-        *(LINE_1, r"\blabel", r"multi|several|list"),
-        words=CLASSES,
-    ),
     # SetFit's data sets: both name classes; the one not read is named.
     "a label and the name of the label": table(
         [(text(n), n % 2, ("negative", "positive")[n % 2]) for n in ROWS],
         "text,label,label_text",
         Taken(samples=24, labels=("0", "1"), said=("label_text",)),
-    ),
-    # 39 rows became part of one text.
-    "a quote that is never closed": table(
-        [("xy"[n % 2], ('"' if n == 20 else "") + text(n)) for n in range(40)],
-        "label,text",
-        None,
-        *(r"rows\.csv.*line 22\b", r"\bquote"),
-    ),
-    # A quote that is closed lines later is one row, as always.
-    "a text with lines in quotes": table([(f'"{t}\n{text(30)}"', c) for t, c in LABELLED]),
-    # The last was taken, without a word.
-    "two columns of one name": table(
-        [(text(n), f"other {n}", "xy"[n % 2]) for n in ROWS],
-        "text,text,label",
-        Taken(samples=24, labels=("x", "y"), said=(rf"\btext\b.*{TWICE}|{TWICE}.*\btext\b",)),
-        *(r"rows\.csv", r"\btext\b", TWICE),
-    ),
-    # Asked for a column that it showed.
-    "a blank in a header": table([(t, f" {c}") for t, c in LABELLED], "text, label"),
-    # Of a table without a header the first row was taken for names.
-    "columns by number": Case(
-        {"rows.tsv": csv([(text(n), f"id{n}", "xy"[n % 2]) for n in ROWS[1:]], f"{text(0)}\tid0\tx", "\t")},
-        f"{CLASSES} --text-column 1 --label-column 3",
-        TWO,
     ),
     # The way out is the columns' numbers.
     "no header and no number": table(
@@ -471,25 +506,6 @@ TABLES = {
         },
         f"{CLASSES} --text-column 1 --label-column 2",
         Taken(samples=34, labels=("x", "y")),
-    ),
-    # An object of lists of one length is columns.
-    "columns in an object": Case(
-        {"rows.json": json.dumps({"text": [*map(text, ROWS)], "label": ["xy"[n % 2] for n in ROWS]})},
-        CLASSES,
-        TWO,
-    ),
-    # The first list of the object was taken for them: its tags.
-    "rows under a key": Case(
-        {"rows.json": json.dumps({"tags": ["x", "y"], "data": [{"text": text(n)} for n in ROWS]})},
-        CAUSAL,
-        Taken(learnt=texts(24)),
-        (r"rows\.json", r"\bdata\b"),
-    ),
-    # CoNLL has a class for each word.
-    "a column of words and tags": Case(
-        {"rows.conll": "".join("the\tO\nred\tO\ncat\tB-animal\n\n" for _ in ROWS)},
-        CLASSES,
-        refused=(r"rows\.conll", "--format"),
     ),
     # Half of the rows vanished, and the sentence blamed the validation split.
     "rows without the text": Case(
@@ -559,16 +575,6 @@ SHOPS = {
             samples=72,
             said=(r"\b12\b.*(repeat|again|twice|more than once|duplicate|several times|same)",),
         ),
-    ),
-    # The endings .inter and .item, names with types.
-    "RecBole's files": Case(
-        {
-            "shop.inter": csv(CLICKS, "user_id:token\titem_id:token\ttimestamp:float", "\t"),
-            "shop.item": csv([(n, f"book {n}") for n in range(15)], "item_id:token\ttitle:token_seq", "\t"),
-        },
-        SHOP,
-        FULL_SHOP,
-        unsaid=("items have no text",),
     ),
     # hr@10 was 1.0 of users who were ranked against nobody.
     "nobody has an unseen item": shop(

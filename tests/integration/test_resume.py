@@ -13,20 +13,7 @@ from isobatch.tests.integration.helpers import RAGGED, launch, rows, succeed, su
 if TYPE_CHECKING:
     from pathlib import Path
 
-SETTINGS = [
-    "--task",
-    RAGGED,
-    "--epochs",
-    "10",
-    "--ledger",
-    "--save-every",
-    "5",
-    "--eval-every",
-    "9",
-    "--quiet",
-]
-
-
+SETTINGS = ["--task", RAGGED, "--epochs=10", "--ledger", "--save-every=5", "--eval-every=9", "--quiet"]
 STEPS = 40  # 93 samples in batches of 24 are 4 steps an epoch
 
 
@@ -39,9 +26,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_damaged_checkpoint_is_passed_over(undisturbed: Path, tmp_path: Path) -> None:
     run = stopped_copy(undisturbed, tmp_path / "runs" / "ref")
-    newest, before = sorted((run / "checkpoints").iterdir(), key=lambda p: -int(p.name.rpartition("-")[2]))[
-        :2
-    ]
+    newest, before = sorted((run / "checkpoints").iterdir(), key=lambda p: -int(p.name.split("-")[1]))[:2]
     damaged = newest / "node-00000.safetensors"
     content = bytearray(damaged.read_bytes())
     content[-1] ^= 1
@@ -50,9 +35,8 @@ def test_a_damaged_checkpoint_is_passed_over(undisturbed: Path, tmp_path: Path) 
     assert summary(run)["resumed_from"] == before.name
     assert newest.name in (run / "log.txt").read_text()
     succeed("verify", str(run), cwd=tmp_path)
-    assert (run / "final/model.safetensors").read_bytes() == (
-        undisturbed / "final/model.safetensors"
-    ).read_bytes()
+    one, other = (folder / "final" / "model.safetensors" for folder in (run, undisturbed))
+    assert one.read_bytes() == other.read_bytes()
 
 
 def stopped_copy(undisturbed: Path, run: Path) -> Path:
@@ -134,19 +118,7 @@ def test_a_finished_run_answers_at_once(undisturbed: Path) -> None:
 
 
 def test_early_stop_keeps_the_best(tmp_path: Path) -> None:
-    words = [
-        "--task",
-        RAGGED,
-        "--steps",
-        "400",
-        "--lr",
-        "0.05",
-        "--eval-every",
-        "4",
-        "--patience",
-        "2",
-        "--quiet",
-    ]
+    words = ["--task", RAGGED, "--steps=400", "--lr=0.05", "--eval-every=4", "--patience=2", "--quiet"]
     done = launch("auto", *words, "--name", "early", "--schedule", "constant", cwd=tmp_path)
     run = tmp_path / "runs" / "early"
     assert done.returncode == 0, done.stderr

@@ -53,6 +53,7 @@ def unrelated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(data: Path, out: Path, recipe: dict[str, Any], **options: Any) -> isobatch.Run:
+    out.mkdir(exist_ok=True)
     values = {"task": "sequence-vae", "data": data, "out": out, "name": "run", **SMALL, **recipe, **options}
     succeed("auto", *(f"--{k.replace('_', '-')}={v}" for k, v in values.items()), "--quiet", cwd=out)
     return isobatch.load(out / "run")
@@ -115,11 +116,8 @@ def test_any_world_and_micro_batch_learns_and_sees_the_same(
 ) -> None:
     """Losses, and the monitor's figures, with the VAE's own noise and word dropout on."""
     recipe = {"steps": 40, "backbone": backbone, **NOISY}
-    folders = [tmp_path / str(number) for number in range(1 + len(plans))]
-    for folder in folders:
-        folder.mkdir()
     alone, *others = (
-        train(sequences, folder, recipe, **plan) for folder, plan in zip(folders, [{}, *plans], strict=True)
+        train(sequences, tmp_path / str(number), recipe, **plan) for number, plan in enumerate([{}, *plans])
     )
     first = [row for row in alone.history if "lr" in row]
     assert len(first) == 40
@@ -138,11 +136,8 @@ def test_any_world_and_micro_batch_learns_and_sees_the_same(
 @pytest.mark.parametrize("strategy", ["fsdp2", "zero3"])
 def test_a_sharded_transformer_compares_alike(strategy: str, sequences: Path, tmp_path: Path) -> None:
     recipe = {"steps": 100, "backbone": "transformer"}
-    folders = [tmp_path / "alone", tmp_path / "sharded"]
-    for folder in folders:
-        folder.mkdir()
-    alone = train(sequences, folders[0], recipe)
-    sharded = train(sequences, folders[1], recipe, processes=2, strategy=strategy)
+    alone = train(sequences, tmp_path / "alone", recipe)
+    sharded = train(sequences, tmp_path / "sharded", recipe, processes=2, strategy=strategy)
     ours, theirs = reports(sharded)[-1], reports(alone)[-1]
     for name in ("window_kl", "mutual_information"):
         assert ours[name] == pytest.approx(theirs[name], abs=1e-4)
@@ -153,13 +148,7 @@ def test_resume_is_exact_and_takes_the_window_along(sequences: Path, tmp_path: P
     whole = train(sequences, tmp_path, recipe, save_every="30", keep=10)
     broken = tmp_path / "broken"
     shutil.copytree(whole.folder, broken)
-    for name in (
-        "checkpoints/vae-60",
-        "checkpoints/vae-90",
-        "checkpoints/vae-97",
-        "checkpoints/vae-100",
-        "final",
-    ):
+    for name in (*(f"checkpoints/vae-{step}" for step in (60, 90, 97, 100)), "final"):
         shutil.rmtree(broken / name)
     for name in ("summary.json", "exit.json"):
         (broken / name).unlink(missing_ok=True)

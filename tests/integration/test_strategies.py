@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +11,7 @@ import pytest
 from isobatch.benchmarks.quality import strategies
 from isobatch.tests.integration.helpers import (
     ROOT,
+    command,
     furthest,
     launch,
     losses,
@@ -105,23 +104,9 @@ def test_accelerates_config_decides_the_stage(tmp_path: Path) -> None:
     config = (ROOT / "configs" / "accelerate" / "zero3.yaml").read_text()
     mine = tmp_path / "zero3.yaml"
     mine.write_text(config.replace("num_processes: 8", "num_processes: 2"))
-    command = [
-        "-m",
-        "accelerate.commands.launch",
-        "--config_file",
-        str(mine),
-        str(ROOT / "launch" / "train.py"),
-    ]
-    words = ["--task", RAGGED, "--steps", "5", "--name", "run", "--quiet"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [warm_python(), *command, *words],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    start = [warm_python(), "-m", "accelerate.commands.launch", "--config_file", str(mine)]
+    words = [f"{ROOT}/launch/train.py", "--task", RAGGED, "--steps", "5", "--name", "run", "--quiet"]
+    done = command([*start, *words], tmp_path, OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stderr
     assert (summary(tmp_path / "runs" / "run")["strategy"]) == "zero3"
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
-from isobatch.models.attention_functions import CAUSAL, causal_attention_alone, unregister_attention
+from isobatch.models.attention_functions import unregister_attention
 from isobatch.models.causal_lm import chunked_cross_entropy
 
 if TYPE_CHECKING:
@@ -88,12 +88,3 @@ def test_a_window_shorter_than_the_rows_keeps_its_mask() -> None:
         F.scaled_dot_product_attention = kept
     assert masks
     assert all(mask is not None for mask in masks)
-
-
-def test_names_are_gone_after_the_run() -> None:
-    model = made("gpt2")
-    with causal_attention_alone(model.config, 12):
-        assert model.config._attn_implementation == "keyed" + CAUSAL  # noqa: SLF001
-    assert model.config._attn_implementation == "keyed"  # noqa: SLF001
-    unregister_attention()
-    assert not [name for name in AttentionInterface._global_mapping if name.endswith(CAUSAL)]  # noqa: SLF001

@@ -135,11 +135,6 @@ def test_what_an_item_is_like_is_told_by_weights(tmp_path: Path) -> None:
         recommender().open_lists(tmp_path, "ease")
 
 
-def test_the_best_on_validation_is_a_name_that_lists_know(tmp_path: Path) -> None:
-    _, found = write_model(tmp_path)
-    assert open_recommendations(tmp_path, "best").by == found["best_on_validation"]
-
-
 def test_a_large_catalogue_keeps_popularity_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "MAX_ITEMS", ITEMS - 1)
     _, found = write_model(tmp_path)
@@ -158,15 +153,6 @@ def test_intervals_count_rows_of_a_user_together() -> None:
     twice = baselines.paired_interval(differences.repeat(2), torch.tensor([5, 6, 7, 9, 5, 6, 7, 9]))
     assert twice == pytest.approx([low, high])
     assert baselines.paired_interval(differences, torch.tensor([2, 2, 2, 2])) is None
-
-
-def test_the_interval_is_of_the_difference_that_is_reported(tmp_path: Path) -> None:
-    model, found = write_model(tmp_path)
-    low, high = found["full_ease_ndcg@3_difference_ci95"]
-    own = ranking.metric_parts(model, TEST, 3)["full_ndcg@3"]
-    assert (low + high) / 2 == pytest.approx(
-        found["full_ease_ndcg@3"] - float(own.value) / own.weight, abs=1e-6
-    )
 
 
 def test_coverage_is_the_share_of_items_that_are_listed(tmp_path: Path) -> None:

@@ -235,24 +235,6 @@ def test_a_piece_is_written_for_each_token_and_together_they_are_the_text(saved:
     assert tokenizer.decode([*ids, *generated]).rstrip("\ufffd") == ("déf" + "".join(pieces)).rstrip("\ufffd")
 
 
-def test_only_the_end_of_a_long_prompt_is_tokenized(saved: Path) -> None:
-    net, tokenizer = open_for_generation(saved)
-    sizes: list[int] = []
-
-    class Counting:
-        def encode_batch(self, texts: list[str], **flags: Any) -> Any:
-            sizes.extend(map(len, texts))
-            return tokenizer.encode_batch(texts, **flags)
-
-    asked = [("b" * 100_000, False), ("an answer", True), ("y" * 2040, False)]
-    stream = TextStream(net, Counting(), asked, Sampling(stop_token_id=1))
-    assert stream.prompt_tokens == 32
-    assert sum(sizes) == 32 * generation.CHARACTERS_PER_TOKEN
-    short = [("b", False), ("an answer", True), ("y", False)]
-    ids = [tokenizer.encode(text).ids for text, _ in short]
-    assert generation.encode_prompt(tokenizer, short, 1, 99) == [*ids[0], *ids[1], 1, *ids[2]]
-
-
 def bad_folders(folder: Path) -> Path:
     (folder / "bare").mkdir()
     (folder / "no tokenizer").mkdir()

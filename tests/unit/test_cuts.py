@@ -44,11 +44,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "LoRA": ("causal-lm", 0, {"model": "causal-lm", "adapter": "lora", "lora_dropout": 0.1}),
     "LoRA on 4 bits": ("causal-lm", 0, {"model": "causal-lm", "adapter": "lora", "load_bits": 4}),
     "DPO": ("dpo", 0, {"model": "causal-lm", "dropout": 0.1}),
-    "IPO with LoRA": (
-        "dpo",
-        0,
-        {"model": "causal-lm", "adapter": "lora", "lora_dropout": 0.1, "dpo_loss": "ipo"},
-    ),
+    "DPO with LoRA": ("dpo", 0, {"model": "causal-lm", "adapter": "lora", "lora_dropout": 0.1}),
     "ORPO": ("orpo", 0, {"model": "causal-lm", "dropout": 0.1}),
     "classifier": ("classifier", 0, {"dropout": 0.1}),
     "weighted classes": ("classifier", 0, {"class_weights": "balanced", "label_smoothing": 0.1}),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from isobatch.models.classification.distillation import hidden_state_loss, hidden_width, soft_label_loss
+from isobatch.models.classification.distillation import hidden_state_loss, soft_label_loss
 
 
 def test_soft_label_loss_is_kl_at_temperature_times_its_square() -> None:
@@ -30,7 +30,3 @@ def test_layers_are_matched_in_order_and_last_with_last(
     states = torch.randn(2, teacher, 8)
     assert float(hidden_state_loss(states[:, places], states)) == pytest.approx(0, abs=1e-6)
     assert float(hidden_state_loss(states[:, places].flip(1), states)) > 0.1
-
-
-def test_hidden_width_knows_all_config_keys() -> None:
-    assert hidden_width({"hidden_size": 768}) == hidden_width({"dim": 768})

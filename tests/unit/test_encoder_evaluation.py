@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from isobatch.models.encoder import class_metrics, evaluation
+from isobatch.models.encoder import class_metrics
 from isobatch.models.encoder.report import ClassifierReport
 
 REPORT = ClassifierReport(lambda final, exports: [])
@@ -48,18 +48,6 @@ def test_the_interval_of_a_difference_is_that_of_its_paper() -> None:
     other = np.array([False] * 8 + [True] * 2 + [True] * 90)
     middle, half = 6 / 102, 1.959964 * np.sqrt(11 - 36 / 102) / 102
     assert class_metrics.paired_difference(one, other) == pytest.approx((0.06, middle - half, middle + half))
-
-
-def test_models_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    opened = lambda model: lambda inputs: calls.append(model["model_path"])  # noqa: E731
-    monkeypatch.setattr(evaluation, "_open_alone", opened)
-    monkeypatch.setattr(evaluation, "ROUND_SECONDS", 0.0)
-    models = [{"model_path": name, "vocabulary": 9} for name in "ab"]
-    found = evaluation.measure_speed(models)
-    turn = [name for name in "ab" for _ in range(evaluation.WARM_UP + evaluation.MIN_RUNS)]
-    assert calls == turn * evaluation.ROUNDS * len(evaluation.BATCHES)
-    assert [len(one["batch_16"]["rounds"]) for one in found] == [9, 9]
 
 
 def test_speed_is_compared_within_a_runtime() -> None:

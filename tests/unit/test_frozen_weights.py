@@ -87,14 +87,6 @@ def test_a_bf16_checkpoint_is_held_as_it_is(family: str, tmp_path: Path) -> None
             assert torch.equal(p, stored[name.replace(".base_layer", "")].to(p.dtype)), name
 
 
-def test_under_autocast_the_weight_is_used_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen_weights._Product, "apply", pytest.fail)  # noqa: SLF001  it would make a copy
-    layer = frozen_weights.FrozenLinear(8, 4)
-    layer.weight = nn.Parameter(layer.weight.data.to(BF16), requires_grad=False)
-    with torch.autocast("cpu", dtype=BF16):
-        assert layer(torch.randn(3, 8)).dtype == BF16
-
-
 def test_no_copy_of_a_weight_waits_for_the_backward_pass() -> None:
     layer = frozen_weights.FrozenLinear(64, 64)
     layer.weight = nn.Parameter(layer.weight.data.to(BF16), requires_grad=False)
@@ -115,18 +107,3 @@ def test_new_recipes_hold_frozen_weights_in_bf16() -> None:
     assert asked.hash() != new.hash()
     with pytest.raises(UserError, match="nothing is frozen"):
         adapters.check_options(CausalLMOptions(frozen_dtype="bf16"), pretrained=True)
-
-
-def test_rounded_matrices_are_loaded_where_they_train(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Statistics of 8-bit matrices stay where the weights were loaded."""
-    asked: dict[str, Any] = {}
-
-    def load(*_: Any, **named: Any) -> nn.Module:
-        asked.update(named)
-        return nn.Linear(1, 1)
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
-    adapters.load_base_model(str(tmp_path), None, None, 8, device=torch.device("cuda", 1))
-    assert asked["device_map"] == {"": torch.device("cuda", 1)}

@@ -79,16 +79,12 @@ def scores_by_hand(model: Any, values: dict[str, Tensor], averages: bool) -> Ten
     return torch.stack(found)
 
 
-def trl_dpo(policy: Tensor, reference: Tensor, kind: str, beta: float, smoothing: float) -> Tensor:
+def trl_dpo(policy: Tensor, reference: Tensor, beta: float, smoothing: float) -> Tensor:
     """The losses as trl/trainer/dpo_trainer.py has them."""
     chosen_logratios = policy[:, 0] - reference[:, 0]
     rejected_logratios = policy[:, 1] - reference[:, 1]
     logits = chosen_logratios - rejected_logratios
-    if kind == "sigmoid":
-        return -F.logsigmoid(beta * logits) * (1 - smoothing) - F.logsigmoid(-beta * logits) * smoothing
-    if kind == "hinge":
-        return torch.relu(1 - beta * logits)
-    return (logits - 1 / (2 * beta)) ** 2
+    return -F.logsigmoid(beta * logits) * (1 - smoothing) - F.logsigmoid(-beta * logits) * smoothing
 
 
 def trl_orpo(policy_mean: Tensor, beta: float) -> Tensor:
@@ -109,19 +105,17 @@ def gradient(total: Tensor, model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("small_chunks", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "smoothing"), [("sigmoid", 0.0), ("sigmoid", 0.2), ("ipo", 0.0), ("hinge", 0.0)]
-)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_dpo_is_trls_formula_over_full_logits(
-    kind: str, smoothing: float, small_chunks: bool, reference: Any, policy: Any, monkeypatch: Any
+    smoothing: float, small_chunks: bool, reference: Any, policy: Any, monkeypatch: Any
 ) -> None:
     if small_chunks:  # two tokens at a time
         monkeypatch.setattr(chunked_cross_entropy, "chunk_bytes", lambda _: 2 * 4 * VOCABULARY)
-    task = make(DPO, smoothing, dpo_loss=kind, beta=0.3)
+    task = make(DPO, smoothing, beta=0.3)
     values = with_reference(task, reference, batch())
     (loss,) = task.loss(policy, values, STEP).values()
-    scores = [scores_by_hand(model, values, averages=kind == "ipo") for model in (policy, reference)]
-    wanted = trl_dpo(*scores, kind, 0.3, smoothing).sum()
+    scores = [scores_by_hand(model, values, averages=False) for model in (policy, reference)]
+    wanted = trl_dpo(*scores, 0.3, smoothing).sum()
     assert loss.unit == "sample"
     assert float(loss.sum.detach()) == pytest.approx(float(wanted.detach()), abs=1e-5)
     assert abs(float(wanted.detach()) - 3 * math.log(2)) > 1e-2
@@ -184,7 +178,7 @@ def test_the_reference_has_the_weights_that_training_begins_with() -> None:
 
 
 def test_what_decides_the_reference_is_in_its_name() -> None:
-    same = {make(DPO, **more).teacher().identity for more in ({}, {"beta": 0.5}, {"dpo_loss": "ipo"})}
+    same = {make(DPO, **more).teacher().identity for more in ({}, {"beta": 0.5})}
     assert len(same) == 1  # a sweep over these computes it once
     other = make(DPO)
     other.recipe.seed = 1
@@ -204,9 +198,7 @@ def test_noise_has_a_row_for_each_answer() -> None:
     assert torch.equal(single.uniform("x", (4,)), drawn[:2])
 
 
-def test_label_smoothing_is_of_the_sigmoid_loss() -> None:
-    assert "label_smoothing" in make(DPO, 0.1, dpo_loss="hinge").unread()
-    assert "label_smoothing" not in make(DPO, 0.1).unread()
+def test_half_of_the_pairs_cannot_be_reversed() -> None:
     with pytest.raises(UserError, match="--label-smoothing"):
         make(DPO, 0.5).check()
 
@@ -237,7 +229,7 @@ def test_long_answers_lose_no_digits_and_held_out_loss_has_no_smoothing(smoothin
         held_out = task.evaluate(policy, values, STEP)["loss"].value
         trained = task.loss(policy, values, STEP)["loss"].sum
     for found, share in ((held_out, 0.0), (trained, smoothing)):
-        wanted = trl_dpo(*scores, "sigmoid", task.options.beta, share).sum()
+        wanted = trl_dpo(*scores, task.options.beta, share).sum()
         assert float(found) == pytest.approx(float(wanted), rel=1e-6)
 
 

@@ -12,7 +12,6 @@ import torch
 
 from isobatch.core.errors import ExportError
 from isobatch.models import saving
-from isobatch.models.compression import qat
 from isobatch.models.encoder import (
     encoders,
     evaluation,
@@ -195,17 +194,6 @@ def test_a_file_that_computes_something_else_is_refused(tmp_path: Path, tiny_fac
     onnx_graph.write_onnx(other, tmp_path / "m.onnx")
     with pytest.raises(ExportError, match=r"differ|level"):
         export.check_int4(model, tmp_path / "m.onnx", lambda: [batch_of(given())])
-
-
-def test_the_exported_folder_reopens_as_the_trained_model(tmp_path: Path, tiny_facts: Any) -> None:
-    model = quantized(cut=True, embedding_bits=4)
-    form = {"bits": "4", "embedding_bits": "4"}
-    saving.save(model, tiny_facts, tmp_path, quantization.dequantized_state(model))
-    encoders.write_layer_sizes(model, tmp_path)
-    from safetensors.torch import save_file
-
-    save_file(quantization.quantizer_state(model), tmp_path / qat.QUANTIZERS_FILE, metadata=form)
-    assert (logits(qat.open_quantized(tmp_path)) - logits(model)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(

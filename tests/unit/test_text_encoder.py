@@ -113,13 +113,6 @@ def test_memory_of_the_graph_does_not_grow_with_the_texts() -> None:
     assert kept(23) > 1.5 * kept(11)
 
 
-def test_vectors_do_not_depend_on_the_other_texts() -> None:
-    made = encoder()
-    together = made(torch.arange(23))
-    for number in (0, 7, 22):
-        torch.testing.assert_close(made(torch.tensor([number]))[0], together[number], rtol=1e-5, atol=1e-6)
-
-
 def test_pooling_ignores_padding() -> None:
     made = encoder(lora=0)
     rows = texts()
