@@ -35,8 +35,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for label, words in FEELINGS.items()
         for word in words
     ]
-    (folder / "feelings.csv").write_text("
-".join(["prompt,completion", *felt]))
+    (folder / "feelings.csv").write_text("\n".join(["prompt,completion", *felt]))
     succeed(*TASK, *FLAGS, *MORE, "--processes", "1", "--name", "one", cwd=folder)
     return folder
 

@@ -288,8 +288,7 @@ def test_worlds_leave_out_the_same_step(worlds: tuple[int, ...], tmp_path: Path)
     task = str(ROOT / "tests" / "tasks" / "spiky.py") + ":Spiky"
     flags = ["--task", task, "--epochs", "1", "--on-spike", "skip", "--save-every", "30", "--quiet"]
     for world in worlds:
-        done = launch("auto", *flags, "--processes", str(world), "--name", f"w{world}", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
+        done = succeed("auto", *flags, "--processes", str(world), "--name", f"w{world}", cwd=tmp_path)
         assert done.stderr.count("step 83 will be left out; going on from the checkpoint before") == 1
     logs = [
         [row for row in rows(tmp_path / "runs" / f"w{world}") if {"chain", "left_out"} & row.keys()]
@@ -303,10 +302,9 @@ def test_worlds_leave_out_the_same_step(worlds: tuple[int, ...], tmp_path: Path)
             assert row.get("loss", 0.0) == pytest.approx(one.get("loss", 0.0), rel=1e-5)
     assert [row["step"] for row in logs[0] if "left_out" in row] == [83]
     last = f"runs/w{worlds[-1]}"
-    assert launch("diff", "runs/w1", last, cwd=tmp_path).returncode == 0
-    assert launch("verify", last, "--processes", "1", cwd=tmp_path).returncode == 0
-    assert launch("receipt", last, "--out", "several.json", cwd=tmp_path).returncode == 0
+    succeed("diff", "runs/w1", last, cwd=tmp_path)
+    succeed("verify", last, "--processes", "1", cwd=tmp_path)
+    succeed("receipt", last, "--out", "several.json", cwd=tmp_path)
     for where in (["--run", last], []):
-        audited = launch("audit", "several.json", "--processes", "1", *where, cwd=tmp_path)
-        assert audited.returncode == 0, audited.stdout
+        audited = succeed("audit", "several.json", "--processes", "1", *where, cwd=tmp_path)
         assert "several.json: holds" in audited.stdout
