@@ -321,52 +321,6 @@ def _groups(chosen: Workload, command: str, options_class: type | None) -> Group
     }
 
 
-LEFT = {
-    "seeds": "name them, as in --seed 0-2",
-    "user_text": "leave the other columns out of the table of users",
-    "item_text": "leave the other columns out of the table of items",
-    "node": "read slurm/node-NAME.log in the run's folder",
-    "parallel": "start a sweep for each GPU (CUDA_VISIBLE_DEVICES=1 isobatch auto ...), or an array",
-    "history": "type /reset before a question",
-    "skip_unknown": "rows that training did not know are left out and counted without it",
-    "break": "hook the module in Python: `with isobatch.replay(RUN, STEP) as (model, batch, step)`",
-    "sample": "`replay --json` has every sample",
-    **dict.fromkeys(("text", "file"), "find its row in the data, and ask `seen RUN --sample ROW`"),
-    "watch": "run the command again: `diff` and `report` show what there is so far",
-    "mtbf": "--save-every 5m loses at most five minutes; checkpoints are written beside the training",
-    "shard": "`prepare` on one machine uses all of its cores, and goes on where it was killed",
-    "witness": "keep a signed `isobatch receipt RUN --sign KEY` elsewhere",
-    "against": "run `isobatch verify` under that Python",
-    "compare_bits": "run it with --load-bits 16, 8 and 4 in turn",
-    "critical_batch": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
-    "noise_scale_every": "try batches by a sweep, as in --batch-size 32,64,128, and compare what they learn",
-    "profile": "run `isobatch profile` with the same flags",
-    "remember": "type the flags that `tune` prints",
-    "scale_batch": "give --batch-size and --lr themselves",
-    "lr_rule": "give --batch-size and --lr themselves",
-    "gbce_t": "use --loss bce",
-    "dpo_loss": "leave it out: the loss is DPO's own",
-    "start": "begin with the weights of a run by `auto --from RUN --text lora`",
-    "text_chunk": "the encoder reads 4,096 tokens at a time",
-    "text_dedup": "leave it out: a text is encoded once a batch",
-    "pooling": "leave it out: a text's vector is the mean of its tokens' states",
-    **dict.fromkeys(
-        ("ease_lambda", "knn_shrinkage"),
-        "a run with a split chooses it; without one it is the first",
-    ),
-    "best_by": "name the baseline where lists are made, as in `recommend RUN --by ease`",
-    "generate_prompt": "ask the finished model: `chat RUN --prompt TEXT`",
-    "resize_embeddings": "give --model a copy whose embeddings transformers resized, with the tokenizer",
-    "target_kl": "hold the KL up with --free-bits",
-    "trials": "run `tune` for what each measure brings",
-    "trial_seconds": "run `tune` for what each measure brings",
-    "mail": 'give --sbatch "--mail-user=ADDRESS --mail-type=END,FAIL"',
-    "mpi": 'give --srun "--mpi=TYPE"',
-    "signal": "the job is told by USR1",
-    "job_name": "a job has the run's --name",
-    "min_ray_workers": "give fewer --ray-workers: the run goes on in them",
-}
-"""Flags that were taken out -> what to use instead."""
 def _refuse_unknown(flags: Iterable[str], known: Mapping[str, Flag], where: str) -> None:
     """Raises UserError for names of flags that are unknown, each with what may be meant."""
     words = list(map(spelling, words_for(known)))
