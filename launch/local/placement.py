@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.local.arguments import parse_request, request_text
+from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
 
 if TYPE_CHECKING:
@@ -49,13 +49,6 @@ def processes_each(request: Request, flag: str, count: int, gpus: int) -> int:
         most = f", and at most {gpus * count}, one per GPU" if gpus else ""
         raise UserError(f"--processes {asked}: must be a multiple of {flag} {count}{most}")
     return asked // count if asked else max(1, gpus)
-
-
-def flags_text(request: Request) -> str:
-    """The recipe, the plan's and the run's options as a file for --config; as many processes as there are."""
-    plan = dataclasses.replace(request.plan, processes=None)
-    lines = request_text(dataclasses.replace(request, plan=plan)).splitlines()
-    return "\n".join([*(line.rstrip() for line in lines if line and not line.startswith("#")), ""])
 
 
 def find_or_create(request: Request, family: str | None = None) -> RunFolder:

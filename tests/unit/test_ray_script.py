@@ -1,15 +1,12 @@
-"""Tests of launch/clusters/ray: the script that is printed, its flags, and wrong words in one line."""
+"""Tests of launch/clusters/ray: the file that is printed, its flags, and wrong words in one line."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import runpy
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
-import yaml
 
 from isobatch.core.errors import DONE, STOPPED, UserError, WorkerLostError
 from isobatch.core.plan import PlanOptions
@@ -17,8 +14,8 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.cli import COMMANDS
-from isobatch.launch.clusters.ray.command import ray
-from isobatch.launch.clusters.ray.driver import judge, train_until_done
+from isobatch.launch.clusters.ray.command import RayOptions, ray
+from isobatch.launch.clusters.ray.driver import Ray, judge
 from isobatch.launch.local.arguments import parse_request
 from isobatch.tests.paths import ROOT
 
@@ -42,72 +39,33 @@ def _restore(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(name, "0")
 
 
-def script(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert ray(words) == 0
-    return capsys.readouterr().out
-
-
-def settings(text: str) -> dict[str, Any]:
-    """What the script says to the driver, and FLAGS."""
-    names = {
-        node.targets[0].id: ast.literal_eval(node.value)
-        for node in ast.parse(text).body
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
-    }
-    (call,) = [
-        node
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "train_until_done"
-    ]
-    found = {k.arg or "": k.value for k in call.keywords}
-    return {**names, **{n: ast.literal_eval(v) for n, v in found.items()}}
-
-
-def test_a_script_holds_the_recipe_and_the_workers(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    words = [*GPUS, "--name", "week", "--lr", "3e-4", "--cpus-per-worker", "64"]
-    found = settings(script(capsys, *words, "--save-every", "5m"))
-    assert (found["processes"], found["cpus"]) == (8, 64)
-    assert (found["folder"], found["address"]) == (str(tmp_path), "auto")
-    flags = yaml.safe_load(found["FLAGS"])
-    assert (flags["task"], flags["data"], float(flags["lr"])) == ("causal-lm", "/shared/texts", 3e-4)
-    assert (flags["name"], flags["save_every"]) == ("week", "5m")
-
-
 @pytest.mark.parametrize(
     "words",
     [
-        [*GPUS, "--lr", "3e-4", "--processes", "16", "--strategy", "zero2"],
-        ["--task", MINE, "--cpu", "--steps", "7", "--name", "a b"],
+        [*GPUS, "--lr", "3e-4", "--processes", "16", "--strategy", "zero2", "--address", "[::1]:6379"],
+        ["--task", MINE, "--data", "demo", "--cpu", "--steps", "7", "--name", "a b"],
     ],
     ids=["gpus", "own task"],
 )
-def test_a_scripts_flags_make_the_same_recipe(
+def test_the_file_that_is_printed_asks_for_the_same(
     words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The plan's too, but for the number of processes, which is the world's."""
-    found = settings(script(capsys, *words))
-    (tmp_path / "flags.yaml").write_text(found["FLAGS"])
-    there = parse_request(["--config", str(tmp_path / "flags.yaml"), "--data", "demo"], "auto")
-    own = [w for w in words if w not in ("--cpu", "--ray-workers", "4", "--gpus-per-worker", "8")]
-    typed = parse_request([*own, *(() if "--data" in own else ("--data", "demo"))], "k8s", _Elsewhere)
-    assert dataclasses.replace(typed.recipe, data="demo") == there.recipe
-    device = "cpu" if "--cpu" in words else "auto"
-    assert dataclasses.replace(typed.plan, processes=None, device=device) == there.plan
+    assert ray(words) == 0
+    (tmp_path / "week.yaml").write_text(capsys.readouterr().out)
+    assert ray(["--config", "week.yaml"]) == 0
+    assert capsys.readouterr().out == (tmp_path / "week.yaml").read_text()
+    there, typed = (parse_request(w, "ray", RayOptions) for w in (["--config", "week.yaml"], words))
+    assert (there.recipe, there.run) == (typed.recipe, typed.run)
+    assert there.plan == dataclasses.replace(typed.plan, device="cpu" if "--cpu" in words else "auto")
+    assert RayOptions(**there.extra) == RayOptions(**typed.extra)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Elsewhere:
-    data_is_elsewhere = True
-
-
-def test_a_script_is_what_ray_takes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Its `trainer` makes a TorchTrainer of so many workers, whose group is on the hosts."""
+def test_a_trainer_is_what_ray_takes(tmp_path: Path) -> None:
+    """A TorchTrainer of so many workers, whose group is on the hosts, and whom Ray does not restart."""
     train = pytest.importorskip("ray.train")
-    path = tmp_path / "week.py"
-    path.write_text(script(capsys, *GPUS, "--name", "week"))
-    made = runpy.run_path(str(path))["trainer"]({"storage": str(tmp_path)})
+    ray_cluster = Ray()
+    ray_cluster.options = RayOptions(ray_workers=4, gpus_per_worker=8)
+    made = ray_cluster.trainer({"storage": str(tmp_path)})
     assert (made.scaling_config.num_workers, made.scaling_config.use_gpu) == (4, True)
     assert made.scaling_config.resources_per_worker == {"CPU": 1, "GPU": 8}
     assert made.run_config.failure_config == train.FailureConfig(max_failures=0)
@@ -124,7 +82,6 @@ def test_a_script_is_what_ray_takes(capsys: pytest.CaptureFixture[str], tmp_path
         ([*GPUS, "--processes", "6"], "--processes 6: must be a multiple of --ray-workers 4"),
         ([*GPUS, "--processes", "64"], "--processes 64: .* at most 32"),
         ([*GPUS, "--gpu-per-worker", "8"], "did you mean --gpus-per-worker"),
-        ([*CPUS, "--name", 'a"""b'], "which a script cannot hold"),
     ],
 )
 def test_wrong_words_are_one_line(words: list[str], says: str) -> None:
@@ -139,19 +96,12 @@ def test_without_ray_its_pip_line_is_said(monkeypatch: pytest.MonkeyPatch) -> No
         ray([*CPUS, "--submit"])
 
 
-def test_an_address_where_nobody_answers_is_said(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_address_where_nobody_answers_is_said() -> None:
     pytest.importorskip("ray")
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    code = train_until_done(
-        lambda *_: pytest.fail("no attempt is made"),
-        "task: causal-lm\n",
-        folder=str(tmp_path),
-        address=f"127.0.0.1:{port}",
-        processes=1,
-    )
-    assert code == 2
-    assert f"--address 127.0.0.1:{port}: nothing answers there" in capfd.readouterr().err
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    with pytest.raises(UserError, match=f"--address {address}: nothing answers there"):
+        ray([*CPUS, "--address", address, "--submit"])
 
 
 OF_A_RECIPE = (

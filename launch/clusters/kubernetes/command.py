@@ -22,7 +22,8 @@ from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.task_files import imported_files, is_task_file, task_file
-from isobatch.launch.local.placement import flags_text, on_device, parse, processes_each
+from isobatch.launch.local.arguments import request_text
+from isobatch.launch.local.placement import on_device, parse, processes_each
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -168,7 +169,14 @@ def _files(request: Request) -> dict[str, str]:
         }
         there = dataclasses.replace(request.recipe, task=f"{FILES}/{file.name}:{task.rpartition(':')[2]}")
         request = dataclasses.replace(request, recipe=there)
-    return {RECIPE: flags_text(request), **files}
+    return {RECIPE: _flags_text(request), **files}
+
+
+def _flags_text(request: Request) -> str:
+    """The recipe, the plan's and the run's options as a file for --config; as many processes as there are."""
+    plan = dataclasses.replace(request.plan, processes=None)
+    lines = request_text(dataclasses.replace(request, plan=plan)).splitlines()
+    return "\n".join([*(line.rstrip() for line in lines if line and not line.startswith("#")), ""])
 
 
 def _key(place: str) -> str:

@@ -1,24 +1,22 @@
-"""`ray`: print the script of a run on a Ray cluster, or run it.
-
-The script is of Ray Train's TorchTrainer, whose workers run ours, in a loop of attempts (driver.py).
-"""
+"""`ray`: train on a Ray cluster, or print the request as the file that does."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import re
-import runpy
-import tempfile
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from isobatch.core.errors import DONE, UserError
-from isobatch.core.flags import check_fields
+from isobatch.core.flags import check_fields, flags_of
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.engine.runs.run_folder import run_name
-from isobatch.launch.local.placement import flags_text, on_device, parse, processes_each
+from isobatch.launch.local.arguments import request_text
+from isobatch.launch.local.placement import on_device, parse, processes_each
+from isobatch.launch.local.words import config_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,97 +53,37 @@ class RayOptions:
         if not re.fullmatch(HERE, self.address):
             raise UserError(
                 f"--address {self.address}: give auto, local or HOST:PORT of a cluster's head; elsewhere hand"
-                " the printed script in: ray job submit --address URL --working-dir . -- python SCRIPT"
+                " it in: ray job submit --address URL -- sh -c 'cd FOLDER && isobatch ray ... --submit'"
             )
 
 
-TEMPLATE = '''"""isobatch: trains {task} as {name} on a Ray cluster until it is done.
-
-    python {name}.py                                                       on a node of the cluster
-    ray job submit --address http://HEAD:8265 --working-dir . -- python {name}.py
-
-Every node has isobatch[ray] and sees {folder}, where the run and its data lie.
-"""
-
-import sys
-
-from ray.train import FailureConfig, RunConfig, ScalingConfig
-from ray.train.torch import TorchTrainer
-
-from isobatch.launch.clusters.ray.driver import train_until_done
-from isobatch.launch.clusters.ray.workers import HostGroup, work
-
-FLAGS = """\\
-{flags}"""
-
-
-def trainer(order):
-    """One attempt. isobatch makes another one from the last checkpoint, not Ray."""
-    return TorchTrainer(
-        work,
-        train_loop_config=order,
-        torch_config=HostGroup(),
-        scaling_config=ScalingConfig(
-            num_workers={workers}, use_gpu={use_gpu}, resources_per_worker={resources}
-        ),
-        run_config=RunConfig(storage_path=order["storage"], failure_config=FailureConfig(max_failures=0)),
-    )
-
-
-if __name__ == "__main__":
-    sys.exit(
-        train_until_done(
-            trainer,
-            FLAGS,
-            folder={folder!r},
-            address={address!r},
-            processes={processes},  # of each worker
-            cpus={cpus},  # of each worker, that training keeps to; 0 for all of the node
-        )
-    )
-'''
-
-
 def ray(words: Sequence[str]) -> int:
-    """Print the script of the request in these words, or run it."""
+    """Print the request in these words as a file, or train it on the cluster."""
     request, options = parse(words, "ray", RayOptions)
     request = on_device(request, "ray", "--gpus-per-worker", options.gpus_per_worker, options.cpu)
-    script = render(request, options)
+    processes = processes_each(request, "--ray-workers", options.ray_workers, options.gpus_per_worker)
     if not options.submit:
-        print(script, end="")
+        print(as_file(request, options), end="")
         return DONE
     if importlib.util.find_spec("ray") is None:
         raise UserError("--submit needs: pip install 'isobatch[ray]', or 'ray[train]'")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray sends statistics of its use
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "isobatch_on_ray.py"
-        path.write_text(script, encoding="utf-8")
-        return _run(path)
+    from isobatch.launch.clusters.ray.driver import train_until_done
+
+    return train_until_done(request, options, processes)
 
 
-def render(request: Request, options: RayOptions) -> str:
-    """The script. Raises UserError where the flags contradict each other."""
-    gpus, flags = options.gpus_per_worker, flags_text(request)
-    if '"""' in flags or "\\" in flags:
-        raise UserError('ray: a flag has """ or \\ in its value, which a script cannot hold: use another one')
-    return TEMPLATE.format(
-        task=request.recipe.task,
-        name=request.run.name or run_name(request.recipe),
-        folder=str(Path.cwd()),
-        resources={"CPU": options.cpus_per_worker or 1, **({"GPU": gpus} if gpus else {})},
-        flags=flags,
-        use_gpu=bool(gpus),
-        address=options.address,
-        workers=options.ray_workers,
-        processes=processes_each(request, "--ray-workers", options.ray_workers, gpus),
-        cpus=options.cpus_per_worker or 0,
-    )
-
-
-def _run(script: Path) -> int:
-    """Run a script in this process; its exit code."""
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as end:
-        return int(end.code or 0)
-    return DONE
+def as_file(request: Request, options: RayOptions) -> str:
+    """A file for --config: the recipe, the plan's and the run's options, and those of `ray`."""
+    name = f"{request.run.name or run_name(request.recipe)}.yaml"
+    own = f"isobatch ray --config {shlex.quote(name)} --submit"
+    there = shlex.quote(f"cd {shlex.quote(str(Path.cwd()))} && {own}")
+    flags = {n: f for n, f in flags_of(RayOptions, "ray").items() if getattr(options, n) != f.default}
+    words = [
+        f"# {name}: isobatch trains this on a Ray cluster until it is done. Every node has isobatch[ray]",
+        f"# and sees this folder, in which the run and its data lie.\n#   {own}",
+        f"#   ray job submit --address http://HEAD:8265 -- sh -c {there}\n",
+        request_text(request),
+        config_text([("ray", flags, {name: getattr(options, name) for name in flags})] if flags else []),
+    ]
+    return "\n".join(words)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import secrets
 import sys
-import tempfile
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,21 +19,21 @@ from isobatch.core.flags import options_to_dict
 from isobatch.core.measures import printable
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.run_folder import Verdict
-from isobatch.launch.cli import guarded
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job
 from isobatch.launch.clusters.local.here import Local
 from isobatch.launch.commands.auto import print_outcome
 from isobatch.launch.control.one_run import LogReader
 from isobatch.launch.local import launch_run
-from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.interfaces import local_address
 from isobatch.launch.local.placement import ends_of_logs, find_or_create
 from isobatch.launch.local.run_setup import environment_elsewhere, print_unless_quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.launch.clusters.ray.command import RayOptions
+    from isobatch.launch.local.arguments import Request
 
 OWN_RESTARTS = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_METRICS_ENABLED": "0"}
 """Ray would start the workers of a node that is about to go anew within an attempt, without another plan."""
@@ -44,8 +43,7 @@ WATCH_SECONDS = 1.0
 class Ray(Local):
     """Ray, driven by a process of this machine: the run's lock is here, as where it trains here."""
 
-    trainer: Callable[[dict[str, Any]], Any]
-    """One attempt as a TorchTrainer, of what its workers are told."""
+    options: RayOptions
     order: dict[str, Any]
     """What the workers of the next attempt are told; they plan where the first one begins."""
     stop: StopFlag
@@ -70,7 +68,7 @@ class Ray(Local):
         folder.mkdir(exist_ok=True)
         own = {"run": str(run.folder), "nonce": nonce, "storage": str(folder)}
         error = self._fit(
-            {**self.order, **own, "environment": environment_elsewhere()}, stop_file(run, nonce)
+            {**self.order, **own, "environment": environment_elsewhere()}, folder / f"stop-{nonce}"
         )
         self.order["plan"] = ""
         run.forget_plan()
@@ -103,10 +101,24 @@ class Ray(Local):
         stop.unlink(missing_ok=True)
         return "".join(error)
 
+    def trainer(self, order: dict[str, Any]) -> Any:
+        """A TorchTrainer of one attempt. isobatch makes another one from the last checkpoint, not Ray."""
+        from ray.train import FailureConfig, RunConfig, ScalingConfig
+        from ray.train.torch import TorchTrainer
 
-def stop_file(run: RunFolder, nonce: str) -> Path:
-    """There where the processes of an attempt are to save and end."""
-    return run.folder / "ray" / f"stop-{nonce}"
+        from isobatch.launch.clusters.ray.workers import HostGroup, work
+
+        gpus = self.options.gpus_per_worker
+        resources = {"CPU": self.options.cpus_per_worker or 1, **({"GPU": gpus} if gpus else {})}
+        return TorchTrainer(
+            work,
+            train_loop_config=order,
+            torch_config=HostGroup(),
+            scaling_config=ScalingConfig(
+                num_workers=self.options.ray_workers, use_gpu=bool(gpus), resources_per_worker=resources
+            ),
+            run_config=RunConfig(storage_path=order["storage"], failure_config=FailureConfig(max_failures=0)),
+        )
 
 
 def judge(verdict: Verdict | None, error: str, is_asked_to_stop: bool) -> Verdict | None:
@@ -128,55 +140,31 @@ def _first_failure(error: Exception) -> str:
     return line.partition(" Worker info:")[0][:300]
 
 
-def train_until_done(
-    trainer: Callable[[dict[str, Any]], Any],
-    flags: str,
-    *,
-    folder: str,
-    address: str,
-    processes: int,
-    cpus: int = 0,
-) -> int:
-    """Train the run of `flags` in attempts until it is done; its exit code.
-
-    `trainer(order)`: one attempt. `folder`: where relative paths begin, on all nodes. `processes`: of each
-    worker. `cpus`: cores that training keeps to; 0 for all of the node.
-    """
-
-    def train() -> int:
-        os.chdir(folder)
-        request = _request(flags)
-        _connect(address)
-        run = find_or_create(request)
-        refuse_if_in_a_job(run)
-        if run.status() == "done":
-            print_unless_quiet(f"{run.folder} is done (--again for a new run)", request.run.quiet)
-            return DONE
-        ray = Ray()
-        ray.trainer, ray.stop = trainer, StopFlag()
-        ray.log = LogReader(run.folder / "log.txt", None if request.run.quiet else sys.stderr)
-        ray.log.skip()
-        plan = atomic_files.json_text({**options_to_dict(request.plan), "processes": None})
-        ray.order = {"processes": processes, "cpus": cpus, "folder": folder, "plan": plan}
-        with ray.stop, run.lock("launch"):
-            run.refuse_if_training()
-            run.write_options(request.run)
-            verdict = launch_run.train_with_restarts(run, ray)
-        ray.log.print_new()
-        if verdict.code == DONE:
-            print_outcome(run)
-        elif verdict.code == WRONG_INPUT and verdict.reason not in ray.log.last:
-            print(printable(f"isobatch: {verdict.reason}"), file=sys.stderr)
-        return verdict.code
-
-    return guarded(train)
-
-
-def _request(flags: str) -> Request:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "flags.yaml"
-        path.write_text(flags, encoding="utf-8")
-        return parse_request(["--config", str(path)], "ray")
+def train_until_done(request: Request, options: RayOptions, processes: int) -> int:
+    """Train the run of a request in attempts until it is done; its exit code. `processes`: of each worker."""
+    _connect(options.address)
+    run = find_or_create(request)
+    refuse_if_in_a_job(run)
+    if run.status() == "done":
+        print_unless_quiet(f"{run.folder} is done (--again for a new run)", request.run.quiet)
+        return DONE
+    ray = Ray()
+    ray.options, ray.stop = options, StopFlag()
+    ray.log = LogReader(run.folder / "log.txt", None if request.run.quiet else sys.stderr)
+    ray.log.skip()
+    plan = atomic_files.json_text({**options_to_dict(request.plan), "processes": None})
+    own = {"processes": processes, "cpus": options.cpus_per_worker or 0, "folder": str(Path.cwd())}
+    ray.order = {**own, "plan": plan}
+    with ray.stop, run.lock("launch"):
+        run.refuse_if_training()
+        run.write_options(request.run)
+        verdict = launch_run.train_with_restarts(run, ray)
+    ray.log.print_new()
+    if verdict.code == DONE:
+        print_outcome(run)
+    elif verdict.code == WRONG_INPUT and verdict.reason not in ray.log.last:
+        print(printable(f"isobatch: {verdict.reason}"), file=sys.stderr)
+    return verdict.code
 
 
 def _connect(address: str) -> None:

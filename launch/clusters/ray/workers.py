@@ -28,7 +28,6 @@ from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.engine.distributed.stop_signals import STOP_SIGNALS
 from isobatch.engine.machine.detect import GRANTED_CPUS
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
-from isobatch.launch.clusters.ray.driver import stop_file
 from isobatch.launch.local.accelerate_launcher import die_with_parent, relay_output
 from isobatch.launch.local.interfaces import gloo_interface, local_address, loopback_interface, serve_store
 
@@ -69,7 +68,7 @@ def work(order: dict[str, Any]) -> None:
     rank = ray.train.get_context().get_world_rank()
     with _meeting() as meeting, (run.folder / "ray" / f"worker-{rank}.log").open("ab", buffering=0) as log:
         children = [_start(order, index, meeting, log) for index in range(order["processes"])]
-        asked_to_stop = stop_file(run, order["nonce"]).exists
+        asked_to_stop = (run.folder / "ray" / f"stop-{order['nonce']}").exists
         codes = _wait(children, asked_to_stop)
     _report(run, rank * order["processes"], codes)
 
