@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -34,10 +35,8 @@ from isobatch.launch.local.launch_run import (
     steps_to_skip,
 )
 from isobatch.launch.local.run_setup import (
-    as_begun,
     locate_data,
-    options_of_run,
-    plan_with_remarks,
+    plan_for_training,
     print_unless_quiet,
     store_plan,
 )
@@ -93,7 +92,7 @@ def resume(words: Sequence[str]) -> int:
     values, notes = sort_flags(flags, groups, "resume")
     options = ResumeOptions(**values["resume"])
     run = _here(positional[0], values["run"], options.trust)
-    run_options = options_of_run(run, values["run"])
+    run_options = dataclasses.replace(run.options(), **values["run"])
     for note in notes:
         print_unless_quiet(note, run_options.quiet)
     if run.status() == "done":
@@ -110,8 +109,8 @@ def resume(words: Sequence[str]) -> int:
         if options.skip_step is not None:
             skip_steps(run, options.skip_step)
         locate_data(run, recipe, values["recipe"].get("data"), mend=True)
-        asked = as_begun(run, workload_of(recipe).plan_options(recipe.preset, values["plan"]))
-        store_plan(run, plan_with_remarks(recipe, run.facts, asked, run_options.quiet))
+        asked = workload_of(recipe).plan_options(recipe.preset, values["plan"])
+        store_plan(run, plan_for_training(recipe, run.facts, asked, run_options.quiet, run))
         return _print_result(run, launch_run(run, run_options).code, options)
 
 
@@ -129,7 +128,7 @@ def _here(named: str, typed: Mapping[str, Any], trust: bool) -> RunFolder:
             refuse_links(folder)
     else:
         run = RunFolder.open(named)
-        folder, options = run.folder.resolve(), options_of_run(run, typed)
+        folder, options = run.folder.resolve(), dataclasses.replace(run.options(), **typed)
         is_here = any(run.checkpoints.glob("[!.]*/index.json"))
         _remember_typed(run, typed)
         if options.checkpoint_copy is None or is_here or run.status() == "done":

@@ -18,7 +18,7 @@ from isobatch.launch.commands.export import export_form
 from isobatch.launch.commands.plan import PlanCommandOptions, plan_stages
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
-from isobatch.launch.local.run_setup import find_namesake, prepare_facts
+from isobatch.launch.local.run_setup import find_run, prepare_facts
 from isobatch.launch.report.command import text_of, write_report
 from isobatch.launch.sweeps.chain import parse_chain
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.launch.local.arguments import Request
 
 EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": ("onnx-int4",)}
 """The stages in order -> what each exports."""
@@ -48,7 +49,7 @@ def compress(words: Sequence[str]) -> int:
         print(f"compress: stage {number} of {len(EXPORTS)}, {stage}", file=sys.stderr)
         source = {SOURCES[stage]: str(runs[-1].folder)} if runs else {}
         request = parse_request(chain.words(stage, source), "auto", AutoOptions)
-        done = find_namesake(request, prepare_facts(request)) if number < len(EXPORTS) else None
+        done = _same_stage(request) if number < len(EXPORTS) else None
         run, verdict = (done, Verdict(DONE, "")) if done else find_or_train(request)
         if verdict.code == STOPPED:
             print("compress: the same command again begins where this one stopped", file=sys.stderr)
@@ -67,6 +68,13 @@ def compress(words: Sequence[str]) -> int:
     dumped = atomic_files.json_text(contents.to_dict(), ensure_ascii=False) if options.json else ""
     print(dumped or text_of(contents, folder))
     return DONE
+
+
+def _same_stage(request: Request) -> RunFolder | None:
+    """The newest run of this recipe and data that is done under another name, where none has its own."""
+    facts = prepare_facts(request)
+    found = find_run(request, facts, any_name=True) if find_run(request, facts) is None else None
+    return found if found is not None and found.status() == "done" else None
 
 
 def refuse_chance(run: RunFolder) -> None:

@@ -33,11 +33,9 @@ from isobatch.launch.clusters.cluster import cluster, refuse_if_in_a_job
 from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS
 from isobatch.launch.local.run_setup import (
     TrustOptions,
-    as_begun,
     create_run,
-    find_run,
-    plan_with_remarks,
-    prepare_facts,
+    known_run,
+    plan_for_training,
     print_unless_quiet,
     store_plan,
 )
@@ -103,9 +101,7 @@ def find_or_train(
     """
     for note in request.notes:
         print_unless_quiet(note, request.run.quiet)
-    facts = prepare_facts(request)
-    consent.remember(request.recipe, request.run.sends())
-    run = find_run(request, facts)
+    facts, run = known_run(request)
     if run is not None and run.status() == "done":
         print_unless_quiet(
             f"{run.folder} has this recipe and is done (--again for a new run)", request.run.quiet
@@ -116,7 +112,7 @@ def find_or_train(
     if run is not None:
         refuse_if_in_a_job(run)
         print_unless_quiet(f"going on with {run.folder} ({run.status()})", request.run.quiet)
-    plan = plan_with_remarks(request.recipe, facts, as_begun(run, request.plan), request.run.quiet)
+    plan = plan_for_training(request.recipe, facts, request.plan, request.run.quiet, run)
     is_new, run = run is None, run or create_run(request, facts)
     consent.require(run.recipe, run.folder, trust)
     with run.lock("launch"):  # another process may have made and begun the same run meanwhile

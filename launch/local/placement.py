@@ -7,10 +7,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.engine import consent
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import parse_request
-from isobatch.launch.local.run_setup import create_run, find_run, prepare_facts
+from isobatch.launch.local.run_setup import create_run, find_run, known_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -55,12 +54,9 @@ def find_or_create(request: Request, family: str | None = None) -> RunFolder:
     """The run of a request on this data. `family`: the name of a sweep, whose runs are found by what they
     learn.
     """
-    facts = prepare_facts(request)
-    consent.remember(request.recipe, request.run.sends())
-    run = find_run(request, facts)
+    facts, run = known_run(request)
     if run is None and family is not None:
-        unnamed = dataclasses.replace(request, run=dataclasses.replace(request.run, name=None))
-        same = find_run(unnamed, facts)
+        same = find_run(request, facts, any_name=True)
         run = same if same and same.folder.name.startswith(f"{family}-") else None
     return RunFolder((run or create_run(request, facts)).folder.resolve())
 

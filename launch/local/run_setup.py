@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
-    from isobatch.engine.runs.run_options import RunOptions
     from isobatch.launch.local.arguments import Request
 
 
@@ -65,15 +64,6 @@ def prepare_facts(request: Request) -> Facts:
     return facts
 
 
-def plan_run(request: Request, facts: Facts, run: RunFolder | None, world: int | None = None) -> RunFolder:
-    """Plan a run for this machine; a new run where `run` is None. `world`: number of processes, if given."""
-    asked = as_begun(run, request.plan)
-    plan = plan_with_remarks(request.recipe, facts, asked, request.run.quiet, world)
-    run = run or create_run(request, facts)
-    store_plan(run, plan)
-    return run
-
-
 def print_unless_quiet(text: str, quiet: bool) -> None:
     """Print a line for the user on standard error, unless --quiet."""
     if not quiet:
@@ -94,30 +84,48 @@ def store_plan(run: RunFolder, plan: Plan) -> None:
     run.write_plan(plan)
 
 
-def as_begun(run: RunFolder | None, asked: PlanOptions) -> PlanOptions:
-    """The options for a run that may have begun: it keeps its precision, unless the user asks for one.
+def plan_for_training(
+    recipe: Recipe,
+    facts: Facts,
+    asked: PlanOptions,
+    quiet: bool,
+    run: RunFolder | None = None,
+    world: int | None = None,
+) -> Plan:
+    """The plan for this machine, and a line for each option that it could not follow.
 
-    Another precision is another loss curve. A device that lacks half precision computes in fp32.
+    A run that has begun keeps its precision, unless the user asks for one: another is another loss curve. A
+    device that lacks half precision computes in fp32.
     """
-    if run is None or asked.precision != "auto" or not run.has_plan:
-        return asked
-    if not (run.metrics.exists() or any(run.checkpoints.glob("*-*"))):
-        return asked
-    wishes: dict[str, Any] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
-    begun = run.plan.precision
-    why = {**asked.measured_options, "precision": f"this run began in {begun}"}
-    return dataclasses.replace(asked, precision=wishes.get(begun, begun), measured_options=why)
+    has_begun = run is not None and (run.metrics.exists() or any(run.checkpoints.glob("*-*")))
+    if run is not None and has_begun and run.has_plan and asked.precision == "auto":
+        wishes: dict[str, Any] = {"bf16": "bf16-mixed", "fp16": "16-mixed"}
+        begun = run.plan.precision
+        why = {**asked.measured_options, "precision": f"this run began in {begun}"}
+        asked = dataclasses.replace(asked, precision=wishes.get(begun, begun), measured_options=why)
+    plan = plan_for_this_machine(recipe, facts, asked, world)
+    for line in unmet_wishes(asked, plan):
+        print_unless_quiet(line, quiet)
+    return plan
 
 
-def find_run(request: Request, facts: Facts) -> RunFolder | None:
-    """The run of --resume, else the newest in --out with this recipe and data; None where there is none.
+def known_run(request: Request) -> tuple[Facts, RunFolder | None]:
+    """The facts of a request that the user typed, and its run, if there is one."""
+    facts = prepare_facts(request)
+    consent.remember(request.recipe, request.run.sends())
+    return facts, find_run(request, facts)
+
+
+def find_run(request: Request, facts: Facts, any_name: bool = False) -> RunFolder | None:
+    """The run of --resume, else the newest in --out with this recipe and data, of the request's name if it
+    has one; None where there is none.
 
     Raises UserError where the run of --resume has another recipe or other data.
     """
     resume, wanted = request.run.resume, (request.recipe.hash(), facts.fingerprint)
     if resume not in ("auto", "never"):
         run = RunFolder.open(resume)
-        if _identity(run) != wanted:
+        if not _is_of(run, wanted):
             raise UserError(
                 f"--resume {resume}: that run has another recipe or other data;"
                 f" `resume {resume}` goes on with its own"
@@ -125,29 +133,16 @@ def find_run(request: Request, facts: Facts) -> RunFolder | None:
         return run
     if resume == "never" or request.run.again:
         return None
-    matching = [r for r in list_runs(Path(request.run.out).expanduser()) if _has_identity(r, wanted)]
-    if request.run.name:
-        matching = [r for r in matching if r.folder.name == request.run.name]
+    runs = [run for run in list_runs(Path(request.run.out).expanduser()) if _is_of(run, wanted)]
+    name = None if any_name else request.run.name
+    matching = [run for run in runs if name in (None, run.folder.name)]
     return RunFolder.open(matching[-1].folder) if matching else None
 
 
-def find_namesake(request: Request, facts: Facts) -> RunFolder | None:
-    """A run in --out that is done and has this recipe and data under another name, the newest; None where
-    there is none, or where the request's own is there.
-    """
-    anonymous = dataclasses.replace(request, run=dataclasses.replace(request.run, name=None))
-    found = find_run(anonymous, facts) if find_run(request, facts) is None else None
-    return found if found is not None and found.status() == "done" else None
-
-
-def _identity(run: RunFolder) -> tuple[str, str]:
-    return run.recipe.hash(), run.facts.fingerprint
-
-
-def _has_identity(run: RunFolder, wanted: tuple[str, str]) -> bool:
+def _is_of(run: RunFolder, wanted: tuple[str, str]) -> bool:
     """Whether a run is of this recipe and data; one that cannot be read is not."""
     try:
-        return run.recorded_hash == wanted[0] and _identity(run) == wanted
+        return run.recorded_hash == wanted[0] and (run.recipe.hash(), run.facts.fingerprint) == wanted
     except UserError:
         return False
 
@@ -181,21 +176,6 @@ def plan_for_this_machine(
     need(traits_of(plan.strategy).library.lower(), f"--strategy {plan.strategy}")
     need(OPTIMIZERS[recipe.optimizer].library, f"--optimizer {recipe.optimizer}")
     return plan
-
-
-def plan_with_remarks(
-    recipe: Recipe, facts: Facts, options: PlanOptions, quiet: bool, world: int | None = None
-) -> Plan:
-    """`plan_for_this_machine`, and a line for each option that the plan could not follow."""
-    plan = plan_for_this_machine(recipe, facts, options, world)
-    for line in unmet_wishes(options, plan):
-        print_unless_quiet(line, quiet)
-    return plan
-
-
-def options_of_run(run: RunFolder, changes: Mapping[str, Any]) -> RunOptions:
-    """The run's stored options with these changes."""
-    return dataclasses.replace(run.options(), **changes)
 
 
 def open_run(folder: str | Path, trust: bool = False) -> RunFolder:

@@ -26,7 +26,7 @@ from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from isobatch.core.plan import PlanOptions
     from isobatch.engine.distributed.communicator import Communicator
@@ -167,67 +167,64 @@ def main(words: Sequence[str]) -> int:
     return _train_from_flags(words)
 
 
+def _agreed(choose: Callable[[], str], asked: PlanOptions, hang_timeout: int) -> str:
+    """What rank 0 chooses, on every rank, before there is a plan. Raises its UserError on every rank."""
+    from isobatch.engine.distributed.communicator import broadcast_choice_before_planning, rank_and_world_size
+    from isobatch.engine.machine.detect import detect
+
+    on_cpu = asked.device == "cpu" or (asked.device == "auto" and detect().kind == "cpu")
+    return broadcast_choice_before_planning(choose, *rank_and_world_size(os.environ), on_cpu, hang_timeout)
+
+
 def _plan_for_this_world(run: RunFolder, asked: PlanOptions) -> None:
     """Plan a run for the processes that are here, however many there were before; its recipe stays."""
-    from isobatch.engine.distributed.communicator import broadcast_choice_before_planning, rank_and_world_size
-    from isobatch.launch.local.run_setup import as_begun, plan_with_remarks, store_plan
+    from isobatch.engine.distributed.communicator import rank_and_world_size
+    from isobatch.launch.local.run_setup import plan_for_training, store_plan
 
-    rank, size = rank_and_world_size(os.environ)
-    options = run.options()
+    options, (_, size) = run.options(), rank_and_world_size(os.environ)
 
     def plan() -> str:
-        begun = as_begun(run, asked)
-        store_plan(run, plan_with_remarks(run.recipe, run.facts, begun, options.quiet, size))
+        store_plan(run, plan_for_training(run.recipe, run.facts, asked, options.quiet, run, size))
         return ""
 
     try:
-        broadcast_choice_before_planning(plan, rank, size, _is_on_cpu(asked), options.hang_timeout)
+        _agreed(plan, asked, options.hang_timeout)
     except UserError as error:
         run.write_exit(Verdict(WRONG_INPUT, str(error)))
         raise
     run.forget_plan()
 
 
-def _is_on_cpu(asked: PlanOptions) -> bool:
-    from isobatch.engine.machine.detect import detect
-
-    return asked.device == "cpu" or (asked.device == "auto" and detect().kind == "cpu")
-
-
 def _train_from_flags(words: Sequence[str]) -> int:
-    from isobatch.engine.distributed.communicator import (
-        broadcast_choice_before_planning,
-        check_world,
-        rank_and_world_size,
-    )
+    from isobatch.engine.distributed.communicator import check_world, rank_and_world_size
     from isobatch.launch.clusters.cluster import refuse_if_in_a_job
+    from isobatch.launch.local import run_setup
     from isobatch.launch.local.arguments import parse_request
-    from isobatch.launch.local.run_setup import find_run, plan_run, prepare_facts, print_unless_quiet
 
     rank, size = rank_and_world_size(os.environ)
     request = _with_deepspeed_strategy(parse_request(words, "train.py"))
-    for note in request.notes if rank == 0 else ():
-        print_unless_quiet(note, request.run.quiet)
+    quiet = request.run.quiet or rank != 0
+    for note in request.notes:
+        run_setup.print_unless_quiet(note, quiet)
     if request.plan.processes:
         check_world(request.plan.processes, size)
     # One rank prepares, the others wait for its file lock: a process group could time out meanwhile.
-    facts = prepare_facts(request)
+    facts = run_setup.prepare_facts(request)
 
     def choose_run() -> str:
-        run = find_run(request, facts)
+        run = run_setup.find_run(request, facts)
         if run is None or run.status() != "done":
             if run is not None:
                 refuse_if_in_a_job(run)
                 run.refuse_if_training()
-            run = plan_run(request, facts, run, size)
+            plan = run_setup.plan_for_training(request.recipe, facts, request.plan, quiet, run, size)
+            run = run or run_setup.create_run(request, facts)
+            run_setup.store_plan(run, plan)
             run.write_options(request.run)
         consent.remember(request.recipe, request.run.sends())
         return str(run.folder.resolve())
 
-    cpu = _is_on_cpu(request.plan)
-    run = RunFolder.open(
-        broadcast_choice_before_planning(choose_run, rank, size, cpu, request.run.hang_timeout)
-    )
+    run = RunFolder.open(_agreed(choose_run, request.plan, request.run.hang_timeout))
     if run.status() == "done":
         print(f"{run.folder} is done (--again for a new run)", file=sys.stderr)
         return DONE

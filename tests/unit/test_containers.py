@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
 from isobatch.core.package import ROOT
 from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.run_folder import RunFolder
@@ -109,6 +110,7 @@ def test_a_step_begins_without_the_packages_of_outside(
     asked = {"image": "ubuntu", "python": "python3", "folder": "/x", "mounts": ["/x"]}
     run, job = RunFolder(tmp_path), Allocation(job="7", nodes=("n1",), cpus=2, gpus=0)
     JobRequest(local=1, lead=5, seconds=9, plan={}, container=asked).write(tmp_path)
+    run.facts = Facts(fingerprint="0", folder="/data", samples={}, lengths=())
     command = srun_command(run, ("n1",), job, JobRequest.read(tmp_path), ("nonce", "n1"))
     assert command[: command.index("srun")] == [
         *("env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "PYTHONNOUSERSITE=1")

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobatch.core.errors import UserError
+from isobatch.core.facts import Facts
 from isobatch.core.package import ROOT, own_command
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.slurm import client, options, sbatch_script
@@ -218,6 +219,7 @@ def test_words_for_srun_reach_every_step(tmp_path: Path) -> None:
     assert step_words(SlurmOptions()) == ("--mpi=none",)
     run, job = RunFolder(tmp_path), client.Allocation(job="7", nodes=("n1",), cpus=2, gpus=2)
     JobRequest(local=2, lead=5, seconds=9, plan={}, srun=words).write(tmp_path)
+    run.facts = Facts(fingerprint="0", folder="/data", samples={}, lengths=())
     command = srun_command(run, ("n1",), job, JobRequest.read(tmp_path), ("nonce", "n1"))
     assert "--export=ALL" in command
     assert command[command.index("/bin/bash") - 4 : command.index("/bin/bash")] == list(words)

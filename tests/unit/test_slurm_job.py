@@ -115,14 +115,19 @@ def test_what_srun_says_tells_what_ended_a_step(said: str, cause: str | None, re
 
 @pytest.mark.parametrize(
     ("hides", "says"),
-    [("slurm", "n2 does not see the run's folder {folder}"), ("python", "n2 does not see the Python env")],
+    [
+        ("slurm", "n2 does not see the run's folder {folder}"),
+        ("data", "n2 does not see the prepared data {folder}/data"),
+        ("python", "n2 does not see the Python env"),
+    ],
 )
 def test_a_node_says_what_it_does_not_see(hides: str, says: str, tmp_path: Path) -> None:
     folder = tmp_path / "it's $(here)"
-    folder.mkdir()
-    if hides == "python":
-        (folder / "slurm").mkdir()
-    words = ["/bin/bash", "-c", STEP_SHELL, str(folder / "slurm"), str(folder / "python")]
+    seen = {"slurm": [], "data": ["slurm"], "python": ["slurm", "data"]}[hides]
+    for name in seen:
+        (folder / name).mkdir(parents=True)
+        (folder / name / "facts.json").touch()
+    words = ["/bin/bash", "-c", STEP_SHELL, *(str(folder / name) for name in ("slurm", "data", "python"))]
     done = subprocess.run(words, env={"SLURMD_NODENAME": "n2"}, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     verdict = explain_end(done.stderr)
@@ -149,7 +154,7 @@ def test_a_suspended_job_has_its_time_later() -> None:
 
 @pytest.fixture
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("ANSWER_SECONDS", "JOIN_EXTRA_SECONDS", "JOB_GONE_SECONDS", "REACH_SECONDS"):
+    for name in ("ANSWER_SECONDS", "JOB_GONE_SECONDS", "REACH_SECONDS"):
         monkeypatch.setattr(node, name, 0.1)
 
 
@@ -179,18 +184,12 @@ def test_a_node_asks_whether_the_job_is_there(tmp_path: Path) -> None:
 def test_a_node_that_cannot_join_is_named(tmp_path: Path) -> None:
     folder = tmp_path / "r" / "slurm" / "meeting-1"
     folder.mkdir(parents=True)
-    first, second = (Meeting(folder, ("n1", "n2"), rank) for rank in (0, 1))
-
-    def meet(which: Meeting, says: str) -> None:
-        with pytest.raises(UserError, match=says), which.hold(tmp_path):
-            pass
-
-    meet(second, r"n2 does not see .* what n1 wrote .* --out")
-    meet(first, r"n2 did not see .* --out on a file system that all nodes share")
-    atomic_files.write_json(folder / "1.json", {"node": "n2", "sees_data": False})
-    meet(first, r"n1, n2 cannot see the prepared data .* ISOBATCH_CACHE")
+    second = Meeting(folder, ("n1", "n2"), 1)
+    with pytest.raises(UserError, match=r"n2 does not see .* what n1 wrote .* --out"), second.hold():
+        pass
     atomic_files.write_json(folder / "call.json", {"addresses": ["127.0.0.1"], "port": 1})
-    meet(second, r"n2 cannot reach n1 at 127\.0\.0\.1:1")
+    with pytest.raises(UserError, match=r"n2 cannot reach n1 at 127\.0\.0\.1:1"), second.hold():
+        pass
 
 
 @pytest.mark.parametrize(
@@ -201,6 +200,7 @@ def test_the_shell_of_an_orphaned_node_requeues_the_job_until_slurm_answers(
 ) -> None:
     """It stands outside of a container, which has none of Slurm's commands, and slurmctld may be away."""
     (tmp_path / "slurm").mkdir()
+    (tmp_path / "facts.json").touch()
     asked = tmp_path / "asked"
     stand_ins = {
         "launcher": f"exit {ORPHANED}",
@@ -211,7 +211,7 @@ def test_the_shell_of_an_orphaned_node_requeues_the_job_until_slurm_answers(
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     environment = {"SLURMD_NODENAME": "n2", "SLURM_JOB_ID": "7", "PATH": f"{tmp_path}:/usr/bin:/bin"} | array
-    words = ["/bin/bash", "-c", STEP_SHELL, str(tmp_path / "slurm"), "launcher"]
+    words = ["/bin/bash", "-c", STEP_SHELL, str(tmp_path / "slurm"), str(tmp_path), "launcher"]
     done = subprocess.run(words, env=environment, timeout=20, check=False)
     assert done.returncode == ORPHANED
     assert asked.read_text().splitlines() == [f"requeue {job}"] * 3
@@ -219,8 +219,18 @@ def test_the_shell_of_an_orphaned_node_requeues_the_job_until_slurm_answers(
 
 def test_the_shell_ends_as_its_launcher_does(tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
+    (tmp_path / "facts.json").touch()
     for script, code in (("exit 3", 3), ("kill -9 $$", -9)):
-        words = ["/bin/bash", "-c", STEP_SHELL, str(tmp_path / "slurm"), "/bin/sh", "-c", script]
+        words = [
+            "/bin/bash",
+            "-c",
+            STEP_SHELL,
+            str(tmp_path / "slurm"),
+            str(tmp_path),
+            "/bin/sh",
+            "-c",
+            script,
+        ]
         done = subprocess.run(words, env={"SLURMD_NODENAME": "n2"}, timeout=20, check=False)
         assert done.returncode == code
 

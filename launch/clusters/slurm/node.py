@@ -1,8 +1,8 @@
 """`node RUN NONCE NODES PORT [ADDRESS]`: one per node of a step; it meets the others, runs torchrun for the
 node's workers, and forwards a stop.
 
-Nodes meet by files in the run's folder, which also checks that all of them share it: the first binds a port,
-keeps it, and writes its addresses; every node answers with a file of its own.
+Nodes meet by a file in the run's folder, which also checks that all of them share it: the first binds a port,
+keeps it, and writes its addresses there.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ JOIN_SECONDS = 120
 SHUTDOWN_SECONDS = 20
 """How long torchrun waits for the other workers after one has died."""
 ANSWER_SECONDS = 90.0
-"""How long the first node waits: a shared file system may take a minute to show a new file to other nodes."""
-JOIN_EXTRA_SECONDS = 30.0
-"""The other nodes wait longer, so that the first node reports which are missing."""
+"""A shared file system may take a minute to show a new file to other nodes."""
 REACH_SECONDS = 30.0
 JOB_GONE_SECONDS = 4.0
 """So long nothing answers where the job runs, before it is taken for gone."""
@@ -98,11 +96,10 @@ class Meeting:
         return wait_for(lambda: any(local_address(h, self.job_port) for h in hosts), JOB_GONE_SECONDS, 1.0)
 
     @contextlib.contextmanager
-    def hold(self, data: Path) -> Iterator[tuple[str, int]]:
+    def hold(self) -> Iterator[tuple[str, int]]:
         """(host, port) of a TCPStore that the first node keeps open inside the block.
 
-        `data`: the folder of prepared data. Raises UserError where a node does not see the run's folder or
-        the data, or cannot reach the port.
+        Raises UserError where a node does not see what the first one writes, or cannot reach the port.
         """
         store: Any = None
         if self.rank == 0:
@@ -111,38 +108,14 @@ class Meeting:
             addresses = ["127.0.0.1"] if alone else [socket.gethostname(), *self.addresses]
             call = {"addresses": addresses, "port": store.port}
             atomic_files.write_json(self.folder / "call.json", call)
-        found = self._read("call", ANSWER_SECONDS + JOIN_EXTRA_SECONDS)
-        if found is None:
+        if not wait_for((self.folder / "call.json").is_file, ANSWER_SECONDS):
             raise UserError(
                 f"{self.name} does not see in {self.folder.parent.parent} what {self.nodes[0]} wrote there:"
                 " choose an --out on a file system that all nodes share"
             )
-        answer = {"node": self.name, "sees_data": (data / "facts.json").is_file()}
-        atomic_files.write_json(self.folder / f"{self.rank}.json", answer)
-        if self.rank == 0:
-            self._wait_for_answers(data)
+        found = atomic_files.read_json(self.folder / "call.json")
         yield self._reachable_address(found["addresses"], found["port"])
         del store
-
-    def _read(self, name: str, seconds: float) -> dict[str, Any] | None:
-        """A file's content; None where it has not come within these seconds."""
-        path = self.folder / f"{name}.json"
-        return atomic_files.read_json(path) if wait_for(path.is_file, max(0.0, seconds)) else None
-
-    def _wait_for_answers(self, data: Path) -> None:
-        """Wait until every node has answered. Raises UserError for those that have not."""
-        end = time.monotonic() + ANSWER_SECONDS
-        answers = {n: self._read(str(r), end - time.monotonic()) for r, n in enumerate(self.nodes)}
-        if missing := [name for name, answer in answers.items() if answer is None]:
-            raise UserError(
-                f"{', '.join(missing)} did not see in {ANSWER_SECONDS:.0f} s what {self.name} wrote to"
-                f" {self.folder.parent.parent}: choose an --out on a file system that all nodes share"
-            )
-        if unseen := [name for name, answer in answers.items() if answer and not answer["sees_data"]]:
-            raise UserError(
-                f"{', '.join(unseen)} cannot see the prepared data in {data}: point ISOBATCH_CACHE to a"
-                " folder that all nodes share, and submit again"
-            )
 
     def _reachable_address(self, addresses: Sequence[str], port: int) -> tuple[str, int]:
         """(host, port) that can be reached from here, a loopback last: the host name may be one."""
@@ -169,9 +142,8 @@ def wait_for(done: Callable[[], bool], seconds: float, pause: float = 0.1) -> bo
 
 
 def _train(run: RunFolder, meeting: Meeting, stop: StopFlag) -> int:
-    data = Path(run.facts.folder) if meeting.rank == 0 or run.folder.is_dir() else Path()
     with (
-        meeting.hold(data) as (host, port),
+        meeting.hold() as (host, port),
         (run.folder / "slurm" / f"node-{meeting.name}.log").open("ab", buffering=0) as log,
     ):
         command = _torchrun_command(run, meeting, f"{host}:{port}")

@@ -29,6 +29,8 @@ END_SECONDS = 30.0
 STEP_SHELL = """trap '' USR1 USR2 TERM INT HUP
 refuse() { echo "isobatch: $SLURMD_NODENAME does not see $1: $2" >&2; exit 2; }
 [ -d "$0" ] || refuse "the run's folder ${0%/slurm}" "choose an --out on a file system that all nodes share"
+[ -f "$1/facts.json" ] || refuse "the prepared data $1" "point ISOBATCH_CACHE to a folder all nodes share"
+shift
 command -v -- "$1" >/dev/null || refuse "the Python environment $1" "make it where all nodes see it"
 "$@"
 code=$?
@@ -148,6 +150,6 @@ def srun_command(
         "--export=ALL",
         *request.srun,
         *inside,
-        *("/bin/bash", "-c", STEP_SHELL, f"{folder}/slurm"),
+        *("/bin/bash", "-c", STEP_SHELL, f"{folder}/slurm", run.facts.folder),
         *launcher,
     ]
