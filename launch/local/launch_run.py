@@ -41,8 +41,6 @@ from isobatch.launch.local.run_setup import (
 )
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from isobatch.engine.runs.run_options import RunOptions
     from isobatch.launch.clusters.cluster import Cluster
     from isobatch.launch.local.arguments import Request
@@ -140,7 +138,7 @@ def train_with_restarts(run: RunFolder, where: Cluster) -> Verdict:
     options = run.options()
     restarts, reduced = 0, False
     while True:
-        verdict = _verdict_of(run, where.attempt(run), run.folder / "launcher.log")
+        verdict = _verdict_of(run, where.attempt(run))
         if verdict.cause == JobMemoryError.cause and reduced:
             return _fail(run, f"{verdict.reason}, with smaller micro-batches, too: ask for more with --mem")
         if verdict.cause in (OutOfMemoryError.cause, JobMemoryError.cause):
@@ -171,34 +169,25 @@ def wait_for_orphans(run: RunFolder) -> None:
             time.sleep(0.2)
 
 
-def _verdict_of(run: RunFolder, verdict: Verdict | None, log: Path) -> Verdict:
-    """The verdict, or one from the disk's state and the launcher's log where the attempt wrote none."""
+def _verdict_of(run: RunFolder, verdict: Verdict | None) -> Verdict:
+    """An attempt's verdict; where it left none, one by the disk's state, or by the process that a signal
+    ended first, which stands at the end of torchrun's log.
+    """
+    log = run.folder / "launcher.log"
+    said = log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:] if log.exists() else ""
     if verdict is None:
-        verdict = _full_disk(run) or dead_process(log)
+        dead = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+)", said.rpartition("Root Cause")[2])
+        if shutil.disk_usage(run.folder).free <= FULL_DISK_BYTES:
+            reason = f"no space left on device for {run.folder}: make some, then go on with `resume`"
+            verdict = Verdict(WRONG_INPUT, reason)
+        elif dead:
+            reason = "rank {} was ended by signal {}".format(*dead[-1])
+            verdict = Verdict(FAILED, reason, WorkerLostError.cause)
+        if verdict is not None:
+            print(f"isobatch: {verdict.reason}", file=sys.stderr)
     if verdict is None or verdict.code == BUG:
-        sys.stderr.write(log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:] if log.exists() else "")
-        return verdict or Verdict(BUG, "no process left a verdict")
-    return verdict
-
-
-def _full_disk(run: RunFolder) -> Verdict | None:
-    """A verdict where the disk is full, so that no process could write one."""
-    if shutil.disk_usage(run.folder).free > FULL_DISK_BYTES:
-        return None
-    reason = f"no space left on device for {run.folder}: make some, then go on with `resume`"
-    print(f"isobatch: {reason}", file=sys.stderr)
-    return Verdict(WRONG_INPUT, reason)
-
-
-def dead_process(log: Path) -> Verdict | None:
-    """A verdict on the process that a signal ended first, from the end of torchrun's log."""
-    text = log.read_text(errors="replace")[-LOG_TAIL_CHARACTERS:] if log.exists() else ""
-    found = re.findall(r"rank\s*: (\d+) .*\n\s*exitcode\s*: -(\d+)", text.rpartition("Root Cause")[2])
-    if not found:
-        return None
-    reason = "rank {} was ended by signal {}".format(*found[-1])
-    print(f"isobatch: {reason}", file=sys.stderr)
-    return Verdict(FAILED, reason, WorkerLostError.cause)
+        sys.stderr.write(said)
+    return verdict or Verdict(BUG, "no process left a verdict")
 
 
 def _reduce_budget(run: RunFolder, verdict: Verdict) -> None:

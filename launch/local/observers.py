@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import subprocess
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
 from isobatch.core.package import own_command
@@ -29,6 +29,11 @@ def begin_tracking(run: RunFolder, world: Communicator) -> None:
     Raises UserError.
     """
     name = run.folder.name
+    planned = {f"plan.{name}": value for name, value in run.plan.to_dict().items() if name != "reasons"}
+    settings = {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in {**run.recipe.values(), **planned}.items()
+    }
     identity = hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:16]
     options = {
         "wandb": {"name": name, "id": identity, "resume": "allow"},
@@ -36,23 +41,10 @@ def begin_tracking(run: RunFolder, world: Communicator) -> None:
         "trackio": {"name": name, "resume": "allow"},
     }
     try:
-        world.accelerator.init_trackers(PROJECT, config=_settings(run), init_kwargs=options)
+        world.accelerator.init_trackers(PROJECT, config=settings, init_kwargs=options)
     except Exception as error:  # each library has errors of its own: no server, no key, no database
         tracker = run.options().tracker
         raise UserError(f"--tracker {tracker}: cannot begin: {type(error).__name__}: {error}") from error
-
-
-def _settings(run: RunFolder) -> dict[str, Any]:
-    plan = run.plan.to_dict()
-    plan.pop("reasons", None)
-    return {
-        **{name: _scalar(value) for name, value in run.recipe.values().items()},
-        **{f"plan.{name}": _scalar(value) for name, value in plan.items()},
-    }
-
-
-def _scalar(value: Any) -> Any:
-    return value if isinstance(value, bool | int | float | str) else str(value)
 
 
 def end_tracking(run: RunFolder, world: Communicator, step: int, say: Callable[[str], None]) -> None:
@@ -68,7 +60,7 @@ def end_tracking(run: RunFolder, world: Communicator, step: int, say: Callable[[
             say(f"--tracker {tracker.name}: the final figures did not arrive: {error}")
 
 
-LOWEST_PRIORITY = 19
+LOWEST_PRIORITY = "19"
 
 
 class Plotter:
@@ -81,17 +73,14 @@ class Plotter:
     def start(self) -> None:
         """Draw in the background, at the lowest priority, unless that is still going on."""
         if self.draws and (self._process is None or self._process.poll() is not None):
-            self._process = self._spawn(("nice", "-n", str(LOWEST_PRIORITY)))
+            words = ["nice", "-n", LOWEST_PRIORITY, *own_command("report", str(self.run.folder), "--png")]
+            none, own = subprocess.DEVNULL, {**os.environ, **consent.environment()}
+            self._process = subprocess.Popen(words, env=own, stdin=none, stdout=none, stderr=none)
 
     def finish(self) -> None:
         """Draw what there is at the end, and wait for it."""
+        if self._process is not None:  # what it draws may be older
+            self._process.wait()
+        self.start()
         if self._process is not None:
             self._process.wait()
-        if self.draws:
-            self._spawn(()).wait()
-
-    def _spawn(self, before: tuple[str, ...]) -> subprocess.Popen[bytes]:
-        words = [*before, *own_command("report", str(self.run.folder), "--png")]
-        silent = subprocess.DEVNULL
-        environment = {**os.environ, **consent.environment()}
-        return subprocess.Popen(words, env=environment, stdin=silent, stdout=silent, stderr=silent)
