@@ -183,11 +183,11 @@ class RemoveOptions:
     """Flags of `runs rm`."""
 
     yes: bool = False
-    """Do not ask."""
+    """Remove them; without it, they are named."""
 
 
 def remove(words: Sequence[str]) -> int:
-    """Usage: runs rm RUN... [--yes]: removes runs with their checkpoints; asks first on a terminal."""
+    """Usage: runs rm RUN... --yes: removes runs with their checkpoints; without --yes it says which."""
     positional, options = read_command(words, RemoveOptions, "runs rm")
     if not positional:
         raise UserError("runs rm: give the folders of runs, as in: runs rm runs/old (`runs` lists them)")
@@ -199,18 +199,10 @@ def remove(words: Sequence[str]) -> int:
             raise UserError(f"rm: {run.folder} is {seen.state}: `runs cancel {run.folder}` ends it first")
     for run in runs:
         size = format_bytes(sum(p.stat().st_size for p in run.folder.rglob("*") if p.is_file()))
-        if not options.yes and not _agreed(f"remove {run.folder} ({size})?"):
-            print(f"{run.folder} stays", file=sys.stderr)
-            continue
+        if not options.yes:
+            raise UserError(f"runs rm: would remove {run.folder} ({size}) and all in it: say --yes")
         with run.lock("launch"), explain_write_errors(run.folder):
             run.refuse_if_training()
             shutil.rmtree(run.folder)
         print(f"removed {run.folder} ({size})")
     return DONE
-
-
-def _agreed(question: str) -> bool:
-    if not sys.stdin.isatty():
-        raise UserError(f"{question} Nobody can be asked here: say --yes")
-    doing()
-    return input(f"{question} [y/N] ").strip().lower() in ("y", "yes")

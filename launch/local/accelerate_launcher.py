@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core import atomic_files
 from isobatch.core.package import LOOPBACK_SCRIPT, ROOT
@@ -36,6 +35,14 @@ GRACE_SECONDS = 120
 """How long workers may take to save after a signal before they are killed."""
 
 
+class LauncherExit(NamedTuple):
+    """The end of a launcher process."""
+
+    code: int
+    stop_requested: bool
+    """Whether a signal that asks for a stop was forwarded to it."""
+
+
 def launch_workers(
     plan: Plan,
     script: Path,
@@ -46,8 +53,8 @@ def launch_workers(
 ) -> LauncherExit:
     """Run `script` in the plan's processes; writes accelerate.yaml and launcher.log to `folder`.
 
-    With `forward_signals` the stop signals of this process go to the workers. Without, its handlers
-    stay as they are, and a KeyboardInterrupt asks the workers to save and stop.
+    With `forward_signals` the first stop signal of each kind goes to the workers, and a second SIGINT ends
+    them. Without, handlers stay as they are, and a KeyboardInterrupt asks the workers to save and stop.
     """
     config = write_config(folder, plan)
     launcher = [sys.executable, "-P", str(LOOPBACK_SCRIPT), "accelerate.commands.launch"]
@@ -68,42 +75,26 @@ def launch_workers(
         **({RELAY_VARIABLE: "1"} if on_terminal() else {}),
     }
     doing(f"starting {plan.processes} processes")
-    return _run_launcher([*command, *arguments], environment, folder, forward_signals)
+    forwarded: set[int] = set()
 
+    def forward(number: int, _: FrameType | None) -> None:
+        if number in forwarded and number == signal.SIGINT:
+            _kill_all(child.pid)
+        elif number not in forwarded:
+            forwarded.add(number)
+            child.send_signal(number)
 
-@dataclass(frozen=True, slots=True)
-class LauncherExit:
-    """The end of a launcher process."""
-
-    code: int
-    stop_requested: bool
-    """Whether a signal that asks for a stop was forwarded to it."""
-
-
-def _run_launcher(
-    command: list[str], environment: dict[str, str], folder: Path, forward_signals: bool
-) -> LauncherExit:
-    """Run the launcher in its own session; forward the first signal of each kind, kill at a second SIGINT."""
     log_path = folder / "launcher.log"
     with atomic_files.explain_write_errors(log_path), log_path.open("ab", buffering=0) as log:
         child = subprocess.Popen(
-            command,
+            [*command, *arguments],
             env=environment,
             start_new_session=True,
             stderr=subprocess.PIPE,
             preexec_fn=die_with_parent,
         )
-        forwarded: set[int] = set()
-
-        def forward(number: int, _: FrameType | None) -> None:
-            if number in forwarded and number == signal.SIGINT:
-                _kill_all(child.pid)
-            elif number not in forwarded:
-                forwarded.add(number)
-                child.send_signal(number)
-
         caught = signals_to_catch() if forward_signals else []
-        before = {n: signal.signal(n, forward) for n in caught}
+        before = {number: signal.signal(number, forward) for number in caught}
         try:
             relay_output(child, log)
             return LauncherExit(child.wait(), bool(forwarded))

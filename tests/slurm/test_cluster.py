@@ -111,10 +111,3 @@ def _held(cluster: Cluster, folder: Path) -> str:
     script = folder / "held.sh"
     script.write_text("#!/bin/bash\n#SBATCH --hold\n")
     return cluster.ask("sbatch", "--parsable", str(script)).strip()
-
-
-def test_a_refusal_is_one_line(cluster: Cluster, tmp_path: Path) -> None:
-    flags = ["--task", f"{TASKS}:Line", "--cpu", "--time", "5", "--partition", "nowhere", "--submit"]
-    done = cluster.slurm(*flags, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "nvalid partition" in done.stderr.splitlines()[-1]

@@ -8,14 +8,10 @@ from typing import Any
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.core.facts import Facts
 from isobatch.core.package import ROOT
 from isobatch.core.recipe import Recipe
-from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.slurm import client, containers
-from isobatch.launch.clusters.slurm.client import Allocation, CommandResult
-from isobatch.launch.clusters.slurm.legs import JobRequest
-from isobatch.launch.clusters.slurm.step import srun_command
+from isobatch.launch.clusters.slurm.client import CommandResult
 
 WORDS = ("node", "RUN", "NONCE")
 INSIDE = ["python3", "-P", str(ROOT / "__main__.py"), *WORDS]
@@ -101,22 +97,6 @@ def test_an_image_is_a_file_or_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
     for gone in ("gone.sif", "./gone", "~/gone", "/gone", "gone.sqsh"):
         with pytest.raises(UserError, match="there is no such file"):
             containers.checked_image(gone)
-
-
-def test_a_step_begins_without_the_packages_of_outside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client, "run_slurm", lambda *_: CommandResult(0, PYXIS, ""))
-    asked = {"image": "ubuntu", "python": "python3", "folder": "/x", "mounts": ["/x"]}
-    run, job = RunFolder(tmp_path), Allocation(job="7", nodes=("n1",), cpus=2, gpus=0)
-    JobRequest(local=1, lead=5, seconds=9, plan={}, container=asked).write(tmp_path)
-    run.facts = Facts(fingerprint="0", folder="/data", samples={}, lengths=())
-    command = srun_command(run, ("n1",), job, JobRequest.read(tmp_path), ("nonce", "n1"))
-    assert command[: command.index("srun")] == [
-        *("env", "-u", "PYTHONPATH", "-u", "PYTHONHOME", "PYTHONNOUSERSITE=1")
-    ]
-    assert command.index("--container-image=ubuntu") < command.index("/bin/bash")
-    assert command[-4:] == ["node", str(tmp_path), "nonce", "n1"]
 
 
 def test_what_the_recipe_names_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,7 @@ def test_runs_stand_side_by_side_with_what_differs_first(tmp_path: Path, capsys:
 
 def test_a_run_is_removed_only_where_that_is_agreed(tmp_path: Path, capsys: Say) -> None:
     run = made(tmp_path / "a", 0.8)
-    with pytest.raises(UserError, match="Nobody can be asked here: say --yes"):
+    with pytest.raises(UserError, match="say --yes"):
         remove([str(run.folder)])
     assert run.folder.is_dir()
     assert remove(["--yes", str(run.folder)]) == 0

@@ -20,7 +20,7 @@ from isobatch.core.errors import (
 )
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.kubernetes.command import k8s
-from isobatch.launch.clusters.kubernetes.pod import PodOptions, exit_code, torchrun_command
+from isobatch.launch.clusters.kubernetes.pod import exit_code
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def test_pods_find_each_other_and_the_recipe(capsys: pytest.CaptureFixture[str])
     found = manifest(capsys, *GPUS, "--name", "week", "--lr", "3e-4")
     spec = found["Job"]["spec"]
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 4, 4)
+    ends = {rule["action"]: rule["onExitCodes"]["values"] for rule in spec["podFailurePolicy"]["rules"][:2]}
+    assert ends == {"FailJob": [WRONG_INPUT, FAILED], "Ignore": [STOPPED]}, "another start mends nothing"
     pod = spec["template"]["spec"]
     assert pod["subdomain"] == found["Service"]["metadata"]["name"] == "week"
     assert found["Service"]["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
@@ -107,11 +109,6 @@ def test_secrets_stay_in_the_cluster(
 POD = {"config": "c", "out": "o", "name": "week", "nodes": 4, "processes": 8, "master": "week-0.week"}
 
 
-def test_a_pod_knows_its_place_in_the_world() -> None:
-    command = torchrun_command(PodOptions(**POD, port=29500), "2")
-    assert {"--nnodes=4", "--node-rank=2", "--nproc-per-node=8", "--master-addr=week-0.week"} < set(command)
-
-
 @pytest.mark.parametrize(
     ("status", "verdict", "code"),
     [
@@ -133,12 +130,6 @@ def test_a_job_learns_how_its_pod_ended(
         run.write_summary({"status": status})
     run.write_exit(verdict or Verdict(FAILED, "of an earlier start"))
     assert exit_code(run, verdict) == code
-
-
-def test_a_job_ends_where_another_start_mends_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    rules = manifest(capsys, *GPUS)["Job"]["spec"]["podFailurePolicy"]["rules"]
-    found = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
-    assert found == {"FailJob": [WRONG_INPUT, FAILED], "Ignore": [STOPPED]}
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.data.base import Ragged, save
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder
 from isobatch.launch.cli import guarded
 from isobatch.launch.commands.auto import print_outcome
@@ -101,12 +99,6 @@ def test_another_task_file_than_the_trained_one_is_refused(tmp_path: Path) -> No
         evaluate([str(run.folder)])
 
 
-def test_ragged_rows_are_lists(tmp_path: Path) -> None:
-    rows = Ragged.from_rows([np.zeros((2, 3)), np.zeros((1, 3))])
-    with pytest.raises(UserError, match=r"column x: the rows of a Ragged are lists .* shape \(3, 3\)"):
-        save(tmp_path, {"x": rows})
-
-
 def test_what_another_process_made_in_the_same_instant_is_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,13 +154,3 @@ def test_names_that_no_file_system_takes_are_one_line(
     assert ask(tmp_path, "--name", "ä" * 100).run.name
     assert guarded(lambda: evaluate([str(tmp_path / ("x" * 300))])) == 2
     assert "is too long for a file's name: take a shorter one" in capsys.readouterr().err
-
-
-def test_two_exports_at_once_are_one(tmp_path: Path) -> None:
-    run = made(tmp_path)
-    with (
-        run.lock("export"),
-        pytest.raises(UserError, match="is being exported by another process"),
-        run.lock("export"),
-    ):
-        pass

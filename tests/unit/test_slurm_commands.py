@@ -108,16 +108,6 @@ def test_nobody_trains_here_what_a_job_will_train(
             train()
 
 
-def test_all_jobs_are_asked_for_at_once(tmp_path: Path, slurm: Slurm) -> None:
-    slurm(squeue=queued("7_3", "FAILED", "NonZeroExitCode") + "\n" + queued("8", "COMPLETING"))
-    found = client.job_states(["7_3", "8", "9"])
-    assert {job: (state.stage, str(state)) for job, state in found.items()} == {
-        "7_3": ("over", "FAILED (NonZeroExitCode)"),
-        "8": ("running", "COMPLETING"),
-    }
-    assert len((tmp_path / "bin" / "calls").read_text().splitlines()) == 1
-
-
 @pytest.mark.parametrize(
     ("squeue", "status", "state", "shown"),
     [

@@ -158,20 +158,6 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(node, name, 0.1)
 
 
-def test_a_node_runs_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    with pytest.raises(UserError, match="step"):
-        node.node(["RUN", "1", "n1,n2", "7"])
-
-
-def test_an_allocation_is_read_from_the_jobs_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "hostnames", lambda text: tuple(text.split(",")))
-    job = {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "a,b,c,d", "SLURM_JOB_ID": "7"}
-    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3", "SLURM_GPUS_PER_NODE": "h100:8"}
-    allocation = client.Allocation.from_environment({**job, **array})
-    assert (allocation.job, allocation.gpus, len(allocation.nodes)) == ("7_3", 8, 4)
-
-
 @pytest.mark.usefixtures("_hasty")
 def test_a_node_asks_whether_the_job_is_there(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -163,8 +163,10 @@ class Slurm(Cluster):
             raise UserError(f"scancel {job.job}: {done.error or done.err.strip()}")
 
     def begin(self, run: RunFolder, allocation: client.Allocation, request: JobRequest) -> None:
-        """Inside a job, before its first attempt. Raises UserError where none of its nodes is left."""
+        """Inside a job, before its first attempt."""
         self.allocation, self.request = allocation, request
+        self.nodes: tuple[str, ...] = ()
+        """Of the newest attempt."""
         self.clock = LegClock(lambda: client.seconds_left(allocation.job), request.seconds)
         self._seconds_to_stop = self._measure_again = 0.0
         self.unreachable: set[str] = set()
@@ -172,22 +174,14 @@ class Slurm(Cluster):
         self._listener = socket.create_server(("", 0))
         """Open as long as this process is there, for nodes that ask whether it is."""
         locate_data(run, run.recipe, None, mend=True)
-        self.nodes = self._available_nodes()
-        self._make_plan(run)
 
     def _available_nodes(self) -> tuple[str, ...]:
         found = client.available_nodes(self.allocation.job, self.allocation.nodes)
         return tuple(node for node in found if node not in self.unreachable)
 
-    def _make_plan(self, run: RunFolder) -> None:
-        """Plan anew for the available nodes; the global batch stays."""
-        if not self.nodes:
-            raise UserError("none of this job's nodes is left")
-        store_plan(run, plan_for_nodes(run, len(self.nodes), self.request))
-
     def attempt(self, run: RunFolder) -> Verdict | None:
         while not self.stop.reason:
-            self._go_on_with_available_nodes(run)
+            self._plan_for_available_nodes(run)
             verdict, said = self._run_step(run)
             if verdict is not None or NO_ANSWER not in said:
                 return verdict
@@ -195,13 +189,18 @@ class Slurm(Cluster):
             self._stop_where_it_is_time(run)
         return Verdict(STOPPED, "asked to stop before it began")
 
-    def _go_on_with_available_nodes(self, run: RunFolder) -> None:
+    def _plan_for_available_nodes(self, run: RunFolder) -> None:
+        """Plan anew where they are others than before; the global batch stays."""
         launch_run.wait_for_orphans(run)
-        left, all_nodes = self._available_nodes(), len(self.allocation.nodes)
-        if left != self.nodes:
-            print(f"going on with {len(left)} of {all_nodes} nodes: {', '.join(left)}", flush=True)
+        left, before = self._available_nodes(), self.nodes
+        if not left:
+            raise UserError("none of this job's nodes is left")
+        if left != before:
             self.nodes = left
-            self._make_plan(run)
+            store_plan(run, plan_for_nodes(run, len(left), self.request))
+        if left != before and before:
+            all_nodes = len(self.allocation.nodes)
+            print(f"going on with {len(left)} of {all_nodes} nodes: {', '.join(left)}", flush=True)
 
     def _run_step(self, run: RunFolder) -> tuple[Verdict | None, str]:
         """A step's verdict, and what its srun said."""
