@@ -75,12 +75,12 @@ def test_when_a_job_requeues_itself(
 
 
 def test_a_requeue_is_tried_until_slurm_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = iter(["no controller", "no controller", ""])
-    monkeypatch.setattr(client, "requeue", lambda job: next(answers))
+    silent, done = client.CommandResult(1, "", "no controller"), client.CommandResult(0, "", "")
+    answers = iter([silent, silent, done])
+    monkeypatch.setattr(legs, "run_slurm", lambda *_: next(answers, silent))
     monkeypatch.setattr(client, "show_job", lambda job: {})
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert not requeue("7", lambda: 100.0)
-    monkeypatch.setattr(client, "requeue", lambda job: "no controller")
     assert requeue("7", lambda: 1.0) == "no controller"  # no time is left
     monkeypatch.setattr(client, "show_job", lambda job: {"JobState": "PENDING"})
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it has answered"))

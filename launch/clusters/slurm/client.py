@@ -223,12 +223,6 @@ def submit(script: Path) -> str:
     return done.out.strip().partition(";")[0]
 
 
-def requeue(job: str) -> str:
-    """Put the running job back into the queue; returns Slurm's reason where it refuses, else nothing."""
-    done = run_slurm("scontrol", "requeue", job)
-    return "" if done.code == 0 else done.err.strip() or "scontrol did not answer"
-
-
 def seconds_left(job: str) -> float | None:
     """Seconds until the job's time limit; None where Slurm does not say, or there is none."""
     try:

@@ -16,12 +16,12 @@ import signal
 import socket
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, STOPPED, JobMemoryError, UserError, WorkerLostError
 from isobatch.engine import consent
-from isobatch.engine.distributed.stop_signals import STOP_SIGNALS
+from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
@@ -96,33 +96,17 @@ def plan_for_nodes(run: RunFolder, nodes: int, request: JobRequest) -> Plan:
     return make_plan(recipe, facts, task.model_size(facts), detect(nodes=nodes), options, world=world_size)
 
 
-class JobStop:
-    """Context that handles stop signals; `reason` is `limit`, `term` or `interrupt`, empty before a stop."""
+class JobStop(StopFlag):
+    """A stop flag whose `reason` is `limit`, `term` or `interrupt`."""
 
-    def __init__(self) -> None:
-        self.reason = ""
-        self.warned = False
-        """Slurm's warning came: the time limit is near, or the job is about to be preempted."""
-        self._before: dict[int, Any] = {}
-
-    def request(self, reason: str) -> None:
-        """Ask for a stop; the first reason is kept."""
-        self.reason = self.reason or reason
+    warned = False
+    """Slurm's warning came: the time limit is near, or the job is about to be preempted."""
 
     def _handle_signal(self, number: int, _: FrameType | None) -> None:
         if number == signal.SIGUSR1:
             self.warned = True
         else:
             self.request("term" if number == signal.SIGTERM else "interrupt")
-
-    def __enter__(self) -> JobStop:
-        caught = {*STOP_SIGNALS, signal.SIGUSR1}
-        self._before = {number: signal.signal(number, self._handle_signal) for number in caught}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
 
 class Slurm(Cluster):
@@ -180,7 +164,7 @@ class Slurm(Cluster):
         return tuple(node for node in found if node not in self.unreachable)
 
     def attempt(self, run: RunFolder) -> Verdict | None:
-        while not self.stop.reason:
+        while not self.stop.requested:
             self._plan_for_available_nodes(run)
             verdict, said = self._run_step(run)
             if verdict is not None or NO_ANSWER not in said:
@@ -228,7 +212,7 @@ class Slurm(Cluster):
         while step.runs:
             now = time.monotonic()
             self._stop_where_it_is_time(run)
-            if self.stop.reason and now - last_sent >= REPEAT_SIGNAL_SECONDS:
+            if self.stop.requested and now - last_sent >= REPEAT_SIGNAL_SECONDS:
                 step.signal(signal.SIGUSR1)
                 last_sent = now
             if ended is None and now - last_read >= REPEAT_SIGNAL_SECONDS:
@@ -251,13 +235,13 @@ class Slurm(Cluster):
         return was_preempted(shown) or shown.get("JobState", "RUNNING") != "RUNNING"
 
     def _verdict(self, run: RunFolder, nonce: str, step: Step) -> Verdict | None:
-        if self.stop.reason:
+        if self.stop.requested:
             wait_for(lambda: run.read_exit(nonce) is not None, VERDICT_WAIT_SECONDS)
         verdict = run.read_exit(nonce)
         if verdict and verdict.code == DONE:
             return verdict
         # Slurm, or somebody through it, stops the job: it is preempted, requeued or cancelled.
-        if self.stop.reason or self._is_ended():
+        if self.stop.requested or self._is_ended():
             return verdict or Verdict(STOPPED, "ended by Slurm before it could save")
         is_stopped = verdict is not None and verdict.code == STOPPED
         is_lost = verdict is None or is_stopped or verdict.cause == WorkerLostError.cause

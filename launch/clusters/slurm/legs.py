@@ -181,11 +181,14 @@ def was_preempted(shown: dict[str, str]) -> bool:
 def requeue(job: str, seconds_left: Callable[[], float]) -> str:
     """Requeue a job, until the time limit while slurmctld does not answer; why it failed, or nothing."""
     pause = FIRST_PAUSE_SECONDS
-    while (problem := client.requeue(job)) and not client.show_job(job) and seconds_left() >= pause:
+    while (done := run_slurm("scontrol", "requeue", job)).code:
+        problem = done.err.strip() or "scontrol did not answer"
+        if client.show_job(job) or seconds_left() < pause:
+            return problem
         print(f"Slurm does not answer ({problem}): again in {pause:.0f} s", flush=True)
         time.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
-    return problem
+    return ""
 
 
 def furthest_checkpoint(run: RunFolder) -> list[int] | None:
