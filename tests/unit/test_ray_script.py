@@ -14,8 +14,7 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.cli import COMMANDS
-from isobatch.launch.clusters.ray.command import RayOptions, ray
-from isobatch.launch.clusters.ray.driver import Ray, judge
+from isobatch.launch.clusters.ray.driver import Ray, RayOptions, judge, ray
 from isobatch.launch.local.arguments import parse_request
 from isobatch.tests.paths import ROOT
 

@@ -1,4 +1,4 @@
-"""Ray as a cluster, and the driver of a run on it: it makes attempts, each one fit of a TorchTrainer.
+"""Ray as a cluster: the flags of `ray`, and the driver of a run: attempts, each one fit of a TorchTrainer.
 
 Ray restarts nothing by itself. What ended an attempt stands in exit.json, and `launch_run.py` decides whether
 another one goes on from the last checkpoint.
@@ -6,34 +6,104 @@ another one goes on from the last checkpoint.
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import secrets
+import shlex
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserError, WorkerLostError
-from isobatch.core.flags import options_to_dict
+from isobatch.core.flags import check_fields, flags_of, options_to_dict
 from isobatch.core.measures import printable
+from isobatch.core.number_ranges import Count, Positive
 from isobatch.engine.distributed.stop_signals import StopFlag
-from isobatch.engine.runs.run_folder import Verdict
+from isobatch.engine.runs.run_folder import Verdict, run_name
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job
 from isobatch.launch.clusters.local.here import Local
 from isobatch.launch.commands.auto import print_outcome
 from isobatch.launch.control.one_run import LogReader
 from isobatch.launch.local import launch_run
+from isobatch.launch.local.arguments import request_text
 from isobatch.launch.local.interfaces import local_address
-from isobatch.launch.local.placement import ends_of_logs, find_or_create
+from isobatch.launch.local.placement import ends_of_logs, find_or_create, on_device, parse, processes_each
 from isobatch.launch.local.run_setup import environment_elsewhere, print_unless_quiet
+from isobatch.launch.local.words import config_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.launch.clusters.ray.command import RayOptions
     from isobatch.launch.local.arguments import Request
+
+HERE = r"auto|local|(\[[0-9a-f:]+\]|[\w.-]+):\d+"
+"""Addresses of a cluster of which this machine is a node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayOptions:
+    """Flags of `ray` beside the recipe's, the plan's and the run's."""
+
+    data_is_elsewhere: ClassVar[bool] = True
+    """The nodes of the cluster have the data."""
+
+    ray_workers: Positive = 1
+    """Ray workers, each with its own resources."""
+    gpus_per_worker: Count = 0
+    """GPUs of each worker, each with a process of its own."""
+    cpus_per_worker: Positive | None = None
+    """Cores of each worker; by default Ray counts one, and training takes what the node has."""
+    cpu: bool = False
+    """Train on CPUs."""
+    address: str = "auto"
+    """The cluster: auto (the one that this machine is in), local (this machine alone) or HOST:PORT of its
+    head."""
+    submit: bool = False
+    """Train on the cluster."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if not re.fullmatch(HERE, self.address):
+            raise UserError(
+                f"--address {self.address}: give auto, local or HOST:PORT of a cluster's head; elsewhere hand"
+                " it in: ray job submit --address URL -- sh -c 'cd FOLDER && isobatch ray ... --submit'"
+            )
+
+
+def ray(words: Sequence[str]) -> int:
+    """Print the request in these words as a file, or train it on the cluster."""
+    request, options = parse(words, "ray", RayOptions)
+    request = on_device(request, "ray", "--gpus-per-worker", options.gpus_per_worker, options.cpu)
+    processes = processes_each(request, "--ray-workers", options.ray_workers, options.gpus_per_worker)
+    if not options.submit:
+        print(as_file(request, options), end="")
+        return DONE
+    if importlib.util.find_spec("ray") is None:
+        raise UserError("--submit needs: pip install 'isobatch[ray]', or 'ray[train]'")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray sends statistics of its use
+    return train_until_done(request, options, processes)
+
+
+def as_file(request: Request, options: RayOptions) -> str:
+    """A file for --config: the recipe, the plan's and the run's options, and those of `ray`."""
+    name = f"{request.run.name or run_name(request.recipe)}.yaml"
+    own = f"isobatch ray --config {shlex.quote(name)} --submit"
+    there = shlex.quote(f"cd {shlex.quote(str(Path.cwd()))} && {own}")
+    flags = {n: f for n, f in flags_of(RayOptions, "ray").items() if getattr(options, n) != f.default}
+    words = [
+        f"# {name}: isobatch trains this on a Ray cluster until it is done. Every node has isobatch[ray]",
+        f"# and sees this folder, in which the run and its data lie.\n#   {own}",
+        f"#   ray job submit --address http://HEAD:8265 -- sh -c {there}\n",
+        request_text(request),
+        config_text([("ray", flags, {name: getattr(options, name) for name in flags})] if flags else []),
+    ]
+    return "\n".join(words)
+
 
 OWN_RESTARTS = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_METRICS_ENABLED": "0"}
 """Ray would start the workers of a node that is about to go anew within an attempt, without another plan."""
@@ -56,8 +126,6 @@ class Ray(Local):
         flags: --cpu --cpus-per-worker C --address auto|local|HOST:PORT, and those of `auto`. All nodes see
                the folder in which this is run, --out and --data.
         """
-        from isobatch.launch.clusters.ray.command import ray
-
         return ray(words)
 
     def attempt(self, run: RunFolder) -> Verdict | None:
