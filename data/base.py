@@ -79,21 +79,15 @@ class Ragged:
         starts = self.offsets[indices]
         lengths = self.offsets[indices + 1] - starts
         width = int(lengths.max(initial=1))
-        if (lengths == width).all() and width >= pad_to and self._is_regular(starts, width):
-            return np.take(
-                self.values[: len(self.values) // width * width].reshape(-1, width), starts // width, axis=0
-            )
+        if (lengths == width).all() and width >= pad_to and not (starts % width).any():
+            blocks = self.values[: len(self.values) // width * width].reshape(-1, width)
+            return np.take(blocks, starts // width, axis=0)
         width = max(width, pad_to)
         columns = np.arange(width)
         inside = columns < lengths[:, None]
         places = np.where(inside, starts[:, None] + columns, 0)
-        return np.where(inside, self.values[places] if len(self.values) else 0, self.pad).astype(
-            self.values.dtype
-        )
-
-    @staticmethod
-    def _is_regular(starts: np.ndarray, width: int) -> bool:
-        return not (starts % width).any()
+        found = np.where(inside, self.values[places] if len(self.values) else 0, self.pad)
+        return found.astype(self.values.dtype)
 
 
 Column = np.ndarray | Ragged
@@ -147,7 +141,10 @@ class ArraySource(Source):
         """`files`: prepared files by name, of which those of the columns are checked as they are fetched."""
         self.columns = dict(columns)
         self._files = files or {}
-        self.count = _common_count(self.columns)
+        if len({len(column) for column in self.columns.values()}) != 1:
+            sizes = ", ".join(f"{k}: {len(c)}" for k, c in self.columns.items())
+            raise UserError(f"the columns of a split must have one length, not {sizes}")
+        self.count = len(next(iter(self.columns.values())))
         ragged = [c for c in self.columns.values() if isinstance(c, Ragged)]
         self._measured = ragged[0] if ragged else None
         """The column whose rows' lengths are the samples'."""
@@ -188,20 +185,10 @@ class ArraySource(Source):
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
         self.check(indices)
         batch = {
-            name: column.rows(indices, pad_to)
-            if isinstance(column, Ragged)
-            else np.take(column, indices, axis=0)
-            for name, column in self.columns.items()
+            name: c.rows(indices, pad_to) if isinstance(c, Ragged) else np.take(c, indices, axis=0)
+            for name, c in self.columns.items()
         }
         return {**batch, "index": indices, "length": self.lengths(indices)}
-
-
-def _common_count(columns: Columns) -> int:
-    counts = {len(c) for c in columns.values()}
-    if len(counts) != 1:
-        sizes = ", ".join(f"{k}: {len(c)}" for k, c in columns.items())
-        raise UserError(f"the columns of a split must have one length, not {sizes}")
-    return counts.pop()
 
 
 def _what_lies_at(place: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import Columns, Ragged
 from isobatch.data.corpora import DEMO, Corpus
 from isobatch.data.preparation.encoding import batches
-from isobatch.data.preparation.spooled_array import SpooledArray, spool_to_array
+from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.tables.delimited import is_number
 from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData
 
@@ -309,7 +309,7 @@ class SequenceRows:
 
     def __init__(self, max_length: int, folder: Path | None) -> None:
         self.room, self.folder = max_length - 1, folder
-        self.values = SpooledArray(np.int32, folder)
+        self.values = SpooledColumns(folder)
         self.lengths = array("q")
         self.largest = END
         self.words = self.cut = self.empty = 0
@@ -331,7 +331,7 @@ class SequenceRows:
         self.largest = max(self.largest, int(ids.max()))
         self.cut += len(ids) > self.room
         row = np.append(ids[: self.room], END)
-        self.values.add(row)
+        self.values.add({"ids": row.astype(np.int32)})
         self.lengths.append(len(row))
 
     def require_some(self, split: str, data: str) -> None:
@@ -342,11 +342,13 @@ class SequenceRows:
 
     def columns(self, eos: int, dtype: type) -> Columns:
         """The columns `tokens` and `token.weight`; nothing can be added after this."""
-        lengths, values = np.array(self.lengths, np.int64), self.values.array()
-        blocks = (values[begin : begin + BLOCK_ENTRIES] for begin in range(0, len(values), BLOCK_ENTRIES))
-        tokens = spool_to_array((np.where(b == END, eos, b) for b in blocks), dtype, self.folder)
+        lengths, values = np.array(self.lengths, np.int64), self.values.arrays()["ids"]
+        ended = SpooledColumns(self.folder)
+        for begin in range(0, len(values), BLOCK_ENTRIES):
+            block = values[begin : begin + BLOCK_ENTRIES]
+            ended.add({"tokens": np.where(block == END, eos, block).astype(dtype)})
         offsets = np.concatenate([[0], np.cumsum(lengths)])
-        return {"tokens": Ragged(tokens, offsets), "token.weight": lengths.astype(np.int32)}
+        return {"tokens": Ragged(ended.arrays()["tokens"], offsets), "token.weight": lengths.astype(np.int32)}
 
     def sizes(self, has_words: bool) -> dict[str, int | None]:
         """The counts that facts keep. Tokens: all entries of the rows; words: of what is left of a cut."""

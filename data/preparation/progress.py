@@ -17,8 +17,7 @@ MEGABYTE = 1_000_000
 class InputPosition:
     """Bytes of the files that are read now: readers say what they have read, whoever waits shows it."""
 
-    def __init__(self) -> None:
-        self.done, self.total, self.began = 0.0, 0, now()
+    done = total = began = 0.0
 
     def begin(self, files: Iterable[Path], total: int | None = None) -> None:
         """Count from 0 to the size of these files, or to `total` bytes."""
@@ -31,15 +30,14 @@ class InputPosition:
 
     def show(self, text: str) -> None:
         """Say what is done with the input, and how much of it is."""
-        total = round(self.total / MEGABYTE)
-        if not total:
+        if self.total < MEGABYTE:
             doing(text)
             return
-        seconds = max(1e-3, now() - self.began)
-        rate = self.done / seconds
-        left = format_duration(max(0.0, self.total - self.done) / rate) if rate else "?"
+        rate = max(1.0, self.done) / max(1e-3, now() - self.began)
+        left = format_duration(max(0.0, self.total - self.done) / rate)
+        done, total = round(min(self.total, self.done) / MEGABYTE), round(self.total / MEGABYTE)
         figures = (f"{left} left", f"{rate / MEGABYTE:.1f} MB/s")
-        doing(text, min(total, round(self.done / MEGABYTE)), total, figures)
+        doing(text, done, total, figures)
 
 
 position = InputPosition()

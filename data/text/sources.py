@@ -250,7 +250,9 @@ class Mixture:
         for one, samples, sizes in zip(self.sets, self.samples, self.sizes, strict=True):
             own = {key: value for key, value in one.facts().items() if key in ("template", "prompts")}
             sets.append({"name": one.name, "form": one.form, "samples": samples, "splits": sizes, **own})
-        common = {key: shared[key] for key in ("eos", "template", "response_only") if key in shared}
+        common: dict[str, Any] = {
+            key: shared[key] for key in ("eos", "template", "response_only") if key in shared
+        }
         return {"form": "mixture", **common, "prompts": prompts, "sets": sets}
 
     @property
