@@ -69,9 +69,8 @@ INTERNAL = {
     "node": Command("clusters.slurm.node", "node"),
     "pod": Command("clusters.kubernetes.pod", "pod"),
     "call": Command("report.child_process", "call"),
-    "measure": Command("measuring.setup", "measure_as_worker"),
 }
-"""Commands that the sbatch script, its steps, pods, `report` and `profile` start."""
+"""Commands that the sbatch script, its steps, pods and `report` start."""
 ALIASES = {
     "train": "auto",
     "generate": "chat",

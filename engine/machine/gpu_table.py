@@ -54,6 +54,11 @@ class Gpu:
         return found.gpu.name if found else None
 
     @property
+    def capability(self) -> str:
+        """Its compute capability, in words."""
+        return "compute capability {}.{}".format(*self.compute_capability)
+
+    @property
     def native_bf16(self) -> bool:
         """Compute capability 8.0 or higher. (torch.cuda.is_bf16_supported also counts emulation.)"""
         return self.compute_capability >= (8, 0)

@@ -37,19 +37,13 @@ def choose_device(hardware: Hardware, asked: PlanOptions) -> tuple[DeviceKind, s
     wants_gpu = asked.device == "cuda" or (asked.device == "auto" and hardware.kind == "cpu")
     if wants_gpu and hardware.gpus and hardware.kind != "cuda":
         gpu = hardware.gpu
-        chip = "compute capability {}.{}".format(*gpu.compute_capability)
-        lacks = f"this torch build has no kernels for it ({chip}): install one that has"
+        lacks = f"this torch build has no kernels for it ({gpu.capability}): install one that has"
         raise UserError(f"{gpu.name}: {gpu.why_unusable or lacks}; --device cpu trains without it")
     if asked.device == "auto":
-        found = f"{hardware.source}: {hardware.describe()}"
-        return hardware.kind, found if hardware.gpus else f"{found}, no GPU"
-    missing = {
-        "cuda": "" if hardware.gpus else "there is no NVIDIA GPU here",
-        "mps": "" if hardware.kind == "mps" else "this is not an Apple machine",
-    }.get(asked.device)
-    if missing:
-        way = "leave the flag out to train on what there is"
-        raise UserError(f"--device {asked.device}: {missing}; {way}")
+        return hardware.kind, f"{hardware.source}: {hardware.describe()}"
+    if asked.device not in ("cpu", hardware.kind):
+        lack = "there is no NVIDIA GPU here" if asked.device == "cuda" else "this is not an Apple machine"
+        raise UserError(f"--device {asked.device}: {lack}; leave the flag out to train on what there is")
     return asked.device, asked.why("device")
 
 
@@ -81,30 +75,28 @@ def _why_no_arithmetic(hardware: Hardware, device: DeviceKind, precision: str) -
     if device == "cpu" and precision == "bf16" and not hardware.cpu_bf16:
         return "this processor has no arithmetic for bf16 (AMX or AVX512_BF16)"
     if device == "cuda" and precision == "bf16" and not hardware.gpu.native_bf16:
-        major, minor = hardware.gpu.compute_capability
-        return f"{hardware.gpu.name} only emulates it (compute capability {major}.{minor}, it takes 8.0)"
+        return f"{hardware.gpu.name} only emulates it ({hardware.gpu.capability}, it takes 8.0)"
     return ""
 
 
 def _best_precision(hardware: Hardware, device: DeviceKind) -> tuple[Precision, str]:
     if device == "mps":
-        saves = "half precision on Apple GPUs saves memory but hardly time"
-        return "fp32", f"{saves}; fp32 keeps the result exact"
+        return "fp32", "exact: half precision on Apple GPUs saves memory but hardly time"
     if device == "cpu" and hardware.cpu_amx:
         return "bf16", "the processor has a matrix unit for it (AMX); --precision fp32 is exact and slower"
-    if device == "cpu" and hardware.cpu_bf16:
-        faster = "--precision bf16 would be about twice as fast here (AVX512_BF16) and less exact"
-        return "fp32", f"exact; {faster}"
     if device == "cpu":
-        return "fp32", "this processor has no fast half precision"
+        faster = "; --precision bf16 would be about twice as fast here (AVX512_BF16) and less exact"
+        return (
+            "fp32",
+            f"exact{faster if hardware.cpu_bf16 else ': this processor has no fast half precision'}",
+        )
     gpu = hardware.gpu
-    capability = "compute capability {}.{}".format(*gpu.compute_capability)
     if gpu.native_bf16:
         stay = "trained weights, gradients and moments stay fp32"
-        return "bf16", f"{gpu.name} has it natively ({capability}); {stay}"
+        return "bf16", f"{gpu.name} has it natively ({gpu.capability}); {stay}"
     if gpu.compute_capability >= (7, 0):
-        return "fp16", f"{gpu.name} has tensor cores for fp16 but not for bf16 ({capability})"
-    return "fp32", f"{gpu.name} has no tensor cores ({capability})"
+        return "fp16", f"{gpu.name} has tensor cores for fp16 but not for bf16 ({gpu.capability})"
+    return "fp32", f"{gpu.name} has no tensor cores ({gpu.capability})"
 
 
 def choose_attention(
@@ -124,25 +116,20 @@ def _has_flash(hardware: Hardware, device: DeviceKind, precision: str) -> bool:
     return device == "cuda" and precision != "fp32" and hardware.gpu.native_bf16
 
 
-def choose_pack(case: PlanningCase, asked: PlanOptions, padding: float) -> tuple[bool, str]:
-    """Whether to pack samples. `padding`: share of padding in a typical batch that is grouped by length.
-
-    Raises UserError where packing was asked for and cannot run.
-    """
-    padded = f"cut by length, {padding:.1%} of a usual batch's tokens are padding"
+def choose_pack(case: PlanningCase, asked: PlanOptions) -> tuple[bool, str]:
+    """Whether to pack samples. Raises UserError where packing was asked for and cannot run."""
     if asked.pack != "on":
-        offer = "; --pack on computes none of it" if case.model_size.packs and padding else ""
-        return False, padded + offer
+        offer = "; --pack on lays samples end to end, without any" if case.model_size.packs else ""
+        return False, f"samples are cut by length, so little is padding{offer}"
     if not case.model_size.packs:
         raise UserError("--pack on: this model's attention cannot be told where a sample ends: leave it out")
     if asked.compile not in ("auto", "off"):
         raise UserError(f"--pack on: rows change their length, so --compile {asked.compile} never ends")
     if case.device == "cpu":
-        kernel = "attention alone is padded, as CPUs have no kernel for it"
-        return True, f"{asked.why('pack')}; {kernel}; {padded}"
+        return True, f"{asked.why('pack')}; attention alone is padded, as CPUs have no kernel for it"
     if not _has_flash(case.hardware, case.device, case.precision):
         raise UserError("--pack on: needs an NVIDIA GPU of compute capability 8.0 and bf16 or fp16, or a CPU")
-    return True, f"{asked.why('pack')}; {padded}"
+    return True, asked.why("pack")
 
 
 def choose_compile(

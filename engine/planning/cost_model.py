@@ -201,12 +201,6 @@ def largest_micro_batch(case: PlanningCase, choices: ExecutionChoices, samples: 
     return max(m.width * len(m.positions) for m in cut.of_rank(0))
 
 
-def expected_padding(case: PlanningCase, choices: ExecutionChoices, samples: int, tokens: int) -> float:
-    """Share of padding in the micro-batches of a typical batch on one process."""
-    cut, lengths = _typical_cut(case, choices, (samples, tokens), case.recipe.batch_size)
-    return cut.padding(lengths)
-
-
 def all_gather_seconds(size: float, processes: int, case: PlanningCase, messages: float) -> float:
     """Seconds until every process has all `size` bytes, or its sum of a share of them (reduce-scatter).
 

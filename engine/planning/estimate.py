@@ -59,6 +59,8 @@ class Target:
     facts: Facts
     hardware: Hardware
     asked: PlanOptions
+    world: int | None = None
+    """The number of processes, where a launcher started them already."""
 
     @property
     def task(self) -> Task:
@@ -68,8 +70,10 @@ class Target:
     def plan(self, size: ModelSize | None = None) -> Plan:
         """The plan. Raises UserError where none fits."""
         size = size or self.task.model_size(self.facts)
-        rates = ceilings_of(self.hardware, cache_folder())
-        return make_plan(self.recipe, self.facts, size, self.hardware, self.asked, measured=rates)
+        rates, world = ceilings_of(self.hardware, cache_folder()), self.world
+        return make_plan(
+            self.recipe, self.facts, size, self.hardware, self.asked, world=world, measured=rates
+        )
 
     def smaller_recipes(self) -> Iterator[tuple[str, str, Target]]:
         """Recipes that learn something else in less memory: (flags, remark, target)."""

@@ -271,32 +271,24 @@ def why_processes(
 ) -> str:
     """The reason for the number of processes. `layouts`: all that were compared; `world`: see `make_plan`."""
     count, batch, have = chosen.choices.processes, case.recipe.batch_size, case.hardware.devices
-    time = _milliseconds(chosen.seconds)
     if world or asked.processes:
         why = "the launcher formed this world" if world else asked.why("processes")
-        if count > batch:
-            why += f"; {count - batch} of them idle, as a batch of {batch} has fewer samples"
-        return why
+        idle = f"; {count - batch} of them idle, as a batch of {batch} has fewer samples"
+        return why + (idle if count > batch else "")
     if case.device == "cpu":
         return "one process with all cores: its threads share one copy of the model; --processes N splits it"
     if have == 1:
         return "there is one GPU"
-    used = f"I use all {have} GPUs" if count == have else f"I use {count} of {have} GPUs"
-    if asked.strategy == "single":
-        return f"{used}: --strategy single is one process"
-    if len(layouts) == 1:
-        return f"{used}: other numbers of processes do not fit, or a batch of {batch} leaves them idle"
-    other = layouts[-1] if chosen is not layouts[-1] else layouts[0]
-    end = "; so little gain is not worth them" if other.seconds < chosen.seconds else ""
-    rival = f"{_milliseconds(other.seconds)} on {other.choices.processes}"
-    return f"{used}: this batch of {batch} takes {rival}, {time} on {count}{end}"
+    times = ", ".join(f"{format_seconds(one.seconds)} on {one.choices.processes}" for one in layouts)
+    return f"I use {count} of {have} GPUs: this batch of {batch} takes {times}"
 
 
-def _milliseconds(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def why_strategy(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> str:
+    """The reason for the strategy."""
     strategy, processes = chosen.choices.strategy, chosen.choices.processes
     if strategy == "single":
         wish = "; --strategy ddp takes effect with --processes 2 or more" if asked.strategy == "ddp" else ""
@@ -305,25 +297,18 @@ def why_strategy(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout)
         return asked.why("strategy")
     if strategy == "ddp":
         return f"the whole model fits on each of {processes} processes"
-    whole = dataclasses.replace(asked, strategy="single" if processes == 1 else "ddp")
-    if plain := find_layout(case, whole, processes):
-        return f"faster: {_milliseconds(chosen.seconds)} a step, {_milliseconds(plain.seconds)} undivided"
     memory = format_bytes(device_memory(case, processes))
-    then = "they stay in host memory" if chosen.choices.traits.offloads else "they are partitioned"
-    return f"weights, gradients and moments do not fit whole into {memory}, so {then}"
+    then = "stay in host memory" if chosen.choices.traits.offloads else "are partitioned"
+    return f"weights, gradients and moments {then}: whole they do not fit into {memory}, or are slower"
 
 
-def why_checkpointing(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> str:
+def why_checkpointing(asked: PlanOptions, chosen: ParallelLayout) -> str:
+    """The reason for or against activation checkpointing."""
     if asked.activation_checkpointing != "auto":
         return asked.why("activation_checkpointing")
     if not chosen.choices.activation_checkpointing:
         return "activations fit, so nothing need be computed twice"
-    kept = dataclasses.replace(asked, strategy=chosen.choices.strategy, activation_checkpointing="off")
-    without = find_layout(case, kept, chosen.choices.processes)
-    if without is None:
-        return "the longest sample fits only if activations are computed again in the backward pass"
-    rival, time = _milliseconds(without.seconds), _milliseconds(chosen.seconds)
-    return f"it allows fewer, larger micro-batches: {time} a step, {rival} without"
+    return "without it the longest sample does not fit, or micro-batches are smaller and a step is slower"
 
 
 def why_samples(case: PlanningCase, asked: PlanOptions) -> str:

@@ -16,7 +16,6 @@ from isobatch.engine.planning import parallel_layout as layout
 from isobatch.engine.planning.calibration import MEASURED
 from isobatch.engine.planning.cost_model import (
     PlanningCase,
-    expected_padding,
     fixed_tokens,
     micro_batch_seconds,
 )
@@ -91,8 +90,7 @@ def make_plan(
     fields["pad_multiple"] = choose.choose_padding(case, compiles)
     fields |= _layout_fields(case, asked, chosen, layouts, world)
     fields |= choose.choose_loading(case, asked, chosen.choices.processes)
-    padding = expected_padding(case, chosen.choices, chosen.samples, chosen.tokens)
-    fields["pack"] = choose.choose_pack(case, asked, padding)
+    fields["pack"] = choose.choose_pack(case, asked)
     fields["reduction"] = choose.choose_reduction(case, chosen.choices, graphs)
     fields["invariance"] = choose.choose_invariance(
         recipe, precision, compiles, foreign_noise, model_size.rounds
@@ -121,14 +119,13 @@ def _check_processes(case: PlanningCase, asked: PlanOptions, world: int | None) 
         )
     if asked.strategy == "auto":
         return
-    traits = traits_of(asked.strategy)
-    if processes and traits.most_processes is not None and processes > traits.most_processes:
-        raise UserError(f"--strategy single: is one process, not {processes}; use ddp, or --processes 1")
-    alone = processes == 1 or (processes is None and (case.device != "cuda" or case.hardware.devices == 1))
-    if alone and traits.shards and traits.least_processes > 1:
-        raise UserError(
-            f"--strategy {asked.strategy}: one process has nobody to share with; use single, zero3-offload"
-        )
+    traits, alone = traits_of(asked.strategy), case.device != "cuda" or case.hardware.devices == 1
+    count = processes or (1 if alone else None)
+    least = traits.least_processes if traits.shards else 1
+    if count and not least <= count <= (traits.most_processes or count):
+        takes = "two or more processes" if count < least else "one process"
+        other = "single or zero3-offload" if count == 1 else "ddp, or --processes 1"
+        raise UserError(f"--strategy {asked.strategy}: takes {takes}, not {count}; use {other}")
     if why := layout.why_not_fit(case, asked.strategy):
         raise UserError(f"--strategy {asked.strategy}: {why}")
     if case.device not in traits.devices:
@@ -163,7 +160,7 @@ def _layout_fields(
         "strategy": (choices.strategy, f"{strategy}; {remark}" if remark else strategy),
         "activation_checkpointing": (
             choices.activation_checkpointing,
-            layout.why_checkpointing(case, asked, chosen),
+            layout.why_checkpointing(asked, chosen),
         ),
         "micro_batch_samples": (chosen.samples, layout.why_samples(case, asked)),
         "micro_batch_tokens": (chosen.tokens, layout.why_tokens(case, asked, chosen)),
@@ -193,11 +190,9 @@ def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields
 
 def _basis(case: PlanningCase) -> tuple[bool, str]:
     """(whether measurements on this kind of device stand behind the predictions, in words)."""
-    card = case.hardware.gpu.card if case.device != "cpu" else None
     if case.device == "cpu":
-        rates = "this processor's measured" if case.measured else "a typical processor's"
-        return True, f"by {rates} rates"
-    if card in MEASURED:
+        return True, f"by {'this' if case.measured else 'a typical'} processor's rates"
+    if (card := case.hardware.gpu.card) in MEASURED:
         return True, f"constants were measured on {card}"
     return False, "uncalibrated: fitted to published figures, no measurement of ours stands behind it"
 

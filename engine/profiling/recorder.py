@@ -7,6 +7,7 @@ a GPU it is an event in the stream: nothing waits for the device, and the parts 
 from __future__ import annotations
 
 import contextlib
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from isobatch.core.measures import now
@@ -28,35 +29,34 @@ class Recorder:
     """Times the parts of the steps of one process. Parts nest: an inner one's time is not the outer one's."""
 
     def __init__(self) -> None:
-        self.active = False
-        self.annotate = False
-        """Whether parts are named in torch.profiler's trace as well."""
+        self.active = self._annotate = False
         self._running: list[str] = []
         self._marks: list[tuple[str, Any]] = []
         """(part that begins, clock)."""
-        self._ends: list[int] = []
-        """Of each step: the number of the mark at which it ended."""
         self._device: torch.device | None = None
 
-    def start(self, device: torch.device) -> None:
-        """Forget what was recorded, and begin the first step now."""
-        self.active, self._device = True, device
-        self._running, self._marks, self._ends = [OUTERMOST], [], []
-        self._mark(OUTERMOST)
+    def start(self, device: torch.device, annotate: bool = False) -> None:
+        """Forget what was recorded, and begin now. `annotate`: name the parts in torch.profiler's trace."""
+        self.active, self._annotate, self._device = True, annotate, device
+        self._running, self._marks = [OUTERMOST], []
+        self._mark()
 
-    def stop(self) -> None:
-        """Record nothing more; `steps` still has what was recorded."""
+    def stop(self) -> dict[str, float]:
+        """Record nothing more: part -> seconds since the start. Waits for the device once."""
+        self._mark()
         self.active = False
+        if self._on_gpu:
+            import torch
+
+            torch.cuda.synchronize(self._device)
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for (name, begin), (_, end) in pairwise(self._marks):
+            seconds[name] += begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin
+        return seconds
 
     def part(self, name: str) -> AbstractContextManager[None]:
         """Context of a part of the step; nothing where the recorder is off."""
         return self._part(name) if self.active else _NOTHING
-
-    def end_step(self) -> None:
-        """The step ends and the next one begins."""
-        if self.active:
-            self._mark(OUTERMOST)
-            self._ends.append(len(self._marks) - 1)
 
     def waiting_for_data(self, steps: Iterable[Item]) -> Iterator[Item]:
         """The same steps; what it takes to get one is `data wait`."""
@@ -68,53 +68,33 @@ class Recorder:
                 return
             yield item
 
-    def steps(self) -> list[dict[str, float]]:
-        """Part -> seconds, of each step that ended. Waits for the device once."""
-        if self._device is not None and self._device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(self._device)
-        found, begin = [], 0
-        for end in self._ends:
-            seconds = dict.fromkeys(PARTS, 0.0)
-            for number in range(begin, end):
-                name, clock = self._marks[number]
-                seconds[name] += _seconds_between(clock, self._marks[number + 1][1])
-            found.append(seconds)
-            begin = end
-        return found
-
     @contextlib.contextmanager
     def _part(self, name: str) -> Iterator[None]:
-        self._mark(name)
         self._running.append(name)
+        self._mark()
         try:
             with self._annotation(name):
                 yield
         finally:
             self._running.pop()
-            self._mark(self._running[-1])
+            self._mark()
 
     def _annotation(self, name: str) -> AbstractContextManager[Any]:
-        if not self.annotate:
+        if not self._annotate:
             return _NOTHING
         import torch
 
         return torch.profiler.record_function(name)
 
-    def _mark(self, name: str) -> None:
-        if self._device is None or self._device.type != "cuda":
-            self._marks.append((name, now()))
-            return
-        import torch
+    def _mark(self) -> None:
+        clock: Any = now()
+        if self._on_gpu:
+            import torch
 
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        self._marks.append((name, event))
+            clock = torch.cuda.Event(enable_timing=True)
+            clock.record(torch.cuda.current_stream(self._device))
+        self._marks.append((self._running[-1], clock))
 
-
-def _seconds_between(begin: Any, end: Any) -> float:
-    """Of two marks: seconds of the clock, or of the stream between two events."""
-    if isinstance(begin, float):
-        return float(end - begin)
-    return float(begin.elapsed_time(end)) / 1e3
+    @property
+    def _on_gpu(self) -> bool:
+        return self._device is not None and self._device.type == "cuda"

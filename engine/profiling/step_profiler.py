@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from isobatch.core.measures import now
-from isobatch.engine.profiling.recorder import PARTS
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from isobatch.engine.machine.detect import allowed_cpus
+from isobatch.engine.profiling.advice import profile_lines, worth_a_trial
+from isobatch.engine.runs.run_options import step_window
 
 FOLDER, FILE, TRACE_FILE = "profile", "profile.json", "trace.json"
 OPERATORS = 10
@@ -23,13 +23,15 @@ OPERATORS = 10
 class StepProfiler:
     """Profiles steps `first` to `last` (from 1) of a phase on this rank; the findings are JSON.
 
-    `active`: the phase, with its `strategy` and its session's `plan` and `world`; `cores`: those this process
-    may use. `begin` is called before step `first`, or by `step_ended` after the step before it.
+    `active`: the phase, with its session's `plan` and `world`. `begin` is called before step `first`, or by
+    `step_ended` after the step before it.
     """
 
-    def __init__(self, active: Any, first: int, last: int, cores: int) -> None:
-        self.active, self.first, self.last, self.cores = active, first, last, cores
-        self.recorder, self.device = active.session.world.recorder, active.session.world.device
+    def __init__(self, active: Any, first: int, last: int) -> None:
+        self.active, self.first, self.last = active, first, last
+        world = active.session.world
+        self.recorder, self.device = world.recorder, world.device
+        self.cores = max(1, allowed_cpus(Path("/"), {}) // world.size)
         self.findings: dict[str, Any] = {}
         self._works: list[Any] = []
         self._began = self._busy = 0.0
@@ -46,7 +48,6 @@ class StepProfiler:
         if number == self.first - 1:
             self.begin()
         elif self.first <= number < self.last:
-            self.recorder.end_step()
             self._works.append(work)
             if number == self.last - 1:
                 self._take_times()
@@ -55,22 +56,25 @@ class StepProfiler:
             self._take_trace()
         return number == self.last
 
-    def write(self, folder: Path) -> dict[str, str]:
-        """Write the trace (Chrome's format, which Perfetto opens); what -> file."""
+    def write(self, folder: Path, plan: dict[str, Any], **more: Any) -> dict[str, Any]:
+        """All findings with the advice, written with the trace (Chrome's format, which Perfetto opens)."""
         folder.mkdir(parents=True, exist_ok=True)
         self._trace.export_chrome_trace(str(folder / TRACE_FILE))
-        return {"trace": str(folder / TRACE_FILE)}
+        found = {"phase": self.active.schedule.name, **self.findings, **more}
+        found |= {"advice": worth_a_trial(found, plan), "files": {"trace": str(folder / TRACE_FILE)}}
+        atomic_files.write_json(folder / FILE, found)
+        return found
 
     def _take_times(self) -> None:
-        self._synchronize()
+        parts = self.recorder.stop()  # waits for the device
         wall, busy = now() - self._began, time.process_time() - self._busy
-        steps, works = self.recorder.steps(), self._works
+        steps, works = len(self._works), self._works
         micro_batches = fmean(len(work.micro_batches) for work in works)
         own_samples = fmean(sum(len(m.positions) for m in work.micro_batches) for work in works)
         self.findings |= {
-            "steps": len(steps),
-            "step_seconds": wall / len(steps),
-            "parts": {name: fmean(step[name] for step in steps) for name in PARTS},
+            "steps": steps,
+            "step_seconds": wall / steps,
+            "parts": {name: seconds / steps for name, seconds in parts.items()},
             "device": self.device.type,
             "device_use": min(1.0, busy / wall / self.cores),
             "padding": fmean(work.padding for work in works),
@@ -84,13 +88,12 @@ class StepProfiler:
         kinds = torch.profiler.ProfilerActivity
         activities = [kinds.CPU, *([kinds.CUDA] if self.device.type == "cuda" else [])]
         self._trace = torch.profiler.profile(activities=activities, acc_events=True, with_stack=True)
-        self.recorder.annotate = True
+        self.recorder.start(self.device, annotate=True)
         self._trace.__enter__()
 
     def _take_trace(self) -> None:
         self._synchronize()
         self._trace.__exit__(None, None, None)
-        self.recorder.annotate = False
         self.recorder.stop()
         on_gpu = self.device.type == "cuda"
         if on_gpu:

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Positive
-from isobatch.engine.machine.detect import allowed_cpus
-from isobatch.engine.profiling.advice import profile_lines, worth_a_trial
+from isobatch.engine.profiling.advice import profile_lines
 from isobatch.engine.profiling.step_profiler import FILE, StepProfiler
 from isobatch.engine.runs.peak_memory import peak_bytes
 from isobatch.launch.local.run_setup import TrustOptions
-from isobatch.launch.measuring.measures import measure_named
-from isobatch.launch.measuring.setup import Setup, measure_in_world, read_setup
-from isobatch.launch.measuring.trial import TrialSession
+from isobatch.launch.measuring.measures import settings
+from isobatch.launch.measuring.trial import TrialSession, answer_in_world
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from isobatch.engine.distributed.communicator import Communicator
-
-FOLDER = "profiles"
+    from isobatch.launch.measuring.trial import Variant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,53 +32,37 @@ class ProfileOptions(TrustOptions):
     """Steps that are timed."""
 
 
-OPTIONS = ProfileOptions
-"""What a worker of this command reads its words with."""
-
-
 def profile(words: Sequence[str]) -> int:
     """Usage: profile --task TASK [--timed-steps 12] [--json] [flags]
 
     Times the parts of some steps, traces one, says what is worth a trial, and writes the trace (trace.json,
     for Perfetto or chrome://tracing) and profile.json to OUT/profiles/.
     """
-    setup = read_setup(words, "profile", ProfileOptions)
-    found = measure_in_world(words, "profile", setup, measure)
-    if setup.request.extra.get("json"):
-        print(atomic_files.json_text(found, ensure_ascii=False))
-    else:
-        where = f"{found['plan']['processes']} x {found['device']}"
-        lines = [f"{found['task']}, phase {found['phase']}, on {where}", "", *profile_lines(found)]
-        print(printable("\n".join(lines)))
-    return 0
+    return answer_in_world(words, "profile", "profiles", ProfileOptions, measure, _lines)
 
 
-def measure(setup: Setup, world: Communicator) -> dict[str, Any]:
+def measure(base: Variant, world: Communicator, options: ProfileOptions, folder: Path) -> dict[str, Any]:
     """The findings of a profile with the advice, in every process of the world. JSON."""
-    steps, device = ProfileOptions(**setup.request.extra).timed_steps, world.device
-    cores = allowed_cpus(Path("/"), {})
-    with TrialSession(setup.base, world) as base:
-        base.warm_up()
-        profiler = StepProfiler(base.active, 1, steps + 1, max(1, cores // setup.plan.processes))
-        for number, loaded in enumerate(base.batches(steps + 2)):
-            base.active.step(loaded)
+    target, plan, steps = base.target, base.plan, options.timed_steps
+    with TrialSession(base, world) as session:
+        session.warm_up()
+        profiler = StepProfiler(session.active, 1, steps + 1)
+        for number, loaded in enumerate(session.batches(steps + 2)):
+            session.active.step(loaded)
             profiler.step_ended(number, loaded.work)
-        phase = base.active.schedule.name
-    hardware, on_gpu = setup.hardware, setup.plan.device == "cuda"
-    capacity = hardware.gpu.memory_bytes if on_gpu else hardware.ram_bytes // setup.plan.processes
-    found = {
-        "task": setup.recipe.task,
-        "recipe_hash": setup.recipe.hash(),
-        "phase": phase,
-        **profiler.findings,
-        "memory_share": peak_bytes(device) / capacity,
-        "plan": setup.plan.to_dict(),
-    }
-    found["advice"] = worth_a_trial(found, found["plan"])
+        hardware = target.hardware
+        share = hardware.gpu.memory_bytes if plan.device == "cuda" else hardware.ram_bytes // plan.processes
+        more = {"task": target.recipe.task, "recipe_hash": target.recipe.hash(), "plan": plan.to_dict()}
+        more["memory_share"] = peak_bytes(world.device) / share
+        if not world.is_main:
+            return {}
+        found = profiler.write(folder, plan.to_dict(), **more)
     for row in found["advice"]:
-        row["flags"] = [setting.flags for setting in measure_named(row["measure"]).changes(setup)]
-    if world.is_main:
-        with atomic_files.explain_write_errors(setup.folder(FOLDER)):
-            found["files"] = profiler.write(setup.folder(FOLDER))
-            atomic_files.write_json(setup.folder(FOLDER) / FILE, found)
+        row["flags"] = [one.flags for one in settings(base) if one.measure == row["measure"]]
+    atomic_files.write_json(folder / FILE, found)
     return found
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    where = f"{found['plan']['processes']} x {found['device']}"
+    return [f"{found['task']}, phase {found['phase']}, on {where}", "", *profile_lines(found)]

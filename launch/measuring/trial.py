@@ -1,8 +1,8 @@
-"""Trials: the steps of a variant, in rounds that alternate with those of the base; the median ratio counts.
+"""Trials: the steps of a variant, in rounds that alternate with those of the base.
 
-    with TrialSession(setup.base, world) as base:
-        base.warm_up()
-        found = compare(base, setup.variant({"prefetch": 8}), end=now() + 10)
+    with TrialSession(base, world) as session:
+        session.warm_up()
+        found = compare(session, base.changed({"prefetch": 8}), end=now() + 10)
 
 A round loads its data anew, so that nothing is fetched ahead of it while another trial runs.
 """
@@ -11,39 +11,141 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
-import math
-from dataclasses import dataclass, field
-from statistics import median
+import os
+import sys
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isobatch.core.measures import now
-from isobatch.engine.runs.classify_errors import classify
+from isobatch.core import atomic_files
+from isobatch.core.errors import DONE, UserError
+from isobatch.core.flags import flags_of
+from isobatch.core.measures import now, printable
+from isobatch.core.package import ROOT
+from isobatch.core.plan import Plan
+from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
+from isobatch.engine.loading.prepare import prepare
+from isobatch.engine.machine.detect import detect
+from isobatch.engine.planning.estimate import Target
+from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.training.session import Session
+from isobatch.launch.local.accelerate_launcher import launch_workers
+from isobatch.launch.local.arguments import parse_request
+from isobatch.launch.local.run_setup import print_unless_quiet
 from isobatch.models.attention_functions import register_again, registered_attention
+from isobatch.models.base import ModelSize
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from isobatch.core.plan import Precision
-    from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.loading.loader import LoadedStep
     from isobatch.engine.training.session import ActivePhase
-    from isobatch.launch.measuring.measures import Unit
-    from isobatch.launch.measuring.setup import Variant
 
 WARM_STEPS = 2
 ROUND_SECONDS = 0.4
 """A round has as many steps as fit into this."""
 LEAST_STEPS, MOST_STEPS = 4, 50
 """Loader processes bring their batches together: a single step would show none or all of a wait."""
-LEAST_ROUNDS, MOST_ROUNDS = 3, 9
-LEAST_GAIN = 0.03
-"""What is less than this faster counts as the same."""
-NO_TIME = "no time was left to measure it"
+NO_VALUES: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Variant:
+    """A recipe and its plan on this machine: what a trial runs."""
+
+    target: Target
+    size: ModelSize
+    plan: Plan
+
+    def changed(self, plan: Mapping[str, Any] = NO_VALUES, recipe: Mapping[str, Any] = NO_VALUES) -> Variant:
+        """The same with these options of the plan and fields of the recipe.
+
+        Raises UserError where the planner refuses it.
+        """
+        words = {True: "on", False: "off"}
+        asked = dataclasses.replace(self.target.asked, **{n: words.get(v, v) for n, v in plan.items()})
+        target, size = dataclasses.replace(self.target, asked=asked), self.size
+        if recipe:
+            common = {k: v for k, v in recipe.items() if k in flags_of(type(target.recipe), "recipe")}
+            own = {k: v for k, v in recipe.items() if k not in common}
+            target = target.with_recipe(**common, options={**target.recipe.options, **own})
+            task, data = target.workload.make(target.recipe)
+            task.check()
+            target = dataclasses.replace(target, facts=prepare(data))
+            size = task.model_size(target.facts)
+        return Variant(target=target, size=size, plan=target.plan(size))
+
+
+def answer_in_world(
+    words: Sequence[str],
+    command: str,
+    kind: str,
+    options_class: type,
+    measure: Callable[[Variant, Communicator, Any, Path], dict[str, Any]],
+    lines: Callable[[dict[str, Any]], list[str]],
+) -> int:
+    """Print what `measure(base, world, options, folder)` finds, as JSON or as `lines`, on rank 0.
+
+    Measures in this process, in the world that a launcher formed, or else in the plan's processes, which run
+    the same words. `folder`: OUT/`kind`/NAME, for the answer. Raises UserError.
+    """
+    request = parse_request(words, command, options_class)
+    quiet, (rank, world_size) = request.run.quiet, rank_and_world_size(os.environ)
+    for note in request.notes if rank == 0 else ():
+        print_unless_quiet(note, quiet)
+    task, data = request.workload.make(request.recipe)
+    facts = prepare(data, lambda text: print_unless_quiet(text, quiet))
+    task.fetch()
+    size = task.model_size(facts)
+    target = Target(
+        name=command,
+        workload=request.workload,
+        recipe=request.recipe,
+        facts=facts,
+        hardware=detect(),
+        asked=request.plan,
+        world=world_size if world_size > 1 else None,
+    )
+    base = Variant(target=target, size=size, plan=target.plan(size))
+    # More loader processes than cores are tried on purpose: they may wait for a slow storage.
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    if base.plan.processes > world_size:
+        return _in_processes(words, command, base.plan)
+    folder = Path(request.run.out).expanduser() / kind / (request.run.name or run_name(request.recipe))
+    world, options = Communicator(base.plan), options_class(**request.extra)
+    with atomic_files.explain_write_errors(folder):
+        found = measure(base, world, options, folder)
+    if world.is_main:
+        as_json = options.json
+        print(
+            atomic_files.json_text(found, ensure_ascii=False)
+            if as_json
+            else printable("\n".join(lines(found)))
+        )
+    if world_size > 1:
+        sys.stdout.flush()
+        world.close()
+        world.exit_process(DONE)
+    return DONE
+
+
+def _in_processes(words: Sequence[str], command: str, plan: Plan) -> int:
+    """Run the command in the processes of its plan, of which rank 0 prints."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = ROOT / "launch" / "__main__.py"
+        code = launch_workers(plan, script, [command, *words], Path(folder)).code
+        if code != DONE:
+            sys.stderr.write((Path(folder) / "launcher.log").read_text(errors="replace")[-4000:])
+            raise UserError(f"{command}: its {plan.processes} processes ended with {code}")
+    return DONE
 
 
 class TrialSession:
@@ -63,7 +165,8 @@ class TrialSession:
 
     def __enter__(self) -> TrialSession:
         plan = self.variant.plan
-        self.session = Session(self.variant.recipe, self.variant.facts, plan, self.world)
+        target = self.variant.target
+        self.session = Session(target.recipe, target.facts, plan, self.world)
         self._open.callback(self.session.__exit__)
         for schedule in self.session.schedules[:-1]:
             self.session.prepare_phase(schedule)
@@ -87,7 +190,7 @@ class TrialSession:
         self.synchronize()
         self.warm_seconds = now() - began
 
-    def round(self, steps: int, unit: Unit = "samples") -> float:
+    def round(self, steps: int, unit: str = "samples") -> float:
         """So many steps: seconds for a sample, or for a token without padding.
 
         The first steps do not count: the loader begins, and its processes bring a batch each.
@@ -143,77 +246,3 @@ class _OwnPrecision:
             return contextlib.nullcontext()
         kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[self._precision]
         return torch.autocast(self._accelerator.device.type, kind)
-
-
-@dataclass(slots=True)
-class PairedRounds:
-    """A variant beside the base: `ratios` above 1 are faster."""
-
-    ratios: list[float] = field(default_factory=list)
-    """Of each round: time of the base over that of the variant, for a sample (or a token)."""
-    warm_seconds: float = 0.0
-    """Of the variant's first steps, with its compilation."""
-    problem: str = ""
-    """Why there is no figure."""
-
-    @property
-    def ratio(self) -> float:
-        """The median over the rounds; 0 without any."""
-        return median(self.ratios) if self.ratios else 0.0
-
-    @property
-    def spread(self) -> float:
-        """Median distance of a round's ratio from the median, as a share of it."""
-        return median(abs(r - self.ratio) for r in self.ratios) / self.ratio if self.ratios else 0.0
-
-    def beats(self, noise: PairedRounds) -> bool:
-        """Whether it is faster, beyond the noise of its rounds, and of the base beside itself."""
-        if self.problem or len(self.ratios) < LEAST_ROUNDS:
-            return False
-        return self.ratio > 1 + max(LEAST_GAIN, 2 * self.spread, abs(noise.ratio - 1) + noise.spread)
-
-    def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
-        if self.problem:
-            return {"problem": self.problem}
-        rounds = {"ratio": self.ratio, "spread": self.spread, "rounds": len(self.ratios)}
-        return {**rounds, "warm_seconds": self.warm_seconds}
-
-
-def compare(
-    base: TrialSession, variant: Variant, end: float, unit: Unit = "samples", limit: float = math.inf
-) -> PairedRounds:
-    """Rounds of the base, which is open and warm, and of a variant, until about `end` (as of `now`).
-
-    At least LEAST_ROUNDS, but none begins that would end after `limit`. What goes wrong with the variant is
-    told and not raised: others are measured after it.
-    """
-    found = PairedRounds()
-    try:
-        with TrialSession(variant, base.world) as trial:
-            trial.warm_up()
-            found.warm_seconds = trial.warm_seconds
-            alternate(base, trial, found, unit, end, limit)
-    except Exception as error:
-        known = classify(error)
-        text = str(known if known is not None else error).strip() or type(error).__name__
-        found.problem = text.splitlines()[0][:200]
-    if not found.ratios and not found.problem:
-        found.problem = NO_TIME
-    return found
-
-
-def alternate(
-    base: TrialSession, trial: TrialSession, found: PairedRounds, unit: Unit, end: float, limit: float
-) -> None:
-    """Add rounds of both to `found`, in turn, which of them is first too."""
-    steps, length = base.steps_per_round(), 0.0
-    while True:
-        began, rounds = now(), len(found.ratios)
-        goes_on = rounds < MOST_ROUNDS and began + length <= (end if rounds >= LEAST_ROUNDS else limit)
-        if not base.world.broadcast_object(goes_on):  # every rank takes as many as rank 0's clock allows
-            return
-        order = (base, trial) if rounds % 2 == 0 else (trial, base)
-        costs = {one: one.round(steps, unit) for one in order}
-        found.ratios.append(costs[base] / costs[trial])
-        length = now() - began

@@ -5,26 +5,32 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
 from isobatch.core.measures import now, printable
 from isobatch.core.number_ranges import AboveZero
+from isobatch.core.plan import INVARIANCES
+from isobatch.engine.runs.classify_errors import classify
 from isobatch.launch.local.run_setup import TrustOptions
-from isobatch.launch.measuring.measures import MEASURES, Setting, Unit
-from isobatch.launch.measuring.setup import Setup, measure_in_world, read_setup
-from isobatch.launch.measuring.trial import NO_TIME, PairedRounds, TrialSession, compare
+from isobatch.launch.measuring.measures import QUOTED, Setting, settings
+from isobatch.launch.measuring.trial import TrialSession, answer_in_world
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.launch.measuring.trial import Variant
 
-FOLDER, FILE = "tuned", "tune.json"
+FILE = "tune.json"
 RESERVED_SECONDS = 2.0
 """For the end of the process."""
+LEAST_ROUNDS, MOST_ROUNDS = 3, 9
+LEAST_GAIN = 0.03
+"""What is less than this faster counts as the same."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,20 +43,31 @@ class TuneOptions(TrustOptions):
     """One JSON object on standard output."""
 
 
-OPTIONS = TuneOptions
-"""What a worker of this command reads its words with."""
+@dataclass(slots=True)
+class Tried:
+    """Settings together beside the recipe as it is: of each round, how many times as fast they were."""
 
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A setting that was tried, or several together."""
-
-    settings: tuple[Setting, ...]
-    rounds: PairedRounds
+    settings: tuple[Setting, ...] = ()
+    ratios: list[float] = field(default_factory=list)
+    """Of each round: time of the base over that of the variant, for a sample (or a token)."""
+    warm_seconds: float = 0.0
+    """Of the variant's first steps, with its compilation."""
+    problem: str = ""
+    """Why there is no figure."""
     memory: float | None = None
     """The peak that the plan predicts, over that of the recipe as it is."""
     invariance: str = ""
     """Where it is weaker than that of the recipe as it is."""
+
+    @property
+    def ratio(self) -> float:
+        """The median over the rounds; 0 without any."""
+        return median(self.ratios) if self.ratios else 0.0
+
+    @property
+    def spread(self) -> float:
+        """Median distance of a round's ratio from the median, as a share of it."""
+        return median(abs(r - self.ratio) for r in self.ratios) / self.ratio if self.ratios else 0.0
 
     @property
     def flags(self) -> str:
@@ -61,6 +78,20 @@ class Candidate:
         """Whether it is of the plan alone, and as exact."""
         return not self.invariance and not any(setting.recipe for setting in self.settings)
 
+    def beats(self, noise: Tried) -> bool:
+        """Whether it is faster, beyond the noise of its rounds, and of the base beside itself."""
+        if self.problem or len(self.ratios) < LEAST_ROUNDS:
+            return False
+        return self.ratio > 1 + max(LEAST_GAIN, 2 * self.spread, abs(noise.ratio - 1) + noise.spread)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        found: dict[str, Any] = {"memory": self.memory, "invariance": self.invariance}
+        if self.problem:
+            return {"problem": self.problem, **found}
+        rounds = {"ratio": self.ratio, "spread": self.spread, "rounds": len(self.ratios)}
+        return {**rounds, "warm_seconds": self.warm_seconds, **found}
+
 
 def tune(words: Sequence[str]) -> int:
     """Usage: tune --task TASK [--minutes 5] [--json] [flags]
@@ -68,57 +99,46 @@ def tune(words: Sequence[str]) -> int:
     Tries batch, micro-batch, precision, compile, loading, packing and so on, each beside the recipe as it is,
     in rounds that alternate, then what helps together. Writes tune.json to OUT/tuned/.
     """
-    setup = read_setup(words, "tune", TuneOptions)
-    found = measure_in_world(words, "tune", setup, measure)
-    if setup.request.extra.get("json"):
-        print(atomic_files.json_text(found, ensure_ascii=False))
-    else:
-        print(printable("\n".join(table_lines(found))))
-    return 0
+    return answer_in_world(words, "tune", "tuned", TuneOptions, measure, table_lines)
 
 
-def measure(setup: Setup, world: Communicator) -> dict[str, Any]:
+def measure(base: Variant, world: Communicator, options: TuneOptions, folder: Path) -> dict[str, Any]:
     """The table of measures, in every process of the world. JSON."""
-    options = TuneOptions(**setup.request.extra)
     limit = now() + 60 * options.minutes - _seconds_since_start() - RESERVED_SECONDS
-    settings = [(m, s) for m in sorted(MEASURES, key=lambda m: m.slow) for s in m.changes(setup)]
-    rows: list[dict[str, Any]] = []
-    helping: dict[str, Candidate] = {}
-    with TrialSession(setup.base, world) as base:
-        base.warm_up()
-        noise = compare(base, setup.base, _share(limit, len(settings) + 2), limit=limit)
-        for left, (one, setting) in zip(range(len(settings), 0, -1), settings, strict=True):
-            tried = _try(setup, base, (setting,), _share(limit, left + 1), limit, one.unit)
-            changes = "recipe" if setting.recipe else "plan"
-            row = {"measure": one.name, "flags": setting.flags, "quoted": one.quoted, "changes": changes}
-            rows.append(row | _figures(tried) | {"per": one.unit.removesuffix("s")})
-            best = helping.get(one.name)
-            if tried.rounds.beats(noise) and (best is None or tried.rounds.ratio > best.rounds.ratio):
-                helping[one.name] = tried
-        fastest = sorted(helping.values(), key=lambda tried: -tried.rounds.ratio)
-        same = compatible(tried for tried in fastest if tried.learns_the_same)
+    wanted = list(settings(base))
+    tried: list[Tried] = []
+    helping: dict[str, Tried] = {}
+    with TrialSession(base, world) as session:
+        session.warm_up()
+        noise = try_settings(session, (), len(wanted) + 2, limit)
+        for number, setting in enumerate(wanted):
+            tried.append(found := try_settings(session, (setting,), len(wanted) - number + 1, limit))
+            best = helping.get(setting.measure)
+            if found.beats(noise) and (best is None or found.ratio > best.ratio):
+                helping[setting.measure] = found
+        fastest = sorted(helping.values(), key=lambda one: -one.ratio)
+        same = compatible(one for one in fastest if one.learns_the_same)
         keep = same[0] if same else None
         if keep and len(same) > 1:
-            together = _try(setup, base, tuple(t.settings[0] for t in same), limit, limit)
-            keep = together if together.rounds.ratio > keep.rounds.ratio else keep
-        phase = base.active.schedule.name
-    found = {
-        "task": setup.recipe.task,
-        "recipe_hash": setup.recipe.hash(),
+            together = try_settings(session, tuple(one.settings[0] for one in same), 1, limit)
+            keep = together if together.ratio > keep.ratio else keep
+        phase = session.active.schedule.name
+    answer = {
+        "task": base.target.recipe.task,
+        "recipe_hash": base.target.recipe.hash(),
         "phase": phase,
-        "machine": setup.hardware.describe(),
+        "machine": base.target.hardware.describe(),
         "noise": noise.to_dict(),
-        "rows": rows,
-        "keep": keep and {"flags": keep.flags, **_figures(keep)},
-        "other": [tried.flags for tried in compatible(fastest) if not tried.learns_the_same],
+        "rows": [_row(one) for one in tried],
+        "keep": keep and {"flags": keep.flags, **keep.to_dict()},
+        "other": [one.flags for one in compatible(fastest) if not one.learns_the_same],
         "minutes": options.minutes,
         "seconds": _seconds_since_start(),
     }
     if world.is_main:
-        with atomic_files.explain_write_errors(setup.folder(FOLDER)):
-            setup.folder(FOLDER).mkdir(parents=True, exist_ok=True)
-            atomic_files.write_json(setup.folder(FOLDER) / FILE, found)
-    return found
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_files.write_json(folder / FILE, answer)
+    return answer
 
 
 def _seconds_since_start() -> float:
@@ -126,48 +146,74 @@ def _seconds_since_start() -> float:
     return time.time() - float(os.environ.get("ISOBATCH_STARTED", time.time()))
 
 
-def _share(limit: float, shares: int) -> float:
-    """The moment at which one of so many shares of the time that is left is over."""
-    return now() + max(0.0, limit - now()) / shares
+def try_settings(session: TrialSession, together: tuple[Setting, ...], shares: int, limit: float) -> Tried:
+    """Rounds of the base, which is open and warm, and of the settings together (of none: of the base again).
 
-
-def _try(
-    setup: Setup,
-    base: TrialSession,
-    settings: tuple[Setting, ...],
-    end: float,
-    limit: float,
-    unit: Unit = "samples",
-) -> Candidate:
-    """The settings together, beside the base, where it is not too late to start."""
-    if now() >= limit:
-        return Candidate(settings, PairedRounds(problem=NO_TIME))
-    plan = {name: value for setting in settings for name, value in setting.plan.items()}
-    recipe = {name: value for setting in settings for name, value in setting.recipe.items()}
+    They take about one of so many shares of the time until `limit` (as of `now`), at least LEAST_ROUNDS; none
+    begins that would end after the limit. What goes wrong is told and not raised: others are tried after it.
+    """
+    base, found, began = session.variant, Tried(together), now()
     try:
-        variant = setup.variant(plan, recipe)
-    except UserError as error:
-        return Candidate(settings, PairedRounds(problem=str(error)))
-    if base.world.is_main:
-        print(printable(f"trying {' '.join(s.flags for s in settings)}"), file=sys.stderr)
-    rounds = compare(base, variant, end, unit, limit)
-    memory = variant.plan.predicted_peak_memory_bytes / max(1, setup.plan.predicted_peak_memory_bytes)
-    return Candidate(settings, rounds, memory, setup.weaker(variant))
+        if session.world.broadcast_object(began >= limit):
+            raise TimeoutError("no time was left to measure it")
+        variant = base.changed(
+            {name: value for setting in together for name, value in setting.plan.items()},
+            {name: value for setting in together for name, value in setting.recipe.items()},
+        )
+        before, after = base.plan, variant.plan
+        found.memory = after.predicted_peak_memory_bytes / max(1, before.predicted_peak_memory_bytes)
+        if INVARIANCES.index(after.invariance) > INVARIANCES.index(before.invariance):
+            found.invariance = after.invariance
+        if session.world.is_main and together:
+            print(printable(f"trying {found.flags}"), file=sys.stderr)
+        with TrialSession(variant, session.world) as trial:
+            trial.warm_up()
+            found.warm_seconds = trial.warm_seconds
+            alternate(session, trial, found, began + (limit - began) / shares, limit)
+        if not found.ratios:
+            raise TimeoutError("no time was left to measure it")
+    except Exception as error:
+        known = classify(error)
+        text = str(known if known is not None else error).strip() or type(error).__name__
+        found.problem = text.splitlines()[0][:200]
+    return found
 
 
-def _figures(tried: Candidate) -> dict[str, Any]:
-    return {**tried.rounds.to_dict(), "memory": tried.memory, "invariance": tried.invariance}
+def alternate(base: TrialSession, trial: TrialSession, found: Tried, end: float, limit: float) -> None:
+    """Add rounds of both to `found`, in turn, which of them is first too, until about `end`."""
+    steps, length, unit = base.steps_per_round(), 0.0, found.settings[0].unit if found.settings else "samples"
+    while True:
+        began, rounds = now(), len(found.ratios)
+        goes_on = rounds < MOST_ROUNDS and began + length <= (end if rounds >= LEAST_ROUNDS else limit)
+        if not base.world.broadcast_object(goes_on):  # every rank takes as many as rank 0's clock allows
+            return
+        order = (base, trial) if rounds % 2 == 0 else (trial, base)
+        costs = {one: one.round(steps, unit) for one in order}
+        found.ratios.append(costs[base] / costs[trial])
+        length = now() - began
 
 
-def compatible(tried: Iterable[Candidate]) -> list[Candidate]:
+def compatible(tried: Iterable[Tried]) -> list[Tried]:
     """Those that set no field which an earlier one sets, too."""
-    found: list[Candidate] = []
+    found: list[Tried] = []
     fields: set[str] = set()
     for one in tried:
         own = {name for setting in one.settings for name in (*setting.plan, *setting.recipe)}
         if not own & fields:
             found, fields = [*found, one], fields | own
     return found
+
+
+def _row(tried: Tried) -> dict[str, Any]:
+    (setting,) = tried.settings
+    return {
+        "measure": setting.measure,
+        "flags": setting.flags,
+        "quoted": QUOTED.get(setting.measure),
+        "changes": "recipe" if setting.recipe else "plan",
+        "per": setting.unit.removesuffix("s"),
+        **tried.to_dict(),
+    }
 
 
 def table_lines(found: dict[str, Any]) -> list[str]:
@@ -193,11 +239,8 @@ def table_lines(found: dict[str, Any]) -> list[str]:
 
 def _line(row: dict[str, Any]) -> str:
     quoted = "{:.2f}-{:.2f}".format(*row["quoted"]) if row["quoted"] else ""
-    start = f"  {row['measure']:<26}{row['flags']:<34}{quoted:>10}"
+    line = f"  {row['measure']:<26}{row['flags']:<34}{quoted:>10}"
     if "problem" in row:
-        return f"{start}  {row['problem']}"
-    spread = f"{row['spread']:.0%}" if row["rounds"] > 1 else "?"
-    remark = f"rounds differently ({row['invariance']})" if row["invariance"] else ""
-    return (
-        f"{start}{row['ratio']:>7.2f}{spread:>6}{row['memory']:>8.0%}  {row['changes']:<8} {remark}".rstrip()
-    )
+        return f"{line}  {row['problem']}"
+    line += f"{row['ratio']:>7.2f}{row['spread']:>6.0%}{row['memory']:>8.0%}  {row['changes']:<8}"
+    return f"{line} rounds differently ({row['invariance']})" if row["invariance"] else line.rstrip()

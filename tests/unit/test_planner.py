@@ -12,10 +12,8 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.core.strategies import STRATEGIES, StrategyTraits
 from isobatch.engine.machine.gpu_table import MACHINES
 from isobatch.engine.machine.hardware import GIB, Hardware, parse_hardware
-from isobatch.engine.planning.calibration import MEASURED, GpuConstants
 from isobatch.engine.planning.choices import fixed_loader_settings, unmet_wishes
 from isobatch.engine.planning.planner import make_plan, with_smaller_budget
 from isobatch.models.base import ModelSize
@@ -70,15 +68,10 @@ CARDS = [
     # machine, GB, model, samples of 1,024 tokens at a time, activation checkpointing
     ("rtx3050-laptop", 4, WITH_LORA, 2, False),
     ("rtx4060", 8, CHUNKED, 7, False),
-    ("rtx4060", 8, WITH_LORA, 7, False),
     ("rtx4060", 8, WITH_QLORA, 1, True),
     ("rtx4080-laptop", 12, CHUNKED, 15, False),
-    ("rtx4080-laptop", 12, WITH_LORA, 13, False),
-    ("rtx4080-laptop", 12, WITH_QLORA, 5, True),
-    ("rtx4080", 16, CHUNKED, 23, False),
     ("rtx4080", 16, WITH_QLORA, 9, True),
     ("rtx4090", 24, CHUNKED, 32, False),
-    ("rtx4090", 24, WITH_QLORA, 1, False),
 ]
 
 
@@ -100,9 +93,7 @@ LARGE = [
     # 2 x 6.74 = 13.5 GB; 20 million that train x (4 + 4 + 8 + 2) = 0.4; context 1.2; with activation
     # checkpointing 32 inputs of 2 x 4,096 bytes and two layers of 0.24 MB a token x 1.1 = 0.8; 0.3 of logits:
     # 16.1 GB. Without: 33 x 0.24 MB x 1,024 x 1.1 = 8.9 in place of 0.8: 24.2 GB.
-    # 8, 12, 16 GB: 6.9, 10.3, 13.7 may be used, so weights stay in host memory, of 32, 32 and 64 GiB.
-    ("rtx4060", LORA_7B, 32, 1, "zero3-offload", True),
-    ("rtx4080-laptop", LORA_7B, 32, 1, "zero3-offload", True),
+    # 16 GB: 13.7 may be used, so weights stay in host memory, of 64 GiB.
     ("rtx4080", LORA_7B, 32, 1, "zero3-offload", True),
     # 24 GB: 20.6 may be used, so it fits with checkpointing, and crossing PCIe (2 x 13.5 GB a micro-batch at
     # 12 GB/s = 2.2 s) is slower.
@@ -112,7 +103,6 @@ LARGE = [
     # than 32 cards have nothing to do. Offloaded, 276 GB of weights would cross PCIe twice as well, and
     # 28 x 69e9 bytes of moments go through the hosts' memory.
     ("8x8xh100", LLAMA_70B, 32, 32, "zero3", True),
-    ("8x8xa100-80gb", LLAMA_70B, 32, 32, "zero3", True),
     ("8x8xh100", LLAMA_70B, 512, 64, "zero3", True),
     # QLoRA: 6.48e9 x 0.5625 + 0.26e9 x 2 = 4.2 GB of weights; 0.4, 1.2, 0.8 and 0.3 as above: 6.9 of the
     # 10.3 GB that may be used of 12. Without checkpointing 15.
@@ -140,35 +130,10 @@ def test_offloaded_weights_cross_pcie_twice_a_micro_batch() -> None:
     assert one.predicted_step_seconds - plan.predicted_step_seconds >= more * 0.4 * 2.25
 
 
-def test_sharded_weights_are_exchanged_in_every_micro_batch() -> None:
-    """Twice the weights in bf16, once the gradients in fp32, 7/8 of each over NVLink: 127 ms on an H100."""
-    exchange = (2 * 2 + 4) * 7 / 8 * SEVEN_B.parameters / 370e9
-    for strategy in ("zero3", "fsdp2"):
-        asked: dict[str, Any] = {"strategy": strategy, "recipe": {"batch_size": 32}}
-        four, two = (planned("8xh100", SEVEN_B, BLOCKS, micro_batch=rows, **asked) for rows in (1, 2))
-        assert four.predicted_step_seconds - two.predicted_step_seconds >= 2 * 0.4 * exchange
-        assert (
-            four.predicted_step_seconds >= 4 * exchange
-        )  # one row's arithmetic is shorter: it hides nothing
-
-
-def test_the_fastest_of_what_fits_is_taken_and_fsdp2_only_where_it_is_asked_for() -> None:
-    recipe = {"batch_size": 64, "max_length": 1024}
-    chosen = planned("8xh100", LLAMA_7B, BLOCKS, recipe=recipe)
-    assert chosen.strategy == "zero3"
-    for strategy in ("zero3-offload", "fsdp2"):
-        other = planned("8xh100", LLAMA_7B, BLOCKS, recipe=recipe, strategy=strategy)
-        assert chosen.predicted_step_seconds <= other.predicted_step_seconds
-    recomputed = planned("8xh100", LLAMA_7B, BLOCKS, recipe=recipe, activation_checkpointing="on")
-    assert chosen.predicted_step_seconds <= 1.1 * recomputed.predicted_step_seconds
-
-
 DECISIONS = [
     # machine, device, processes, strategy, precision, pad, reduction, invariance
     ("rtx4080-laptop", "cuda", 1, "single", "bf16", 8, "explicit", "precision"),
     ("t4", "cuda", 1, "single", "fp16", 8, "explicit", "precision"),
-    ("a100-80gb", "cuda", 1, "single", "bf16", 8, "explicit", "precision"),
-    ("h100", "cuda", 1, "single", "bf16", 8, "explicit", "precision"),
     ("8xh100", "cuda", 8, "ddp", "bf16", 8, "overlapped", "precision"),
     ("4x8xa100-80gb", "cuda", 8, "ddp", "bf16", 8, "overlapped", "precision"),
     ("cpu:2x24gb", "cpu", 1, "single", "fp32", 1, "explicit", "exact"),
@@ -252,19 +217,6 @@ def test_partitioning_comes_only_where_ddp_does_not_fit() -> None:
     assert planned("8xh100", strategy="zero2").reasons["strategy"] == "you asked for it"
 
 
-def test_a_strategy_that_shards_nothing_is_chosen_where_it_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    traits = StrategyTraits(
-        implementation="engine.strategies.replicated:ReplicatedStrategy", least_processes=2
-    )
-    monkeypatch.setitem(STRATEGIES, "other", traits)
-    plan = planned("8xh100", strategy="other")
-    assert (plan.strategy, plan.reasons["strategy"]) == ("other", "you asked for it")
-    assert planned("h100", strategy="other").strategy == "single"  # as ddp, it means nothing there
-    assert planned("8xh100").strategy == "ddp"
-
-
 def test_zero_keeps_to_what_it_can_compute_exactly() -> None:
     for asked, message in (({"optimizer": "adafactor"}, "flat"), ({"optimizer": "adamw8bit"}, "flat")):
         with pytest.raises(UserError, match=message):
@@ -296,7 +248,7 @@ def test_after_an_out_of_memory_the_budget_halves_down_to_one_sample() -> None:
         ("8xh100", GPT2, {"processes": 9}, "there are 8 GPUs"),
         ("mps", GPT2, {"processes": 2}, "there is 1 GPU"),
         ("8xh100", GPT2, {"strategy": "single", "processes": 2}, "--strategy single"),
-        ("h100", GPT2, {"strategy": "zero2"}, "nobody to share with"),
+        ("h100", GPT2, {"strategy": "zero2"}, "two or more processes"),
         ("t4", GPT2, {"attention": "flash"}, "compute capability 8.0"),
         ("t4", GPT2, {"memory_limit": "120%"}, "--memory-limit 120%"),
         ("t4", GPT2, {"memory_limit": "1GB"}, "lower --max-length"),
@@ -348,11 +300,6 @@ def test_what_of_the_loader_is_no_choice_has_its_reason_too() -> None:
     assert not fixed_loader_settings(dataclasses.replace(planned(LAPTOP), pack=True))["dynamic_padding"][0]
 
 
-def test_wishes_that_the_plan_follows_need_no_line() -> None:
-    asked = {"precision": "16-mixed", "pin_memory": "on", "workers": 8, "micro_batch": 4, "compile": "on"}
-    assert unmet_wishes(PlanOptions(**asked), planned(LAPTOP, **asked)) == []  # type: ignore[arg-type]
-
-
 def test_wishes_that_the_plan_cannot_follow_are_said() -> None:
     asked: dict[str, Any] = {"pin_memory": "on", "strategy": "ddp", "micro_batch": 100, "prefetch": 4}
     lines = unmet_wishes(PlanOptions(**asked), planned("cpu:8x64gb", TINY, **asked))
@@ -387,16 +334,6 @@ def test_a_matrix_unit_makes_bf16_the_choice_on_a_cpu() -> None:
     assert planned(dataclasses.replace(cpu, cpu_bf16=True)).precision == "fp32"
     assert planned(dataclasses.replace(cpu, cpu_bf16=True, cpu_amx=True)).precision == "bf16"
     assert "5 times slower" in planned(cpu, precision="bf16").reasons["precision"]
-
-
-def test_a_gpu_this_torch_cannot_use_is_no_reason_to_train_on_the_cpu() -> None:
-    gpu = dataclasses.replace(LAPTOP.gpu, supported=False)
-    machine = dataclasses.replace(LAPTOP, kind="cpu", gpus=(gpu,), source="detected")
-    for asked in ({}, {"device": "cuda"}):
-        with pytest.raises(UserError, match=r"no kernels for it .* --device cpu"):
-            planned(machine, **asked)
-    plan = planned(machine, device="cpu")
-    assert (plan.device, plan.calibrated) == ("cpu", True)
 
 
 @pytest.mark.parametrize(("processes", "threads"), [(None, 8), (2, 4), (3, 2), (16, 1)])
@@ -442,25 +379,6 @@ def test_runs_compile_where_it_pays_and_pad_to_few_shapes() -> None:
     assert planned("h100", recipe={"steps": (100,)}).compile == "off"
     assert planned("h100", recipe={"steps": (1_000_000,)}, precision="fp32").invariance == "exact"
     assert planned("cpu:2x24gb", recipe={"steps": (1_000_000,)}).compile == "off"
-
-
-def test_blocks_of_one_length_are_one_shape_so_that_a_run_of_minutes_compiles() -> None:
-    """GPT-2 on blocks: 20 + 12 x 2 = 44 s to compile one shape."""
-    runs = {steps: planned("h100", CHUNKED, BLOCKS, recipe={"steps": (steps,)}) for steps in (300, 2000)}
-    assert {steps: plan.compile for steps, plan in runs.items()} == {300: "off", 2000: "on"}
-    assert runs[300].reasons["compile"].startswith("compiling takes about 44 s and saves ")
-    assert "of this run" in runs[2000].reasons["compile"]
-
-
-def test_a_card_that_was_measured_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = planned("h100")
-    assert not plan.calibrated
-    monkeypatch.setitem(MEASURED, "h100", GpuConstants(matmul_share=0.3))
-    measured = planned("h100")
-    assert measured.calibrated
-    assert measured.reasons["calibrated"] == "constants were measured on h100"
-    assert measured.predicted_step_seconds > plan.predicted_step_seconds
-    assert not planned("a100-80gb").calibrated
 
 
 def test_pinned_memory_but_not_under_wsl() -> None:

@@ -56,15 +56,13 @@ def test_an_inner_part_is_not_the_outer_ones(clock: Clock) -> None:
             clock.wait(4)
         clock.wait(8)
     clock.wait(16)
-    found.end_step()
     with found.part("forward"):
         clock.wait(32)
-    found.end_step()
-    clock.wait(64)  # a step that did not end
-    found.stop()
-    first, second = found.steps()
-    assert first == {**dict.fromkeys(PARTS, 0.0), "host": 17.0, "optimizer": 10.0, "communication": 4.0}
-    assert second == {**dict.fromkeys(PARTS, 0.0), "forward": 32.0}
+    parts = found.stop()
+    assert parts == {
+        **dict.fromkeys(PARTS, 0.0),
+        **{"host": 17.0, "optimizer": 10.0, "communication": 4.0, "forward": 32.0},
+    }
 
 
 def test_waiting_for_data_is_a_part(clock: Clock) -> None:
@@ -77,8 +75,8 @@ def test_waiting_for_data_is_a_part(clock: Clock) -> None:
     found.start(CPU)
     for _ in found.waiting_for_data(slow()):
         clock.wait(1)
-        found.end_step()
-    assert [(step["data wait"], step["host"]) for step in found.steps()] == [(3.0, 1.0), (3.0, 1.0)]
+    parts = found.stop()
+    assert (parts["data wait"], parts["host"]) == (6.0, 2.0)
 
 
 class Net(nn.Module):
@@ -101,10 +99,10 @@ def step(net: nn.Module, found: Recorder, x: torch.Tensor) -> None:
 def test_most_steps_are_timed_and_the_last_is_traced(tmp_path: Path) -> None:
     net, found = Net(), Recorder()
     session = SimpleNamespace(
-        plan=SimpleNamespace(compile="off"), world=SimpleNamespace(recorder=found, device=CPU)
+        plan=SimpleNamespace(compile="off"), world=SimpleNamespace(recorder=found, device=CPU, size=1)
     )
-    active = SimpleNamespace(strategy=SimpleNamespace(unwrapped=net), session=session)
-    profiler = StepProfiler(active, 2, 5, cores=1)
+    active = SimpleNamespace(session=session, schedule=SimpleNamespace(name="train"))
+    profiler = StepProfiler(active, 2, 5)
     work = SimpleNamespace(micro_batches=[SimpleNamespace(positions=[0, 1])] * 2, padding=0.25)
     ended = []
     for number in range(1, 7):
@@ -119,7 +117,7 @@ def test_most_steps_are_timed_and_the_last_is_traced(tmp_path: Path) -> None:
     assert sum(findings["parts"].values()) == pytest.approx(findings["step_seconds"], rel=0.05)
     assert (findings["micro_batches"], findings["samples_per_micro_batch"]) == (2, 2)
     assert "aten::addmm" in {row["operator"] for row in findings["operators"]}
-    profiler.write(tmp_path)
+    profiler.write(tmp_path, PLAN)
     assert "nn.Module: Linear" in (tmp_path / "trace.json").read_text()
     assert not found.active
 

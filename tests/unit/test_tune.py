@@ -15,12 +15,12 @@ from isobatch.core.facts import Facts
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.machine.hardware import parse_hardware
+from isobatch.engine.planning.estimate import Target
 from isobatch.engine.planning.planner import make_plan
 from isobatch.launch.measuring import trial, tune
-from isobatch.launch.measuring.measures import Setting, measure_named
-from isobatch.launch.measuring.setup import Setup, Variant
-from isobatch.launch.measuring.trial import PairedRounds
-from isobatch.launch.measuring.tune import Candidate
+from isobatch.launch.measuring.measures import Setting, settings
+from isobatch.launch.measuring.trial import Variant
+from isobatch.launch.measuring.tune import Tried
 from isobatch.models.base import ModelSize
 from isobatch.tests.paths import ROOT
 
@@ -36,31 +36,34 @@ FACTS = Facts(fingerprint="", folder="", samples={"train": 1000}, lengths=[8, 20
 RECIPE = Recipe(task="causal-lm")
 
 
-def setup(asked: PlanOptions = PlanOptions(), recipe: Recipe = RECIPE, **changes: Any) -> Setup:  # noqa: B008
-    plan = dataclasses.replace(make_plan(recipe, FACTS, SIZE, HERE, asked), **changes)
-    request: Any = SimpleNamespace(plan=asked, workload=None)
-    return Setup(request, FACTS, SIZE, HERE, Variant(recipe, plan, FACTS), None)
+def variant(asked: PlanOptions = PlanOptions(), recipe: Recipe = RECIPE, **changes: Any) -> Variant:  # noqa: B008
+    workload: Any = None
+    target = Target(name="", workload=workload, recipe=recipe, facts=FACTS, hardware=HERE, asked=asked)
+    plan = make_plan(recipe, FACTS, SIZE, HERE, asked)
+    return Variant(target=target, size=SIZE, plan=dataclasses.replace(plan, **changes))
 
 
-def flags(name: str, where: Setup) -> list[str]:
-    return [setting.flags for setting in measure_named(name).changes(where)]
+def flags(name: str, base: Variant) -> list[str]:
+    return [setting.flags for setting in settings(base) if setting.measure == name]
 
 
 def test_a_measure_is_tried_only_where_it_applies() -> None:
-    plain = setup()
+    plain = variant()
     assert flags("batch", plain) == ["--batch-size 64", "--batch-size 128"]
     assert flags("pinned memory", plain) == []
     assert flags("monitoring interval", plain) == []
     assert flags("packing", plain) == ["--pack on"]
-    assert flags("packing", setup(pack=True)) == ["--pack off"]
+    assert flags("packing", variant(pack=True)) == ["--pack off"]
     assert flags("compile", plain) == ["--compile on"]
     assert flags("optimizer", plain) == ["--optimizer adamw8bit"]
-    assert flags("micro-batch", setup(PlanOptions(micro_batch=1))) == ["no --micro-batch"]
+    assert flags("length grouping", plain) == ["--group-by-length on"]
+    assert flags("accumulation", plain) == ["--batch-size 64 --micro-batch 32"]
+    assert flags("micro-batch", variant(PlanOptions(micro_batch=1))) == ["no --micro-batch"]
     vae = dataclasses.replace(RECIPE, options={"monitor": "full"})
-    assert flags("monitoring interval", setup(recipe=vae)) == ["--monitor fast", "--monitor off"]
+    assert flags("monitoring interval", variant(recipe=vae)) == ["--monitor fast", "--monitor off"]
 
 
-QUIET = PairedRounds(ratios=[1.0] * 3)
+QUIET = Tried(ratios=[1.0] * 3)
 
 
 class Steps:
@@ -76,10 +79,10 @@ class Steps:
 
 
 def test_rounds_are_paired_and_their_median_counts() -> None:
-    found = PairedRounds()
+    found = Tried()
     base: Any = Steps([2.0, 20.0, 2.0])  # another program took the cores in the second round
-    variant: Any = Steps([1.0, 10.0, 1.1])
-    trial.alternate(base, variant, found, "samples", 0.0, math.inf)
+    faster: Any = Steps([1.0, 10.0, 1.1])
+    tune.alternate(base, faster, found, 0.0, math.inf)
     assert found.ratios == pytest.approx([2.0, 2.0, 2 / 1.1])
     assert found.ratio == 2.0
     assert found.beats(QUIET)
@@ -97,25 +100,26 @@ def test_rounds_are_paired_and_their_median_counts() -> None:
     ],
 )
 def test_only_what_is_beyond_the_noise_helps(ratios: list[float], noise: list[float], beats: bool) -> None:
-    assert PairedRounds(ratios=ratios).beats(PairedRounds(ratios=noise)) is beats
-    assert not PairedRounds(ratios=ratios, problem="out of memory").beats(QUIET)
+    assert Tried(ratios=ratios).beats(Tried(ratios=noise)) is beats
+    assert not Tried(ratios=ratios, problem="out of memory").beats(QUIET)
 
 
 def test_no_round_begins_after_the_limit() -> None:
-    found, none = PairedRounds(), Steps([])
-    trial.alternate(none, none, found, "samples", math.inf, time.perf_counter() - 1)  # type: ignore[arg-type]
+    found, none = Tried(), Steps([])
+    tune.alternate(none, none, found, math.inf, time.perf_counter() - 1)  # type: ignore[arg-type]
     assert not found.ratios
 
 
-def rounds(ratio: float) -> PairedRounds:
-    return PairedRounds(ratios=[ratio] * 3)
+def few(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let `tune` try these measures alone."""
+    monkeypatch.setattr(tune, "settings", lambda base: (s for s in settings(base) if s.measure in names))
 
 
 def test_of_two_settings_of_one_field_the_faster_is_named() -> None:
     tried = [
-        Candidate((Setting("", recipe={"batch_size": 128}),), rounds(2)),
-        Candidate((Setting("", plan={"prefetch": 8}),), rounds(1.5)),
-        Candidate((Setting("", recipe={"batch_size": 64}, plan={"micro_batch": 4}),), rounds(1.2)),
+        Tried((Setting("batch", recipe={"batch_size": 128}),)),
+        Tried((Setting("loading", plan={"prefetch": 8}),)),
+        Tried((Setting("accumulation", recipe={"batch_size": 64}, plan={"micro_batch": 4}),)),
     ]
     assert tune.compatible(tried) == tried[:2]
 
@@ -126,20 +130,18 @@ def test_only_plan_choices_that_learn_as_exactly_are_to_be_typed(
     """Rounds that are made up: prefetching 1.3 times as fast, bf16 2 times, a larger batch 1.5 times."""
     gains = {"prefetch": 1.3, "precision": 2.0, "batch_size": 1.5}
 
-    def made_up(base: Any, variant: Variant, *_: Any, **__: Any) -> PairedRounds:
-        plan, recipe = variant.plan, variant.recipe
+    def made_up(base: Any, other: Any, found: Tried, *_: Any) -> None:
+        plan, recipe = other.variant.plan, other.variant.target.recipe
         before = base.variant
         changed = {
             "prefetch": plan.prefetch != before.plan.prefetch,
             "precision": plan.precision != before.plan.precision,
-            "batch_size": recipe.batch_size != before.recipe.batch_size,
+            "batch_size": recipe.batch_size != before.target.recipe.batch_size,
         }
-        gain = math.prod(gains[name] for name, is_so in changed.items() if is_so)
-        return rounds(gain)
+        found.ratios = [math.prod(gains[name] for name, is_so in changed.items() if is_so)] * 3
 
-    monkeypatch.setattr(tune, "compare", made_up)
-    names = ("batch", "loading", "mixed precision")
-    monkeypatch.setattr(tune, "MEASURES", [measure_named(name) for name in names])
+    monkeypatch.setattr(tune, "alternate", made_up)
+    few(monkeypatch, "batch", "loading", "mixed precision")
     words = ("--task", RAGGED, "--out", str(tmp_path), "--device", "cpu", "--quiet")
     found = json.loads(say(tune.tune, *words, "--json")[1])
     assert found["keep"]["flags"] == "--prefetch 8"
@@ -151,8 +153,7 @@ def test_only_plan_choices_that_learn_as_exactly_are_to_be_typed(
 def test_tune_on_a_task(say: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "1")
     monkeypatch.setenv("ISOBATCH_STARTED", str(time.time()))
-    few = [measure_named(name) for name in ("micro-batch", "packing")]
-    monkeypatch.setattr(tune, "MEASURES", few)
+    few(monkeypatch, "micro-batch", "packing")
     monkeypatch.setattr(trial, "ROUND_SECONDS", 0.05)
     began = time.time()
     words = ("--task", RAGGED, "--out", str(tmp_path), "--device", "cpu", "--quiet", "--micro-batch", "1")
