@@ -6,10 +6,11 @@ The trace names the parts of the step, and has Python's stacks with the modules.
 from __future__ import annotations
 
 import time
-from statistics import fmean
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+from isobatch.core import atomic_files
 from isobatch.core.measures import now
 from isobatch.engine.machine.detect import allowed_cpus
 from isobatch.engine.profiling.advice import profile_lines, worth_a_trial
@@ -56,11 +57,12 @@ class StepProfiler:
             self._take_trace()
         return number == self.last
 
-    def write(self, folder: Path, plan: dict[str, Any], **more: Any) -> dict[str, Any]:
-        """All findings with the advice, written with the trace (Chrome's format, which Perfetto opens)."""
+    def write(self, folder: Path, more: dict[str, Any]) -> dict[str, Any]:
+        """All findings, `more` and the advice, written with the trace (Chrome's format, for Perfetto)."""
         folder.mkdir(parents=True, exist_ok=True)
         self._trace.export_chrome_trace(str(folder / TRACE_FILE))
         found = {"phase": self.active.schedule.name, **self.findings, **more}
+        plan = self.active.session.plan.to_dict()
         found |= {"advice": worth_a_trial(found, plan), "files": {"trace": str(folder / TRACE_FILE)}}
         atomic_files.write_json(folder / FILE, found)
         return found
@@ -121,3 +123,31 @@ def gpu_busy(events: Any) -> float:
     kernels = [e.time_range for e in events if e.device_type == cuda and not e.is_user_annotation]
     span = max((k.end for k in kernels), default=0) - min((k.start for k in kernels), default=0)
     return min(1.0, sum(k.elapsed_us() for k in kernels) / max(1e-9, span))
+
+
+def profiler_of_run(context: Any, phase: Any, start: int, stop: int) -> StepProfiler | None:
+    """For `--profile 20:24`, on rank 0, where the phase has those steps among start + 1 to stop; else None.
+
+    `context` and `phase`: the RunContext and the ActivePhase.
+    """
+    if context.options.profile is None or not context.world.is_main:
+        return None
+    first, last = step_window(context.options.profile)
+    if not start < first <= last <= stop:
+        context.console.say(
+            f"--profile {first}:{last}: phase {phase.schedule.name} is not profiled: it has the steps"
+            f" {start + 1} to {stop} here"
+        )
+        return None
+    profiler = StepProfiler(phase, first, last)
+    if first == start + 1:
+        profiler.begin()
+    return profiler
+
+
+def write_profile_of_run(context: Any, profiler: StepProfiler) -> None:
+    """Write a finished profile into the run's folder profile/, and say it."""
+    folder = context.run.folder / FOLDER / profiler.active.schedule.name
+    found = profiler.write(folder, context.gpu_monitor.latest())
+    for line in profile_lines(found):
+        context.console.say(line)

@@ -59,11 +59,11 @@ def settings(base: Variant) -> Iterator[Setting]:
     yield from (Setting("batch", recipe={"batch_size": n}) for n in (2 * batch, 4 * batch) if n <= most)
     if 2 * batch <= most:  # in micro-batches of the same size: half as many updates
         yield Setting("accumulation", {"micro_batch": now}, {"batch_size": 2 * batch})
-    sizes: set[int | None] = {min(share, 2 * now), max(1, now // 2)} - {now}
+    sizes = {min(share, 2 * now), max(1, now // 2)} - {now}
     if plan.micro_batch_tokens < share * facts.longest:  # the budget in tokens may cut it
         sizes.add(share)
-    for one in [None] if asked.micro_batch else sorted(sizes, key=lambda n: -(n or 0)):
-        yield Setting("micro-batch", {"micro_batch": one})
+    others = [None] if asked.micro_batch else sorted(sizes, reverse=True)
+    yield from (Setting("micro-batch", {"micro_batch": one}) for one in others)
     # Processes that wait for a slow storage need no core of their own.
     cores = max(1, hardware.cpus // plan.processes)
     for workers in sorted({min(4, cores), min(8, 2 * cores)} - {plan.workers}):

@@ -53,10 +53,9 @@ def measure(base: Variant, world: Communicator, options: ProfileOptions, folder:
         hardware = target.hardware
         share = hardware.gpu.memory_bytes if plan.device == "cuda" else hardware.ram_bytes // plan.processes
         more = {"task": target.recipe.task, "recipe_hash": target.recipe.hash(), "plan": plan.to_dict()}
-        more["memory_share"] = peak_bytes(world.device) / share
         if not world.is_main:
             return {}
-        found = profiler.write(folder, plan.to_dict(), **more)
+        found = profiler.write(folder, {**more, "memory_share": peak_bytes(world.device) / share})
     for row in found["advice"]:
         row["flags"] = [one.flags for one in settings(base) if one.measure == row["measure"]]
     atomic_files.write_json(folder / FILE, found)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.models.causal_lm.model_sizes import LLAMA_LIKE
 from isobatch.models.lora import check_targets, usual_targets
 
 if TYPE_CHECKING:
     from isobatch.models.base import ModelSize
-    from isobatch.models.causal_lm.model_sizes import Matrix, ModelShape
+    from isobatch.models.causal_lm.model_sizes import ModelShape
 
 BYTES_PER_WEIGHT = {16: 4.0, 8: 1.0 + 4 / 1024, 4: 0.5 + 4 / 64}
 """Bits -> bytes of a frozen weight: 4 bits have a float scale per 64 weights, 8 bits about one per row."""
@@ -21,8 +21,7 @@ USUAL_TARGETS = {"gpt2": ["c_attn"], **{kind: ["q_proj", "v_proj"] for kind in L
 """What peft adapts where --lora-targets is auto; for other models peft, seconds to import, is asked."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterCounts:
+class AdapterCounts(NamedTuple):
     """What an adapter adds to a model and trains, in numbers of weights."""
 
     trainable: int
@@ -53,7 +52,14 @@ def adapter_counts(shape: ModelShape, options: Any) -> AdapterCounts:
 
     An adapter of rank r on a matrix (m, n) has r (m + n) weights, DoRA's n more.
     """
-    adapted = _adapted(shape, options.lora_targets)
+    check_targets([m.name for m in shape.matrices], options.lora_targets)
+    names: list[str] | None = options.lora_targets.split(",")
+    if options.lora_targets == "auto":
+        names = USUAL_TARGETS.get(shape.model_type) or usual_targets(shape.model_type)
+    elif options.lora_targets == "all-linear":
+        names = None
+    endings = tuple(f".{name.strip()}" for name in names) if names else ("",)
+    adapted = [m for m in shape.matrices if f".{m.name}".endswith(endings)]
     magnitudes = sum(m.outputs for m in adapted) if options.adapter == "dora" else 0
     added = sum(options.lora_r * (m.inputs + m.outputs) for m in adapted) + magnitudes
     of_adapted = sum(m.outputs for m in adapted if m.bias)
@@ -62,57 +68,32 @@ def adapter_counts(shape: ModelShape, options: Any) -> AdapterCounts:
     tables = shape.embeddings * ("embeddings" in also_train) + shape.head * ("head" in also_train)
     if also_train and not shape.head:  # tied
         tables = shape.embeddings
-    return AdapterCounts(
-        trainable=added + biases + tables,
-        targets=Counter(m.name.rpartition(".")[2] for m in adapted),
-        added=added,
-        inputs=sum(m.inputs for m in adapted),
-        trained_tables=tables,
-    )
-
-
-def _adapted(shape: ModelShape, wanted: str) -> list[Matrix]:
-    """The matrices that --lora-targets names. Raises UserError."""
-    check_targets([m.name for m in shape.matrices], wanted)
-    if wanted == "auto":
-        names = USUAL_TARGETS.get(shape.model_type) or usual_targets(shape.model_type)
-    else:
-        names = None if wanted == "all-linear" else [name.strip() for name in wanted.split(",")]
-    if names is None:
-        return shape.matrices
-    return [m for m in shape.matrices if any(f".{m.name}".endswith(f".{name}") for name in names)]
+    targets = Counter(m.name.rpartition(".")[2] for m in adapted)
+    inputs = sum(m.inputs for m in adapted)
+    return AdapterCounts(added + biases + tables, targets, added, inputs, tables)
 
 
 def adapted_model_size(shape: ModelShape, options: Any) -> ModelSize:
     """The size with an adapter; its remark says what a user should know of the choice. Raises UserError."""
     whole, found = shape.size, adapter_counts(shape, options)
-    frozen = whole.parameters + found.added - found.trainable
+    frozen, total = whole.parameters + found.added - found.trainable, whole.parameters + found.added
     of_tables = 2.0 if options.frozen_dtype == "bf16" else 4.0
     of_matrices = of_tables if options.load_bits == 16 else BYTES_PER_WEIGHT[options.load_bits]
     weights = 4.0 * frozen - (4.0 - of_matrices) * sum(m.inputs * m.outputs for m in shape.matrices)
     weights -= (4.0 - of_tables) * (shape.tables - found.trained_tables)
+    remark = (
+        f"{options.adapter} of rank {options.lora_r} on"
+        f" {', '.join(f'{count} {name}' for name, count in found.targets.items())} trains"
+        f" {found.trainable:,} of {total:,} parameters ({found.trainable / total:.2%})"
+    )
+    if shape.experts:
+        remark += f"; the {shape.experts:,} weights of the mixture's experts stay frozen"
     return dataclasses.replace(
         whole,
-        parameters=whole.parameters + found.added,
+        parameters=total,
         trainable=found.trainable,
         frozen_bytes=weights / max(frozen, 1),
         adapter_inputs=found.inputs // max(whole.layers, 1),
         why_unshardable=whole.why_unshardable if options.load_bits == 16 else WHY_UNSHARDABLE,
-        remark="; ".join(_remarks(shape, found, options)),
+        remark=remark,
     )
-
-
-def _remarks(shape: ModelShape, found: AdapterCounts, options: Any) -> list[str]:
-    where = ", ".join(f"{count} {name}" for name, count in found.targets.items())
-    total = shape.size.parameters + found.added
-    if found.trained_tables:
-        where += f", and {' and '.join(options.also_train)} ({found.trained_tables:,} weights in fp32)"
-    remarks = [
-        f"{options.adapter} of rank {options.lora_r} on {where} trains {found.trainable:,} of"
-        f" {total:,} parameters ({found.trainable / total:.2%})"
-    ]
-    if shape.experts:
-        remarks.append(
-            f"an adapter does not reach the mixture's experts: their {shape.experts:,} weights stay frozen"
-        )
-    return remarks

@@ -52,6 +52,8 @@ LINEAR_HEAD_TYPES = ("gpt2", *LLAMA_LIKE, "opt", "bloom", "gpt_neox")
 """Model types whose logits are one linear layer of the last hidden states, and nothing else."""
 PACKABLE_TYPES = ("gpt2", *LLAMA_LIKE, "opt", "gpt_neox")
 """Model types whose attention is causal over the whole row and can be split into samples by position ids."""
+GPT2_DEFAULTS = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
+"""What a config.json of GPT-2 may leave out."""
 CONTEXT_KEYS = ("n_positions", "max_position_embeddings", "n_ctx", "max_sequence_length")
 
 
@@ -97,82 +99,53 @@ def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
 
 
 def shape_from_config(config: Mapping[str, Any]) -> ModelShape | None:
-    """The shape of a GPT-2 or Llama-like model by its config.json; None for another architecture."""
-    if config.get("model_type") == "gpt2":
-        return _gpt2_shape(config)
-    return _llama_shape(config) if config.get("model_type") in LLAMA_LIKE else None
+    """The shape of a GPT-2 or Llama-like model by its config.json; None for another architecture.
 
-
-def _gpt2_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Its norms have biases, and learnt positions stand beside the embeddings."""
-    hidden, layers = config.get("n_embd", 768), config.get("n_layer", 12)
-    intermediate = config.get("n_inner") or 4 * hidden
-    block = [
-        Matrix("attn.c_attn", hidden, 3 * hidden, True),
-        Matrix("attn.c_proj", hidden, hidden, True),
-        Matrix("mlp.c_fc", hidden, intermediate, True),
-        Matrix("mlp.c_proj", intermediate, hidden, True),
-    ]
-    norms = (2 * layers + 1) * hidden
-    positions = config.get("n_positions", 1024) * hidden
-    size = {"heads": config.get("n_head", 12), "vocabulary": config.get("vocab_size", 50257), "packs": True}
-    tied = config.get("tie_word_embeddings", True)
-    of_norms = {"norms": norms, "norm_biases": norms, "positions": positions}
-    return _shape(
-        "gpt2", "transformer.h", layers, block, hidden, tied, **of_norms, intermediate=intermediate, **size
-    )
-
-
-def _llama_shape(config: Mapping[str, Any]) -> ModelShape:
-    """Its MLP is gated, heads may share keys and values, and its norms have no biases."""
-    kind, hidden, layers = config["model_type"], config["hidden_size"], config["num_hidden_layers"]
-    intermediate, heads = config["intermediate_size"], config["num_attention_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    query, key = heads * head_dim, (config.get("num_key_value_heads") or heads) * head_dim
-    qwen2 = kind == "qwen2"
-    attention = bool(config.get("attention_bias")) and not qwen2
-    mlp = bool(config.get("mlp_bias")) and not qwen2
-    block = [
-        Matrix("self_attn.q_proj", hidden, query, qwen2 or attention),
-        Matrix("self_attn.k_proj", hidden, key, qwen2 or attention),
-        Matrix("self_attn.v_proj", hidden, key, qwen2 or attention),
-        Matrix("self_attn.o_proj", query, hidden, attention),
-        Matrix("mlp.gate_proj", hidden, intermediate, mlp),
-        Matrix("mlp.up_proj", hidden, intermediate, mlp),
-        Matrix("mlp.down_proj", intermediate, hidden, mlp),
-    ]
-    norms = (2 * layers + 1) * hidden + (2 * head_dim * layers if kind == "qwen3" else 0)
-    # Packed attention has no sliding window.
-    window = config.get("sliding_window") and config.get("use_sliding_window", True)
-    widths = {"gated": True, "query_width": query, "key_width": key, "packs": not window}
-    size = {"heads": heads, "vocabulary": config["vocab_size"], "intermediate": intermediate, **widths}
-    tied = config.get("tie_word_embeddings", False)
-    return _shape(kind, "model.layers", layers, block, hidden, tied, norms=norms, **size)
-
-
-def _shape(
-    kind: str,
-    prefix: str,
-    layers: int,
-    block: list[Matrix],
-    hidden: int,
-    tied: bool,
-    *,
-    norms: int,
-    norm_biases: int = 0,
-    positions: int = 0,
-    **size: Any,
-) -> ModelShape:
-    """Equal blocks, embeddings, `positions` of them learnt, and a head; `size`: fields of ModelSize."""
-    matrices = [
-        Matrix(f"{prefix}.{layer}.{m.name}", m.inputs, m.outputs, m.bias)
-        for layer in range(layers)
-        for m in block
-    ]
-    table = size["vocabulary"] * hidden
+    GPT-2's norms have biases, and learnt positions stand beside its embeddings. Llama's MLP is gated, heads
+    may share keys and values, and its norms have no biases.
+    """
+    kind, c = str(config.get("model_type")), {**GPT2_DEFAULTS, **config}
+    size: dict[str, Any]
+    if kind == "gpt2":
+        hidden, layers, heads, prefix = c["n_embd"], c["n_layer"], c["n_head"], "transformer.h"
+        wide = c.get("n_inner") or 4 * hidden
+        block = [
+            ("attn.c_attn", hidden, 3 * hidden, True),
+            ("attn.c_proj", hidden, hidden, True),
+            ("mlp.c_fc", hidden, wide, True),
+            ("mlp.c_proj", wide, hidden, True),
+        ]
+        norms = norm_biases = (2 * layers + 1) * hidden
+        positions, tied, size = c["n_positions"] * hidden, c.get("tie_word_embeddings", True), {"packs": True}
+    elif kind in LLAMA_LIKE:
+        hidden, layers, heads = c["hidden_size"], c["num_hidden_layers"], c["num_attention_heads"]
+        wide, prefix = c["intermediate_size"], "model.layers"
+        head_dim = c.get("head_dim") or hidden // heads
+        query, key = heads * head_dim, (c.get("num_key_value_heads") or heads) * head_dim
+        attention, mlp = (kind != "qwen2" and bool(c.get(name)) for name in ("attention_bias", "mlp_bias"))
+        projections = (("q_proj", query), ("k_proj", key), ("v_proj", key))
+        block = [
+            *(
+                (f"self_attn.{name}", hidden, width, attention or kind == "qwen2")
+                for name, width in projections
+            ),
+            ("self_attn.o_proj", query, hidden, attention),
+            *((f"mlp.{name}", hidden, wide, mlp) for name in ("gate_proj", "up_proj")),
+            ("mlp.down_proj", wide, hidden, mlp),
+        ]
+        norms = (2 * layers + 1) * hidden + (2 * head_dim * layers if kind == "qwen3" else 0)
+        norm_biases, positions, tied = 0, 0, c.get("tie_word_embeddings", False)
+        # Packed attention has no sliding window.
+        window = c.get("sliding_window") and c.get("use_sliding_window", True)
+        size = {"gated": True, "query_width": query, "key_width": key, "packs": not window}
+    else:
+        return None
+    matrices = [Matrix(f"{prefix}.{n}.{name}", *rest) for n in range(layers) for name, *rest in block]
+    table = c["vocab_size"] * hidden
     tables = positions + (1 if tied else 2) * table
     biases = norm_biases + sum(m.outputs for m in matrices if m.bias)
     parameters = tables + norms + biases + sum(m.inputs * m.outputs for m in matrices)
+    size |= {"heads": heads, "vocabulary": c["vocab_size"], "intermediate": wide}
     return ModelShape(
         size=whole_size(parameters, layers=layers, hidden=hidden, **size),
         model_type=kind,

@@ -99,7 +99,7 @@ def step(net: nn.Module, found: Recorder, x: torch.Tensor) -> None:
 def test_most_steps_are_timed_and_the_last_is_traced(tmp_path: Path) -> None:
     net, found = Net(), Recorder()
     session = SimpleNamespace(
-        plan=SimpleNamespace(compile="off"), world=SimpleNamespace(recorder=found, device=CPU, size=1)
+        plan=SimpleNamespace(to_dict=lambda: PLAN), world=SimpleNamespace(recorder=found, device=CPU, size=1)
     )
     active = SimpleNamespace(session=session, schedule=SimpleNamespace(name="train"))
     profiler = StepProfiler(active, 2, 5)
@@ -117,7 +117,7 @@ def test_most_steps_are_timed_and_the_last_is_traced(tmp_path: Path) -> None:
     assert sum(findings["parts"].values()) == pytest.approx(findings["step_seconds"], rel=0.05)
     assert (findings["micro_batches"], findings["samples_per_micro_batch"]) == (2, 2)
     assert "aten::addmm" in {row["operator"] for row in findings["operators"]}
-    profiler.write(tmp_path, PLAN)
+    profiler.write(tmp_path, {})
     assert "nn.Module: Linear" in (tmp_path / "trace.json").read_text()
     assert not found.active
 
