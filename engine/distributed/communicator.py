@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.engine.distributed.device_memory import forbid_spilling
-from isobatch.engine.profiling.recorder import Recorder
+from isobatch.engine.distributed.recorder import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,25 +1,41 @@
-"""`profile`: where a step's time and memory go on any task, and what is worth a trial."""
+"""`profile`: where a step's time and memory go on any task, and what is worth a trial.
+
+Some steps are timed, and the next is traced by torch.profiler. The trace names the parts of the step, and has
+Python's stacks with the modules.
+"""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
+from isobatch.core.measures import now
 from isobatch.core.number_ranges import Positive
-from isobatch.engine.profiling.advice import profile_lines
-from isobatch.engine.profiling.step_profiler import FILE, StepProfiler
+from isobatch.engine.machine.detect import allowed_cpus
 from isobatch.engine.runs.peak_memory import peak_bytes
 from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.measuring.measures import settings
 from isobatch.launch.measuring.trial import TrialSession, answer_in_world
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Mapping, Sequence
 
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.launch.measuring.trial import Variant
+
+FILE, TRACE_FILE = "profile.json", "trace.json"
+OPERATORS = 10
+"""Those of the trace that are shown."""
+DEVICE_USE, MEMORY, DATA_WAIT = 0.90, 0.80, 0.10
+"""Targets: more of the device's time, less of its memory, less of a step."""
+PADDING = 0.10
+"""Share of a step's tokens above which something is worth a trial."""
+Findings = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,30 +54,138 @@ def profile(words: Sequence[str]) -> int:
     Times the parts of some steps, traces one, says what is worth a trial, and writes the trace (trace.json,
     for Perfetto or chrome://tracing) and profile.json to OUT/profiles/.
     """
-    return answer_in_world(words, "profile", "profiles", ProfileOptions, measure, _lines)
+    return answer_in_world(words, "profile", "profiles", ProfileOptions, measure, profile_lines)
 
 
-def measure(base: Variant, world: Communicator, options: ProfileOptions, folder: Path) -> dict[str, Any]:
-    """The findings of a profile with the advice, in every process of the world. JSON."""
-    target, plan, steps = base.target, base.plan, options.timed_steps
+def measure(base: Variant, world: Communicator, options: ProfileOptions, folder: Path) -> Findings:
+    """The findings with the advice, written on rank 0. JSON."""
+    recipe, plan, hardware = base.target.recipe, base.plan, base.target.hardware
     with TrialSession(base, world) as session:
         session.warm_up()
-        profiler = StepProfiler(session.active, 1, steps + 1)
-        for number, loaded in enumerate(session.batches(steps + 2)):
-            session.active.step(loaded)
-            profiler.step_ended(number, loaded.work)
-        hardware = target.hardware
-        share = hardware.gpu.memory_bytes if plan.device == "cuda" else hardware.ram_bytes // plan.processes
-        more = {"task": target.recipe.task, "recipe_hash": target.recipe.hash(), "plan": plan.to_dict()}
-        if not world.is_main:
-            return {}
-        found = profiler.write(folder, {**more, "memory_share": peak_bytes(world.device) / share})
+        found, trace = profile_steps(session, options.timed_steps)
+        phase = session.active.schedule.name
+    if not world.is_main:
+        return {}
+    capacity = hardware.gpu.memory_bytes if plan.device == "cuda" else hardware.ram_bytes // plan.processes
+    found |= {
+        "task": recipe.task,
+        "recipe_hash": recipe.hash(),
+        "phase": phase,
+        "memory_share": peak_bytes(world.device) / capacity,
+        "plan": plan.to_dict(),
+        "files": {"trace": str(folder / TRACE_FILE)},
+    }
+    found["advice"] = worth_a_trial(found, found["plan"])
     for row in found["advice"]:
         row["flags"] = [one.flags for one in settings(base) if one.measure == row["measure"]]
+    folder.mkdir(parents=True, exist_ok=True)
+    trace.export_chrome_trace(str(folder / TRACE_FILE))
     atomic_files.write_json(folder / FILE, found)
     return found
 
 
-def _lines(found: dict[str, Any]) -> list[str]:
-    where = f"{found['plan']['processes']} x {found['device']}"
-    return [f"{found['task']}, phase {found['phase']}, on {where}", "", *profile_lines(found)]
+def profile_steps(session: TrialSession, steps: int) -> tuple[Findings, Any]:
+    """What so many steps say, and the trace of one more."""
+    import torch
+
+    recorder, device, step = session.world.recorder, session.world.device, session.active.step
+    cores = max(1, allowed_cpus(Path("/"), {}) // session.world.size)
+    batches, works = iter(session.batches(steps + 2)), []
+    step(next(batches))
+    session.synchronize()
+    recorder.start(device)
+    began, busy = now(), time.process_time()
+    for loaded in islice(batches, steps):
+        step(loaded)
+        works.append(loaded.work)
+    parts = recorder.stop()  # waits for the device
+    wall, busy = now() - began, time.process_time() - busy
+    kinds, on_gpu = torch.profiler.ProfilerActivity, device.type == "cuda"
+    activities = [kinds.CPU, *([kinds.CUDA] if on_gpu else [])]
+    with torch.profiler.profile(activities=activities, acc_events=True, with_stack=True) as trace:
+        recorder.start(device, annotate=True)
+        step(next(batches))
+        recorder.stop()
+    own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    operators = [
+        {"operator": row.key, "seconds": getattr(row, own) * 1e-6, "calls": row.count}
+        for row in trace.key_averages()
+        if row.key.startswith("aten::")  # and not the parts, modules and Python's functions beside them
+    ]
+    micro_batches = fmean(len(work.micro_batches) for work in works)
+    own_samples = fmean(sum(len(m.positions) for m in work.micro_batches) for work in works)
+    found = {
+        "steps": steps,
+        "step_seconds": wall / steps,
+        "parts": {name: seconds / steps for name, seconds in parts.items()},
+        "device": device.type,
+        "device_use": gpu_busy(trace.events()) if on_gpu else min(1.0, busy / wall / cores),
+        "padding": fmean(work.padding for work in works),
+        "micro_batches": micro_batches,
+        "samples_per_micro_batch": own_samples / micro_batches,
+        "operators": sorted(operators, key=lambda row: -float(row["seconds"]))[:OPERATORS],
+    }
+    return found, trace
+
+
+def gpu_busy(events: Any) -> float:
+    """Share of the traced time that kernels take on the GPU; those side by side count twice, up to 1."""
+    import torch
+
+    cuda = torch.autograd.DeviceType.CUDA
+    kernels = [e.time_range for e in events if e.device_type == cuda and not e.is_user_annotation]
+    span = max((k.end for k in kernels), default=0) - min((k.start for k in kernels), default=0)
+    return min(1.0, sum(k.elapsed_us() for k in kernels) / max(1e-9, span))
+
+
+def worth_a_trial(found: Findings, plan: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The measures of `tune` that may help, each with the reason (`text`). `plan`: the plan's fields."""
+    data_wait = found["parts"]["data wait"] / max(1e-12, sum(found["parts"].values()))
+    use, memory, padding = found["device_use"], found["memory_share"], found["padding"]
+    padded = f"{padding:.0%} of the computed tokens are padding"
+    cut = (
+        f"a global batch is computed in {found['micro_batches']:.0f} micro-batches of"
+        f" {found['samples_per_micro_batch']:.0f} samples"
+    )
+    launches = plan["device"] == "cuda" and plan["compile"] == "off" and use < DEVICE_USE
+    rows = (
+        ("loading", data_wait > DATA_WAIT, f"a step waits {data_wait:.0%} of its time for data"),
+        ("micro-batch", found["micro_batches"] > 1 or padding > PADDING, cut),
+        ("packing", padding > PADDING, padded),
+        ("length grouping", padding > PADDING, padded),
+        ("attention kernel", plan["attention"] == "eager", "attention keeps its length-squared matrices"),
+        ("compile", launches, f"the GPU computes {use:.0%} of the time: it waits for launches"),
+        ("mixed precision", plan["precision"] == "fp32", "all arithmetic is in fp32"),
+        (
+            "activation checkpointing",
+            plan["activation_checkpointing"] and memory < MEMORY,
+            f"activations are computed twice while memory is {memory:.0%} full",
+        ),
+    )
+    return [{"measure": measure, "text": text} for measure, applies, text in rows if applies]
+
+
+def profile_lines(found: Findings) -> list[str]:
+    """The findings for a person."""
+    step, parts, trials = found["step_seconds"], found["parts"], found["advice"]
+    rows = [*sorted(parts.items(), key=lambda item: -item[1]), ("sum", sum(parts.values()))]
+    computes = "the cores compute" if found["device"] == "cpu" else "the GPU computes"
+    return [
+        f"{found['task']}, phase {found['phase']}, on {found['plan']['processes']} x {found['device']}",
+        "",
+        f"a step takes {step * 1e3:.1f} ms (mean of {found['steps']}), of which",
+        *(f"  {name:<14}{took * 1e3:>9.1f} ms {took / step:>6.1%}" for name, took in rows if took),
+        "",
+        "operators that take most, in the traced step",
+        *(
+            f"  {row['seconds'] * 1e3:>8.1f} ms  {row['operator']} ({row['calls']} times)"
+            for row in found["operators"]
+        ),
+        "",
+        f"{computes} {found['device_use']:.0%} of the time (target: above {DEVICE_USE:.0%})",
+        f"memory is {found['memory_share']:.0%} full (target: below {MEMORY:.0%})",
+        "",
+        "worth a trial (`tune` measures what it brings):" if trials else "nothing is amiss",
+        *(f"  {', '.join([row['measure'], *row['flags']])} ({row['text']})" for row in trials),
+        *(f"{what}: {file}" for what, file in found["files"].items()),
+    ]

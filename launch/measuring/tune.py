@@ -44,7 +44,7 @@ class TuneOptions(TrustOptions):
 
 
 @dataclass(slots=True)
-class Tried:
+class PairedRounds:
     """Settings together beside the recipe as it is: of each round, how many times as fast they were."""
 
     settings: tuple[Setting, ...] = ()
@@ -78,7 +78,7 @@ class Tried:
         """Whether it is of the plan alone, and as exact."""
         return not self.invariance and not any(setting.recipe for setting in self.settings)
 
-    def beats(self, noise: Tried) -> bool:
+    def beats(self, noise: PairedRounds) -> bool:
         """Whether it is faster, beyond the noise of its rounds, and of the base beside itself."""
         if self.problem or len(self.ratios) < LEAST_ROUNDS:
             return False
@@ -106,8 +106,8 @@ def measure(base: Variant, world: Communicator, options: TuneOptions, folder: Pa
     """The table of measures, in every process of the world. JSON."""
     limit = now() + 60 * options.minutes - _seconds_since_start() - RESERVED_SECONDS
     wanted = list(settings(base))
-    tried: list[Tried] = []
-    helping: dict[str, Tried] = {}
+    tried: list[PairedRounds] = []
+    helping: dict[str, PairedRounds] = {}
     with TrialSession(base, world) as session:
         session.warm_up()
         noise = try_settings(session, (), len(wanted) + 2, limit)
@@ -146,13 +146,15 @@ def _seconds_since_start() -> float:
     return time.time() - float(os.environ.get("ISOBATCH_STARTED", time.time()))
 
 
-def try_settings(session: TrialSession, together: tuple[Setting, ...], shares: int, limit: float) -> Tried:
-    """Rounds of the base, which is open and warm, and of the settings together (of none: of the base again).
+def try_settings(
+    session: TrialSession, together: tuple[Setting, ...], shares: int, limit: float
+) -> PairedRounds:
+    """Rounds of the base, which is open and warm, and of the settings together (none: the base again).
 
     They take about one of so many shares of the time until `limit` (as of `now`), at least LEAST_ROUNDS; none
     begins that would end after the limit. What goes wrong is told and not raised: others are tried after it.
     """
-    base, found, began = session.variant, Tried(together), now()
+    base, found, began = session.variant, PairedRounds(together), now()
     try:
         if session.world.broadcast_object(began >= limit):
             raise TimeoutError("no time was left to measure it")
@@ -179,7 +181,7 @@ def try_settings(session: TrialSession, together: tuple[Setting, ...], shares: i
     return found
 
 
-def alternate(base: TrialSession, trial: TrialSession, found: Tried, end: float, limit: float) -> None:
+def alternate(base: TrialSession, trial: TrialSession, found: PairedRounds, end: float, limit: float) -> None:
     """Add rounds of both to `found`, in turn, which of them is first too, until about `end`."""
     steps, length, unit = base.steps_per_round(), 0.0, found.settings[0].unit if found.settings else "samples"
     while True:
@@ -193,9 +195,9 @@ def alternate(base: TrialSession, trial: TrialSession, found: Tried, end: float,
         length = now() - began
 
 
-def compatible(tried: Iterable[Tried]) -> list[Tried]:
+def compatible(tried: Iterable[PairedRounds]) -> list[PairedRounds]:
     """Those that set no field which an earlier one sets, too."""
-    found: list[Tried] = []
+    found: list[PairedRounds] = []
     fields: set[str] = set()
     for one in tried:
         own = {name for setting in one.settings for name in (*setting.plan, *setting.recipe)}
@@ -204,7 +206,7 @@ def compatible(tried: Iterable[Tried]) -> list[Tried]:
     return found
 
 
-def _row(tried: Tried) -> dict[str, Any]:
+def _row(tried: PairedRounds) -> dict[str, Any]:
     (setting,) = tried.settings
     return {
         "measure": setting.measure,

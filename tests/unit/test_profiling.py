@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from torch import nn
 
-from isobatch.engine.profiling import advice, recorder
-from isobatch.engine.profiling.recorder import PARTS, Recorder
-from isobatch.engine.profiling.step_profiler import StepProfiler
-from isobatch.launch.measuring.profile import profile
+from isobatch.engine.distributed import recorder
+from isobatch.engine.distributed.recorder import PARTS, Recorder
+from isobatch.launch.measuring.profile import profile, worth_a_trial
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
@@ -79,49 +75,6 @@ def test_waiting_for_data_is_a_part(clock: Clock) -> None:
     assert (parts["data wait"], parts["host"]) == (6.0, 2.0)
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(64, 512), nn.Linear(512, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.narrow(self.wide(x).relu())
-        return out
-
-
-def step(net: nn.Module, found: Recorder, x: torch.Tensor) -> None:
-    with found.part("forward"):
-        loss = net(x).square().sum()
-    with found.part("backward"):
-        loss.backward()
-
-
-def test_most_steps_are_timed_and_the_last_is_traced(tmp_path: Path) -> None:
-    net, found = Net(), Recorder()
-    session = SimpleNamespace(
-        plan=SimpleNamespace(to_dict=lambda: PLAN), world=SimpleNamespace(recorder=found, device=CPU, size=1)
-    )
-    active = SimpleNamespace(session=session, schedule=SimpleNamespace(name="train"))
-    profiler = StepProfiler(active, 2, 5)
-    work = SimpleNamespace(micro_batches=[SimpleNamespace(positions=[0, 1])] * 2, padding=0.25)
-    ended = []
-    for number in range(1, 7):
-        with found.part("data wait"):
-            time.sleep(0.01)
-        step(net, found, torch.ones(64, 64))
-        ended.append(profiler.step_ended(number, work))
-    assert ended == [False] * 4 + [True, False]
-    findings = profiler.findings
-    assert findings["steps"] == 3
-    assert findings["parts"]["data wait"] >= 0.01
-    assert sum(findings["parts"].values()) == pytest.approx(findings["step_seconds"], rel=0.05)
-    assert (findings["micro_batches"], findings["samples_per_micro_batch"]) == (2, 2)
-    assert "aten::addmm" in {row["operator"] for row in findings["operators"]}
-    profiler.write(tmp_path, {})
-    assert "nn.Module: Linear" in (tmp_path / "trace.json").read_text()
-    assert not found.active
-
-
 HEALTHY: dict[str, Any] = {
     "parts": {**dict.fromkeys(PARTS, 0.0), "forward": 0.4, "backward": 0.5, "optimizer": 0.04},
     "device": "cpu",
@@ -153,7 +106,7 @@ PLAN = {
     ],
 )
 def test_each_bottleneck_is_found(found: dict[str, Any], plan: dict[str, Any], measures: list[str]) -> None:
-    advised = advice.worth_a_trial(HEALTHY | found, PLAN | plan)
+    advised = worth_a_trial(HEALTHY | found, PLAN | plan)
     assert [one["measure"] for one in advised] == measures
     assert all(one["text"] for one in advised)
 
@@ -171,6 +124,9 @@ def test_profile_on_a_task(
         assert sum(found["parts"].values()) == pytest.approx(found["step_seconds"], rel=0.05)
         flags = {row["measure"]: row["flags"] for row in found["advice"]}
         assert flags["micro-batch"] == ["no --micro-batch"]
+        assert found["steps"] == 4
+        assert "aten::mm" in {row["operator"] for row in found["operators"]}
+        assert "nn.Module: " in next(tmp_path.glob("profiles/*/trace.json")).read_text()
     else:
         assert "a step takes" in out
         assert "target: above 90%" in out
