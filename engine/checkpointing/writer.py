@@ -97,7 +97,9 @@ class CheckpointWriter:
                 temporary.mkdir(parents=True, exist_ok=True)
                 self._sums = self._buffer.write(path, part.start, size, layout.sizes[part.file])
                 if self.world.is_main:
-                    self._text_sums = _write_texts(temporary, layout, facts)
+                    atomic_files.write_text(temporary / "index.json", layout.text)
+                    atomic_files.write_json(temporary / "state.json", facts)
+                    self._text_sums = {name: bytes_digest(temporary / name) for name in TEXTS}
         except UserError as error:
             self._problem = str(error)
         except BaseException as error:  # also a panic in Rust, else it would count as written
@@ -152,10 +154,3 @@ def save(folder: Path, state: PortableState, facts: Mapping[str, Any], world: Co
 def _in_order(pieces: list[TensorPiece]) -> list[TensorPiece]:
     """The widest element types first, as safetensors does, so that all tensors are aligned."""
     return sorted(pieces, key=lambda p: (-p.values.element_size(), p.name, p.start))
-
-
-def _write_texts(folder: Path, layout: Layout, facts: Mapping[str, Any]) -> dict[str, str]:
-    """Write index.json and state.json; returns their digests by name."""
-    atomic_files.write_text(folder / "index.json", layout.text)
-    atomic_files.write_json(folder / "state.json", facts)
-    return {name: bytes_digest(folder / name) for name in TEXTS}

@@ -129,14 +129,11 @@ class BatchLoader:
             if work.step + 1 not in self.left_out:
                 yield from ((work, micro) for micro in work.micro_batches)
 
-    def _steps_ahead(self) -> int:
-        """Steps that the source should hear of before they are loaded."""
-        return -(-self.source.read_ahead // max(1, len(self.order(0)))) if self.source.read_ahead else 0
-
     def _announced(self, start: int, stop: int) -> Iterator[StepWork]:
         """The work of each step, of which the source hears earlier what this rank will fetch."""
         ahead: deque[StepWork] = deque()
-        most = self._steps_ahead()
+        # Steps that the source should hear of before they are loaded.
+        most = -(-self.source.read_ahead // max(1, len(self.order(0)))) if self.source.read_ahead else 0
         for step in range(start, stop):
             ahead.append(work := self.plan_step(step))
             if self.source.read_ahead:

@@ -82,7 +82,9 @@ class BatchCut:
             MicroBatch(self._positions(int(place)), int(self.widths[place]), float(self.costs[place]))
             for place in own
         ]
-        return found + [self._dummy()] * (at_least - len(found))
+        # For a rank that must take part in the others' collectives.
+        dummy = MicroBatch(np.empty(0, np.int64), int(self.budget.widths(np.array(1))), 0.0)
+        return found + [dummy] * (at_least - len(found))
 
     @property
     def most(self) -> int:
@@ -103,10 +105,6 @@ class BatchCut:
             return cohorts
         positions = (cohorts[:, None] * self.cohort + np.arange(self.cohort)).reshape(-1)
         return positions[positions < self.samples]
-
-    def _dummy(self) -> MicroBatch:
-        """For a rank that must take part in the others' collectives."""
-        return MicroBatch(np.empty(0, np.int64), int(self.budget.widths(np.array(1))), 0.0)
 
 
 def cut_batch(lengths: np.ndarray, world: int, budget: MicroBatchBudget, cohort: int = 1) -> BatchCut:

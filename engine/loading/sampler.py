@@ -115,7 +115,9 @@ class Sampler:
             before = _scale(positions, quota, left)
             taken = _scale(positions + 1, quota, left) > before
             draws = epoch * quota + before[taken]
-            samples[unfilled[taken]] = offset + self._draws_of_set(draws, size, self.seed_of_set(number))
+            samples[unfilled[taken]] = offset + self._draws_of_set(
+                draws, size, self.seed + _PART_SEED * (number + 1)
+            )
             unfilled, positions = unfilled[~taken], (positions - before)[~taken]
             left, offset = left - quota, offset + size
             if not left:
@@ -132,10 +134,6 @@ class Sampler:
             samples[inside] = shuffle(positions[inside], used, seed, number + 1)
         return samples if self.fraction == 1 else shuffle(samples, size, seed, 0)
 
-    def seed_of_set(self, number: int) -> int:
-        """The seed of the permutations of a set."""
-        return self.seed + _PART_SEED * (number + 1)
-
     @property
     def quotas(self) -> list[int]:
         """Samples of each set in an epoch."""
@@ -143,28 +141,19 @@ class Sampler:
 
     def _batch_of_like_lengths(self, epoch: int, number: int) -> np.ndarray:
         """Samples are sorted by length within a window of batches, and the window's batches are shuffled."""
-        window, within = divmod(number, LENGTH_WINDOW)
-        samples = self.sorted_window(epoch, window)
-        full = len(samples) // self.batch_size
-        if within < full:  # a short last batch stays last
-            within = int(shuffle(np.array([within]), full, *self.window_key(epoch, window))[0])
-        return samples[within * self.batch_size : (within + 1) * self.batch_size]
-
-    def sorted_window(self, epoch: int, window: int) -> np.ndarray:
-        """The samples of a window of batches, sorted by length. Kept for the window's other batches."""
         assert self.lengths is not None
-        found = self._window.get((epoch, window))
-        if found is None:
+        window, within = divmod(number, LENGTH_WINDOW)
+        if (samples := self._window.get((epoch, window))) is None:
             span = LENGTH_WINDOW * self.batch_size
             samples = self._samples(epoch, window * span, (window + 1) * span)
-            found = samples[order_by_length(self.lengths(samples))]
+            samples = samples[order_by_length(self.lengths(samples))]
             self._window.clear()
-            self._window[epoch, window] = found
-        return found
-
-    def window_key(self, epoch: int, window: int) -> tuple[int, int]:
-        """(seed, epoch) of the permutation of a window's whole batches."""
-        return self.seed + _WINDOW_SEED, epoch * 65537 + window
+            self._window[epoch, window] = samples
+        full = len(samples) // self.batch_size
+        if within < full:  # a short last batch stays last
+            key = self.seed + _WINDOW_SEED, epoch * 65537 + window
+            within = int(shuffle(np.array([within]), full, *key)[0])
+        return samples[within * self.batch_size : (within + 1) * self.batch_size]
 
 
 def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any
 
 DIGITS = 6
 """Decimal places that metrics are rounded to."""
@@ -43,6 +41,3 @@ class EarlyStopping:
     def should_stop(self) -> bool:
         """Whether patience is used up."""
         return self.patience > 0 and self.waited >= self.patience
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)

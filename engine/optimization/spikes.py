@@ -7,11 +7,9 @@ they are to find. Values are rounded, so that float sums in another order decide
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import statistics
 from dataclasses import dataclass, field
-from typing import Any
 
 WINDOW = 64
 """Steps that a step is compared with, at most."""
@@ -60,9 +58,6 @@ class SpikeWatch:
         if usual and norm > NORM_RATIO * usual:
             return f"its gradient norm was {norm:.4g}, and {usual:.4g} the median before it"
         return ""
-
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def _rounded(value: float) -> float:

@@ -35,19 +35,13 @@ class LedgerStep:
     """Sample numbers in the recipe's order, (batch,) int64."""
 
 
-class Ledger:
-    """Appends the samples of steps to a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def append(self, phase: str, step: int, samples: np.ndarray) -> None:
-        """Append a step. Raises UserError where the disk is full."""
-        width = 4 if samples.max(initial=0) < 1 << 32 else 8
-        name = phase.encode()
-        record = _HEADER.pack(width, len(name), step, len(samples)) + name
-        with atomic_files.explain_write_errors(self.path), self.path.open("ab") as stream:
-            stream.write(record + samples.astype(_NUMBERS[width]).tobytes())
+def append_step(path: Path, phase: str, step: int, samples: np.ndarray) -> None:
+    """Append the samples of a step to a ledger. Raises UserError where the disk is full."""
+    width = 4 if samples.max(initial=0) < 1 << 32 else 8
+    name = phase.encode()
+    record = _HEADER.pack(width, len(name), step, len(samples)) + name
+    with atomic_files.explain_write_errors(path), path.open("ab") as stream:
+        stream.write(record + samples.astype(_NUMBERS[width]).tobytes())
 
 
 def read_ledger(run: RunFolder) -> Iterator[LedgerStep]:

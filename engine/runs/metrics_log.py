@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.atomic_files import rows_in
-from isobatch.engine.runs.ledger import Ledger
+from isobatch.engine.runs.ledger import append_step
 from isobatch.engine.runs.log_reader import last_row_before
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class MetricsLog:
 
     def __init__(self, run: RunFolder, writes: bool, every: int = 1, ledger: bool = False) -> None:
         self.run, self.writes, self.every = run, writes, every
-        self.ledger = Ledger(run.samples) if ledger and writes else None
+        self.ledger = ledger
         self.skipped: Mapping[str, Any] | None = None
         """The row of the newest step, where it was not due to be logged."""
         self._promise: dict[str, Any] = {"log_every": every, "ledger": ledger}
@@ -94,8 +94,8 @@ class MetricsLog:
             return
         due = row["step"] % self.every == 0 or row["step"] == 1
         self.skipped = None if due else row
-        if self.ledger is not None:  # first: a kill then never leaves a logged step without its samples
-            self.ledger.append(row["phase"], row["step"], samples)
+        if self.ledger:  # first: a kill then never leaves a logged step without its samples
+            append_step(self.run.samples, row["phase"], row["step"], samples)
         if due:
             self._log_step(row)
 

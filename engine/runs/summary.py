@@ -50,9 +50,6 @@ class Progress:
             self, phase=phase, step=0, chain="", steps_before=self.steps, seconds_before=self.train_seconds
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def summarize(
     recipe: Recipe, plan: Plan, progress: Progress, model: nn.Module, held_out: dict[str, dict[str, float]]

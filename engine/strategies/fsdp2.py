@@ -95,7 +95,8 @@ class FullyShardStrategy(Strategy):
             pieces += [TensorPiece(WEIGHT + name, 0, buffer.reshape(-1))] if self.world.is_main else []
         for name, p in self.trained():
             state = {WEIGHT + name: p.detach()}
-            state |= {f"{MOMENT}{kind}/{name}": torch.as_tensor(v) for kind, v in self._state_of(p).items()}
+            moments = self.optimizer.state.get(p, {}).items()
+            state |= {f"{MOMENT}{k}/{name}": torch.as_tensor(v) for k, v in moments if v is not None}
             for key, value in state.items():
                 entries[key] = portable_state.tensor_entry(value)
                 if isinstance(value, DTensor):
@@ -104,9 +105,6 @@ class FullyShardStrategy(Strategy):
                 elif self.world.is_main:
                     pieces.append(TensorPiece(key, 0, value.reshape(-1)))
         return portable_state.PortableState(entries, pieces)
-
-    def _state_of(self, p: nn.Parameter) -> dict[str, Any]:
-        return {kind: v for kind, v in self.optimizer.state.get(p, {}).items() if v is not None}
 
     def _start(self, tensor: DTensor) -> int:
         """First element of this rank's rows in the flattened tensor; rows are divided as by torch.chunk."""

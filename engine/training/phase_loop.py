@@ -330,9 +330,9 @@ class PhaseLoop:
         context.log.flush_skipped()
         state = {
             "logs": context.log.seal(self.progress.phase, self.progress.step),
-            "progress": self.progress.to_dict(),
-            "judge": self.early_stopping.to_dict(),
-            "spikes": self.spikes.to_dict(),
+            "progress": dataclasses.asdict(self.progress),
+            "judge": dataclasses.asdict(self.early_stopping),
+            "spikes": dataclasses.asdict(self.spikes),
             "left_out": until(self.session.left_out, self.progress.phase, self.progress.step),
             "scaling": strategy.loss_scale(),
             "recipe_hash": context.recipe.hash(),

@@ -61,8 +61,9 @@ class RunContext:
         self.log = MetricsLog(run, world.is_main, options.log_every, options.ledger)
         answers = world.is_main and not options.quiet
         self.stop = StopFlag(catch_signals, others_wait=world.size > 1, answers=answers)
-        self.writer = CheckpointWriter(world, self._checkpoint_is_complete, self._copy_checkpoint)
         self.copies = self._remote_copies()
+        copy = self.copies.add if self.copies is not None else lambda *_: None
+        self.writer = CheckpointWriter(world, self._checkpoint_is_complete, copy)
         self.progress = Progress(self.session.phases[0])
         self.first_step_at: float | None = None
         """Time (seconds since 1970) at the end of this process's first step."""
@@ -93,10 +94,6 @@ class RunContext:
         return RemoteCopies(
             url, run.folder, run.identity, world.is_main, lambda line: say(name + line, always=True)
         )
-
-    def _copy_checkpoint(self, folder: Path, file: str, save: str) -> None:
-        if self.copies is not None:
-            self.copies.add(folder, file, save)
 
     def measure(self, split: str, fraction: float, step: int) -> dict[str, float]:
         """Evaluate a split, log and show its metrics; `step`: the step of the weights."""
@@ -179,17 +176,14 @@ class RunContext:
         if self.world.is_main:
             self.run.write_plan(plan)
 
-    def _checkpoint_is_complete(self, folder: Path) -> None:
-        self.log_checkpoint(folder)
-        self._delete_old_checkpoints()
-
     def log_checkpoint(self, folder: Path) -> None:
         """Log the digest of a checkpoint, so that it is sealed with the rows."""
         if digest := checkpoint.recorded_digest(folder):
             where = {"phase": self.progress.phase, "step": self.progress.step}
             self.log.log_metrics({**where, "checkpoint": folder.name, "digest": digest})
 
-    def _delete_old_checkpoints(self) -> None:
+    def _checkpoint_is_complete(self, folder: Path) -> None:
+        self.log_checkpoint(folder)
         # The newest best checkpoint may not be written yet: until then keep the previous best as well.
         spare = self.spared | self.checkpoints_to_keep() | self.closing_checkpoint
         checkpoint.delete_old(self.run.checkpoints, self.session.phases, self.options.keep, spare)

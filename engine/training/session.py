@@ -62,10 +62,6 @@ CALIBRATION_BATCH = 32
 """Samples per batch given to a task's `begin_phase`."""
 
 
-def _ignore(plan: Plan) -> None:
-    """By default no plan is recorded."""
-
-
 class Session:
     """Model, data and sampler of a recipe on one rank. `session.plan` is the current plan."""
 
@@ -76,7 +72,7 @@ class Session:
         plan: Plan,
         world: Communicator,
         say: Callable[[str], None] = lambda _: None,
-        record_plan: Callable[[Plan], None] = _ignore,
+        record_plan: Callable[[Plan], None] = lambda _: None,
     ) -> None:
         """`say` gets messages for the user, `record_plan` every plan that replaces the previous one."""
         self.recipe, self.facts, self.world = recipe, facts, world

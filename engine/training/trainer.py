@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from isobatch.core.facts import Facts
-    from isobatch.core.plan import Plan
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
@@ -120,7 +119,8 @@ def _measure_rounding(context: RunContext, schedule: PhaseSchedule, previous: Pa
     doing("rehearsing steps in other micro-batches")
     context.world.mark_progress("the rehearsal of another cut")
     plan = session.plan
-    other = dataclasses.replace(plan, micro_batch_samples=_other_cut(plan, session.recipe.batch_size))
+    most = min(plan.micro_batch_samples, -(-session.recipe.batch_size // plan.processes))
+    other = dataclasses.replace(plan, micro_batch_samples=most // 2 or 2)
     one, two = (session.rehearse(schedule, p, REHEARSED_STEPS, previous) for p in (plan, other))
     moved = largest_differences(one, two)
     reason = (
@@ -129,12 +129,6 @@ def _measure_rounding(context: RunContext, schedule: PhaseSchedule, previous: Pa
     )
     context.console.say(reason)
     session.replan(dataclasses.replace(plan, rounding=moved, reasons={**plan.reasons, "invariance": reason}))
-
-
-def _other_cut(plan: Plan, batch_size: int) -> int:
-    """Half of the samples that a micro-batch has at most, or two where it has one."""
-    most = min(plan.micro_batch_samples, -(-batch_size // plan.processes))
-    return most // 2 or 2
 
 
 def _probe_memory(context: RunContext, phase: str) -> None:

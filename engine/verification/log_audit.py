@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 from dataclasses import dataclass, field
@@ -278,7 +279,7 @@ class _Rows:
             phase.decisions.append({**place, **best})
         if judge.should_stop:
             phase.decisions.append({**place, "decision": "early stop", "best_step": judge.best_step})
-        phase.judged_at[step] = judge.to_dict()
+        phase.judged_at[step] = dataclasses.asdict(judge)
 
     def _check_ending(self, row: dict[str, Any], where: str) -> None:
         """Check an evaluation of the exported weights: of each split one, and one more of that which also has

@@ -24,7 +24,8 @@ from isobatch.engine.loading.sampler import extend_chain, make_sampler
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
 from isobatch.engine.registry import workload
-from isobatch.engine.runs.ledger import Ledger, LedgerStep, read_ledger
+from isobatch.engine.runs import metrics_log
+from isobatch.engine.runs.ledger import LedgerStep, append_step, read_ledger
 from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
@@ -70,7 +71,7 @@ def run(tmp_path: Path) -> RunFolder:
             journal.log_metrics({"phase": "train", "step": step + 1, "split": "valid", "loss": 3.9})
     journal.flush_skipped()
     logs = journal.seal("train", STEPS)
-    judge = EarlyStopping("min", best=3.9, best_step=4, waited=1).to_dict()
+    judge = dataclasses.asdict(EarlyStopping("min", best=3.9, best_step=4, waited=1))
     progress = {"phase": "train", "step": STEPS, "chain": link, "samples": seen}
     state = {"recipe_hash": recipe.hash(), "fingerprint": facts.fingerprint, "progress": progress}
     save(made, {**state, "logs": logs, "judge": judge})
@@ -175,7 +176,7 @@ def test_a_ledger_begun_by_a_resumed_run_is_whole(run: RunFolder) -> None:
 def write_ledger(run: RunFolder, steps: list[LedgerStep]) -> None:
     run.samples.unlink()
     for one in steps:
-        Ledger(run.samples).append(one.phase, one.step, one.samples)
+        append_step(run.samples, one.phase, one.step, one.samples)
 
 
 def test_a_step_is_in_the_ledger_before_it_is_in_the_log(
@@ -183,7 +184,7 @@ def test_a_step_is_in_the_ledger_before_it_is_in_the_log(
 ) -> None:
     written: list[str] = []
     monkeypatch.setattr(MetricsLog, "_append", lambda self, path, row: written.append(path.name) or b"")
-    monkeypatch.setattr(Ledger, "append", lambda self, *_: written.append(self.path.name))
+    monkeypatch.setattr(metrics_log, "append_step", lambda path, *_: written.append(path.name))
     journal = MetricsLog(RunFolder(tmp_path), writes=True, ledger=True)
     journal.log_step({"phase": "train", "step": 1}, np.arange(3))
     assert written == ["samples.bin", "metrics.jsonl"]
