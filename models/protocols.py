@@ -214,10 +214,6 @@ class ModelComparison(TaskReport, ABC):
         """A sentence per run: what its model is worth, against the first run's where there are more."""
         return []
 
-    def drawings(self, rows: list[ReportRow]) -> list[Drawing]:
-        """Figures of all rows."""
-        return []
-
     def tables(self, row: ReportRow) -> list[ReportTable]:
         """More about one of the models than fits a row."""
         return []

@@ -16,9 +16,8 @@ from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, open_run
-from isobatch.launch.report.contents import Contents, collect
-from isobatch.launch.report.figures import write_plots
-from isobatch.launch.report.page import render_markdown, render_page, summary_parts
+from isobatch.launch.report.page import Contents, collect, render_markdown, render_page, summary_parts
+from isobatch.launch.report.records import write_plots
 from isobatch.launch.report.tables import text_table
 
 if TYPE_CHECKING:

@@ -1,27 +1,36 @@
-"""A run's own records for its report and plots: metrics, curves, and how it used its machine."""
+"""A run's own records for its report, what they say of its machine, and the figures of them by matplotlib."""
 
 from __future__ import annotations
 
+import math
 import sys
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.extras import need
 from isobatch.core.measures import format_bytes, printable
 from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import damaged_rows, thinned_rows
-from isobatch.models.protocols import Reports, TaskReport
+from isobatch.models.protocols import Drawing, Reports, TaskReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from matplotlib.figure import Figure
 
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.models.base import Task
 
     Curves = Mapping[str, list[Any]]
     """Name of a field -> its values at the steps of `step`, None where a row lacks it."""
+    Panels = dict[str, list[tuple[Sequence[float], Sequence[float | None], dict[str, Any]]]]
+    """Title -> lines over the steps: steps, values, and how matplotlib draws them."""
 
+DOTS_PER_INCH = 110
 POINTS = 400
 """Most points of a curve; more are not visible."""
 SUMMARY_FIELDS = (
@@ -62,10 +71,9 @@ def report_of(task: Task | None) -> TaskReport | None:
 def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
     """Run, task, the fields of its summary, `training` and `evaluations` (columns), `reported` (rows).
 
-    `evaluations` are on the validation split while it trained, `final_evaluations` of the exported weights,
-    which may be those of an earlier step: a line through all of them would run back. And how it used its
-    machine: `machine` (columns), `use` (a table). `notes` are on files that
-    cannot be read: the run is shown with what there is.
+    `evaluations` are on the validation split while it trained, one a step: the exported weights, which may be
+    those of an earlier step, are measured again at the end. `use` is a table of how it used its machine,
+    `notes` are on files that cannot be read: the run is shown with what there is.
     """
     notes: list[str] = []
     summary = _readable(run.summary, notes) or {}
@@ -77,13 +85,8 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
     if damaged := damaged_rows(run.metrics):
         notes.append(f"damaged rows of metrics.jsonl that are left out: {damaged}")
     rows = _placed_rows(run, ("seal", "split", *reported))  # phases end with a seal
-    steps, shown, newest = [row for row in rows if "lr" in row], ("loss", *curves), -1
-    line: list[dict[str, Any]] = []
-    others: list[dict[str, Any]] = []
-    for row in (row for row in rows if row.get("split") == "valid"):
-        (line if row["at"] > newest else others).append(row)
-        newest = max(newest, row["at"])
-    machine = _curve(steps, CURVES)
+    steps, shown = [row for row in rows if "lr" in row], ("loss", *curves)
+    held_out = {row["at"]: row for row in reversed(rows) if row.get("split") == "valid"}
     status = "training" if run.is_training() else str(summary.get("status") or "unfinished")
     reason = summary.get("reason") if status != "training" else None
     return {
@@ -92,15 +95,13 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
         "state": printable(f"{status}: {reason}" if reason else status),
         **{name: summary.get(name) for name in SUMMARY_FIELDS},
         "training": _curve(steps, shown),
-        "evaluations": _curve(line, shown),
-        "final_evaluations": _curve(others, shown),
+        "evaluations": _curve([held_out[at] for at in sorted(held_out)], shown),
         "curves": curves,
         "reported": [
             {"step": row["at"], **{name: row[name] for name in reported if name in row}}
             for row in _thinned([row for row in steps if any(name in row for name in reported)])
         ],
-        "machine": machine,
-        "use": list(use_table(machine, summary, plan)),
+        "use": list(use_table(_curve(steps, CURVES), summary, plan)),
         "notes": notes,
     }
 
@@ -172,3 +173,104 @@ def _positive(value: Any) -> float | None:
 
 def _verdict(met: bool) -> str:
     return "met" if met else "missed"
+
+
+def draw_figure(drawing: Drawing) -> Figure:
+    """The figure of a drawing. A `$` in a name is no formula."""
+    need("matplotlib", "a report")
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context({"text.parse_math": False}):
+        figure = Figure(figsize=(drawing.width, drawing.height), layout="constrained")
+        axes = figure.subplots(1, drawing.columns, squeeze=False)[0]
+        for ax in axes:
+            ax.spines[["top", "right"]].set_visible(False)
+            ax.grid(alpha=0.25)
+            ax.set_axisbelow(True)
+        drawing.draw(*axes)
+    return figure
+
+
+def write_plots(run: RunFolder, folder: Path) -> list[Path]:
+    """Draw a run's figures as PNG files into a folder; returns them. Raises UserError without any step."""
+    task = task_of(run)
+    record = read_records(run, task)
+    if not record["training"].get("loss"):
+        raise UserError(f"report --png: {run.folder} has trained no step yet")
+    files = []
+    for drawing in drawings_of([record], [report_of(task)]):
+        file = folder / f"{drawing.title.lower().replace(' ', '-')}.png"
+        with atomic_files.explain_write_errors(file):
+            folder.mkdir(parents=True, exist_ok=True)
+            temporary = file.with_name(f".{file.name}")
+            draw_figure(drawing).savefig(temporary, format="png", dpi=DOTS_PER_INCH)
+            temporary.replace(file)
+        files.append(file)
+    return files
+
+
+def drawings_of(records: Sequence[dict[str, Any]], reports: Sequence[TaskReport | None]) -> list[Drawing]:
+    """The training of the runs of each task over each other, and what their tasks draw of each run."""
+    tasks: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        tasks.setdefault(record["task"], []).append(record)
+    found = [_draw_training(panels) for alike in tasks.values() if (panels := training_panels(alike))]
+    for record, report in zip(records, reports, strict=True):
+        found += report.run_drawings(record) if report else []
+    return found
+
+
+def training_panels(records: Sequence[dict[str, Any]]) -> Panels:
+    """The loss, and each metric that has a curve: all runs in each."""
+    found: Panels = {}
+    for name in dict.fromkeys(("loss", *records[0]["curves"])):
+        lines = [
+            line
+            for place, record in enumerate(records)
+            for line in _lines(record, name, f"C{place}", f"{record['run']}: " if records[1:] else "")
+        ]
+        if any(sum(value is not None for value in values) > 1 for _, values, _ in lines):
+            found[name.replace("_", " ")] = lines
+    return found
+
+
+def _lines(record: Mapping[str, Any], name: str, colour: str, run: str) -> Iterator[Any]:
+    """Training faint and smoothed, and the validation split as a line."""
+    training, held_out = record["training"], record["evaluations"]
+    if name in training:
+        steps, values = training["step"], training[name]
+        yield steps, values, {"color": colour, "lw": 0.6, "alpha": 0.25}
+        yield steps, smoothed(values), {"color": colour, "label": f"{run}training, smoothed"}
+    if name in held_out:
+        look = {"color": colour, "marker": "o", "ms": 3, "ls": "--" if name in training else "-"}
+        yield held_out["step"], held_out[name], look | {"label": f"{run}valid"}
+
+
+def _draw_training(panels: Panels) -> Drawing:
+    """The panels side by side."""
+
+    def draw(*axes: Any) -> None:
+        for ax, (name, lines) in zip(axes, panels.items(), strict=True):
+            for steps, values, look in lines:
+                ax.plot(steps, values, **look)
+            ax.set(xlabel="step")
+            ax.set_title(name, loc="left", fontsize=10)
+            ax.legend(fontsize=8, frameon=False)
+
+    return Drawing("Training", draw, 4.2 * len(panels), 3.0, columns=len(panels))
+
+
+def smoothed(values: Sequence[float | None]) -> list[float]:
+    """The mean of each value and its neighbours, a fortieth of the points on either side; None is NaN.
+
+    A mean of what came before, such as an exponential one, lags behind a loss that falls.
+    """
+    reach = len(values) // 40
+    found = []
+    for place, value in enumerate(values):
+        width = min(reach, place, len(values) - 1 - place)
+        near = values[place - width : place + width + 1]
+        known = [v for v in near if v is not None and math.isfinite(v)]
+        found.append(sum(known) / len(known) if value is not None and known else math.nan)
+    return found

@@ -18,7 +18,7 @@ from isobatch.models.encoder.class_metrics import (
     paired_difference,
     wilson_interval,
 )
-from isobatch.models.protocols import Batches, Drawing, ModelComparison, ReportRow, ReportTable
+from isobatch.models.protocols import Batches, ModelComparison, ReportRow, ReportTable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -157,22 +157,6 @@ class ClassifierReport(ModelComparison):
         """Its classes with their confusion."""
         name = row["run"] if row["form"].endswith("fp32") else f"{row['run']}, {row['form']}"
         return [_table_of_classes(name, row)]
-
-    def drawings(self, rows: list[ReportRow]) -> list[Drawing]:
-        def draw(ax: Any) -> None:
-            for row in rows:
-                low, high = row["accuracy_ci95"]
-                span = [[100 * (row["accuracy"] - low)], [100 * (high - row["accuracy"])]]
-                x, y = row["batch_1"]["p50"], 100 * row["accuracy"]
-                ax.errorbar(x, y, yerr=span, fmt="o", capsize=3, label=f"{row['run']}, {row['form']}")
-            ax.set(
-                xlabel="ms for one text, one thread (p50)",
-                ylabel=f"{rows[0]['split']} accuracy, % (95 % interval)",
-                xlim=(0, None),
-            )
-            ax.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
-
-        return [Drawing("Accuracy against latency", draw, 9, 3.6)]
 
 
 def _worth_alone(row: ReportRow, of_chance: bool) -> str:

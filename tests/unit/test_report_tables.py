@@ -1,11 +1,7 @@
 """The tables of a report as text."""
 
-from typing import Any
-
 import pytest
 
-from isobatch.launch.report.contents import Group
-from isobatch.launch.report.page import caption
 from isobatch.launch.report.tables import (
     runs_table,
     table_beside,
@@ -39,17 +35,6 @@ def test_a_baseline_stands_beside_the_model() -> None:
 @pytest.mark.parametrize("metrics", [{}, {"loss": 1.0, "f1_macro": 0.5}, {"loss": 1.0, "ce_loss": 0.5}])
 def test_metrics_of_one_version_are_no_table(metrics: dict[str, float]) -> None:
     assert table_beside(metrics, "recommender") == ([], metrics)
-
-
-def test_a_checkpoint_that_was_chosen_by_the_same_samples_is_named() -> None:
-    class Report:
-        def caption(self, row: dict[str, Any], machine: str) -> str:
-            return f"Measured on {machine}."
-
-    rows = [{"run": "plain", "chose_checkpoint": False}, *[{"run": "best", "chose_checkpoint": True}] * 2]
-    assert caption(Group(Report(), rows[:1]), "a machine") == "Measured on a machine."  # type: ignore[arg-type]
-    said = caption(Group(Report(), rows), "a machine")  # type: ignore[arg-type]
-    assert "The checkpoint of best was chosen by these samples" in said
 
 
 def test_runs_stand_side_by_side_with_a_row_for_each_figure() -> None:
