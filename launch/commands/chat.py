@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import DONE, UserError
@@ -23,7 +22,7 @@ from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_
 from isobatch.models.protocols import Generates, WrittenText
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from isobatch.data.chat_formats import Message
     from isobatch.data.text.chat_templates import ChatSegment
@@ -66,14 +65,9 @@ class ChatOptions(SamplingOptions):
     """With --prompt, one JSON object on standard output."""
 
 
-@dataclass(frozen=True, slots=True)
-class LanguageModel:
+class LanguageModel(NamedTuple):
     """A model that writes text: that of a run, or one in a folder of transformers or peft."""
 
-    name: str
-    """As the user typed it."""
-    folder: Path
-    """That of the weights."""
     template: ChatTemplate | None
     """How conversations are written; None where it knows none."""
     writer: Callable[[int | None], Callable[[Any, Any], WrittenText]]
@@ -85,15 +79,13 @@ def open_language_model(place: str, trust: bool = False) -> LanguageModel:
     if model := plain_model(place):
         return model
     run = open_run(place, trust)
-    task = require_capability(run, Generates, "chat", "continues no text")
-    return language_model_of(run, task)
+    return language_model_of(run, require_capability(run, Generates, "chat", "continues no text"))
 
 
 def language_model_of(run: RunFolder, task: Generates) -> LanguageModel:
     """The model of a run that is finished."""
     found = run.facts.extra.get("template")  # of a model that was trained on conversations
-    template = ChatTemplate.from_dict(found) if found else None
-    return LanguageModel(str(run.folder), run.final, template, partial(task.writer, run.final))
+    return LanguageModel(ChatTemplate.from_dict(found) if found else None, partial(task.writer, run.final))
 
 
 def plain_model(where: str) -> LanguageModel | None:
@@ -112,12 +104,10 @@ def plain_model(where: str) -> LanguageModel | None:
             f"{where} is no run, and its model writes no text ({kinds[0]}): give a run, or the folder of a"
             " language model"
         )
-    template = chat_templates.template_in(path)
-    return LanguageModel(where, path, template, partial(_plain_writer, path))
-
-
-def _plain_writer(folder: Path, bits: int | None) -> Callable[[Any, Sampling], TextStream]:
-    return partial(TextStream, *open_for_generation(folder, bits or 16))
+    return LanguageModel(
+        chat_templates.template_in(path),
+        lambda bits: partial(TextStream, *open_for_generation(path, bits or 16)),
+    )
 
 
 def chat(words: Sequence[str]) -> int:
@@ -133,30 +123,25 @@ def chat(words: Sequence[str]) -> int:
     if len(positional) != 1:
         raise UserError("chat: give the folder of one run (`runs` lists them), and a text in quotes")
     options = command_options(flags, ChatOptions, "chat")
-    model = open_language_model(positional[0], options.trust)
-    template = model.template
-    if template is None and (options.prompt is None or options.system is not None):
-        way = "give it a --prompt" if options.prompt is None else "leave --system out"
-        raise UserError(f"chat: {model.name} was not trained on conversations: {way}")
+    prompt, (template, open_writer) = options.prompt, open_language_model(positional[0], options.trust)
+    if template is None and (prompt is None or options.system):
+        raise UserError(
+            f"chat: {positional[0]} was not trained on conversations: give it a --prompt, and no --system"
+        )
     doing("loading the model")
-    drawn, writer = sampling(options, template), model.writer(options.load_bits)
+    write, drawn = open_writer(options.load_bits), sampling(options, template)
     told = [{"role": "system", "content": options.system}] if options.system else []
-    if options.prompt is not None:
-        prompt: Any = options.prompt
-        if template is not None:
-            prompt = template.prompt_segments([*told, {"role": "user", "content": options.prompt}])
-        before = options.prompt if template is None else ""
-        doing("answering")
-        if options.json:
-            found = {"prompt": options.prompt, "text": before + "".join(writer(prompt, drawn))}
-            print(atomic_files.json_text(found, ensure_ascii=False))
-        else:
-            print_pieces(writer(prompt, drawn), before)
+    if prompt is None:
+        assert template is not None, "refused above"
+        converse(_input_lines(), template, lambda prompt: write(prompt, drawn), told)
         return DONE
-    assert template is not None, "refused above"
-    if sys.stdin.isatty():
-        print(printable(f"{model.name}: {RESET} forgets what was said, {QUIT} ends"), file=sys.stderr)
-    converse(_input_lines(), template, lambda prompt: writer(prompt, drawn), told)
+    asked = template.prompt_segments([*told, {"role": "user", "content": prompt}]) if template else prompt
+    pieces, before = write(asked, drawn), "" if template else prompt
+    if options.json:
+        found = {"prompt": prompt, "text": before + "".join(pieces)}
+        print(atomic_files.json_text(found, ensure_ascii=False))
+    else:
+        print_pieces(pieces, before)
     return DONE
 
 
@@ -198,10 +183,11 @@ def converse(
 
 def _input_lines() -> Iterator[str]:
     """Lines of standard input without empty ones, with a prompt on a terminal."""
+    mark = f"{RESET} forgets what was said, {QUIT} ends\n> " if sys.stdin.isatty() else ""
     while True:
         doing()
-        if sys.stdin.isatty():
-            print("> ", end="", file=sys.stderr, flush=True)
+        print(mark, end="", file=sys.stderr, flush=True)
+        mark = mark[-2:]
         if not (line := sys.stdin.readline()):
             return
         if line.strip():

@@ -27,7 +27,6 @@ from isobatch.launch.commands.chat import (
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import is_prepared, open_run
-from isobatch.launch.predicting import rows as readers
 from isobatch.launch.predicting import tables
 from isobatch.launch.predicting.recommend import ListOptions, restrict
 from isobatch.models.encoder import prediction
@@ -125,7 +124,7 @@ class Answerer:
     """A model that is read once, and how its samples are read. Its methods raise UserError."""
 
     predict: Predictor
-    rows: readers.RowReader
+    rows: tables.RowReader
     write_text: Any = None
     """Of a language model: (prompt, sampling) -> the text behind it, in pieces."""
 
@@ -147,10 +146,10 @@ class Answerer:
         """Chunks of a file's rows with their answers. Rows without a text, or of an unknown user, get an
         empty answer, and are counted at the end.
         """
-        unanswered: dict[str, list[readers.UnansweredRowError]] = defaultdict(list)
+        unanswered: dict[str, list[tables.UnansweredRowError]] = defaultdict(list)
         blank: dict[str, Any] = {}
         rows, left_out = self.rows, list[str]()
-        if isinstance(rows, readers.UserReader):
+        if isinstance(rows, tables.UserReader):
             rows = dataclasses.replace(rows, left_out=left_out)
         waiting = iter(tables.read_table(file, columns=[rows.column, rows.pair]))
         for number in itertools.count():
@@ -161,7 +160,7 @@ class Answerer:
             for place, (where, row) in enumerate(chunk):
                 try:
                     samples[place] = rows.from_row(row, where)
-                except readers.UnansweredRowError as error:
+                except tables.UnansweredRowError as error:
                     unanswered[error.why].append(error)
             if not (samples or blank):
                 raise next(iter(unanswered.values()))[0]
@@ -229,18 +228,18 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
         lists = task.open_lists(run.final, options.by)
         for line in restrict(lists, options, asked.get("item_column")):
             print(printable(line), file=sys.stderr)
-        users = readers.UserReader(text or asked.get("user_column"), lists=lists)
+        users = tables.UserReader(text or asked.get("user_column"), lists=lists)
         return Answerer(partial(_recommend, lists, options.top), users)
     if not isinstance(task, Predicts):
         raise UserError(f"{run.folder}: {run.recipe.task} reads files and no texts: use `predict --file`")
     if isinstance(task, EncodesLatents):
         _refuse_unread(options, what, "text_column")
-        sequences = readers.SequenceReader(text or asked.get("sequence_column"))
+        sequences = tables.SequenceReader(text or asked.get("sequence_column"))
         return Answerer(task.open_predictor(run.final, run.folder, "torch"), sequences)
     _refuse_unread(options, what, "form", *prediction.COLUMNS)
     predictor = task.open_predictor(run.final, run.folder / "exports", options.form)
     known = has_text_pairs(run.facts) if is_prepared(run) else None  # a received run may name any folder
-    return Answerer(predictor, readers.TextReader(text, pair, True if asked.get("pair_column") else known))
+    return Answerer(predictor, tables.TextReader(text, pair, True if asked.get("pair_column") else known))
 
 
 def _open_onnx(file: Path, options: ModelOptions) -> Answerer:
@@ -251,7 +250,7 @@ def _open_onnx(file: Path, options: ModelOptions) -> Answerer:
     most = None if found is None else RunFolder.open(found).recipe.max_length
     classifier = prediction.open_onnx(file, most)
     text, pair = (getattr(options, name) or classifier.columns[name] for name in prediction.COLUMNS)
-    return Answerer(classifier, readers.TextReader(text, pair))
+    return Answerer(classifier, tables.TextReader(text, pair))
 
 
 def _refuse_unread(options: ModelOptions, what: str, *read: str) -> None:
@@ -270,7 +269,7 @@ def _writer(model: LanguageModel, column: str | None, options: ModelOptions) -> 
     def write(prompts: Sequence[Any]) -> list[dict[str, Any]]:
         return [{name: "".join(write_text(prompt, drawn))} for prompt in prompts]
 
-    return Answerer(write, readers.PromptReader(column, template=model.template), write_text)
+    return Answerer(write, tables.PromptReader(column, template=model.template), write_text)
 
 
 def _recommend(lists: Any, top: int, users: Sequence[str | list[str]]) -> list[dict[str, Any]]:

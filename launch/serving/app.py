@@ -16,7 +16,7 @@ from starlette.routing import Route
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
-from isobatch.launch.predicting.rows import ITEMS_COLUMN, UserReader
+from isobatch.launch.predicting.tables import ITEMS_COLUMN, UserReader
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

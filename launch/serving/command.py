@@ -19,7 +19,7 @@ from isobatch.core.terminal.status import doing
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.predicting.predict import ModelOptions, find_model, open_answerer
 from isobatch.launch.predicting.recommend import ListOptions
-from isobatch.launch.predicting.rows import PromptReader
+from isobatch.launch.predicting.tables import PromptReader
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

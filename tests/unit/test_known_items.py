@@ -11,7 +11,7 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.launch.predicting.predict import Answerer
 from isobatch.launch.predicting.recommend import ListOptions, RecommendOptions, answer, restrict
-from isobatch.launch.predicting.rows import UserReader
+from isobatch.launch.predicting.tables import UserReader
 from isobatch.models.recommendation.recommendations import SHRINKAGE, RecommendationError, Recommendations
 from isobatch.tests.unit.test_new_users import ITEMS, write_model
 from isobatch.tests.unit.test_recommender import recommender

@@ -17,7 +17,7 @@ from isobatch.core.errors import UserError
 from isobatch.data.text import chat_templates
 from isobatch.launch.predicting import tables
 from isobatch.launch.predicting.predict import Answerer, format_row
-from isobatch.launch.predicting.rows import PromptReader, SequenceReader, TextReader, UserReader
+from isobatch.launch.predicting.tables import PromptReader, SequenceReader, TextReader, UserReader
 from isobatch.models.encoder.prediction import batches_of_one_width
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from isobatch.core.errors import UserError
 from isobatch.data import base
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.launch.commands.plan import prepare
-from isobatch.launch.predicting.rows import PromptReader
+from isobatch.launch.predicting.tables import PromptReader
 
 BEGIN, END = "<s>", "</s>"
 SPECIAL = r"<[|｜][^<>'\s]+?[|｜]>|<(?:start|end)_of_turn>|\[/?INST\]"

@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from isobatch.core.errors import UserError
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.launch.predicting.predict import Answerer
-from isobatch.launch.predicting.rows import TextReader
+from isobatch.launch.predicting.tables import TextReader
 from isobatch.launch.serving.app import (
     MAX_BODY_BYTES,
     MAX_CHARACTERS,

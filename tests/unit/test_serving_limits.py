@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 
 from isobatch.core.errors import UserError
 from isobatch.launch.predicting.predict import Answerer
-from isobatch.launch.predicting.rows import TextReader
+from isobatch.launch.predicting.tables import TextReader
 from isobatch.launch.serving import app as serving_app
 from isobatch.launch.serving import command, guard
 from isobatch.launch.serving.app import prediction_app
