@@ -7,6 +7,7 @@ processes of the machine; the groups that were used least lately are deleted for
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -43,6 +44,7 @@ DIGEST_BYTES = 16
 SHARDS_FILE = "shards.json"
 GROUPS_FOLDER, GROUPS_FILE = "groups", "groups.json"
 TO_THE_END = -1
+COLUMNS = ("shard", "extent", "rows", "samples", "digest")
 
 
 class GroupPlace(NamedTuple):
@@ -82,14 +84,9 @@ class GroupTable:
         extent = Extent(*self.extent[group].tolist())
         return GroupPlace(int(self.shard[group]), extent, *self.rows[group].tolist())
 
-    def cache_name(self, group: int) -> str:
-        """Names a group by all that its arrays depend on."""
-        return cache_name(self.shards, self.place(group), self.encoding)
-
     def write(self, folder: Path) -> None:
         """Write the table of a split into its folder, and beside it what the tables of all splits share."""
-        names = ("shard", "extent", "rows", "samples", "digest")
-        save(folder / GROUPS_FOLDER, {name: getattr(self, name) for name in names})
+        save(folder / GROUPS_FOLDER, {name: getattr(self, name) for name in COLUMNS})
         shared = {"encoding": self.encoding, "shards": [asdict(one) for one in self.shards]}
         atomic_files.write_json(folder.parent / SHARDS_FILE, shared)
 
@@ -206,19 +203,15 @@ class GroupCache:
         """Delete the groups that were used least lately, until the folder is within its limit."""
         groups = []
         for entry in os.scandir(self.folder):
-            try:
-                changed = entry.stat().st_mtime
-                left_over = entry.name.startswith(".") and time.time() - changed > STALE_SECONDS
-                if entry.is_dir() and (left_over or not entry.name.startswith(".")):
+            with contextlib.suppress(FileNotFoundError):
+                changed, is_temporary = entry.stat().st_mtime, entry.name.startswith(".")
+                if entry.is_dir() and (not is_temporary or time.time() - changed > STALE_SECONDS):
                     groups.append((changed, _size(Path(entry.path)), entry.path))
-            except FileNotFoundError:
-                continue
         excess = sum(size for _, size, _ in groups) - self.limit * (RESCAN_SHARE - 1) // RESCAN_SHARE
         for _, size, path in sorted(groups):
-            if excess <= 0:
-                return
-            shutil.rmtree(path, ignore_errors=True)
-            excess -= size
+            if excess > 0:
+                shutil.rmtree(path, ignore_errors=True)
+                excess -= size
 
 
 def _size(folder: Path) -> int:

@@ -122,9 +122,7 @@ def build(
     parts = builder.index_all()
     found: dict[str, dict[str, int]] = {}
     notes: list[str] = []
-    groups = {
-        split: [group for number in numbers for group in parts[number]] for split, numbers in splits.items()
-    }
+    groups = {split: [group for n in numbers for group in parts[n]] for split, numbers in splits.items()}
     if "valid" not in groups:
         held_out = builder.hold_out(groups, data)
         notes.append(f"there is no validation split: the last {held_out:,} rows are it")
@@ -231,10 +229,8 @@ class _Builder:
         """The rows of a group before a border and those behind it, as groups of their own."""
         shard, extent, _, _ = group.place
         rows = shard_of(self.store, self.objects[shard]).rows(extent, self.encoder.columns)
-        return [
-            self.indexed(GroupPlace(shard, extent, first, stop), rows[first:stop])
-            for first, stop in ((0, border), (border, len(rows)))
-        ]
+        parts = ((0, border), (border, len(rows)))
+        return [self.indexed(GroupPlace(shard, extent, a, b), rows[a:b]) for a, b in parts]
 
 
 def _known_ahead(columns: Columns) -> dict[str, np.ndarray]:

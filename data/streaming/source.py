@@ -21,7 +21,7 @@ from isobatch.data.base import WEIGHT, NoSamplesError, Ragged, Source, load
 from isobatch.data.cleaning import CLEANING_VERSION, CleaningStep
 from isobatch.data.corpora import Corpus
 from isobatch.data.digests import file_hash
-from isobatch.data.streaming.groups import TO_THE_END, GroupTable, group_digest
+from isobatch.data.streaming.groups import TO_THE_END, GroupTable, cache_name, group_digest
 from isobatch.data.streaming.shards import Shard, shard_of
 from isobatch.data.streaming.store import ChangedObjectError, Store
 from isobatch.data.text import chat_templates
@@ -90,12 +90,12 @@ class TextGroupEncoder:
     def identity(self) -> str:
         """A hash of all that decides which tokens rows become."""
         assert self.tokenization is not None
-        one = self.tokenization
-        options, cleaning = self.options, [CLEANING_VERSION, *map(str, self.cleaning)]
+        one, options, template = self.tokenization, self.options, None
+        if file := chat_templates.template_file(self.tokenizer_folder):
+            template = file_hash(file)
+        cleaning = [CLEANING_VERSION, *map(str, self.cleaning)]
         parts = [VERSION, self.kind, self.column, cleaning, TOKENIZATION_VERSION, options.template]
-        parts += [options.response_only, dict(one.special_ids)]
-        template = chat_templates.template_file(self.tokenizer_folder)
-        parts += [template and file_hash(template), one.max_length]
+        parts += [options.response_only, dict(one.special_ids), template, one.max_length]
         text = json.dumps(parts, sort_keys=True, default=str) + one.tokenizer.to_str()
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -212,24 +212,24 @@ class StreamedSource(Source):
 
     def _request(self, group: int) -> tuple[str, bytes, Any]:
         digest = self.table.digest[group].tobytes()
-        return self.table.cache_name(group), digest, partial(self._read, group, digest)
+        name = cache_name(self.table.shards, self.table.place(group), self.table.encoding)
+        return name, digest, partial(self._read, group, digest)
 
     def _read(self, group: int, digest: bytes) -> Columns:
         """The columns of a group from the store. Raises TrainingError where they are not those indexed."""
         place = self.table.place(group)
         shard = self._shard_of(place.shard)
-        columns = self.encoder.encode(rows_of_group(shard, place, self.encoder), shard.stored.address)[0]
+        address = shard.stored.address
+        columns = self.encoder.encode(rows_of_group(shard, place, self.encoder), address)[0]
         if group_digest(columns) != digest:
             self._store.require_unchanged(shard.stored)
-            address = shard.stored.address
             raise ChangedObjectError(address, " (or the library tokenizers has another version)")
         return columns
 
     def _shard(self, number: int) -> Shard:
         """A shard, which is asked for its size and version before it is first read."""
-        stored = self.table.shards[number]
-        self._store.require_unchanged(stored)
-        return shard_of(self._store, stored)
+        self._store.require_unchanged(self.table.shards[number])
+        return shard_of(self._store, self.table.shards[number])
 
 
 def rows_of_group(shard: Shard, place: GroupPlace, encoder: TextGroupEncoder) -> Rows:

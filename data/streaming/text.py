@@ -82,9 +82,8 @@ class StreamedText(Text):
         return kind, column
 
     def _encoder(self, kind: str, column: str) -> TextGroupEncoder:
-        options, steps = self.options, self._cleaning_steps()
-        folder = self._tokenizer_folder()
-        return TextGroupEncoder(self.recipe.data, kind, column, steps, options, folder)
+        steps, folder = self._cleaning_steps(), self._tokenizer_folder()
+        return TextGroupEncoder(self.recipe.data, kind, column, steps, self.options, folder)
 
     def prepare(self, folder: Path) -> dict[str, Any]:
         if self.recipe.max_length < 2:
@@ -100,7 +99,9 @@ class StreamedText(Text):
         first = self.objects[0]
         is_read = kind != TEXT or not first.address.endswith(".parquet")  # of which one column is read
         unread = [] if is_read else [n for n in shard_of(Store(), first).columns() if n != column]
-        sizes, notes = index.build(folder, self.recipe.data, self.objects, splits, encoder, self._cache())
+        sizes, notes = index.build(
+            folder, self.recipe.data, self.objects, splits, encoder, GroupCache(groups_folder())
+        )
         return {
             **self._tokenizer_facts(tokenizer, special),
             "splits": sizes,
@@ -122,10 +123,9 @@ class StreamedText(Text):
     def _shown(self, encoder: TextGroupEncoder, folder: Path) -> dict[str, Any]:
         """What Facts should know of the first groups: a prompt; of conversations their template and turns."""
         rows = {}
-        for split in ("train", "valid"):
-            table = GroupTable.open(folder / split)
+        for table in (GroupTable.open(folder / split) for split in ("train", "valid")):
             shard = shard_of(Store(), table.shards[table.place(0).shard])
-            rows[split] = rows_of_group(shard, table.place(0), encoder)
+            rows["valid" if rows else "train"] = rows_of_group(shard, table.place(0), encoder)
         found = encoder.text_set(rows, self.recipe.data)
         assert encoder.tokenization is not None
         found.bind_tokenizer(encoder.tokenization)
@@ -133,15 +133,12 @@ class StreamedText(Text):
             found.encode(split, encoder.tokenization)
         return {"prompt": found.prompt(), **found.facts()}
 
-    def _cache(self) -> GroupCache:
-        return GroupCache(groups_folder())
-
     def open(self, folder: Path, split: str) -> StreamedSource:  # type: ignore[override]
         """The samples of an indexed split."""
         known = atomic_files.read_json(folder / ENCODER_FILE)
         encoder = self._encoder(known["kind"], known["column"])
         self._bind(encoder, tokenizers.open_tokenizer(folder / TOKENIZER_FILE), known["special"])
-        source = StreamedSource(folder / split, encoder, self._cache())
+        source = StreamedSource(folder / split, encoder, GroupCache(groups_folder()))
         window = self.recipe.shuffle_window * len(source) // len(source.table)
         source.read_ahead = max(1, min(window, len(source)))
         return source

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -39,11 +38,8 @@ BAD = {
         '{"text": "a", "label": ' + "9" * 5000 + "}\n",
         "line 1: is not JSON .* Exceeds the limit",
     ),
-    "five.json": ("5", "holds int, not a list of objects"),
     "null.json": ("null", "holds NoneType, not a list of objects"),
-    "word.json": ('"word"', "holds str, not a list of objects"),
     "header.tsv": ("sentence\tlabel\n", "no (rows|columns)"),
-    "header.csv": ("user,item,time\n", "no (rows|columns)"),
 }
 
 
@@ -69,23 +65,6 @@ def test_what_cannot_be_read_is_a_line(kind: str, name: str, tmp_path: Path) -> 
     with pytest.raises(UserError, match=message if kind != "interactions" else ".") as caught:
         prepare(kind, tmp_path / name, tmp_path / "out")
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"version": "1", "tags": ["x"], "data": [{"text": "a b"}, {"text": "c d"}]}, None),
-        ({"version": "1", "tags": ["x"]}, "holds an object without a list of rows"),
-        ({"a": [{"text": "a"}], "b": [{"text": "b"}]}, r"holds several lists of rows \(a, b\)"),
-    ],
-)
-def test_rows_under_a_key_are_found(given: Any, says: str | None, tmp_path: Path) -> None:
-    (file := tmp_path / "x.json").write_text(json.dumps(given))
-    if says is None:
-        assert [row for _, row in readers.read_rows(readers.SplitFiles((file,), "json"))] == given["data"]
-    else:
-        with pytest.raises(UserError, match=rf"x\.json: {says}"):
-            prepare("text", file, tmp_path / "out")
 
 
 def test_compressed_tables_are_read_and_broken_ones_named(tmp_path: Path) -> None:

@@ -195,19 +195,15 @@ def text_of(found: TokenRow) -> str:
 @pytest.mark.parametrize(
     ("given", "width", "kept", "prompt", "answer", "turns"),
     [
-        ("[abcd]EFG", 9, "[abcd]EFG", False, False, False),
         ("[abcd]EFGhi", 9, "[abcd]EFG", False, False, False),  # what follows the last answer is not learnt
         ("[abcd]EFG", 7, "[cd]EFG", True, False, False),  # the question's end, between the template's tokens
-        ("[abcd]EFG", 6, "[d]EFG", True, False, False),
         ("[abcd]EFG", 5, "d]EFG", True, False, False),  # no room for a question within the template
-        ("[abcd]EFGHI", 6, "]EFGHI", True, False, False),  # an answer that leaves one token to precede it
+        # an answer that leaves one token to precede it
         ("[abcd]EFGHIJKLM", 8, "[cd]EFGH", True, True, False),  # too long alone: its prompt keeps half
-        ("[a]EFGHIJKLM", 8, "[a]EFGHI", False, True, False),
         ("[a]B[cd]E[f]G", 9, "[a]B[cd]E", False, False, True),
         ("[a]B[cde]F", 9, "[a]B[de]F", True, False, False),  # a later question is cut,
-        ("[a]B[cde]F", 7, "[a]B", False, False, True),  # or its turn is left out
+        # or its turn is left out
         ("[abc]D[e]F", 8, "[abc]D", False, False, True),
-        ("ABCD", 3, "ABC", False, True, False),
     ],
 )
 def test_questions_are_cut_before_answers(
@@ -270,7 +266,6 @@ def test_rows_without_an_answer_are_left_out_and_counted(tmp_path: Path) -> None
     [
         ({"eos_token": "<end>"}, "<end>"),
         ({"bos_token": "<end>"}, "<end>"),  # nothing else is there to close an answer with
-        ({"pad_token": {"content": "<end>"}}, "<end>"),
     ],
 )
 def test_a_tokenizer_without_an_end_falls_back(tmp_path: Path, settings: Any, end: str) -> None:
@@ -278,14 +273,6 @@ def test_a_tokenizer_without_an_end_falls_back(tmp_path: Path, settings: Any, en
     extra, columns, opened = prepared(tmp_path / "d", [{"messages": CHAT}], tokenizer, template="plain")
     assert marked(columns, opened) == TWO_TURNS["plain"].replace(END, end)
     assert extra["eos"] == opened.token_to_id(end)
-
-
-def test_a_tokenizer_without_any_special_token_is_refused(tmp_path: Path) -> None:
-    text = make(tmp_path / "d", [HELLO], byte_tokenizer(tmp_path / "t"))
-    with pytest.raises(
-        UserError, match="no token to close answers with: name one of its tokens as eos_token"
-    ):
-        text.read()
 
 
 def test_a_tokenizer_that_begins_texts_begins_conversations(tmp_path: Path) -> None:
@@ -371,12 +358,9 @@ def test_tokens_and_mask_are_those_of_transformers(tmp_path: Path) -> None:
 BESIDE = {"system": "Be kind.", "history": [["Hi", "Hi!"]], "context": "It rains.", "input": "Now."}
 HE = {"role": "user", "content": "he?"}
 SHAPES: dict[str, dict[str, Any]] = {
-    "instruction": {"instruction": "he?", "output": "Yes."},
     "prompt": {"prompt": "he?", "completion": "Yes."},
-    "prompt as messages": {"prompt": [HE], "response": "Yes."},
     "messages": {"messages": [HE, {"role": "assistant", "content": "Yes."}]},
     "sharegpt": {"conversations": [{"from": "human", "value": "he?"}, {"from": "gpt", "value": "Yes."}]},
-    "question": {"question": "he?", "answer": "Yes."},
 }
 
 
@@ -400,14 +384,6 @@ def test_fields_beside_a_conversation_are_learnt_from(tmp_path: Path, shape: str
         "<s>[INST] Be kind.\n\nHi [/INST]« Hi!</s>»[INST] he?\nNow.\nIt rains. [/INST]« Yes.</s>»"
     )
     assert f"4 rows: {chat_templates.MOVED}" in extra["notes"]
-
-
-def test_a_system_text_of_the_row_comes_before_that_of_its_messages() -> None:
-    row = {"messages": CHAT[:3], "system": "Be brief."}
-    told = chat_formats.parse_messages(row, "row 1", "messages")
-    assert told == [{"role": "system", "content": "Be brief.\n\nBe kind."}, *CHAT[1:3]]
-    row = {"messages": CHAT[:3], "system": "Be kind."}
-    assert chat_formats.parse_messages(row, "row 1", "messages") == CHAT[:3]
 
 
 DEAF = "{% for m in messages if m.role != 'system' %}" + TAGGED.split("%}", 1)[1]
@@ -442,7 +418,6 @@ def test_a_system_text_is_where_a_template_writes_it(template: str, given: Any, 
         ),
         (FORGETFUL, CHAT[1:], r"line 1: .* writes this conversation otherwise .* --template alpaca\|chatml"),
         ("{% for", CHAT, r"--template auto: the tokenizer's chat template refuses this conversation"),
-        ("{{ nothing.at.all }}", CHAT, r"--template auto: .*undefined"),
     ],
 )
 def test_a_template_that_cannot_tell_answers_is_refused(

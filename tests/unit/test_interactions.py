@@ -13,7 +13,6 @@ from isobatch.core.errors import UserError
 from isobatch.core.recipe import Recipe
 from isobatch.data.interactions import log
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
-from isobatch.data.interactions.formats import read_tables
 from isobatch.engine.loading.prepare import prepare
 from isobatch.models.recommendation import catalogue
 from isobatch.models.recommendation.catalogue import Catalogue
@@ -165,17 +164,6 @@ def test_tables(kind: str, tmp_path: Path) -> None:
     assert catalogue.read_names(facts.folder)["titles"] == ["Never", "X ray", "Yacht", "Zoo"]
 
 
-def test_tables_of_a_shop_are_recognised(tmp_path: Path) -> None:
-    rows = "".join(f"c{n % 5},p{n % 3},2024-01-0{n % 9 + 1}\n" for n in range(20))
-    (tmp_path / "orders.csv").write_text("CustomerID,product_id,orderDate\n" + rows)
-    (tmp_path / "products.csv").write_text("product_id,name\np0,lamp\np1,desk\np2,chair\n")
-    found = read_tables(tmp_path, None, InteractionOptions())
-    (table,) = found.splits["all"].batches()
-    assert table.schema.names == ["user", "item", "time"]
-    assert table["user"].to_pylist()[:2] == ["c0", "c1"]
-    assert found.items["p1"].title == "desk"
-
-
 def test_given_splits_and_time(tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
     for split, rows in (("train", "1,a\n1,b\n2,a\n2,d\n"), ("valid", "2,b\n"), ("test", "1,c\n")):
@@ -290,15 +278,12 @@ ALL_TAKEN = "user,item\n" + "".join(f"{user},{item}\n" for user in "ab" for item
 REFUSED: list[tuple[Callable[[Path], Path], str, str, dict[str, Any], str]] = [
     (ml_1m, "ratings.dat", "1::10::5::100\n1::20::3\n1::30::4::200\n", {}, "ratings.dat line 2: "),
     (ml_1m, "ratings.dat", "1::10::5::1\n1::20::3::4\nx::30::4::2\n", {}, "ratings.dat line 3: .*'x'"),
-    (tables, "interactions.csv", "user,thing\n1,2\n", {}, r"has no column item .*--item-column"),
     (tables, "", "", {"item_column": "itm"}, "--item-column itm: is no column .*did you mean item"),
     (tables, "interactions.csv", "user,item\n1,2\n\n,3\n", {}, "interactions.csv line 4: has no user"),
     (tables, "interactions.csv", ALL_TAKEN, {"catalogue": "taken"}, "took all 3 items.*--split none"),
     (ncf, "x.test.negative", "(0,2)\t3\t4\n(5,2)\t1\t4\n", {}, "its rows are not those of the test file"),
     (tables, "interactions.csv", "user,item\n1,2\n1,3\n", {"split": "time"}, "--split time: .* no times"),
     (ncf, "", "", {"split": "time"}, "--split time: .* is split already"),
-    (ml_1m, "", "", {"min_rating": 9.0}, "no interactions are left to train on"),
-    (tables, "", "", {"eval_negatives": 0}, "--eval-negatives 0: must be at least 1"),
 ]
 
 

@@ -158,27 +158,12 @@ def test_all_missing_columns_are_named_at_once() -> None:
     ("options", "says"),
     [
         ({"text_column": "sentense"}, r"--text-column sentense: .* \(did you mean sentence\?\)"),
-        ({"pair_column": "other"}, "--pair-column other: .* no such column"),
         ({"label_column": "stars"}, "--label-column stars: .* it has: sentence, label"),
     ],
 )
 def test_missing_columns_are_named(options: dict[str, str], says: str, folder: Path) -> None:
     with pytest.raises(UserError, match=says):
         make(folder, **options).check()
-
-
-def test_usual_names_of_columns_are_known_and_said(tmp_path: Path) -> None:
-    rows = [("good", "pos"), ("bad", "neg"), ("fine", "pos"), ("poor", "neg")]
-    write(tmp_path, "train", rows, "comment\tsentiment")
-    _, _, extra = make(tmp_path).encode_splits()
-    assert "texts are those of the column comment, classes those of sentiment" in extra["notes"]
-    assert extra["labels"] == ["neg", "pos"]
-
-
-def test_the_demo_has_every_class_in_both_splits() -> None:
-    found, _, extra = make("demo").encode_splits()
-    assert len(extra["labels"]) == 5
-    assert all(len(set(np.asarray(c["label"]).tolist())) == 5 for c in found.values())
 
 
 def test_minus_one_is_a_class_where_not_all_of_a_split_has_it(tmp_path: Path) -> None:

@@ -161,15 +161,6 @@ def write_rows(file: Path, texts: list[str]) -> None:
         file.write_text("\n".join(map(json.dumps, records)) if lines else json.dumps(records))
 
 
-def test_the_last_twentieth_is_held_out_at_a_line_border(tmp_path: Path) -> None:
-    file = write(tmp_path, book__txt=LINES) / "book.txt"
-    train, valid = corpora.hold_out(readers.find_splits(file, None)["train"])
-    head, tail = ("".join(readers.read_stream(part)) for part in (train, valid))
-    assert head + tail == LINES
-    assert head.endswith("\n")
-    assert 0 < len(tail) <= 0.05 * len(LINES)
-
-
 @pytest.mark.parametrize("text", ["a b\nc d\n", "one line without end", "字" * 40, "字" * 30 + "\n"])
 def test_something_is_held_out_of_tiny_files(tmp_path: Path, text: str) -> None:
     file = write(tmp_path, tiny__txt=text) / "tiny.txt"
@@ -192,34 +183,24 @@ def test_a_long_file_is_read_in_pieces_without_losing_a_character(
     assert "".join(pieces) == text.removeprefix("\ufeff")
 
 
-def bad_inputs(folder: Path) -> dict[str, tuple[Text, str]]:
-    csv = write(folder / "csv", train__csv="id,texts\n1,a\n", valid__csv="id,texts\n1,a\n")
-    good = write(folder / "good", train__txt=LINES)
-    (folder / "empty").mkdir()
-    write(folder / "both", train__txt="a", train__csv="text\n")
-    write(folder / "blank", train__txt="")
-    write(folder / "odd", corpus__xyz="a")
-    return {
-        "missing": (make(folder / "goood"), "goood: there is no such file"),
-        "empty": (make(folder / "empty"), "there is no train.txt"),
-        "unknown files": (make(folder / "odd"), "found: corpus.xyz"),
-        "unknown ending": (make(folder / "odd" / "corpus.xyz"), "--format"),
-        "unknown format": (make(good, format="doc"), "--format doc"),
-        "two forms": (make(folder / "both"), "csv and txt"),
-        "blank": (make(folder / "blank"), "train.txt is empty"),
-        "column": (make(csv, text_column="txts"), "did you mean texts?"),
-        "vocabulary": (make(good, vocab_size=100), "--vocab-size 100: must be at least 257"),
-        "tokenizer path": (make(good, folder / "no tokenizer"), "--tokenizer"),
-        "tokenizer folder": (make(good, folder / "empty"), "holds no tokenizer"),
-    }
-
-
-@pytest.mark.parametrize("case", range(11))
-def test_bad_input_is_answered_in_one_line(tmp_path: Path, case: int) -> None:
-    name, (text, message) = list(bad_inputs(tmp_path).items())[case]
+@pytest.mark.parametrize(
+    ("file", "content", "options", "said"),
+    [
+        ("corpus.xyz", "a", {}, "found: corpus.xyz"),
+        ("train.txt", "", {}, "train.txt is empty"),
+        ("train.csv", "id,texts\n1,a\n", {"text_column": "txts"}, "did you mean texts?"),
+        ("train.txt", LINES, {"format": "doc"}, "--format doc"),
+        ("train.txt", LINES, {"vocab_size": 100}, "--vocab-size 100: must be at least 257"),
+        ("train.txt", LINES, {"tokenizer": "/no/tokenizer"}, "--tokenizer"),
+    ],
+)
+def test_bad_input_is_answered_in_one_line(
+    tmp_path: Path, file: str, content: str, options: dict[str, Any], said: str
+) -> None:
+    (tmp_path / file).write_text(content)
     with pytest.raises(UserError) as error:
-        text.check()
-    assert message in str(error.value), name
+        make(tmp_path, **options).check()
+    assert said in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -301,14 +282,3 @@ def test_offline_asks_no_network_and_finds_the_cache(tmp_path: Path, monkeypatch
     write(cached / "refs", main="abc")
     write(cached / "snapshots" / "abc", train__csv="text\n")
     make("a-team/a-corpus").check()
-
-
-def test_a_hub_data_set_is_split_and_its_column_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    rows = datasets.Dataset.from_list([{"text": f"he {i}"} for i in range(40)])
-    monkeypatch.setattr(corpora, "load_dataset", lambda *_: {"train": rows})
-    corpus = corpora.rows_from_hub("a-team/a-corpus", None)
-    assert len(list(corpus.splits["train"]())) == 38
-    assert [row for _, row in corpus.splits["valid"]()] == [{"text": "he 38"}, {"text": "he 39"}]
-    with pytest.raises(UserError, match="--text-column: a-team/a-corpus: has no body; it has: text"):
-        make("a-team/a-corpus", text_column="body").set_specs[0].open((), None)

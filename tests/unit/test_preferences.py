@@ -60,17 +60,8 @@ ROWS: dict[str, tuple[dict[str, Any], Any]] = {
         {"chosen": WHOLE + said(GOOD), "rejected": WHOLE + said(BAD)},
         (WHOLE, said(GOOD), said(BAD)),
     ),
-    "whole conversations beside their prompt": (
-        {"prompt": PROMPT, "chosen": WHOLE + said(GOOD), "rejected": WHOLE + said(BAD)},
-        (WHOLE, said(GOOD), said(BAD)),
-    ),
-    "names of ShareGPT": (
-        {
-            "chosen": [{"from": "human", "value": PROMPT}, {"from": "gpt", "value": GOOD}],
-            "rejected": [{"from": "human", "value": PROMPT}, {"from": "gpt", "value": BAD}],
-        },
-        SAME,
-    ),
+
+
     "answers that go on": (
         {"chosen": user(PROMPT) + LONGER, "rejected": user(PROMPT) + said(BAD)},
         (user(PROMPT), LONGER, said(BAD)),
@@ -100,11 +91,11 @@ def test_every_form_of_a_row_is_a_prompt_and_two_answers(name: str) -> None:
     [
         ({"prompt": "a", "chosen": "x", "rejectd": "y"}, "has no rejected (did you mean rejectd?); it has: "),
         ({"promt": "a", "chosen": "x", "rejected": "y"}, "has no prompt (did you mean promt?), and"),
-        ({"prompt": 3, "chosen": "x", "rejected": "y"}, "prompt holds int, not text or a list of messages"),
+
         ({"prompt": "a", "chosen": "x", "rejected": 5}, "rejected holds int, not text or a list of messages"),
-        ({"prompt": "a", "chosen": "x", "rejected": said("y")}, "chosen and rejected must both be text"),
+
         ({"prompt": "a", "chosen": turns(("asistant", "x")), "rejected": said("y")}, "chosen: message 1 is"),
-        ({"prompt": "a", "chosen": [{"role": "user"}], "rejected": said("y")}, "chosen: message 1 has no"),
+
         ({"chosen": said("x"), "rejected": said("y")}, "has no prompt, and chosen and rejected begin"),
     ],
 )  # fmt: skip
@@ -120,7 +111,6 @@ def test_a_row_of_another_shape_is_one_line(row: dict[str, Any], says: str) -> N
     [
         ({"prompt": "a", "chosen": "x", "rejected": "x"}, "the same answer twice"),
         ({"prompt": "a", "chosen": "x", "rejected": " "}, "an empty answer"),
-        ({"prompt": "a", "chosen": None, "rejected": "y"}, "an empty answer"),
         ({"prompt": " ", "chosen": "x", "rejected": "y"}, "an empty prompt"),
         (
             {"chosen": user("a") + said("x"), "rejected": user("b") + said("y")},

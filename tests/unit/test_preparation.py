@@ -83,14 +83,6 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, workers: int)
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_other_texts_are_encoded_anew(tmp_path: Path) -> None:
-    workshop = Workshop(1, tmp_path / "shards")
-    list(encode_in_shards(job(tmp_path), "train", TEXTS, workshop))
-    other = ["y", *TEXTS[1:]]
-    assert lengths(encode_in_shards(job(tmp_path), "train", other, workshop)) == [len(text) for text in other]
-
-
-@pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize(
     ("text", "kind", "said"),
     [("bad", UserError, "bad is refused"), ("fatal", TrainingError, "was killed.*run again, and it goes on")],
@@ -156,16 +148,6 @@ def test_a_file_that_was_just_changed_is_read_again(raw: Path, monkeypatch: pyte
     digests.file_hash(raw)
     digests.file_hash(raw)
     assert len(read) == 3
-
-
-def test_quantiles_of_lengths_are_those_of_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "MEASURED_ROWS", 7)
-    draw = np.random.default_rng(0)
-    for count in (1, 2, 33, 64, 65, 66, 129, 200):
-        lengths = draw.integers(0, 60, count)
-        rows = base.Ragged(np.empty(0, np.uint16), np.concatenate([[0], np.cumsum(lengths)]))
-        found = base.length_quantiles(base.ArraySource({"tokens": rows}))
-        assert found == tuple(np.quantile(lengths, np.linspace(0, 1, base.QUANTILES), method="nearest"))
 
 
 def test_an_open_cache_holds_nothing_of_its_own(tmp_path: Path) -> None:

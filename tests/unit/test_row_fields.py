@@ -319,17 +319,11 @@ def test_our_templates_keep_every_field(tmp_path: Path, name: str) -> None:
 
 OTHER: dict[str, Callable[[Word], dict[str, Any]]] = {
     "system_prompt": lambda word: {"system_prompt": word("system")},
-    "input in another case": lambda word: {"Input": word("input")},
     "input as a list": lambda word: {"input": [word("input: one"), word("input: two")]},
-    "context as a list": lambda word: {"context": [word("context: one"), word("context: two")]},
-    "documents": lambda word: {"documents": [{"title": word("documents: title"), "text": word("documents")}]},
     "history as text": lambda word: {"history": f"User: {word('history')}"},
     "history as messages": lambda word: {
         "history": turns(*OPENAI, lambda name: word("history") if name == "question" else "Yes.", frozenset())
     },
-    "history as objects": lambda word: {"history": [{"user": word("history"), "assistant": "Yes."}]},
-    "choices": lambda word: {"choices": [word("choices: one"), word("choices: two")]},
-    "rationale": lambda word: {"rationale": word("rationale")},
     "category": lambda word: {"category": word("category")},
     "a second answer": lambda word: {"response": word("response")},
     "tools": lambda word: {"tools": json.dumps([{"name": word("tool")}])},
@@ -396,7 +390,6 @@ READ: dict[str, tuple[str, dict[str, Any], str, str]] = {
         "Zsay",
         "Zask",
     ),
-    "messages by themselves": ("causal-lm", {"prompt": ASK, "completion": SAY}, "Zsay", "Zask"),
     "a system text beside a prompt": (
         "dpo",
         {"system": "Zsystem", "prompt": "Zask", **PAIR},
@@ -422,19 +415,9 @@ NOTED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"prompt": "Zask", "completion": "Zsay", "history": [["Zq", None]]},
         "rows left out: 1 with an empty answer in `history`",
     ),
-    "an unanswered history of a pair": (
-        "dpo",
-        {"prompt": "Zask", **PAIR, "history": [["Zq", None]]},
-        "rows left out: 1 with an empty answer in `history`",
-    ),
     "a weight of 0 of a pair": (
         "dpo",
         {"prompt": "Zask", "chosen": SAY | {"weight": 0}, "rejected": EARLIER},
-        "rows left out: 1 with no answer to learn, as their weights are 0",
-    ),
-    "weights of 0 alone": (
-        "causal-lm",
-        {"messages": [ASK, SAY | {"weight": 0}]},
         "rows left out: 1 with no answer to learn, as their weights are 0",
     ),
 }
@@ -445,20 +428,13 @@ UNREADABLE: dict[str, tuple[str, dict[str, Any], str]] = {
         {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [{"a": 1}]}]},
         f"message 2 has `tool_calls`: {NO_TOOLS}",
     ),
-    "a tool of a pair": ("dpo", {"messages": [ASK], "tools": [1], **PAIR}, f"has `tools`: {NO_TOOLS}"),
     "a mark": ("causal-lm", {"prompt": "<image>Zask", "completion": "Zsay"}, "a question has <image>: only"),
-    "a mark of a pair": ("dpo", {"prompt": "Zask <audio>", **PAIR}, "a question has <audio>: only text"),
     "half a weight": ("causal-lm", {"messages": [ASK, SAY | {"weight": 0.5}]}, "weight is 0.5: an answer is"),
     "no pairs": ("dpo", {"prompt": "Zask", "completion": "Zsay"}, "has no column chosen.*--task causal-lm"),
     "lists of unequal length": (
         "causal-lm",
         {"messages": {"role": ["user"], "content": ["a", "b"]}},
         "messages is an object with role, content: neither a message",
-    ),
-    "a word of another kind": (
-        "causal-lm",
-        {"messages": [ASK | {"role": "critic"}]},
-        "is by 'critic': a role is",
     ),
 }
 

@@ -237,7 +237,7 @@ def test_what_is_expected_is_here_before_it_is_fetched(stored: Path) -> None:
     source = data.open(_folder(facts), "train")
     assert source.read_ahead > 0
     source.expect(np.arange(len(source)))
-    names = {source.table.cache_name(group) for group in range(len(source.table))}  # type: ignore[attr-defined]
+    names = {source._request(group)[0] for group in range(len(source.table))}  # type: ignore[attr-defined]  # noqa: SLF001
     deadline = time.monotonic() + 20
     while names - {path.name for path in group_cache.groups_folder().glob("*")}:
         assert time.monotonic() < deadline
