@@ -56,8 +56,7 @@ _NAMED_BY_QUESTION = {"prompt": "completion", "question": "answer"}
 _BETWEEN = " -> "
 ACCEPTED = (
     "--text-column names that of plain text; conversations are read from `messages` or `conversations`,"
-    " `instruction` and `output`, `prompt` and `completion`, `question` and `answer` and others;"
-    " --question-column and --answer-column name them"
+    " `instruction` and `output`, `prompt` and `completion`, `question` and `answer` and others: call them so"
 )
 
 
@@ -66,8 +65,8 @@ class SkippedRowError(Exception):
 
 
 def detect_chat_format(columns: Sequence[str]) -> str | None:
-    """The name of the format: the column of messages, `instruction`, or as `pair_format` calls it; None for
-    plain text.
+    """The name of the format: the column of messages, `instruction`, the column of questions, alone or with
+    that of answers; None for plain text.
 
     One of Alpaca's two columns is enough, but where there is a `text` column both are needed.
     """
@@ -82,17 +81,12 @@ def detect_chat_format(columns: Sequence[str]) -> str | None:
     if "instruction" in columns:
         return "instruction"
     asked = (
-        pair_format(name, answer)
+        name if _NAMED_BY_QUESTION.get(name) == answer else f"{name}{_BETWEEN}{answer}"
         for name, answers in ANSWERS_OF.items()
         for answer in answers
         if {name, answer} <= {*columns}
     )
     return next(asked, "instruction" if alpaca else None)
-
-
-def pair_format(question: str, answer: str) -> str:
-    """The format of rows with these columns."""
-    return question if _NAMED_BY_QUESTION.get(question) == answer else f"{question}{_BETWEEN}{answer}"
 
 
 def main_columns(row: Mapping[str, Any], chat_format: str) -> tuple[str, ...]:

@@ -63,7 +63,6 @@ class StreamedText(Text):
             raise UserError(
                 f"--format {self.recipe.format}: an object in a store says by its ending what it is"
             )
-        self._check_pair()
         self._check_vocabulary_size()
         self._tokenizer_source()
         self._detect_kind()

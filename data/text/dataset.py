@@ -35,11 +35,6 @@ class TextOptions:
     text_column: str | None = None
     """The column of csv, jsonl, json, parquet and hub data that holds plain text; by default text, unless
     the rows are conversations: instruction and output, messages, or conversations."""
-    question_column: str | None = None
-    """The column of questions, where a row is a question and its answer; by default found by usual names
-    (instruction, prompt, question, query, input)."""
-    answer_column: str | None = None
-    """The column of their answers; by default output, completion, response, answer or target."""
     template: Literal["auto", "alpaca", "chatml", "plain"] = "auto"
     """How a conversation is written as text; auto is the tokenizer's own chat template, else alpaca for
     instructions and chatml for messages."""
@@ -84,7 +79,6 @@ class Text(TokenizedData):
 
     def check(self) -> None:
         options, data, set_specs = self.options, self.recipe.data, self.set_specs
-        self._check_pair()
         self._check_vocabulary_size()
         self._cleaning_steps()
         self._tokenizer_source()
@@ -108,19 +102,6 @@ class Text(TokenizedData):
         column = options.text_column  # a single set checks it itself
         if column and sets > 1 and not any(s.has_column(column) for s in set_specs if s.has_rows):
             raise UserError(f"--text-column {column}: none of the sets of --data {data} has such a column")
-
-    def _check_pair(self) -> None:
-        """Raise UserError for one of two columns, or where --text-column reads plain text."""
-        question, answer = self.options.question_column, self.options.answer_column
-        missing = "--question-column" if question is None else "--answer-column"
-        refuse(
-            {
-                f"{missing}: is needed too: questions and answers are two columns": (question is None)
-                != (answer is None),
-                "--text-column: reads plain text, and --question-column conversations: leave one out": None
-                not in (question, self.options.text_column),
-            }
-        )
 
     def _cleaning_steps(self) -> tuple[CleaningStep, ...]:
         return parse_steps(self.options.clean or ())

@@ -54,17 +54,15 @@ def split_set_names(data: str) -> list[str]:
 def detect_row_kind(columns: Sequence[str], options: Any, is_only_set: bool, data: str = "") -> str:
     """The kind of rows: TEXT, or the format of conversations. `data`: the set's name in errors.
 
-    Columns that the user names (`options`: TextOptions) decide first. Raises UserError for pairs of answers.
+    The column that the user names (`options`: TextOptions) decides first. Raises UserError for pairs of
+    answers.
     """
-    text_column, pair = options.text_column, (options.question_column, options.answer_column)
-    if text_column is not None and (is_only_set or text_column in columns):
+    if options.text_column is not None and (is_only_set or options.text_column in columns):
         return TEXT
-    if pair[0] is not None and (is_only_set or {*pair} <= {*columns}):
-        return chat_formats.pair_format(*pair)
     if {"chosen", "rejected"} <= {*columns}:
         raise UserError(
             f"--data {data}: its rows are pairs of answers (chosen, rejected): --task dpo or orpo learns from"
-            " them; --question-column and --answer-column read two columns"
+            " them; call the columns prompt and completion to learn one of them"
         )
     return chat_formats.detect_chat_format(columns) or TEXT
 
@@ -123,18 +121,11 @@ class TextSetSpec:
             return
         if not any(file.stat().st_size for file in parts["train"].files):
             raise UserError(f"--data {self.path}: {parts['train'].files[0]} is empty")
-        wanted, otherwise = {}, ""
-        if options.question_column is not None and self.is_only_set:
-            wanted = {f"--{n}-column": getattr(options, f"{n}_column") for n in ("question", "answer")}
-        elif self.has_rows and self._detect_kind(self.columns) == TEXT:
+        if self.has_rows and self._detect_kind(self.columns) == TEXT:
             column = self._text_column(self.columns)
-            wanted = {"--text-column" if options.text_column == column else "": column}
-            otherwise = chat_formats.ACCEPTED
-        for part in parts.values() if wanted else ():
-            if part.is_stream:
-                raise UserError(f"--question-column: {part.files[0]} is running text, without columns")
-            for flag, column in wanted.items():
-                readers.require_column(part, column, flag, otherwise)
+            flag = "--text-column" if options.text_column == column else ""
+            for part in parts.values():
+                readers.require_column(part, column, flag, chat_formats.ACCEPTED)
 
     def _detect_kind(self, columns: Sequence[str]) -> str:
         return detect_row_kind(columns, self.options, self.is_only_set, self.location)

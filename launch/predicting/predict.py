@@ -222,7 +222,7 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
     text, pair = (getattr(options, name) or asked.get(name) for name in prediction.COLUMNS)
     what = f"a {run.recipe.task} run"
     if isinstance(task, Generates):
-        return _writer(language_model_of(run, task), text or asked.get("question_column"), options)
+        return _writer(language_model_of(run, task), text, options)
     if isinstance(task, OpensItemLists):
         _refuse_unread(options, what, "text_column", *LISTS)
         lists = task.open_lists(run.final, options.by)

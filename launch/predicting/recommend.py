@@ -181,4 +181,6 @@ def _named_items(lists: Recommendations, flag: str, text: str, column: str | Non
     name = next((name for name in usual if name in rows[0]), None)
     if name is None:
         raise UserError(f"{flag} {text}: has no column item_id; it has: {', '.join(rows[0])}")
-    return [str(row.get(name)) for row in rows]
+    # In a list without a header the first item is taken for one.
+    first = [name] if name not in (column, *ITEM_COLUMNS) and lists.knows_item(name) else []
+    return [*first, *(str(row.get(name)) for row in rows)]

@@ -38,8 +38,8 @@ FLAGS = {
     "run": """out name resume again save_every keep checkpoint_copy log_every
         tracker ledger anomaly hang_timeout max_restarts debug quiet""",
     "causal-lm": """lora_r lora_alpha lora_dropout lora_targets lora_bias adapter load_bits frozen_dtype
-        also_train generate_tokens remote_code text_column question_column
-        answer_column template response_only mix clean stride vocab_size data_config valid""",
+        also_train generate_tokens remote_code text_column
+        template response_only mix clean stride vocab_size data_config valid""",
 }
 
 
@@ -269,7 +269,7 @@ def test_a_task_option_is_part_of_the_recipe() -> None:
     assert asked.recipe.options["generate_tokens"] == 5
     assert asked.recipe.options["vocab_size"] == 300
     assert asked.recipe.hash() != ask().recipe.hash()
-    added_later = {"frozen_dtype", "also_train", "question_column", "answer_column", "valid"}  # left out
+    added_later = {"frozen_dtype", "also_train", "valid"}  # left out
     assert set(ask().recipe.options) | added_later == set(FLAGS["causal-lm"].split())
 
 

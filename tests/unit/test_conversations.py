@@ -163,24 +163,6 @@ def test_a_named_text_column_wins(tmp_path: Path) -> None:
     assert chat_formats.detect_chat_format(["prompt", "chosen", "rejected"]) is None
 
 
-def test_other_columns_are_named(tmp_path: Path) -> None:
-    rows = [{"ask": "he?", "text": "he", "reply": "Hi!"}] * 3
-    usual = prepared(tmp_path / "a", [{"question": "he?", "answer": "Hi!"}] * 3)[1]
-    named = prepared(tmp_path / "b", rows, question_column="ask", answer_column="reply")[1]
-    assert all(np.array_equal(usual[n].values, named[n].values) for n in ("tokens", "learn"))
-    plain, other = (
-        make(tmp_path / "b", rows, tokenizer=tmp_path / "b" / "tokenizer", **asked).identity()
-        for asked in ({}, {"question_column": "ask", "answer_column": "reply"})
-    )
-    assert plain != other
-    for asked, said in (
-        ({"question_column": "ask"}, "--answer-column: is needed too"),
-        ({"question_column": "ask", "answer_column": "repli"}, "--answer-column repli: .* mean reply"),
-    ):
-        with pytest.raises(UserError, match=said):
-            make(tmp_path / "b", rows, tokenizer=tmp_path / "b" / "tokenizer", **asked).check()
-
-
 def row(text: str) -> TokenRow:
     """A token for each letter; capitals are an answer's."""
     return TokenRow(
