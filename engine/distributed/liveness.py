@@ -18,12 +18,12 @@ import hmac
 import json
 import os
 import secrets
-import selectors
 import socket
 import sys
 import threading
 import time
 from collections import deque
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +68,7 @@ class PeerMonitor:
         self._over = threading.Event()
         """Set when this rank's work is over: then nothing ends it any more."""
         self._noticed = threading.Event()
+        self._lock = threading.Lock()
         self._reason = ""
         self._farewell = False
         self._server: socket.socket | None = None
@@ -80,7 +81,8 @@ class PeerMonitor:
             port, token = self.world.broadcast_object(offer)
             # A loader process that is forked from this one would keep its connections open after its death.
             os.register_at_fork(after_in_child=self._close)
-            threading.Thread(target=self._run, args=(port, token), name="peers", daemon=True).start()
+            hear = partial(self._serve, self._server) if self._server else partial(self._follow, port)
+            threading.Thread(target=hear, args=(token,), name="peers", daemon=True).start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -94,35 +96,25 @@ class PeerMonitor:
         """Which rank was lost, for an error of a collective; empty if none is noticed in `within` seconds."""
         return self._reason if self.world.size > 1 and self._noticed.wait(within) else ""
 
-    def _run(self, port: int, token: str) -> None:
-        if self._server is not None:
-            self._serve(self._server, token)
-        else:
-            self._follow(port, token)
-
     def _serve(self, server: socket.socket, token: str) -> None:
-        """Rank 0's thread: hear every rank, and tell all of the first that is lost."""
-        present: set[int] = set()
-        with selectors.DefaultSelector() as selector:
-            selector.register(server, selectors.EVENT_READ, None)
-            while True:
-                for key, _ in selector.select():
-                    if key.data is None:
-                        connection, _ = server.accept()
-                        _keep_alive(connection)
-                        selector.register(connection, selectors.EVENT_READ, _Peer(connection, token))
-                        self._connections.append(connection)
-                        continue
-                    peer: _Peer = key.data
-                    for line in peer.read():
-                        present = present - {peer.rank} if line == FAREWELL else present | {peer.rank}
-                    if peer.closed:
-                        selector.unregister(peer.connection)
-                        self._connections.remove(peer.connection)
-                        peer.connection.close()
-                        if peer.rank in present:
-                            self._send(f"lost {peer.rank}")
-                            self._notice(peer.rank)
+        """Rank 0's thread: every connection is heard by a thread of its own."""
+        while True:
+            connection, _ = server.accept()
+            _keep_alive(connection)
+            self._connections.append(connection)
+            threading.Thread(target=self._hear, args=(connection, token), name="peer", daemon=True).start()
+
+    def _hear(self, connection: socket.socket, token: str) -> None:
+        """Hear a rank until its connection closes, and tell all where it has not said farewell."""
+        lines = _lines(connection)
+        said, _, rank = next(lines, "").partition(" ")
+        is_rank = hmac.compare_digest(said.encode(), token.encode())  # else a stranger
+        is_lost = is_rank and FAREWELL not in list(lines)
+        self._connections.remove(connection)
+        connection.close()
+        if is_lost:
+            self._send(f"lost {rank}")
+            self._notice(int(rank))
 
     def _follow(self, port: int, token: str) -> None:
         """The thread of every other rank: hear rank 0."""
@@ -138,29 +130,28 @@ class PeerMonitor:
         self._send(f"{token} {self.world.rank}")
         if self._farewell:
             self._send(FAREWELL)
-        rank_0 = _Peer(connection)
-        while not rank_0.closed:
-            for line in rank_0.read():
-                if line == FAREWELL:
-                    return
-                self._notice(int(line.removeprefix("lost ")))
+        for line in _lines(connection):
+            if line == FAREWELL:
+                return
+            self._notice(int(line.removeprefix("lost ")))
         self._notice(0)
 
     def _notice(self, rank: int) -> None:
         """Rank `rank` is lost: end this process unless its main thread does so itself."""
-        if self._noticed.is_set() or self._over.is_set():
-            return
         world = self.world
-        place = f"{world.position}, waiting in {world.waiting}" if world.waiting else world.position
-        self._reason = f"rank {rank} is lost, its process has ended; rank {world.rank} was at {place}"
-        self._noticed.set()
+        with self._lock:
+            if self._noticed.is_set() or self._over.is_set():
+                return
+            place = f"{world.position}, waiting in {world.waiting}" if world.waiting else world.position
+            self._reason = f"rank {rank} is lost, its process has ended; rank {world.rank} was at {place}"
+            self._noticed.set()
         later = 0.0 if world.is_main else OTHER_RANKS_LATER_SECONDS
         if not self._over.wait(OWN_ERROR_SECONDS + later):
             self.end(self._reason)
 
     def _send(self, line: str) -> None:
         """Send a line to all that this rank is connected with."""
-        for connection in self._connections:
+        for connection in [*self._connections]:
             with contextlib.suppress(OSError):  # it may be gone
                 connection.sendall(f"{line}\n".encode())
 
@@ -169,33 +160,13 @@ class PeerMonitor:
             connection.close()
 
 
-class _Peer:
-    """The other end of a connection: reads its lines. With a token, the first must be `TOKEN RANK`."""
-
-    def __init__(self, connection: socket.socket, token: str = "") -> None:
-        self.connection, self._token = connection, token
-        self.rank = -1
-        """Unknown, until its first line."""
-        self.closed = False
-        self._text = b""
-
-    def read(self) -> Iterator[str]:
-        """Wait for bytes; the whole lines among them."""
-        try:
-            found = self.connection.recv(4096)
-        except OSError:
-            found = b""
-        self.closed = not found
-        *lines, self._text = (self._text + found).split(b"\n")
-        for line in lines:
-            text = line.decode(errors="replace")
-            if self._token and self.rank < 0:
-                said, _, rank = text.partition(" ")
-                if not hmac.compare_digest(said.encode(), self._token.encode()):
-                    self.closed = True  # a stranger
-                    return
-                self.rank = int(rank)
-            yield text
+def _lines(connection: socket.socket) -> Iterator[str]:
+    """The lines that come from the other end of a connection, until it is closed."""
+    text = b""
+    with contextlib.suppress(OSError):
+        while found := connection.recv(4096):
+            *lines, text = (text + found).split(b"\n")
+            yield from (line.decode(errors="replace") for line in lines)
 
 
 def _on_one_machine() -> bool:

@@ -155,7 +155,13 @@ class Recorded(Communicator):
         self.device = torch.device("cpu")
         self.blocked: list[tuple[str, str]] = []
         self.accelerator: Any = SimpleNamespace(wait_for_everyone=self.record("wait_for_everyone"))
-        for name in ("all_reduce", "broadcast", "all_gather_object", "broadcast_object_list", "recv"):
+        for name in (
+            "all_reduce",
+            "broadcast",
+            "all_gather_object",
+            "broadcast_object_list",
+            "gather_object",
+        ):
             monkeypatch.setattr(torch.distributed, name, self.record(name))
         monkeypatch.setattr(torch.distributed, "all_gather", self.record("all_gather", self.fill))
         monkeypatch.setattr(nn.parallel, "DistributedDataParallel", self.record("DistributedDataParallel"))
