@@ -167,9 +167,6 @@ class Recipe:
         flags = flags_of(cls, "recipe")
         if "task" not in values:
             raise UserError("recipe.json names no task")
-        if "rules" in values or ("hash" in values and (lacking := sorted({*flags, *DERIVED} - set(values)))):
-            how = "follows rules" if "rules" in values else f"lacks {lacking[0]}"
-            raise UserError(f"recipe.json {how}: a version before the first release made it; train it again")
         if unknown := set(values) - set(flags) - DERIVED - {"hash", "run"}:
             raise UserError(f"recipe.json has unknown fields: {', '.join(sorted(unknown))}")
         return cls(**{k: v for k, v in values.items() if k in flags or k in DERIVED})

@@ -59,10 +59,8 @@ def auto(words: Sequence[str]) -> int:
     points = parse_sweep(words, "auto", AutoOptions)
     request = points[0][0]
     options = AutoOptions(**request.extra)
-    about_one = {"dump-config": options.dump_config, "dry-run": options.dry_run}
-    if len(points) > 1 and any(about_one.values()):
-        word = next(word for word, is_given in about_one.items() if is_given)
-        raise UserError(f"--{word}: is about one run; give each flag one value")
+    if len(points) > 1 and (options.dump_config or options.dry_run):
+        raise UserError("--dump-config and --dry-run are about one run; give each flag one value")
     if options.dump_config:
         print(request_text(request))
         return DONE

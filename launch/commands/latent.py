@@ -9,7 +9,7 @@ from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.launch.commands.evaluate import require_capability
-from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import TrustOptions, open_run
 from isobatch.models.protocols import EncodesLatents, LatentCodec
 
@@ -50,30 +50,28 @@ class SampleOptions(DecodingOptions):
 def reconstruct(words: Sequence[str]) -> int:
     """Usage: vae reconstruct RUN "text" [--tokens 60] [--json]: a text through its latent vector and back."""
     codec, (text,), options = _open(words, "reconstruct", ("text",), DecodingOptions)
-    found = codec.reconstruct(text, options.tokens)
-    return _print([found], options, {"text": text, "reconstruction": found})
+    return _print(options, text=text, reconstruction=codec.reconstruct(text, options.tokens))
 
 
 def interpolate(words: Sequence[str]) -> int:
     """Usage: vae interpolate RUN "from" "to" [--count 7] [--tokens 60] [--json]: between two texts."""
     codec, (first, last), options = _open(words, "interpolate", ("from", "to"), InterpolateOptions)
-    found = codec.interpolate(first, last, options.count, options.tokens)
-    return _print(found, options, {"from": first, "to": last, "texts": found})
+    texts = codec.interpolate(first, last, options.count, options.tokens)
+    return _print(options, **{"from": first, "to": last, "texts": texts})
 
 
 def sample(words: Sequence[str]) -> int:
     """Usage: vae sample RUN [--count 5] [--temperature 1] [--seed 0] [--tokens 60] [--json]."""
     codec, _, options = _open(words, "sample", (), SampleOptions)
-    found = codec.sample(options.count, options.tokens, options.temperature, options.seed)
-    return _print(found, options, {"texts": found})
+    texts = codec.sample(options.count, options.tokens, options.temperature, options.seed)
+    return _print(options, texts=texts)
 
 
 def _open(
     words: Sequence[str], command: str, names: Sequence[str], kind: type
 ) -> tuple[LatentCodec, list[str], Any]:
     """The model of the run, the texts after it, and the options. Raises UserError."""
-    positional, flags = split_words(words)
-    options = command_options(flags, kind, command)
+    positional, options = read_command(words, kind, command)
     if len(positional) != 1 + len(names):
         usage = " ".join([f"{command} RUN", *(f'"{name}"' for name in names)])
         raise UserError(f"{command}: give the folder of one run, and each text in quotes: {usage}")
@@ -82,6 +80,7 @@ def _open(
     return task.open_codec(run.final), positional[1:], options
 
 
-def _print(texts: list[str], options: DecodingOptions, found: dict[str, Any]) -> int:
+def _print(options: DecodingOptions, **found: Any) -> int:
+    texts = found.get("texts") or [found["reconstruction"]]
     print(atomic_files.json_text(found, ensure_ascii=False) if options.json else printable("\n".join(texts)))
     return 0

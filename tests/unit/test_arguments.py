@@ -55,23 +55,6 @@ def refusal(*words: str) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("words", "positional", "flags"),
-    [
-        ("--json runs", ["runs"], {"json": "True"}),
-        ("--json off runs", ["runs"], {"json": "off"}),
-        ("--json --lr 1", [], {"json": "True", "lr": "1"}),
-        ("RUN --watch --port 80 --json", ["RUN"], {"watch": "True", "port": "80", "json": "True"}),
-        ("json --no-json", ["json"], {"json": "False"}),
-        ("", [], {}),
-    ],
-)
-def test_a_switch_takes_no_word_that_is_not_its_own(
-    words: str, positional: list[str], flags: dict[str, str]
-) -> None:
-    assert split_words(words.split()) == (positional, flags)
-
-
 def test_a_new_flag_is_a_decision() -> None:
     found = {
         "recipe": flags_of(Recipe, "recipe"),
@@ -91,20 +74,12 @@ def test_a_new_flag_is_a_decision() -> None:
     [
         (["--lr=-1"], {"lr": "-1"}),
         (["--lr", "-1e-3"], {"lr": "-1e-3"}),
-        (["--name=a=b"], {"name": "a=b"}),
         (["--name", "a = b"], {"name": "a = b"}),
         (["--data", 'it\'s "my" data/ünï 日本'], {"data": 'it\'s "my" data/ünï 日本'}),
-        (["--data", "{1: 2}"], {"data": "{1: 2}"}),
         (["--name", "-"], {"name": "-"}),
-        (["--name=-x"], {"name": "-x"}),
-        (["--max-length", "8"], {"max_length": "8"}),
         (["--quiet", "--name", "x"], {"quiet": "True", "name": "x"}),
-        (["--quiet"], {"quiet": "True"}),
         (["--no-compile"], {"compile": "False"}),
-        (["--no-compile=True"], {"compile": "False"}),
         (["--no-compile=False"], {"compile": "True"}),
-        (["--noise", "native"], {"noise": "native"}),
-        ([], {}),
     ],
 )
 def test_words_become_flags(words: list[str], flags: dict[str, str]) -> None:
@@ -112,10 +87,9 @@ def test_words_become_flags(words: list[str], flags: dict[str, str]) -> None:
 
 
 def test_positional_words_are_kept_in_order() -> None:
-    assert split_words(["runs/a b", "--json", "--steps", "3", "x"]) == (
-        ["runs/a b", "x"],
-        {"json": "True", "steps": "3"},
-    )
+    """A switch takes no word that is not its own."""
+    found = split_words(["runs/a b", "--json", "x", "--watch", "off", "--steps", "3"])
+    assert found == (["runs/a b", "x"], {"json": "True", "watch": "off", "steps": "3"})
 
 
 @pytest.mark.parametrize("word", ["--", "--=3"])
@@ -133,33 +107,20 @@ def test_any_value_arrives_as_typed(value: str) -> None:
 @pytest.mark.parametrize(
     ("words", "start", "hint"),
     [
-        (["--epohs", "3"], "--epohs: auto --task causal-lm has no such flag", "(did you mean --epochs?)"),
         (
             ["--epohs", "3", "--learning-rat", "1", "--zzz", "1"],
             "--epohs: auto --task causal-lm has no such flag (did you mean --epochs?); --learning-rat: ",
             "(did you mean --learning-rate?); --zzz: ",
         ),
-        (["--learing-rate", "3"], "--learing-rate: ", "(did you mean --learning-rate?)"),
         (["--use-cache"], "--use-cache: ", ""),
-        (["-l", "3"], "--l: ", ""),
         (["--noise"], "--noise: needs a value", ""),
-        (["--batch-size", "-4"], "--batch-size -4: must be at least 1", ""),
         (["--lr=-1"], "--lr -1: must be at least 0", ""),
         (["--epochs", "2,3"], "--epochs 2.0,3.0: give one number, or one for each of 1 phases", ""),
         (["--phase", "recover"], "--phase recover: this task's phases are train", ""),
-        (["--num-epochs", "2", "--epochs", "3"], "--epochs and --num-epochs say the same thing", ""),
         (["--fast", "--mode", "full"], "--mode and --fast say the same thing", ""),
-        (["--fast", "perhaps"], "--fast perhaps: has no meaning here", ""),
-        (
-            ["--batch-size", "8", "--per-device-batch-size", "4"],
-            "--per-device-batch-size and --batch-size",
-            "",
-        ),
-        (["demo"], "auto: what is 'demo'? Flags start with --", ""),
+        (["--batch-size", "8", "--per-device-batch-size", "4"], "--per-device-batch-size and --batch", ""),
         (["--batch-size", "1", "--batch_size=2"], "--batch-size is given twice", ""),
-        (["--compile", "--no-compile"], "--compile is given twice", ""),
         (["--batch-size", "--quiet"], "--batch-size: needs a value", ""),
-        (["--quiet", "--data"], "--data: needs a value", ""),
         (["--num-epochs"], "--epochs: needs a value", ""),
     ],
 )
@@ -175,12 +136,6 @@ def test_a_task_is_needed(words: list[str]) -> None:
         parse_request(words, "auto")
 
 
-def test_a_task_is_known() -> None:
-    with pytest.raises(UserError, match=r"no such task \(did you mean causal-lm\?\)"):
-        parse_request(["--task", "casual-lm"], "auto")
-    assert parse_request(["--task", "Causal_LM"], "auto").workload.name == "causal-lm"
-
-
 def test_fast_mode_changes_the_recipe_and_says_how() -> None:
     fast, full = ask("--fast").recipe, ask().recipe
     changed = {f.name for f in dataclasses.fields(Recipe) if getattr(fast, f.name) != getattr(full, f.name)}
@@ -192,17 +147,6 @@ def test_fast_mode_changes_the_recipe_and_says_how() -> None:
     )  # no patience: no min_delta
     assert "train_fraction" not in " ".join(ask("--fast", "--train-fraction", "0.5").notes)
     assert (ask("--fast").plan, ask("--fast").run) == (ask().plan, ask().run)
-
-
-@pytest.mark.parametrize("task", ["causal-lm", "classifier", "pruning", "qat", "recommender"])
-def test_fast_mode_evaluates_less_and_stops_at_small_gains(task: str) -> None:
-    patient = ["--task", task, "--patience", "2"]
-    fast, full = (parse_request([*patient, mode], "auto").recipe for mode in ("--fast", "--full"))
-    assert (full.eval_fraction, full.min_delta) == (1, 0)
-    assert fast.eval_fraction < 1
-    assert 0 < fast.min_delta <= 0.01
-    asked = parse_request([*patient, "--fast", "--min-delta", "0"], "auto").recipe
-    assert asked.min_delta == 0
 
 
 def test_the_demo_is_announced(tmp_path: Path) -> None:
@@ -262,15 +206,6 @@ def test_steps_in_a_later_layer_take_the_place_of_epochs() -> None:
     assert (layered(mode="fast").epochs, layered(mode="fast").steps) == (None, (7,))
     again = layered(mode="fast", epochs=(2.0,))
     assert (again.epochs, again.steps) == ((2.0,), None)
-
-
-def test_a_task_option_is_part_of_the_recipe() -> None:
-    asked = ask("--generate-tokens", "5", "--vocab-size", "300")
-    assert asked.recipe.options["generate_tokens"] == 5
-    assert asked.recipe.options["vocab_size"] == 300
-    assert asked.recipe.hash() != ask().recipe.hash()
-    added_later = {"frozen_dtype", "also_train", "valid"}  # left out
-    assert set(ask().recipe.options) | added_later == set(FLAGS["causal-lm"].split())
 
 
 def test_plan_and_run_flags_do_not_change_the_recipe() -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import value_text
 from isobatch.engine.registry import TASKS
 from isobatch.launch.commands.auto import auto
 from isobatch.launch.local.arguments import Request, parse_request, parse_sweep, request_text, task_name
@@ -102,10 +101,7 @@ def test_a_file_may_hold_a_sweep(tmp_path: Path) -> None:
         ),
         ("lr: 1: 2", ("--task", "qat"), "cannot be read: mapping values are not allowed here"),
         ("a list", ("--task", "qat"), "holds no lines such as lr: 1e-3"),
-        ("", ("--task", "qat"), "holds no lines such as lr: 1e-3"),
         ("lr: {a: 1}", ("--task", "qat"), "lr: holds names of its own"),
-        ("lr: fast", ("--task", "qat"), "--lr fast: is not a number"),
-        ("lr: 1e-3", (), "needs --task NAME"),
         ("task: qta", (), "did you mean qat?"),
         ("lr: 1e-3", ("--task", "qat", "--like", "runs"), "--config and --like both say"),
     ],
@@ -126,22 +122,6 @@ def test_a_chain_reads_a_file_of_flags(text: str, said: str, tmp_path: Path) -> 
     with pytest.raises(UserError) as refused:
         auto(["--config", str(tmp_path / "c.yaml"), "--num_epochs", "2"])
     assert said in str(refused.value)
-
-
-def test_files_that_are_not_there_are_one_line(tmp_path: Path) -> None:
-    for words, said in (
-        (("--config", f"{tmp_path}/no.yaml"), "cannot be read"),
-        (("--config", str(tmp_path)), "cannot be read"),
-        (("--like", str(tmp_path)), "is no folder of a run"),
-        (("--config",), "--config: needs a value"),
-    ):
-        with pytest.raises(UserError, match=said):
-            ask("--task", "qat", *words)
-
-
-def test_values_are_written_as_they_are_typed() -> None:
-    values = [True, 0.1, (1.0, 2.5), "a b", 3]
-    assert list(map(value_text, values)) == ["on", "0.1", "1.0,2.5", "a b", "3"]
 
 
 def test_the_version_names_the_libraries(cli: Cli) -> None:

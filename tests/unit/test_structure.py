@@ -123,6 +123,39 @@ def test_no_files_import_each_other_in_a_circle() -> None:
     TopologicalSorter({f: set(files_imported(f)) for f in FILES}).prepare()  # raises CycleError
 
 
+LEAST_LINES = 60
+SMALL = {
+    "data/text/template_process.py": "a program: templates of strangers run in its sandbox",
+    "data/interactions/demo.py": "the embedded demo",
+    "engine/loading/group_order.py": "an order by itself, which proofs compute again",
+    "engine/model_setup/prepare_model.py": "what a plan does to a model, in order",
+    "engine/optimization/parameter_groups.py": "what a recipe says to an optimizer",
+    "engine/optimization/spikes.py": "a rule by itself",
+    "engine/profiling/advice.py": "advice as a table",
+    "launch/commands/compress.py": "imported where --task compress is typed",
+    "launch/doctor/software.py": "one of the doctor's subjects",
+    "models/causal_lm/known_models.py": "a table with its reader",
+}
+"""Files of fewer code lines that one other file names -> why they are files."""
+
+
+def code_lines(file: Path) -> int:
+    """Neither blank, nor a comment, nor in a docstring or the string under a field."""
+    words = [n for n in nodes(file) if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    said = {line for n in words for line in range(n.lineno, (n.end_lineno or 0) + 1)}
+    lines = enumerate(file.read_text().splitlines(), start=1)
+    return sum(
+        bool(text.strip()) and not text.lstrip().startswith("#") and n not in said for n, text in lines
+    )
+
+
+def test_no_small_file_has_one_importer() -> None:
+    """It belongs into the file that imports it; programs that are started by their path may be small."""
+    importers = Counter(imported for file in PACKAGE for imported in set(files_imported(file)))
+    small = {name(f) for f, count in importers.items() if count == 1 and code_lines(f) < LEAST_LINES}
+    assert sorted(small - SMALL.keys()) == []
+
+
 def test_the_package_holds_every_room() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     configs = {"isobatch.configs.accelerate", "isobatch.configs.deepspeed"}
@@ -254,16 +287,10 @@ def test_tasks_and_data_draw_no_noise_of_their_own() -> None:
     [
         ("torch.rand(3)", True),
         ("torch.randn_like(x)", True),
-        ("torch.randint(3, (2,), generator=g)", False),
-        ("torch.multinomial(p, 1, generator=g)", False),
-        ("torch.bernoulli(p)", True),
         ("x.normal_()", True),
         ("nn.functional.dropout(x)", True),
-        ("np.random.shuffle(x)", True),
         ("np.random.default_rng()", True),
         ("np.random.default_rng(seed)", False),
-        ("generator.integers(3)", False),
-        ("random.choice(x)", True),
         ("random.Random(3)", False),
         ("step.noise.normal('z', (3,))", False),
     ],
@@ -276,12 +303,8 @@ def test_the_lint_sees_raw_draws(code: str, found: bool) -> None:
     ("words", "code"),
     [
         (["--help"], 0),
-        (["tasks"], 0),
         (["describe", "causal-lm"], 0),
-        (["auto", "--help"], 0),
         (["auto", "--task", "causal-lm", "--epohs", "3"], 2),
-        (["auto", "--task", "casual-lm"], 2),
-        (["auto", "--task", "causal-lm", "--batch-size", "0"], 2),
         (["resume", "nowhere"], 2),
         (["train-it"], 2),
     ],
