@@ -209,7 +209,27 @@ class Recommendations:
         mean, covariance = users.mean(0), np.atleast_2d(np.cov(users.T, ddof=0))
         scale = covariance.trace() / len(mean) or 1.0
         precision = np.linalg.inv(covariance + RIDGE * scale * np.eye(len(mean)))
-        return _likeliest(v, b, taken, mean, precision)
+        observed, count, u = v[taken].sum(0), len(taken), mean
+
+        def posterior(u: np.ndarray) -> float:
+            scores, off = v @ u + b, u - mean
+            log_total = scores.max() + np.log(np.exp(scores - scores.max()).sum())
+            return float(observed @ u - count * log_total - off @ precision @ off / 2)
+
+        for _ in range(NEWTON_STEPS):  # with halved steps: the function is concave, and has one maximum
+            scores = v @ u + b
+            shares = np.exp(scores - scores.max())
+            shares /= shares.sum()
+            expected = shares @ v
+            gradient = observed - count * expected - precision @ (u - mean)
+            spread = (v * shares[:, None]).T @ v - np.outer(expected, expected)
+            step = np.linalg.solve(count * spread + precision, gradient)
+            while posterior(u + step) < posterior(u) and np.abs(step).max() > TOLERANCE:
+                step = step / 2
+            u = u + step
+            if np.abs(step).max() <= TOLERANCE:
+                break
+        return u
 
     def _item_number(self, item: str) -> int:
         numbers = self._numbers_of(item)
@@ -255,14 +275,6 @@ class Recommendations:
             raise RecommendationError(
                 f"item {item}: {UNTRAINED}, so that nothing is known to be like it: {WAY_OUT}"
             )
-        return self._best_similar(number, top)
-
-    def similar_to_all(self, top: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """(item, what `similar` gives) of every item of which something is known."""
-        self._similarities(0)  # what has no such lists says so here, before the first of them
-        return ((self.items[n], self._best_similar(n, top)) for n in np.flatnonzero(self._known).tolist())
-
-    def _best_similar(self, number: int, top: int) -> list[dict[str, Any]]:
         scores = np.where(self._known, self._similarities(number), -np.inf)
         scores[number] = -np.inf
         return self._best(scores, top)
@@ -358,38 +370,3 @@ def _split(text: str, known: Container[str]) -> list[str]:
         found.append(",".join(parts[:end]).strip())
         parts = parts[end:]
     return found
-
-
-def _likeliest(
-    v: np.ndarray, b: np.ndarray, taken: np.ndarray, mean: np.ndarray, precision: np.ndarray
-) -> np.ndarray:
-    """(dim,) the largest sum of log softmax(v u + b) over `taken` and log normal(u; mean, 1/precision).
-
-    By Newton's method with halved steps: the function is concave, so that it has one maximum.
-    v: (items, dim); b: (items,); taken: (n,) numbers of items; mean: (dim,); precision: (dim, dim).
-    """
-    observed, count = v[taken].sum(0), len(taken)
-
-    def posterior(u: np.ndarray) -> float:
-        scores, off = v @ u + b, u - mean
-        log_total = scores.max() + np.log(np.exp(scores - scores.max()).sum())
-        return float(observed @ u - count * log_total - off @ precision @ off / 2)
-
-    def newton_step(u: np.ndarray) -> Any:
-        scores = v @ u + b
-        shares = np.exp(scores - scores.max())
-        shares /= shares.sum()
-        expected = shares @ v
-        gradient = observed - count * expected - precision @ (u - mean)
-        spread = (v * shares[:, None]).T @ v - np.outer(expected, expected)
-        return np.linalg.solve(count * spread + precision, gradient)
-
-    u = mean
-    for _ in range(NEWTON_STEPS):
-        step = newton_step(u)
-        while posterior(u + step) < posterior(u) and np.abs(step).max() > TOLERANCE:
-            step = step / 2
-        u = u + step
-        if np.abs(step).max() <= TOLERANCE:
-            break
-    return u

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
@@ -117,12 +118,12 @@ def test_other_heads_and_losses_learn(head: str, loss: str, home: Path) -> None:
 
 
 def test_the_second_phase_begins_with_a_run(home: Path) -> None:
-    flags = ["--text", "lora", "--epochs", "0.2", "--name", "second", "--quiet"]
-    succeed("auto", "--from", "runs/one", *flags, cwd=home)
+    flags = ["--text", "lora", "--epochs", "0.2", "--quiet", "--name"]
+    succeed("auto", "--from", "runs/one", *flags, "second", cwd=home)
     first = losses(home / "runs" / "second")[0]
     trained = losses(home / "runs" / "one")
     assert abs(first - trained[-1]) < 0.3 < trained[0] - first
-    other = launch("auto", "--from", "runs/one", *flags, "--dim", "8", cwd=home)
+    other = launch("auto", "--from", "runs/one", *flags, "other", "--dim", "8", cwd=home)
     assert "keep the flags that make the model" in complaint(other)
 
 
@@ -156,7 +157,7 @@ def test_lists_for_a_user(home: Path) -> None:
 
 
 def test_lists_leave_out_all_that_a_user_had_held_out_or_not(home: Path) -> None:
-    table = demo.demo_interactions().splits["all"].table.to_pandas()
+    table = pa.Table.from_batches(demo.demo_interactions().splits["all"].batches()).to_pandas()
     found = Recommendations(home / "runs" / "one" / "final")
     had = table[table.user == 7].item.nunique()
     assert len(found.top("7", 9999)) == len(found.items) - had
