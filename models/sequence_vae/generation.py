@@ -57,14 +57,11 @@ class SequenceCodec:
         A sequence is a text, or ids. Raises UserError where one of these is none of the model's.
         """
         rows = [self._row(" ".join(map(str, s)) if not isinstance(s, str) else s) for s in sequences]
-        found: list[dict[str, Any]] = [{}] * len(rows)
-        by_length = sorted(range(len(rows)), key=lambda place: len(rows[place]))
+        found: list[dict[str, Any]] = []
         for start in range(0, len(rows), ROWS_AT_A_TIME):
-            places = by_length[start : start + ROWS_AT_A_TIME]
-            posterior = self._posterior([rows[place] for place in places])
+            posterior = self._posterior(rows[start : start + ROWS_AT_A_TIME])
             values = zip(posterior.mean.tolist(), posterior.logvar.tolist(), posterior.kl(), strict=True)
-            for place, (mean, logvar, kl) in zip(places, values, strict=True):
-                found[place] = {"latent": mean, "log_variance": logvar, "kl": float(kl.sum())}
+            found += [{"latent": m, "log_variance": v, "kl": float(kl.sum())} for m, v, kl in values]
         return found
 
     def reconstruct(self, text: str, tokens: int) -> str:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from isobatch.core.errors import refuse
-from isobatch.core.number_ranges import Fraction, Positive, Probability, Rate, Share
+from isobatch.core.number_ranges import Fraction, Positive, Probability, Rate
 from isobatch.models import hub
 from isobatch.models.base import Batch, Change, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
 from isobatch.models.head_chunks import CHUNK_BYTES
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.models.sequence_vae.generation import SequenceCodec
 
-AUTOENCODER, VAE = "autoencoder", "vae"
-"""Names of the phases."""
 DROPOUT = 0.5
 """Of the decoder's inputs and outputs, and between layers (He et al. 2019)."""
 EVALUATED_POSTERIORS = 4096
@@ -40,8 +38,6 @@ SHOWN_TOKENS = 40
 """Most tokens of the sequences that are shown at the end of a run."""
 FAST = {"monitor": "fast", "precision": "16-mixed"}
 COLOURS = "viridis"
-DECODER_SEED = 1
-"""Added to the recipe's seed for a decoder that begins anew."""
 
 
 class MonitorPace(NamedTuple):
@@ -80,8 +76,6 @@ class SequenceVAEOptions:
     """The weight of the KL term at its highest (Higgins et al. 2017); 1 is the evidence lower bound."""
     free_bits: Rate = 0.0
     """Nats of KL of a sample, summed over dimensions, that cost nothing (Kingma et al. 2016)."""
-    pretrain: Share = 0.0
-    """Share of the run that trains an autoencoder first; the decoder then begins anew (Li et al. 2019)."""
     monitor: Literal["full", "fast", "off"] = "full"
     """The posterior monitor: reports every 20 steps (fast: 100), plots every 500 (2000), window 100 (50)."""
     monitor_every: Positive | None = None
@@ -172,9 +166,7 @@ class SequenceVAE(Task):
         return self.options.pace.plot_every if self.options.pace else 0
 
     def phases(self) -> list[Phase]:
-        share = self.options.pretrain
-        first = [Phase(name=AUTOENCODER, share=share, early_stopping=False)] if share else []
-        return [*first, Phase(name=VAE, share=1 - share)]
+        return [Phase(name="vae")]
 
     def unread(self) -> Mapping[str, str]:
         return {
@@ -190,7 +182,6 @@ class SequenceVAE(Task):
         refuse(
             {
                 f"--max-length {longest}: a row needs a token and the end token": longest < 2,
-                "--pretrain 1: leaves no step to train the VAE: give a share below 1": options.pretrain == 1,
                 f"--on-collapse {on_collapse}: the monitor is off: leave --monitor out": on_collapse != "warn"
                 and options.monitor == "off",
             }
@@ -216,11 +207,6 @@ class SequenceVAE(Task):
         return model
 
     def begin_phase(self, model: Any, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
-        """After the autoencoder the decoder begins anew, so that it learns to use what the encoder says."""
-        from isobatch.models.sequence_vae.network import initialize
-
-        if phase == VAE and self.options.pretrain:
-            initialize(model.decoder, self.recipe.seed + DECODER_SEED)
         if model.monitor is not None:
             model.monitor.reset()
 
@@ -246,9 +232,6 @@ class SequenceVAE(Task):
         network: Any = getattr(model, "module", model)
         tokens, length = batch["tokens"].long(), batch["length"]
         dropped = self._dropped_words(tokens, step)
-        if step.phase == AUTOENCODER:
-            nll = model(tokens, length, None, dropped, _token_count(step)).nll
-            return {"reconstruction": Loss(nll, "sample")}
         monitor = network.monitor if step.positions is not None else None
         noise = step.noise.normal("posterior", (self.options.latent,))
         output = model(tokens, length, noise, dropped, _token_count(step))
@@ -276,7 +259,7 @@ class SequenceVAE(Task):
     def after_step(self, model: Any, step: StepContext) -> Change | None:
         """At a report log the monitor's figures and judge them."""
         monitor = model.monitor
-        if step.phase == AUTOENCODER or monitor is None:
+        if monitor is None:
             return None
         monitor.add(step.number, step.total_steps, step.recorded)
         return self._report(model, step) if monitor.reports_at(step.number, step.total_steps) else None
@@ -290,7 +273,7 @@ class SequenceVAE(Task):
         asked = self.options.on_collapse == "remedy" and history.state in ("collapsing", "collapsed")
         remedied = asked and free_bits < nats and step.number + 1 < step.total_steps
         advice = (
-            "try --pretrain 0.3, --word-dropout 0.2 or more --free-bits"
+            "try --word-dropout 0.2 or more --free-bits"
             if free_bits
             else f"try --free-bits {nats:g}, --kl-schedule cyclical or --on-collapse remedy"
         )

@@ -163,18 +163,6 @@ def test_resume_is_exact_and_takes_the_window_along(sequences: Path, tmp_path: P
     assert any(row[-1] for row in one)
 
 
-@pytest.mark.slow
-def test_an_autoencoder_first_gives_its_encoder_to_a_new_decoder(sequences: Path, tmp_path: Path) -> None:
-    run = train(sequences, tmp_path, {"epochs": 4, "pretrain": 0.5, "free_bits": 3.0})
-    found = [row for row in run.history if "lr" in row]
-    begun = [row["reconstruction"] if row["phase"] == "vae" else row["loss"] for row in found]
-    border = [row["phase"] for row in found].index("vae")
-    assert begun[border - 1] < 0.8 * begun[0]
-    assert begun[border] > 0.95 * begun[0]  # nothing that the decoder knew is left
-    assert run.metrics["active_units"] > 0
-    assert isobatch.verify(run)
-
-
 def test_the_commands_of_a_latent_space(sequences: Path, tmp_path: Path) -> None:
     recipe = {"steps": 60, "free_bits": 3.0, "monitor": "fast"}
     run = train(sequences, tmp_path, recipe, save_every="48", keep=10).folder

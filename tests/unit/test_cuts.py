@@ -62,7 +62,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "cohorts": ("recommender", 0, {**NO_TEXT, "cohort": 4}),
     "sequence-vae": ("sequence-vae", 0, {"word_dropout": 0.2}),
     "transformer VAE": ("sequence-vae", 0, {"backbone": "transformer", "free_bits": 4.0}),
-    "autoencoder": ("sequence-vae", 0, {"pretrain": 0.2}),
 }
 """Name -> (task, its phase, flags); a model that is a task's name stands for a finished one of it."""
 CASES |= {task: (task, 0, {}) for task in TASKS.keys() - {task for task, *_ in CASES.values()}}

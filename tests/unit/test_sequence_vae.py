@@ -212,7 +212,6 @@ def test_an_export_opens_again(backbone: str, tmp_path: Path) -> None:
     [
         ({"max_length": 1}, "the end token"),
         ({"monitor": "off", "on_collapse": "stop"}, "the monitor is off"),
-        ({"pretrain": 1}, "below 1"),
     ],
 )
 def test_what_cannot_be_had_is_said(asked: dict[str, Any], said: str) -> None:
