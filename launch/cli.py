@@ -57,19 +57,15 @@ def _load(module: str, name: str) -> Any:
 
 
 _ROWS = csv.reader(Path(__file__).with_name("commands.csv").read_text(encoding="utf-8").splitlines()[1:])
-COMMANDS = {name: Command(*values) for name, *values in _ROWS} | {
+_LISTED = {name: Command(*values) for name, *values in _ROWS}
+COMMANDS = {name: command for name, command in _LISTED.items() if command.help} | {
     f"submit --to {name}": Command(
         f"clusters.{p.module}", f"{p.kind}.submit", f"clusters.{p.options}:{p.kind}", p.help
     )
     for name, p in CLUSTERS.items()
 }
 """Name -> command; `--help` lists them in this order."""
-INTERNAL = {
-    "job": Command("clusters.slurm.job", "job"),
-    "node": Command("clusters.slurm.node", "node"),
-    "pod": Command("clusters.kubernetes.pod", "pod"),
-    "call": Command("report.child_process", "call"),
-}
+INTERNAL = {name: command for name, command in _LISTED.items() if not command.help}
 """Commands that the sbatch script, its steps, pods and `report` start."""
 ALIASES = {
     "train": "auto",

@@ -62,11 +62,7 @@ def export(words: Sequence[str]) -> int:
         print(atomic_files.json_text(found))
     for figures in () if options.json else found.values():
         difference = f"largest logit difference {figures['max_logit_difference']:.1e}"
-        line = f"{difference} over {figures['samples']} samples"
-        if "max_logit_difference_with_ties" in figures:  # of a form that rounds activations
-            most, changed = figures["max_logit_difference_with_ties"], figures["predictions_changed_by_ties"]
-            line += f" with ties rounded alike, {most:.1e} as they come ({changed} predictions changed)"
-        print(f"{figures['folder']}: {line}")
+        print(f"{figures['folder']}: {difference} over {figures['samples']} samples")
     return 0
 
 
