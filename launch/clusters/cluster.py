@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from isobatch.core.errors import UserError
 
@@ -45,6 +45,7 @@ class JobState:
         return f"{self.state}{reason}".strip() + (f", leg {self.restarts + 1}" if self.restarts else "")
 
 
+@runtime_checkable
 class Cluster(Protocol):
     """Where runs train. What it has to remember of one lies in RUN/NAME, by its name in CLUSTERS."""
 

@@ -1,4 +1,4 @@
-"""What is asked of a request that trains elsewhere: devices, processes, and all its flags as one file."""
+"""What is asked of a request that trains elsewhere: its devices, processes, run, and ends of logs."""
 
 from __future__ import annotations
 

@@ -40,20 +40,7 @@ def linked() -> Iterator[None]:
         for name in NAMES:
             ip("netns", "add", name)
             stack.callback(subprocess.run, ["ip", "netns", "del", name], check=False)
-        ip(
-            "link",
-            "add",
-            "iso1",
-            "netns",
-            NAMES[0],
-            "type",
-            "veth",
-            "peer",
-            "name",
-            "iso2",
-            "netns",
-            NAMES[1],
-        )
+        ip(*f"link add iso1 netns {NAMES[0]} type veth peer name iso2 netns {NAMES[1]}".split())
         for number, name in enumerate(NAMES, 1):
             ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", f"iso{number}")
             ip("-n", name, "link", "set", f"iso{number}", "up")

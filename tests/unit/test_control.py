@@ -54,10 +54,6 @@ def test_runs_stand_side_by_side_with_what_differs_first(tmp_path: Path, capsys:
     one, two = made(tmp_path / "a", 0.8, lr=1e-3), made(tmp_path / "b", 0.9, data="g", lr=2e-3)
     assert compare([str(one.folder), str(two.folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1:3] == [
-        "recipe",
-        f"  {'lr':<{lines[2].index('0.001') - 2}}0.001{lines[2].partition('0.001')[2]}",
-    ]
     assert lines[1] == "recipe"
     assert lines[2].split() == ["lr", "0.001", "0.002"]
     assert any(line.split() == ["accuracy", "0.8", "0.9"] for line in lines)

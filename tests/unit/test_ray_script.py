@@ -11,9 +11,10 @@ import pytest
 from isobatch.core.errors import DONE, STOPPED, UserError, WorkerLostError
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.engine.runs.run_folder import Verdict
+from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.cli import COMMANDS
+from isobatch.launch.clusters.cluster import CLUSTERS, Cluster, cluster
 from isobatch.launch.clusters.ray.driver import Ray, RayOptions, judge, ray
 from isobatch.launch.local.arguments import parse_request
 from isobatch.tests.paths import ROOT
@@ -103,14 +104,15 @@ def test_an_address_where_nobody_answers_is_said() -> None:
         ray([*CPUS, "--address", address, "--submit"])
 
 
-OF_A_RECIPE = (
-    "auto",
-    "plan",
-    "profile",
-    "tune",
-    "prepare",
-    *(f"submit --to {c}" for c in ("slurm", "k8s", "ray")),
-)
+OF_A_RECIPE = ("auto", "plan", "profile", "tune", "prepare", *(f"submit --to {name}" for name in CLUSTERS))
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_each_cluster_answers_what_is_asked_of_any(name: str, tmp_path: Path) -> None:
+    made = cluster(name)
+    assert isinstance(made, Cluster)
+    assert made.state([RunFolder(tmp_path)]) == {}
+    assert dataclasses.is_dataclass(COMMANDS[f"submit --to {name}"].options)
 
 
 @pytest.mark.parametrize("command", OF_A_RECIPE)

@@ -10,7 +10,6 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder
 from isobatch.launch.cli import guarded
-from isobatch.launch.commands.auto import print_outcome
 from isobatch.launch.commands.evaluate import evaluate
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.run_setup import create_run, locate_data, prepare_facts
@@ -55,23 +54,6 @@ def test_patience_needs_a_split_to_watch(tmp_path: Path) -> None:
     ):
         prepare_facts(ask(tmp_path, "--patience", "2"))
     assert prepare_facts(ask(tmp_path)).samples == {"train": 8}
-
-
-@pytest.mark.parametrize(
-    ("split", "line"),
-    [
-        ("valid", "x: done, 3 steps, valid: loss 0.5\n"),
-        (None, "x: done, 3 steps, nothing was measured\n"),
-    ],
-)
-def test_the_last_line(
-    split: str | None, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    metrics = {"loss": 0.5, "word_perplexity": 9e9} if split else {}
-    summary = {"status": "done", "steps": 3, "split": split, "metrics": metrics}
-    atomic_files.write_json(tmp_path / "summary.json", summary)
-    print_outcome(RunFolder(tmp_path))
-    assert capsys.readouterr().out.endswith(line.removeprefix("x"))
 
 
 def test_facts_are_not_what_the_run_says_where_they_were_changed(tmp_path: Path) -> None:

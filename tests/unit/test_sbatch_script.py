@@ -159,13 +159,10 @@ def test_no_secret_of_the_environment_is_in_the_script(monkeypatch: pytest.Monke
     ("flag", "text"),
     [
         ("--sbatch", "--gpus-per-task=1"),
-        ("--sbatch", "--exclusive --ntasks=5"),
         ("--sbatch", "--arra=0-1"),
         ("--sbatch", "-HN2"),  # letters in one word may hide one that is set already
         ("--srun", "--cpu-bind=cores --ntask=5"),
-        ("--srun", "-n5"),
         ("--srun", "--container-image=x"),
-        ("--srun", "--exp=NONE"),
     ],
 )
 def test_options_that_are_set_already_are_refused(flag: str, text: str) -> None:

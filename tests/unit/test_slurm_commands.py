@@ -114,12 +114,10 @@ def test_nobody_trains_here_what_a_job_will_train(
         (queued("7", "PENDING", "Resources"), "", "queued", "job 7 PENDING (Resources)"),
         (queued("7", "PENDING", "BeginTime", 1), "stopped", "queued", "job 7 PENDING (BeginTime), leg 2"),
         (queued("7", "RUNNING"), "", "running", "ETA 9:50  job 7 RUNNING"),
-        (queued("7", "COMPLETING"), "stopped", "running", "job 7 COMPLETING"),
         (queued("7", "FAILED", "NonZeroExitCode"), "stopped", "stopped", "job 7 FAILED (NonZeroExitCode)"),
         (queued("7", "CANCELLED", "Resources"), "", "unfinished", "job 7 CANCELLED\n"),
         (FORGOTTEN, "failed", "failed", "it is NaN"),
         (FORGOTTEN, "done", "done", "5/300"),
-        (FORGOTTEN, "", "unfinished", "5/300"),
     ],
 )
 def test_a_word_for_the_same_situation_in_every_leg(
