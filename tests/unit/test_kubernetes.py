@@ -75,7 +75,7 @@ def test_pods_find_each_other_and_the_recipe(capsys: pytest.CaptureFixture[str])
     assert found["Service"]["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
     (container,) = pod["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "8"}
-    assert {"--nodes=4", "--processes=8", "--master=week-0.week"} < set(container["command"])
+    assert {"--nnodes=4", "--nproc-per-node=8", "--master-addr=week-0.week"} < set(container["command"])
     recipe = yaml.safe_load(found["ConfigMap"]["data"]["recipe.yaml"])
     assert (recipe["task"], recipe["data"], float(recipe["lr"])) == ("causal-lm", "/isobatch/texts", 3e-4)
 

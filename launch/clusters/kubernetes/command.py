@@ -229,16 +229,15 @@ def _container(request: Request, options: KubernetesOptions, name: str) -> dict[
         "HF_HOME": f"{VOLUME}/hub",
         "PET_SHUTDOWN_TIMEOUT": str(STOP_SECONDS - 20),
     }
-    words: dict[str, Any] = {
-        **{"config": f"{FILES}/{RECIPE}", "out": f"{VOLUME}/runs", "name": name, "nodes": options.nodes},
-        "processes": processes_each(request, "--nodes", options.nodes, options.gpus_per_node),
-        **{"master": f"{name}-0.{name}", "port": PORT},
-    }
+    processes = processes_each(request, "--nodes", options.nodes, options.gpus_per_node)
+    world = [f"--nnodes={options.nodes}", f"--nproc-per-node={processes}"]
+    world += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
+    words = ["pod", f"{VOLUME}/runs/{name}", f"{FILES}/{RECIPE}", *world]
     mounts = {"shared": VOLUME, "job": FILES, "memory": "/dev/shm"}
     return {
         "name": CONTAINER,
         "image": options.image,
-        "command": [*("python3", "-m", "isobatch", "pod"), *(f"--{k}={v}" for k, v in words.items())],
+        "command": ["python3", "-m", "isobatch", *words],
         "env": [{"name": variable, "value": value} for variable, value in variables.items()],
         **({"envFrom": [{"secretRef": {"name": options.secret}}]} if options.secret else {}),
         "resources": {"limits": limits, "requests": limits} if limits else {},

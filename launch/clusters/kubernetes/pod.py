@@ -13,16 +13,14 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, OutOfMemoryError
-from isobatch.core.number_ranges import Positive
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.local.here import Local
-from isobatch.launch.local.arguments import command_options, parse_request, split_words
+from isobatch.launch.local.arguments import parse_request
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,30 +37,13 @@ FOR_GOOD = ("", OutOfMemoryError.cause)
 """Causes of a failure that another start would not mend."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PodOptions:
-    """The words of `pod`, which the manifest holds."""
-
-    config: str
-    """The file with the recipe."""
-    out: str
-    """Where runs lie."""
-    name: str
-    """The run's name."""
-    nodes: Positive
-    """Pods of the run."""
-    processes: Positive
-    """Of each pod."""
-    master: str
-    """The name of the first pod."""
-    port: Positive
-    """At which the first pod waits for the others."""
-
-
 class Kubernetes(Local):
     """Kubernetes. An attempt is what a pod runs; the cluster makes the next one, and `kubectl` ends it."""
 
-    options: PodOptions
+    config: str
+    """The file with the recipe, in a pod."""
+    world: Sequence[str]
+    """torchrun's words for the pods of the run."""
 
     @staticmethod
     def submit(words: Sequence[str]) -> int:
@@ -78,29 +59,22 @@ class Kubernetes(Local):
     def attempt(self, run: RunFolder) -> Verdict | None:
         before = _verdict_time(run)
         with StopFlag() as stop:
-            command = torchrun_command(self.options, os.environ[INDEX])
+            command = [
+                *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=static"),
+                *(f"--node-rank={os.environ[INDEX]}", *self.world),
+                *("-m", "isobatch.launch.train", "--config", self.config),
+                *("--out", str(run.folder.parent), "--name", run.folder.name),
+            ]
             _run_torchrun(command, stop, lambda: _verdict_time(run) != before)
         return run.read_exit() if _verdict_time(run) != before else None
 
 
 def pod(words: Sequence[str]) -> int:
-    """Usage: pod, in a pod of a job that `k8s` made"""
-    cluster = Kubernetes()
-    cluster.options = options = command_options(split_words(words)[1], PodOptions, "pod")
-    parse_request(["--config", options.config], "pod")  # what is wrong is said once, before torch is imported
-    run = RunFolder(Path(options.out) / options.name)
+    """Usage: pod RUN CONFIG WORDS, in a pod of a job that `k8s` made; WORDS: those of torchrun"""
+    cluster, run = Kubernetes(), RunFolder(Path(words[0]))
+    cluster.config, cluster.world = words[1], words[2:]
+    parse_request(["--config", cluster.config], "pod")  # what is wrong is said before torch is imported
     return exit_code(run, cluster.attempt(run))
-
-
-def torchrun_command(options: PodOptions, index: str) -> list[str]:
-    """torchrun for the processes of the pod with this number."""
-    return [
-        *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=static"),
-        *(f"--nnodes={options.nodes}", f"--node-rank={index}", f"--nproc-per-node={options.processes}"),
-        *(f"--master-addr={options.master}", f"--master-port={options.port}"),
-        *("-m", "isobatch.launch.train", "--config", options.config),
-        *("--out", options.out, "--name", options.name),
-    ]
 
 
 def _run_torchrun(command: list[str], stop: StopFlag, has_verdict: Callable[[], bool]) -> None:
