@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -19,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserCodeError, UserError
 from isobatch.core.extras import has
+from isobatch.core.package import own_command
 from isobatch.core.terminal.console import LINE_MARK
 from isobatch.core.terminal.status import RELAY_VARIABLE, doing, start_status
 from isobatch.engine import consent
@@ -37,6 +40,9 @@ KERNEL_CACHES, MOST_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAP
 """oneDNN and ideep below torch keep 1,024 kernels each, one for every shape, with memory of its own: in bf16
 on a CPU 0.5 GB within twelve steps of rows of many lengths, and no step was faster for it (measured)."""
 RANK_0_REPORTS_FIRST_SECONDS = 3
+PROJECT, FINAL = "isobatch", "final"
+"""The project of all runs in a tracker, and what stands before their final metrics."""
+LOWEST_PRIORITY = "19"
 
 
 def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -> int:
@@ -86,7 +92,6 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
     from isobatch.engine.distributed.liveness import PeerMonitor
     from isobatch.engine.training.run_context import RunContext
     from isobatch.engine.training.trainer import train
-    from isobatch.launch.local.observers import Plotter, begin_tracking, end_tracking
 
     log = run.folder / "log.txt" if world.is_main else None
     console = Console(log, options.quiet or not world.is_main, _mark())
@@ -141,6 +146,68 @@ def _failed_alone(run: RunFolder) -> bool:
     """Print once: rank 0 reports errors common to all ranks; a rank that fails alone reports itself."""
     time.sleep(RANK_0_REPORTS_FIRST_SECONDS)
     return not run.has_verdict()
+
+
+def begin_tracking(run: RunFolder, world: Communicator) -> None:
+    """Open the trackers with the run's recipe and plan as hyper-parameters; a resumed run goes on.
+
+    Raises UserError.
+    """
+    name = run.folder.name
+    planned = {f"plan.{name}": value for name, value in run.plan.to_dict().items() if name != "reasons"}
+    settings = {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in {**run.recipe.values(), **planned}.items()
+    }
+    identity = hashlib.sha256(str(run.folder.resolve()).encode()).hexdigest()[:16]
+    options = {
+        "wandb": {"name": name, "id": identity, "resume": "allow"},
+        "mlflow": {"run_name": name},
+        "trackio": {"name": name, "resume": "allow"},
+    }
+    try:
+        world.accelerator.init_trackers(PROJECT, config=settings, init_kwargs=options)
+    except Exception as error:  # each library has errors of its own: no server, no key, no database
+        tracker = run.options().tracker
+        raise UserError(f"--tracker {tracker}: cannot begin: {type(error).__name__}: {error}") from error
+
+
+def end_tracking(run: RunFolder, world: Communicator, step: int, say: Callable[[str], None]) -> None:
+    """Give the trackers the final metrics.
+
+    `say` is told where that fails: the run is done without it.
+    """
+    from isobatch.engine.training.step_metrics import tracked_values
+
+    metrics = tracked_values((run.summary() or {}).get("metrics", {}))
+    for tracker in world.accelerator.trackers:
+        try:
+            tracker.log({f"{FINAL}/{name}": value for name, value in metrics.items()}, step=step)
+        except Exception as error:
+            say(f"--tracker {tracker.name}: the final figures did not arrive: {error}")
+
+
+class Plotter:
+    """Starts `isobatch report RUN --png`; at most one at a time. `draws`: whether this rank does."""
+
+    def __init__(self, run: RunFolder, draws: bool) -> None:
+        self.run, self.draws = run, draws
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Draw in the background, at the lowest priority, unless that is still going on."""
+        if self.draws and (self._process is None or self._process.poll() is not None):
+            words = ["nice", "-n", LOWEST_PRIORITY, *own_command("report", str(self.run.folder), "--png")]
+            none, own = subprocess.DEVNULL, {**os.environ, **consent.environment()}
+            self._process = subprocess.Popen(words, env=own, stdin=none, stdout=none, stderr=none)
+
+    def finish(self) -> None:
+        """Draw what there is at the end, and wait for it."""
+        if self._process is not None:  # what it draws may be older
+            self._process.wait()
+        self.start()
+        if self._process is not None:
+            self._process.wait()
 
 
 def main(words: Sequence[str]) -> int:
