@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import itertools
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.ledger import read_ledger
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.training.run_context import DATA_WRITTEN
-from isobatch.engine.verification.log_audit import LogRecord, WrongRecordError, audit_log, check
+from isobatch.engine.verification.log_audit import LogRecord, WrongRecordError, check
 from isobatch.engine.verification.run_order import RunOrder
 
 if TYPE_CHECKING:
@@ -31,31 +32,6 @@ DERIVED_DECISIONS = ("best checkpoint", "early stop")
 """Decisions that follow from the logged evaluations."""
 
 
-@dataclass(slots=True)
-class Audit:
-    """What the records say, and what is wrong with them."""
-
-    problems: list[str] = field(default_factory=list)
-    """A sentence each; empty if all agree."""
-    log: LogRecord | None = None
-    """None where recipe or data are wrong already."""
-    changes: list[dict[str, Any]] = field(default_factory=list)
-    """Rows of decisions.jsonl about changes of the model while it trained."""
-    launch_decisions: list[dict[str, Any]] = field(default_factory=list)
-    """Decisions of launches: they follow from the machine, and nothing proves them."""
-
-    @property
-    def steps(self) -> int:
-        """Optimizer steps whose samples were checked."""
-        return sum(phase.step for phase in self.log.phases) if self.log else 0
-
-    @property
-    def unproven(self) -> list[str]:
-        """What the records themselves say was not as it should be, a sentence each."""
-        written = [r.get("file", "") for r in self.launch_decisions if r.get("decision") == DATA_WRITTEN]
-        return [f"the prepared data was written to while it was trained on: {file}" for file in written]
-
-
 def recipe_problems(run: RunFolder) -> list[str]:
     """What is wrong with recipe.json, a sentence each; empty if nothing is."""
     recipe, recorded = run.recipe, run.recorded_hash
@@ -65,21 +41,21 @@ def recipe_problems(run: RunFolder) -> list[str]:
     return [changed] if changed else []
 
 
-def audit_records(run: RunFolder) -> Audit:
-    """Check the data and every record of a run."""
-    audit = Audit()
+def audit_records(run: RunFolder) -> tuple[list[str], LogRecord | None]:
+    """Check recipe, data and every record of a run: (what is wrong, a sentence; what the log says, where
+    nothing is wrong).
+    """
     try:
-        _check_records(run, audit)
+        return [], _check_records(run)
     except WrongRecordError as error:
-        audit.problems.append(str(error))
+        return [str(error)], None
     except UserError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:  # from anyone
-        audit.problems.append(f"the records have not the form that a run writes: {error!r}")
-    return audit
+        return [f"the records have not the form that a run writes: {error!r}"], None
 
 
-def _check_records(run: RunFolder, audit: Audit) -> None:
+def _check_records(run: RunFolder) -> LogRecord:
     """As all checks here raises WrongRecordError, with the first that is wrong."""
     for problem in recipe_problems(run):
         raise WrongRecordError(problem)
@@ -88,21 +64,19 @@ def _check_records(run: RunFolder, audit: Audit) -> None:
     order = RunOrder.of(recipe, run.facts)
     unread = ", ".join(workload_of(recipe).unread(recipe, order.task, order.data))
     check(not unread, f"recipe.json sets {unread}, which changes nothing: no launch writes that")
-    audit.log = log = audit_log(run, order)
-    for problem in log.problems:
-        raise WrongRecordError(problem)
-    _check_decisions(run, audit, log)
+    log = LogRecord(run, order)
+    _check_decisions(run, log)
     _check_left_out(run, log)
     for path in sorted(run.checkpoints.glob("[!.]*/state.json")):
         _check_checkpoint(run, log, path.parent)
-    summary, last = run.summary(), log.final
-    said = f"metrics.jsonl says that the run is done, and summary.json that it is {run.status()}"
-    check(last is None or run.status() == "done", said)
-    if summary is not None and summary["status"] == "done":
-        steps = sum(phase.step for phase in log.phases)
-        said = f"metrics.jsonl ends at step {steps}, and summary.json says {summary['steps']} steps"
-        check(last is not None and steps == summary["steps"] and log.phases[-1].complete, said)
-        assert last is not None
+    summary, last = run.summary() or {}, log.final
+    said = f"metrics.jsonl says that the run is {'' if last else 'not '}done, and summary.json {run.status()}"
+    check((run.status() == "done") == (last is not None), said)
+    if last is None and run.final.exists():
+        log.unproven.append("final/ is there, and metrics.jsonl has no end of training that wrote it")
+    if last is not None:
+        said = f"metrics.jsonl ends at step {log.steps}, and summary.json says {summary['steps']} steps"
+        check(log.steps == summary["steps"] and log.phases[-1].complete, said)
         check(log.sealed, "metrics.jsonl ends without a seal")
         end = f"{log.phases[-1].schedule.name}-{log.exported_step}"
         said = f"metrics.jsonl says that {last['exported']} was exported, and its evaluations say {end}"
@@ -110,6 +84,7 @@ def _check_records(run: RunFolder, audit: Audit) -> None:
         _check_summary(run, log, summary, last)
         _check_final(run, last)
     _check_ledger(run, log, order.sampler)
+    return log
 
 
 def _check_data(run: RunFolder) -> None:
@@ -123,7 +98,7 @@ def _check_data(run: RunFolder) -> None:
         check(not differing, f"facts.json was changed: {differing} differs from {recorded}")
 
 
-def _check_decisions(run: RunFolder, audit: Audit, log: LogRecord) -> None:
+def _check_decisions(run: RunFolder, log: LogRecord) -> None:
     """Derive the decisions that follow from the evaluations, and compare; note the others."""
     rows, logged = list(rows_in(run.decisions)), (log.final or {}).get("decisions")
     is_same = logged is None or logged == (bytes_digest(run.decisions) if rows else "")
@@ -131,17 +106,16 @@ def _check_decisions(run: RunFolder, audit: Audit, log: LogRecord) -> None:
     derived = [row for phase in log.phases for row in phase.decisions]
     of_log = [row for row in rows if row.get("decision") in DERIVED_DECISIONS]
     written = [{k: v for k, v in row.items() if k != "reason"} for row in of_log]
-    audit.changes = [r for r in rows if "phase" in r and r.get("decision") not in DERIVED_DECISIONS]
-    audit.launch_decisions = [r for r in rows if "phase" not in r]
-    for row in audit.changes:
+    for wanted, found in itertools.zip_longest(derived, written):
+        stands = f"{found} stands where the evaluations give {wanted}"
+        check(wanted == found, f"decisions.jsonl: {stands}")
+    log.changes = [r for r in rows if "phase" in r and r.get("decision") not in DERIVED_DECISIONS]
+    for row in log.changes:
         phase, place = log.phase(row["phase"]), f"{row['phase']} {row.get('step')}"
         is_step = phase is not None and 0 < row.get("step", 0) <= phase.step
         check(is_step, f"decisions.jsonl: {row['decision']} at {place}: not a step")
-    for wanted, found in zip(derived, written, strict=False):
-        stands = f"{found} stands where the evaluations give {wanted}"
-        check(wanted == found, f"decisions.jsonl: {stands}")
-    counts = f"{len(written)} decisions, and the evaluations give {len(derived)}"
-    check(len(derived) == len(written), f"decisions.jsonl: {counts}")
+    written_to = [r.get("file", "") for r in rows if r.get("decision") == DATA_WRITTEN]
+    log.unproven = [f"the prepared data was written to while it was trained on: {f}" for f in written_to]
 
 
 def _check_left_out(run: RunFolder, log: LogRecord) -> None:
@@ -187,28 +161,23 @@ def _check_summary(
     run: RunFolder, log: LogRecord, summary: Mapping[str, Any], last: Mapping[str, Any]
 ) -> None:
     """Compare summary.json and plan.json with the log of a finished run."""
-    logged = last["summary"]
+    logged, splits = last["summary"], summary["metrics_by_split"]
     differing = ", ".join(sorted(k for k in {*logged, *summary} if logged.get(k) != summary.get(k)))
     check(not differing, f"summary.json: {differing} differs from what was logged")
-    splits = summary["metrics_by_split"]
     is_same = splits.keys() == {row["split"] for row in log.ending}
     check(is_same, "summary.json: its splits are not those that were measured at the end")
     for split, metrics in splits.items():
         is_same = all(log.splits.get(split, {}).get(k) == v for k, v in metrics.items())
         check(is_same, f"summary.json: the metrics of {split} are not the logged ones")
-    is_same = not summary["split"] or summary["metrics"] == splits[summary["split"]]
-    check(is_same, "summary.json: the metrics are not the logged ones")
     plan, row = run.plan, log.phases[-1].last
-    trained, measured = last["invariance"], last["rounding"]
-    check(
-        trained == plan.invariance, f"plan.json says {plan.invariance}, and the run was trained as {trained}"
-    )
-    is_same = (measured and list(measured)) == (plan.rounding and list(plan.rounding))
-    said = f"plan.json says that rounding moves {plan.rounding}, and the run measured {measured}"
-    check(is_same, said)
+    for name in ("invariance", "rounding"):
+        said, trained = getattr(plan, name), last[name]
+        is_same = tuple(said or ()) == tuple(trained or ())
+        check(is_same, f"plan.json says {name} {said}, and the run was trained with {trained}")
     wanted = {"samples_seen": row.get("samples"), "tokens_seen": row.get("tokens"), "task": run.recipe.task}
     wanted |= {"global_batch": run.recipe.batch_size, "world_size": plan.processes}
     wanted |= {name: getattr(plan, name) for name in ("strategy", "precision", "invariance")}
+    wanted |= {"metrics": splits[summary["split"]]} if summary["split"] else {}
     wrong = ", ".join(name for name, value in wanted.items() if summary.get(name, value) != value)
     check(not wrong, f"summary.json: {wrong} does not follow from recipe, plan and log")
 
@@ -223,25 +192,18 @@ def _check_final(run: RunFolder, last: Mapping[str, Any]) -> None:
 
 def _check_ledger(run: RunFolder, log: LogRecord, sampler: Sampler) -> None:
     """Steps of the ledger hold the recipe's samples; those that were promised are there."""
-    seen: dict[str, list[tuple[int, int]]] = {}
-    batches, following = sampler.batches(), ("", 0)
+    seen: dict[str, set[int]] = defaultdict(set)
+    last, batches = ("", 0), sampler.batches()
     for row in read_ledger(run):
-        stretches, left_out = seen.setdefault(row.phase, []), log.left_out.get(row.phase, ())
-        first, last = stretches[-1] if stretches else (row.step, 0)
-        check(row.step > last, f"the ledger: phase {row.phase}: step {row.step} stands after {last}")
-        goes_on = all(step in left_out for step in range(last + 1, row.step))
-        if stretches and goes_on:
-            stretches[-1] = (first, row.step)
-        else:
-            stretches.append((row.step, row.step))
-        if (row.phase, row.step) != following:
+        where = f"the ledger: phase {row.phase}, step {row.step}"
+        check(row.step not in seen[row.phase], f"{where}: stands there twice")
+        if (row.phase, row.step - 1) != last:
             batches = sampler.batches(row.step - 1)
-        wanted, following = next(batches).tolist(), (row.phase, row.step + 1)
-        found = row.samples.tolist()
-        if found != wanted:
-            differing = sorted({*found} ^ {*wanted})[:4]
-            where = f"the ledger: phase {row.phase}, step {row.step}"
-            check(False, f"{where}: not the recipe's samples {differing}")
-    for phase, first, last in log.ledger:
-        is_there = any(low <= first and high >= last for low, high in seen.get(phase, []))
-        check(is_there, f"the ledger lacks steps of phase {phase} between {first} and {last}")
+        differing = {*row.samples.tolist()} ^ {*(wanted := next(batches)).tolist()}
+        is_same = row.samples.tolist() == wanted.tolist()
+        check(is_same, f"{where}: not the recipe's samples {sorted(differing)[:4]}")
+        seen[row.phase].add(row.step)
+        last = row.phase, row.step
+    for phase, first, end in log.ledger:
+        missing = {*range(first, end + 1)} - seen[phase] - log.left_out.get(phase, set())
+        check(not missing, f"the ledger lacks steps of phase {phase} between {first} and {end}")

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.atomic_files import parse_json, rows_in
+from isobatch.core.atomic_files import rows_in
 from isobatch.engine.checkpointing.checkpoint import phase_and_step
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.models import model_card
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 ROUNDING = 1e-5
 """Difference allowed between tensors that are computed in the export, as a share of the largest element."""
-VERSION_KEYS = ("transformers_version", "torch_version")
-"""Fields of JSON files that name the library which wrote them."""
 MEASURED_ROUNDING = 2e-2
 """The same in files that are computed from held-out data, some in 16 bits."""
 CONFIGURATIONS = (".json", ".jinja", ".txt", ".model")
@@ -92,39 +90,22 @@ def compare_folders(final: Path, fresh: Path, measured: Sequence[str] = ()) -> d
         for folder in (final, fresh)
     )
     others = sorted(name for name, digest in found.items() if wanted.get(name) != digest)
-    allowed = {name: MEASURED_ROUNDING if name in measured else ROUNDING for name in others}
-    differing = sorted(wanted.keys() - found.keys())
-    differing += [name for name in others if not _difference(final / name, fresh / name) <= allowed[name]]
+    tensors = [name for name in others if name in wanted and name.endswith(".safetensors")]
+    allowed = {name: MEASURED_ROUNDING if name in measured else ROUNDING for name in tensors}
+    rounded = [name for name in tensors if _difference(final / name, fresh / name) <= allowed[name]]
+    differing = sorted({*others, *wanted.keys() - found.keys()} - {*rounded})
     excused = [name for name in differing if _is_configuration(final / name)]
     return {"identical": wanted == found, "differing": differing, "configurations": excused}
 
 
 def _is_configuration(path: Path) -> bool:
-    if path.suffix not in CONFIGURATIONS or not path.is_file():
-        return False
-    content = path.read_text(encoding="utf-8", errors="replace")
-    return "auto_map" not in content  # which names code
+    """Whether a file is configuration, which names no code by `auto_map`."""
+    is_one = path.suffix in CONFIGURATIONS and path.is_file()
+    return is_one and "auto_map" not in path.read_text(encoding="utf-8", errors="replace")
 
 
 def _difference(wanted: Path, found: Path) -> float:
-    """How two files differ, as a share: 0 for the same content, 1 for another one or another form."""
-    if not wanted.exists():
-        return 1.0
-    if found.suffix == ".safetensors":
-        return _tensors_difference(wanted, found)
-    if found.suffix == ".json":
-        return float(_json_content(wanted) != _json_content(found))
-    return 1.0
-
-
-def _json_content(path: Path) -> Any:
-    content = parse_json(path.read_text(encoding="utf-8"))
-    for name in VERSION_KEYS if isinstance(content, dict) else ():
-        content.pop(name, None)
-    return content
-
-
-def _tensors_difference(wanted: Path, found: Path) -> float:
+    """How the tensors of two files differ, as a share of the largest element; 1 where their form does."""
     from safetensors import safe_open
 
     with safe_open(str(wanted), "pt") as old, safe_open(str(found), "pt") as new:

@@ -19,8 +19,6 @@ from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from isobatch.core.recipe import Recipe
-    from isobatch.engine.loading.sampler import Sampler
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.run_order import RunOrder
 
@@ -30,6 +28,16 @@ _CHECKPOINT_ROW = {"phase", "step", "checkpoint", "digest"}
 _FINAL_ROW = {"phase", "step", "final", "exported", "summary", "data", "decisions", "rounding", "invariance"}
 """The fields of rows that are neither a step's nor an evaluation's."""
 VALID = "valid"
+
+
+class WrongRecordError(Exception):
+    """What is wrong with a record, in a sentence."""
+
+
+def check(holds: bool, sentence: str) -> None:
+    """Raise WrongRecordError where something does not hold."""
+    if not holds:
+        raise WrongRecordError(sentence)
 
 
 @dataclass(slots=True)
@@ -61,31 +69,68 @@ class PhaseRecord:
         return step % self.schedule.eval_every == 0
 
 
-@dataclass(slots=True)
 class LogRecord:
-    """What one pass over the log found."""
+    """What one pass over the log found. Every row is checked against what follows from recipe and data."""
 
-    phases: list[PhaseRecord]
-    problems: list[str] = field(default_factory=list)
-    """A sentence each; the pass ends at the first."""
-    splits: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Split -> the row of its last evaluation."""
-    ending: list[dict[str, Any]] = field(default_factory=list)
-    """The evaluations of the exported weights."""
-    fields: dict[str, set[str]] = field(default_factory=dict)
-    """Split, or `step` -> the fields of all its rows."""
-    final: dict[str, Any] | None = None
-    """The last row of a finished run."""
-    checkpoints: dict[str, str] = field(default_factory=dict)
-    """Name of a checkpoint -> its digest when it was written."""
-    chains: dict[tuple[str, int], tuple[str, int]] = field(default_factory=dict)
-    """(phase, step) of a seal -> (chain, samples seen) there."""
-    sealed: bool = True
-    """Whether the last row has a seal after it."""
-    left_out: dict[str, set[int]] = field(default_factory=dict)
-    """Phase -> the steps that were left out."""
-    ledger: list[tuple[str, int, int]] = field(default_factory=list)
-    """(phase, first step, last step) of the stretches for which the log promises a ledger."""
+    def __init__(self, run: RunFolder, order: RunOrder) -> None:
+        """Read the log. `order`: what recipe and data make of its steps. Raises WrongRecordError."""
+        self.recipe, self.sampler = run.recipe, order.sampler
+        self.metric, direction = order.task.best_metric
+        self.held_out = [split for split in HELD_OUT_SPLITS if split in run.facts.samples]
+        judges = (
+            EarlyStopping(direction, run.recipe.patience if s.early_stopping else 0, run.recipe.min_delta)
+            for s in order.schedules
+        )
+        self.phases = list(map(PhaseRecord, order.schedules, judges))
+        self.splits: dict[str, dict[str, Any]] = {}
+        """Split -> the row of its last evaluation."""
+        self.ending: list[dict[str, Any]] = []
+        """The evaluations of the exported weights."""
+        self.fields: dict[str, set[str]] = {}
+        """Split, or `step` -> the fields of all its rows."""
+        self.final: dict[str, Any] | None = None
+        """The last row of a finished run."""
+        self.checkpoints: dict[str, str] = {}
+        """Name of a checkpoint -> its digest when it was written."""
+        self.chains: dict[tuple[str, int], tuple[str, int]] = {}
+        """(phase, step) of a seal -> (chain, samples seen) there."""
+        self.sealed = True
+        """Whether the last row has a seal after it."""
+        self.left_out: dict[str, set[int]] = {}
+        """Phase -> the steps that were left out."""
+        self.ledger: list[tuple[str, int, int]] = []
+        """(phase, first step, last step) of the stretches for which the log promises a ledger."""
+        self.changes: list[dict[str, Any]] = []
+        """Rows of decisions.jsonl about changes of the model while it trained."""
+        self.unproven: list[str] = []
+        """What the records themselves say was not as it should be, a sentence each."""
+        self._number = -1
+        """Index of the current phase."""
+        self._batches: Iterator[Any] = iter(())
+        self._chain, self._step, self._samples = "", 0, 0
+        self._every: int | None = None
+        """Steps between rows, as the first row of an attempt says it."""
+        self._promises_ledger = False
+        seal = hashlib.sha256(first_seal(run.recipe.hash(), run.facts.fingerprint).encode())
+        for line in lines_in(run.metrics):
+            row = parse_row(line)
+            if row is None or "phase" not in row:
+                raise WrongRecordError("metrics.jsonl holds lines that no run wrote")
+            self.sealed = row.keys() == SEAL_ROW
+            if self.sealed:
+                where = f"at or before phase {row['phase']}, step {row['step']}"
+                check(row[SEAL] == seal.hexdigest()[:32], f"metrics.jsonl was changed {where}")
+                seal = hashlib.sha256(str(row[SEAL]).encode())
+            else:
+                seal.update(line)
+            self._check_row(row)
+        if self.final is not None and self._number >= 0:
+            self._check_evaluated(self._now.step, self._now.step)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps whose samples were checked."""
+        return sum(phase.step for phase in self.phases)
 
     @property
     def exported_step(self) -> int:
@@ -96,183 +141,109 @@ class LogRecord:
     def phase(self, name: str) -> PhaseRecord | None:
         return next((p for p in self.phases if p.schedule.name == name), None)
 
-
-class WrongRecordError(Exception):
-    """What is wrong with a record, in a sentence."""
-
-
-def check(holds: bool, sentence: str) -> None:
-    """Raise WrongRecordError where something does not hold."""
-    if not holds:
-        raise WrongRecordError(sentence)
-
-
-def audit_log(run: RunFolder, order: RunOrder) -> LogRecord:
-    """Read the log once. `order`: what recipe and data make of its steps."""
-    recipe, (metric, direction) = run.recipe, order.task.best_metric
-    patience = [recipe.patience if schedule.early_stopping else 0 for schedule in order.schedules]
-    judges = [EarlyStopping(direction, least, recipe.min_delta) for least in patience]
-    record = LogRecord(list(map(PhaseRecord, order.schedules, judges)))
-    held_out = [split for split in HELD_OUT_SPLITS if split in run.facts.samples]
-    rows = _Rows(record, recipe, order.sampler, metric, held_out)
-    seal = hashlib.sha256(first_seal(recipe.hash(), run.facts.fingerprint).encode())
-    try:
-        for line in lines_in(run.metrics):
-            row = parse_row(line)
-            if row is None or "phase" not in row:
-                raise WrongRecordError("metrics.jsonl holds lines that no run wrote")
-            record.sealed = row.keys() == SEAL_ROW
-            if record.sealed:
-                where = f"at or before phase {row['phase']}, step {row['step']}"
-                check(row[SEAL] == seal.hexdigest()[:32], f"metrics.jsonl was changed {where}")
-                seal = hashlib.sha256(str(row[SEAL]).encode())
-            else:
-                seal.update(line)
-            rows.check(row)
-        rows.check_end()
-    except WrongRecordError as error:
-        record.problems.append(str(error))
-    return record
-
-
-class _Rows:
-    """Checks row by row what follows from the recipe, and keeps what later checks need.
-
-    All checks raise WrongRecordError.
-    """
-
-    def __init__(
-        self, record: LogRecord, recipe: Recipe, sampler: Sampler, metric: str, held_out: list[str]
-    ) -> None:
-        self.record, self.recipe, self.sampler = record, recipe, sampler
-        self.metric, self.held_out = metric, held_out
-        self.number = -1
-        """Index of the current phase."""
-        self.batches: Iterator[Any] = iter(())
-        self.chain, self.step, self.samples = "", 0, 0
-        self.every: int | None = None
-        """Steps between rows, as the first row of an attempt says it."""
-        self.ledger = False
-
     @property
-    def phase(self) -> PhaseRecord:
-        return self.record.phases[self.number]
+    def _now(self) -> PhaseRecord:
+        return self.phases[self._number]
 
-    def check(self, row: dict[str, Any]) -> None:
-        """Check a row."""
+    def _check_row(self, row: dict[str, Any]) -> None:
         check(LOST not in row, f"metrics.jsonl: {row.get(LOST)}")
-        where, record = f"phase {row['phase']}, step {row.get('step')}", self.record
+        where = f"metrics.jsonl: phase {row['phase']}, step {row.get('step')}"
         if is_step(row) or row.keys() == _LEFT_OUT_ROW:
-            is_over = bool(record.ending or record.final)
-            check(not is_over, f"metrics.jsonl goes on after the end of training, at {where}")
-            self._enter(row)
-            self._check_before(row)
+            check(not (self.ending or self.final), f"{where}: it goes on after the end of training")
+            self._enter(row, where)
+            self._check_before(row, where)
             self._check_step(row, where) if is_step(row) else self._leave_out(row)
         elif "split" in row:
-            record.splits[row["split"]] = row
-            record.fields.setdefault(row["split"], set()).update(row)
-            self._check_evaluation(row)
+            self.splits[row["split"]] = row
+            self.fields.setdefault(row["split"], set()).update(row)
+            self._check_evaluation(row, f"{where}: the evaluation of {row['split']}")
         elif row.keys() == SEAL_ROW:
-            record.chains[row["phase"], row["step"]] = self.chain, self.samples
+            self.chains[row["phase"], row["step"]] = self._chain, self._samples
         elif row.keys() == _CHECKPOINT_ROW:
-            record.checkpoints[str(row["checkpoint"])] = str(row["digest"])
+            self.checkpoints[str(row["checkpoint"])] = str(row["digest"])
         else:
-            check(row.keys() == _FINAL_ROW, f"metrics.jsonl: {where}: no run writes such a row")
-            record.final = row
+            check(row.keys() == _FINAL_ROW, f"{where}: no run writes such a row")
+            self.final = row
 
-    def check_end(self) -> None:
-        """Check that the current phase has the evaluation after its last step, if it was due."""
-        if self.number < 0 or not self.evaluates or self.record.final is None:
-            return
-        phase, step = self.phase, self.phase.step
-        is_there = not phase.evaluation_is_due(step) or step in phase.judged_at
-        name = phase.schedule.name
-        check(is_there, f"metrics.jsonl lacks the evaluation after phase {name}, step {step}")
+    def _check_evaluated(self, first: int, last: int) -> None:
+        """Check that the current phase has the evaluations that are due after these steps."""
+        name, phase = self._now.schedule.name, self._now
+        for step in range(max(1, first), last + 1) if VALID in self.held_out else ():
+            is_there = not phase.evaluation_is_due(step) or step in phase.judged_at
+            check(is_there, f"metrics.jsonl lacks the evaluation after phase {name}, step {step}")
 
-    @property
-    def evaluates(self) -> bool:
-        return VALID in self.held_out
-
-    def _enter(self, row: dict[str, Any]) -> None:
+    def _enter(self, row: dict[str, Any], where: str) -> None:
         """The phase and the place of a step's row."""
-        if self.number < 0 or row["phase"] != self.phase.schedule.name:
-            self.check_end()
-            following = [phase.schedule.name for phase in self.record.phases[self.number + 1 :]][:1]
-            is_next = following == [row["phase"]]
-            check(is_next, f"metrics.jsonl: phase {row['phase']} is not the recipe's next one")
-            if self.number >= 0:
-                ends = f"phase {self.phase.schedule.name} ends at step {self.phase.step}"
-                check(self.phase.complete, f"metrics.jsonl: {ends}")
-            self.number, self.chain, self.step = self.number + 1, "", 0
-            self.batches = self.sampler.batches()
-        follows = self.step < row["step"] <= self.phase.schedule.steps
-        stands = f"step {row['step']} stands after step {self.step}"
-        check(follows, f"metrics.jsonl: phase {row['phase']}: {stands}")
+        if self._number < 0 or row["phase"] != self._now.schedule.name:
+            following = [phase.schedule.name for phase in self.phases[self._number + 1 :]][:1]
+            check(following == [row["phase"]], f"{where}: this phase is not the recipe's next one")
+            if self._number >= 0:
+                ends = f"phase {self._now.schedule.name} ends at step {self._step}"
+                check(self._now.complete, f"metrics.jsonl: {ends}")
+            self._number, self._chain, self._step = self._number + 1, "", 0
+            self._batches = self.sampler.batches()
+        follows = self._step < row["step"] <= self._now.schedule.steps
+        check(follows, f"{where}: it stands after step {self._step}")
 
-    def _check_before(self, row: dict[str, Any]) -> None:
+    def _check_before(self, row: dict[str, Any], where: str) -> None:
         """Check that every row and evaluation that must stand before this step's row does."""
-        if self.every is not None:
-            due = 1 if self.step == 0 else (self.step // self.every + 1) * self.every
+        if self._every is not None:
+            due = 1 if self._step == 0 else (self._step // self._every + 1) * self._every
             check(due >= row["step"], f"metrics.jsonl lacks phase {row['phase']}, step {due}")
         if "log_every" in row:
-            self.every, self.ledger = int(row["log_every"]), bool(row.get("ledger"))
-        for step in range(max(1, self.step), row["step"]) if self.evaluates else ():
-            is_there = not self.phase.evaluation_is_due(step) or step in self.phase.judged_at
-            check(is_there, f"metrics.jsonl lacks the evaluation after phase {row['phase']}, step {step}")
-        where = f"phase {row['phase']}, step {row['step']}"
-        check(not self.phase.judge.should_stop, f"metrics.jsonl goes on after early stopping, at {where}")
+            self._every, self._promises_ledger = int(row["log_every"]), bool(row.get("ledger"))
+        self._check_evaluated(self._step, row["step"] - 1)
+        check(not self._now.judge.should_stop, f"{where}: it goes on after early stopping")
 
     def _leave_out(self, row: dict[str, Any]) -> None:
         """Take in that a step was left out: its samples are not in the chain."""
         self._take_samples(row["step"] - 1)
-        next(self.batches)
-        self.step = row["step"]
-        self.record.left_out.setdefault(row["phase"], set()).add(self.step)
-        self.phase.last = {**self.phase.last, "step": self.step}
+        next(self._batches)
+        self._step = row["step"]
+        self.left_out.setdefault(row["phase"], set()).add(self._step)
+        self._now.last = {**self._now.last, "step": self._step}
 
     def _take_samples(self, step: int) -> None:
         """Extend the chain by the batches up to a step."""
-        while self.step < step:
-            batch = next(self.batches)
-            self.chain, self.step = extend_chain(self.chain, batch), self.step + 1
-            self.samples += len(batch)
+        while self._step < step:
+            batch = next(self._batches)
+            self._chain, self._step = extend_chain(self._chain, batch), self._step + 1
+            self._samples += len(batch)
 
     def _check_step(self, row: dict[str, Any], where: str) -> None:
         self._take_samples(row["step"])
-        same = row["chain"] == self.chain
-        check(same, f"{where}: the samples seen are not the recipe's ({row['chain']}, {self.chain})")
+        seen = f"{where}: the samples seen are not the recipe's ({row['chain']}, {self._chain})"
+        check(row["chain"] == self._chain, seen)
         lacking = [name for name in (*NEEDED, "tokens") if name not in row]
         check(not lacking, f"{where}: the row lacks {', '.join(lacking)}")
-        schedule, before = self.phase.schedule, row["step"] - 1
+        schedule, before = self._now.schedule, row["step"] - 1
         rate = learning_rate(self.recipe, schedule.lr, before, schedule.steps, schedule.steps_per_epoch)
-        for name, value in {"lr": rate, "samples": self.samples}.items():
+        for name, value in {"lr": rate, "samples": self._samples}.items():
             is_it = math.isclose(row[name], value, rel_tol=1e-9)
             check(is_it, f"{where}: {name} is {row[name]}, and by the recipe {value}")
         finite = all(isinstance(row[name], int | float) and math.isfinite(row[name]) for name in FIGURES)
         check(finite, f"{where}: the loss or the gradient norm is not finite")
-        self.phase.last = row
-        self.record.fields.setdefault("step", set()).update(row)
-        if self.ledger:
-            promised = self.record.ledger
-            if "log_every" in row or not promised or promised[-1][0] != row["phase"]:
-                promised.append((row["phase"], row["step"], row["step"]))
+        self._now.last = row
+        self.fields.setdefault("step", set()).update(row)
+        if self._promises_ledger:
+            if "log_every" in row or not self.ledger or self.ledger[-1][0] != row["phase"]:
+                self.ledger.append((row["phase"], row["step"], row["step"]))
             else:
-                promised[-1] = (row["phase"], promised[-1][1], row["step"])
+                self.ledger[-1] = (row["phase"], self.ledger[-1][1], row["step"])
 
-    def _check_evaluation(self, row: dict[str, Any]) -> None:
+    def _check_evaluation(self, row: dict[str, Any], where: str) -> None:
         """Judge an evaluation of training as early stopping did. Those of the end decide nothing."""
         split, step = row["split"], row["step"]
-        where = f"metrics.jsonl: the evaluation of {split} after phase {row['phase']}, step {step}"
         check(split in self.held_out, f"{where}: the data has no such split")
-        is_there = self.number >= 0 and row["phase"] == self.phase.schedule.name
+        is_there = self._number >= 0 and row["phase"] == self._now.schedule.name
         check(is_there, f"{where}: training was not there")
-        phase, judge = self.phase, self.phase.judge
+        phase, judge = self._now, self._now.judge
         is_due = phase.evaluation_is_due(step) and step not in phase.judged_at and step >= phase.step
         if split != VALID or not is_due:
             self._check_ending(row, where)
             return
         check(step <= phase.schedule.steps, f"{where}: the phase ends before")
-        check(self.metric in row, f"metrics.jsonl: the evaluation after step {step} lacks {self.metric}")
+        check(self.metric in row, f"{where}: it lacks {self.metric}")
         place = {"phase": row["phase"], "step": step}
         if judge.update(row[self.metric], step) and judge.patience:
             best = {"decision": "best checkpoint", "metric": self.metric, "value": judge.best}
@@ -285,9 +256,9 @@ class _Rows:
         """Check an evaluation of the exported weights: of each split one, and one more of that which also has
         the figures of the export.
         """
-        record, phase = self.record, self.phase
-        is_end = phase is record.phases[-1] and phase.complete and row["step"] == record.exported_step
+        last = self.phases[-1]
+        is_end = self._now is last and last.complete and row["step"] == self.exported_step
         check(is_end, f"{where}: none is due there")
-        record.ending.append(row)
-        count = sum(one["split"] == row["split"] for one in record.ending)
+        self.ending.append(row)
+        count = sum(one["split"] == row["split"] for one in self.ending)
         check(count <= 1 + (row["split"] == self.held_out[0]), f"{where}: stands there {count} times")

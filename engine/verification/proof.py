@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from isobatch.engine.verification.audit import Audit
+from isobatch.engine.verification.log_audit import LogRecord
 from isobatch.models import model_card
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from isobatch.engine.verification.log_audit import LogRecord
     from isobatch.engine.verification.windows import Redone
 
 MOST_FAR = 0.02
@@ -39,7 +39,8 @@ class Proof:
     """What verify found. `verified` is true where nothing is wrong and nothing of the level is left open."""
 
     level: str
-    audit: Audit = field(default_factory=Audit)
+    log: LogRecord | None = None
+    """What the log says; None where records are wrong."""
     problems: list[str] = field(default_factory=list)
     """What is not as the recipe says, a sentence each."""
     unproven: list[str] = field(default_factory=list)
@@ -54,14 +55,6 @@ class Proof:
     """What was checked, a phrase each."""
     trusted: list[str] = field(default_factory=list)
     """What the proof rests on and nothing was compared with, a phrase each; part of the verdict."""
-    notes: list[str] = field(default_factory=list)
-    """What was not, and why that is no fault, a phrase each."""
-
-    @property
-    def log(self) -> LogRecord:
-        """Of records that were audited."""
-        assert self.audit.log is not None
-        return self.audit.log
 
     @property
     def verified(self) -> bool:
@@ -78,14 +71,14 @@ class Proof:
             **{name: getattr(self, name) for name in named},
             "coverage": self.coverage(),
             "steps_redone": len(self.redone),
-            "steps_total": self.audit.steps,
+            "steps_total": self.log.steps if self.log else 0,
             "largest_loss_difference": self.largest,
         }
 
     def coverage(self) -> str:
         """What was checked, in a sentence's part."""
-        total, redone = self.audit.steps, len(self.redone)
-        left_out = sum(map(len, self.audit.log.left_out.values())) if self.audit.log else 0
+        total, redone = self.log.steps if self.log else 0, len(self.redone)
+        left_out = sum(map(len, self.log.left_out.values())) if self.log else 0
         said = [
             f"{redone} of {total - left_out} steps redone {within(self.largest)}" if redone else "",
             f"{left_out} left out as decided" if left_out else "",
@@ -93,7 +86,7 @@ class Proof:
             *self.covered,
             "" if redone else "no step redone",
         ]
-        return "; ".join([", ".join(filter(None, said)), *self.notes])
+        return ", ".join(filter(None, said))
 
     def add(
         self, redone: Redone, tolerance: Callable[[int], tuple[float, float]], exact: bool = False
@@ -104,7 +97,7 @@ class Proof:
         """
         self.steps += redone.steps
         for phase, first, last in redone.covered:
-            left_out = self.audit.log.left_out.get(phase, ()) if self.audit.log else ()
+            left_out = self.log.left_out.get(phase, ()) if self.log else ()
             self.redone |= {(phase, step) for step in range(first, last + 1) if step not in left_out}
         for r in redone.steps:
             where, allowed = f"phase {r['phase']}, step {r['step']}", tolerance(r["after"])
@@ -131,7 +124,7 @@ class Proof:
                     f"the weights of {name} differ in {found['far']:,} {of} by more than few steps' rounding"
                     " comes to"
                 )
-        self.problems += wrong_changes(self.audit.changes, redone)
+        self.problems += wrong_changes(self.log.changes if self.log else (), redone)
 
     def add_export(self, redone: Redone) -> None:
         """Judge final/ beside what the last weights export here."""
@@ -144,9 +137,9 @@ class Proof:
         if not redone.export["card"]:
             self.problems.append(f"final/{model_card.FILE} is not the card of these figures and this data")
 
-    def add_metrics(self, redone: Redone, samples: Mapping[str, int], allowed: float) -> None:
+    def add_metrics(self, log: LogRecord, redone: Redone, samples: Mapping[str, int], allowed: float) -> None:
         """Judge held-out metrics that were measured again. `samples`: split -> how many it has."""
-        log, best = self.log, self.log.phases[-1].judge.best
+        best = log.phases[-1].judge.best
         self.problems += wrong_metrics(log.splits, redone.metrics, samples, allowed)
         for split, metrics in redone.metrics.items():
             if more := sorted(log.fields.get(split, set()) - metrics.keys() - {"phase", "step", "split"}):
@@ -154,23 +147,18 @@ class Proof:
         judged = redone.judged
         if judged is not None and best is not None and not abs(judged - best) <= max(allowed, 2e-6):
             self.problems.append(f"the best evaluation is {best} logged, and {judged:.6g} measured again")
-        differences = [
-            abs(value - old)
-            for split, found in redone.metrics.items()
-            for name, value in found.items()
-            if isinstance(value, float) and isinstance(old := log.splits.get(split, {}).get(name), float)
-            if not is_time(name)
-        ]
-        if redone.metrics:
-            most = max(differences, default=0.0)
-            self.covered.append(f"held-out metrics recomputed {within(most) if most else 'exactly'}")
+        measured = [(split, name, v) for split, found in redone.metrics.items() for name, v in found.items()]
+        same = all(log.splits.get(split, {}).get(n) == v for split, n, v in measured if not is_time(n))
+        if measured:
+            how = "exactly" if same else f"within {max(allowed, LEAST):.0e}"
+            self.covered.append(f"held-out metrics recomputed {how}")
 
 
 def wrong_changes(logged: Iterable[Mapping[str, Any]], redone: Redone) -> list[str]:
     """Compare what the task changed in redone steps with decisions.jsonl; figures may differ by rounding."""
     written = {(r["phase"], r["step"]): dict(r) for r in logged}
     found = [((r["phase"], r["step"]), r) for r in redone.changes]  # windows overlap: some are there twice
-    wrong = [place for place, change in found if not _alike(written.get(place), change)]
+    wrong = [place for place, change in found if not _alike(written.get(place), change, _same_figure)]
     covered = {(phase, step) for phase, first, last in redone.covered for step in range(first, last + 1)}
     wrong += sorted((written.keys() & covered) - {place for place, _ in found})
     return [
@@ -179,15 +167,20 @@ def wrong_changes(logged: Iterable[Mapping[str, Any]], redone: Redone) -> list[s
     ]
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Equal but for rounding of floats."""
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_alike(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_alike, a, b))
-    if isinstance(a, float) and isinstance(b, int | float):
-        return math.isclose(a, b, rel_tol=1e-2, abs_tol=1e-6)
-    return bool(a == b)
+def _alike(one: Any, other: Any, close: Callable[[float, float], bool]) -> bool:
+    """Equal but for numbers, which are `close`."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_alike(one[k], other[k], close) for k in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(_alike(a, b, close) for a, b in zip(one, other, strict=True))
+    if all(isinstance(x, int | float) and not isinstance(x, bool) for x in (one, other)):
+        return close(one, other)
+    return bool(one == other)
+
+
+def _same_figure(logged: float, redone: float) -> bool:
+    is_count = isinstance(logged, int)
+    return logged == redone if is_count else math.isclose(logged, redone, rel_tol=1e-2, abs_tol=1e-6)
 
 
 def wrong_metrics(
@@ -206,35 +199,28 @@ def wrong_metrics(
         before = logged.get(split, {})
         flipped = 0 < _rows_moved(before.get("confusion"), metrics.get("confusion")) <= FLIPPED_ROWS
         for name, value in metrics.items():
-            wanted = before.get(name)
-            if is_time(name) or (flipped and name == "confusion"):
-                continue
             rows: float = samples[split]
             if flipped and "accuracy" not in name:
                 rows = min(filter(None, map(sum, metrics["confusion"]))) / 2
-            if not _same_metric(name, wanted, value, allowed, rows):
-                problems.append(f"{name} of {split} is {value} recomputed, and {wanted} logged")
+            close = partial(_same_metric, name, allowed, rows)
+            is_excused = is_time(name) or (flipped and name == "confusion")
+            if not is_excused and not _alike(before.get(name), value, close):
+                problems.append(f"{name} of {split} is {value} recomputed, and {before.get(name)} logged")
     return problems
 
 
 def _rows_moved(one: Any, other: Any) -> float:
     """Samples that two confusion matrices count at different places; infinite where these are none."""
-    if one is None and other is None:
-        return 0
     try:
-        pairs = [zip(a, b, strict=True) for a, b in zip(one, other, strict=True)]
+        pairs = [zip(a, b, strict=True) for a, b in zip(one or (), other or (), strict=True)]
         return sum(abs(x - y) for pair in pairs for x, y in pair) / 2
     except (TypeError, ValueError):  # a received run's log may hold anything
         return math.inf
 
 
-def _same_metric(name: str, wanted: Any, value: Any, allowed: float, rows: float) -> bool:
-    if isinstance(value, list) and isinstance(wanted, list) and len(value) == len(wanted):
-        pairs = zip(wanted, value, strict=True)
-        return all(_same_metric(name, one, other, allowed, rows) for one, other in pairs)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not isinstance(wanted, int | float):
-        return bool(wanted == value)
-    if math.isclose(wanted, value, rel_tol=allowed, abs_tol=allowed if allowed > LEAST else LEAST / 100):
+def _same_metric(name: str, allowed: float, rows: float, logged: float, measured: float) -> bool:
+    least = allowed if allowed > LEAST else LEAST / 100
+    if math.isclose(logged, measured, rel_tol=allowed, abs_tol=least):
         return True
-    share = "loss" not in name and isinstance(value, float) and -1 <= value <= 1
-    return share and abs(wanted - value) <= FLIPPED_ROWS / rows
+    is_share = "loss" not in name and isinstance(measured, float) and -1 <= measured <= 1
+    return is_share and abs(logged - measured) <= FLIPPED_ROWS / rows

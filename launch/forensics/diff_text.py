@@ -38,27 +38,24 @@ def _text(value: Any) -> str:
 def verdict_of(found: Answer) -> tuple[str, bool]:
     """The verdict, and whether the runs are equal but for the order of float sums."""
     log, samples = found["log"], found.get("samples", {})
-    where = _place(log["step"], log["phase"])
-    if log["kind"] == "apart":
+    kind, where, (one, other) = log["kind"], _place(log["step"], log["phase"]), log["values"]
+    if kind == "apart":
         return "they logged no step in common: nothing can be said", False
-    if log["kind"] == "samples":
+    if kind == "samples":
         data = f"; {data_words(samples)}" if "changed" in samples else ""
         return _samples_verdict(found, samples, where) + data, False
     if found["data_differs"]:
         parts = f"; what they computed parts at {where}" if log["step"] else ""
         return data_words(samples) + parts, False
-    if log["kind"] == "rate":
-        rates = "{:.6g} and {:.6g}".format(*log["values"])
+    if kind == "rate":
+        rates = f"{one:.6g} and {other:.6g}"
         return f"both saw the same samples; the learning rate parts at {where}: {rates}", False
-    if log["kind"] != "equal":
+    if kind != "equal":
         return _step_verdict(found, found.get("step", {}), where)
-    if not any(log["largest"].values()):
-        return (
-            f"the same bit for bit in all {log['common_steps']:,} common steps, by loss and gradient norm",
-            True,
-        )
-    most = f"the loss by at most {log['largest']['loss']:.1g} over {log['common_steps']:,} common steps"
-    return f"only the order of float sums differs: {most}", True
+    steps, most = f"{log['common_steps']:,} common steps", log["largest"]
+    if not any(most.values()):
+        return f"the same bit for bit in all {steps}, by loss and gradient norm", True
+    return f"only the order of float sums differs: the loss by at most {most['loss']:.1g} over {steps}", True
 
 
 def _place(step: int, phase: str) -> str:
@@ -67,15 +64,12 @@ def _place(step: int, phase: str) -> str:
 
 def _samples_verdict(found: Answer, samples: Answer, where: str) -> str:
     reasons = [in_words(name) for name in ORDERING if name in found["recipe"]]
-    verb = "differ" if len(reasons) > 1 else "differs"
-    why = f", because {' and '.join(reasons)} {verb}" if reasons else _row_counts(samples)
+    why = f", because of another {' and '.join(reasons)}" if reasons else _row_counts(samples)
     if "why_not" in samples:
         return f"they saw other samples up to {where}{why} (which ones: {samples['why_not']})"
     if samples["step"] is None:
-        return (
-            f"they saw other samples up to {where}, and their recipes give the same ones: one log is not"
-            " what its recipe says (`verify` says which)"
-        )
+        wrong = "one log is not what its recipe says (`verify` says which)"
+        return f"they saw other samples up to {where}, and their recipes give the same ones: {wrong}"
     first = f"they part at {_place(samples['step'], found['log']['phase'])}"
     if "left_out_by" in samples:
         return f"{first}, which {NAMES[samples['left_out_by']]} left out"
@@ -95,12 +89,14 @@ def data_words(samples: Answer) -> str:
     """Which training rows of both are not the same."""
     if "why_not" in samples:
         return f"they were trained on other data (which rows: {samples['why_not']})"
-    tokens = "the tokenizers differ, and with them all tokens; " if samples["tokenizers_differ"] else ""
-    what, more = "text" if tokens else "data", samples["changed_rows"] - len(samples["changed"])
-    changed = f"changed at sample {_numbers(samples['changed'])}" + (f" and {more:,} more" if more else "")
-    if not samples["changed"]:
-        changed = "of the training rows that both have is the same"
-    return f"{tokens}the {what} {changed}{_row_counts(samples)}"
+    changed, more = _numbers(samples["changed"]), samples["changed_rows"] - len(samples["changed"])
+    where = f"changed at sample {changed}" if changed else "of the training rows that both have is the same"
+    what = (
+        "the tokenizers differ, and with them all tokens; the text"
+        if samples["tokenizers_differ"]
+        else "the data"
+    )
+    return f"{what} {where}{f' and {more:,} more' if more else ''}{_row_counts(samples)}"
 
 
 def _numbers(rows: list[int]) -> str:
@@ -120,7 +116,11 @@ def _step_verdict(found: Answer, step: Answer, where: str) -> tuple[str, bool]:
         return begins, False
     if (module := step["module"]) is not None:
         way = " (its gradient)" if module["direction"] == "backward" else ""
-        return f"{begins} in {module['module']}{way}{_causes(found)}{_carriers(module)}", False
+        carriers = module.get("samples")
+        share = (
+            f"; {module['share']:.0%} of the samples carry it, most: {_numbers(carriers)}" if carriers else ""
+        )
+        return f"{begins} in {module['module']}{way}{_causes(found)}{share}", False
     for name, figures in zip(NAMES, step["unexplained"], strict=True):
         for logged, redone in figures.values():
             said = f"{name} logged {logged:.6g} there, its recipe gives {redone:.6g} from kept weights"
@@ -128,11 +128,11 @@ def _step_verdict(found: Answer, step: Answer, where: str) -> tuple[str, bool]:
             return f"{begins}: {said}: what {name} did is not in its recipe {why}", False
     if step["weights"]["difference"] > SAME_WEIGHTS:
         return f"{begins}: their weights were others before, most in {step['weights']['parameter']}", False
+    same = "redone from the same weights it is the same within rounding"
     if log["kind"] == "drift":
         apart = f"the {figure} grows apart by {abs(one - other):.1g} until {where}"
-        redone = "redone from the same weights the step is the same within rounding"
-        return f"only the order of float sums differs: {apart}, and {redone}", True
-    return f"{begins}; redone from the same weights it is the same within rounding on both sides", False
+        return f"only the order of float sums differs: {apart}, and {same}", True
+    return f"{begins}; {same} on both sides", False
 
 
 def _causes(found: Answer) -> str:
@@ -144,9 +144,3 @@ def _causes(found: Answer) -> str:
         for name, (one, other) in named.items()
     ]
     return f", where {'; '.join(reasons)}" if reasons else ""
-
-
-def _carriers(module: Answer) -> str:
-    if not module.get("samples"):
-        return ""
-    return f"; {module['share']:.0%} of the samples carry it, most: {_numbers(module['samples'])}"

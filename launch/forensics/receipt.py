@@ -128,10 +128,10 @@ def receipt(words: Sequence[str]) -> int:
 def receipt_of(run: RunFolder) -> Content:
     """The receipt of a run. Raises TrainingError where its records are wrong, or it is not done."""
     doing("checking the records")
-    audited = audit_records(run)
-    if audited.problems or audited.log is None:
-        raise TrainingError(f"{run.folder} is not what its recipe says: {audited.problems[0]}")
-    made: Content = json.loads(atomic_files.json_text(receipts.make_receipt(run, audited.log)))
+    problems, log = audit_records(run)
+    if log is None:
+        raise TrainingError(f"{run.folder} is not what its recipe says: {problems[0]}")
+    made: Content = json.loads(atomic_files.json_text(receipts.make_receipt(run, log)))
     return made
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -26,12 +25,13 @@ from isobatch.launch.local.launch_run import launch_run
 
 if TYPE_CHECKING:
     from isobatch.core.plan import Plan
+    from isobatch.engine.verification.log_audit import LogRecord
     from isobatch.engine.verification.proof import Proof
 
 NEVER = Interval(10**6, "minutes")
 
 
-def replay_in_full(run: RunFolder, plan: Plan, proof: Proof, owns_process: bool) -> bool:
+def replay_in_full(run: RunFolder, plan: Plan, proof: Proof, log: LogRecord, owns_process: bool) -> bool:
     """Train the recipe again under a plan and judge every row, decision and held-out metric.
 
     Returns whether final/ came out the same bit for bit; else nothing is said about it.
@@ -48,16 +48,15 @@ def replay_in_full(run: RunFolder, plan: Plan, proof: Proof, owns_process: bool)
         redone = _redone(run, again)
         proof.add(redone, partial(tolerances, run, plan))
         if run.status() != "done":
-            proof.notes.append(f"the run is {run.status()}, not finished")
             return True
-        allowed, _ = tolerances(run, plan, proof.audit.steps)
+        allowed, _ = tolerances(run, plan, log.steps)
         proof.problems += _wrong_evaluations(run, again, allowed)
         task, _ = workload_of(run.recipe).make(run.recipe)
         same_files = compare_folders(run.final, again.final)["identical"]
         identical = bool(same_files and is_own_card(run, task, again.final, run.facts))
         if identical:
             proof.covered.append("final weights reproduced bit for bit")
-            proof.add_metrics(redone, run.facts.samples, HELD_OUT[run.plan.invariance])
+            proof.add_metrics(log, redone, run.facts.samples, HELD_OUT[run.plan.invariance])
         return identical
 
 
@@ -72,28 +71,26 @@ def _redone(run: RunFolder, again: RunFolder) -> Redone:
             raise TrainingError(f"trained again, the run has no phase {row.phase}, step {row.step}")
         redone.steps.append(redone_step(row, fresh[row.place].figures, INITIAL, sum(last.values())))
     redone.covered = [[phase, 1, step] for phase, step in last.items()]
-    redone.changes = [
-        r for r in rows_in(again.decisions) if "phase" in r and r["decision"] not in DERIVED_DECISIONS
-    ]
+    decided = [row for row in rows_in(again.decisions) if "phase" in row]
+    redone.changes = [row for row in decided if row["decision"] not in DERIVED_DECISIONS]
     redone.metrics = {
-        r["split"]: {k: v for k, v in r.items() if k not in ("phase", "step", "split")}
-        for r in rows_in(again.metrics)
-        if "split" in r
+        split: {name: value for name, value in row.items() if name not in ("phase", "step", "split")}
+        for (_, _, split), row in _evaluations(again).items()
     }
     return redone
 
 
 def _wrong_evaluations(run: RunFolder, again: RunFolder, allowed: float) -> list[str]:
-    pairs: Any = itertools.zip_longest(*(_evaluations(one) for one in (run, again)))
-    for old, new in pairs:
-        if old is None or new is None or old[0] != new[0]:
-            return ["trained again, the run evaluates at other steps"]
-        if abs(old[1] - new[1]) > allowed * max(1.0, abs(old[1])):
-            return [f"the evaluation after step {old[0][1]} gives {new[1]}, and {old[1]} is logged"]
+    logged, found = _evaluations(run), _evaluations(again)
+    if logged.keys() != found.keys():
+        return ["trained again, the run evaluates at other steps"]
+    for (phase, step, split), row in logged.items():
+        loss, redone = row.get("loss", 0.0), found[phase, step, split].get("loss", 0.0)
+        if not abs(loss - redone) <= allowed * max(1.0, abs(loss)):
+            return [f"{split} after {phase} step {step} gives a loss of {redone}, and {loss} is logged"]
     return []
 
 
-def _evaluations(run: RunFolder) -> list[tuple[tuple[str, int], float]]:
-    """((phase, step), loss) of every evaluation."""
-    rows = (row for row in rows_in(run.metrics) if "split" in row and "loss" in row)
-    return [((row["phase"], row["step"]), row["loss"]) for row in rows]
+def _evaluations(run: RunFolder) -> dict[tuple[str, int, str], dict[str, Any]]:
+    """(phase, step, split) -> the row of every evaluation, in order."""
+    return {(row["phase"], row["step"], row["split"]): row for row in rows_in(run.metrics) if "split" in row}

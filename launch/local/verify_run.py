@@ -119,42 +119,43 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
     Raises UserError.
     """
     proof = Proof(options.level, problems=recipe_problems(run))
-    report: dict[str, Any] = {"run": str(run.folder)}
+    cut: dict[str, Any] = {}
     if not proof.problems:
         locate_data(run, run.recipe, options.data)
         doing("checking the records")
-        wrong, proof.trusted = compare_source(run, options.data)
-        proof.audit = audit_records(run)
-        proof.problems += proof.audit.problems
-        proof.unproven += [*wrong, *proof.audit.unproven]
-        if count := len(proof.audit.launch_decisions):
-            proof.notes.append(f"decisions of launches: {count}, recorded and not proven")
-        log = proof.audit.log
-        if log is not None and not log.problems and log.final is None and run.final.exists():
-            proof.unproven.append("final/ is there, and metrics.jsonl has no end of training that wrote it")
-    if proof.problems:
-        return {**report, **proof.to_dict()}
-    if options.level == "records":
-        proof.trusted.insert(0, "losses, weights, final/ and metrics (--level steps computes them again)")
-        return {**report, **proof.to_dict()}
-    plan, own = _other_plan(run, options), _own_plan(run, options)
-    report |= {"world_size": plan.processes, "micro_batch_samples": plan.micro_batch_samples}
-    try:
-        # Trained again without giving final/ bit for bit, its end has to be redone, too.
-        if options.level == "steps" or not replay_in_full(run, own or plan, proof, owns_process):
-            _verify_steps(run, options.steps, plan, own, proof, owns_process)
-    except TrainingError as error:
-        proof.problems.append(str(error))
-    return {**report, **proof.to_dict()}
+        proof.unproven, proof.trusted = compare_source(run, options.data)
+        proof.problems, proof.log = audit_records(run)
+    if (log := proof.log) is not None:
+        proof.unproven += log.unproven
+        if options.level == "records":
+            proof.trusted.insert(0, "losses, weights, final/ and metrics (--level steps computes them again)")
+        else:
+            plan, own = _other_plan(run, options), _own_plan(run, options)
+            cut = {"world_size": plan.processes, "micro_batch_samples": plan.micro_batch_samples}
+            try:
+                # Trained again without giving final/ bit for bit, its end has to be redone, too.
+                if options.level == "steps" or not replay_in_full(run, own or plan, proof, log, owns_process):
+                    _verify_steps(run, options.steps, plan, own, proof, log, owns_process)
+            except TrainingError as error:
+                proof.problems.append(str(error))
+            if run.status() != "done":
+                proof.covered.append(f"of a run that is {run.status()}")
+    return {"run": str(run.folder), **cut, **proof.to_dict()}
 
 
 def _verify_steps(
-    run: RunFolder, steps: int, plan: Plan, own: Plan | None, proof: Proof, owns_process: bool
+    run: RunFolder,
+    steps: int,
+    plan: Plan,
+    own: Plan | None,
+    proof: Proof,
+    log: LogRecord,
+    owns_process: bool,
 ) -> None:
     """Redo steps under another plan; those of the end, and what follows from them, under the run's `own`, if
     it can be had.
     """
-    log, finished = proof.log, run.status() == "done"
+    finished = run.status() == "done"
     closing, windows = closing_windows(log), other_windows(run, log, steps)
     missing = _missing_checkpoint(run, log, closing) if finished else ""
     proof.unproven += [missing] if missing else []
@@ -180,9 +181,7 @@ def _verify_steps(
     if jobs[-1][1].held_out:
         looser = max(run.plan.invariance, (own or plan).invariance, key=INVARIANCES.index)
         proof.add_export(found[-1])
-        proof.add_metrics(found[-1], run.facts.samples, HELD_OUT[looser])
-    elif not finished:
-        proof.notes.append(f"the run is {run.status()}, not finished")
+        proof.add_metrics(log, found[-1], run.facts.samples, HELD_OUT[looser])
     if said := trusted_weights(log, proof.redone):
         proof.trusted.insert(0, said)
     named = STEP_FIELDS.union({"loss"}, *(r.parts for r in found))

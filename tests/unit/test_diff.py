@@ -92,7 +92,7 @@ def test_a_planted_difference_is_found_where_it_is(case: str, plain: RunFolder, 
         assert f"in {module}" in found["verdict"]
     if kind == "samples":
         assert found["samples"]["step"] == 1
-        assert "they saw other samples, because" in found["verdict"]
+        assert "they saw other samples, because of another" in found["verdict"]
 
 
 @pytest.fixture(scope="module")
