@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from isobatch.engine.verification.log_audit import LogRecord
     from isobatch.engine.verification.proof import Proof
 
+PLACE = ("phase", "step", "split")
+"""Fields of an evaluation's row that are no metrics."""
 NEVER = Interval(10**6, "minutes")
 
 
@@ -74,23 +77,23 @@ def _redone(run: RunFolder, again: RunFolder) -> Redone:
     decided = [row for row in rows_in(again.decisions) if "phase" in row]
     redone.changes = [row for row in decided if row["decision"] not in DERIVED_DECISIONS]
     redone.metrics = {
-        split: {name: value for name, value in row.items() if name not in ("phase", "step", "split")}
-        for (_, _, split), row in _evaluations(again).items()
+        row["split"]: {name: value for name, value in row.items() if name not in PLACE}
+        for row in _evaluations(again)
     }
     return redone
 
 
 def _wrong_evaluations(run: RunFolder, again: RunFolder, allowed: float) -> list[str]:
-    logged, found = _evaluations(run), _evaluations(again)
-    if logged.keys() != found.keys():
-        return ["trained again, the run evaluates at other steps"]
-    for (phase, step, split), row in logged.items():
-        loss, redone = row.get("loss", 0.0), found[phase, step, split].get("loss", 0.0)
+    nothing: dict[str, Any] = {}
+    for row, fresh in itertools.zip_longest(_evaluations(run), _evaluations(again), fillvalue=nothing):
+        place = "after {phase} step {step} of {split}".format(**row or fresh)
+        if any(row.get(name) != fresh.get(name) for name in PLACE):
+            return [f"trained again, the run evaluates otherwise {place}"]
+        loss, redone = row.get("loss", 0.0), fresh.get("loss", 0.0)
         if not abs(loss - redone) <= allowed * max(1.0, abs(loss)):
-            return [f"{split} after {phase} step {step} gives a loss of {redone}, and {loss} is logged"]
+            return [f"the evaluation {place} gives a loss of {redone}, and {loss} is logged"]
     return []
 
 
-def _evaluations(run: RunFolder) -> dict[tuple[str, int, str], dict[str, Any]]:
-    """(phase, step, split) -> the row of every evaluation, in order."""
-    return {(row["phase"], row["step"], row["split"]): row for row in rows_in(run.metrics) if "split" in row}
+def _evaluations(run: RunFolder) -> list[dict[str, Any]]:
+    return [row for row in rows_in(run.metrics) if "split" in row]
