@@ -16,10 +16,18 @@ from isobatch.core.strategies import STRATEGIES
 if typing.TYPE_CHECKING:
     from collections.abc import Mapping
 
-MEMORY_LIMIT = r"(\d+(?:\.\d+)?)\s*(%|[kmgt]i?b)"
-"""What --memory-limit accepts, as a regular expression: (number, unit)."""
 UNITS = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 """The units of sizes -> bytes."""
+
+
+def size_of(text: str, whole: float = 0.0) -> float:
+    """Bytes of a size such as 10GB, or of a share of `whole` such as 80%; 0 where it is neither."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(%|[kmgt]i?b)", text.strip().lower())
+    if match is None or (match[2] == "%" and float(match[1]) > 100):
+        return 0.0
+    return float(match[1]) * (whole / 100 if match[2] == "%" else UNITS[match[2]])
+
+
 StrategyName = Annotated[str, OneOf(STRATEGIES)]
 StrategyChoice = Annotated[str, OneOf(STRATEGIES, before=("auto",))]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -79,11 +87,10 @@ class PlanOptions:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        limit = self.memory_limit
-        if limit is not None and not re.fullmatch(MEMORY_LIMIT, limit.strip().lower()):
+        limit, kept = self.memory_limit, self.stream_cache
+        if limit is not None and not size_of(limit, 1.0):
             raise UserError(f"--memory-limit {limit}: is not a size such as 10GB or a share such as 80%")
-        kept = self.stream_cache
-        if kept is not None and ("%" in kept or not re.fullmatch(MEMORY_LIMIT, kept.strip().lower())):
+        if kept is not None and not size_of(kept):
             raise UserError(f"--stream-cache {kept}: is not a size such as 100GB")
 
 

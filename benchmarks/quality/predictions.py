@@ -108,14 +108,7 @@ def _figures(folder: Path, wall: float) -> dict[str, Any]:
     run = RunFolder.open(folder)
     summary, plan = atomic_files.read_json(folder / "summary.json"), run.plan
     worst = max(plan.predicted_memory_by_stage.items(), key=lambda stage: stage[1])[0]
-    target = Target(
-        name="here",
-        workload=workload_of(run.recipe),
-        recipe=run.recipe,
-        facts=run.facts,
-        hardware=detect(),
-        asked=PlanOptions(),
-    )
+    target = Target("here", workload_of(run.recipe), run.recipe, run.facts, detect(), PlanOptions())
     whole = sum(run_time(target, plan, target.task.model_size(run.facts))[1].values())
     return {
         "predicted MB": round(plan.predicted_peak_memory_bytes / 1e6),

@@ -69,7 +69,7 @@ def detect(
     if platform.system() == "Darwin" and platform.machine() == "arm64":
         return apple_machine(ram, cpus, "detected")
     gpus = detect_gpus(env, execute, root)
-    features = cpu_features(root, env)
+    features = cpu_features(root)
     return Hardware(
         kind="cuda" if any(gpu.supported for gpu in gpus) else "cpu",
         gpus=gpus,
@@ -156,14 +156,10 @@ def _slurm_ram(env: Mapping[str, str]) -> float | None:
     return granted * MIB if granted else None
 
 
-def cpu_features(root: Path, env: Mapping[str, str]) -> set[str]:
-    """The processor's feature flags, as /proc/cpuinfo names them, but those that oneDNN may not use."""
+def cpu_features(root: Path) -> set[str]:
+    """The processor's feature flags, as /proc/cpuinfo names them."""
     match = re.search(r"^flags\s*:(.*)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
-    found = set(match[1].split()) if match else set()
-    limit = env.get("ONEDNN_MAX_CPU_ISA", "DEFAULT").upper()  # such as AVX512_CORE_AMX
-    if limit == "DEFAULT" or "AMX" in limit:
-        return found
-    return found - ({"amx_bf16"} if "BF16" in limit or "FP16" in limit else {"amx_bf16", "avx512_bf16"})
+    return set(match[1].split()) if match else set()
 
 
 def _read(path: Path) -> str:

@@ -13,7 +13,6 @@ sheet of the MI300X.
 from __future__ import annotations
 
 import csv
-import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,9 +22,6 @@ MIB = 2**20
 LAPTOP = r"laptop|mobile|max-q"
 PCIE = 10e9
 """Bytes/s between GPUs without NVLink and without peer-to-peer copies (with them, over PCIe 4: 20e9)."""
-MIG_COMPUTE_SLICES = 7
-"""Into how many compute slices MIG divides an A100, H100, H200 or B200."""
-SLICE = r"[ -]mig[ -](\d)g\.(\d+)gb\b.*"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,29 +106,9 @@ with Path(__file__).with_name("gpus.csv").open(newline="") as _table:
 
 
 def find_gpu_model(name: str) -> GpuModel | None:
-    """The row that a name of this table or of nvidia-smi belongs to; a MIG slice's has its share of rates."""
-    if slice_ := re.search(SLICE, name, re.IGNORECASE):
-        whole = find_gpu_model(name[: slice_.start()])
-        return whole and mig_slice(whole, int(slice_[1]), int(slice_[2]))
+    """The row that a name of this table or of nvidia-smi belongs to; a MIG slice has none."""
     found = (m for m in MACHINES.values() if re.search(m.pattern, name, re.IGNORECASE))
-    return MACHINES.get(name) or next(found, None)
-
-
-def mig_slice(whole: GpuModel, compute: int, memory_gb: int) -> GpuModel:
-    """A MIG slice `1g.10gb`: its share of the compute slices, and of the memory and its bandwidth.
-
-    Slices exchange over PCIe alone.
-    """
-    share, card, memory = compute / MIG_COMPUTE_SLICES, whole.gpu, memory_gb * 1024 * MIB
-    part = dataclasses.replace(
-        card,
-        name=f"{card.name}-mig-{compute}g.{memory_gb}gb",
-        memory_bytes=memory,
-        peak_flops={name: peak and share * peak for name, peak in card.peak_flops.items()},
-        memory_bandwidth=card.memory_bandwidth * min(1.0, memory / card.memory_bytes),
-        link_bandwidth=PCIE,
-    )
-    return dataclasses.replace(whole, gpu=part)
+    return None if " MIG " in name else MACHINES.get(name) or next(found, None)
 
 
 def named_model(word: str) -> str | None:

@@ -11,9 +11,7 @@ from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import format_bytes
 from isobatch.engine.machine.gpu_table import (
     MACHINES,
-    SLICE,
     Gpu,
-    find_gpu_model,
     named_model,
     squeezed,
 )
@@ -73,22 +71,20 @@ MOST_NODES, MOST_GPUS, MOST_CORES = 10_000, 72, 4096
 def parse_hardware(text: str) -> Hardware:
     """The machine that `--hardware` names: [NODESx][GPUSx]NAME, cpu:CORESxRAMgb, mps or mps:RAMgb.
 
-    A NAME may have the slice of a divided card: h100-mig-1g.10gb. Raises UserError.
+    Raises UserError.
     """
     word = text.strip().lower()
     if match := re.fullmatch(r"cpu:(\d+)x" + SIZE, word):
-        cores, ram = _count(text, match[1], MOST_CORES), _ram(text, match[2], match[3])
-        return Hardware(kind="cpu", cpus=cores, ram_bytes=ram)
+        ram = int(float(match[2]) * UNITS[match[3]])
+        return Hardware(kind="cpu", cpus=_count(text, match[1], MOST_CORES), ram_bytes=ram)
     if match := re.fullmatch(rf"mps(?::{SIZE})?", word):
-        return apple_machine(_ram(text, match[1] or "16", match[2] or "gb"), cpus=8)
+        return apple_machine(int(float(match[1] or 16) * UNITS[match[2] or "gb"]), cpus=8)
     match = re.fullmatch(r"(?:(\d+) ?x ?)?(?:(\d+) ?x ?)?(.*)", word, re.DOTALL)
     assert match is not None, "every word matches"
     first, second, name = match.groups()
-    card = re.sub(SLICE, "", name)
-    known = named_model(card)
-    model = find_gpu_model(known + name[len(card) :]) if known else None
-    if model is None:
-        raise UserError(_unknown(text, card))
+    if (card := named_model(name)) is None:
+        raise UserError(_unknown(text, name))
+    model = MACHINES[card]
     nodes = _count(text, first if second else "1", MOST_NODES)
     gpus = _count(text, second or first or "1", MOST_GPUS)
     return Hardware(
@@ -118,12 +114,6 @@ def _count(text: str, digits: str, most: int) -> int:
     if not 1 <= int(digits) <= most:
         raise UserError(f"--hardware {text}: {int(digits):,} is no count of a machine's parts: 1 to {most:,}")
     return int(digits)
-
-
-def _ram(text: str, digits: str, unit: str) -> int:
-    if float(digits) <= 0:
-        raise UserError(f"--hardware {text}: the RAM must be above 0 GB")
-    return int(float(digits) * UNITS[unit])
 
 
 def _unknown(text: str, name: str) -> str:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
-from isobatch.core.plan import MEMORY_LIMIT, PRECISION_WORDS, UNITS, PlanOptions
+from isobatch.core.measures import format_duration
+from isobatch.core.plan import PRECISION_WORDS, PlanOptions, size_of
 from isobatch.engine.planning.cost_model import PlanningCase, run_steps
 from isobatch.models.flops import layers_and_width
 
@@ -153,7 +153,8 @@ def choose_compile(
         return "off", "fp32 was asked for, and compiled kernels round differently"
     saved = (eager - compiled) * run_steps(case.recipe, case.facts)
     spent = compile_seconds(case.model_size, case.constants, {case.padded(n) for n in case.facts.lengths})
-    what = f"compiling takes about {_duration(spent)} and saves {_duration(saved)} of this run"
+    saves = format_duration(max(0.0, saved))
+    what = f"compiling takes about {format_duration(spent)} and saves {saves} of this run"
     return ("on", what) if saved > spent else ("off", what)
 
 
@@ -161,12 +162,6 @@ def compile_seconds(size: ModelSize, constants: GpuConstants, lengths: Collectio
     """Seconds to compile the forward and backward pass for every padded length of the data."""
     layers, _ = layers_and_width(size)
     return len(lengths) * (constants.compile_seconds + layers * constants.layer_compile_seconds)
-
-
-def _duration(seconds: float) -> str:
-    if seconds >= 5400:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 60:.1f} min" if seconds >= 90 else f"{max(0.0, seconds):.0f} s"
 
 
 def choose_padding(case: PlanningCase, compiled: bool) -> tuple[int, str]:
@@ -185,25 +180,17 @@ def choose_loading(case: PlanningCase, asked: PlanOptions, processes: int) -> Pl
     """The loader's fields, and the compute threads: the cores of a node divided by its processes."""
     thread = "data is memory-mapped and gathered by one vectorised fetch in a thread, which beats workers"
     ready = "one micro-batch in use and one ready hide the loading"
+    kept = "as tokens; what is still there is not read again"
     cpus, local = case.hardware.cpus, case.local(processes)
-    sharing = f"all {cpus} cores serve the one process"
-    if local > 1:
-        sharing = f"{cpus} cores shared by {local} processes on a node"
     fields: PlanFields = {
         "workers": (0, thread) if asked.workers is None else (asked.workers, asked.why("workers")),
         "prefetch": (2, ready) if asked.prefetch is None else (asked.prefetch, asked.why("prefetch")),
         "pin_memory": _choose_pin_memory(case, asked),
-        "threads": (max(1, cpus // local), sharing),
+        "threads": (max(1, cpus // local), f"{cpus} cores for {local} processes on a node"),
     }
     if case.facts.is_streamed:
-        match = re.fullmatch(MEMORY_LIMIT, (asked.stream_cache or STREAM_CACHE).strip().lower())
-        assert match is not None, "PlanOptions checks it"
-        why = (
-            asked.why("stream_cache")
-            if asked.stream_cache
-            else "as tokens; what is still there is not read again"
-        )
-        fields["stream_cache_bytes"] = (int(float(match[1]) * UNITS[match[2]]), why)
+        why = asked.why("stream_cache") if asked.stream_cache else kept
+        fields["stream_cache_bytes"] = (int(size_of(asked.stream_cache or STREAM_CACHE)), why)
     return fields
 
 
@@ -261,17 +248,11 @@ def choose_invariance(
 
 def fixed_loader_settings(plan: Plan) -> dict[str, tuple[bool, str]]:
     """Loader settings that follow from the plan and are no choice: name -> (whether it is so, why)."""
-    loaders = (
-        f"the {plan.workers} loader processes live"
-        if plan.workers
-        else "no loader processes: one thread loads"
-    )
-    persistent = f"{loaders} as long as a phase{'' if plan.workers else ' lasts'}, through all its epochs"
-    multiple = f", up to a multiple of {plan.pad_multiple}" if plan.pad_multiple > 1 else ""
-    padded = f"samples are padded to the longest of their micro-batch{multiple}, and cut so that it is little"
+    loads = f"the {plan.workers} loader processes live" if plan.workers else "one loading thread lives"
+    padded = "samples are padded to the longest of their micro-batch, up to a multiple of pad_multiple"
     packed = "samples are packed end to end, so batches are not padded"
     return {
-        "persistent_workers": (True, persistent),
+        "persistent_workers": (True, f"{loads} as long as a phase, through all its epochs"),
         "dynamic_padding": (not plan.pack, packed if plan.pack else padded),
     }
 

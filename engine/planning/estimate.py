@@ -48,7 +48,7 @@ FORWARD_SHARE = 1 / 3
 PRICE = r"(\d+(?:\.\d+)?)(?:/h)?"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Target:
     """A recipe with its data's facts, for one machine."""
 

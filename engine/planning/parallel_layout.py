@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from isobatch.core.errors import UserError
 from isobatch.core.measures import format_bytes
 from isobatch.core.optimizers import OPTIMIZERS
-from isobatch.core.plan import MEMORY_LIMIT, UNITS, PlanOptions, StrategyName
+from isobatch.core.plan import PlanOptions, StrategyName, size_of
 from isobatch.core.strategies import STRATEGIES, traits_of
 from isobatch.engine.planning.cost_model import PlanningCase, largest_micro_batch, step_seconds
 from isobatch.engine.planning.memory_model import ExecutionChoices, MemoryFootprint, memory_footprint
@@ -36,6 +34,8 @@ OVER_A_RUN = 1.25
 """The largest micro-batch of a run over that of a typical batch (measured)."""
 LARGEST_EXCESS = 1.15
 """Measured peaks over predicted ones, at most (measured on CPUs: `python -m benchmarks predictions`)."""
+HOST_SHARE = 0.8
+"""Of a node's RAM that offloaded state may take."""
 AS_GOOD = 1.1
 """Layouts that take at most this times the fastest's time count as equal: predictions are no finer."""
 
@@ -66,18 +66,12 @@ def device_memory(case: PlanningCase, processes: int) -> int:
 
 
 def memory_limit(case: PlanningCase, asked: PlanOptions, processes: int) -> float:
-    """Bytes a process may use: 80 % of its memory, or --memory-limit. Raises UserError."""
+    """Bytes a process may use: 80 % of its memory, or --memory-limit, a size of which is for the machine."""
     memory, text = device_memory(case, processes), asked.memory_limit
     if text is None:
         return 0.8 * memory
-    match = re.fullmatch(MEMORY_LIMIT, text.strip().lower())
-    assert match is not None, "PlanOptions checks it"
-    if float(match[1]) == 0 or (match[2] == "%" and float(match[1]) > 100):
-        raise UserError(f"--memory-limit {text}: is not a size such as 10GB or a share such as 80%")
-    if match[2] == "%":
-        return memory * float(match[1]) / 100
-    sharing = case.local(processes) if case.device == "cpu" else 1
-    return min(float(memory), float(match[1]) * UNITS[match[2]] / sharing)
+    sharing = case.local(processes) if case.device == "cpu" and "%" not in text else 1
+    return min(float(memory), size_of(text, memory) / sharing)
 
 
 def strategies_to_try(
@@ -130,29 +124,28 @@ def find_layout(case: PlanningCase, asked: PlanOptions, processes: int) -> Paral
     The simplest is taken of those that are as good.
     """
     found = []
+    most = case.recipe.batch_size
+    samples = min(most, asked.micro_batch or most)
     for strategy, recompute in strategies_to_try(case, asked, processes):
         choices = _choices(case, processes, strategy, recompute)
         tokens, bound = token_budget(case, asked, choices)
+        offloaded = offloaded_bytes(case, processes) if choices.traits.offloads else 0.0
         useful = asked.strategy != "auto" or saves_enough(case, choices)
-        if useful and tokens >= case.longest and _host_memory_suffices(case, choices):
-            found.append(_layout(case, asked, choices, tokens, bound))
+        if not useful or tokens < case.longest or offloaded > HOST_SHARE * case.hardware.ram_bytes:
+            continue
+        typical = min(tokens, round(OVER_A_RUN * largest_micro_batch(case, choices, samples, tokens)))
+        found.append(
+            ParallelLayout(
+                choices=choices,
+                tokens=tokens,
+                samples=samples,
+                seconds=step_seconds(case, choices, samples, tokens),
+                stages=_footprint(case, choices, typical, evaluated=tokens).stages,
+                most=math.ceil(LARGEST_EXCESS * _footprint(case, choices, tokens).peak),
+                bound=bound,
+            )
+        )
     return fastest_layout(found) if found else None
-
-
-def _layout(
-    case: PlanningCase, asked: PlanOptions, choices: ExecutionChoices, tokens: int, bound: str
-) -> ParallelLayout:
-    samples = min(case.recipe.batch_size, asked.micro_batch or case.recipe.batch_size)
-    typical = min(tokens, round(OVER_A_RUN * largest_micro_batch(case, choices, samples, tokens)))
-    return ParallelLayout(
-        choices=choices,
-        tokens=tokens,
-        samples=samples,
-        seconds=step_seconds(case, choices, samples, tokens),
-        stages=_footprint(case, choices, typical, evaluated=tokens).stages,
-        most=math.ceil(LARGEST_EXCESS * _footprint(case, choices, tokens).peak),
-        bound=bound,
-    )
 
 
 def _footprint(
@@ -197,12 +190,6 @@ def token_budget(case: PlanningCase, asked: PlanOptions, choices: ExecutionChoic
         cached = min(high, max(low, CPU_TENSOR_BYTES // (4 * widest)))
         bounds.append((max(longest, cached), "cache"))
     return min(bounds)
-
-
-def _host_memory_suffices(case: PlanningCase, choices: ExecutionChoices) -> bool:
-    """Whether what is offloaded to a node fits into 80 % of its RAM."""
-    offloaded = offloaded_bytes(case, choices.processes) if choices.traits.offloads else 0.0
-    return offloaded <= 0.8 * case.hardware.ram_bytes
 
 
 def offloaded_bytes(case: PlanningCase, processes: int) -> float:

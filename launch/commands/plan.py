@@ -184,14 +184,7 @@ def _targets(request: Request, options: PlanCommandOptions, names: Sequence[str]
     else:
         facts = _prepared(request)
     return [
-        Target(
-            name=name,
-            workload=request.workload,
-            recipe=request.recipe,
-            facts=facts,
-            hardware=machine,
-            asked=request.plan,
-        )
+        Target(name, request.workload, request.recipe, facts, machine, request.plan)
         for name, machine in machines.items()
     ]
 

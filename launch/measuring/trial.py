@@ -105,15 +105,8 @@ def answer_in_world(
     facts = prepare(data, lambda text: print_unless_quiet(text, quiet))
     task.fetch()
     size = task.model_size(facts)
-    target = Target(
-        name=command,
-        workload=request.workload,
-        recipe=request.recipe,
-        facts=facts,
-        hardware=detect(),
-        asked=request.plan,
-        world=world_size if world_size > 1 else None,
-    )
+    formed = world_size if world_size > 1 else None
+    target = Target(command, request.workload, request.recipe, facts, detect(), request.plan, formed)
     base = Variant(target=target, size=size, plan=target.plan(size))
     # More loader processes than cores are tried on purpose: they may wait for a slow storage.
     warnings.filterwarnings("ignore", message="This DataLoader will create")

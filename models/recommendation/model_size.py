@@ -54,8 +54,7 @@ def recommender_size(
         mlp_width = sum(layers)
     if config is not None:
         encoder, layers_of_encoder, hidden = _encoder_size(config)
-        cached = _text_bytes(recipe, options, facts, layers_of_encoder, hidden)
-        flops = _text_flops(recipe, options, facts, layers_of_encoder, hidden)
+        cached, flops = _text_costs(recipe, options, facts, layers_of_encoder, hidden)
         count += 2 * (hidden * dim + dim) + 2 * (2 * dim * dim + dim)
     why = "its tables are updated by rows" if options.sparse_tables else ""
     if config is not None:
@@ -77,29 +76,24 @@ def recommender_size(
     )
 
 
-def _trained_layers(options: Any, layers: int) -> int:
-    return {"full": layers, "frozen": 0}.get(options.text, min(layers, options.lora_blocks or layers))
+def _text_costs(recipe: Recipe, options: Any, facts: Facts, layers: int, hidden: int) -> tuple[float, float]:
+    """(bytes, FLOPs of a step) of the texts.
 
-
-def _text_flops(recipe: Recipe, options: Any, facts: Facts, layers: int, hidden: int) -> float:
-    """FLOPs of the texts of a batch in the blocks that train: each once, forward and backward."""
-    texts = min(facts.extra.get("texts") or ASSUMED_COUNT, 2 * recipe.batch_size)
-    return 6 * 12.0 * hidden**2 * _trained_layers(options, layers) * texts * recipe.max_length / 2
-
-
-def _text_bytes(recipe: Recipe, options: Any, facts: Facts, layers: int, hidden: int) -> float:
-    """Bytes of the texts' vectors, or of the states that enter the lowest trained block, and of a chunk of
-    texts in the blocks that train: 120 bytes a token and unit of width (8 h-wide and 5.5 4h-wide tensors),
-    padding included.
+    Bytes of their vectors, or of the states that enter the lowest trained block, and of a chunk of texts in
+    the blocks that train: 120 bytes a token and unit of width (8 h-wide and 5.5 4h-wide tensors), padding
+    included. FLOPs of the texts of a batch in the blocks that train: each once, forward and backward.
     """
-    texts = facts.extra.get("texts") or facts.extra.get("items", ASSUMED_COUNT)
+    blocks = min(layers, options.lora_blocks or layers)
+    trained = {"full": layers, "frozen": 0}.get(options.text, blocks)
+    counted = facts.extra.get("texts")
+    texts = counted or facts.extra.get("items", ASSUMED_COUNT)
     tokens = facts.extra.get("text_tokens") or texts * recipe.max_length / 2
     longest = min(facts.extra.get("longest_text") or recipe.max_length, recipe.max_length)
-    padded = texts * longest
-    trained = _trained_layers(options, layers)
     kept = 4.0 * hidden * (texts if trained == 0 else tokens if trained < layers else 0)
-    chunk = min(CHUNK_TOKENS / max(tokens, 1), 1.0) * padded
-    return kept + chunk * 120.0 * hidden * max(trained, 1)
+    chunk = min(CHUNK_TOKENS / max(tokens, 1), 1.0) * texts * longest
+    of_batch = min(counted or ASSUMED_COUNT, 2 * recipe.batch_size)
+    flops = 6 * 12.0 * hidden**2 * trained * of_batch * recipe.max_length / 2
+    return kept + chunk * 120.0 * hidden * max(trained, 1), flops
 
 
 def _encoder_size(config: Mapping[str, Any]) -> tuple[int, int, int]:

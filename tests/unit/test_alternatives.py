@@ -37,15 +37,8 @@ def peaks(tmp_path):  # type: ignore[no-untyped-def]
 
     def of(**options):  # type: ignore[no-untyped-def]
         recipe = Recipe(task="causal-lm", model=str(tmp_path), batch_size=8, max_length=256, options=options)
-        target = Target(
-            name="",
-            workload=workload("causal-lm"),
-            recipe=recipe,
-            facts=facts,
-            hardware=parse_hardware("rtx4060"),
-            asked=PlanOptions(),
-        )
-        found = estimate(target, {})
+        machine = parse_hardware("rtx4060")
+        found = estimate(Target("", workload("causal-lm"), recipe, facts, machine, PlanOptions()), {})
         assert found.plan
         rows = memory_alternatives(found)
         assert rows[0] == {

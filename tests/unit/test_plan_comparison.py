@@ -28,14 +28,7 @@ def target(machine: str, length: int = 128, samples: int = 10_000, **asked: Any)
     recipe, _ = CAUSAL_LM.complete({"model": "gpt2-124m", "max_length": length, **asked})
     extra = {"vocabulary": 50257, "assumed": True}
     facts = Facts(fingerprint="", folder="", samples={"train": samples}, lengths=(length,), extra=extra)
-    return Target(
-        name=machine,
-        workload=CAUSAL_LM,
-        recipe=recipe,
-        facts=facts,
-        hardware=parse_hardware(machine),
-        asked=PlanOptions(),
-    )
+    return Target(machine, CAUSAL_LM, recipe, facts, parse_hardware(machine), PlanOptions())
 
 
 def compared(*machines: str, price: str | None = None, deadline: float | None = None) -> Comparison:

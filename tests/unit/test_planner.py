@@ -296,7 +296,6 @@ def test_what_of_the_loader_is_no_choice_has_its_reason_too() -> None:
     assert {name: value for name, (value, _) in thread.items()} == dict.fromkeys(thread, True)
     workers = fixed_loader_settings(planned(LAPTOP, workers=8))
     assert workers["persistent_workers"][1].startswith("the 8 loader processes live as long as a phase")
-    assert "up to a multiple of 8" in workers["dynamic_padding"][1]
     assert not fixed_loader_settings(dataclasses.replace(planned(LAPTOP), pack=True))["dynamic_padding"][0]
 
 

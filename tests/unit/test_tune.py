@@ -38,7 +38,7 @@ RECIPE = Recipe(task="causal-lm")
 
 def variant(asked: PlanOptions = PlanOptions(), recipe: Recipe = RECIPE, **changes: Any) -> Variant:  # noqa: B008
     workload: Any = None
-    target = Target(name="", workload=workload, recipe=recipe, facts=FACTS, hardware=HERE, asked=asked)
+    target = Target("", workload, recipe, FACTS, HERE, asked)
     plan = make_plan(recipe, FACTS, SIZE, HERE, asked)
     return Variant(target=target, size=SIZE, plan=dataclasses.replace(plan, **changes))
 
