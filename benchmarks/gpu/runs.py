@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.benchmarks.gpu.runner import FOLDER, RUNS
 from isobatch.core.package import ROOT, own_command
-from isobatch.engine.machine.hardware import find_gpu_model
+from isobatch.engine.machine.gpu_table import find_gpu_model
 from isobatch.engine.runs.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isobatch.engine.machine.hardware import find_gpu_model
+from isobatch.engine.machine.gpu_table import find_gpu_model
 from isobatch.engine.runs.step_rows import LossAndNorm, StepRow, differences
 from isobatch.models.base import CHANGES_SHAPE, ModelSize
 from isobatch.models.flops import flops_per_token
