@@ -165,17 +165,6 @@ def check_report(home: Path) -> None:
     assert made["models"][0]["calibration_error"] == pytest.approx(trained["calibration_error"], abs=1e-5)
 
 
-def test_seeds_are_runs_of_their_own_and_one_answer(home: Path) -> None:
-    words = ["auto", "--task", "classifier", "--steps", "8", "--seed", "0-1", "--json", "--quiet"]
-    done = succeed(*words, cwd=home)
-    found = json.loads(done.stdout)
-    (row,) = found["rows"]
-    values = [summary(home / run)["metrics"]["loss"] for run in row["runs"]]
-    assert values[0] != values[1]
-    assert row["metrics"]["loss"] == pytest.approx(sum(values) / 2)
-    assert found["split"] == summary(home / row["runs"][0])["split"] == "valid"
-
-
 @pytest.mark.slow
 def test_compress_is_the_chain_and_goes_on_where_it_stood(home: Path) -> None:
     steps = ["--steps", "6", "--prune-every", "2", "--sparsity", "0.4", "--name", "chain", "--out", "chained"]

@@ -46,9 +46,6 @@ MISTAKES = [
     ("import csv\n", "", "in read: NameError: name 'csv' is not defined"),
     (RETURNED, "return error / 16", "loss() returned a Tensor: return {name: Loss(sum, unit)}"),
     ('batch["x"]', 'batch["inputs"]', "KeyError: 'inputs'; the batch has x, y, index"),
-    (".square().sum()", ".square()", "part loss is of shape (16, 1), not a tensor of one number"),
-    (".square().sum()", ".square().mean()", "its halves give"),
-    (".square().sum()", ".square().sum().detach()", "loss() has no gradient"),
     ('"sample")', '"samples")', "loss() counts in 'samples', and this data weighs sample"),
     (
         "loss(self, model, batch, step)",

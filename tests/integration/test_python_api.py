@@ -16,7 +16,6 @@ import torch
 
 import isobatch
 from isobatch.core.errors import TrainingError, UserError
-from isobatch.engine.task_files import load_task_class
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.tests.paths import REGISTER, ROOT
@@ -128,26 +127,6 @@ def test_a_recipe_is_one_whoever_read_it(tmp_path: Path) -> None:
         isobatch.Recipe(task=isobatch.Task)  # type: ignore[arg-type]
 
 
-def test_a_task_file_that_was_edited_needs_another_recipe(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text((ROOT / "tests" / "tasks" / "ragged.py").read_text())
-    made = isobatch.Recipe(task=f"{tmp_path}/mine.py:RaggedLM", steps=1)
-    with (tmp_path / "mine.py").open("a") as file:
-        file.write("# edited\n")
-    with pytest.raises(UserError, match="is not the code that was trained"):
-        isobatch.train(made, out=tmp_path, quiet=True)
-
-
-def test_two_projects_have_each_their_own_neighbours(tmp_path: Path) -> None:
-    text = (ROOT / "tests" / "tasks" / "ragged.py").read_text()
-    text += "\n\nfrom models import WIDTH\n\nclass Mine(RaggedLM):\n    width = WIDTH\n"
-    for name, width in (("a", 1), ("b", 2)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "mine.py").write_text(text)
-        (tmp_path / name / "models.py").write_text(f"WIDTH = {width}\n")
-    for name, width in (("a", 1), ("b", 2), ("a", 1)):
-        assert load_task_class(f"{tmp_path}/{name}/mine.py:Mine").width == width  # type: ignore[attr-defined]
-
-
 def test_two_runs_at_once_in_one_process_are_refused(tmp_path: Path) -> None:
     with preserve_process_state(), pytest.raises(UserError, match="another run is at work in this process"):
         isobatch.train(recipe(), out=tmp_path, quiet=True)
@@ -171,8 +150,3 @@ def test_the_names_are_there_without_torch() -> None:
         "assert set(dir(isobatch)) == set(isobatch.__all__)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
-
-
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'trian'"):
-        isobatch.trian  # type: ignore[attr-defined]  # noqa: B018

@@ -487,13 +487,6 @@ TABLES = {
         "text,label,label_text",
         Taken(samples=24, labels=("0", "1"), said=("label_text",)),
     ),
-    # The way out is the columns' numbers.
-    "no header and no number": table(
-        [(text(n), "xy"[n % 2]) for n in ROWS[1:]],
-        f"{text(0)},x",
-        None,
-        *(r"rows\.csv", r"--(text|label)-column", r"header|number|\b1\b"),
-    ),
     # A JSON whose splits hold [text, label].
     "splits of lists": Case(
         {
@@ -548,17 +541,6 @@ SHOPS = {
         Taken(said=(r"(B00\d{4}X\b.*){3}",)),
         *(r"items\.csv", r"(B00\d{4}X\b.*){3}"),
         items=titles([f"B00{n:04d}X" for n in range(15)]),
-    ),
-    # Named neither file nor line.
-    "an id that is missing": shop(
-        interactions([("" if n == 40 else u, i, t) for n, (u, i, t) in enumerate(CLICKS)]),
-        None,
-        *(r"interactions\.csv.*line 42\b", r"\buser"),
-    ),
-    # 1 of 5 counted as taken, and nothing told of --min-rating.
-    "bad ratings": shop(
-        interactions([(u, i, 1 + i % 5) for u, i, _ in CLICKS], "user_id,item_id,rating"),
-        Taken(facts={"users": 12, "items": 15}, said=("--min-rating",)),
     ),
     # The last title won, without a word.
     "an item with two rows": shop(

@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.data.text.plain_text import windows
 from isobatch.engine.noise.keyed_noise import NativeNoise
@@ -274,21 +273,3 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(saved: Path) -> 
     for step in (make(str(saved)).model_size, make(str(saved)).build_model):
         with pytest.raises(UserError, match=r"knows 257 tokens, and the tokenizer has 300"):
             step(facts(vocabulary=300))
-
-
-def test_a_cached_hub_model_opens_without_network(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: Any
-) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
-    monkeypatch.setattr(hub_cache, "is_reachable", lambda: pytest.fail("asked the network"))
-    cached = tmp_path / "hub" / "models--a-team--a-model"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("abc")
-    (cached / "snapshots").mkdir()
-    (cached / "snapshots" / "abc").symlink_to(saved)
-    task = make("a-team/a-model")
-    task.check()
-    assert task.model_size(facts()).layers == 2
-    loaded: Any = task.build_model(facts())
-    torch.testing.assert_close(loaded.lm_head.weight, model.lm_head.weight)

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from isobatch.core.errors import UserError
-from isobatch.engine.noise.keyed_noise import NativeNoise
-from isobatch.models.base import Rows, StepContext, Sum
+from isobatch.models.base import Sum
 from isobatch.models.classification.task import Classifier, ClassifierOptions
 from isobatch.models.encoder import encoders
 from isobatch.models.encoder.class_metrics import wilson_interval
@@ -100,17 +99,6 @@ def test_accuracy_counts_correct_predictions() -> None:
     assert 0 < low < 0.75 < high < 1
     assert (found["classes"], found["confusion"]) == (["neg", "pos"], [[1, 0], [1, 2]])
     assert found["f1"] == pytest.approx(2 * 2 / (2 * 2 + 0 + 1))
-
-
-def test_evaluate_has_a_row_per_sample(model: Any) -> None:
-    rows = batch([5, 9, 3], 9)
-    parts = make().evaluate(model, rows, StepContext(0, "evaluate", NativeNoise()))
-    assert isinstance(parts["answers"], Rows)
-    label, answer, confidence = parts["answers"].values.T
-    logits = make().logits(model, rows)
-    assert label.tolist() == rows["label"].tolist()
-    assert answer.tolist() == logits.argmax(1).tolist()
-    assert confidence.tolist() == pytest.approx(logits.softmax(1).max(1).values.tolist())
 
 
 @pytest.mark.parametrize(

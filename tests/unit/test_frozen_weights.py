@@ -19,14 +19,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 BF16, FP32 = torch.bfloat16, torch.float32
-MATRICES = (
-    "c_proj.weight",
-    "c_fc.weight",
-    "out_proj.weight",
-    "up_proj.weight",
-    "wte.weight",
-    "tokens.weight",
-)
 
 
 def saved(family: str, folder: Path, dtype: torch.dtype = FP32) -> Path:

@@ -141,17 +141,6 @@ def test_binary_cross_entropy_ignores_positives() -> None:
         assert float(found.detach()) == pytest.approx(float(wanted), rel=1e-5)
 
 
-def test_the_penalty_counts_each_vector_as_often_as_it_is_scored() -> None:
-    model, user = net(text=False), torch.tensor([0, 2, 0])
-    items = torch.tensor([[4, 9], [9, 9], [1, 4]])
-    found = losses.squared_norms(model, user, items)
-    u, v = model.user_ids.weight.detach(), model.item_ids.weight.detach()
-    wanted = sum(
-        u[a].square().sum() + v[b].square().sum() for a, row in zip(user, items, strict=True) for b in row
-    )
-    assert float(found.detach()) == pytest.approx(float(wanted), rel=1e-5)  # type: ignore[arg-type]
-
-
 def test_l2_counts_what_the_loss_leaves_out_as_taken_too() -> None:
     from types import SimpleNamespace
 

@@ -108,17 +108,6 @@ def opened_elsewhere(final: Path, dense: Path, place: Path) -> subprocess.Comple
     return subprocess.run(words, cwd=place, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_saved_tokenizer_makes_the_models_inputs(family: str, tmp_path: Path, tiny_facts: Any) -> None:
-    """token_type_ids if the model has types, and no more tokens than it has positions."""
-    from transformers import AutoTokenizer
-
-    saved(family, tiny_facts, tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    assert ("token_type_ids" in tokenizer("good", "bad")) == (family != "distilbert")
-    assert tokenizer.model_max_length == {"roberta": 511}.get(family, 512)
-
-
 # The others pass the same way, each in a process of its own.
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=pytest.mark.slow) if f != "bert" else f for f in FAMILIES]
