@@ -128,11 +128,10 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, RuntimeError) as error:
-        if isinstance(error, OSError) and error.errno is None:
+        number = getattr(error, "errno", None)
+        full = number in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+        if number is None and not full:
             raise
-        if isinstance(error, RuntimeError) and "No space left" not in str(error):
-            raise
-        full = isinstance(error, RuntimeError) or error.errno in (errno.ENOSPC, errno.EDQUOT)
-        reason = "No space left on device" if isinstance(error, RuntimeError) else error.strerror
+        reason = getattr(error, "strerror", None) or "No space left on device"
         remedy = "make some, then go on with `resume`" if full else "choose another place"
         raise UserError(f"cannot write {path}: {reason}; {remedy}") from None

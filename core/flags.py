@@ -37,15 +37,13 @@ class Interval:
     @classmethod
     def parse(cls, text: str) -> Interval:
         """The interval that `text` writes. Raises ValueError."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)(ep|m|%|)", text.strip())
+        match = re.fullmatch(r"(\d+|\d+\.\d+(?=[em%]))(ep|m|%|)", text.strip())
         if match is None:
             raise ValueError(
-                "is not an interval such as 200 (steps), 5% (of the run), 0.1ep (of an epoch) or"
+                "is not an interval such as 200 (whole steps), 5% (of the run), 0.1ep (of an epoch) or"
                 " 10m (minutes)"
             )
         value, unit = float(match[1]), _UNITS[match[2]]
-        if unit == "steps" and "." in match[1]:
-            raise ValueError("is not a whole number of steps (shares are 5% of the run or 0.1ep of an epoch)")
         if unit == "percent" and value > 100:
             raise ValueError("is more than the whole run: give at most 100%")
         return cls(value, unit)

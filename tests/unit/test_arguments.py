@@ -161,10 +161,6 @@ def test_the_demo_is_announced(tmp_path: Path) -> None:
 OWN = Path(__file__).parents[1] / "tasks" / "failing.py"
 
 
-def test_a_users_own_task_brings_its_data() -> None:
-    assert parse_request(["--task", f"{OWN}:Line"], "auto").notes == []
-
-
 @pytest.mark.parametrize(
     ("place", "hint"),
     [

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import Flag, Interval, convert, flags_of, to_json_value
+from isobatch.core.flags import Interval, convert, flags_of, to_json_value
 from isobatch.core.number_ranges import Count, Fraction, Positive, Probability, Rate, Seed
 
 
@@ -95,7 +95,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("choice", "onn", "is not one of auto, on, off (did you mean on?)"),
     ("several", "2,0", "must be at least 1"),
     ("interval", "-3", "is not an interval"),
-    ("interval", "1.5", "is not a whole number of steps"),
+    ("interval", "1.5", "is not an interval such as 200 (whole steps)"),
 ]
 
 
@@ -125,10 +125,6 @@ def test_types_are_described_in_words() -> None:
         "share": "balanced or integer, at least 1 (or several: a,b)",
     }
     assert {name: FLAGS[name].type_name for name in wanted} == wanted
-
-
-def test_a_spelling_has_hyphens() -> None:
-    assert Flag("max_length", int, 0, "", "").spelling == "--max-length"
 
 
 def test_intervals_in_steps() -> None:

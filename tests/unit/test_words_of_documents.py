@@ -268,13 +268,3 @@ def test_every_command_line_of_the_documents_is_taken(task: str, words: str) -> 
             taken["auto"].plan,
             taken["auto"].run,
         )
-
-
-def test_words_are_found_wherever_they_stand() -> None:
-    text = (
-        "Use `model.use_cache = True`, BATCH_SIZE=64 (if a == b), not --q:\n"
-        "!accelerate launch t.py --x_y 1 \\\n   --z  # more"
-    )
-    assert keywords_in(text) == {"use_cache", "batch_size"}
-    assert flags_in(text) == {"q", "x_y", "z"}
-    assert command_lines(text) == [("t.py", ["--x_y", "1", "--z"])]
