@@ -153,9 +153,8 @@ def test_the_ledger_is_compared_with_the_sampler(run: RunFolder) -> None:
     assert found_in(run)[0].startswith("the ledger: phase train, step 5: ")  # the order counts too
 
 
-@pytest.mark.parametrize("kept", [STEPS - 1, 3, 0])
-def test_a_ledger_without_its_end_is_found(run: RunFolder, kept: int) -> None:
-    write_ledger(run, list(read_ledger(run))[:kept])
+def test_a_ledger_without_its_end_is_found(run: RunFolder) -> None:
+    write_ledger(run, list(read_ledger(run))[:-1])
     assert found_in(run) == ["the ledger lacks steps of phase train between 1 and 9"]
     change(run, lambda rows: rows[0].update(ledger=False), sealed=True)
     assert found_in(run) == []  # a run that keeps no ledger may have the beginning of one
@@ -249,15 +248,6 @@ def test_a_summary_that_was_not_logged_is_found(run: RunFolder, name: str, value
     assert bool(found_in(run)) == (name != "better")  # nothing else says what that is
 
 
-def test_files_of_final_that_the_run_did_not_write_are_found(run: RunFolder) -> None:
-    done(run)
-    weights = run.final / "model.safetensors"
-    save_file({"w": torch.zeros(2)}, weights)
-    assert found_in(run)[0].startswith("final/ is not what the run wrote")
-    weights.unlink()
-    assert found_in(run)[0].startswith("final/ is not what the run wrote")
-
-
 def test_tensors_count_and_not_their_files_layout(run: RunFolder) -> None:
     done(run)
     save_file({"w": torch.ones(2)}, run.final / "model.safetensors", metadata={"b": "1", "a": "2"})
@@ -271,16 +261,6 @@ def test_a_changed_recipe_is_found_first(run: RunFolder) -> None:
     (problem,) = recipe_problems(RunFolder(run.folder))
     assert problem.startswith("recipe.json was changed: its fields hash to ")
     assert recipe["hash"] in problem
-
-
-def test_a_recipe_with_a_true_hash_is_not_that_of_the_log(run: RunFolder) -> None:
-    path = run.folder / "recipe.json"
-    other = dataclasses.replace(run.recipe, patience=3)
-    atomic_files.write_json(path, {**other.to_dict(), "hash": other.hash()})
-    assert found_in(run) == ["metrics.jsonl was changed at or before phase train, step 9"]
-    fresh = RunFolder(run.folder)
-    reseal(fresh)
-    assert found_in(fresh)[0].startswith("decisions.jsonl: None stands where the evaluations give ")
 
 
 def test_changed_data_is_found(run: RunFolder, tmp_path: Path) -> None:
@@ -310,8 +290,6 @@ def test_changed_facts_are_found(run: RunFolder) -> None:
         (lambda state: state["progress"].update(chain="0" * 16), "has seen other samples than metrics.jsonl"),
         (lambda state: state["judge"].update(best=1.0), "judged other evaluations than metrics.jsonl has"),
         (lambda state: state.update(world_size=9), "is not what the run wrote"),
-        (lambda state: state["progress"].update(step=4), "holds step 4 of train"),
-        (lambda state: state.update(recipe_hash="0" * 12), "belongs to another recipe or other data"),
     ],
 )
 def test_a_checkpoint_with_another_past_is_found(

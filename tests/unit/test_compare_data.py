@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-import pytest
-
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.registry import workload
 from isobatch.launch.forensics.diff import changed_rows
@@ -46,31 +44,3 @@ def test_a_changed_word_is_found_though_the_tokenizer_changes(tmp_path: Path) ->
     assert found == {"changed": [37], "changed_rows": 1, "tokenizers_differ": True}
     said = data_words({**found, "rows": [60, 60]})
     assert said == "the tokenizers differ, and with them all tokens; the text changed at sample 37"
-
-
-def test_rows_of_one_tokenizer_are_compared_by_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("isobatch.launch.forensics.diff.AT_A_TIME", 7)
-    swapped = [*TEXTS[:7], TEXTS[8], TEXTS[7], *TEXTS[9:]]
-    plain, other = rows_of(tmp_path / "plain", TEXTS), rows_of(tmp_path / "other", swapped)
-    assert changed_rows(plain, other) == {
-        **{"changed": [7, 8], "changed_rows": 2},
-        "tokenizers_differ": False,
-    }
-
-
-@pytest.mark.parametrize(
-    ("texts", "says"),
-    [
-        ([*TEXTS, TEXTS[4]], "that both have is the same (A has 60 rows, B 61)"),
-        (
-            [f"{text} {LONG}" if n > 40 else text for n, text in enumerate(TEXTS)],
-            "the text changed at sample 41, 42, 43, 44, 45, 46, 47, 48, 49, 50 and 9 more",
-        ),
-    ],
-    ids=["one more", "many"],
-)
-def test_rows_are_counted(texts: list[str], says: str, tmp_path: Path) -> None:
-    plain, other = rows_of(tmp_path / "plain", TEXTS), rows_of(tmp_path / "other", texts)
-    assert says in data_words({**changed_rows(plain, other), "rows": [len(TEXTS), len(texts)]})

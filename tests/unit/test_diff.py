@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import shutil
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from torch import Tensor, nn
 
 import isobatch
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.engine.training.session import ActivePhase
 from isobatch.engine.verification.run_order import RunOrder
 from isobatch.launch.forensics.diff import diff, diff_runs
 from isobatch.tests.paths import ROOT
@@ -21,7 +18,6 @@ from isobatch.tests.tasks import planted
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
 TASK = f"{ROOT}/tests/tasks/planted.py:Planted"
 names = itertools.count()
@@ -59,23 +55,17 @@ def test_runs_that_differ_by_their_cut_are_equal(values: dict[str, Any], train: 
 PLANTED: dict[str, tuple[dict[str, Any], str, int, str | None]] = {
     # what B has -> kind, step, module
     "one module in bf16": ({"plant": "bf16"}, "jump", 1, "inner"),
-    "a changed epsilon": ({"plant": "epsilon"}, "jump", 1, "norm"),
     "another attention kernel": ({"plant": "attention"}, "jump", 1, "attn"),
-    "another activation": ({"plant": "activation"}, "jump", 1, "act"),
     "a dropout site unkeyed": ({"plant": "unkeyed"}, "jump", 1, "drop"),
-    "another dropout": ({"dropout": 0.2}, "jump", 1, "drop"),
     "other initial weights": ({"plant": "start"}, "jump", 1, None),
     "a scaled loss": ({"plant": "scale"}, "jump", 1, "head"),
     "a frozen layer": ({"plant": "frozen"}, "jump", 1, None),
-    "another clip": ({"clip": 0.01}, "jump", 2, None),
     "another weight decay": ({"weight_decay": 0.5}, "jump", 2, None),
     "another optimizer": ({"optimizer": "sgd"}, "jump", 2, None),
     "another rate": ({"lr": 2e-2}, "rate", 1, None),
-    "another warm-up": ({"warmup": "4"}, "rate", 1, None),
     "another schedule": ({"schedule": "constant"}, "rate", 2, None),
     "another order": ({"seed": 1}, "samples", 1, None),
     "another batch size": ({"batch_size": 8}, "samples", 1, None),
-    "a part of the data": ({"train_fraction": 0.5}, "samples", 1, None),
 }
 
 
@@ -146,55 +136,6 @@ def test_what_no_recipe_says_is_told_by_the_side_that_did_it(
     assert found["recipe"] == {}
     assert ": B logged " in found["verdict"]
     assert diff_runs(other, plain)["verdict"].count(": A logged ") == 1
-
-
-def test_a_library_whose_epsilon_changed_is_told_by_the_side_that_had_it(
-    plain: RunFolder, train: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other version was there when B was trained, and is not here: no recipe says so."""
-    computed = nn.LayerNorm.forward
-
-    def otherwise(norm: nn.LayerNorm, x: Tensor) -> Tensor:
-        norm.eps = 1e-3
-        return computed(norm, x)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(nn.LayerNorm, "forward", otherwise)
-        other = train()
-    found = diff_runs(plain, other)
-    assert (found["log"]["kind"], found["log"]["step"], found["recipe"]) == ("jump", 1, {})
-    assert "they part at step 1 (loss " in found["verdict"]
-    assert ": B logged " in found["verdict"]
-    assert found["verdict"].endswith(
-        "is not in its recipe (another library or machine, changed code, a hardware fault)"
-    )
-
-
-@pytest.mark.parametrize("step", [2, 7, 12])
-def test_another_rate_from_a_step_on_is_found_there(
-    step: int, plain: RunFolder, train: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rate = ActivePhase.learning_rate
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            ActivePhase, "learning_rate", lambda phase, n: rate(phase, n) * (1.001 if n + 1 >= step else 1)
-        )
-        other = train()
-    found = diff_runs(plain, other)
-    assert (found["log"]["kind"], found["log"]["step"]) == ("rate", step)
-    assert f"the learning rate parts at step {step}: " in found["verdict"]
-
-
-def test_versions_that_are_not_known_are_no_cause(plain: RunFolder, train: Any, tmp_path: Path) -> None:
-    bare = RunFolder(shutil.copytree(train(plant="epsilon").folder, tmp_path / "bare"))
-    shutil.rmtree(bare.checkpoints)
-    found = diff_runs(bare, plain)
-    assert found["versions"] == {}
-    assert found["verdict"].endswith("in norm, where plant is epsilon in A and nothing in B")
-
-
-def test_a_run_and_its_repetition_are_the_same(plain: RunFolder, train: Any) -> None:
-    assert diff_runs(plain, train())["verdict"].startswith("the same bit for bit in all 12 common steps")
 
 
 def test_the_command_says_it_in_a_sentence_and_by_its_exit_code(
