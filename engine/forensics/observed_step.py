@@ -76,17 +76,9 @@ def observe_step(replay: Replay, window: Window, alone: bool = True) -> Observed
             recorder, gradients = ModuleRecorder(len(samples), task.rows_per_sample), dict[str, float]()
             with recorder.hooked(model), _watching(task, recorder, gradients):
                 result = active.step(loaded)
-            return ObservedStep(
-                window,
-                samples,
-                result.loss_and_norm(),
-                result.rate,
-                next(rows, None),
-                losses,
-                recorder.outputs(),
-                gradients,
-                weights,
-            )
+            seen = losses, recorder.outputs(), gradients, weights
+            figures, logged = result.loss_and_norm(), next(rows, None)
+            return ObservedStep(window, samples, figures, result.rate, logged, *seen)
     raise AssertionError("a window has at least one step")
 
 
