@@ -114,13 +114,13 @@ class Interactions(TokenizedData):
         return formats.read_tables(path, self.recipe.format, self.options)
 
     def read(self) -> Mapping[str, Columns]:
-        return self._build_splits(self._load())[1]
+        return LogSplits(self._load(), self.options, self.recipe).columns()
 
     def prepare(self, folder: Path) -> dict[str, Any]:
         raw = self._load()
-        found, splits = self._build_splits(raw)
+        found = LogSplits(raw, self.options, self.recipe)
         users, items = found.users, found.items
-        for split, columns in splits.items():
+        for split, columns in found.columns().items():
             save(folder / split, columns)
         texts, of_users, of_items = unique_texts(raw, users, items)
         tokenizer, special = self._open_or_train_tokenizer(
@@ -138,6 +138,11 @@ class Interactions(TokenizedData):
         titles = [raw.items[name].title if name in raw.items else name for name in items]
         names = {"users": users, "items": items, "titles": titles}
         (catalogue / NAMES_FILE).write_text(json.dumps(names, ensure_ascii=False))
+        textless = [
+            f"{missing:,} of {len(texts_of):,} {what} have no text: their ids alone count"
+            for what, texts_of in (("users", of_users), ("items", of_items))
+            if (missing := int((texts_of == MISSING).sum()))
+        ]
         return {
             "users": len(users),
             "items": len(items),
@@ -147,7 +152,7 @@ class Interactions(TokenizedData):
             "longest_text": int(tokens.lengths.max(initial=1)),
             **self._tokenizer_facts(tokenizer, special),
             "untaken": found.untaken,
-            "notes": [*found.notes, *_missing_text_notes(of_users, of_items)],
+            "notes": [*found.notes, *textless],
         }
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
@@ -168,11 +173,6 @@ class Interactions(TokenizedData):
         dtype = tokenizers.token_dtype(tokenizer)
         return Ragged.from_rows([np.array(e.ids or [pad], dtype) for e in encoded], pad)
 
-    def _build_splits(self, raw: formats.RawInteractions) -> tuple[LogSplits, dict[str, Columns]]:
-        """(the splits, and what is known of them; columns per split)."""
-        found = LogSplits(raw, self.options, self.recipe)
-        return found, {split: found.columns(split) for split in found.logs}
-
 
 def unique_texts(
     raw: formats.RawInteractions, users: list[str], items: list[str]
@@ -186,12 +186,3 @@ def unique_texts(
     by_user = np.array([of(raw.users.get(name, "")) for name in users], np.int32)
     by_item = np.array([of(raw.items[n].text) if n in raw.items else MISSING for n in items], np.int32)
     return list(number), by_user, by_item
-
-
-def _missing_text_notes(users: np.ndarray, items: np.ndarray) -> list[str]:
-    found = []
-    for what, texts in (("users", users), ("items", items)):
-        missing = int((texts == MISSING).sum())
-        if missing > 0:
-            found.append(f"{missing:,} of {len(texts):,} {what} have no text: their ids alone count")
-    return found

@@ -128,7 +128,10 @@ class LogSplits:
             raise UserError(f"--min-rating {least}: {self.recipe.data} has no ratings")
         has_times = "time" in next(iter(logs.values())).columns
         numbered = {s: renumbered(log, of_users, of_items, least) for s, log in logs.items()}
-        self.notes += _rating_notes(logs.values(), sum(map(len, numbered.values())), least)
+        rows = sum(map(len, logs.values()))
+        if below := rows - sum(map(len, numbered.values())):
+            low = f"{below:,} of {rows:,} interactions are rated below --min-rating {least:g}"
+            self.notes.append(f"{low}: left out")
         count = len(self.items)
         return {s: drop_repeats(log, count, s, self.notes) for s, log in numbered.items()}, has_times
 
@@ -198,11 +201,13 @@ class LogSplits:
                 if same := count_in(pair_keys(log.user, log.item, len(self.items)), self.seen):
                     yield f"{split}: {same:,} of {len(log):,} interactions are in train too"
 
-    def columns(self, split: str) -> Columns:
-        """`user`, `item`, and of a held-out split `rivals`."""
-        log = self.logs[split]
-        pairs: Columns = {"user": log.user, "item": log.item}
-        return pairs if split == "train" else {**pairs, "rivals": self._rivals(split, log)}
+    def columns(self) -> dict[str, Columns]:
+        """Split -> `user`, `item`, and of a held-out split `rivals`."""
+        found: dict[str, Columns] = {}
+        for split, log in self.logs.items():
+            rivals = {} if split == "train" else {"rivals": self._rivals(split, log)}
+            found[split] = {"user": log.user, "item": log.item, **rivals}
+        return found
 
     def _rivals(self, split: str, log: InteractionLog) -> np.ndarray:
         """(n, negatives) int32: what each held-out item is ranked against; -1 for none."""
@@ -245,13 +250,3 @@ def _join_notes(what: str, own: list[str], described: Collection[str]) -> Iterat
             f"{len(own) - len(alone):,} of {len(own):,} {what} with interactions are in the table of {what}:"
             f" ids such as {some_ids(alone)} are not, and the table has {there}"
         )
-
-
-def _rating_notes(logs: Collection[InteractionLog], kept: int, least: float) -> Iterator[str]:
-    """How many interactions are rated below --min-rating; where none is, that low ratings count too."""
-    rated = [log.columns["rating"] for log in logs if "rating" in log.columns and len(log)]
-    low, high = min(map(np.min, rated), default=0), max(map(np.max, rated), default=0)
-    if below := sum(map(len, logs)) - kept:
-        yield f"{below:,} of {below + kept:,} interactions are rated below --min-rating {least:g}: left out"
-    elif low < high and least <= 0:
-        yield f"ratings from {low:g} to {high:g} all count as taken: --min-rating leaves out the lower ones"

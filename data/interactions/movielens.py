@@ -35,31 +35,20 @@ def _read_ml_1m(path: Path) -> RawInteractions:
     """ratings.dat, users.dat and movies.dat: fields between double colons, ISO-8859-1."""
     names = ["user", "_1", "item", "_2", "rating", "_3", "time"]
     table = delimited_table(path / "ratings.dat", ":", names, {name: name for name in COLUMNS})
-    return RawInteractions(
-        {"all": table}, _read_ml_1m_users(path / "users.dat"), _read_ml_1m_movies(path / "movies.dat")
-    )
+    films = read_fields(path / "movies.dat", "::", 3)
+    items = {movie: _movie_text(title, genres.split("|")) for _, (movie, title, genres) in films}
+    return RawInteractions({"all": table}, _read_ml_1m_users(path / "users.dat"), items)
 
 
 def _read_ml_1m_users(file: Path) -> dict[str, str]:
     """User id -> sex, age and occupation in words. Without the zip code, which is almost unique to a user."""
     found = {}
     for where, (user, sex, age, occupation, _) in read_fields(file, "::", 5):
-        kind, years = _occupation_name(occupation, where), AGES.get(age, age)
-        found[user] = f"{SEXES.get(sex, sex)}, {years}, {kind}"
+        if not occupation.isdigit() or int(occupation) >= len(OCCUPATIONS):
+            raise UserError(f"{where}: there is no occupation {occupation}")
+        words = SEXES.get(sex, sex), AGES.get(age, age), OCCUPATIONS[int(occupation)]
+        found[user] = ", ".join(words)
     return found
-
-
-def _occupation_name(number: str, where: str) -> str:
-    if not number.isdigit() or int(number) >= len(OCCUPATIONS):
-        raise UserError(f"{where}: there is no occupation {number}")
-    return OCCUPATIONS[int(number)]
-
-
-def _read_ml_1m_movies(file: Path) -> dict[str, ItemText]:
-    return {
-        movie: _movie_text(title, genres.split("|"))
-        for _, (movie, title, genres) in read_fields(file, "::", 3)
-    }
 
 
 def _movie_text(title: str, genres: Iterable[str]) -> ItemText:
@@ -95,12 +84,11 @@ def _ncf_files(path: Path) -> tuple[Path, Path, Path]:
     return train, path / f"{stem}.test.rating", negatives
 
 
-def _ncf_text_files(path: Path) -> tuple[Path | None, Path | None]:
-    """The table of item titles, and users.dat of a folder `ml-1m` beside; None for what is not there."""
-    items, users = path / "item_map.tsv", path.resolve().parent / "ml-1m" / "users.dat"
-    return (items if items.is_file() else None), (
-        users if users.is_file() and "ml-1m" in path.resolve().name else None
-    )
+def _ncf_text_files(path: Path) -> list[Path]:
+    """The table of item titles, and users.dat of a folder `ml-1m` beside, if they are there."""
+    folder = path.resolve()
+    users = [folder.parent / "ml-1m" / "users.dat"] if "ml-1m" in folder.name else []
+    return [file for file in (path / "item_map.tsv", *users) if file.is_file()]
 
 
 def _read_ncf(path: Path) -> RawInteractions:
@@ -114,13 +102,13 @@ def _read_ncf(path: Path) -> RawInteractions:
         "test": delimited_table(test, "\t", names, pairs),
     }
     found = RawInteractions(splits, negatives=_read_ncf_negatives(negatives, splits["test"]))
-    items, users = _ncf_text_files(path)
-    if items is not None:
-        named = [row for _, row in read_rows(items) if row["title"]]
+    for file in _ncf_text_files(path):
+        if file.name == "users.dat":  # the protocol numbers users from 0, in the order of MovieLens' ids
+            words = _read_ml_1m_users(file)
+            found.users = {str(n): words[user] for n, user in enumerate(sorted(words, key=int))}
+            continue
+        named = [row for _, row in read_rows(file) if row["title"]]
         found.items = {row["ncf_item"]: _movie_text(row["title"], row["genres"].split("|")) for row in named}
-    if users is not None:  # the protocol numbers users from 0, in the order of MovieLens' ids
-        words = _read_ml_1m_users(users)
-        found.users = {str(n): words[user] for n, user in enumerate(sorted(words, key=int))}
     return found
 
 
@@ -144,6 +132,6 @@ FORMATS = {
     "ml-1m": FolderFormat("ratings.dat", lambda path: [path / name for name in FILES_1M], _read_ml_1m),
     "ml-100k": FolderFormat("u.data", lambda path: [path / name for name in FILES_100K], _read_ml_100k),
     "ncf": FolderFormat(
-        "*.test.negative", lambda path: [*_ncf_files(path), *filter(None, _ncf_text_files(path))], _read_ncf
+        "*.test.negative", lambda path: [*_ncf_files(path), *_ncf_text_files(path)], _read_ncf
     ),
 }

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from tokenizers import Tokenizer
 
+    from isobatch.data.streaming.shards import Rows
     from isobatch.data.streaming.store import StoredObject
 
 ENCODER_FILE = "encoder.json"
@@ -121,7 +122,7 @@ class StreamedText(Text):
 
     def _shown(self, encoder: TextGroupEncoder, folder: Path) -> dict[str, Any]:
         """What Facts should know of the first groups: a prompt; of conversations their template and turns."""
-        rows = {}
+        rows: dict[str, Rows] = {}
         for table in (GroupTable.open(folder / split) for split in ("train", "valid")):
             shard = shard_of(Store(), table.shards[table.place(0).shard])
             rows["valid" if rows else "train"] = rows_of_group(shard, table.place(0), encoder)
