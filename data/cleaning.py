@@ -61,24 +61,15 @@ def to_text(text: str, line_break: str = "\n") -> str:
     found = text
     if "<" in text:
         found = _TAG.sub(_replace_tag, _DECLARATION.sub("", _split_blocks(text)[0]))
-        if _LINE_BREAK in found:
-            found = _collapse_spaces(found).replace(_LINE_BREAK, line_break)
-    return _ENTITY.sub(_decode_entity, found) if "&" in found else found
+        if _LINE_BREAK in found:  # no empty lines, and single spaces between words
+            lines = (" ".join(line.split()) for line in found.replace("\n", _LINE_BREAK).split(_LINE_BREAK))
+            found = line_break.join(filter(None, lines))
+    return _ENTITY.sub(lambda e: html.unescape(e[0]).replace("\xa0", " "), found) if "&" in found else found
 
 
 def _replace_tag(tag: re.Match[str]) -> str:
     name = tag[1].lower()
     return tag[0] if name not in _ELEMENTS else _LINE_BREAK if name in _BLOCK_ELEMENTS else ""
-
-
-def _collapse_spaces(text: str) -> str:
-    """The text without empty lines, and with single spaces between words."""
-    lines = (" ".join(line.split()) for line in text.replace("\n", _LINE_BREAK).split(_LINE_BREAK))
-    return _LINE_BREAK.join(line for line in lines if line)
-
-
-def _decode_entity(entity: re.Match[str]) -> str:
-    return html.unescape(entity[0]).replace("\xa0", " ")
 
 
 def remove_blocks(chunks: Iterable[str]) -> Iterator[tuple[str, list[str]]]:

@@ -168,12 +168,6 @@ def check_valid(valid: float | str | None, splits: Mapping[str, object] | tuple[
         raise UserError(f"--valid {typed}: {data} has a validation split: leave it out")
 
 
-def require_share(valid: float | str | None, data: str) -> None:
-    """Raise UserError for a file as validation split of data that is not in files."""
-    if isinstance(valid, str):
-        raise UserError(f"--valid {valid}: --data {data} is no file: give a share such as 0.1")
-
-
 DEMO = "demo"
 DEMO_PACKAGES = ("email", "http", "json", "logging", "urllib")
 DEMO_LARGEST_FILE = 32_000

@@ -20,7 +20,6 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.package import cache_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 CHUNK = 16 << 20
@@ -39,11 +38,12 @@ def chunk_digest(block: bytes | memoryview) -> str:
 def write_digests(folder: Path) -> str:
     """Write digests.json for every file under a prepared folder; returns the digest of all arrays."""
     found = {}
-    for path in sorted(p for p in folder.rglob("*") if p.is_file()):
-        if path.name not in (DIGESTS_FILE, FACTS_FILE):
-            with path.open("rb") as stream:
-                blocks = iter(lambda: stream.read(CHUNK), b"")
-                found[path.relative_to(folder).as_posix()] = [chunk_digest(block) for block in blocks]
+    for path in sorted(
+        p for p in folder.rglob("*") if p.is_file() and p.name not in (DIGESTS_FILE, FACTS_FILE)
+    ):
+        with path.open("rb") as stream:
+            blocks = iter(lambda: stream.read(CHUNK), b"")
+            found[path.relative_to(folder).as_posix()] = [chunk_digest(block) for block in blocks]
     atomic_files.write_json(folder / DIGESTS_FILE, found)
     return overall_digest(folder)
 
@@ -161,7 +161,6 @@ REMEMBERED_BYTES = 1 << 20
 """Smaller files are read every time: that takes a millisecond."""
 CLOCK_TICK_NS = 2_000_000_000
 """The coarsest clock of a file system (FAT's); a digest of a file that changed later is not remembered."""
-BLOCK_BYTES = 1 << 22
 
 
 def file_hash(file: Path) -> str:
@@ -185,13 +184,5 @@ def file_hash(file: Path) -> str:
 
 
 def _content_hash(file: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for block in _blocks(file):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def _blocks(file: Path) -> Iterator[bytes]:
     with file.open("rb") as stream:
-        while block := stream.read(BLOCK_BYTES):
-            yield block
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -48,7 +48,8 @@ def check_elsewhere(data: str, valid: float | str | None) -> None:
     if data == DEMO:
         corpora.check_valid(valid, ("valid",), DEMO)
     else:
-        corpora.require_share(valid, data)
+        if isinstance(valid, str):
+            raise UserError(f"--valid {valid}: --data {data} is no file: give a share such as 0.1")
         corpora.require_dataset(data)
 
 

@@ -7,7 +7,6 @@ import math
 import os
 import re
 from array import array
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -264,23 +263,17 @@ def class_names(splits: Mapping[str, SplitClasses], columns: ColumnNames, data: 
                 f"{classes.where(None)}: {columns.label} is empty in the {split} split, in {missing:,} of"
                 f" {len(classes):,} rows: leave such rows out"
             )
-    counts = Counter({label: count for label, count in splits["train"].counts().items() if label is not None})
-    if len(counts) < 2:
+    counts = [label for label in splits["train"].counts() if label is not None]
+    if not 2 <= len(counts) <= MAX_CLASSES:
+        few = f"is {[*counts, 'empty'][0]} in every training row: at least two classes are needed"
+        many = f"has {len(counts):,} different values: at most {MAX_CLASSES} classes"
         raise UserError(
-            f"--data {data}: {columns.label} is {next(iter(counts), 'empty')} in every training row:"
-            " at least two classes are needed"
-        )
-    if len(counts) > MAX_CLASSES:
-        raise UserError(
-            f"--data {data}: {columns.label} has {len(counts):,} different values: at most {MAX_CLASSES}"
-            " classes; choose another --label-column"
+            f"--data {data}: {columns.label} {few if len(counts) < 2 else many}: --label-column takes another"
         )
     for split, classes in splits.items():
         if strange := next((label for label in classes.counts() if label not in counts), None):
-            raise UserError(
-                f"{classes.where(strange)}: the {split} split has the label {strange}, which no training row"
-                " has"
-            )
+            where = f"{classes.where(strange)}: the {split} split has the label {strange}"
+            raise UserError(f"{where}, which no training row has")
     whole = all(re.fullmatch(r"-?[0-9]+", label) for label in counts)
     return sorted(counts, key=int) if whole else sorted(counts)
 
