@@ -131,12 +131,11 @@ def _split_offset(file: Path, share: float) -> int:
 
 def held_out_note(share: float | None, is_stream: bool = False) -> str:
     """A line for the user on what was held out; `is_stream`: whether it is running text."""
-    missing = "there is no validation split"
-    if share is None:
-        return f"{missing}: the last 5 % of the training data is it"
-    if is_stream:
-        return f"{missing}: the last {100 * share:g} % of the text is it (--valid)"
-    return f"{missing}: {100 * share:g} % of the rows are it, drawn at random (--valid)"
+    what = "the last 5 % of the training data is it"
+    if share is not None:
+        where = "the text is it" if is_stream else "the rows are it, drawn at random"
+        what = f"{'the last ' * is_stream}{100 * share:g} % of {where} (--valid)"
+    return f"there is no validation split: {what}"
 
 
 def share_of(valid: float | str | None) -> float | None:

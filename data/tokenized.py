@@ -47,9 +47,9 @@ def check_elsewhere(data: str, valid: float | str | None) -> None:
     """Raise UserError where the demo or a hub data set cannot be had, or not with this --valid."""
     if data == DEMO:
         corpora.check_valid(valid, ("valid",), DEMO)
+    elif isinstance(valid, str):
+        raise UserError(f"--valid {valid}: --data {data} is no file: give a share such as 0.1")
     else:
-        if isinstance(valid, str):
-            raise UserError(f"--valid {valid}: --data {data} is no file: give a share such as 0.1")
         corpora.require_dataset(data)
 
 

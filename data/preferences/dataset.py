@@ -220,8 +220,7 @@ class Preferences(TokenizedData):
         name, default = self._template_names(first)
         template = chat_templates.tokenizer_training_template(default if name == "auto" else name)
         for pair in render_rows(rows, "train", template, RowCounts()):
-            for part in (pair.prompt, *pair.answers):
-                yield from (segment.text for segment in part)
+            yield from (segment.text for segment in sum(pair.answers, pair.prompt))
 
 
 def demo_pairs() -> RowCorpus:

@@ -293,33 +293,21 @@ def choose_template(
     tokenizer.add_special_tokens([t for t in (*tokens.values(), *in_vocabulary) if t not in known])
     own = read_tokenizer_template(folder) if name == "auto" and folder else None
     if own is not None:
-        eos = tokens["eos_token"]
-        return _detect_closing(
-            ChatTemplate(TOKENIZER_TEMPLATE, own, eos, _token_id(tokenizer, eos), "", tokens), tokenizer
-        )
-    prepends_bos = _prepends_bos(tokenizer, special.get("bos"))
-    return _built_in(default if name == "auto" else name, tokenizer, tokens, prepends_bos)
-
-
-def _built_in(name: str, tokenizer: Tokenizer, tokens: Mapping[str, str], prepends_bos: bool) -> ChatTemplate:
-    """A built-in template, with the special tokens that this tokenizer has."""
-    has_turn_end = name == "chatml" and tokenizer.token_to_id(TURN_END_TOKENS[0]) is not None
-    end = TURN_END_TOKENS[0] if has_turn_end else tokens["eos_token"]
-    text = BUILT_IN[name].replace("{{ BEGIN }}", "{{ bos_token }}" if prepends_bos else "")
-    text = text.replace("{{ END }}", end if has_turn_end else "{{ eos_token }}")
-    return ChatTemplate(name, text, end, _token_id(tokenizer, end), end, tokens)
+        return _with_closing(own, tokens, tokenizer)
+    name = default if name == "auto" else name
+    end, closing, bos = tokens["eos_token"], "{{ eos_token }}", special.get("bos")
+    if name == "chatml" and tokenizer.token_to_id(TURN_END_TOKENS[0]) is not None:
+        end = closing = TURN_END_TOKENS[0]
+    # Where the tokenizer begins every text with a token, its model expects it.
+    opening = "{{ bos_token }}" if bos is not None and tokenizer.encode("a").ids[:1] == [bos] else ""
+    text = BUILT_IN[name].replace("{{ BEGIN }}", opening).replace("{{ END }}", closing)
+    return ChatTemplate(name, text, end, tokenizer.token_to_id(end), end, tokens)
 
 
 def tokenizer_training_template(name: str) -> ChatTemplate:
     """A built-in template without special tokens, for the texts that a tokenizer is trained on."""
     text = BUILT_IN[name].replace("{{ BEGIN }}", "").replace("{{ END }}", "")
     return ChatTemplate(name, text, "", 0, tokens={"eos_token": ""})
-
-
-def _token_id(tokenizer: Tokenizer, token: str) -> int:
-    found = tokenizer.token_to_id(token)
-    assert found is not None, f"{token} is a token"
-    return found
 
 
 def _special_tokens(tokenizer: Tokenizer, special: Mapping[str, int | None]) -> dict[str, str]:
@@ -336,13 +324,10 @@ def _special_tokens(tokenizer: Tokenizer, special: Mapping[str, int | None]) -> 
     return {f"{role}_token": token for role, token in named.items() if token is not None}
 
 
-def _prepends_bos(tokenizer: Tokenizer, bos: int | None) -> bool:
-    """Whether the tokenizer begins every text with `bos`, as its model then expects."""
-    return bos is not None and tokenizer.encode("a").ids[:1] == [bos]
-
-
-def _detect_closing(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template with the token that it writes after an answer, found by rendering a unique answer."""
+def _with_closing(jinja: str, tokens: Mapping[str, str], tokenizer: Tokenizer) -> ChatTemplate:
+    """A tokenizer's own, with the token that it writes after an answer: found by rendering a unique one."""
+    end = tokens["eos_token"]
+    template = ChatTemplate(TOKENIZER_TEMPLATE, jinja, end, tokenizer.token_to_id(end), "", tokens)
     _, found, tail = template.render(_PROBE_TURN, "--template auto").partition(_PROBE_ANSWER)
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
     names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
@@ -350,7 +335,7 @@ def _detect_closing(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplat
     if closing is None:
         return template
     end = closing[1]
-    return dataclasses.replace(template, end=end, end_id=_token_id(tokenizer, end), closing=end)
+    return dataclasses.replace(template, end=end, end_id=tokenizer.token_to_id(end), closing=end)
 
 
 def template_in(folder: Path) -> ChatTemplate | None:

@@ -15,7 +15,7 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, corpora, readers
 from isobatch.data.base import Column, Ragged
-from isobatch.data.corpora import DEMO, Corpus, RowCorpus
+from isobatch.data.corpora import DEMO, Corpus
 from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.text import demo_stories
 from isobatch.data.text.conversations import SHOWN_PROMPTS, Conversations
@@ -147,9 +147,13 @@ class TextSetSpec:
         """Its texts, with a validation split; `folder` is the tokenizer's, None where it is trained."""
         if self.location == DEMO:
             return PlainText(self.name, demo_stories.demo_stories(), steps)
+        share = corpora.share_of(self.options.valid)
         if not self.has_rows:
-            return PlainText(self.name, corpora.corpus_from_files(self.files, self._share), steps)
-        table = self._open_rows()
+            return PlainText(self.name, corpora.corpus_from_files(self.files, share), steps)
+        if self.path is None:
+            table = corpora.rows_from_hub(self.location, self.options.data_config, share)
+        else:
+            table = corpora.rows_from_files(self.files, share)
         kind = self._detect_kind(table.columns)
         if kind == TEXT:
             column = self._text_column(table.columns)
@@ -157,21 +161,9 @@ class TextSetSpec:
                 dict.fromkeys(table.columns), column, f"--text-column: {self.location}"
             )
             return PlainText(self.name, Corpus(table.splits, notes=table.notes, column=column), steps)
-        remarks = [*table.notes]
-        if TEXT in table.columns:
-            remarks.append(
-                f"the rows are read as conversations ({kind}): --text-column {TEXT} reads plain text"
-            )
+        said = f"the rows are read as conversations ({kind}): --text-column {TEXT} reads plain text"
+        remarks = [*table.notes, *([said] if TEXT in table.columns else [])]
         return Conversations(self.name, table.splits, kind, self.options, folder, steps, remarks)
-
-    def _open_rows(self) -> RowCorpus:
-        if self.path is None:
-            return corpora.rows_from_hub(self.location, self.options.data_config, self._share)
-        return corpora.rows_from_files(self.files, self._share)
-
-    @property
-    def _share(self) -> float | None:
-        return corpora.share_of(self.options.valid)
 
 
 class Mixture:
