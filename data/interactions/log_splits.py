@@ -132,6 +132,12 @@ class LogSplits:
         if below := rows - sum(map(len, numbered.values())):
             low = f"{below:,} of {rows:,} interactions are rated below --min-rating {least:g}"
             self.notes.append(f"{low}: left out")
+        rated = [log.columns["rating"] for log in logs.values() if "rating" in log.columns and len(log)]
+        if rated and least <= 0 and (worst := min(map(np.min, rated))) < (best := max(map(np.max, rated))):
+            self.notes.append(
+                f"ratings from {worst:g} to {best:g} all count as taken: --min-rating leaves out the lower"
+                " ones"
+            )
         count = len(self.items)
         return {s: drop_repeats(log, count, s, self.notes) for s, log in numbered.items()}, has_times
 

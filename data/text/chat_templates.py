@@ -301,7 +301,7 @@ def choose_template(
     # Where the tokenizer begins every text with a token, its model expects it.
     opening = "{{ bos_token }}" if bos is not None and tokenizer.encode("a").ids[:1] == [bos] else ""
     text = BUILT_IN[name].replace("{{ BEGIN }}", opening).replace("{{ END }}", closing)
-    return ChatTemplate(name, text, end, tokenizer.token_to_id(end), end, tokens)
+    return ChatTemplate(name, text, end, tokenizer.token_to_id(end) or 0, end, tokens)
 
 
 def tokenizer_training_template(name: str) -> ChatTemplate:
@@ -327,7 +327,7 @@ def _special_tokens(tokenizer: Tokenizer, special: Mapping[str, int | None]) -> 
 def _with_closing(jinja: str, tokens: Mapping[str, str], tokenizer: Tokenizer) -> ChatTemplate:
     """A tokenizer's own, with the token that it writes after an answer: found by rendering a unique one."""
     end = tokens["eos_token"]
-    template = ChatTemplate(TOKENIZER_TEMPLATE, jinja, end, tokenizer.token_to_id(end), "", tokens)
+    template = ChatTemplate(TOKENIZER_TEMPLATE, jinja, end, tokenizer.token_to_id(end) or 0, "", tokens)
     _, found, tail = template.render(_PROBE_TURN, "--template auto").partition(_PROBE_ANSWER)
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
     names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
@@ -335,7 +335,7 @@ def _with_closing(jinja: str, tokens: Mapping[str, str], tokenizer: Tokenizer) -
     if closing is None:
         return template
     end = closing[1]
-    return dataclasses.replace(template, end=end, end_id=tokenizer.token_to_id(end), closing=end)
+    return dataclasses.replace(template, end=end, end_id=tokenizer.token_to_id(end) or 0, closing=end)
 
 
 def template_in(folder: Path) -> ChatTemplate | None:
