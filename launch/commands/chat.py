@@ -147,14 +147,9 @@ def chat(words: Sequence[str]) -> int:
 
 def sampling(options: SamplingOptions, template: ChatTemplate | None) -> Sampling:
     """How tokens are drawn by a command's options, and where an answer ends."""
-    return Sampling(
-        max_new_tokens=options.tokens or (ANSWER_TOKENS if template else TEXT_TOKENS),
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop_token_id=template.end_id if template else None,
-    )
+    drawn = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    tokens = options.tokens or (ANSWER_TOKENS if template else TEXT_TOKENS)
+    return Sampling(max_new_tokens=tokens, stop_token_id=template.end_id if template else None, **drawn)
 
 
 def converse(

@@ -108,11 +108,10 @@ def answer(lists: Recommendations, options: RecommendOptions, remarks: list[str]
         print(atomic_files.json_text(shown, ensure_ascii=False))
         return 0
     for asked, items in found:
-        if len(found) > 1:
-            print(printable(f"{asked['user']}:"))
+        whose = [asked["user"]] if len(found) > 1 else []
         for entry in items:
             named = dict.fromkeys((entry["item"], entry["title"]))
-            print(printable("  ".join([f"{entry['score']:8.3f}", *named])))
+            print(printable("  ".join([*whose, f"{entry['score']:8.3f}", *named])))
     return 0
 
 

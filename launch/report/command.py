@@ -49,9 +49,7 @@ def report(words: Sequence[str]) -> int:
     options = command_options(flags, ReportOptions, "report")
     if not positional:
         raise UserError("report: give the folders of one or more runs, the baseline first")
-    runs = [RunFolder.open(place) for place in positional]
-    if options.trust:
-        runs = [open_run(run.folder, trust=True) for run in runs]
+    runs = [open_run(place, True) if options.trust else RunFolder.open(place) for place in positional]
     if options.png:
         for run in runs:
             to = Path(options.to).expanduser() if options.to else run.folder / "plots"

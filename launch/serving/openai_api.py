@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,19 +35,10 @@ if TYPE_CHECKING:
 
 COMPLETION_TOKENS, ANSWER_TOKENS = 16, 256
 """`max_tokens` where the request has none: OpenAI's, and enough for an answer."""
-MAX_STOPS, MAX_STOP_LENGTH = 16, 256
-MAX_PROMPTS = 128
+MAX_TOKENS, MAX_SEED = 1 << 20, (1 << 63) - 1
+MAX_STOPS, MAX_STOP_LENGTH, MAX_PROMPTS = 16, 256, 128
 MAX_RENDERED = 1 << 25
 """Messages times characters, at least 64 of each: what stands before each answer is rendered anew."""
-NUMBERS: dict[str, tuple[float, float, float]] = {
-    "max_tokens": (COMPLETION_TOKENS, 1, 1 << 20),
-    "temperature": (1.0, 0, 2),
-    "top_p": (1.0, 1e-6, 1),
-    "top_k": (0, 0, 1 << 20),
-    "seed": (0, -(1 << 63), (1 << 63) - 1),
-}
-"""Field -> its value where the request has none, and the least and the most; whole where the first is."""
-READ = (*NUMBERS, "model", "stop", "stream", "stream_options")
 CHANGES_NOTHING = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 """Fields about the caller; no answer depends on them."""
 ONLY: dict[str, tuple[Any, ...]] = {
@@ -56,6 +48,41 @@ ONLY: dict[str, tuple[Any, ...]] = {
     **{"response_format": ({"type": "text"},), "modalities": (["text"],)},
 }
 """Fields of which only these values are supported."""
+
+
+def _number(least: float, most: float, *kinds: type) -> tuple[Callable[[Any], bool], str]:
+    def is_right(value: Any) -> bool:
+        return type(value) in kinds and least <= value <= most
+
+    return is_right, f"must be a {'' if float in kinds else 'whole '}number from {least:g} to {most:g}"
+
+
+def _texts(least: int, most: int, length: range, said: str) -> tuple[Callable[[Any], bool], str]:
+    def is_right(value: Any) -> bool:
+        texts = [value] if isinstance(value, str) else value
+        number = len(texts) if isinstance(texts, list) else -1
+        return least <= number <= most and all(isinstance(t, str) and len(t) in length for t in texts)
+
+    return is_right, f"must be a text{said}, or a list of {least} to {most}"
+
+
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("model", "messages", *CHANGES_NOTHING), (lambda _: True, "")),
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), _number(1, MAX_TOKENS, int)),
+    "temperature": _number(0, 2, int, float),
+    "top_p": _number(1e-6, 1, int, float),
+    "top_k": _number(0, MAX_TOKENS, int),
+    "seed": _number(-MAX_SEED - 1, MAX_SEED, int),
+    "stop": _texts(0, MAX_STOPS, range(1, MAX_STOP_LENGTH + 1), f" of 1 to {MAX_STOP_LENGTH} characters"),
+    "prompt": _texts(1, MAX_PROMPTS, range(1 << 62), ""),
+    "stream": (lambda value: isinstance(value, bool), "must be true or false"),
+    "stream_options": (
+        lambda value: isinstance(value, dict) and value.get("include_usage") in (None, True, False),
+        'must be {"include_usage": true}, or false',
+    ),
+    **{name: (values.__contains__, f"only {values[0]!r} is supported") for name, values in ONLY.items()},
+}
+"""Field -> what is right, and what is said of everything else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +98,7 @@ class Completion:
     stream: bool
     include_usage: bool
     """Whether a stream ends with the number of tokens."""
-    usage: dict[str, int] = field(
-        default_factory=lambda: {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}
-    )
-
-    def count(self, name: str, tokens: int) -> None:
-        self.usage[name] += tokens
-        self.usage["total_tokens"] += tokens
+    usage: Counter[str] = field(default_factory=Counter)
 
     def head(self) -> dict[str, Any]:
         """The fields of a whole answer, and of each piece of a stream."""
@@ -99,38 +120,32 @@ def parse(body: Mapping[str, Any], name: str, template: ChatTemplate | None, is_
     no field. Raises HTTPException; UserError for messages that are none, or that the chat template refuses.
     """
     body = {field: value for field, value in body.items() if value is not None}
-    asked = ("messages", "max_completion_tokens") if is_chat else ("prompt",)
-    refuse_unknown(body, (*READ, *asked, *CHANGES_NOTHING, *ONLY))
-    for one in body.keys() & ONLY.keys():
-        if body[one] not in ONLY[one]:
-            raise HTTPException(400, f"{one}: only {ONLY[one][0]!r} is supported")
+    refuse_unknown(body, FIELDS.keys() - ({"prompt"} if is_chat else {"messages", "max_completion_tokens"}))
+    for one, value in (body if is_chat else {"prompt": None, **body}).items():
+        is_right, said = FIELDS[one]
+        if not is_right(value):
+            raise HTTPException(400, f"{one}: {said}")
     if (model := body.get("model", name)) != name:
         raise HTTPException(404, f"model: there is no {model!r} here: this server has {name!r}")
-    if is_chat:
-        body = {"max_tokens": body.pop("max_completion_tokens", ANSWER_TOKENS)} | body
-    drawn = {field: _number(body, field, *limits) for field, limits in NUMBERS.items()}
-    stops = [stop] if isinstance(stop := body.get("stop", []), str) else stop
-    if not _are_texts(stops, 0, MAX_STOPS) or not all(1 <= len(stop) <= MAX_STOP_LENGTH for stop in stops):
-        most = f"{MAX_STOP_LENGTH} characters, or a list of at most {MAX_STOPS}"
-        raise HTTPException(400, f"stop: must be a text of 1 to {most}")
-    if not isinstance(options := body.get("stream_options", {}), dict):
-        raise HTTPException(400, "stream_options: must be an object")
-    sampling = Sampling(
-        max_new_tokens=drawn.pop("max_tokens"),
-        stop_token_id=template.end_id if is_chat and template else None,
-        **drawn,
+    most = body.get(
+        "max_completion_tokens", body.get("max_tokens", ANSWER_TOKENS if is_chat else COMPLETION_TOKENS)
     )
-    prompts = _conversation(body, name, template) if is_chat else _prompts(body)
-    usage = _switch(options, "include_usage")
-    return Completion(name, prompts, sampling, stops, is_chat, _switch(body, "stream"), usage)
+    sampling = Sampling(
+        max_new_tokens=most,
+        stop_token_id=template.end_id if is_chat and template else None,
+        temperature=body.get("temperature", 1.0),
+        top_p=body.get("top_p", 1.0),
+        top_k=body.get("top_k", 0),
+        seed=body.get("seed", 0),
+    )
+    prompts = _conversation(body, name, template) if is_chat else _as_list(body["prompt"])
+    usage = bool(body.get("stream_options", {}).get("include_usage"))
+    stops = _as_list(body.get("stop", []))
+    return Completion(name, prompts, sampling, stops, is_chat, body.get("stream", False), usage)
 
 
-def _prompts(body: Mapping[str, Any]) -> list[Any]:
-    prompt: Any = body.get("prompt")
-    prompts = [prompt] if isinstance(prompt, str) else prompt
-    if not _are_texts(prompts, 1, MAX_PROMPTS):
-        raise HTTPException(400, f"prompt: must be a text, or a list of 1 to {MAX_PROMPTS} texts")
-    return [*prompts]
+def _as_list(value: Any) -> list[Any]:
+    return [value] if isinstance(value, str) else value
 
 
 def _conversation(body: Mapping[str, Any], name: str, template: ChatTemplate | None) -> list[Any]:
@@ -142,25 +157,6 @@ def _conversation(body: Mapping[str, Any], name: str, template: ChatTemplate | N
     if not messages or messages[-1]["role"] == "assistant":
         raise HTTPException(400, "messages: must be a list of messages, and the last one not the assistant's")
     return [template.prompt_segments(messages, "messages")]
-
-
-def _are_texts(value: Any, least: int, most: int) -> bool:
-    return isinstance(value, list) and least <= len(value) <= most and all(isinstance(v, str) for v in value)
-
-
-def _number(body: Mapping[str, Any], name: str, default: float, least: float, most: float) -> Any:
-    value, whole = body.get(name, default), isinstance(default, int)
-    is_number = isinstance(value, int if whole else int | float) and not isinstance(value, bool)
-    if not is_number or not least <= value <= most:
-        kind = "a whole number" if whole else "a number"
-        raise HTTPException(400, f"{name}: must be {kind} from {least:g} to {most:g}")
-    return value
-
-
-def _switch(body: Mapping[str, Any], name: str) -> bool:
-    if not isinstance(value := body.get(name, False), bool):
-        raise HTTPException(400, f"{name}: must be true or false")
-    return value
 
 
 class StopStrings:
@@ -205,45 +201,47 @@ def language_model_app(
         asked = await loop.run_in_executor(rendering, parse, body, name, template, is_chat)
         if asked.stream:
             return StreamingResponse(events(asked), media_type="text/event-stream")
-        choices = []
-        for index, prompt in enumerate(asked.prompts):
-            pieces = []
-            async for piece in written(prompt, asked):
-                pieces.append(piece)
-                if await request.is_disconnected():
-                    raise ClientDisconnect
-            text = "".join(piece for piece, _ in pieces)
-            choices.append(asked.choice(index, text, pieces[-1][1], role="assistant"))
+        texts, reasons = [""] * len(asked.prompts), [""] * len(asked.prompts)
+        async for index, piece, reason in written(asked):
+            texts[index] += piece
+            reasons[index] = reason or ""
+            if await request.is_disconnected():
+                raise ClientDisconnect
+        choices = [
+            asked.choice(index, text, reasons[index], role="assistant") for index, text in enumerate(texts)
+        ]
         return JSONResponse(asked.head() | {"choices": choices, "usage": asked.usage})
 
     async def events(asked: Completion) -> AsyncIterator[str]:
         """Server-sent events: a JSON object for each piece of text, and [DONE]."""
-        head = asked.head() | ({"usage": None} if asked.include_usage else {})
+        head, begun = asked.head() | ({"usage": None} if asked.include_usage else {}), -1
         try:
-            for index, prompt in enumerate(asked.prompts):
-                if asked.is_chat:
-                    yield _event(head | {"choices": [asked.choice(index, "", None, role="assistant")]})
-                async for piece, reason in written(prompt, asked):
-                    if piece or reason:
-                        yield _event(head | {"choices": [asked.choice(index, piece, reason)]})
+            async for index, piece, reason in written(asked):
+                role = {"role": "assistant"} if index > begun else {}
+                begun = index
+                if piece or reason or role:
+                    yield _event(head | {"choices": [asked.choice(index, piece, reason, **role)]})
             if asked.include_usage:
                 yield _event(head | {"choices": [], "usage": asked.usage})
         except UserError as error:
             yield _event(error_body(str(error), 400))
         yield "data: [DONE]\n\n"
 
-    async def written(prompt: Any, asked: Completion) -> AsyncIterator[tuple[str, str | None]]:
-        """(text, None) for each token, the text may be empty; at last (the rest, why it ended)."""
+    async def written(asked: Completion) -> AsyncIterator[tuple[int, str, str | None]]:
+        """(number of the prompt, text, None) for each token, the text may be empty; at the end of each prompt
+        the rest of its text, and why it ended.
+        """
         loop = asyncio.get_running_loop()
-        text = await loop.run_in_executor(model, write_text, prompt, asked.sampling)
-        asked.count("prompt_tokens", text.prompt_tokens)
-        pieces, stops = iter(text), StopStrings(asked.stops)
-        while (
-            not stops.found and (piece := await loop.run_in_executor(model, next, pieces, None)) is not None
-        ):
-            yield stops.push(piece), None
-        asked.count("completion_tokens", text.tokens)
-        yield stops.rest(), "length" if text.is_full and not stops.found else "stop"
+        for index, prompt in enumerate(asked.prompts):
+            text = await loop.run_in_executor(model, write_text, prompt, asked.sampling)
+            pieces, stops = iter(text), StopStrings(asked.stops)
+            while (piece := await loop.run_in_executor(model, next, pieces, None)) is not None:
+                yield index, stops.push(piece), None
+                if stops.found:
+                    break
+            asked.usage.update(prompt_tokens=text.prompt_tokens, completion_tokens=text.tokens)
+            asked.usage.update(total_tokens=text.prompt_tokens + text.tokens)
+            yield index, stops.rest(), "length" if text.is_full and not stops.found else "stop"
 
     paths = ("/v1/completions", "/v1/chat/completions")
     posted = [Route(path, completions, methods=["POST"]) for path in paths]
