@@ -106,9 +106,8 @@ def allowed_ram(root: Path, env: Mapping[str, str]) -> int:
 
 
 def _affinity() -> int:
-    if hasattr(os, "sched_getaffinity"):  # absent on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    here = hasattr(os, "sched_getaffinity")  # absent on macOS
+    return len(os.sched_getaffinity(0)) if here else os.cpu_count() or 1
 
 
 def _cpu_quota(root: Path) -> float | None:
@@ -129,17 +128,10 @@ def cgroup_values(root: Path, unified: str, controller: str = "", legacy: str = 
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         name = unified if not controllers else legacy if controller in controllers.split(",") else ""
-        base = root / "sys/fs/cgroup" / controllers
-        found += [
-            text for folder in _with_parents(base, path) if name and (text := _read(folder / name).strip())
-        ]
+        base, inside = root / "sys/fs/cgroup" / controllers, [p for p in path.split("/") if p.strip(".")]
+        folders = (base.joinpath(*inside[:count]) for count in range(len(inside), -1, -1))
+        found += [text for folder in folders if name and (text := _read(folder / name).strip())]
     return found
-
-
-def _with_parents(base: Path, path: str) -> list[Path]:
-    """`base/path` and the folders above it, up to `base`."""
-    parts = [part for part in path.split("/") if part not in ("", "..")]
-    return [base.joinpath(*parts[:count]) for count in range(len(parts), -1, -1)]
 
 
 def _physical_ram(root: Path) -> int:

@@ -108,8 +108,7 @@ def choose_attention(
     if asked.attention == "flash" and not _has_flash(hardware, device, precision):
         needs = "needs an NVIDIA GPU of compute capability 8.0 and bf16 or fp16"
         raise UserError(f"--attention flash: {needs}; use sdpa here")
-    costs = "; it keeps length-squared matrices, so it costs memory and time"
-    return asked.attention, asked.why("attention") + (costs if asked.attention == "eager" else "")
+    return asked.attention, asked.why("attention")
 
 
 def _has_flash(hardware: Hardware, device: DeviceKind, precision: str) -> bool:
@@ -274,6 +273,4 @@ def unmet_wishes(asked: PlanOptions, plan: Plan) -> list[str]:
             preset = asked.preset_options.get(name)
             who = f"the preset {preset}, " if preset else ""
             lines.append(f"{who}{flag.spelling} {wish}: {plan.reasons[field]}")
-    if asked.stream_cache is not None and not plan.stream_cache_bytes:
-        lines.append(f"--stream-cache {asked.stream_cache}: the data is on this machine, and nothing is kept")
     return lines

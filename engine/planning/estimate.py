@@ -230,25 +230,21 @@ def memory_alternatives(found: Estimate) -> list[dict[str, Any]]:
 
 
 def with_what_would_fit(found: Estimate) -> str:
-    """The error of an estimate that does not fit, with the flags under which it would."""
-    smaller = what_would_fit(found.target)
-    return found.why_not + (f"; it fits with {' or '.join(smaller)}" if smaller else "")
+    """The error of an estimate that does not fit, with the flags under which it would: other recipes.
 
-
-def what_would_fit(target: Target) -> list[str]:
-    """Flags under which a recipe that does not fit on the target would; each is another recipe.
-
-    Of sample lengths only the longest that fits.
+    Of sample lengths only the longest that fits is named.
     """
+    target, facts = found.target, found.target.facts
     fitting = [flags for flags, _, other in target.smaller_recipes() if _fits(other)]
-    facts, rows = target.facts, target.workload.task.rows_per_sample
+    rows = target.workload.task.rows_per_sample
     length = facts.longest // rows // 2
     while length >= SHORTEST:
         short = dataclasses.replace(facts, lengths=tuple(min(length * rows, n) for n in facts.lengths))
         if _fits(dataclasses.replace(target.with_recipe(max_length=length), facts=short)):
-            return [*fitting, f"{length_flag(facts)} {length}"]
+            fitting.append(f"{length_flag(facts)} {length}")
+            break
         length //= 2
-    return fitting
+    return found.why_not + (f"; it fits with {' or '.join(fitting)}" if fitting else "")
 
 
 def _fits(target: Target) -> bool:

@@ -39,7 +39,7 @@ ZERO_BUCKET_BYTES = 4 * 50e6 * 2
 """Of the buckets in configs/deepspeed: one is filled while the other is reduced."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class ExecutionChoices:
     """The fields of a plan that decide memory and arithmetic."""
 

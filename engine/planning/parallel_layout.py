@@ -155,14 +155,7 @@ def _footprint(
 
 
 def _choices(case: PlanningCase, processes: int, strategy: StrategyName, recompute: bool) -> ExecutionChoices:
-    return ExecutionChoices(
-        device=case.device,
-        processes=processes,
-        strategy=strategy,
-        precision=case.precision,
-        attention=case.attention,
-        activation_checkpointing=recompute,
-    )
+    return ExecutionChoices(case.device, processes, strategy, case.precision, case.attention, recompute)
 
 
 def token_budget(case: PlanningCase, asked: PlanOptions, choices: ExecutionChoices) -> tuple[int, str]:
@@ -241,9 +234,8 @@ def does_not_fit(case: PlanningCase, asked: PlanOptions, processes: int) -> str:
             " memory"
         )
     flag = length_flag(case.facts)
-    value = "" if case.facts.extra.get("assumed") else f" {case.recipe.max_length}"
     return (
-        f"{flag}{value}: one sample of {case.longest} tokens needs "
+        f"{flag}: one sample of {case.longest} tokens needs "
         f"{format_bytes(need)} on {case.device} with every measure allowed, and {format_bytes(limit)} may be "
         f"used; lower {flag}, take a smaller model or more memory"
     )
@@ -299,12 +291,11 @@ def why_checkpointing(asked: PlanOptions, chosen: ParallelLayout) -> str:
 
 
 def why_samples(case: PlanningCase, asked: PlanOptions) -> str:
-    batch = case.recipe.batch_size
-    if asked.micro_batch is None:
+    """The reason for the most samples of a micro-batch."""
+    batch, wish = case.recipe.batch_size, asked.micro_batch
+    if wish is None:
         return f"up to all {batch} of the global batch at once, as far as micro_batch_tokens allows"
-    if asked.micro_batch > batch:
-        return f"--micro-batch {asked.micro_batch} is more than the global batch of {batch}, so it is {batch}"
-    return asked.why("micro_batch")
+    return asked.why("micro_batch") + (f"; {wish} is more than the global batch" if wish > batch else "")
 
 
 def why_tokens(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> str:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from isobatch.models.base import ModelSize
 
 
+UNCALIBRATED = "uncalibrated: fitted to published figures, no measurement of ours stands behind it"
+
+
 def make_plan(
     recipe: Recipe,
     facts: Facts,
@@ -152,16 +155,13 @@ def _layout_fields(
     nodes, remark = case.nodes(processes), case.model_size.remark
     per_node = f"{case.local(processes)} processes a node" if nodes > 1 else "everything runs on one node"
     strategy = layout.why_strategy(case, asked, chosen)
-    exchange = "exchange weights" if choices.traits.shards_weights else "add its gradients"
-    launch = f"{micro_batch_seconds(case, choices) * 1e3:.1f} ms to launch a micro-batch, {exchange}"
+    recompute = choices.activation_checkpointing
+    launch = f"{micro_batch_seconds(case, choices) * 1e3:.1f} ms to launch a micro-batch, and for exchange"
     return {
         "processes": (processes, layout.why_processes(case, asked, chosen, layouts, world)),
         "nodes": (nodes, per_node),
         "strategy": (choices.strategy, f"{strategy}; {remark}" if remark else strategy),
-        "activation_checkpointing": (
-            choices.activation_checkpointing,
-            layout.why_checkpointing(asked, chosen),
-        ),
+        "activation_checkpointing": (recompute, layout.why_checkpointing(asked, chosen)),
         "micro_batch_samples": (chosen.samples, layout.why_samples(case, asked)),
         "micro_batch_tokens": (chosen.tokens, layout.why_tokens(case, asked, chosen)),
         "micro_batch_cost": (round(fixed_tokens(case, choices), 1), launch),
@@ -169,7 +169,11 @@ def _layout_fields(
 
 
 def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields:
-    measured, basis = _basis(case)
+    card = None if case.device == "cpu" else case.hardware.gpu.card
+    measured = case.device == "cpu" or card in MEASURED
+    basis = f"constants were measured on {card}" if measured else UNCALIBRATED
+    if case.device == "cpu":
+        basis = f"by {'this' if case.measured else 'a typical'} processor's rates"
     stages = chosen.stages
     worst = max(stages, key=lambda stage: stages[stage])
     bound = (
@@ -186,15 +190,6 @@ def _prediction_fields(case: PlanningCase, chosen: ParallelLayout) -> PlanFields
         "predicted_step_seconds": (chosen.seconds, f"arithmetic, launches, exchange and update; {basis}"),
         "calibrated": (measured, basis),
     }
-
-
-def _basis(case: PlanningCase) -> tuple[bool, str]:
-    """(whether measurements on this kind of device stand behind the predictions, in words)."""
-    if case.device == "cpu":
-        return True, f"by {'this' if case.measured else 'a typical'} processor's rates"
-    if (card := case.hardware.gpu.card) in MEASURED:
-        return True, f"constants were measured on {card}"
-    return False, "uncalibrated: fitted to published figures, no measurement of ours stands behind it"
 
 
 def with_smaller_budget(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:

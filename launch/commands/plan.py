@@ -111,14 +111,13 @@ def plan_stages(chain: Chain, options: PlanCommandOptions) -> int:
         found[stage], text = plan_of(request if number == 1 else _without_training(request), options)
         found[stage]["recipe"] = {**request.recipe.to_dict(), "hash": request.recipe.hash()}
         if not options.json:
-            between = "\n" if number > 1 else ""
-            print(f"{between}stage {number} of {len(chain.stages)}, {stage}:\n\n{text}")
+            print(f"stage {number} of {len(chain.stages)}, {stage}:\n\n{text}\n")
     seconds = sum(plan["run"]["run_seconds"] or 0.0 for plan in found.values())
     if options.json:
         print(atomic_files.json_text({"stages": found, "run_seconds": seconds}, ensure_ascii=False))
     else:
         whole = f"all {len(found)} stages: {short_duration(seconds)}"
-        print(f"\n{whole}, without what is exported and measured between them")
+        print(f"{whole}, without what is exported and measured between them")
     return 0
 
 

@@ -117,12 +117,8 @@ def answer_in_world(
     with atomic_files.explain_write_errors(folder):
         found = measure(base, world, options, folder)
     if world.is_main:
-        as_json = options.json
-        print(
-            atomic_files.json_text(found, ensure_ascii=False)
-            if as_json
-            else printable("\n".join(lines(found)))
-        )
+        text = atomic_files.json_text(found, ensure_ascii=False) if options.json else "\n".join(lines(found))
+        print(text if options.json else printable(text))
     if world_size > 1:
         sys.stdout.flush()
         world.close()

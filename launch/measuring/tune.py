@@ -50,8 +50,6 @@ class PairedRounds:
     settings: tuple[Setting, ...] = ()
     ratios: list[float] = field(default_factory=list)
     """Of each round: time of the base over that of the variant, for a sample (or a token)."""
-    warm_seconds: float = 0.0
-    """Of the variant's first steps, with its compilation."""
     problem: str = ""
     """Why there is no figure."""
     memory: float | None = None
@@ -86,11 +84,9 @@ class PairedRounds:
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
-        found: dict[str, Any] = {"memory": self.memory, "invariance": self.invariance}
-        if self.problem:
-            return {"problem": self.problem, **found}
         rounds = {"ratio": self.ratio, "spread": self.spread, "rounds": len(self.ratios)}
-        return {**rounds, "warm_seconds": self.warm_seconds, **found}
+        found = {"problem": self.problem} if self.problem else rounds
+        return {**found, "memory": self.memory, "invariance": self.invariance}
 
 
 def tune(words: Sequence[str]) -> int:
@@ -170,7 +166,6 @@ def try_settings(
             print(printable(f"trying {found.flags}"), file=sys.stderr)
         with TrialSession(variant, session.world) as trial:
             trial.warm_up()
-            found.warm_seconds = trial.warm_seconds
             alternate(session, trial, found, began + (limit - began) / shares, limit)
         if not found.ratios:
             raise TimeoutError("no time was left to measure it")

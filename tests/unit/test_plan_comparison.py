@@ -17,7 +17,7 @@ from isobatch.engine.planning.estimate import (
     estimate,
     parse_prices,
     price_per_hour,
-    what_would_fit,
+    with_what_would_fit,
 )
 from isobatch.engine.registry import workload
 
@@ -119,5 +119,6 @@ def test_what_fits_nowhere_says_what_would_have_to_shrink() -> None:
 
 def test_what_would_fit_names_adapters_of_a_model_that_has_them() -> None:
     seven = target("rtx4090", 512, model="meta-llama/Llama-2-7b-hf")
-    assert not estimate(seven, {}).plan
-    assert "--adapter qlora" in what_would_fit(seven)
+    found = estimate(seven, {})
+    assert not found.plan
+    assert "--adapter qlora" in with_what_would_fit(found)
