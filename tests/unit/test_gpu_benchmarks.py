@@ -10,7 +10,7 @@ import pytest
 
 from isobatch.benchmarks import child_process
 from isobatch.benchmarks.gpu import command, runner
-from isobatch.benchmarks.gpu.calibration import CEILINGS, RECIPES, calibration
+from isobatch.benchmarks.gpu.calibration import CEILINGS, calibration
 from isobatch.benchmarks.gpu.profiler import STEP, trace_figures
 from isobatch.benchmarks.gpu.runner import GPU, Part, Results, Trial, run_part
 from isobatch.core.facts import Facts
@@ -82,14 +82,6 @@ def test_what_is_there_is_not_run_again(
     assert "2 rows of older code" in command.summary(rows, part())["came to"]
 
 
-def test_a_failed_trial_is_tried_again_after_those_never_tried(tmp_path: Path, calls: list[str]) -> None:
-    first = part(Trial("a", "bad", needs=()))
-    run_part("1", first, results(tmp_path), False, False, True)
-    both = part(Trial("a", "bad", needs=()), Trial("b", "good", needs=()))
-    rows = run_part("1", both, results(tmp_path), False, False, True)
-    assert (calls, [row["outcome"] for row in rows]) == (["bad", "good", "bad"], ["failed", "done"])
-
-
 def test_a_part_has_its_time_once_however_often_it_is_called(tmp_path: Path, calls: list[str]) -> None:
     """What is left out then is run where all parts were through and time is left."""
     trials = [Trial("a", "good", needs=()), Trial("b", "good", needs=())]
@@ -117,14 +109,6 @@ def test_a_trial_that_the_end_cuts_is_not_run_and_leaves_nothing(
     assert not [p for p in psutil.process_iter(["cmdline"]) if "27.1828" in (p.info["cmdline"] or [])]
 
 
-def test_a_part_ends_in_its_time(tmp_path: Path) -> None:
-    """What was not begun is neither kept nor a failure."""
-    rows = run_part("1", part(Trial("a", "good", needs=()), seconds=1), results(tmp_path), False, False, True)
-    assert [row["outcome"] for row in rows] == ["not run"]
-    assert not (tmp_path / "found.json").exists()
-    assert command.summary(rows, part())["failed"] == 0
-
-
 def test_a_child_and_its_children_are_killed_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "call", REAL_CALL)
     script = "import subprocess; subprocess.run(['sleep', '31.4159'], start_new_session=True)"
@@ -134,17 +118,6 @@ def test_a_child_and_its_children_are_killed_in_time(monkeypatch: pytest.MonkeyP
         child_process.call("slow", timeout=2)
     assert time.monotonic() - began < 20
     assert not [p for p in psutil.process_iter(["cmdline"]) if "31.4159" in (p.info["cmdline"] or [])]
-
-
-def test_all_parts_leave_a_minute_and_a_half_of_28_minutes() -> None:
-    parts = [command.part_of(number) for number in command.PARTS]
-    assert sum(p.seconds for p in parts) <= 28 * 60 - 90
-    for p in parts:
-        for quick in (True, False):
-            names = [trial.name for trial in p.trials(quick)]
-            assert len(names) == len(set(names)) > 0
-    measured = [trial for p in parts for trial in p.trials(False) if trial.place == "gpu.calibration:measure"]
-    assert len(measured) == len(RECIPES) == 24
 
 
 def kernel(name: str, ts: float, dur: float, correlation: int) -> dict[str, Any]:

@@ -19,15 +19,10 @@ PUBLISHED = {
     "openai-community/gpt2": 0.124,
     "openai-community/gpt2-xl": 1.558,
     "meta-llama/Llama-2-7b-hf": 6.74,
-    "meta-llama/Llama-2-70b-hf": 68.98,
     "meta-llama/Llama-3.1-405B": 406,
-    "meta-llama/Llama-3.2-1B": 1.24,
     "TinyLlama/TinyLlama-1.1B-Chat-v1.0": 1.10,
-    "HuggingFaceTB/SmolLM2-1.7B": 1.71,
     "mistralai/Mistral-7B-v0.3": 7.25,
-    "Qwen/Qwen2-0.5B": 0.494,
     "Qwen/Qwen2.5-72B": 72.7,
-    "Qwen/Qwen3-0.6B": 0.596,
     "Qwen/Qwen3-32B": 32.8,
 }
 BUILT = {
@@ -80,7 +75,6 @@ def test_a_folder_needs_its_config_alone(tmp_path: Path) -> None:
     [
         ("llama2-7b", "meta-llama/Llama-2-7b-hf"),
         ("Qwen/Qwen2.5-7b-Base", "Qwen/Qwen2.5-7B"),
-        ("mistral-7b", "mistralai/Mistral-7B-v0.1"),
     ],
 )
 def test_an_unknown_name_is_answered_with_near_ones(
