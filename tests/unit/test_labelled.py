@@ -120,13 +120,6 @@ def test_the_draw_of_held_out_rows_is_frozen_and_no_seed_changes_it(tmp_path: Pa
     assert data.identity() != make(tmp_path, valid=0.2).identity()
 
 
-def test_a_test_split_without_labels_is_left_out(folder: Path) -> None:
-    write(folder, "test", [("a film", "-1"), ("no film", "-1")])
-    found, _, extra = make(folder).encode_splits()
-    assert found.keys() == {"train", "valid"}
-    assert "the test split has no labels and is left out" in extra["notes"]
-
-
 @pytest.mark.parametrize(
     ("rows", "says"),
     [

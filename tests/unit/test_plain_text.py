@@ -91,14 +91,6 @@ def test_byte_level_files_open_from_a_folder_or_either_file(tmp_path: Path, name
     assert tokenizer.decode(tokenizer.encode("héhe\n").ids) == "héhe\n"
 
 
-def test_settings_beside_a_tokenizer_name_the_special_tokens(tmp_path: Path) -> None:
-    folder = byte_tokenizer(tmp_path, "<end>")
-    tokenizer = tokenizers.open_tokenizer(folder)
-    assert tokenizers.special_token_ids(tokenizer, folder)["eos"] is None
-    write(folder, tokenizer_config__json=json.dumps({"eos_token": {"content": "<end>"}}))
-    assert tokenizers.special_token_ids(tokenizer, folder)["eos"] == 257
-
-
 def test_a_trained_tokenizer_is_saved_repeatable_and_lossless(tmp_path: Path) -> None:
     data = write(tmp_path / "data", train__txt=LINES, valid__txt="línea 5 — «ü»\n")
     for name in ("a", "b"):

@@ -16,7 +16,7 @@ import pytest
 
 from isobatch.core import measures
 from isobatch.core.errors import TrainingError, UserError
-from isobatch.data import base, digests
+from isobatch.data import digests
 from isobatch.data.preparation import encoding
 from isobatch.data.preparation.encoding import EncodedShard, EncodingJob, Workshop, encode_in_shards
 from isobatch.data.tokenizers import train_byte_level_bpe
@@ -148,18 +148,6 @@ def test_a_file_that_was_just_changed_is_read_again(raw: Path, monkeypatch: pyte
     digests.file_hash(raw)
     digests.file_hash(raw)
     assert len(read) == 3
-
-
-def test_an_open_cache_holds_nothing_of_its_own(tmp_path: Path) -> None:
-    """Offsets and weights stay mapped: the ranks of a machine share their pages."""
-    base.save(
-        tmp_path, {"tokens": base.Ragged.from_blocks(np.zeros(9000, np.uint16), 3), "a.weight": np.ones(3000)}
-    )
-    source = base.ArraySource(base.load(tmp_path))
-    rows = source.columns["tokens"]
-    assert isinstance(rows, base.Ragged)
-    for array in (rows.values, rows.offsets, source.weights["a"]):
-        assert isinstance(array if isinstance(array, np.memmap) else array.base, np.memmap)
 
 
 MEMORY = """

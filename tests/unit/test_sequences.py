@@ -225,17 +225,6 @@ def test_the_column_is_found_by_what_it_holds(
     assert sequences.find_column("d", kinds, asked, prefers_text) == found
 
 
-def test_a_tokenizer_is_for_text(tmp_path: Path) -> None:
-    """A table with both is read as ids, unless a tokenizer is given."""
-    tokenizer = byte_tokenizer(tmp_path / "t")
-    both = write_parquet(tmp_path / "both.parquet", text=["he", "a", "b"], input_ids=[[1], [2], [0]])
-    rows, extra = prepared(make(both), tmp_path / "ids")
-    assert rows["train"] == [[1, 4], [2, 4]]
-    assert extra["notes"] == [corpora.held_out_note(None), "not read: text"]
-    rows, extra = prepared(make(both, tokenizer=tokenizer), tmp_path / "text")
-    assert texts_of(rows["train"], tmp_path / "text") == ["he", "a"]
-
-
 BAD_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("lines", {"max_length": 1}, "--max-length 1: must be at least 2"),
     ("ids", {"text_column": "note", "sequence_column": "tokens"}, "--sequence-column exclude each other"),
@@ -275,7 +264,6 @@ def test_a_validation_id_that_training_lacks_is_named(tmp_path: Path) -> None:
     ("cell", "says"),
     [
         ("[2, 0.5]", "holds lists of float, not lists of integers"),
-        ("7", "holds int, not lists of integers"),
         ("[18446744073709551616]", "holds an id of more than 64 bits: number the ids from 0"),
         ("[-1]", "holds the id -1: ids begin at 0"),
     ],
@@ -284,35 +272,6 @@ def test_bad_cells_of_json_are_named_by_line(tmp_path: Path, cell: str, says: st
     lines = f'{{"tokens": [1, 2]}}\n\n{{"tokens": {cell}}}\n'
     folder = write(tmp_path, train__jsonl=lines, valid__jsonl=lines)
     assert refusal(make(folder), prepare=True) == f"{folder / 'train.jsonl'} line 3: tokens {says}"
-
-
-@pytest.mark.parametrize(
-    ("files", "says"),
-    [
-        ({"train__txt": "a", "valid__txt": ""}, "the valid split holds no sequences"),
-        ({"train__txt": "\n", "valid__txt": "a"}, "the train split holds no sequences (empty: 1)"),
-    ],
-)
-def test_a_split_without_sequences_is_named(tmp_path: Path, files: dict[str, str], says: str) -> None:
-    folder = write(tmp_path, **files)
-    assert refusal(make(folder), prepare=True) == f"--data {folder}: {says}"
-
-
-def test_hub_data_is_text_or_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    datasets = pytest.importorskip("datasets")
-    given = [{"text": f"he {i}" if i % 4 else " ", "ids": [i, i] if i % 8 else []} for i in range(40)]
-    rows = datasets.Dataset.from_list(given)
-    monkeypatch.setattr(corpora, "is_cached_dataset", lambda _: True)
-    monkeypatch.setattr(corpora, "load_dataset", lambda *_: {"train": rows})
-    found, extra = prepared(make("a-team/a-corpus", vocab_size=40), tmp_path / "ids")
-    assert found["train"] == [[i, i, 41] for i in range(38) if i % 8]
-    assert found["valid"] == [[38, 38, 41], [39, 39, 41]]
-    assert extra["splits"]["train"]["empty"] == 5
-    found, extra = prepared(make("a-team/a-corpus", text_column="text"), tmp_path / "text")
-    assert texts_of(found["valid"], tmp_path / "text") == ["he 38", "he 39"]
-    assert extra["splits"]["train"]["empty"] == 10
-    says = "a-team/a-corpus row 30: ids holds the id 30: --vocab-size 30 allows 0 to 29"
-    assert refusal(make("a-team/a-corpus", vocab_size=30), prepare=True) == says
 
 
 def test_identity_follows_content_and_every_option_and_not_the_place(tmp_path: Path) -> None:

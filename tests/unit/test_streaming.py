@@ -135,23 +135,6 @@ def test_rows_without_a_text_and_what_is_not_read_are_counted(tmp_path: Path) ->
     assert "the field `n` is not read" in prepared(tmp_path, "p.parquet")[1].extra["notes"]
 
 
-def test_conversations_are_rows_with_a_mask_and_what_has_no_answer_is_noted(tmp_path: Path) -> None:
-    rows = [
-        {"instruction": f"what is {n}?", "output": "" if n % 10 == 3 else f"it is {n}"} for n in range(60)
-    ]
-    (tmp_path / "chats").mkdir()
-    text = "".join(json.dumps(row) + "\n" for row in rows)
-    (tmp_path / "chats" / "train-0.jsonl").write_text(text)
-    (tmp_path / "chats" / "valid-0.jsonl").write_text(text)
-    data, facts = prepared(tmp_path / "chats", max_length=64)
-    assert facts.samples == {"train": 54, "valid": 54}
-    assert "train: rows left out: 6 with an empty answer" in facts.extra["notes"]
-    assert len(facts.extra["notes"]) == 2
-    batch = data.open(_folder(facts), "train").fetch(np.array([0, 53]))
-    assert batch["learn"].sum(axis=1).tolist() == batch["token.weight"].tolist()
-    assert facts.extra["template"]
-
-
 def test_an_index_goes_on_and_costs_only_what_is_new(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: set[tuple[str, int]] = set()
     original = store.Store.read
@@ -299,12 +282,10 @@ def test_a_read_is_tried_again_and_the_last_error_names_the_object(
     ("data", "said"),
     [
         ("file:///nowhere/*.jsonl", "matches no object that ends in .parquet .jsonl"),
-        ("file:///nowhere/part.jsonl", "there is no such object or bucket"),
         ("s4://bucket/a.jsonl", r"s4:// is none of s3://, gs://"),
         ("https://user:word@host/a.jsonl", "https://host/a.jsonl: leave user and password out"),
         ("https://host/a.jsonl?X-Amz-Signature=abc", "leave the signature out"),
         ("http://127.0.0.1:9/a.jsonl", "http://127.0.0.1:9 cannot be reached"),
-        ("file:///nowhere/a.jsonl,b", "b is no address such as"),
     ],
 )
 def test_what_cannot_be_had_is_one_line(data: str, said: str) -> None:
