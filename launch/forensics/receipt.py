@@ -205,10 +205,6 @@ def _folder(file: Path, content: Content, options: AuditOptions) -> Iterator[tup
         recipe, facts = Recipe.from_dict(content["recipe"]), Facts.from_dict(content["facts"])
         run = RunFolder.create(Path(temporary) / "audited", recipe, facts, RunOptions(quiet=True))
         run.write_plan(Plan.from_dict(content["plan"]))
-        steps = content["phases"]
-        decided = [{**row, "last": min(row["last"], steps[row["of"]])} for row in content["left_out"]]
-        for path, rows in ((run.metrics, receipts.log_rows(content)), (run.decisions, decided)):
-            path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         yield run, False
 
 
@@ -227,6 +223,10 @@ def _check_against_run(run: RunFolder, content: Content, options: AuditOptions, 
 def _check_first_steps(run: RunFolder, content: Content, options: AuditOptions, found: Finding) -> None:
     """Without checkpoints only the steps from the beginning can be made again."""
     found.unknown += [said for part in compare_source(run, options.data) for said in part]
+    steps = content["phases"]
+    decided = [{**row, "last": min(row["last"], steps[row["of"]])} for row in content["left_out"]]
+    for path, rows in ((run.metrics, receipts.log_rows(content)), (run.decisions, decided)):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     found.unknown.append("later steps, the weights and the metrics: --run FOLDER, with its checkpoints")
     doing("redoing the first steps")
     trained = np.flatnonzero(~receipts.left_out_of(content, next(iter(content["phases"]))))[1:]

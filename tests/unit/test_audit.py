@@ -224,30 +224,6 @@ def test_a_run_that_ended_is_done(run: RunFolder, status: str | None) -> None:
     assert found_in(run) == []
 
 
-def test_a_plan_made_looser_or_stricter_is_found(run: RunFolder) -> None:
-    done(run, "noise")
-    run.write_plan(plan())
-    assert found_in(run) == ["plan.json says invariance exact, and the run was trained with noise"]
-    run.write_plan(plan(invariance="noise"))
-    assert found_in(run) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "problem"),
-    [
-        ("samples_seen", 1, "summary.json: samples_seen differs from what was logged"),
-        ("better", True, "summary.json: better differs from what was logged"),
-    ],
-)
-def test_a_summary_that_was_not_logged_is_found(run: RunFolder, name: str, value: Any, problem: str) -> None:
-    done(run)
-    summary = {**(run.summary() or {}), name: value}
-    atomic_files.write_json(run.folder / "summary.json", summary)
-    assert found_in(run) == [problem]
-    change(run, lambda rows: rows[-2].update(summary=summary), sealed=True)
-    assert bool(found_in(run)) == (name != "better")  # nothing else says what that is
-
-
 def test_tensors_count_and_not_their_files_layout(run: RunFolder) -> None:
     done(run)
     save_file({"w": torch.ones(2)}, run.final / "model.safetensors", metadata={"b": "1", "a": "2"})

@@ -143,6 +143,7 @@ FORGERIES: dict[str, tuple[Callable[[Content], Any], str]] = {
     "another seed": (claims(seed=1), "step 1: the samples are not those of recipe and data"),
     "another hash": (put("recipe/lr", 0.3), "its recipe hashes to"),
     "fewer steps": (put("phases/train", 8), "it claims 8 steps, and the recipe has 12"),
+    "endless steps": (put("phases/train", 10**15), f"it claims {10**15} steps, and the recipe has 12"),
     "other data": (put("facts/fingerprint", "0" * 16), "the data here is not the receipt's: fingerprint"),
     "other lengths": (
         put("facts/lengths/0", less(-1)),
