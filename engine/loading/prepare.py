@@ -28,6 +28,8 @@ CHECK_SECONDS = 2.0
 GPT2_VOCABULARY = 50257
 ASSUMED_SAMPLES = 10_000
 """Training samples of `assumed_facts`."""
+ASSUMED_CONTENT = {"labels": ["0", "1"], "pad": 0, "bos": 1, "eos": 2, "unk": 3}
+"""What tasks read of their data beside the vocabulary: two classes, and where the special tokens stand."""
 
 
 def prepare(data: Data, say: Callable[[str], None] = lambda _: None) -> Facts:
@@ -114,7 +116,7 @@ def assumed_facts(length: int, tokenizer: str | None = None) -> Facts:
         folder="",
         samples={"train": ASSUMED_SAMPLES},
         lengths=(length,),
-        extra={"vocabulary": vocabulary, "assumed": True},
+        extra={"vocabulary": vocabulary, "assumed": True, **ASSUMED_CONTENT},
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from isobatch.core.package import own_command
+from isobatch.engine.registry import TASKS
 from isobatch.tests.integration.helpers import RAGGED, command, launch, succeed
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.zygote import Zygote
@@ -41,6 +42,14 @@ def test_every_machine_without_a_network(machine: str, tmp_path: Path) -> None:
     assert all(len(r) > 10 for r in answer["reasons"].values())
     assert plan["micro_batch_samples"] <= 48
     assert plan["device"] == ("cpu" if machine.startswith("cpu") else "cuda")
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_is_planned_by_an_assumed_length(task: str, tmp_path: Path) -> None:
+    done = succeed(
+        "plan", "--task", task, "--assume-length", "64", "--hardware", "t4", "--json", cwd=tmp_path
+    )
+    assert json.loads(done.stdout)["plan"]["micro_batch_samples"] > 0
 
 
 def test_plan_says_why_the_loader_is_as_it_is(tmp_path: Path) -> None:
