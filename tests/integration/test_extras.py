@@ -77,7 +77,6 @@ def test_a_chat_and_a_recommender_train_and_answer(tmp_path: Path) -> None:
         (["auto", "--task", "compress", "--model", "tiny"], "onnx"),
         (["auto", "--task", "qat", "--model", "tiny"], "onnx"),
         (["auto", "--task", "causal-lm", "--model", "tiny", "--tracker", "tensorboard"], "trackers"),
-        (["auto", "--task", "causal-lm", "--model", "tiny", "--clean", "near"], "clean"),
     ],
 )
 def test_a_message_names_the_extra_before_anything_trains(
