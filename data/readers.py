@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import contextlib
 import dataclasses
+import functools
 import gzip
 import io
 import itertools
@@ -66,6 +67,8 @@ class SplitFiles:
     """(rows,) bool: which rows of a table belong to it; None for all."""
     numbers: tuple[str, ...] = ()
     """The columns that flags take by number, from 1 on."""
+    key: str | None = None
+    """Of a JSON object that holds several splits: the name of this one's rows."""
     only: str | None = None
     """Of Parquet the one column that is read; None for all."""
 
@@ -90,6 +93,8 @@ def find_splits(path: Path, file_format: str | None, options: Any = None) -> dic
         else:
             with path.open("rb"):
                 found = {"train": SplitFiles((path,), file_format or _format_of(path))}
+            if found["train"].format == "json" and (keys := _split_keys(path, path.stat().st_mtime_ns)):
+                found = {split: dataclasses.replace(found["train"], key=key) for split, key in keys.items()}
         return {split: dataclasses.replace(part, numbers=numbers) for split, part in found.items()}
     except PermissionError as error:
         raise UserError(f"--data {path}: {error.filename} cannot be read: no permission") from None
@@ -100,11 +105,25 @@ def numbers_in(columns: Iterable[str | None]) -> tuple[str, ...]:
     return tuple(name for name in columns if name and name.isdecimal())
 
 
+@functools.lru_cache
+def _split_keys(file: Path, changed: int) -> dict[str, str]:  # noqa: ARG001  part of the cache's key
+    """Split -> its key in a JSON object that holds rows of training by that name; else nothing."""
+    value = _parse_json_file(file)
+    keys = _lists_of_rows(value) if isinstance(value, dict) else []
+    found = {SPLITS[key.lower()]: key for key in keys if key.lower() in SPLITS}
+    return found if "train" in found else {}
+
+
 def table_notes(parts: Mapping[str, SplitFiles]) -> list[str]:
     """What the user should know of how the tables are read, one line each."""
     tables = [(file, part) for part in parts.values() if part.format in DELIMITERS for file in part.files]
     shapes = [shape_of(file, DELIMITERS[part.format], part.numbers) for file, part in tables]
-    return list(dict.fromkeys(note for shape in shapes for note in shape.notes))
+    notes = [note for shape in shapes for note in shape.notes]
+    if (train := parts["train"]).key:
+        known = {part.key for part in parts.values()}
+        unread = [k for k in _lists_of_rows(_parse_json_file(train.files[0])) if k not in known]
+        notes += [f"of the splits in the file, {', '.join(unread)} are not read"] * bool(unread)
+    return list(dict.fromkeys(notes))
 
 
 def content_hashes(splits: Mapping[str, SplitFiles]) -> dict[str, list[str]]:
@@ -312,10 +331,14 @@ def _read_jsonl(file: Path, _: SplitFiles) -> Iterator[tuple[str, Mapping[str, A
             yield _as_row(parse_json(line, where := f"{file} line {number}"), where)
 
 
-def _read_json(file: Path, _: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with open_utf8(file) as stream:
-        rows = _rows_in(parse_json(decode(stream.read(), file), str(file)), file)
+def _read_json(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    rows = _rows_in(_parse_json_file(file), part.key, file)
     return (_as_row(row, f"{file} record {number}") for number, row in enumerate(rows, 1))
+
+
+def _parse_json_file(file: Path) -> Any:
+    with open_utf8(file) as stream:
+        return parse_json(decode(stream.read(), file), str(file))
 
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -328,22 +351,25 @@ def _lists_of_rows(value: Mapping[str, Any], kind: Any = (dict, list)) -> list[s
     ]
 
 
-def _rows_in(value: Any, file: Path) -> list[Any]:
-    """The rows of a JSON file. Raises UserError unless it is clear which they are."""
+def _rows_in(value: Any, key: str | None, file: Path) -> list[Any]:
+    """The rows of a JSON file, of an object those at `key`. Raises UserError unless it is clear which."""
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
         raise UserError(f"{file}: holds {type(value).__name__}, not a list of objects")
     sizes = {len(column) if isinstance(column, list) else None for column in value.values()}
-    keys = _lists_of_rows(value, dict)
-    if not keys and len(value) > 1 and len(sizes) == 1 and None not in sizes:
+    keys = [key] if key else _lists_of_rows(value, dict)
+    if not keys and len(value) > 1 and None not in sizes:
+        if len(sizes) > 1:
+            lengths = ", ".join(f"{name} {len(column)}" for name, column in value.items())
+            raise UserError(f"{file}: its columns are not of one length ({lengths})")
         return [dict(zip(value, cells, strict=True)) for cells in zip(*value.values(), strict=True)]
     keys = keys or _lists_of_rows(value)
     if len(keys) == 1:
         rows: list[Any] = value[keys[0]]
         return rows
-    several = f"several lists of rows ({', '.join(keys[:6])}): make a file of each"
-    raise UserError(f"{file}: holds {several if keys else 'an object without a list of rows'}")
+    held = f"several lists of rows ({', '.join(keys[:6])}): call them train, valid and test, or keep one"
+    raise UserError(f"{file}: holds {held if keys else 'an object without a list of rows'}")
 
 
 def _as_row(record: Any, where: str) -> tuple[str, Mapping[str, Any]]:

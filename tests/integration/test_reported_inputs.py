@@ -487,6 +487,19 @@ TABLES = {
         "text,label,label_text",
         Taken(samples=24, labels=("0", "1"), said=("label_text",)),
     ),
+    # A JSON whose splits hold [text, label].
+    "splits of lists": Case(
+        {
+            "rows.json": json.dumps(
+                {
+                    name: [[text(n), "xy"[n % 2]] for n in numbers]
+                    for name, numbers in (("train", ROWS), ("val", range(30, 34)), ("test", range(40, 46)))
+                }
+            )
+        },
+        f"{CLASSES} --text-column 1 --label-column 2",
+        Taken(samples=34, labels=("x", "y")),
+    ),
     # Half of the rows vanished, and the sentence blamed the validation split.
     "rows without the text": Case(
         {"rows.jsonl": jsonl([{"text" if n < 20 else "content": text(n)} for n in range(40)])},
