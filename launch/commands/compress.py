@@ -10,7 +10,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import DONE, STOPPED
+from isobatch.core.errors import DONE, STOPPED, UserError
 from isobatch.core.extras import need
 from isobatch.core.flags import build_options
 from isobatch.engine.runs.run_folder import Verdict
@@ -32,6 +32,8 @@ EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": (
 """The stages in order -> what each exports."""
 SOURCES = {"pruning": "teacher", "qat": "pruned"}
 """The flag that names the run of the stage before."""
+LEAST_TO_JUDGE = 30
+"""Held-out rows: fewer cannot tell a classifier from chance."""
 
 
 def compress(words: Sequence[str]) -> int:
@@ -56,6 +58,8 @@ def compress(words: Sequence[str]) -> int:
         if done:
             print(f"compress: {run.folder} has this recipe and is done: it is this stage", file=sys.stderr)
         runs.append(run)
+        if number == 1:
+            refuse_chance(run)
         for kind in kinds:
             if not (run.folder / "exports" / kind).is_dir():
                 export_form(run, kind)
@@ -71,3 +75,19 @@ def _same_stage(request: Request) -> RunFolder | None:
     facts = prepare_facts(request)
     found = find_run(request, facts, any_name=True) if find_run(request, facts) is None else None
     return found if found is not None and found.status() == "done" else None
+
+
+def refuse_chance(run: RunFolder) -> None:
+    """Raise UserError where a classifier is no better than its largest class: there is nothing to keep."""
+    summary = run.summary() or {}
+    accuracy, split = summary.get("metrics", {}).get("accuracy"), summary.get("split")
+    majority = run.facts.extra["majority"].get(split)
+    if split is None or run.facts.samples[split] < LEAST_TO_JUDGE:
+        return
+    if accuracy is None or majority is None or round(accuracy, 6) > majority:  # which has six digits
+        return
+    raise UserError(
+        f"compress stopped: the classifier learnt nothing: its accuracy, {accuracy:.1%}, is not above that of"
+        f" always answering the largest class, {majority:.1%}; give more --epochs, another --lr or a"
+        f" pretrained --model (`auto --task pruning --teacher {run.folder}` prunes it all the same)"
+    )

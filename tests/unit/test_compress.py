@@ -1,8 +1,11 @@
-"""Tests of the chain `compress`: its plan, how it goes on."""
+"""Tests of the chain `compress`: its plan, how it goes on, and a classifier that learnt nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +14,28 @@ from isobatch.core.errors import STOPPED, UserError
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.auto import auto
-from isobatch.launch.commands.compress import compress
+from isobatch.launch.commands.compress import compress, refuse_chance
 from isobatch.launch.commands.plan import plan
 from isobatch.models.compression.pruning import FREE_FAST_SPARSITY, Pruning
+
+
+def run_of(metrics: dict[str, Any], granularity: str = "both", valid: int = 872) -> Any:
+    summary = {"split": "valid", "parameters": 22_565_376, "metrics": metrics}
+    facts = SimpleNamespace(
+        extra={"majority": {"train": 0.6, "valid": 0.509174}}, samples={"train": 9000, "valid": valid}
+    )
+    recipe = SimpleNamespace(options={"granularity": granularity})
+    return SimpleNamespace(summary=lambda: summary, facts=facts, recipe=recipe, folder=Path("runs/a"))
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "warns"), [(0.885, False), (444 / 872, True), (445 / 872, False), (0.4, True)]
+)
+def test_a_classifier_no_better_than_its_largest_class_is_named(accuracy: float, warns: bool) -> None:
+    said = f"{accuracy:.1%}, is not above that of always answering the largest class, 50.9%"
+    with pytest.raises(UserError, match=said) if warns else contextlib.nullcontext():
+        refuse_chance(run_of({"accuracy": accuracy}))
+    refuse_chance(run_of({"accuracy": accuracy}, valid=29))
 
 
 def test_fast_mode_trains_long_enough_on_small_data_unless_a_length_is_given() -> None:
