@@ -1,4 +1,4 @@
-"""Metrics of a step: its row of metrics.jsonl, model FLOP utilisation."""
+"""Metrics of a step: its row (fields: engine/runs/step_rows.py), model FLOP utilisation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`auto` and `resume`: plan and train a run on this machine."""
+"""`auto` and `resume`: plan and train a run on this machine, and say its end (`RUN: done, N steps`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`export`: a finished run's model in other forms, each checked against the trained one."""
+"""`export`: a finished run's model in other forms, each checked against the trained one.
+
+A form is written by the task (`exports`, `export_as`); its parity with the trained model is kept here.
+"""
 
 from __future__ import annotations
 

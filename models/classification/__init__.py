@@ -1,1 +1,1 @@
-"""The workload classifier, and knowledge distillation."""
+"""The workload classifier, and knowledge distillation. From counts: models/encoder/class_metrics.py."""
