@@ -1,8 +1,8 @@
 """What is asked of a cluster, whichever it is, and which there are.
 
-A new one is a folder beside this file with a `Cluster` in it, and a line in CLUSTERS. Its flags are a dataclass named
-after the class, as SlurmOptions; what runs inside its jobs is a row without help in launch/commands.csv; its
-folder stands among the packages of pyproject.toml.
+A new one is a folder beside this file with a `Cluster` in it, and a line in CLUSTERS. Its flags are a
+dataclass named after the class, as SlurmOptions; what runs inside its jobs is a row without help in
+launch/commands.csv; its folder stands among the packages of pyproject.toml.
 """
 
 from __future__ import annotations
