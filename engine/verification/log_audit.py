@@ -178,6 +178,7 @@ class LogRecord:
             following = [phase.schedule.name for phase in self.phases[self._number + 1 :]][:1]
             check(following == [row["phase"]], f"{where}: this phase is not the recipe's next one")
             if self._number >= 0:
+                self._check_evaluated(self._now.step, self._now.step)
                 ends = f"phase {self._now.schedule.name} ends at step {self._step}"
                 check(self._now.complete, f"metrics.jsonl: {ends}")
             self._number, self._chain, self._step = self._number + 1, "", 0
