@@ -35,7 +35,7 @@ def damaged_rows(path: Path) -> int:
 
 def last_row_before(path: Path, offset: int) -> dict[str, Any] | None:
     """The row that ends at byte `offset`; None where none does."""
-    if not path.exists():
+    if not path.exists() or path.stat().st_size < offset:
         return None
     with path.open("rb") as stream:
         start = max(0, offset - TAIL_BYTES)

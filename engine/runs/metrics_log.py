@@ -59,20 +59,22 @@ class MetricsLog:
     def resume(self, saved: Mapping[str, Any], phases: list[str], phase: str, step: int) -> str:
         """Cut the logs where a checkpoint was saved: a resumed run trains and logs the later steps again.
 
-        `saved`: what `seal` returned then. Returns what metrics.jsonl has lost since then; a row says so in
-        its place.
+        `saved`: what `seal` returned then. Returns what the logs have lost since then; in metrics.jsonl a row
+        says so in its place.
         """
         if not self.writes:
             return ""
         self.run.keep_until(self.run.decisions, phases, phase, step)
         _cut(self.run.samples, saved["ledger"])
+        said = []
         if _size(self.run.samples) < saved["ledger"]:  # its last record may be cut
             self.run.samples.unlink(missing_ok=True)
+            said = ["samples.bin: it was cut, and begins anew"]
         row = last_row_before(self.run.metrics, saved["metrics"])
         if row is not None and row.get(SEAL) == saved[SEAL]:
             _cut(self.run.metrics, saved["metrics"])
             self._continue(saved[SEAL])
-            return ""
+            return "; ".join(said)
         size = _size(self.run.metrics)
         self.run.keep_until(self.run.metrics, phases, phase, step)
         seal = next((row[SEAL] for row in reversed(list(rows_in(self.run.metrics))) if SEAL in row), "")
@@ -80,7 +82,7 @@ class MetricsLog:
         then = f"{size} bytes, {saved['metrics']} when the checkpoint was saved"
         lost = f"rows up to step {step} of {phase} were lost or changed ({then})"
         self.log_metrics({"phase": phase, "step": step, LOST: lost})
-        return lost
+        return "; ".join([*said, f"metrics.jsonl: {lost}"])
 
     def _first_seal(self) -> str:
         return first_seal(self.run.recipe.hash(), self.run.facts.fingerprint)

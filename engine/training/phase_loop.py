@@ -75,7 +75,7 @@ class PhaseLoop:
         context.resumed_from = saved.folder.name
         where = self.progress.phase, self.progress.step
         if lost := context.log.resume(saved.state["logs"], self.session.phases, *where):
-            context.console.say(f"metrics.jsonl: {lost}; training goes on, and `verify` will name it")
+            context.console.say(f"{lost}; training goes on, and `verify` will name it")
         if self.world.is_main:
             context.log_checkpoint(saved.folder)
         context.console.say(f"resumed from {context.resumed_from}: {self.progress.samples:,} samples seen")

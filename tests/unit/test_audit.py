@@ -29,6 +29,8 @@ from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.verification.audit import audit_records, recipe_problems
+from isobatch.engine.verification.log_audit import LogRecord, WrongRecordError
+from isobatch.engine.verification.run_order import RunOrder
 from isobatch.launch.local.verify_run import (
     LEAST_LEADING,
     MOST_LEADING,
@@ -125,6 +127,17 @@ def test_what_does_not_follow_from_the_recipe_is_found_even_under_true_seals(
     (found,) = found_in(run)
     assert found.startswith("metrics.jsonl")
     assert problem in found
+
+
+def test_a_phase_that_another_follows_has_its_last_evaluation(run: RunFolder) -> None:
+    run.recipe = dataclasses.replace(run.recipe, patience=3)
+    order = RunOrder.of(run.recipe, run.facts)
+    phases = [dataclasses.replace(order.schedules[0], name=n, early_stopping=True) for n in ("train", "next")]
+    *before, last = (row for row in rows_in(run.metrics) if "chain" in row)
+    following = {**before[0], "phase": "next", "samples": last["samples"] + before[0]["samples"]}
+    change(run, lambda rows: rows.append(following), sealed=True)
+    with pytest.raises(WrongRecordError, match="lacks the evaluation after phase train, step 9"):
+        LogRecord(run, dataclasses.replace(order, schedules=phases))
 
 
 def test_lost_rows_are_named_and_nothing_else(run: RunFolder) -> None:
@@ -292,6 +305,14 @@ def test_a_resumed_journal_goes_on_with_the_seal(run: RunFolder) -> None:
     journal.seal("train", STEPS)
     assert run.metrics.read_bytes() == before
     assert found_in(run) == []
+
+
+def test_a_journal_says_what_is_lost(run: RunFolder) -> None:
+    logs = SavedCheckpoint(run.checkpoints / "train-9").state["logs"]
+    run.samples.write_bytes(run.samples.read_bytes()[:-1])
+    change(run, lambda rows: rows.pop(1))  # the last seal stays
+    said = MetricsLog(run, writes=True).resume(logs, ["train"], "train", STEPS)
+    assert said.startswith("samples.bin: it was cut, and begins anew; metrics.jsonl: rows up to step 9 of")
 
 
 def test_only_one_rank_writes(tmp_path: Path) -> None:
