@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 1.0
 WAIT_SECONDS = 600.0
 """That the main rank waits for the files of other nodes, and the end of a run for its last copy."""
+APPEARS_SECONDS = 90.0
+"""Until a node sees the folder of a checkpoint that another has renamed: NFS looks again within 60 s."""
 WAITING = 2
 """Checkpoints that wait to be copied; the oldest is left out where there are more."""
 OWNER_FILE = "owner"
@@ -204,7 +206,8 @@ class RemoteCopies:
 
     def _copy(self, folder: Path, file: str, save: str) -> None:
         store, copy = self._store, f"{folder.name}-{save}"
-        self._await((folder / file).exists, file)  # the main rank gives the folder its name
+        if not self._is_main:  # the main rank gives the folder its name, and may have removed it since
+            self._await((folder / file).exists, file, APPEARS_SECONDS)
         paths = [folder / file]
         if self._is_main:
             self._claim()
@@ -215,18 +218,20 @@ class RemoteCopies:
         if self._is_main:
             store.record({**said, "files": files, "whole": False})
         for name, path in zip(files, paths, strict=True):
-            if path.parent == folder and path.name.startswith("node-") and path.name != file:
+            is_others = path.parent == folder and path.name.startswith("node-") and path.name != file
+            if not is_others:
+                store.files.put_file(str(path), store.path(f"{copy}/{name}"))
+            if path.parent == folder:
                 self._await(functools.partial(store.has, f"{copy}/{name}", files[name]), name)
             else:
-                store.files.put_file(str(path), store.path(f"{copy}/{name}"))
                 files[name] = store.files.size(store.path(f"{copy}/{name}"))  # a log has grown since
         if self._is_main:
             store.record({**said, "files": files, "whole": True})
             self._remove_old(folder.name, copy)
 
-    def _await(self, is_there: Callable[[], bool], name: str) -> None:
-        """Wait for what another node makes. Raises TimeoutError."""
-        until = time.monotonic() + WAIT_SECONDS
+    def _await(self, is_there: Callable[[], bool], name: str, seconds: float | None = None) -> None:
+        """Wait for what another node makes, by default WAIT_SECONDS. Raises TimeoutError."""
+        until = time.monotonic() + (seconds or WAIT_SECONDS)
         while not is_there():
             if time.monotonic() > until:
                 raise TimeoutError(f"{name} has not come")
@@ -263,9 +268,11 @@ def fetch_run(url: str, out: Path, here: str | None = None) -> Path:
     saves = (path.stat().st_mtime for path in (folder / "checkpoints").glob("[!.]*/index.json"))
     newest_here = max(saves, default=0.0)
     try:
-        owner, found = store.read(OWNER_FILE), [said for said in store.records() if said.get("whole")]
+        owner, records = store.read(OWNER_FILE), store.records()
     except Exception as error:  # a store's own
         raise UserError(f"{url} cannot be read: {_in_a_line(error)}") from None
+    newest = {said["checkpoint"]: said for said in records if said.get("whole")}  # a run may save one again
+    found = sorted(newest.values(), key=lambda said: said["saved_at"])
     if not found and not newest_here:
         raise UserError(f"{url} holds no whole copy: give --checkpoint-copy's URL and the run's name")
     if found and None not in (owner, here) and owner != here:
@@ -287,7 +294,10 @@ def _fetch(store: CheckpointStore, name: str, path: Path, fresh: Path, size: int
     if not path.is_relative_to(fresh):
         raise UserError(f"{store.root} names a file elsewhere: {name}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    store.files.get_file(source, str(path))
+    try:
+        store.files.get_file(source, str(path))
+    except Exception as error:  # a store's own
+        raise UserError(f"{source} cannot be read: {_in_a_line(error)}") from None
     if path.stat().st_size != size:
         raise UserError(f"{source} has {path.stat().st_size} bytes, and its record says otherwise")
 

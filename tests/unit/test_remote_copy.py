@@ -131,6 +131,38 @@ def test_saving_a_step_again_replaces_its_copy(run_ranks: Any, run: Path, url: s
     assert {name.partition("/")[0] for name in store.names()} == {"owner", after, f"{after}.json"}
 
 
+def test_of_two_copies_of_a_step_the_newer_is_fetched(
+    run_ranks: Any, run: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RemoteCopies, "_remove_old", lambda *_: None)  # as where the run ends before
+    train(run_ranks, run, url, [3], size=2)
+    train(run_ranks, run, url, [3])
+    folder = fetch_run(f"{url}/{run.name}", tmp_path)
+    saved = SavedCheckpoint(folder / "checkpoints" / "train-3")
+    saved.verify_checksums()
+    assert not (saved.folder / "node-00001.safetensors").exists()
+
+
+def test_a_checkpoint_that_is_gone_again_keeps_no_other_waiting(run: Path, url: str) -> None:
+    said: list[str] = []
+    with RemoteCopies(url, run, "a run", True, said.append) as copies:
+        copies.add(run / "checkpoints" / "train-3", "node-00000.safetensors", "x")
+    assert "train-3 is not copied (FileNotFoundError" in said[0]
+
+
+def test_a_store_that_fails_while_it_is_fetched_is_one_line(
+    run_ranks: Any, run: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(run_ranks, run, url, [3])
+
+    def fail(*_: object) -> None:
+        raise OSError("503")
+
+    monkeypatch.setattr(type(open_store(url, run.name).files), "get_file", fail)
+    with pytest.raises(UserError, match="cannot be read: OSError: 503"):
+        fetch_run(f"{url}/{run.name}", tmp_path)
+
+
 def test_a_run_of_the_same_name_does_not_replace_the_copies_of_another(
     run_ranks: Any, run: Path, url: str, tmp_path: Path
 ) -> None:
