@@ -163,7 +163,7 @@ def flags_of_files(flags: Mapping[str, str]) -> dict[str, str]:
         if not path.is_file():
             raise UserError(f"{typed}: is no folder of a run")
     values = _read_mapping(path, typed)
-    if "task" not in values or not isinstance(values.get("options"), dict):
+    if given == ["config"] and not ("task" in values and isinstance(values.get("options"), dict)):
         texts = {name: _as_text(f"{typed}: {name}", value) for name, value in values.items()}
         names = {name: str(name).lstrip("-").replace("-", "_") for name in texts}
         return {names[name]: text for name, text in texts.items() if text not in NOTHING}

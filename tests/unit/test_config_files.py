@@ -77,6 +77,13 @@ def test_a_run_is_a_file_of_flags(task: str, tmp_path: Path) -> None:
     assert (longer.steps, longer.epochs, longer.lr) == (None, (2.0,), 1.7e-4)
 
 
+def test_a_run_without_options_is_no_file_of_flags(tmp_path: Path) -> None:
+    """Else what it names would count as typed."""
+    (tmp_path / "recipe.json").write_text('{"task": "causal-lm", "data": "/somebody/elses.txt", "hash": ""}')
+    with pytest.raises(UserError, match="would read places that this user has not named here: data"):
+        ask("--like", str(tmp_path))
+
+
 def test_a_length_that_is_typed_replaces_all_that_a_run_had_of_it(tmp_path: Path) -> None:
     wanted = ask("--task", "recommender", "--preset", "ids").recipe
     assert wanted.least_steps == 1800
