@@ -151,6 +151,9 @@ def _forget_neighbours_elsewhere(folder: Path) -> None:
             place = getattr(sys.modules[name], "__file__", None)
             if place and Path(place).is_relative_to(other):
                 del sys.modules[name]
+                package, _, child = name.rpartition(".")
+                if package in sys.modules:  # a folder without __init__.py, which would still have the module
+                    vars(sys.modules[package]).pop(child, None)
 
 
 def _import_error(location: str, file: Path, error: Exception) -> UserError:

@@ -34,7 +34,7 @@ def _forget_modules() -> Iterator[None]:
     yield
     sys.path[:] = path
     for name in sys.modules.keys() - modules:
-        if name in ("models", "data", "neighbour") or name.startswith("isobatch_user_"):
+        if name.partition(".")[0] in ("models", "data", "neighbour") or name.startswith("isobatch_user_"):
             del sys.modules[name]
 
 
@@ -49,6 +49,14 @@ def test_neighbours_called_as_our_rooms_are_the_users(tmp_path: Path) -> None:
     (tmp_path / "engine").mkdir()
     text = "import data, models\nassert (data.PLACE, models.PLACE) == ('data', 'models')\n" + TASK
     assert load_task_class(written(tmp_path, text)).__name__ == "Mine"
+
+
+def test_another_projects_neighbours_are_forgotten(tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name / "models").mkdir(parents=True)  # without an __init__.py
+        (tmp_path / name / "models" / "net.py").write_text(f"PLACE = {name!r}\n")
+        text = f"from models import net\nassert net.PLACE == {name!r}\n{TASK}"
+        assert load_task_class(written(tmp_path / name, text)).__name__ == "Mine"
 
 
 def test_an_import_error_shows_the_users_frames_alone(tmp_path: Path) -> None:
