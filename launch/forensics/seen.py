@@ -47,6 +47,8 @@ class SeenOptions(TrustOptions):
         check_fields(self)
         if (self.sample is None) == (self.step is None):
             raise UserError("seen: what shall be looked for? Give --sample ROW or --step N")
+        if self.phase is not None and self.step is None:
+            raise UserError(f"--phase {self.phase}: belongs to --step; --sample says every phase")
 
 
 def seen(words: Sequence[str]) -> int:
