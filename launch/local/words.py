@@ -251,7 +251,9 @@ def _numbers(flag: Flag, part: str) -> list[str]:
     if match is None or type(_value(flag, match[1])) is not int:
         return [part]
     low, high = int(match[1]), int(match[2])
-    return [str(number) for number in range(low, high + 1)] if 0 < high - low <= MOST_COMBINATIONS else [part]
+    return (
+        [str(number) for number in range(low, high + 1)] if 0 <= high - low <= MOST_COMBINATIONS else [part]
+    )
 
 
 def _value(flag: Flag, text: str) -> Any:

@@ -84,6 +84,16 @@ def test_a_run_without_options_is_no_file_of_flags(tmp_path: Path) -> None:
         ask("--like", str(tmp_path))
 
 
+def test_a_received_folder_runs_no_code_by_another_form_of_its_recipe(tmp_path: Path) -> None:
+    """Without `options` its file would be flags as if typed, and nobody asked about the code they name."""
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
+    (tmp_path / "recipe.json").write_text(json.dumps({"task": f"{tmp_path / 'own.py'}:Line"}))
+    for source in ("--like", "--from"):
+        with pytest.raises(UserError, match="would execute code"):
+            ask(source, str(tmp_path))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_a_length_that_is_typed_replaces_all_that_a_run_had_of_it(tmp_path: Path) -> None:
     wanted = ask("--task", "recommender", "--preset", "ids").recipe
     assert wanted.least_steps == 1800

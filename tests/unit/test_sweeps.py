@@ -31,6 +31,7 @@ LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
         ("seed", "0-2", ["0", "1", "2"]),
         ("seed", "5,0-2,1", ["5", "0", "1", "2"]),
         ("seed", "2-0", ["2-0"]),
+        ("seed", "3-3", ["3"]),
         ("seed", "-1", ["-1"]),
         ("seed", "0-99999999999", ["0-99999999999"]),
         ("schedule", "linear,cosine", ["linear", "cosine"]),
