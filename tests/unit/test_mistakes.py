@@ -47,6 +47,9 @@ MISTAKES = [
     (f"plan {LM} --hardware h100x8", "did you mean h100?"),
     (f"plan {LM} --compare h100 --price cheap", "such as 2.10/h"),
     (f"plan {LM} --mtbf 6h", "taken out: --save-every 5m"),
+    ("auto --task orpo --response-only off", "taken out: the tokens of answers are learnt"),
+    ("auto --task dpo --loss_type ipo", "taken out: the loss is DPO's own"),
+    ("auto --task sequence-vae --pretrain 3", "taken out: hold the posterior up"),
     # Where it is kept, and other files
     (f"auto {LM} --name a/b", "is a folder's name in --out"),
     (f"auto {LM} --save-every 0ep", "--save-every 0ep: must be above 0"),
