@@ -197,12 +197,13 @@ def remove(words: Sequence[str]) -> int:
             raise UserError(f"rm: {run.folder} is a link; remove what it points to, or the link itself")
         if not (seen := look(run.folder)).is_over:
             raise UserError(f"rm: {run.folder} is {seen.state}: `runs cancel {run.folder}` ends it first")
-    for run in runs:
-        size = format_bytes(sum(p.stat().st_size for p in run.folder.rglob("*") if p.is_file()))
-        if not options.yes:
-            raise UserError(f"runs rm: would remove {run.folder} ({size}) and all in it: say --yes")
+    sizes = (sum(p.stat().st_size for p in run.folder.rglob("*") if p.is_file()) for run in runs)
+    named = [f"{run.folder} ({format_bytes(size)})" for run, size in zip(runs, sizes, strict=True)]
+    if not options.yes:
+        raise UserError(f"runs rm: would remove {', '.join(named)} and all in it: say --yes")
+    for run, name in zip(runs, named, strict=True):
         with run.lock("launch"), explain_write_errors(run.folder):
             run.refuse_if_training()
             shutil.rmtree(run.folder)
-        print(f"removed {run.folder} ({size})")
+        print(f"removed {name}")
     return DONE

@@ -66,10 +66,12 @@ def test_runs_stand_side_by_side_with_what_differs_first(tmp_path: Path, capsys:
 
 
 def test_a_run_is_removed_only_where_that_is_agreed(tmp_path: Path, capsys: Say) -> None:
-    run = made(tmp_path / "a", 0.8)
-    with pytest.raises(UserError, match="say --yes"):
-        remove([str(run.folder)])
+    run, other = made(tmp_path / "a", 0.8), made(tmp_path / "b", 0.8)
+    with pytest.raises(UserError, match="say --yes") as refused:
+        remove([str(run.folder), str(other.folder)])
+    assert all(f"{one.folder} (" in str(refused.value) for one in (run, other))
     assert run.folder.is_dir()
+    assert other.folder.is_dir()
     assert remove(["--yes", str(run.folder)]) == 0
     assert not run.folder.exists()
     assert "removed" in capsys.readouterr().out

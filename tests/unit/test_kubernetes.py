@@ -20,7 +20,7 @@ from isobatch.core.errors import (
 )
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.kubernetes.command import k8s
-from isobatch.launch.clusters.kubernetes.pod import exit_code
+from isobatch.launch.clusters.kubernetes.pod import exit_code, pod
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
@@ -106,9 +106,6 @@ def test_secrets_stay_in_the_cluster(
     assert container["envFrom"] == [{"secretRef": {"name": "hub"}}]
 
 
-POD = {"config": "c", "out": "o", "name": "week", "nodes": 4, "processes": 8, "master": "week-0.week"}
-
-
 @pytest.mark.parametrize(
     ("status", "verdict", "code"),
     [
@@ -130,6 +127,13 @@ def test_a_job_learns_how_its_pod_ended(
         run.write_summary({"status": status})
     run.write_exit(verdict or Verdict(FAILED, "of an earlier start"))
     assert exit_code(run, verdict) == code
+
+
+@pytest.mark.parametrize("words", [[], ["/isobatch/runs/week", "recipe.yaml"]])
+def test_outside_of_a_pod_it_is_said(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("JOB_COMPLETION_INDEX", raising=False)
+    with pytest.raises(UserError, match="runs in a pod"):
+        pod(words)
 
 
 @pytest.mark.parametrize(

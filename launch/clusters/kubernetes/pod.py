@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, OutOfMemoryError
+from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, OutOfMemoryError, UserError
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.local.here import Local
@@ -71,6 +71,8 @@ class Kubernetes(Local):
 
 def pod(words: Sequence[str]) -> int:
     """Usage: pod RUN CONFIG WORDS, in a pod of a job that `k8s` made; WORDS: those of torchrun"""
+    if len(words) < 2 or INDEX not in os.environ:
+        raise UserError("pod: runs in a pod of a Kubernetes job; `k8s` makes one")
     cluster, run = Kubernetes(), RunFolder(Path(words[0]))
     cluster.config, cluster.world = words[1], words[2:]
     parse_request(["--config", cluster.config], "pod")  # what is wrong is said before torch is imported

@@ -81,7 +81,7 @@ def ray(words: Sequence[str]) -> int:
     request = on_device(request, "ray", "--gpus-per-worker", options.gpus_per_worker, options.cpu)
     processes = processes_each(request, "--ray-workers", options.ray_workers, options.gpus_per_worker)
     if not options.submit:
-        print(as_file(request, options), end="")
+        print(as_file(request, options))
         return DONE
     if importlib.util.find_spec("ray") is None:
         raise UserError("--submit needs: pip install 'isobatch[ray]', or 'ray[train]'")
@@ -90,10 +90,15 @@ def ray(words: Sequence[str]) -> int:
 
 
 def as_file(request: Request, options: RayOptions) -> str:
-    """A file for --config: the recipe, the plan's and the run's options, and those of `ray`."""
-    name = f"{request.run.name or run_name(request.recipe)}.yaml"
+    """A file for --config: the recipe, the plan's and the run's options, and those of `ray`.
+
+    Raises UserError for a name that no line can hold.
+    """
+    name, folder = f"{request.run.name or run_name(request.recipe)}.yaml", str(Path.cwd())
+    if not f"{folder}/{name}".isprintable():  # its end would be no remark any more
+        raise UserError(f"--name: {f'{folder}/{name}'!r} holds a control character, which no remark may")
     own = f"isobatch ray --config {shlex.quote(name)} --submit"
-    there = shlex.quote(f"cd {shlex.quote(str(Path.cwd()))} && {own}")
+    there = shlex.quote(f"cd {shlex.quote(folder)} && {own}")
     flags = {n: f for n, f in flags_of(RayOptions, "ray").items() if getattr(options, n) != f.default}
     words = [
         f"# {name}: isobatch trains this on a Ray cluster until it is done. Every node has isobatch[ray]",
