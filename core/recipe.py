@@ -169,6 +169,9 @@ class Recipe:
             raise UserError("recipe.json names no task")
         if unknown := set(values) - set(flags) - DERIVED - {"hash", "run"}:
             raise UserError(f"recipe.json has unknown fields: {', '.join(sorted(unknown))}")
+        of_derived = (values.get("options", {}), values.get("starts_from") or {})
+        if not all(isinstance(value, dict) for value in of_derived):
+            raise UserError("recipe.json: options or starts_from is no object")
         return cls(**{k: v for k, v in values.items() if k in flags or k in DERIVED})
 
     def hash(self) -> str:

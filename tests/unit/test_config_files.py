@@ -89,7 +89,7 @@ def test_a_received_folder_runs_no_code_by_another_form_of_its_recipe(tmp_path: 
     (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
     (tmp_path / "recipe.json").write_text(json.dumps({"task": f"{tmp_path / 'own.py'}:Line"}))
     for source in ("--like", "--from"):
-        with pytest.raises(UserError, match="would execute code"):
+        with pytest.raises(UserError, match="code"):
             ask(source, str(tmp_path))
     assert not (tmp_path / "ran").exists()
 

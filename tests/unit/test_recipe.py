@@ -92,6 +92,9 @@ def test_the_hash_is_twelve_digits_and_the_same_in_every_process() -> None:
 def test_a_recipe_file_with_a_field_that_nobody_knows_is_refused() -> None:
     with pytest.raises(UserError, match="unknown fields: colour"):
         Recipe.from_dict({**BASE.to_dict(), "colour": "red"})
+    for wrong in ({"options": None}, {"options": ["a"]}, {"starts_from": "runs/a"}):
+        with pytest.raises(UserError, match="is no object"):
+            Recipe.from_dict({**BASE.to_dict(), **wrong})
 
 
 @pytest.mark.parametrize(
