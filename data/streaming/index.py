@@ -49,6 +49,8 @@ THREADS = 16
 """Shards that are read at a time; they tokenize on all cores between them."""
 LARGE_BYTES = 8 << 20
 """Groups of more are read one at a time: a byte in the file takes some 16 of memory until it is tokenized."""
+PARTS_VERSION = 2
+"""Raise it when what is kept of a shard is written differently: older parts are then made anew."""
 MOST_HELD_OUT = 10_000
 """Rows that are validation where there is no such split: of a terabyte a twentieth would never be read."""
 
@@ -168,7 +170,7 @@ class _Builder:
     def part_of(self, number: int) -> Path:
         """The folder in which a shard's part is kept."""
         one = self.objects[number]
-        return self.folder / short_hash(self.encoding, one.address, one.size, one.version)
+        return self.folder / short_hash(PARTS_VERSION, self.encoding, one.address, one.size, one.version)
 
     def _keep(self, number: int) -> None:
         one, folder = self.objects[number], self.part_of(number)

@@ -112,7 +112,9 @@ class GzippedLines(Lines):
 
     def _unpacked(self) -> bytes:
         try:
-            return gzip.decompress(self._read(0, self.stored.size))
+            if self.stored.size:  # nothing would be read as no lines
+                return gzip.decompress(self._read(0, self.stored.size))
+            raise EOFError("it has 0 bytes")
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise TrainingError(f"{self.stored.address}: is no whole gzip file: {error}") from None
 

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from isobatch.core.errors import TrainingError, UserError
+from isobatch.core.errors import IsobatchError, TrainingError, UserError
 from isobatch.data.base import Ragged
 from isobatch.data.streaming import groups as group_cache
 from isobatch.data.streaming import index as indexes
@@ -328,4 +328,11 @@ def test_a_shard_without_the_column_is_refused(stored: Path) -> None:
     (stored / "part-2.jsonl").unlink()
     pyarrow.parquet.write_table(pyarrow.table({"content": ["lost"] * 50}), stored / "part-2.parquet")
     with pytest.raises(UserError, match=r"part-2.parquet has no column text"):
+        prepared(stored)
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl.gz"])
+def test_a_shard_of_0_bytes_is_no_whole_file(stored: Path, ending: str) -> None:
+    (stored / f"part-2.{ending}").write_bytes(b"")
+    with pytest.raises(IsobatchError, match=rf"part-2.{ending}: is no whole .* 0 bytes"):
         prepared(stored)
