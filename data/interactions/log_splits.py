@@ -129,11 +129,11 @@ class LogSplits:
         has_times = "time" in next(iter(logs.values())).columns
         numbered = {s: renumbered(log, of_users, of_items, least) for s, log in logs.items()}
         rows = sum(map(len, logs.values()))
+        rated = [log.columns["rating"] for log in logs.values() if "rating" in log.columns and len(log)]
         if below := rows - sum(map(len, numbered.values())):
             low = f"{below:,} of {rows:,} interactions are rated below --min-rating {least:g}"
             self.notes.append(f"{low}: left out")
-        rated = [log.columns["rating"] for log in logs.values() if "rating" in log.columns and len(log)]
-        if rated and least <= 0 and (worst := min(map(np.min, rated))) < (best := max(map(np.max, rated))):
+        elif rated and least <= 0 and (worst := min(map(np.min, rated))) < (best := max(map(np.max, rated))):
             self.notes.append(
                 f"ratings from {worst:g} to {best:g} all count as taken: --min-rating leaves out the lower"
                 " ones"

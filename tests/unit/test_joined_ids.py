@@ -92,6 +92,7 @@ def test_ratings_that_do_not_count_are_counted(tmp_path: Path) -> None:
     facts, splits = made(tmp_path / "log.csv")
     assert sum(len(part["user"]) for part in splits.values()) == 18
     assert "6 of 24 interactions are rated below --min-rating 0: left out" in facts.extra["notes"]
+    assert not any("all count as taken" in note for note in facts.extra["notes"])
 
 
 def test_a_user_who_took_everything_is_not_ranked_against_nobody(tmp_path: Path) -> None:
