@@ -27,7 +27,6 @@ _MARK = re.compile(r"<(\|?)(image|video|audio)(_pad)?\1>(?!.*</\2>)", re.DOTALL)
 _JUDGEMENTS = ("true", "false", "good", "bad", "desirable", "undesirable", "chosen", "rejected")
 
 
-READ_KEYS = (*MESSAGE_KEYS, *WEIGHT_KEYS)
 LEFT_OUT, FIELD = "left out: ", "field: "
 """What names of counts begin with."""
 SIZES = [*("tokens", "predicted", "words", "bytes", "lines"), "conversations", "prompt_tokens"]
@@ -92,9 +91,17 @@ def notes_of_unread(row: Mapping[str, Any], main: Sequence[str], has_fields: boo
         read |= {*chat_formats.texts_beside(row, main)}
         read |= {HISTORY} if chat_formats.history_beside(row, main) else {*()}
     turns = ((name, turn) for name in row if name in read for turn in _messages_in(row[name]))
-    fields = [(f"{name}.{key}", v) for name, t in turns for key, v in t.items() if key not in READ_KEYS]
+    fields = [(f"{name}.{key}", v) for name, t in turns for key, v in t.items() if not _is_read(key, t)]
     fields += [(str(name), value) for name, value in row.items() if name not in read]
     return [f"the field `{name}` is not read" for name in dict.fromkeys(n for n, v in fields if _says(v))]
+
+
+def _is_read(key: str, turn: Mapping[str, Any]) -> bool:
+    """Whether a field of a message is read: a weight is only of an answer, or where it is none."""
+    if key not in WEIGHT_KEYS:
+        return key in MESSAGE_KEYS
+    role = str(turn.get("role") or turn.get("from")).lower()
+    return not turn[key] or chat_formats.ROLE_ALIASES.get(role, role) == "assistant"
 
 
 def _says(value: Any) -> bool:

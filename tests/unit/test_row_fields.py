@@ -404,6 +404,11 @@ READ: dict[str, tuple[str, dict[str, Any], str, str]] = {
     ),
 }
 NOTED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "weights of a question": (
+        "causal-lm",
+        {"messages": [ASK | {"weight": 1}, SAY]},
+        "the field `messages.weight` is not read",
+    ),
     "fields of an object of lists": (
         "causal-lm",
         {"messages": {"role": ["user", "assistant"], "content": ["Zask", "Zsay"], "mood": ["a", "b"]}},
