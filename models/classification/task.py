@@ -101,9 +101,10 @@ class Classifier(Task):
                 f"--best-metric {metric}: it chooses the best checkpoint with --load-best-model-at-end, or"
                 " with --patience 3, which stops early too"
             )
-        if name in PRESETS or not (
-            config := hub.check_model(name, self.recipe.revision, self.recipe.tokenizer, PRESETS)
-        ):
+        if name in PRESETS:
+            return
+        config = hub.check_model(name, self.recipe.revision, self.recipe.tokenizer, PRESETS)
+        if config is None:
             return
         encoders.check_type(name, config)
         max_tokens = saving.max_input_tokens(config)

@@ -152,6 +152,13 @@ def test_bad_input_is_answered_in_one_line(changes: dict[str, Any], says: str) -
         make(**{"model": "tiny", **changes}).check()
 
 
+def test_a_config_without_a_model_type_is_answered_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").touch()
+    with pytest.raises(UserError, match="transformers has no classifier of type None"):
+        make(model=str(tmp_path)).check()
+
+
 def test_the_best_metric_may_be_another() -> None:
     assert make().best_metric == ("accuracy", "max")
     assert make(best_metric="f1_macro", patience=2).best_metric == ("f1_macro", "max")
