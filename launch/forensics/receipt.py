@@ -184,8 +184,8 @@ def read_receipt(file: Path) -> Content:
     """A receipt. Raises UserError where the file is none."""
     if not file.is_file():
         raise UserError(f"{file}: there is no such file; `isobatch receipt make RUN` writes one")
-    with contextlib.suppress(ValueError):
-        content: Content = json.loads(file.read_text(encoding="utf-8"))
+    with contextlib.suppress(ValueError, RecursionError):
+        content: Content = atomic_files.parse_json(file.read_text(encoding="utf-8"))
         if receipts.has_form(content):
             return content
     raise UserError(f"{file}: is no receipt that this version knows")

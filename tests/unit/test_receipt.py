@@ -252,7 +252,7 @@ def test_steps_that_were_not_logged_are_no_gap(tmp_path: Path) -> None:
     assert "2 steps from the beginning" in found.checked[1] or "3 steps from" in found.checked[1]
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"receipt": 1, "recipe": {"task": 3}}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"receipt": 1, "recipe": {"task": 3}}', "[" * 100_000])
 def test_what_is_no_receipt_is_one_line(text: str, tmp_path: Path) -> None:
     file = tmp_path / "receipt.json"
     file.write_text(text)
