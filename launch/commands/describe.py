@@ -50,7 +50,7 @@ def describe(words: Sequence[str]) -> int:
         notes = [f"the flags of its stages: {', '.join(f'describe {s}' for s in CHAINS[name])}"]
     elif name == HARDWARE:
         notes = [f"{name:<24}{model.gpu.memory_bytes / 2**30:g} GiB" for name, model in MACHINES.items()]
-        notes += ["8xNAME, 4x8xNAME (nodes x GPUs), NAME-mig-1g.10gb, mps:16gb, cpu:2x24gb, here"]
+        notes += ["8xNAME, 4x8xNAME (nodes x GPUs), mps:16gb, cpu:2x24gb, here"]
     elif any(command.startswith(f"{name} ") for command in COMMANDS):
         raise UserError(no_command(name))
     else:
