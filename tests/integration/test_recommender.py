@@ -135,8 +135,9 @@ def test_a_bare_table_is_enough(tmp_path: Path) -> None:
     assert "items have no text" in done.stderr
     assert "the last in the file" in done.stderr
     assert done.stderr.count("valid after step") > 1
-    assert done.stderr.count(" popularity_hr@10") == 2, "of valid and of test, once each"
-    assert 0 <= summary(tmp_path / "runs" / "bare")["metrics"]["hr@10"] <= 1
+    metrics = summary(tmp_path / "runs" / "bare")["metrics"]
+    assert 0 <= metrics["hr@10"] <= 1
+    assert 0 <= metrics["popularity_hr@10"] <= 1
 
 
 def test_shards_are_refused(home: Path) -> None:

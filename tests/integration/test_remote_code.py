@@ -63,7 +63,7 @@ def home(tmp_path: Path) -> Path:
 
 def test_it_runs_when_asked_for_and_goes_with_the_model(home: Path) -> None:
     said = complaint(launch(*TASK, cwd=home))
-    assert "brings Python code of its own (modeling_mine.MineLM): read it, then add --remote-code" in said
+    assert "its own code (modeling_mine.MineLM), then add --remote-code" in said
     assert not (home / "it-ran").exists()
     succeed(*TASK, "--remote-code", "--name", "own", cwd=home)
     found = losses(home / "runs" / "own")
