@@ -17,9 +17,9 @@ pinned() { # NAME -> NAME==VERSION of the lock
         { echo "requirements.lock does not name $1" >&2; exit 1; }
 }
 
-# The command line: fire, isal. Data from the hub: datasets. DeepSpeed's needs: hjson, msgpack, pydantic.
+# The command line: fire. Data from the hub: datasets. DeepSpeed's needs: hjson, msgpack, pydantic.
 specs=""
-for name in fire termcolor isal datasets dill multiprocess hjson msgpack pydantic pydantic_core annotated-types \
+for name in fire termcolor datasets dill multiprocess hjson msgpack pydantic pydantic_core annotated-types \
     typing-inspection bitsandbytes; do
     found=$(pinned "$name")
     specs="$specs $found"

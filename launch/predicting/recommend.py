@@ -77,6 +77,8 @@ def recommend(words: Sequence[str]) -> int:
             "recommend: needs one of --user ID, --items ID,ID and --similar-to ITEM, or for all users --out"
             " lists.parquet"
         )
+    if options.with_seen and options.similar_to is not None:
+        raise UserError("--with-seen: is about users, and --similar-to names an item: leave it out")
     if options.out is not None:
         tables.check_out(options.out, None)
     task = require_capability(run, OpensItemLists, "recommend", "recommends nothing")

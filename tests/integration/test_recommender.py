@@ -273,6 +273,8 @@ def test_similar_items_have_the_largest_cosine(home: Path) -> None:
     cosines = v @ v[at] / np.linalg.norm(v, axis=1) / np.linalg.norm(v[at])
     expected = [names[i] for i in np.argsort(-cosines) if i != at][:5]
     assert [entry["item"] for entry in found] == expected
+    said = complaint(launch("recommend", "runs/one", "--similar-to", "3", "--with-seen", cwd=home))
+    assert "--with-seen: is about users" in said
     said = complaint(launch("recommend", "runs/one", "--similar-to", "nothing", cwd=home))
     assert "item nothing: is not in the training data" in said
     with pytest.raises(UserError, match="user nobody: is not in the training data"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from isobatch.engine.planning.calibration import MEASURED, GpuConstants
 from isobatch.engine.planning.cost_model import PlanningCase, step_seconds
 from isobatch.engine.planning.memory_model import ExecutionChoices
 from isobatch.models.causal_lm import model_sizes
+from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -198,3 +200,11 @@ def test_constants_come_from_the_rows_that_were_measured() -> None:
         assert value == pytest.approx(getattr(given, name), rel=0.02), name
     assert {"matmul_share", "traffic", "compiled_traffic", "compiled_launch"} <= set(found)
     assert calibration([], peak, bandwidth) == {}
+
+
+def test_the_lock_names_every_wheel_that_a_borrowed_machine_gets() -> None:
+    text = (ROOT / "benchmarks" / "gpu" / "wheels.sh").read_text().replace("\\\n", " ")
+    (names,) = re.findall(r"^for name in (.+); do$", text, re.MULTILINE)
+    pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
+    wanted = {name.replace("_", "-") for name in [*names.split(), "deepspeed"]}
+    assert wanted - {name.replace("_", "-") for name in pinned} == set()

@@ -136,10 +136,8 @@ SMALL = {
     "engine/model_setup/prepare_model.py": "what a plan does to a model, in order",
     "engine/optimization/parameter_groups.py": "what a recipe says to an optimizer",
     "engine/optimization/spikes.py": "a rule by itself",
-    "engine/profiling/advice.py": "advice as a table",
     "launch/commands/compress.py": "imported where --task compress is typed",
     "launch/doctor/software.py": "one of the doctor's subjects",
-    "launch/local/observers.py": "what watches a run from outside",
     "models/causal_lm/known_models.py": "a table with its reader",
 }
 """Files of fewer code lines that one other file names -> why they are files."""
@@ -160,6 +158,7 @@ def test_no_small_file_has_one_importer() -> None:
     importers = Counter(imported for file in PACKAGE for imported in set(files_imported(file)))
     small = {name(f) for f, count in importers.items() if count == 1 and code_lines(f) < LEAST_LINES}
     assert sorted(small - SMALL.keys()) == []
+    assert [path for path in SMALL if not (ROOT / path).is_file()] == []
 
 
 def test_the_package_holds_every_room() -> None:
