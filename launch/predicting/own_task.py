@@ -39,6 +39,8 @@ def predict_own_rows(run: RunFolder, file: str | None, split: str | None) -> Ite
         recipe = dataclasses.replace(run.recipe, data=str(Path(file).expanduser()))
         source = ArraySource(workload_of(recipe).make(recipe)[1].read_rows())
         rows = [row for _, row in tables.read_table(file)]
+        if not len(source):
+            raise UserError(f"--file {file}: the task's read_rows found no sample in it")
     locate_data(run, run.recipe, None)
     replay = Replay(
         run, plan_for_this_machine(run.recipe, run.facts, PlanOptions(processes=1, compile="off"))

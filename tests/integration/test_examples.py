@@ -71,6 +71,8 @@ def check_predictions(own_task: Path) -> None:
     assert [row["class"] for row in rows_] == [0, 1]  # the upper half circle, and the lower one
     assert rows_[0]["probability"] < 0.5 < rows_[1]["probability"]
     assert "--file" in complaint(launch("predict", "runs/one", cwd=own_task))
+    (own_task / "none.csv").write_text("x,y\n")
+    assert "none.csv" in complaint(launch("predict", "runs/one", "--file", "none.csv", cwd=own_task))
 
 
 @pytest.mark.slow
