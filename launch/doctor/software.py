@@ -52,6 +52,8 @@ def check_versions(required: Iterable[str] | None = None) -> list[Check]:
         say, here = warning if extra else broken, f"{version} is here" if version else "is not installed"
         wanted = f"{need.name}{need.specifier}"
         wrong.append(say(need.name, f"{here}; isobatch needs {wanted}", f'{PIP} install "{wanted}"'))
+    if not (wrong or met):
+        return [warning("versions", "not compared: isobatch is not installed here", f"{PIP} install -e .")]
     return wrong or [ok("versions", f"all {met} packages, those of extras too, are in versions that fit")]
 
 

@@ -59,6 +59,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         lambda _: software.check_versions(["torch>=99"]),
         *("torch", "broken", 'install "torch>=99"'),
     ),
+    "a clone that is not installed": (
+        lambda _: software.check_versions([]),
+        *("versions", "warning", "install -e ."),
+    ),
     "a torch for CPUs beside a GPU": (lambda _: gpu_checks(why=NO_CUDA), "GPU 0", "broken", "pytorch.org"),
     "the GPU computes wrongly": (
         fails(machine.gpu_probe(1), "Traceback:\n  ...\nArithmeticError: a product is off by 0.1\n"),
