@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -278,3 +279,10 @@ def test_the_baseline_that_was_best_on_validation_is_held_against_the_model() ->
     assert said.startswith("EASE ranks better than this model by 0.0200 (")
     assert "--by ease" in said
     assert task.final_remark({**metrics, "best_on_validation": "model"}).startswith("item-kNN ranks better")
+
+
+def test_missing_texts_are_told_where_texts_are_read() -> None:
+    notes = ["2 of 9 items have no text: their ids alone count", "there are no times"]
+    prepared: Any = SimpleNamespace(extra={"notes": notes})
+    assert recommender(text="frozen").notes(prepared) == notes
+    assert recommender(text="off").notes(prepared) == notes[1:]
