@@ -114,7 +114,7 @@ OPEN_SHARDS = 64
 """Shards whose Parquet metadata is in memory."""
 THREADS = 8
 """They get groups before they are needed."""
-REMEMBERED = 1024
+REMEMBERED = 128
 """Groups that were asked for last, which are not asked for again."""
 
 
