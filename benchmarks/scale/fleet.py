@@ -1,8 +1,8 @@
 """What grows with the fleet, from 8 to 16,384 GPUs, simulated on this machine: `python -m benchmarks fleet`.
 
 Host work a step of one rank, with the code that training uses: the order of a global batch, and its cut into
-micro-batches. The goodput of a run whose machines fail, simulated, with the interval between checkpoints that
-loses least, and with others.
+micro-batches. The files of a checkpoint, one from each node. The goodput of a run whose machines fail,
+simulated, with the interval between checkpoints that loses least, and with others.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ import numpy as np
 from isobatch.benchmarks import child_process
 from isobatch.core.measures import peak_resident_bytes
 from isobatch.data.base import Source
+from isobatch.engine.checkpointing.checkpoint import CHECKSUMS, TEXTS
+from isobatch.engine.checkpointing.layout import make_layout
+from isobatch.engine.checkpointing.portable_state import TensorEntry, element_ranges
 from isobatch.engine.loading.microbatching import MicroBatchBudget, cut_batch
 from isobatch.engine.loading.sampler import Sampler
 
@@ -32,13 +35,35 @@ GPU_HOURS_A_FAILURE = 54 * 24 * 16_384 / 419
 SAVE_SECONDS, RESTART_SECONDS = 10.0, 600.0
 """That training waits for a checkpoint, and from a failure to the next step. Assumed, for a large model."""
 DAYS = 54
+RANKS_A_NODE = 8
+ENTRIES = {
+    f"{kind}layer.{number}": TensorEntry((1024, 4096), "float32")
+    for kind in ("weight/", "moment/exp_avg/", "moment/exp_avg_sq/")
+    for number in range(24)
+}
+"""100 M parameters with Adam's moments, dealt as DDP deals them."""
 
 
 def measure(quick: bool) -> list[dict[str, Any]]:
-    """Rows per world: milliseconds of host work a step, the balance of the cut, goodput."""
+    """Rows per world: milliseconds of host work a step, the balance of the cut, goodput, files."""
     worlds = (*WORLDS[:3], WORLDS[-1]) if quick else WORLDS
-    rows = [{**_host_work(world, 3 if quick else 9), **_goodput(world)} for world in worlds]
+    rows = [
+        {**_host_work(world, 3 if quick else 9), **_goodput(world), **_checkpoint(world)} for world in worlds
+    ]
     return [*rows, _largest_source()]
+
+
+def _checkpoint(world: int) -> dict[str, Any]:
+    shares = []
+    for rank in range(world):
+        dealt = element_ranges(dict.fromkeys(ENTRIES, 1024 * 4096), rank, world)
+        numbered = [([*ENTRIES].index(name), first, stop) for name, first, stop in dealt]
+        shares.append((rank // RANKS_A_NODE, np.array(numbered)))
+    layout = make_layout(ENTRIES, shares)
+    return {
+        "checkpoint files": len(layout.files) + len({*TEXTS, CHECKSUMS}),
+        "a node's file MB": round(max(layout.sizes) / 1e6, 1),
+    }
 
 
 def _host_work(world: int, repeats: int) -> dict[str, Any]:
