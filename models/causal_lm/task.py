@@ -7,10 +7,12 @@ isobatch auto --task causal-lm --data FOLDER --model FOLDER --adapter qlora
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import shutil
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError
@@ -32,7 +34,6 @@ from isobatch.models.model_card import ModelDescription
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -113,11 +114,16 @@ class CausalLM(Task):
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What --adapter implies, and a loaded model's rate."""
+        """What --adapter implies; a loaded model's rate; and a model that reads less than the usual
+        --max-length limits it.
+        """
         implied = adapters.implied_options(values)
         is_loaded = values.get("model", cls.defaults.get("model")) not in PRESETS
         if is_loaded and "lr" not in cls.defaults and not {"lr", "preset"} & values.keys():
             implied["lr"] = FINETUNING_LR if values.get("adapter", "none") == "none" else ADAPTER_LR
+        context = _context_on_disk(values.get("model"), values.get("revision"))
+        if "max_length" not in values and context and context < cls.defaults["max_length"]:
+            implied["max_length"] = context
         return implied
 
     def unread(self) -> Mapping[str, str]:
@@ -329,6 +335,18 @@ class CausalLM(Task):
             sampling = dataclasses.replace(sampling, temperature=0.0)
         prompts = facts.extra.get("prompts") or [(str(facts.extra.get("prompt", "")), None)]
         return _answer_prompts(saving.load_tokenizer(facts), prompts, sampling, model)
+
+
+def _context_on_disk(name: str | None, revision: str | None) -> int | None:
+    """The tokens that a model reads at most, where it lies on this machine and says so."""
+    if not name or name in PRESETS:
+        return None
+    with contextlib.suppress(UserError):  # `check` says what is wrong with it
+        if Path(name).expanduser().is_dir():
+            return model_sizes.context_length(hub.load_config(str(Path(name).expanduser()), None))
+        if hub.is_id(name) and hub.snapshot(name, revision):
+            return model_sizes.context_length(hub.load_config(name, revision))
+    return None
 
 
 def _answer_prompts(

@@ -273,3 +273,14 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(saved: Path) -> 
     for step in (make(str(saved)).model_size, make(str(saved)).build_model):
         with pytest.raises(UserError, match=r"knows 257 tokens, and the tokenizer has 300"):
             step(facts(vocabulary=300))
+
+
+@pytest.mark.parametrize(
+    ("typed", "limit"),
+    [({}, 64), ({"max_length": 100}, None), ({"model": "small"}, None), ({"model": "no/ne"}, None)],
+)
+def test_a_model_that_reads_little_limits_what_was_not_asked_for(
+    saved: Path, typed: dict[str, Any], limit: int | None
+) -> None:
+    """The model of `saved` has 64 positions; the usual --max-length is longer."""
+    assert CausalLM.complete({"model": str(saved), **typed}).get("max_length") == limit
