@@ -117,10 +117,10 @@ def logs(words: Sequence[str]) -> int:
     """
     run, options = one_run(["--follow" if word == "-f" else word for word in words], LogsOptions, "runs logs")
     log = LogReader(run.folder / "log.txt", sys.stdout)
-    if not log.path.exists() and not options.follow:
+    if not log.path.exists():
         seen = look(run.folder)
         job = f" (job {seen.job.job}: {seen.job})" if seen.job.in_job else ""
-        why = f"yet{job}; -f waits for it"
+        why = f"yet{job}" + "; -f waits for it" * (not options.follow)
         if seen.is_over:
             why = f"and nobody trains it: `resume {run.folder}` does"
             if (output := run.folder / "slurm" / f"{seen.job.job}.out").exists():
