@@ -213,6 +213,8 @@ class Data(ABC):
     """Whether its sources have `groups`, so that --order shards means something."""
     cache_name: ClassVar[str] = ""
     """Names this kind of data in the keys of the cache, wherever its class moves; by default its place."""
+    assumed: ClassVar[Mapping[str, Any]] = {}
+    """What a plan without the data (`plan --assume-length`) finds in `Facts.extra`, beside the vocabulary."""
     workshop: Workshop = Workshop()
     """The processes that `prepare` may start, and where it may keep what they have done."""
 

@@ -164,6 +164,7 @@ class Sequences(TokenizedData):
     Options: ClassVar[type] = SequenceOptions
     cache_name: ClassVar[str] = "data.sequences.Sequences"
     demo_vocabulary_size: ClassVar[int] = 1024
+    assumed: ClassVar[Mapping[str, Any]] = {"bos": 1, "eos": 2, "unk": 3}
 
     def check(self) -> None:
         options, path, length = self.options, self._data_path(), self.recipe.max_length

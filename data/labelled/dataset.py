@@ -109,6 +109,7 @@ class Labelled(TokenizedData):
     version: ClassVar[int] = 2
     cache_name: ClassVar[str] = "data.labelled.Labelled"
     demo_vocabulary_size: ClassVar[int] = 2048
+    assumed: ClassVar[Mapping[str, Any]] = {"labels": ["0", "1"], "pad": 0}
 
     def check(self) -> None:
         size = self.options.vocab_size

@@ -28,8 +28,6 @@ CHECK_SECONDS = 2.0
 GPT2_VOCABULARY = 50257
 ASSUMED_SAMPLES = 10_000
 """Training samples of `assumed_facts`."""
-ASSUMED_CONTENT = {"labels": ["0", "1"], "pad": 0, "bos": 1, "eos": 2, "unk": 3}
-"""What tasks read of their data beside the vocabulary: two classes, and where the special tokens stand."""
 
 
 def prepare(data: Data, say: Callable[[str], None] = lambda _: None) -> Facts:
@@ -103,7 +101,7 @@ def _measure(data: Data, folder: Path, extra: dict[str, object]) -> Facts:
     )
 
 
-def assumed_facts(length: int, tokenizer: str | None = None) -> Facts:
+def assumed_facts(length: int, data: type[Data], tokenizer: str | None = None) -> Facts:
     """Facts for planning without the data: every sample is of `length` tokens.
 
     The vocabulary is that of the tokenizer, a file or folder, where it is there; else GPT-2's.
@@ -116,7 +114,7 @@ def assumed_facts(length: int, tokenizer: str | None = None) -> Facts:
         folder="",
         samples={"train": ASSUMED_SAMPLES},
         lengths=(length,),
-        extra={"vocabulary": vocabulary, "assumed": True, **ASSUMED_CONTENT},
+        extra={"vocabulary": vocabulary, "assumed": True, **data.assumed},
     )
 
 

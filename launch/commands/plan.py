@@ -179,7 +179,7 @@ def _targets(request: Request, options: PlanCommandOptions, names: Sequence[str]
         print_unless_quiet(note, request.run.quiet)
     if options.assume_length:
         length = options.assume_length * request.workload.task.rows_per_sample
-        facts = assumed_facts(length, request.recipe.tokenizer)
+        facts = assumed_facts(length, request.workload.data, request.recipe.tokenizer)
     else:
         facts = _prepared(request)
     return [
