@@ -167,12 +167,12 @@ def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:
     summaries = [run.summary() or {} for run in runs]
     pairs = list(zip(runs, summaries, strict=True))
     plans = [run.plan.to_dict() if run.has_plan else {} for run in runs]
-    data = _differing([{"data": run.facts.fingerprint, "held-out split": s.get("split")} for run, s in pairs])
+    data = differing([{"data": run.facts.fingerprint, "held-out split": s.get("split")} for run, s in pairs])
     return {
         "runs": [str(run.folder) for run in runs],
-        "recipe": _differing([run.recipe.to_compare() for run in runs]),
+        "recipe": differing([run.recipe.to_compare() for run in runs]),
         "data": data,
-        "plan": _differing([{name: plan.get(name) for name in PLAN} for plan in plans]),
+        "plan": differing([{name: plan.get(name) for name in PLAN} for plan in plans]),
         "split": None if "held-out split" in data else summaries[0].get("split"),
         "metrics": _side_by_side([_that_fit(s.get("metrics")) for s in summaries]),
         "figures": _side_by_side([{name: s.get(name) for name in FIGURES} for s in summaries]),
@@ -190,7 +190,8 @@ def _side_by_side(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: [column.get(name) for column in columns] for name in names}
 
 
-def _differing(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+def differing(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Name -> its value in each, where they differ; None where one has none."""
     rows = _side_by_side(columns)
     return {name: values for name, values in rows.items() if any(v != values[0] for v in values)}
 

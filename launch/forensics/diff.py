@@ -21,13 +21,14 @@ from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.runs.step_rows import differences, step_rows
 from isobatch.engine.verification.run_order import RunOrder
 from isobatch.engine.verification.tolerance import TOLERANCE, rounding_tolerance
+from isobatch.launch.control.runs import differing
 from isobatch.launch.forensics.diff_text import lines_of, verdict_of
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
@@ -89,9 +90,9 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[s
     plans = [run.plan.to_dict() if run.has_plan else {} for run in runs]
     found: dict[str, Any] = {
         "runs": [str(run.folder) for run in runs],
-        "recipe": differing(*(run.recipe.to_compare() for run in runs)),
-        "plan": differing(*({name: plan.get(name) for name in PLAN} for plan in plans)),
-        "versions": differing(*versions) if all(versions) else {},
+        "recipe": differing([run.recipe.to_compare() for run in runs]),
+        "plan": differing([{name: plan.get(name) for name in PLAN} for plan in plans]),
+        "versions": differing(versions) if all(versions) else {},
         "data_differs": one.facts.fingerprint != other.facts.fingerprint,
         "log": dataclasses.asdict(parted),
     }
@@ -111,12 +112,6 @@ def _explained(runs: tuple[RunFolder, RunFolder]) -> tuple[LossAndNorm, LossAndN
     tighter = min((run.plan.invariance for run in runs), key=INVARIANCES.index)
     floor = {"exact": EXACT_FLOOR, "rounding": max(rounding_tolerance(run.plan.rounding) for run in runs)}
     return floor.get(tighter, TOLERANCE[tighter]), TOLERANCE[tighter]
-
-
-def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Name -> both values, where they differ; None where one has none."""
-    names = dict.fromkeys([*one, *other])
-    return {n: [one.get(n), other.get(n)] for n in names if one.get(n) != other.get(n)}
 
 
 def _versions(run: RunFolder) -> dict[str, Any]:

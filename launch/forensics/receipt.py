@@ -32,13 +32,13 @@ from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.verification.audit import audit_records
 from isobatch.engine.verification.log_audit import WrongRecordError, check
 from isobatch.engine.verification.proof import within
+from isobatch.launch.commands.evaluate import open_single_run
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import (
     OtherDataError,
     TrustOptions,
     compare_source,
     locate_data,
-    open_run,
 )
 from isobatch.launch.local.verify_run import VerifyOptions, redo_first_steps, verify_run
 
@@ -98,11 +98,7 @@ def receipt(words: Sequence[str]) -> int:
 
     The run's records are checked first: a receipt of a run that `verify --level records` refuses is not made.
     """
-    positional, flags = split_words(words)
-    if len(positional) != 1:
-        raise UserError("receipt: give the folder of one run (`runs` lists them)")
-    options = command_options(flags, ReceiptOptions, "receipt")
-    run = open_run(positional[0], options.trust)
+    run, options = open_single_run(words, "receipt", ReceiptOptions)
     locate_data(run, run.recipe, options.data)
     file = Path(options.out).expanduser() if options.out else run.folder / FILE
     content = receipt_of(run)

@@ -15,8 +15,8 @@ from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.terminal.status import doing
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.verification.run_order import RunOrder, require_step
-from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run
+from isobatch.launch.commands.evaluate import open_single_run
+from isobatch.launch.local.run_setup import TrustOptions, locate_data
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -56,11 +56,8 @@ def seen(words: Sequence[str]) -> int:
 
     Rows are numbered as they were prepared, from 0; steps from 1.
     """
-    positional, flags = split_words(words)
-    if len(positional) != 1:
-        raise UserError("seen: give the folder of one run (`runs` lists them)")
-    options = command_options(flags, SeenOptions, "seen")
-    answer = answer_question(open_run(positional[0], options.trust), options)
+    run, options = open_single_run(words, "seen", SeenOptions)
+    answer = answer_question(run, options)
     text = atomic_files.json_text(answer, ensure_ascii=False) if options.json else "\n".join(_lines(answer))
     print(text if options.json else printable(text))
     return DONE
