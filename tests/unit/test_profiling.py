@@ -85,7 +85,6 @@ HEALTHY: dict[str, Any] = {
     "samples_per_micro_batch": 32.0,
     "memory_share": 0.5,
 }
-SLOW_UPDATE = {**HEALTHY["parts"], "optimizer": 0.3}
 PLAN = {
     **{"device": "cpu", "threads": 4, "processes": 1, "attention": "sdpa", "compile": "off"},
     **{"precision": "bf16", "activation_checkpointing": False},

@@ -382,7 +382,6 @@ def test_predict_asks_as_was_learnt(tmp_path: Path, template: str, shape: str) -
 ASK, SAY = {"role": "user", "content": "Zask"}, {"role": "assistant", "content": "Zsay"}
 EARLIER = {"role": "assistant", "content": "Zold"}
 PAIR = {"chosen": "Zgood", "rejected": "Zbad"}
-MESSAGES = [ASK, EARLIER, {"role": "user", "content": "Zmore"}, SAY]
 READ: dict[str, tuple[str, dict[str, Any], str, str]] = {
     "an object of lists": (
         "causal-lm",
