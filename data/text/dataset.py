@@ -24,9 +24,6 @@ from isobatch.data.tokenized import TokenizedData
 if TYPE_CHECKING:
     from isobatch.data.tokenized import Encoded
 
-LEARN_COLUMN = "learn"
-"""Which tokens of a row are learnt; blocks of plain text have none, as all of theirs are."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextOptions:

@@ -84,7 +84,7 @@ class PreferenceTask(CausalLM):
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, 2, T), each a prompt and an answer; learn, of the same shape, 1 where a token is
-        an answer's; row_length (B, 2); perhaps teacher.log_probs (B, 2).
+        an answer's; perhaps teacher.log_probs (B, 2).
         """
         losses, figures = self._losses_and_figures(model, batch, step, trains=True)
         step.record("pairs", figures.float())
@@ -97,7 +97,7 @@ class PreferenceTask(CausalLM):
         import torch
 
         tokens_B2T = token_log_probs(model, batch, step.host)
-        sums_B2 = added_up(tokens_B2T, batch)
+        sums_B2 = added_up(tokens_B2T)
         log_probs_B2 = sums_B2 / batch["learn"].sum(-1) if self.averages else sums_B2
         known_B2 = log_probs_B2.detach()
         margin_B = first_minus_second(self.rewards(known_B2, batch))
@@ -196,8 +196,8 @@ class DPO(PreferenceTask):
         pairs = max(1, REFERENCE_TOKENS // (2 * batch["tokens"].shape[-1]))
         found = []
         for start in range(0, len(batch["tokens"]), pairs):
-            part = {n: batch[n][start : start + pairs] for n in ("tokens", "learn", "row_length")}
-            found.append(added_up(token_log_probs(model, part), part))
+            part = {n: batch[n][start : start + pairs] for n in ("tokens", "learn")}
+            found.append(added_up(token_log_probs(model, part)))
         return {"log_probs": torch.cat(found)}
 
 
@@ -258,12 +258,12 @@ def _before_answers(batch: Batch) -> Tensor:
     return F.pad(batch["learn"][..., 1:] != 0, (0, 1))
 
 
-def added_up(token_log_probs_B2T: Tensor, batch: Batch) -> Tensor:
+def added_up(token_log_probs_B2T: Tensor) -> Tensor:
     """(B, 2) sums over the tokens of each answer, in float64: a loss is of small differences between them."""
     import torch
 
-    own = token_log_probs_B2T.masked_fill(~_before_answers(batch), 0.0)
-    return own.sum(-1, dtype=torch.float32 if own.device.type == "mps" else torch.float64)
+    on_mps = token_log_probs_B2T.device.type == "mps"
+    return token_log_probs_B2T.sum(-1, dtype=torch.float32 if on_mps else torch.float64)
 
 
 def first_minus_second(values_B2: Tensor) -> Tensor:

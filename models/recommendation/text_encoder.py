@@ -35,13 +35,7 @@ LORA_TARGETS = ("c_attn", "query", "value", "q_proj", "v_proj", "q_lin", "v_lin"
 class TextEncoder(nn.Module):
     """A transformers model that turns texts, given by number, into (n, hidden) vectors."""
 
-    def __init__(
-        self,
-        net: nn.Module,
-        catalogue: Catalogue,
-        prefix_cache: bool = True,
-        chunk_tokens: int = CHUNK_TOKENS,
-    ) -> None:
+    def __init__(self, net: nn.Module, catalogue: Catalogue, prefix_cache: bool = True) -> None:
         super().__init__()
         self.net, self.use_prefix_cache = net, prefix_cache
         self.lengths = torch.from_numpy(np.diff(catalogue.offsets))
@@ -51,7 +45,7 @@ class TextEncoder(nn.Module):
         """Number of lowest blocks that `prefix` stands for."""
         self.prefix: Tensor | None = None
         """(all tokens, hidden) states that enter block `num_prefix_blocks`, if they are cached."""
-        self.chunk_tokens = chunk_tokens
+        self.chunk_tokens = CHUNK_TOKENS
 
     @property
     def hidden(self) -> int:
