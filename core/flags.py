@@ -103,7 +103,6 @@ class Flag:
     kind: Any
     default: Any
     help: str
-    group: str
 
     @property
     def spelling(self) -> str:
@@ -120,13 +119,13 @@ def spelling(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def flags_of(options: type, group: str) -> dict[str, Flag]:
+def flags_of(options: type) -> dict[str, Flag]:
     """The flags of one dataclass, in order, not to be changed. Fields marked `derived` are none."""
-    return _flags_of(options, group)  # mypy takes no class of its own as the argument of a cached function
+    return _flags_of(options)  # mypy takes no class of its own as the argument of a cached function
 
 
 @functools.cache
-def _flags_of(options: type, group: str) -> dict[str, Flag]:
+def _flags_of(options: type) -> dict[str, Flag]:
     hints, helps = _hints(options), _field_docs(options)
     return {
         field.name.rstrip("_"): Flag(  # a field cannot be called `from`
@@ -134,7 +133,6 @@ def _flags_of(options: type, group: str) -> dict[str, Flag]:
             hints[field.name],
             _default(field),
             helps.get(field.name, ""),
-            group,
         )
         for field in dataclasses.fields(options)
         if not field.metadata.get("derived")
@@ -321,7 +319,7 @@ _SCALARS: dict[Any, Callable[[Any], Any]] = {
 
 def known_options(options: dict[str, Any], kinds: Iterable[type]) -> dict[str, Any]:
     """The options, if each is a field of one of these dataclasses. Raises UserError."""
-    known = [name for kind in kinds for name in flags_of(kind, "")]
+    known = [name for kind in kinds for name in flags_of(kind)]
     for name in options:
         if name not in known:
             raise UserError(f"{name}: there is no such option{nearest_hint(name, known)}")
@@ -383,15 +381,15 @@ def check_fields(options: Any, but_for: str = "") -> None:
     `but_for`: a field that is left as it is. Raises UserError where a value has the wrong type or is not in
     its range.
     """
-    for name, flag in flags_of(type(options), "").items():
+    for name, flag in flags_of(type(options)).items():
         if name != but_for:
             object.__setattr__(options, name, convert(flag, getattr(options, name)))
 
 
-def build_options(options: type[T], values: Mapping[str, Any], group: str) -> T:
+def build_options(options: type[T], values: Mapping[str, Any]) -> T:
     """An options dataclass from text or JSON values, each checked. Unknown names are a bug in the caller.
 
     Raises UserError where a value is not valid.
     """
-    flags = flags_of(options, group)
+    flags = flags_of(options)
     return options(**{name: convert(flags[name], value) for name, value in values.items()})

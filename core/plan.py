@@ -152,7 +152,7 @@ class Plan:
 
         Raises UserError where a field is missing or has no value of its type.
         """
-        flags = flags_of(cls, "plan")
+        flags = flags_of(cls)
         try:
             typed = {name: convert(flag, values[name]) for name, flag in flags.items() if name in values}
             mappings: dict[str, Any] = {

@@ -164,7 +164,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
         """A recipe from recipe.json. Raises UserError where a field is unknown or has the wrong type."""
-        flags = flags_of(cls, "recipe")
+        flags = flags_of(cls)
         if "task" not in values:
             raise UserError("recipe.json names no task")
         if unknown := set(values) - set(flags) - DERIVED - {"hash", "run"}:

@@ -107,18 +107,18 @@ class Workload:
 
     def option_flags(self) -> dict[str, Flag]:
         """The flags of the task's and the data's own options."""
-        return flags_of(self.task.Options, self.name) | flags_of(self.data.Options, f"{self.name} data")
+        return flags_of(self.task.Options) | flags_of(self.data.Options)
 
     def make(self, recipe: Recipe) -> tuple[Task, Data]:
         """The task and data objects of a recipe. Raises UserError where its code may not run."""
         consent.check(recipe)
-        convert(flags_of(Recipe, "recipe")["optimizer"], recipe.optimizer)  # the task's file may register it
+        convert(flags_of(Recipe)["optimizer"], recipe.optimizer)  # the task's file may register it
         task, data = self._options(self.task.Options, recipe), self._options(self.data.Options, recipe)
         return self.task(recipe, task), self._data_class(recipe.data)(recipe, data)
 
     def _options(self, kind: type, recipe: Recipe) -> Any:
-        known = flags_of(kind, self.name)
-        return build_options(kind, {k: v for k, v in recipe.options.items() if k in known}, self.name)
+        known = flags_of(kind)
+        return build_options(kind, {k: v for k, v in recipe.options.items() if k in known})
 
     def _data_class(self, data: str) -> type[Data]:
         """Raises UserError where the data is in a store and this task reads local data only."""
@@ -130,7 +130,7 @@ class Workload:
 
     def complete(self, asked: Mapping[str, Any]) -> tuple[Recipe, list[str]]:
         """See the function `complete`."""
-        recipe_flags, own_flags = flags_of(Recipe, "recipe"), self.option_flags()
+        recipe_flags, own_flags = flags_of(Recipe), self.option_flags()
         if unknown := [name for name in asked if name not in recipe_flags | own_flags]:
             hint = nearest_hint(unknown[0], recipe_flags | own_flags)
             raise UserError(f"{unknown[0]}: {self.name} has no such recipe field{hint}")
@@ -189,7 +189,7 @@ class Workload:
 
     def plan_options(self, preset: str | None, asked: Mapping[str, Any]) -> PlanOptions:
         """What is asked of the plan: by the user (`asked`), and below it by the recipe's preset."""
-        names = flags_of(PlanOptions, "plan").keys() - self.option_flags().keys() - asked.keys()
+        names = flags_of(PlanOptions).keys() - self.option_flags().keys() - asked.keys()
         added = {k: v for k, v in self.task.presets.get(preset or "", {}).items() if k in names}
         return PlanOptions(**{**added, **asked}, preset_options=dict.fromkeys(added, preset or ""))
 
@@ -199,7 +199,7 @@ class Workload:
         if name not in presets:
             hint = nearest_hint(name, presets)
             raise UserError(f"--preset {name}: valid for {self.name}: {', '.join(presets)}{hint}")
-        known = flags_of(Recipe, "recipe") | self.option_flags() | flags_of(PlanOptions, "plan")
+        known = flags_of(Recipe) | self.option_flags() | flags_of(PlanOptions)
         if wrong := [field for field in presets[name] if field not in known]:
             raise UserError(f"--preset {name}: sets {wrong[0]}, which no recipe or plan has")
         return presets[name]

@@ -263,7 +263,7 @@ PLANNED_AS = {"micro_batch": "micro_batch_samples"}
 def unmet_wishes(asked: PlanOptions, plan: Plan) -> list[str]:
     """A line for each option that the plan does not follow, with the plan's reason."""
     lines = []
-    for name, flag in flags_of(PlanOptions, "plan").items():
+    for name, flag in flags_of(PlanOptions).items():
         wish, field = getattr(asked, name), PLANNED_AS.get(name, name)
         if wish == flag.default or field not in plan.reasons:
             continue

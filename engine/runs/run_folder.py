@@ -180,7 +180,7 @@ class RunFolder:
         """The options of the newest launch; fields that this version does not know are ignored."""
         recorded = atomic_files.read_json(self.folder / "run.json")
         known = {f.name for f in dataclasses.fields(RunOptions)}
-        return build_options(RunOptions, {k: v for k, v in recorded.items() if k in known}, "run")
+        return build_options(RunOptions, {k: v for k, v in recorded.items() if k in known})
 
     def write_options(self, options: RunOptions) -> None:
         atomic_files.write_json(self.folder / "run.json", options_to_dict(options))

@@ -304,7 +304,7 @@ def _request(
         consent.require(recipe, trust=trust)
     consent.require_reading(recipe, None)
     chosen = workload_of(recipe)
-    values, planned = known_options(options, kinds), flags_of(PlanOptions, "")
+    values, planned = known_options(options, kinds), flags_of(PlanOptions)
     asked = chosen.plan_options(recipe.preset, {k: v for k, v in values.items() if k in planned})
     kept = RunOptions(**{k: v for k, v in values.items() if k not in planned})
     request = Request(chosen, recipe, asked, kept, {}, [])

@@ -85,8 +85,8 @@ def resume(words: Sequence[str]) -> int:
     if len(positional) != 1:
         raise UserError("resume: give the folder of one run, as in: resume runs/causal-lm-0123456789ab")
     kinds = {"resume": ResumeOptions, "plan": PlanOptions, "run": RunOptions}
-    groups = {name: flags_of(kind, name) for name, kind in kinds.items()}
-    groups["recipe"] = {"data": flags_of(Recipe, "recipe")["data"]}
+    groups = {name: flags_of(kind) for name, kind in kinds.items()}
+    groups["recipe"] = {"data": flags_of(Recipe)["data"]}
     values, notes = sort_flags(flags, groups, "resume")
     options = ResumeOptions(**values["resume"])
     run = _here(positional[0], values["run"], options.trust)

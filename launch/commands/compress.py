@@ -39,7 +39,7 @@ LEAST_TO_JUDGE = 30
 def compress(words: Sequence[str]) -> int:
     """Usage: auto --task compress --data FOLDER --model MODEL [--fast] [flags of the three stages]"""
     chain = parse_chain("compress", words, {"json", "dry_run"})
-    options = build_options(AutoOptions, chain.own, "auto")
+    options = build_options(AutoOptions, chain.own)
     if options.dry_run:
         return plan_stages(chain, PlanCommandOptions(json=options.json))
     for library in ("onnx", "onnxruntime", "matplotlib"):

@@ -74,12 +74,10 @@ def _task_groups(name: str) -> tuple[Groups, list[str]]:
     """Title -> rows of a task's flags, and its presets in words."""
     chosen = workload(name)
     groups = {
-        "recipe: what is learnt": flags_of(Recipe, "recipe")
-        | flags_of(BatchScaling, "recipe")
-        | flags_of(FlagFiles, "recipe"),
+        "recipe: what is learnt": flags_of(Recipe) | flags_of(BatchScaling) | flags_of(FlagFiles),
         f"recipe of {chosen.name}": chosen.option_flags(),
-        "plan: how fast": flags_of(PlanOptions, "plan"),
-        "run: where it is kept": flags_of(RunOptions, "run"),
+        "plan: how fast": flags_of(PlanOptions),
+        "run: where it is kept": flags_of(RunOptions),
     }
     defaults = dict(chosen.task.defaults)
     rows = {title: [_flag(f, defaults) for f in found.values()] for title, found in groups.items()}
@@ -91,7 +89,7 @@ def _in_words(values: Mapping[str, Any]) -> str:
 
 
 def _command_groups(name: str) -> tuple[Groups, list[str]]:
-    rows = [_flag(flag, {}) for flag in flags_of(COMMANDS[name].options, name).values()]
+    rows = [_flag(flag, {}) for flag in flags_of(COMMANDS[name].options).values()]
     of_task = f"and the flags of its task: describe TASK (`{name} --task TASK`)"
     return {name: rows}, [of_task] if name.split()[0] in OF_A_RECIPE else []
 

@@ -90,8 +90,8 @@ class PrepareOptions(TrustOptions):
 def plan(words: Sequence[str]) -> int:
     """Usage: plan --task TASK [--hardware 8xh100 | --compare A,B] [--price P] [--deadline 6h] [--json]"""
     if (chain := task_name(words)) in CHAINS:
-        found = parse_chain(chain, words, flags_of(PlanCommandOptions, "plan").keys() - {"compare"})
-        return plan_stages(found, build_options(PlanCommandOptions, found.own, "plan"))
+        found = parse_chain(chain, words, flags_of(PlanCommandOptions).keys() - {"compare"})
+        return plan_stages(found, build_options(PlanCommandOptions, found.own))
     request = parse_request(words, "plan", PlanCommandOptions)
     return show_plan(request, PlanCommandOptions(**request.extra))
 

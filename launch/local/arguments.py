@@ -152,7 +152,7 @@ def _values(flags: Mapping[str, str], groups: Groups) -> dict[str, dict[str, Any
 
 def command_options(flags: Mapping[str, str], kind: type, command: str) -> Any:
     """Options of a command without a recipe, as an instance of the dataclass `kind`. Raises UserError."""
-    values, notes = sort_flags(flags, {command: flags_of(kind, command)}, command)
+    values, notes = sort_flags(flags, {command: flags_of(kind)}, command)
     for note in notes:
         print(note, file=sys.stderr)
     return kind(**{f"{n}_" if keyword.iskeyword(n) else n: v for n, v in values[command].items()})
@@ -172,7 +172,7 @@ def task_name(words: Sequence[str]) -> str:
 
 def known_flags(task: str) -> set[str]:
     """Names of all flags that `auto` takes for a task, without those of AutoOptions."""
-    return set(_known(_groups(workload(task), "auto", None)))
+    return set(_known(_groups(workload(task), None)))
 
 
 def parse_request(words: Sequence[str], command: str, options_class: type | None = None) -> Request:
@@ -228,7 +228,7 @@ def _read(
         gone = "".join(f"; {spelling(name)} was taken out: {LEFT[name]}" for name in typed if name in LEFT)
         raise UserError(f"{command}: needs --task NAME (`describe` lists them){gone}")
     chosen = workload(task)
-    groups = _groups(chosen, command, options_class)
+    groups = _groups(chosen, options_class)
     known = _known(groups)
     found = translate(in_file, known).below(translate(typed, known))
     _refuse_unknown(found.flags, known, f"{command} --task {chosen.name}")
@@ -276,7 +276,7 @@ def _starting_from(run: RunFolder, recipe: Recipe, chosen: Workload, given: Coll
 
 def request_text(request: Request) -> str:
     """The request as a file for --config: all of its recipe, and options that differ from their defaults."""
-    groups = _groups(request.workload, "auto", None)
+    groups = _groups(request.workload, None)
     recipe = {name: getattr(request.recipe, name) for name in groups["recipe"]}
     shown = [
         ("recipe: what is learnt", groups["recipe"], recipe),
@@ -309,15 +309,15 @@ def check_request(request: Request, elsewhere: bool = False) -> None:
     phase_schedules(request.recipe, task.phases(), steps_per_epoch=1)
 
 
-def _groups(chosen: Workload, command: str, options_class: type | None) -> Groups:
+def _groups(chosen: Workload, options_class: type | None) -> Groups:
     return {
-        "recipe": flags_of(Recipe, "recipe"),
+        "recipe": flags_of(Recipe),
         "options": chosen.option_flags(),
-        "plan": flags_of(PlanOptions, "plan"),
-        "run": flags_of(RunOptions, "run"),
-        "scaling": flags_of(BatchScaling, "recipe"),
-        "files": flags_of(FlagFiles, "recipe"),
-        "command": flags_of(options_class, command) if options_class else {},
+        "plan": flags_of(PlanOptions),
+        "run": flags_of(RunOptions),
+        "scaling": flags_of(BatchScaling),
+        "files": flags_of(FlagFiles),
+        "command": flags_of(options_class) if options_class else {},
     }
 
 

@@ -297,7 +297,7 @@ def plan_options_from_request(values: Mapping[str, Any]) -> PlanOptions:
     """The plan options that `options_to_dict` wrote for a process elsewhere."""
     asked = {k: v for k, v in values.items() if v is not None}
     reasons = {name: asked.pop(name, {}) for name in ("preset_options", "measured_options")}
-    return dataclasses.replace(build_options(PlanOptions, asked, "plan"), **reasons)
+    return dataclasses.replace(build_options(PlanOptions, asked), **reasons)
 
 
 HUB_VARIABLES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME", *hub_cache.OFFLINE)

@@ -74,7 +74,7 @@ class Variant:
         asked = dataclasses.replace(self.target.asked, **{n: words.get(v, v) for n, v in plan.items()})
         target, size = dataclasses.replace(self.target, asked=asked), self.size
         if recipe:
-            common = {k: v for k, v in recipe.items() if k in flags_of(type(target.recipe), "recipe")}
+            common = {k: v for k, v in recipe.items() if k in flags_of(type(target.recipe))}
             own = {k: v for k, v in recipe.items() if k not in common}
             target = target.with_recipe(**common, options={**target.recipe.options, **own})
             task, data = target.workload.make(target.recipe)

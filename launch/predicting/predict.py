@@ -255,7 +255,7 @@ def _open_onnx(file: Path, options: ModelOptions) -> Answerer:
 
 def _refuse_unread(options: ModelOptions, what: str, *read: str) -> None:
     """Raise UserError for a flag that was given and that this kind of model does not read."""
-    for flag in flags_of(ModelOptions, "predict").values():
+    for flag in flags_of(ModelOptions).values():
         if flag.name not in (*read, "trust") and getattr(options, flag.name) != flag.default:
             raise UserError(f"{flag.spelling}: changes nothing of {what}; leave it out")
 

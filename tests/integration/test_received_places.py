@@ -259,7 +259,7 @@ def test_each_field_that_takes_any_text_is_known_for_a_place_or_not() -> None:
     from isobatch.core.flags import flags_of
     from isobatch.core.recipe import Recipe
 
-    found = [flags_of(Recipe, ""), *(workload(name).option_flags() for name in TASKS)]
+    found = [flags_of(Recipe), *(workload(name).option_flags() for name in TASKS)]
     flags = [flag for of_task in found for flag in of_task.values()]
     assert {flag.name for flag in flags if "text" in flag.type_name.split(" ")} == {*PLACES, *TEXTS}
 

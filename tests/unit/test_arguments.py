@@ -57,10 +57,10 @@ def refusal(*words: str) -> str:
 
 def test_a_new_flag_is_a_decision() -> None:
     found = {
-        "recipe": flags_of(Recipe, "recipe"),
-        "scaling": flags_of(BatchScaling, "recipe"),
-        "plan": flags_of(PlanOptions, "plan"),
-        "run": flags_of(RunOptions, "run"),
+        "recipe": flags_of(Recipe),
+        "scaling": flags_of(BatchScaling),
+        "plan": flags_of(PlanOptions),
+        "run": flags_of(RunOptions),
         "causal-lm": workload("causal-lm").option_flags(),
     }
     assert {group: list(flags) for group, flags in found.items()} == {g: f.split() for g, f in FLAGS.items()}

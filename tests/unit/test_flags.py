@@ -49,7 +49,7 @@ class Sample(Base):
     """How often."""
 
 
-FLAGS = flags_of(Sample, "sample")
+FLAGS = flags_of(Sample)
 
 GOOD: list[tuple[str, Any, Any]] = [
     ("whole", "-3", -3),

@@ -56,7 +56,7 @@ def test_decay_is_decoupled_in_adamw_and_l2_inside_the_momentum_of_sgd() -> None
         m, v = 0.9 * m + 0.1 * gradient, 0.999 * v + 0.001 * gradient**2
         weight -= lr * (m / (1 - 0.9**step) / (v / (1 - 0.999**step)) ** 0.5 + decay * weight)
     assert float(stepped(Recipe(task="t", lr=lr, weight_decay=decay))) == pytest.approx(weight, rel=1e-5)
-    help_text = flags_of(Recipe, "recipe")["weight_decay"].help
+    help_text = flags_of(Recipe)["weight_decay"].help
     assert "Decoupled from the gradients, but for sgd" in help_text
 
 

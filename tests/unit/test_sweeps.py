@@ -17,7 +17,7 @@ from isobatch.launch.local.arguments import parse_sweep
 from isobatch.launch.local.words import combinations, label, values_of
 from isobatch.launch.sweeps.sweep import Trained, format_sweep, summary
 
-RECIPE = flags_of(Recipe, "recipe")
+RECIPE = flags_of(Recipe)
 LINE = f"{Path(__file__).parents[1]}/tasks/failing.py:Line"
 
 

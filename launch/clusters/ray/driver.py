@@ -99,7 +99,7 @@ def as_file(request: Request, options: RayOptions) -> str:
         raise UserError(f"--name: {f'{folder}/{name}'!r} holds a control character, which no remark may")
     own = f"isobatch ray --config {shlex.quote(name)} --submit"
     there = shlex.quote(f"cd {shlex.quote(folder)} && {own}")
-    flags = {n: f for n, f in flags_of(RayOptions, "ray").items() if getattr(options, n) != f.default}
+    flags = {n: f for n, f in flags_of(RayOptions).items() if getattr(options, n) != f.default}
     words = [
         f"# {name}: isobatch trains this on a Ray cluster until it is done. Every node has isobatch[ray]",
         f"# and sees this folder, in which the run and its data lie.\n#   {own}",
