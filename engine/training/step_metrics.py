@@ -89,7 +89,7 @@ def flop_utilisation(size: ModelSize, plan: Plan, device_name: str) -> FlopUtili
     and for one that is no transformer.
     """
     known = find_gpu_model(device_name)
-    peak = known.gpu.peak_flops[plan.precision] if known and "MIG" not in device_name else None
+    peak = known.gpu.peak_flops[plan.precision] if known else None
     counted = size.layers > 0 and size.heads > 1 and not size.recurrent_layers
     if peak is None or not counted or size.why_unshardable == CHANGES_SHAPE:
         return None
