@@ -59,7 +59,9 @@ class KeyedNoise:
         self.rows = 0
         self.packed_rows: PackedRows | None = None
         """Layout of the packed rows; None while rows are padded."""
-        self._row_keys = np.empty(0, np.uint64)
+        self._bound = (0, np.empty(0, np.int64))
+        """Step and sample numbers. They are hashed at the first draw: most tasks draw nothing."""
+        self._row_keys: np.ndarray | None = None
         self._device = torch.device("cpu")
 
     def register(self, site: str) -> NoiseSite:
@@ -68,16 +70,8 @@ class KeyedNoise:
 
     def bind(self, step: int, samples: np.ndarray, device: torch.device) -> None:
         """Key further draws by this optimizer step and these sample numbers, 1-d."""
-        numbers = np.asarray(samples, np.int64)
-        if self.rows_per_sample > 1:
-            rows = np.arange(self.rows_per_sample)
-            numbers = (numbers[:, None] * self.rows_per_sample + rows).reshape(-1)
-        with np.errstate(over="ignore"):
-            step_key = mix_bits(np.array([self.seed], np.uint64) + np.uint64(0x9E3779B97F4A7C15))
-            step_key = mix_bits(step_key ^ np.array([step], np.uint64))
-            self._row_keys = mix_bits(step_key + numbers.astype(np.uint64))
-        self._device = device
-        self.rows = len(numbers)
+        self._bound, self._row_keys, self._device = (step, samples), None, device
+        self.rows = len(samples) * self.rows_per_sample
         for site in self.sites.values():
             site.calls = 0
         if self.sites:
@@ -87,18 +81,19 @@ class KeyedNoise:
     @contextlib.contextmanager
     def preserve_state(self) -> Iterator[None]:
         """Restore binding and draw counts afterwards, so that other samples can be bound inside."""
-        before = (self.keys, self.rows, self._row_keys, self._device)
+        before = (self.keys, self.rows, self._bound, self._row_keys, self._device)
         calls = {name: site.calls for name, site in self.sites.items()}
         yield
-        self.keys, self.rows, self._row_keys, self._device = before
+        self.keys, self.rows, self._bound, self._row_keys, self._device = before
         for name, site in self.sites.items():
             site.calls = calls.get(name, 0)
 
     def _site_keys(self, site: str) -> np.ndarray:
         """(B, 2) int32 keys of a site."""
         name = np.frombuffer(hashlib.blake2b(site.encode(), digest_size=8).digest(), np.uint64)
-        with np.errstate(over="ignore"):
-            return mix_bits(self._row_keys ^ name).view(np.int32).reshape(-1, 2)
+        if self._row_keys is None:
+            self._row_keys = _hash_rows(self.seed, *self._bound, self.rows_per_sample)
+        return mix_bits(self._row_keys ^ name).view(np.int32).reshape(-1, 2)
 
     def bits(self, site: str, count: int, salt: int = 0) -> Tensor:
         """(B, count) int32 of random bits. `salt`: another draw of the same site."""
@@ -119,6 +114,14 @@ class KeyedNoise:
         """(B, *shape) int64 in [0, high); the bias is below high / 2^32."""
         bits = self.bits(site, math.prod(shape)).to(torch.int64) & 0xFFFFFFFF
         return ((bits * high) >> 32).view(self.rows, *shape)
+
+
+def _hash_rows(seed: int, step: int, samples: np.ndarray, rows_per_sample: int) -> np.ndarray:
+    """(B,) uint64 keys of the rows of these samples."""
+    numbers = np.add.outer(np.asarray(samples, np.int64) * rows_per_sample, np.arange(rows_per_sample))
+    key = mix_bits(np.array([seed], np.uint64) + np.uint64(0x9E3779B97F4A7C15))
+    key = mix_bits(key ^ np.array([step], np.uint64))
+    return mix_bits(key + numbers.reshape(-1).astype(np.uint64))
 
 
 class NativeNoise:
