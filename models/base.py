@@ -247,15 +247,19 @@ class Task(ABC):
     """Recipe values when no data is given: small enough for a minute on two cores."""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Named values for --preset: of the recipe and, below the user's own plan flags, of the plan."""
-    monitor: ClassVar[tuple[str, str]] = ("loss", "min")
-    """The metric that early stopping and the best checkpoint follow by default, and its good direction."""
+    monitor: tuple[str, str] = ("loss", "min")
+    """The metric that early stopping and the best checkpoint follow; its good direction, min or max."""
+    compared_by: tuple[str, str] | None = None
+    """The metric by which finished runs are compared, as in a sweep, where it is not `monitor`."""
+    plot_every: int = 0
+    """Steps between drawings of the run's figures into plots/, also at the end; 0 draws none unasked."""
     told_once: ClassVar[tuple[str, ...]] = ()
     """What the names of metrics begin with that no training changes: shown at the end only."""
     set_beside: ClassVar[tuple[str, ...]] = ()
     """What the names of metrics of baselines begin with, and of other ways to measure, as `popularity` in
     `popularity_hr@10`: a table sets them beside the model's own. Of two with one beginning the longer comes
     first."""
-    cohort: ClassVar[int] = 1
+    cohort: int = 1
     """Samples that must be computed together."""
     rows_per_sample: ClassVar[int] = 1
     """Rows that the model gets for each sample, one after the other: 2 for pairs of texts. Noise has a row
@@ -268,21 +272,6 @@ class Task(ABC):
         """`recipe`: the common fields, read by attribute; `options`: an instance of `Options`."""
         self.recipe = recipe
         self.options = options
-
-    @property
-    def best_metric(self) -> tuple[str, str]:
-        """The metric that early stopping and the best checkpoint follow; its good direction, min or max."""
-        return self.monitor
-
-    @property
-    def plot_every(self) -> int:
-        """Steps between drawings of the run's figures into plots/, also at the end; 0 draws none unasked."""
-        return 0
-
-    @property
-    def compared_by(self) -> tuple[str, str]:
-        """The metric by which finished runs are compared, as in a sweep; its good direction, min or max."""
-        return self.best_metric
 
     def unread(self) -> Mapping[str, str]:
         """Common recipe fields that change nothing here, and why: they are refused, and in no new recipe."""

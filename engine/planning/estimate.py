@@ -28,6 +28,7 @@ from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import Workload
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.models.base import ModelSize, Task
+from isobatch.models.capabilities import SavesMemory
 
 SHORTEST = 16
 """Tokens below which nobody would cut a sample to make it fit."""
@@ -78,8 +79,9 @@ class Target:
     def smaller_recipes(self) -> Iterator[tuple[str, str, Target]]:
         """Recipes that learn something else in less memory: (flags, remark, target)."""
         options = self.recipe.options
-        for flags, values in self.task.memory_saving_flags().items():
-            yield flags, "", self.with_recipe(options={**options, **values})
+        if isinstance(task := self.task, SavesMemory):
+            for flags, values in task.memory_saving_flags().items():
+                yield flags, "", self.with_recipe(options={**options, **values})
         if self.recipe.optimizer == "adamw":
             for name, traits in OPTIMIZERS.items():
                 if traits.remark:

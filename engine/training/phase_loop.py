@@ -47,7 +47,7 @@ class PhaseLoop:
         self.context, self.phase, self.schedule = context, phase, phase.schedule
         self.session, self.world = context.session, context.world
         self.early_stopping = EarlyStopping(
-            context.task.best_metric[1],
+            context.task.monitor[1],
             context.recipe.patience if self.schedule.early_stopping else 0,
             context.recipe.min_delta,
         )
@@ -296,7 +296,7 @@ class PhaseLoop:
         """Evaluate on the validation split; whether to stop early."""
         if "valid" not in self.session.splits:
             return False
-        name, _ = self.context.task.best_metric
+        name, _ = self.context.task.monitor
         stopping, step = self.early_stopping, self.progress.step
         metrics = self.context.measure("valid", self.context.recipe.eval_fraction, step)
         if stopping.update(monitored(metrics, name), step) and stopping.patience:

@@ -167,7 +167,7 @@ class RunContext:
             **summarize(self.recipe, session.plan, self.progress, session.model, held_out),
             "startup_seconds": startup_seconds(self.first_step_at),
             **self.peak_memory.fields(),
-            "monitor": self.task.best_metric[0],
+            "monitor": self.task.monitor[0],
             "resumed_from": self.resumed_from,
             **more,
         }

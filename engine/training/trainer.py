@@ -106,7 +106,7 @@ def _try_monitor(context: RunContext) -> None:
         raise
     except Exception:
         return
-    monitored(metrics, context.task.best_metric[0])
+    monitored(metrics, context.task.monitor[0])
 
 
 def _measure_rounding(context: RunContext, schedule: PhaseSchedule, previous: Path) -> None:
@@ -248,7 +248,7 @@ def _write_model_card(
 ) -> None:
     """Write final/README.md. `step`: of the exported weights, in the last phase."""
     task, facts, final = context.task, context.session.facts, context.run.final
-    chosen_by = task.best_metric[0] if loop.early_stopping.patience else ""
+    chosen_by = task.monitor[0] if loop.early_stopping.patience else ""
     measured = model_card.HeldOutFigures(held_out, context.progress.steps_before + step, chosen_by, remark)
     card = model_card.render(task.describe_model(final, facts), context.recipe, facts, measured)
     atomic_files.write_text(final / model_card.FILE, card)

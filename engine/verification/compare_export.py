@@ -11,6 +11,7 @@ from isobatch.core.atomic_files import rows_in
 from isobatch.engine.checkpointing.checkpoint import phase_and_step
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.models import model_card
+from isobatch.models.capabilities import FinalRemark, FinishesUnmeasured, MeasuresExport, description_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,14 +37,17 @@ def compare_export(
     """Export into a temporary folder, and compare it with the run's final/ as `compare_folders` does.
 
     `batches`: the held-out samples, where there are any, from which the task measures its export again: see
-    `Task.final_metrics`, whose result is added as `metrics`. `card` says whether the model card is that of
+    `MeasuresExport`, whose result is added as `metrics`. `card` says whether the model card is that of
     the logged figures.
     """
     with tempfile.TemporaryDirectory() as temporary:
         fresh = Path(temporary)
         task.export(model, fresh, facts)
-        metrics = task.final_metrics(model, fresh, facts, batches) if batches else {}
-        remark = "" if batches else task.finish_unmeasured(model, fresh)
+        metrics: Mapping[str, Any] = {}
+        if batches and isinstance(task, MeasuresExport):
+            metrics = task.final_metrics(model, fresh, facts, batches)
+        finishes = not batches and isinstance(task, FinishesUnmeasured)
+        remark = task.finish_unmeasured(model, fresh) if finishes else ""
         found = compare_folders(run.final, fresh, task.measured_files)
         return {**found, "metrics": dict(metrics), "card": is_own_card(run, task, fresh, facts, remark)}
 
@@ -56,15 +60,17 @@ def is_own_card(run: RunFolder, task: Task, final: Path, facts: Facts, unmeasure
     """
     summary: Mapping[str, Any] = run.summary() or {}
     said, measured = str(summary.get("remark", "")), summary["metrics_by_split"]
-    expected = task.final_remark(measured[summary["split"]]) if measured else unmeasured
+    expected = "" if measured else unmeasured
+    if measured and isinstance(task, FinalRemark):
+        expected = task.final_remark(measured[summary["split"]])
     if not re.fullmatch(".+".join(map(re.escape, re.split(r"\bRUN\b", expected))), said, re.DOTALL):
         return False
     last = [row for row in rows_in(run.metrics) if "exported" in row][-1]
-    chosen_by = task.best_metric[0] if run.recipe.patience else ""
+    chosen_by = task.monitor[0] if run.recipe.patience else ""
     before = summary["steps"] - last["step"]
     _, step = phase_and_step(last["exported"])
     figures = model_card.HeldOutFigures(measured, before + step, chosen_by, said)
-    card = model_card.render(task.describe_model(final, facts), run.recipe, facts, figures)
+    card = model_card.render(description_of(task, final, facts), run.recipe, facts, figures)
     written = (run.final / model_card.FILE).read_text(encoding="utf-8")
     return _plain_places(card, run.recipe) == _plain_places(written, run.recipe)
 

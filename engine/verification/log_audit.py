@@ -75,7 +75,7 @@ class LogRecord:
     def __init__(self, run: RunFolder, order: RunOrder) -> None:
         """Read the log. `order`: what recipe and data make of its steps. Raises WrongRecordError."""
         self.recipe, self.sampler = run.recipe, order.sampler
-        self.metric, direction = order.task.best_metric
+        self.metric, direction = order.task.monitor
         self.held_out = [split for split in HELD_OUT_SPLITS if split in run.facts.samples]
         judges = (
             EarlyStopping(direction, run.recipe.patience if s.early_stopping else 0, run.recipe.min_delta)

@@ -199,7 +199,7 @@ class Replay:
             judge = saved.state["judge"]
             if judge["patience"] and judge["best_step"] == saved.state["progress"]["step"]:
                 found = session.evaluate("valid", self.run.recipe.eval_fraction)
-                redone.judged = found[session.task.best_metric[0]]
+                redone.judged = found[session.task.monitor[0]]
             if self.world.is_main:
                 model = session.gather_full_model(folder, saved.state["progress"]["phase"])
                 first = next(iter(redone.metrics), None)

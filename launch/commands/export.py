@@ -20,6 +20,7 @@ from isobatch.engine.training.evaluate import host_batches
 from isobatch.launch.commands.evaluate import open_single_run
 from isobatch.launch.local.run_setup import TrustOptions, locate_data
 from isobatch.models import model_card
+from isobatch.models.capabilities import description_of
 from isobatch.models.protocols import Exports
 
 if TYPE_CHECKING:
@@ -108,6 +109,6 @@ def _merged_card(run: RunFolder, task: Any, card: Path, folder: Path, figures: d
     """The model card of a merged folder, with the figures of final/; empty where that has no card of ours."""
     difference = f"{figures['max_logit_difference']:.1e}"
     measured_on = f"with the adapter beside its base; the merged logits differ by at most {difference}"
-    described = task.describe_model(folder, run.facts)
+    described = description_of(task, folder, run.facts)
     of_final = card.read_text(encoding="utf-8")
     return model_card.render_export(described, run.recipe, of_final, measured_on)

@@ -34,6 +34,7 @@ from isobatch.engine.registry import CHAINS
 from isobatch.launch.local.arguments import Request, parse_request, task_name
 from isobatch.launch.local.run_setup import TrustOptions, print_unless_quiet
 from isobatch.launch.sweeps.chain import parse_chain
+from isobatch.models.capabilities import notes_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -141,7 +142,7 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
     prices, deadline = parse_prices(options.price), options.seconds()
     (target,) = _targets(request, options, [options.hardware or HERE], "--hardware")
     recipe, facts = target.recipe, target.facts
-    for note in target.task.notes(facts):
+    for note in notes_of(target.task, facts):
         print_unless_quiet(note, request.run.quiet)
     found = estimate(target, prices)
     if found.plan is None:

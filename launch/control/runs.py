@@ -120,7 +120,8 @@ def main_metric(recipe: Recipe, summary: Mapping[str, Any]) -> str:
     """The metric that a task is judged by. The code of a user's own is not run: its summary says it."""
     if recipe.task in TASKS:
         with contextlib.suppress(UserError):  # code that came with the run, or values of another version
-            return workload_of(recipe).make(recipe)[0].compared_by[0]
+            task, _ = workload_of(recipe).make(recipe)
+            return (task.compared_by or task.monitor)[0]
     return str(summary.get("monitor", "loss"))
 
 

@@ -34,6 +34,7 @@ from isobatch.launch.local.words import (
     translate,
     words_for,
 )
+from isobatch.models.capabilities import ChecksPlan
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -299,7 +300,7 @@ def check_request(request: Request, elsewhere: bool = False) -> None:
         phase_schedules(request.recipe, task.phases(), steps_per_epoch=1)
         return
     if request.extra.get("assume_length"):
-        task.check_for_plan()
+        (task.check_for_plan if isinstance(task, ChecksPlan) else task.check)()
         return
     task.check()
     data.check()

@@ -79,7 +79,7 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
     summary = _readable(run.summary, notes) or {}
     plan = _readable(lambda: run.plan.to_dict(), notes) or {}
     report, monitor = report_of(task), summary.get("monitor")
-    judged_by = [task.best_metric[0]] if task else []
+    judged_by = [task.monitor[0]] if task else []
     curves = report.curves if report else tuple([monitor] if isinstance(monitor, str) else judged_by)
     reported = report.reported if report else ()
     if damaged := damaged_rows(run.metrics):

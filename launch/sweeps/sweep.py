@@ -64,7 +64,8 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
             return STOPPED
         metrics = (run.summary() or {}).get("metrics_by_split", {}) if verdict.code == DONE else {}
         trained.append(Trained(values=values, folder=run.folder, code=verdict.code, metrics=metrics))
-    found = summary(trained, *first.workload.make(first.recipe)[0].compared_by)
+    task, _ = first.workload.make(first.recipe)
+    found = summary(trained, *(task.compared_by or task.monitor))
     path = _folder(points) / FILE_NAME
     atomic_files.write_json(path, found)
     as_text = f"{format_sweep(found)}\nall figures: {path}"

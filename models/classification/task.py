@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts
+    from isobatch.core.recipe import Recipe
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512},
@@ -79,10 +80,9 @@ class Classifier(Task):
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx")
     forms: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnx-int4")
 
-    @property
-    def best_metric(self) -> tuple[str, str]:
-        name = self.options.best_metric
-        return name, "min" if name == "loss" else "max"
+    def __init__(self, recipe: Recipe, options: Any) -> None:
+        super().__init__(recipe, options)
+        self.monitor = options.best_metric, "min" if options.best_metric == "loss" else "max"
 
     @property
     def _model_name(self) -> str:

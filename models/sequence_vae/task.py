@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts
+    from isobatch.core.recipe import Recipe
     from isobatch.models.sequence_vae.generation import SequenceCodec
 
 DROPOUT = 0.5
@@ -160,10 +161,9 @@ class SequenceVAE(Task):
         "lr": 3e-3,
     }
 
-    @property
-    def plot_every(self) -> int:
-        """Steps between drawings: --monitor decides."""
-        return self.options.pace.plot_every if self.options.pace else 0
+    def __init__(self, recipe: Recipe, options: Any) -> None:
+        super().__init__(recipe, options)
+        self.plot_every = options.pace.plot_every if options.pace else 0
 
     def phases(self) -> list[Phase]:
         return [Phase(name="vae")]

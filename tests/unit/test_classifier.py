@@ -160,9 +160,9 @@ def test_a_config_without_a_model_type_is_answered_in_one_line(tmp_path: Path) -
 
 
 def test_the_best_metric_may_be_another() -> None:
-    assert make().best_metric == ("accuracy", "max")
-    assert make(best_metric="f1_macro", patience=2).best_metric == ("f1_macro", "max")
-    assert make(best_metric="loss", patience=2).best_metric == ("loss", "min")
+    assert make().monitor == ("accuracy", "max")
+    assert make(best_metric="f1_macro", patience=2).monitor == ("f1_macro", "max")
+    assert make(best_metric="loss", patience=2).monitor == ("loss", "min")
     with pytest.raises(UserError, match="--best-metric f1: the data has 3 classes"):
         make(best_metric="f1", patience=2).model_size(facts(("a", "b", "c")))
 

@@ -1,0 +1,177 @@
+"""What a task can do beside its contract: it has the method, and the engine asks for the protocol.
+
+Each is asked by `isinstance(task, X)`, which looks at names alone: signatures are written here. From Python
+3.12 on isinstance looks past `__getattr__`: a task that wraps another passes its methods on by name.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from isobatch.models.model_card import ModelDescription
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
+
+    from torch import nn
+
+    from isobatch.core.facts import Facts
+    from isobatch.models.base import Batch, Change, StepContext, Task, Teacher
+
+
+@runtime_checkable
+class ChecksPlan(Protocol):
+    """Another `check` where only the size is wanted: what only training reads may be missing."""
+
+    def check_for_plan(self) -> None:
+        """Raise UserError with one line if the recipe cannot be had."""
+
+
+@runtime_checkable
+class SavesMemory(Protocol):
+    """Options under which training takes less memory, for the list of alternatives of a plan."""
+
+    def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
+        """Flags under which training takes less memory -> the values of `Options` that they stand for."""
+
+
+@runtime_checkable
+class LeavesUnread(Protocol):
+    """Common recipe fields that mean nothing to the task."""
+
+    def unread(self) -> Mapping[str, str]:
+        """Common recipe fields that change nothing here, and why: they are refused, and in no new recipe."""
+
+
+@runtime_checkable
+class Notes(Protocol):
+    """Lines on the data of its own, in place of those in the facts."""
+
+    def notes(self, facts: Facts) -> list[str]:
+        """Lines for the user on the data, before training."""
+
+
+@runtime_checkable
+class HasTeacher(Protocol):
+    """It learns from another model's answers."""
+
+    def teacher(self) -> Teacher | None:
+        """A frozen model to learn from beside the data."""
+
+
+@runtime_checkable
+class BeginsPhase(Protocol):
+    """It sets up the model for a phase."""
+
+    def begin_phase(self, model: nn.Module, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
+        """Before a phase: change what trains, or the model itself. `first(n)` gives training samples.
+
+        They are the same on every machine and process, so what is measured on them may decide.
+        """
+
+
+@runtime_checkable
+class SparseTables(Protocol):
+    """Tables of which a step reads few rows."""
+
+    def sparse_parameters(self, model: nn.Module) -> Iterable[nn.Parameter]:
+        """Embedding tables that move by the rows a step reads: another optimizer, so the recipe's choice.
+
+        Work and communication then grow with the batch and not with the table. Single process or DDP only.
+        """
+
+
+@runtime_checkable
+class SeesGradients(Protocol):
+    """It measures gradients."""
+
+    def observe(self, model: nn.Module, step: StepContext) -> Mapping[str, float]:
+        """See the whole reduced gradients before the optimizer does; figures for the step's log."""
+
+
+@runtime_checkable
+class ChangesModel(Protocol):
+    """It changes its model between steps; none of its steps can be left out."""
+
+    def after_step(self, model: nn.Module, step: StepContext) -> Change | None:
+        """After the optimizer: schedules, and changes of the model, even of its shape."""
+
+
+@runtime_checkable
+class MatchesShapes(Protocol):
+    """Its model's shape changes in training."""
+
+    def match_shapes(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Bring a model as built to the shapes that were saved, by name; whether anything changed."""
+
+
+@runtime_checkable
+class RecordsFigures(Protocol):
+    """Figures of its own in each row of the log."""
+
+    def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
+        """Figures for the step's row of metrics.jsonl from what `loss` recorded.
+
+        `recorded`: name -> numpy array, summed over the global batch. Called one step later, on the host:
+        nothing waits for the device.
+        """
+
+
+@runtime_checkable
+class MeasuresExport(Protocol):
+    """Metrics of the finished model that no evaluation gives."""
+
+    def final_metrics(
+        self, model: nn.Module, final: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
+    ) -> Mapping[str, Any]:
+        """Metrics of the exported model that need more than one pass over the held-out samples.
+
+        `batches()` gives them, test's or else valid's; `batches("valid")` those of another split.
+        """
+
+
+@runtime_checkable
+class FinishesUnmeasured(Protocol):
+    """Something to complete in `final` where nothing is held out."""
+
+    def finish_unmeasured(self, model: nn.Module, final: Path) -> str:
+        """In place of `final_metrics` and `final_remark` where nothing is held out: complete `final`; a line
+        for the user.
+        """
+
+
+@runtime_checkable
+class FinalRemark(Protocol):
+    """A word on the finished run."""
+
+    def final_remark(self, metrics: Mapping[str, Any]) -> str:
+        """A line for the user on the metrics of the finished run, if they say that something is wrong."""
+
+
+@runtime_checkable
+class Samples(Protocol):
+    """It can show what was learnt."""
+
+    def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
+        """A line or two that shows a person what the model learnt."""
+
+
+@runtime_checkable
+class Describes(Protocol):
+    """A model card of its own."""
+
+    def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
+        """What the README.md of `final`, the exported model's folder, says of it, and how to use it."""
+
+
+def notes_of(task: Task, facts: Facts) -> list[str]:
+    """Lines for the user on the data, before training: the task's own or those in the facts."""
+    return task.notes(facts) if isinstance(task, Notes) else list(facts.extra.get("notes", []))
+
+
+def description_of(task: Task, final: Path, facts: Facts) -> ModelDescription:
+    """What the model card says of the model: as the task does, or how its weights are opened."""
+    if isinstance(task, Describes):
+        return task.describe_model(final, facts)
+    return ModelDescription(title=f"Model of {type(task).__name__}")
