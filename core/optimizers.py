@@ -6,15 +6,23 @@ Torch is imported by the functions that make an optimizer, so that the table can
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core.errors import UserError
+
 if TYPE_CHECKING:
+    from torch import nn
     from torch.optim import Optimizer  # noqa: TC004  heavy, and no class here has flags
 
+    from isobatch.core.recipe import Recipe
+
 Groups = list[dict[str, Any]]
-"""torch's parameter groups: {"params": [...], "weight_decay": x}, and `betas`, `eps` where it takes them."""
+"""torch's parameter groups: {"params": [...], "names": [...], "weight_decay": x}, and `betas`, `eps` where it
+takes them. `names` are the parameters', one for each."""
+OWN = "own"
+"""What a recipe calls the optimizer of a task that makes its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +85,10 @@ def _eight_bit(name: str, remark: str) -> OptimizerTraits:
     )
 
 
+def _made_by_task(groups: Groups, lr: float, device: str) -> Optimizer:
+    raise UserError(f"--optimizer {OWN}: this task makes none: leave it out")
+
+
 OPTIMIZERS = {
     "adamw": OptimizerTraits(
         make=_of_torch("AdamW"), state_bytes=8.0, elementwise=True, update_bytes=0.0, takes_betas=True
@@ -92,5 +104,22 @@ OPTIMIZERS = {
         remark="a row and a column for each matrix's moments: another rule of update",
     ),
     "sgd": OptimizerTraits(make=_of_torch("SGD", momentum=0.9), state_bytes=4.0, elementwise=True),
+    # A task's `make_optimizer`, of which nothing is known: counted as AdamW, whole matrices as Muon's.
+    OWN: OptimizerTraits(make=_made_by_task, state_bytes=8.0, elementwise=False, takes_betas=True),
 }
 """Name -> traits."""
+
+
+def of_recipe(recipe: Recipe, named: Mapping[str, nn.Parameter], lr: float, device: str) -> Optimizer:
+    """The optimizer that a recipe names, over parameters by name; `device` is the device type.
+
+    Matrices decay; biases, norms and other vectors do not.
+    """
+    entry, groups = OPTIMIZERS[recipe.optimizer], Groups()
+    adam = {"betas": (recipe.adam_beta1, recipe.adam_beta2), "eps": recipe.adam_eps}
+    for decays in (True, False):
+        part = {name: p for name, p in named.items() if (p.ndim >= 2) == decays}
+        group = {"params": [*part.values()], "names": [*part]}
+        group["weight_decay"] = recipe.weight_decay if decays else 0.0
+        groups += [group | (adam if entry.takes_betas else {})] if part else []
+    return entry.build(groups, lr, device)

@@ -91,7 +91,7 @@ class Recipe:
     dropout: Probability | None = None
     """Sets every dropout of the model; by default the model's own."""
     optimizer: Annotated[str, OneOf(OPTIMIZERS)] = "adamw"
-    """8-bit states change what is learnt, so they are recipe."""
+    """8-bit states change what is learnt, so they are recipe. `own` is what a task's file makes."""
     train_fraction: Fraction = 1.0
     """Share of the training samples: a seeded subset, the same on every machine."""
     eval_fraction: Fraction = 1.0

@@ -21,7 +21,7 @@ from isobatch.core.flags import (
     to_json_value,
     value_text,
 )
-from isobatch.core.optimizers import OPTIMIZERS
+from isobatch.core.optimizers import OPTIMIZERS, OWN
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import DEMO, SHORT_MODEL_NAMES, TASK_CODE, Recipe
 from isobatch.data.base import Data
@@ -78,10 +78,12 @@ CHAINS = {"compress": ("classifier", "pruning", "qat")}
 
 READ_BY_TASKS = ("format", "model", "tokenizer", "revision", "max_length", "dropout", "label_smoothing")
 """Fields of the recipe that the engine never reads: the task or its data do."""
+READ_BY_OPTIMIZERS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
+"""Fields that a task's own optimizer may read, in place of those of the table."""
 
 
-def _not_named(*classes: type) -> list[str]:
-    """Those of READ_BY_TASKS that no file of a user's task names, unless the recipe is handed on whole, or to
+def _not_named(fields: Sequence[str], *classes: type) -> list[str]:
+    """Those of `fields` that no file of a user's task names, unless the recipe is handed on whole, or to
     a class of ours or of a file that is not known: those may read any.
     """
     bases = {base for one in classes for base in one.__mro__ if issubclass(base, Task | Data)} - {Task, Data}
@@ -92,7 +94,7 @@ def _not_named(*classes: type) -> list[str]:
     text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
     if re.search(r"\brecipe\s*[,)\]]|\.recipe\b(?!\s*\.)", text):
         return []
-    return [name for name in READ_BY_TASKS if not re.search(rf"\.{name}\b", text)]
+    return [name for name in fields if not re.search(rf"\.{name}\b", text)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,11 @@ class Workload:
     streamed: type[Data] | None = None
     """The data class for data that stays in a store; its options are those of `data`."""
 
+    @property
+    def makes_optimizer(self) -> bool:
+        """Whether the task has an optimizer of its own, in place of --optimizer's."""
+        return self.task.make_optimizer is not Task.make_optimizer
+
     def option_flags(self) -> dict[str, Flag]:
         """The flags of the task's and the data's own options."""
         return flags_of(self.task.Options) | flags_of(self.data.Options)
@@ -113,6 +120,9 @@ class Workload:
         """The task and data objects of a recipe. Raises UserError where its code may not run."""
         consent.check(recipe)
         convert(flags_of(Recipe)["optimizer"], recipe.optimizer)  # the task's file may register it
+        if (recipe.optimizer == OWN) != self.makes_optimizer:
+            why = "its own optimizer" if self.makes_optimizer else "none"
+            raise UserError(f"--optimizer {recipe.optimizer}: {self.name} makes {why}: leave it out")
         task, data = self._options(self.task.Options, recipe), self._options(self.data.Options, recipe)
         return self.task(recipe, task), self._data_class(recipe.data)(recipe, data)
 
@@ -183,7 +193,8 @@ class Workload:
             (not recipe.patience or not stops_early, "min_delta", "it counts with --patience"),
         )
         said = {name: why for applies, names, why in rules if applies for name in names.split()}
-        own = _not_named(type(task), type(data)) if is_task_file(recipe.task) else ()
+        fields = (*READ_BY_TASKS, *(READ_BY_OPTIMIZERS if self.makes_optimizer else ()))
+        own = _not_named(fields, type(task), type(data)) if is_task_file(recipe.task) else ()
         found = {**task.unread(), **dict.fromkeys(own, "no file of this task names it"), **said}
         return {name: why for name, why in found.items() if getattr(recipe, name) != DEFAULTS[name]}
 
@@ -207,7 +218,7 @@ class Workload:
     def _layers(self, asked: Mapping[str, Any]) -> tuple[list[Mapping[str, Any]], list[str]]:
         """Values that the ones asked for override, lowest priority first; and notes for the user."""
         task, notes = self.task, []
-        layers = [task.defaults]
+        layers = [task.defaults, *([{"optimizer": OWN}] if self.makes_optimizer else [])]
         if self.streamed and is_remote(str(asked.get("data", ""))):
             layers.append({"order": "shards"})
         if asked.get("data", task.defaults.get("data", DEMO)) == DEMO:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from isobatch.core.errors import UserError
 from isobatch.core.strategies import StrategyTraits
 from isobatch.engine.checkpointing import portable_state
+from isobatch.engine.optimization.parameter_groups import set_rate
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 
 if TYPE_CHECKING:
@@ -47,8 +48,7 @@ class PerParameterStrategy(Strategy):
         gradients = [p.grad for p in self.dense if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
         observe()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(self.optimizer, rate)
         if self.clip:
             nn.utils.clip_grads_with_norm_(self.dense, self.clip, norm)
         self.optimizer.step()

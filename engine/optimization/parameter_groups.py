@@ -1,11 +1,10 @@
-"""Parameter groups, and the optimizer over them; core/optimizers.py lists the optimizers there are."""
+"""The optimizer of a phase, which the task makes, and embedding tables that have another."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
 from isobatch.core.errors import UserError
-from isobatch.core.optimizers import OPTIMIZERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -13,46 +12,61 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from isobatch.core.recipe import Recipe
-
-
-def parameter_groups(
-    model: nn.Module, weight_decay: float, sparse: Sequence[nn.Parameter] = ()
-) -> list[dict[str, Any]]:
-    """torch's parameter groups: matrices decay; biases, norms and other vectors do not.
-
-    `sparse` parameters are left out: they have an optimizer of their own.
-    """
-    excluded = {id(p) for p in sparse}
-    trained = [p for p in model.parameters() if p.requires_grad and id(p) not in excluded]
-    return [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    from isobatch.models.base import Task
 
 
 def make_optimizer(
-    model: nn.Module, recipe: Recipe, device: str, sparse: Sequence[nn.Parameter] = ()
+    task: Task, model: nn.Module, device: str, sparse: Sequence[nn.Parameter] = ()
 ) -> Optimizer:
-    """The recipe's optimizer over the trainable parameters; `device` is the device type.
+    """The task's optimizer over the model's trainable parameters; `device` is the device type.
 
     `sparse`: embedding tables that SparseAdam updates, only in the rows that a step read. Raises UserError
-    where nothing is trainable.
+    where nothing is trainable, or where the task's optimizer holds other parameters.
     """
     import torch
 
-    entry = OPTIMIZERS[recipe.optimizer]
-    adam = {"betas": (recipe.adam_beta1, recipe.adam_beta2), "eps": recipe.adam_eps}
-    more = adam if entry.takes_betas else {}
-    groups = [g | more for g in parameter_groups(model, recipe.weight_decay, sparse) if g["params"]]
-    sparse = [p for p in sparse if p.requires_grad]
-    if not groups and not sparse:
+    recipe, excluded = task.recipe, {id(p) for p in sparse}
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    named = {name: p for name, p in trained.items() if id(p) not in excluded}
+    if not trained:
         raise UserError("nothing to train: every parameter of the model is frozen")
-    if sparse:
-        sparse_adam = torch.optim.SparseAdam([{"params": sparse, **adam}], lr=recipe.lr)
-        dense = [entry.build(groups, recipe.lr, device)] if groups else []
-        return cast("Optimizer", OptimizerGroup([*dense, sparse_adam]))
-    return entry.build(groups, recipe.lr, device)
+    parts = [_checked(task.make_optimizer(named, recipe.lr, device), named)] if named else []
+    if tables := [p for p in sparse if p.requires_grad]:
+        adam = {"betas": (recipe.adam_beta1, recipe.adam_beta2), "eps": recipe.adam_eps}
+        parts.append(torch.optim.SparseAdam([{"params": tables, **adam}], lr=recipe.lr))
+    for group in (group for part in parts for group in part.param_groups):
+        if recipe.lr and group["lr"] != recipe.lr:
+            group[SHARE] = group["lr"] / recipe.lr
+    return parts[0] if len(parts) == 1 else cast("Optimizer", OptimizerGroup(parts))
+
+
+SHARE = "share_of_lr"
+"""In a parameter group: its learning rate over the recipe's, where it has one of its own."""
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Set the learning rate of a step: of groups with a rate of their own in proportion."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get(SHARE, 1.0)
+
+
+def _checked(optimizer: Any, named: Mapping[str, nn.Parameter]) -> Optimizer:
+    """Raises UserError where a task returned no optimizer of the parameters that it was given."""
+    import torch
+
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"make_optimizer() returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if left := [name for name, p in named.items() if id(p) not in held]:
+        raise UserError(
+            f"make_optimizer() leaves out {left[0]}: put it into a group, or freeze it in build_model"
+            " (requires_grad_(False))"
+        )
+    if len(held) > len(named):
+        raise UserError("make_optimizer() holds a parameter that it was not given: it gets all that train")
+    return optimizer
 
 
 class OptimizerGroup:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isobatch.core.measures import format_bytes
-from isobatch.core.optimizers import OPTIMIZERS
+from isobatch.core.optimizers import OPTIMIZERS, OWN
 from isobatch.core.plan import PlanOptions, StrategyName, size_of
 from isobatch.core.strategies import STRATEGIES, traits_of
 from isobatch.engine.planning.cost_model import PlanningCase, largest_micro_batch, step_seconds
@@ -101,6 +101,8 @@ def why_not_fit(case: PlanningCase, strategy: StrategyName) -> str:
     if case.precision == "fp16" and not traits.takes_fp16:
         return f"fp16's loss scale is not kept under {name}: use --precision fp32 or bf16"
     if traits.flat_shards and not OPTIMIZERS[case.recipe.optimizer].elementwise:
+        if case.recipe.optimizer == OWN:
+            return f"the task's own optimizer may need whole matrices, and {name}'s shards are flat: use ddp"
         return (
             f"--optimizer {case.recipe.optimizer} looks at whole matrices, and {name}'s shards are flat: it"
             " would learn something else; use adamw or sgd"

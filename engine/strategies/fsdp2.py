@@ -23,6 +23,7 @@ from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, TensorEntry, TensorPiece
 from isobatch.engine.model_setup.deferred_materialization import read_late
 from isobatch.engine.model_setup.layer_blocks import layer_blocks, matmul_parameters
+from isobatch.engine.optimization.parameter_groups import set_rate
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy, gradient_norm
 
 if TYPE_CHECKING:
@@ -66,8 +67,7 @@ class FullyShardStrategy(Strategy):
 
     def step_optimizer(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor:
         norm = self.reduced_norm()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(self.optimizer, rate)
         if self.clip and (gradients := self._gradients()):
             torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp_max(1.0))
         self.optimizer.step()

@@ -16,6 +16,7 @@ from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SharedReader
 from isobatch.engine.model_setup.compile_model import compile_model, run_uncompiled
+from isobatch.engine.optimization.parameter_groups import set_rate
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy, gradient_norm
 
 if TYPE_CHECKING:
@@ -107,8 +108,7 @@ class ReplicatedStrategy(Strategy):
         if self.plan.precision == "fp16" and self._overflowed(norm):
             return None
         observe()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(self.optimizer, rate)
         if self.clip:
             nn.utils.clip_grads_with_norm_(self.dense, self.clip, norm)
             for values in self._sparse_values():

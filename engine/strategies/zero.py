@@ -21,6 +21,7 @@ from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SharedReader
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, TensorEntry, TensorPiece
 from isobatch.engine.model_setup.layer_blocks import matmul_parameters
+from isobatch.engine.optimization.parameter_groups import set_rate
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 from isobatch.engine.strategies.deepspeed_engine import config_for, make_engine
 
@@ -97,8 +98,7 @@ class ZeroStrategy(Strategy):
         self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
 
     def step_optimizer(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor:
-        for group in self.engine.optimizer.param_groups:
-            group["lr"] = rate
+        set_rate(self.engine.optimizer, rate)
         self.engine.set_gradient_accumulation_boundary(True)
         with self.world.waiting_for("ZeRO's update"):
             self.engine.step()

@@ -340,7 +340,7 @@ class ActivePhase:
         compile_model(session.model, session.plan)
         return strategy_class(session.plan.strategy)(
             session.model,
-            lambda model: make_optimizer(model, session.recipe, session.plan.device, sparse),
+            lambda model: make_optimizer(session.task, model, session.plan.device, sparse),
             session.plan,
             session.world,
             session.recipe.clip,

@@ -7,12 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.plan import Plan
 from isobatch.engine.checkpointing import portable_state
+from isobatch.engine.optimization.parameter_groups import make_optimizer
+from isobatch.tests.tasks.failing import Line
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor, nn  # noqa: TC004  heavy, and no class here has flags
     from torch.optim import Optimizer
+
+    from isobatch.core.recipe import Recipe
 
 _DEFAULTS: dict[str, Any] = {
     "device": "cpu",
@@ -43,6 +47,11 @@ _DEFAULTS: dict[str, Any] = {
 def plan(**changes: Any) -> Plan:
     """One process of a CPU, but for these fields."""
     return Plan(**{**_DEFAULTS, **changes})
+
+
+def optimizer_of(model: nn.Module, recipe: Recipe, sparse: Sequence[nn.Parameter] = ()) -> Optimizer:
+    """The recipe's, on a CPU."""
+    return make_optimizer(Line(recipe, None), model, "cpu", sparse)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
 from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
-from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.engine.optimization.schedule import PhaseSchedule
 from isobatch.engine.runs.summary import Progress
 from isobatch.engine.strategies.replicated import ReplicatedStrategy
@@ -27,7 +26,7 @@ from isobatch.engine.training import loss_checks
 from isobatch.engine.training.step_metrics import step_row
 from isobatch.engine.training.train_step import Stepper, StepResult
 from isobatch.models.base import Batch, Loss, StepContext, Task
-from isobatch.tests.unit.helpers import plan
+from isobatch.tests.unit.helpers import optimizer_of, plan
 
 COUNT, WIDTH = 24, 5
 RECIPE = Recipe(task="tiny", batch_size=12, lr=0.1, optimizer="sgd")
@@ -147,9 +146,7 @@ def trained(
     if checkpointed:
         checkpoint_activations(model, keyed=keyed is not None)
     chosen = plan(processes=world.size, micro_batch_samples=micro)
-    made = strategy(
-        model.train(), lambda model: make_optimizer(model, recipe, "cpu"), chosen, world, recipe.clip
-    )
+    made = strategy(model.train(), lambda model: optimizer_of(model, recipe), chosen, world, recipe.clip)
     runner = stepper(task(recipe, None), recipe, world, made, keyed, "train")
     order = Sampler(COUNT, recipe.batch_size, 0, cohort=task.cohort).batch
     loader = BatchLoader(source(), order, chosen, world.rank, task.cohort, made.equal_counts)

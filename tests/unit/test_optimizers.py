@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from isobatch.core.flags import flags_of
-from isobatch.core.optimizers import OPTIMIZERS
+from isobatch.core.optimizers import OPTIMIZERS, OWN
 from isobatch.core.recipe import Recipe
-from isobatch.engine.optimization.parameter_groups import make_optimizer
+from isobatch.tests.unit.helpers import optimizer_of
 
 ADAM: dict[str, Any] = {"adam_beta1": 0.8, "adam_beta2": 0.95, "adam_eps": 1e-3}
 
@@ -20,7 +20,7 @@ def stepped(recipe: Recipe, sparse: bool = False) -> torch.Tensor:
     """A weight after two steps with gradients of 1 and 0.5."""
     table = nn.Embedding(3, 2, sparse=sparse)
     nn.init.ones_(table.weight)
-    optimizer = make_optimizer(table, recipe, "cpu", [table.weight] if sparse else [])
+    optimizer = optimizer_of(table, recipe, [table.weight] if sparse else [])
     for gradient in (1.0, 0.5):
         optimizer.zero_grad()
         (table(torch.tensor([1])).sum() * gradient).backward()
@@ -72,7 +72,7 @@ def test_every_optimizer_takes_betas_or_says_that_it_does_not(
         return torch.optim.SGD(given, lr=lr)
 
     monkeypatch.setattr(type(OPTIMIZERS[name]), "build", made)
-    make_optimizer(nn.Linear(2, 2), Recipe(task="t", optimizer=name, **ADAM), "cpu")
+    optimizer_of(nn.Linear(2, 2), Recipe(task="t", optimizer=name, **ADAM))
     found = {(g.get("betas"), g.get("eps")) for g in groups}
     assert found == ({((0.8, 0.95), 1e-3)} if OPTIMIZERS[name].takes_betas else {(None, None)})
-    assert OPTIMIZERS[name].takes_betas == ("adamw" in name)
+    assert OPTIMIZERS[name].takes_betas == ("adamw" in name or name == OWN)

@@ -14,8 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from isobatch.core.errors import TrainingError
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing import portable_state
-from isobatch.engine.optimization.parameter_groups import make_optimizer
-from isobatch.tests.unit.helpers import InMemoryState, network, same, train
+from isobatch.tests.unit.helpers import InMemoryState, network, optimizer_of, same, train
 
 SIZES = st.dictionaries(st.text("abc/.", min_size=1, max_size=6), st.integers(0, 97), min_size=1, max_size=8)
 
@@ -32,7 +31,7 @@ def test_shares_hold_every_element_once_and_are_even(sizes: dict[str, int], worl
 
 def test_state_is_what_training_changes() -> None:
     net = network()
-    optimizer = make_optimizer(net, Recipe(task="t"), "cpu")
+    optimizer = optimizer_of(net, Recipe(task="t"))
     train(net, optimizer, 0, 1)
     found = portable_state.collect_state(net, optimizer)
     trained = ["0.weight", "1.weight", "1.bias", "2.weight", "2.bias"]
@@ -44,7 +43,7 @@ def test_state_is_what_training_changes() -> None:
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "adafactor"])
 def test_state_put_into_another_model_is_its_state(kind: Any) -> None:
     nets = network(), network(seed=1)
-    optimizers = [make_optimizer(net, Recipe(task="t", optimizer=kind), "cpu") for net in nets]
+    optimizers = [optimizer_of(net, Recipe(task="t", optimizer=kind)) for net in nets]
     train(nets[0], optimizers[0], 0, 2)
     wanted = portable_state.collect_state(nets[0], optimizers[0])
     portable_state.load_weights(InMemoryState(wanted), nets[1])

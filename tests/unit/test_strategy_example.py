@@ -9,10 +9,9 @@ import torch
 
 from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.sampler import Sampler
-from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.engine.strategies.replicated import ReplicatedStrategy
 from isobatch.examples.strategy import PerParameterStrategy
-from isobatch.tests.unit.helpers import plan
+from isobatch.tests.unit.helpers import optimizer_of, plan
 from isobatch.tests.unit.test_train_step import COUNT, RECIPE, model, source, stepper
 
 if TYPE_CHECKING:
@@ -25,9 +24,7 @@ def weights_after_two_steps(kind: type[Strategy], size: int) -> Any:
 
     def part(world: Any) -> dict[str, torch.Tensor]:
         chosen = plan(processes=size, micro_batch_tokens=40)
-        strategy: Any = kind(
-            models[world.rank], lambda m: make_optimizer(m, RECIPE, "cpu"), chosen, world, clip=0.5
-        )
+        strategy: Any = kind(models[world.rank], lambda m: optimizer_of(m, RECIPE), chosen, world, clip=0.5)
         runner = stepper(strategy)
         sampler = Sampler(COUNT, RECIPE.batch_size, RECIPE.seed)
         for loaded in BatchLoader(source(), sampler.batch, chosen, world.rank).steps(0, 2):

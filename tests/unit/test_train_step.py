@@ -18,13 +18,12 @@ from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
-from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.engine.strategies import replicated as replicas_module
 from isobatch.engine.strategies.replicated import ReplicatedStrategy
 from isobatch.engine.training.train_step import Stepper, Votes
 from isobatch.models import base
 from isobatch.models.base import Batch, Loss, StepContext, Task
-from isobatch.tests.unit.helpers import plan
+from isobatch.tests.unit.helpers import optimizer_of, plan
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,7 +88,7 @@ def replicas(
     **changes: Any,
 ) -> ReplicatedStrategy:
     chosen = plan(**{"processes": world.size, "micro_batch_tokens": 40, **changes})
-    return kind(made, lambda model: make_optimizer(model, recipe, "cpu"), chosen, world, recipe.clip)
+    return kind(made, lambda model: optimizer_of(model, recipe), chosen, world, recipe.clip)
 
 
 def stepper(strategy: ReplicatedStrategy, recipe: Recipe = RECIPE) -> Stepper:
@@ -269,7 +268,7 @@ class ByRows(ReplicatedStrategy):
     def __init__(self, model: nn.Module, _: Any, plan: Any, world: Any, clip: float) -> None:
         sparse = [model.embedding.weight]
         recipe = Recipe(task="tiny", batch_size=16, lr=0.1, weight_decay=0.1)
-        super().__init__(model, lambda m: make_optimizer(m, recipe, "cpu", sparse), plan, world, clip, sparse)
+        super().__init__(model, lambda m: optimizer_of(m, recipe, sparse), plan, world, clip, sparse)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.01])

@@ -1,0 +1,76 @@
+"""A task that makes its own optimizer: it trains, resumes, is verified; what it cannot have is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import isobatch
+from isobatch.core.errors import UserError
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, list_checkpoints
+from isobatch.engine.checkpointing.portable_state import saved_moments
+from isobatch.tests.integration.helpers import ROOT, launch, losses
+
+TASKS = f"{ROOT}/tests/tasks"
+OWN = f"{TASKS}/own_optimizer.py:OwnOptimizer"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_it_trains_resumes_to_the_bit_and_is_verified(
+    processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings: dict[str, Any] = {"processes": processes, "save_every": 4, "quiet": True}
+    recipe = isobatch.Recipe(task=OWN, lr=0.05, steps=20)
+    assert recipe.optimizer == "own"
+    whole = isobatch.train(recipe, name="whole", **settings)
+    assert sum(losses(whole.folder)[-5:]) < 0.7 * sum(losses(whole.folder)[:5])
+    Path("interrupt").touch()
+    with pytest.raises(UserError, match="stopped in the tenth step"):
+        isobatch.train(recipe, name="stopped", **settings)
+    Path("interrupt").unlink()
+    saved = list_checkpoints(Path("runs/stopped/checkpoints"), ["train"])[-1]
+    assert {kind for _, kind, _ in saved_moments(SavedCheckpoint(saved))} == {"momentum"}
+    resumed = isobatch.train(recipe, name="stopped", **settings)
+    assert losses(resumed.folder) == losses(whole.folder)
+    final = [(run.folder / "final" / "model.safetensors").read_bytes() for run in (whole, resumed)]
+    assert final[0] == final[1]
+    assert isobatch.verify(resumed)
+    assert "stopped" in launch("runs", cwd=tmp_path).stdout
+
+
+def test_groups_keep_their_share_of_the_rate(tmp_path: Path) -> None:
+    """Vectors move by a tenth of the rate, in every step of the schedule."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for steps in (1, 2):
+        recipe = isobatch.Recipe(task=OWN, lr=0.1, steps=steps, warmup="0", schedule="constant", clip=0.0)
+        run = isobatch.train(recipe, out=tmp_path, name=str(steps), quiet=True)
+        found[steps] = load_file(run.folder / "final" / "model.safetensors")
+    moved = (found[2]["2.bias"] - found[1]["2.bias"]).abs()
+    assert float(moved) == pytest.approx(0.01, rel=1e-4)
+
+
+def test_what_it_cannot_have_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--optimizer sgd: .* makes its own optimizer: leave it out"):
+        isobatch.Recipe(task=OWN, optimizer="sgd")
+    with pytest.raises(UserError, match=r"--optimizer own: .* makes none: leave it out"):
+        isobatch.Recipe(task=f"{TASKS}/failing.py:Line", optimizer="own")
+    with pytest.raises(UserError, match=r"own optimizer may need whole matrices, and ZeRO's shards are flat"):
+        isobatch.plan(isobatch.Recipe(task=OWN), hardware="8xh100", processes=8, strategy="zero3")
+
+
+@pytest.mark.parametrize(
+    ("task", "message"),
+    [
+        ("LeavesOut", "make_optimizer.. leaves out 0.bias: put it into a group"),
+        ("NoOptimizer", "make_optimizer.. returned a list: return a torch.optim.Optimizer"),
+    ],
+)
+def test_a_wrong_one_is_refused_in_words(task: str, message: str, tmp_path: Path) -> None:
+    recipe = isobatch.Recipe(task=f"{TASKS}/own_optimizer.py:{task}")
+    with pytest.raises(UserError, match=message):
+        isobatch.train(recipe, out=tmp_path, quiet=True)
