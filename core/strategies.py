@@ -25,6 +25,8 @@ class StrategyTraits:
     """Each process holds a part of the optimizer's state and updates a part of the weights."""
     whole_gradients: bool = True
     """Each process keeps the sums of all gradients until they are reduced, once a step."""
+    sees_gradients: bool = False
+    """Gradients are whole on each process before they are clipped: tasks and hooks may look at them."""
     gathers_half: bool = False
     """In bf16, sharded weights are gathered in 16 bits."""
     offloads: bool = False
@@ -77,8 +79,10 @@ _STAGE_3 = {
     "tried": True,
 }
 STRATEGIES = {
-    "single": StrategyTraits(implementation=_REPLICATED, most_processes=1),
-    "ddp": StrategyTraits(implementation=_REPLICATED, least_processes=2, overlaps_reduction=True),
+    "single": StrategyTraits(implementation=_REPLICATED, most_processes=1, sees_gradients=True),
+    "ddp": StrategyTraits(
+        implementation=_REPLICATED, least_processes=2, sees_gradients=True, overlaps_reduction=True
+    ),
     "zero1": _zero(),
     "zero2": _zero(tried=True),
     "zero3": _zero(**_STAGE_3),

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 PER_PARAMETER = StrategyTraits(
     implementation="examples.strategy:PerParameterStrategy",  # `module:Class` within isobatch
     takes_fp16=False,
+    sees_gradients=True,
 )
 
 
@@ -64,17 +65,14 @@ class PerParameterStrategy(Strategy):
                 mine = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
                 p.grad = self.world.all_reduce_sum(mine)
 
-    def collect_state(self) -> portable_state.PortableState:
+    def own_state(self) -> portable_state.PortableState:
         """Every rank holds all state, so each writes an equal share."""
         state = portable_state.collect_state(self.unwrapped, self.optimizer)
         return portable_state.rank_share(state, self.world.rank, self.world.size)
 
     def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:
-        portable_state.load_weights(saved, self.unwrapped)
+        self.load_weights(saved)
         portable_state.load_moments(saved, self.unwrapped, self.optimizer)
-
-    def load_weights(self, saved: SavedCheckpoint, new_phase: bool = False) -> None:
-        portable_state.load_weights(saved, self.unwrapped)
 
     def moments(self) -> portable_state.Moments:
         return {name: dict(self.optimizer.state.get(p, {})) for name, p in self.named.items()}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from isobatch.core.errors import TrainingError
 
@@ -22,6 +22,8 @@ WEIGHT = "weight/"
 """Prefix of the keys of weights and buffers: weight/NAME."""
 MOMENT = "moment/"
 """Prefix of the keys of optimizer state: moment/KIND/NAME."""
+HOOK = "hook/"
+"""Prefix of the keys of what hooks hold: hook/HOOK/NAME, of parameter NAME's shape."""
 PAGED_KINDS = ("state1", "state2")
 """bitsandbytes' names of the state that its paged optimizers let move to host memory."""
 
@@ -43,6 +45,18 @@ class TensorPiece:
     start: int
     values: Tensor
     """1-d."""
+
+
+class Held(NamedTuple):
+    """What a rank holds of a parameter: all of it, its rows, or a flat shard."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    start: int
+    """The first element that `values` has of the flattened parameter; consecutive ones follow."""
+    values: Tensor
+    """Sharing its memory."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,17 +15,22 @@ asks. One optimizer step calls, in this order:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from isobatch.core.errors import TrainingError
 from isobatch.core.strategies import traits_of
 from isobatch.engine.checkpointing import portable_state
+from isobatch.engine.checkpointing.checkpoint import SharedReader
+from isobatch.engine.checkpointing.portable_state import HOOK, WEIGHT, Held, TensorPiece
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -35,6 +40,8 @@ if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
 
 MakeOptimizer = Callable[["nn.Module"], "Optimizer"]
+HookTensors = Mapping[str, Mapping[str, Tensor]]
+"""Hook's name -> parameter's name -> a tensor of the shape that `Strategy.held` gives."""
 
 
 class Strategy(ABC):
@@ -75,22 +82,41 @@ class Strategy(ABC):
         """The parameters that train, by name."""
         return ((name, p) for name, p in self.unwrapped.named_parameters() if p.requires_grad)
 
-    def loaded_names(
-        self, saved: SavedCheckpoint, new_phase: bool, shapes: dict[str, tuple[int, ...]]
-    ) -> set[str]:
-        """Those that `load_weights` reads; raises TrainingError where their shapes are not `shapes`."""
-        known = portable_state.saved_weight_names(saved) if new_phase else set(shapes)
-        portable_state.check_shapes(saved, {name: shape for name, shape in shapes.items() if name in known})
-        return known
-
     def buffers(self) -> dict[str, Tensor]:
         """The buffers that a checkpoint holds."""
         changing = portable_state.changing_tensors(self.unwrapped)
         return {name: t for name, t in changing if not isinstance(t, nn.Parameter)}
 
+    def parts(self) -> Iterator[Held]:
+        """What this rank holds of each parameter that trains; all of it, where weights are not sharded."""
+        return (Held(name, tuple(p.shape), 0, p.detach()) for name, p in self.trained())
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """(parameter's name, values) of `parts`, to be read: the shapes that a hook's tensors have."""
+        return ((part.name, part.values) for part in self.parts())
+
+    def set_held(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Write into what this rank holds of these parameters. No collectives."""
+        mine = dict(self.held())
+        for name, tensor in values:
+            mine[name].copy_(tensor)
+
+    @contextlib.contextmanager
+    def holding(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Within it the model has these as its weights, for an evaluation; then its own again, bit for bit.
+
+        A copy of the weights is kept meanwhile, where gradients have their memory in a step. On all ranks.
+        """
+        own = [(name, values.clone()) for name, values in self.held() if name in tensors]
+        try:
+            self.set_held(tensors.items())
+            yield
+        finally:
+            self.set_held(own)
+
     def local_weights(self) -> Iterable[Tensor]:
         """What this rank holds of the weights."""
-        return self.unwrapped.parameters()
+        return (values for _, values in self.held())
 
     @property
     def equal_counts(self) -> bool:
@@ -133,9 +159,62 @@ class Strategy(ABC):
         they are clipped; strategies that shard gradients do not call it.
         """
 
+    def collect_state(self, extra: HookTensors = MappingProxyType({})) -> portable_state.PortableState:
+        """This rank's share of all that training changes: weights, buffers, moments. No collectives.
+
+        `extra`: what hooks want saved beside them. Raises TrainingError where those have other shapes.
+        """
+        own, hooks = self.own_state(), self._hook_state(extra)
+        return portable_state.PortableState(own.entries | hooks.entries, own.pieces + hooks.pieces)
+
     @abstractmethod
-    def collect_state(self) -> portable_state.PortableState:
-        """This rank's share of all that training changes: weights, buffers, moments. No collectives."""
+    def own_state(self) -> portable_state.PortableState:
+        """As `collect_state`, without hooks."""
+
+    def _hook_state(self, extra: HookTensors) -> portable_state.PortableState:
+        """Dealt as weights are; what every rank has whole each writes an equal part of."""
+        found, rank, size = portable_state.PortableState({}, []), self.world.rank, self.world.size
+        parts = {part.name: part for part in self.parts()} if extra else {}
+        for hook, name, tensor in ((h, n, t) for h, tensors in extra.items() for n, t in tensors.items()):
+            part, key = parts.get(name), f"{HOOK}{hook}/{name}"
+            if part is None or tensor.shape != part.values.shape:
+                wanted = f"held as {tuple(part.values.shape)}" if part else "no parameter that trains"
+                raise TrainingError(f"hook {hook}: has {tuple(tensor.shape)} for {name}, which is {wanted}")
+            found.entries[key] = dataclasses.replace(portable_state.tensor_entry(tensor), shape=part.shape)
+            flat, start = tensor.detach().reshape(-1), part.start
+            if not self._sharded:
+                start, stop = (flat.numel() * n // size for n in (rank, rank + 1))
+                flat = flat[start:stop]
+            if flat.numel():
+                found.pieces.append(TensorPiece(key, start, flat))
+        return found
+
+    def read_held(self, saved: SavedCheckpoint, hook: str) -> dict[str, Tensor]:
+        """This rank's part of what a hook had saved, under any strategy and world; on all ranks.
+
+        Raises TrainingError where shapes are not this model's.
+        """
+        return dict(self._read_parts(saved, f"{HOOK}{hook}/"))
+
+    def _read_parts(self, saved: SavedCheckpoint, prefix: str) -> Iterator[tuple[str, Tensor]]:
+        """(parameter's name, this rank's part) of the saved tensors PREFIX + NAME that there are."""
+        there = ((part, prefix + part.name) for part in self.parts())
+        return ((part.name, self.read_part(saved, k, part)) for part, k in there if k in saved.entries)
+
+    def read_part(self, saved: SavedCheckpoint, key: str, part: Held) -> Tensor:
+        """The elements of a saved tensor that this rank holds of a parameter, on its device."""
+        if (shape := saved.entries[key].shape) != part.shape:
+            raise TrainingError(f"the checkpoint's {key} has shape {shape}, and this model's {part.shape}")
+        if self._sharded:
+            stop = part.start + part.values.numel()
+            found = saved.read_slice(key, part.start, stop).view(part.values.shape)
+        else:
+            found = SharedReader(saved, self.world).read(key)
+        return found.to(part.values.device)
+
+    @property
+    def _sharded(self) -> bool:
+        return traits_of(self.plan.strategy).shards_weights
 
     @abstractmethod
     def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:
@@ -144,13 +223,22 @@ class Strategy(ABC):
         Raises TrainingError where names or shapes are not this model's.
         """
 
-    @abstractmethod
+    @torch.no_grad()
     def load_weights(self, saved: SavedCheckpoint, new_phase: bool = False) -> None:
         """Load weights and buffers alone.
 
         `new_phase`: the checkpoint is the phase before's; parameters that train only now are not in it and
         stay as they were built.
         """
+        buffers = self.buffers()
+        shapes = {part.name: part.shape for part in self.parts()}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+        known = portable_state.saved_weight_names(saved) if new_phase else set(shapes)
+        portable_state.check_shapes(saved, {name: shape for name, shape in shapes.items() if name in known})
+        whole = SharedReader(saved, self.world)
+        for name, buffer in buffers.items():
+            buffer.copy_(whole.read(WEIGHT + name))
+        self.set_held(self._read_parts(saved, WEIGHT))
 
     def loss_scale(self) -> dict[str, Any]:
         """fp16's loss scale as JSON; nothing where there is none."""

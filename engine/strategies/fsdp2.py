@@ -20,14 +20,14 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from isobatch.engine.checkpointing import portable_state
-from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, TensorEntry, TensorPiece
+from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, Held, TensorEntry, TensorPiece
 from isobatch.engine.model_setup.deferred_materialization import read_late
 from isobatch.engine.model_setup.layer_blocks import layer_blocks, matmul_parameters
 from isobatch.engine.optimization.parameter_groups import set_rate
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy, gradient_norm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterator
 
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 
@@ -79,14 +79,20 @@ class FullyShardStrategy(Strategy):
         local = gradient_norm(self._gradients(), self.world.device)
         return self.world.all_reduce_sum(local.square()).sqrt()
 
-    def local_weights(self) -> Iterable[Tensor]:
-        return (_rows(p) if isinstance(p, DTensor) else p for p in self.unwrapped.parameters())
+    def parts(self) -> Iterator[Held]:
+        """This rank's rows. A forward pass may have left parameters whole, which are none of them."""
+        for module in self.unwrapped.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        for name, p in self.trained():
+            assert isinstance(p, DTensor)
+            yield Held(name, tuple(p.shape), self._start(p), _rows(p))
 
     def _gradients(self) -> list[Tensor]:
         """This rank's rows of the gradients that there are."""
         return [_rows(p.grad) for _, p in self.trained() if p.grad is not None]
 
-    def collect_state(self) -> portable_state.PortableState:
+    def own_state(self) -> portable_state.PortableState:
         """Every rank's own rows of weights and moments; buffers come from rank 0."""
         entries: dict[str, TensorEntry] = {}
         pieces: list[TensorPiece] = []
@@ -113,32 +119,16 @@ class FullyShardStrategy(Strategy):
 
     def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:
         self.load_weights(saved)
-        parameters = dict(self.trained())
+        parts, parameters = {part.name: part for part in self.parts()}, dict(self.trained())
         for key, kind, name in portable_state.saved_moments(saved):
             p = parameters[name]
             if saved.entries[key].shape:
                 moment = torch.zeros_like(p)
-                self._read(saved, key, moment)
+                _rows(moment).copy_(self.read_part(saved, key, parts[name]))
                 self.optimizer.state[p][kind] = moment
             else:
                 where = portable_state.device_of_steps(self.optimizer, p)
                 self.optimizer.state[p][kind] = saved.read(key).to(where)
-
-    def load_weights(self, saved: SavedCheckpoint, new_phase: bool = False) -> None:
-        trained, buffers = dict(self.trained()), self.buffers()
-        shapes = {name: tuple(t.shape) for name, t in (*trained.items(), *buffers.items())}
-        known = self.loaded_names(saved, new_phase, shapes)
-        with torch.no_grad():
-            for name, buffer in buffers.items():
-                buffer.copy_(saved.read(WEIGHT + name))
-            for name in trained.keys() & known:
-                self._read(saved, WEIGHT + name, trained[name])
-
-    def _read(self, saved: SavedCheckpoint, key: str, into: Tensor) -> None:
-        """Read this rank's rows of a saved tensor into `into`."""
-        assert isinstance(into, DTensor)
-        rows, start = _rows(into), self._start(into)
-        rows.copy_(saved.read_slice(key, start, start + rows.numel()).view(rows.shape))
 
 
 def shard_block(block: nn.Module, mesh: DeviceMesh, half: set[nn.Parameter]) -> None:

@@ -184,7 +184,7 @@ class ReplicatedStrategy(Strategy):
     def loss_scale(self) -> dict[str, Any]:
         return {"scale": self.scale, "good_steps": self.good_steps}
 
-    def collect_state(self) -> portable_state.PortableState:
+    def own_state(self) -> portable_state.PortableState:
         return portable_state.rank_share(
             portable_state.collect_state(self.unwrapped, self.optimizer),
             self.world.rank,
@@ -192,18 +192,14 @@ class ReplicatedStrategy(Strategy):
         )
 
     def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:
-        whole = SharedReader(saved, self.world)
-        portable_state.load_weights(whole, self.unwrapped)
-        portable_state.load_moments(whole, self.unwrapped, self.optimizer)
+        self.load_weights(saved)
+        portable_state.load_moments(SharedReader(saved, self.world), self.unwrapped, self.optimizer)
         self._set_loss_scale(loss_scale)
 
     def _set_loss_scale(self, saved: dict[str, Any] | None) -> None:
         """Take over a saved loss scale, under fp16 only."""
         if self.plan.precision == "fp16" and saved:
             self.scale, self.good_steps = float(saved["scale"]), int(saved["good_steps"])
-
-    def load_weights(self, saved: SavedCheckpoint, new_phase: bool = False) -> None:
-        portable_state.load_weights(SharedReader(saved, self.world), self.unwrapped)
 
     def moments(self) -> portable_state.Moments:
         return {name: dict(self.optimizer.state.get(p, {})) for name, p in self.named.items()}

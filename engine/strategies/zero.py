@@ -18,15 +18,14 @@ from torch import Tensor
 
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing import portable_state
-from isobatch.engine.checkpointing.checkpoint import SharedReader
-from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, TensorEntry, TensorPiece
+from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, Held, TensorEntry, TensorPiece
 from isobatch.engine.model_setup.layer_blocks import matmul_parameters
 from isobatch.engine.optimization.parameter_groups import set_rate
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy
 from isobatch.engine.strategies.deepspeed_engine import config_for, make_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 
@@ -125,7 +124,7 @@ class ZeroStrategy(Strategy):
                 " (requires_grad_(False)), or use --strategy ddp"
             )
 
-    def collect_state(self) -> portable_state.PortableState:
+    def own_state(self) -> portable_state.PortableState:
         """This rank's own shards of weights and moments, and on rank 0 the buffers."""
         buffers = {WEIGHT + name: b for name, b in self.buffers().items()}
         entries = {name: portable_state.tensor_entry(b) for name, b in buffers.items()}
@@ -159,31 +158,36 @@ class ZeroStrategy(Strategy):
                 shard.steps.fill_(float(saved.read(key)))
 
     def load_weights(self, saved: SavedCheckpoint, new_phase: bool = False) -> None:
-        """Load this rank's shards and, where it holds whole parameters, these too."""
-        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in self.trained()}
-        shapes |= {name: tuple(b.shape) for name, b in self.buffers().items()}
-        known = self.loaded_names(saved, new_phase, shapes)
-        whole = SharedReader(saved, self.world)  # under stages 1 and 2 every rank needs all weights
-        with torch.no_grad():
-            for name, buffer in self.buffers().items():
-                buffer.copy_(whole.read(WEIGHT + name))
-            for name, p in ((n, p) for n, p in self.trained() if n in known):
-                if p.numel() and tuple(p.shape) == shapes[name]:
-                    p.copy_(whole.read(WEIGHT + name))
-                shard = self._shard(p)
-                if shard is not None:
-                    part = saved.read_slice(WEIGHT + name, shard.start, shard.start + len(shard.weight))
-                    shard.weight.copy_(part)
-                    if self.stage == 3:
-                        p.ds_tensor.data.view(-1)[: len(part)].copy_(part)  # type: ignore[attr-defined]
+        """Load what this rank holds and, where that is whole parameters, its shards of the fp32 copy too."""
+        super().load_weights(saved, new_phase)
+        for name, p in self.trained() if self.stage < 3 else ():
+            shard = self._shard(p)
+            if shard is not None and WEIGHT + name in saved.entries:
+                stop = shard.start + len(shard.weight)
+                shard.weight.copy_(saved.read_slice(WEIGHT + name, shard.start, stop))
 
-    def local_weights(self) -> Iterator[Tensor]:
-        """This rank's shards, without stage 3's padding: DeepSpeed never writes that, so it may hold NaN."""
-        for p in self.unwrapped.parameters():
-            if hasattr(p, "ds_tensor"):
-                yield p.ds_tensor.view(-1)[: max(self._elements_of_stage_3(p), 0)]
-            else:
-                yield p
+    def parts(self) -> Iterator[Held]:
+        """Under stage 3 this rank's shards, without the padding: DeepSpeed never writes that, so it may hold
+        NaN.
+        """
+        if self.stage < 3:
+            yield from super().parts()
+            return
+        for name, p in self.trained():
+            shard, shape = self._shard(p), tuple(p.ds_shape)  # type: ignore[attr-defined]
+            none = Held(name, shape, 0, torch.empty(0, device=self.world.device))
+            yield Held(name, shape, shard.start, shard.weight) if shard else none
+
+    def set_held(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Under stage 3 also into what is gathered from; what is gathered already is given back first."""
+        if self.stage < 3:
+            super().set_held(values)
+            return
+        self.engine.optimizer.checkpoint_event_prologue()
+        mine, parameters = dict(self.held()), dict(self.trained())
+        for name, tensor in values:
+            mine[name].copy_(tensor)
+            parameters[name].ds_tensor.data.view(-1)[: len(tensor)].copy_(tensor)  # type: ignore[attr-defined]
 
     @property
     def _flat_partitions(self) -> list[Tensor]:

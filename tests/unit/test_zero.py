@@ -36,13 +36,20 @@ def test_a_fused_optimizer_steps_after_its_moments_were_made(stage: int, device:
 @pytest.mark.parametrize(("rank", "elements"), [(0, 2), (1, 1), (2, 0), (3, 0)])
 def test_the_padding_of_a_shard_is_no_weight(rank: int, elements: int) -> None:
     """DeepSpeed leaves it as memory lay there: a NaN in it would end a healthy run."""
-    shard: Any = torch.full((2,), torch.nan)  # of a parameter of 3 elements over 4 ranks
-    shard[:elements] = 1.0
-    shard.ds_numel = 2
+    flat = torch.full((2,), torch.nan)  # of a parameter of 3 elements over 4 ranks
+    flat[:elements] = 1.0
+    parameter = SimpleNamespace(
+        ds_tensor=SimpleNamespace(ds_numel=2), ds_numel=3, ds_shape=(3,), requires_grad=True
+    )
     strategy: Any = object.__new__(ZeroStrategy)
-    strategy.world = SimpleNamespace(rank=rank)
-    parameter = SimpleNamespace(ds_tensor=shard, ds_numel=3)
-    strategy.unwrapped = SimpleNamespace(parameters=lambda: [parameter])
-    (part,) = strategy.local_weights()
+    strategy.stage, strategy.world = 3, SimpleNamespace(rank=rank, device="cpu")
+    strategy.unwrapped = SimpleNamespace(named_parameters=lambda: [("a", parameter)])
+    zero = {
+        "grad_position": {0: (0, 0, 2)},
+        "get_param_id": lambda _: 0,
+        "optimizer": torch.optim.SGD([flat]),
+    }
+    strategy.engine = SimpleNamespace(optimizer=SimpleNamespace(fp32_partitioned_groups_flat=[flat], **zero))
+    ((_, part),) = strategy.held()
     assert len(part) == elements
     assert part.isfinite().all()
