@@ -131,7 +131,7 @@ class Recipe:
     """Set by --from: the run, the checkpoint and its digest whose weights this run begins with."""
 
     def __post_init__(self) -> None:
-        # A task's own file may register optimizers, and is not imported yet: `Workload.make` asks again.
+        # A task's own file may register optimizers, and is not imported yet: the registry asks again.
         check_fields(self, "optimizer" if ".py" in self.task and self.optimizer not in OPTIMIZERS else "")
         if self.epochs is not None and self.steps is not None:
             raise UserError("--epochs and --steps exclude each other: give one of them")

@@ -1,4 +1,4 @@
-"""The registry of tasks: name -> task class and data class. A new workload is a new entry here."""
+"""Where a task's name meets its classes: of a workload in models/, or of a user's own file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import (
@@ -29,53 +29,16 @@ from isobatch.data.streaming.store import is_remote
 from isobatch.engine import consent
 from isobatch.engine.task_files import imported_files, is_task_file, load_task_class, task_file_hash
 from isobatch.models.base import Task
+from isobatch.models.workloads import list_chains, list_workloads
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-class TaskEntry(NamedTuple):
-    """The task class and data class of a workload, as `module:Class`, and its description in a line."""
-
-    task: str
-    data: str
-    summary: str
-    streamed: str = ""
-    """The data class for data that stays in a store, where there is one."""
-
-
-_CLASSES = {
-    "causal-lm": "causal_lm.task:CausalLM text.dataset:Text",
-    "dpo": "preference.task:DPO preferences.dataset:Preferences",
-    "orpo": "preference.task:ORPO preferences.dataset:Preferences",
-    "classifier": "classification.adapted:AdaptedClassifier labelled.dataset:Labelled",
-    "pruning": "compression.pruning:Pruning labelled.dataset:Labelled",
-    "qat": "compression.qat:QAT labelled.dataset:Labelled",
-    "recommender": "recommendation.task:Recommender interactions.dataset:Interactions",
-    "sequence-vae": "sequence_vae.task:SequenceVAE sequences:Sequences",
-}
-"""Name -> classes of the task in models/ and of its data in data/."""
-_SUMMARIES = {
-    "causal-lm": "fine-tune or train a causal language model on text",
-    "dpo": "train a causal language model on preferred and rejected answers, held to a reference",
-    "orpo": "the same in one stage with fine-tuning, without a reference",
-    "classifier": "fine-tune an encoder to classify texts or pairs",
-    "pruning": "take heads and neurons out of a classifier for good",
-    "qat": "train a classifier to run in 4-bit weights and 8-bit activations",
-    "recommender": "recommend items from ids and texts, with LoRA in the text encoder",
-    "sequence-vae": "a variational autoencoder over sequences, watched for posterior collapse",
-}
-_STREAMED = {"causal-lm": "data.streaming.text:StreamedText"}
-TASKS = {
-    name: TaskEntry(f"models.{task}", f"data.{data}", _SUMMARIES[name], _STREAMED.get(name, ""))
-    for name, (task, data) in ((name, classes.split()) for name, classes in _CLASSES.items())
-}
+TASKS = list_workloads()
+CHAINS = list_chains()
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Recipe)}
 """Field of a recipe -> its common default."""
-CHAINS = {"compress": ("classifier", "pruning", "qat")}
-"""Names of sequences of tasks that `auto` runs one after the other."""
-
-
 READ_BY_TASKS = ("format", "model", "tokenizer", "revision", "max_length", "dropout", "label_smoothing")
 """Fields of the recipe that the engine never reads: the task or its data do."""
 READ_BY_OPTIMIZERS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
@@ -98,8 +61,8 @@ def _not_named(fields: Sequence[str], *classes: type) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """A task class with its data class."""
+class LoadedWorkload:
+    """The task class and data class of a workload."""
 
     name: str
     task: type[Task]
@@ -256,20 +219,20 @@ def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def workload_of(recipe: Recipe) -> Workload:
+def workload_of(recipe: Recipe) -> LoadedWorkload:
     """The workload of a recipe that may come from anywhere. Raises UserError where its code may not run."""
     consent.check(recipe)
     return workload(recipe.task)
 
 
-def workload(name: str) -> Workload:
+def workload(name: str) -> LoadedWorkload:
     """The workload that the user calls `name`, or the user's own from ./file.py:Class. Raises UserError."""
     if is_task_file(name):
         consent.allow_task_file(name)
         task = load_task_class(name)
         if not (isinstance(task.data, type) and issubclass(task.data, Data)):
             raise UserError(f"--task {name}: {task.__name__}.data must be a subclass of isobatch.Data")
-        return Workload(name, task, task.data)
+        return LoadedWorkload(name, task, task.data)
     key = name.replace("_", "-").lower()
     if key in CHAINS:
         stages = ", ".join(CHAINS[key])
@@ -280,7 +243,7 @@ def workload(name: str) -> Workload:
         raise UserError(f"--task {name}: there is no such task{known}")
     entry = TASKS[key]
     streamed = _load(entry.streamed) if entry.streamed else None
-    return Workload(key, _load(entry.task), _load(entry.data), streamed)
+    return LoadedWorkload(key, _load(entry.task), _load(entry.data), streamed)
 
 
 def _load(path: str) -> Any:

@@ -25,7 +25,7 @@ from isobatch.engine.planning.cost_model import steps_per_epoch
 from isobatch.engine.planning.memory_model import ExecutionChoices, memory_footprint
 from isobatch.engine.planning.parallel_layout import length_flag
 from isobatch.engine.planning.planner import make_plan
-from isobatch.engine.registry import Workload
+from isobatch.engine.registry import LoadedWorkload
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.models.base import ModelSize, Task
 from isobatch.models.capabilities import SavesMemory
@@ -55,7 +55,7 @@ class Target:
 
     name: str
     """The machine, as a user named it."""
-    workload: Workload
+    workload: LoadedWorkload
     recipe: Recipe
     facts: Facts
     hardware: Hardware

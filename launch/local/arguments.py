@@ -21,7 +21,7 @@ from isobatch.core.flags import SWITCH_WORDS, BareValue, Flag, convert, flags_of
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.engine.optimization.schedule import phase_schedules
-from isobatch.engine.registry import Workload, workload
+from isobatch.engine.registry import LoadedWorkload, workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.local.words import (
@@ -73,7 +73,7 @@ class FlagFiles:
 class Request:
     """A parsed and checked command line: the recipe, and options of the plan and of the run."""
 
-    workload: Workload
+    workload: LoadedWorkload
     recipe: Recipe
     plan: PlanOptions
     run: RunOptions
@@ -214,7 +214,7 @@ def labelled(point: Point) -> Request:
 
 def _read(
     words: Sequence[str], command: str, options_class: type | None
-) -> tuple[Workload, Groups, Translation]:
+) -> tuple[LoadedWorkload, Groups, Translation]:
     """The workload that --task names, the flags that there are, and those given, in our words, with a file's
     below them. Raises UserError.
     """
@@ -236,7 +236,9 @@ def _read(
     return chosen, groups, found
 
 
-def _request(chosen: Workload, groups: Groups, found: Translation, options_class: type | None) -> Request:
+def _request(
+    chosen: LoadedWorkload, groups: Groups, found: Translation, options_class: type | None
+) -> Request:
     """The request that flags with one value each make. Raises UserError."""
     values = _values(found.flags, groups)
     if {"per_device_batch_size", "batch_size"} <= found.flags.keys():
@@ -258,7 +260,7 @@ def _request(chosen: Workload, groups: Groups, found: Translation, options_class
     return request
 
 
-def _starting_from(run: RunFolder, recipe: Recipe, chosen: Workload, given: Collection[str]) -> Recipe:
+def _starting_from(run: RunFolder, recipe: Recipe, chosen: LoadedWorkload, given: Collection[str]) -> Recipe:
     """The recipe that begins with the weights of a run. Raises UserError where they would mean nothing."""
     if run.recipe.task != recipe.task:
         raise UserError(f"--from {run.folder}: is a run of {run.recipe.task}, not of {recipe.task}")
@@ -310,7 +312,7 @@ def check_request(request: Request, elsewhere: bool = False) -> None:
     phase_schedules(request.recipe, task.phases(), steps_per_epoch=1)
 
 
-def _groups(chosen: Workload, options_class: type | None) -> Groups:
+def _groups(chosen: LoadedWorkload, options_class: type | None) -> Groups:
     return {
         "recipe": flags_of(Recipe),
         "options": chosen.option_flags(),

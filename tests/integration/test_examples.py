@@ -196,8 +196,10 @@ def test_the_slurm_jobs_are_printed(examples: Path) -> None:
 
 THIRD_PLACE = (
     "import sys\n"
-    "from isobatch.engine.registry import TASKS, TaskEntry\n"
-    "TASKS['line'] = TaskEntry('tests.tasks.failing:Line', 'tests.tasks.failing:Points', 'fit a line')\n"
+    "from isobatch.engine.registry import TASKS\n"
+    "from isobatch.models.workloads import Workload\n"
+    "line, points = (f'tests.tasks.failing:{name}' for name in ('Line', 'Points'))\n"
+    "TASKS['line'] = Workload('line', line, points, 'fit a line')\n"
     "from isobatch.launch.cli import main\n"
     "sys.exit(main(sys.argv[1:]))\n"
 )

@@ -14,7 +14,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.engine.registry import Workload, workload
+from isobatch.engine.registry import LoadedWorkload, workload
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.commands.chat import ChatOptions
 from isobatch.launch.local.arguments import (
@@ -186,7 +186,7 @@ class Layered(workload("causal-lm").task):  # type: ignore[misc]
 
 
 def layered(**asked: Any) -> Recipe:
-    return Workload("causal-lm", Layered, workload("causal-lm").data).complete(asked)[0]
+    return LoadedWorkload("causal-lm", Layered, workload("causal-lm").data).complete(asked)[0]
 
 
 def test_the_later_layer_wins() -> None:
