@@ -53,9 +53,14 @@ class Ragged:
     """What fills short rows of a batch."""
 
     @classmethod
+    def of_lengths(cls, values: np.ndarray, lengths: Any, pad: int = 0) -> Ragged:
+        """Rows of these lengths (n,), whose values lie end to end."""
+        return cls(values, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]), pad)
+
+    @classmethod
     def from_rows(cls, rows: Sequence[np.ndarray], pad: int = 0) -> Ragged:
-        offsets = np.concatenate([[0], np.cumsum([len(r) for r in rows], dtype=np.int64)])
-        return cls(np.concatenate(rows) if rows else np.empty(0, np.int32), offsets, pad)
+        values = np.concatenate(rows) if rows else np.empty(0, np.int32)
+        return cls.of_lengths(values, [len(row) for row in rows], pad)
 
     @classmethod
     def from_blocks(cls, values: np.ndarray, width: int, pad: int = 0) -> Ragged:

@@ -227,10 +227,14 @@ class Sequences(TokenizedData):
             return [" ".join(map(str, row[: length - 1].tolist())) for row, length in rows]
         return super().describe_rows(facts, batch)
 
-    def encode_splits(self, folder: Path | None = None) -> Encoded:
+    def encode_splits(self) -> Encoded:
         """Raises UserError for a split without sequences, and for ids that are not in the vocabulary."""
         corpus, kind = self._open_corpus()
-        found = {s: SequenceRows(self.recipe.max_length, folder) for s in SPLITS if s in corpus.splits}
+        found = {
+            s: SequenceRows(self.recipe.max_length, self.workshop.folder)
+            for s in SPLITS
+            if s in corpus.splits
+        }
         tokenizer = None
         if kind == TEXT:
             tokenizer = self._collect_texts(corpus, found)
@@ -348,8 +352,8 @@ class SequenceRows:
         for begin in range(0, len(values), BLOCK_ENTRIES):
             block = values[begin : begin + BLOCK_ENTRIES]
             ended.add({"tokens": np.where(block == END, eos, block).astype(dtype)})
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        return {"tokens": Ragged(ended.arrays()["tokens"], offsets), "token.weight": lengths.astype(np.int32)}
+        tokens = Ragged.of_lengths(ended.arrays()["tokens"], lengths)
+        return {"tokens": tokens, "token.weight": lengths.astype(np.int32)}
 
     def sizes(self, has_words: bool) -> dict[str, int | None]:
         """The counts that facts keep. Tokens: all entries of the rows; words: of what is left of a cut."""

@@ -59,18 +59,15 @@ class TokenizedData(Data):
     demo_vocabulary_size: ClassVar[int]
     """The size of the tokenizer that is trained on the demo."""
 
-    def encode_splits(self, folder: Path | None = None) -> Encoded:
-        """(columns per split, the tokenizer of texts, what Facts should know). Raises UserError.
-
-        `folder` takes temporary files.
-        """
+    def encode_splits(self) -> Encoded:
+        """(columns per split, the tokenizer of texts, what Facts should know). Raises UserError."""
         raise NotImplementedError
 
     def read(self) -> Mapping[str, Columns]:
         return self.encode_splits()[0]
 
     def prepare(self, folder: Path) -> dict[str, Any]:
-        splits, tokenizer, extra = self.encode_splits(folder)
+        splits, tokenizer, extra = self.encode_splits()
         for split, columns in splits.items():
             save(folder / split, columns)
         if tokenizer is not None:

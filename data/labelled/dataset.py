@@ -28,7 +28,7 @@ from isobatch.data.labelled.rows import (
     held_out_rows,
     read_examples,
 )
-from isobatch.data.preparation.encoding import EncodedShard, EncodingJob, encode_in_shards
+from isobatch.data.preparation.encoding import EncodedShard, Encoder, encode_in_shards
 from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.tokenized import TokenizedData
 
@@ -73,16 +73,17 @@ class LabelledOptions:
     draw for it at random, the same for every seed; by default 0.1."""
 
 
-class LabelledEncoder:
+@dataclass(frozen=True, kw_only=True)
+class LabelledEncoder(Encoder):
     """Tokenizes texts, or pairs of texts one after the other, cut to `max_length` tokens.
 
     A shard has `tokens` (all,), for pairs `types` of the same shape, and `lengths` (rows,). Its facts: the
     number of rows that are `cut`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
-        self.tokenizer, self.dtype = tokenizer, np.dtype(settings["dtype"])
-        self.pairs, self.max_length = settings["pairs"], settings["max_length"]
+    dtype: type
+    pairs: bool
+    max_length: int
 
     def __call__(self, texts: list[str]) -> EncodedShard:
         rows: list[Any] = list(zip(texts[::2], texts[1::2], strict=True)) if self.pairs else texts
@@ -134,7 +135,7 @@ class Labelled(TokenizedData):
             f"{labels[number]}: {text}" for number, text in zip(batch["label"].tolist(), texts, strict=True)
         ]
 
-    def encode_splits(self, folder: Path | None = None) -> Encoded:  # noqa: ARG002  the workshop's is taken
+    def encode_splits(self) -> Encoded:
         """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
         row_readers, notes = self._rows_per_split()
         first = next(iter(row_readers["train"]()), None)
@@ -149,9 +150,15 @@ class Labelled(TokenizedData):
         notes += found_notes
         labels = class_names(classes, columns, self.recipe.data)
         tokenizer, special = self._open_tokenizer(examples["train"]())
+        encoder = LabelledEncoder(
+            tokenizer=tokenizer,
+            dtype=tokenizers.token_dtype(tokenizer),
+            pairs=columns.pair is not None,
+            max_length=self.recipe.max_length,
+        )
         found: dict[str, Any] = {}
         for split, known in classes.items():
-            rows, cut = self._encode_split(split, examples[split](), columns, tokenizer, special["pad"] or 0)
+            rows, cut = self._encode_split(split, examples[split](), encoder, special["pad"] or 0)
             found[split] = {**rows, "label": known.numbers(labels)}
             if cut:
                 notes.append(
@@ -225,26 +232,17 @@ class Labelled(TokenizedData):
         return tokenizer, {**special, "pad": [*found, 0][0]}
 
     def _encode_split(
-        self,
-        split: str,
-        examples: Iterable[Example],
-        columns: ColumnNames,
-        tokenizer: Tokenizer,
-        pad: int,
+        self, split: str, examples: Iterable[Example], encoder: LabelledEncoder, pad: int
     ) -> tuple[dict[str, Ragged], int]:
         """(`tokens`, and `types` of pairs; the rows of which something is cut off)."""
-        pairs, cut = columns.pair is not None, 0
-        texts = (text for e in examples for text in ((e.text, e.pair or "") if pairs else (e.text,)))
-        dtype = np.dtype(tokenizers.token_dtype(tokenizer))
-        settings = {"dtype": dtype.str, "pairs": pairs, "max_length": self.recipe.max_length}
-        job = EncodingJob("isobatch.data.labelled.dataset:LabelledEncoder", settings, tokenizer)
-        spooled = SpooledColumns(self.workshop.folder)
-        for shard in encode_in_shards(job, split, texts, self.workshop, texts_together=1 + pairs):
+        texts = (text for e in examples for text in ((e.text, e.pair or "") if encoder.pairs else (e.text,)))
+        spooled, cut = SpooledColumns(self.workshop.folder), 0
+        for shard in encode_in_shards(encoder, split, texts, self.workshop, 1 + encoder.pairs):
             spooled.add(shard.arrays)
             cut += shard.facts["cut"]
         found = spooled.arrays()
-        offsets = np.concatenate([[0], np.cumsum(found.pop("lengths"), dtype=np.int64)])
-        return {n: Ragged(found[n], offsets, pad if n == "tokens" else 0) for n in found}, cut
+        lengths = found.pop("lengths")
+        return {n: Ragged.of_lengths(v, lengths, pad if n == "tokens" else 0) for n, v in found.items()}, cut
 
 
 def _examples(

@@ -173,7 +173,7 @@ class Preferences(TokenizedData):
         """The pairs of a prepared split, as a PairSource."""
         return PairSource.open(folder / split)
 
-    def encode_splits(self, folder: Path | None = None) -> Encoded:  # noqa: ARG002  pairs fit in memory
+    def encode_splits(self) -> Encoded:
         rows = self._open_rows()
         first = next((row for _, row in rows.splits["train"]()), None)
         if first is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib
 import itertools
 import json
 import os
@@ -17,8 +16,9 @@ import sys
 import threading
 import uuid
 import zipfile
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -83,7 +83,14 @@ class EncodedShard:
         temporary.replace(file)
 
 
-Encoder = Callable[[list[str]], EncodedShard]
+@dataclass(frozen=True, kw_only=True)
+class Encoder(ABC):
+    """Makes a shard of some texts. Its fields decide all: another process gets a copy."""
+
+    tokenizer: Tokenizer = field(repr=False)
+
+    @abstractmethod
+    def __call__(self, texts: list[str]) -> EncodedShard: ...
 
 
 def kept_shard(file: Path, made_from: str) -> EncodedShard | None:
@@ -107,41 +114,22 @@ class Workshop:
     """Where shards are kept until the data is prepared; None: nowhere."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncodingJob:
-    """How texts are encoded: in any process the same."""
-
-    place: str
-    """Of the function that makes the encoder from (tokenizer, settings): isobatch.MODULE:FUNCTION. The
-    encoder makes a EncodedShard from a list of texts."""
-    settings: dict[str, Any]
-    """JSON."""
-    tokenizer: Tokenizer
-
-    def encoder(self) -> Encoder:
-        """The encoder, made in this process."""
-        module, _, name = self.place.partition(":")
-        encoder: Encoder = getattr(importlib.import_module(module), name)(self.tokenizer, self.settings)
-        return encoder
-
-
 def encode_in_shards(
-    job: EncodingJob, name: str, texts: Iterable[str], workshop: Workshop, texts_together: int = 1
+    encoder: Encoder, name: str, texts: Iterable[str], workshop: Workshop, texts_together: int = 1
 ) -> Iterator[EncodedShard]:
     """Yield the shards of the texts, in order. `name` is what the status says.
 
     `texts_together`: a shard ends behind so many texts, or a multiple. Raises UserError as the encoder does.
     """
-    described = json.dumps([job.place, job.settings, name]).encode()
-    keeper = _Keeper(workshop.folder, short_digest(described, job.tokenizer.to_str().encode()))
+    described = f"{encoder} {name}".encode()
+    keeper = _Keeper(encoder, workshop.folder, short_digest(described, encoder.tokenizer.to_str().encode()))
     numbered: Iterator[tuple[int, list[str]]] = enumerate(batches(texts, texts_together))
     first = list(itertools.islice(numbered, SHARDS_IN_THREADS))
     numbered = itertools.chain(first, numbered)
     if workshop.workers == 1 or len(first) < SHARDS_IN_THREADS:
-        encode = job.encoder()
-        shards = (keeper.made_once(number, batch, encode) for number, batch in numbered)
+        shards = (keeper.made_once(number, batch) for number, batch in numbered)
     else:
-        shards = _in_processes(job, keeper, numbered, workshop.workers)
+        shards = _in_processes(keeper, numbered, workshop.workers)
     with contextlib.closing(shards):
         for shard in shards:
             yield shard
@@ -166,24 +154,25 @@ def batches(texts: Iterable[str], together: int = 1) -> Iterator[list[str]]:
 class _Keeper:
     """Makes each shard once: one that a killed preparation left is taken."""
 
+    encode: Encoder
     folder: Path | None
     job: str
-    """A digest of the job and the name of its texts."""
+    """A digest of the encoder and the name of its texts."""
 
-    def made_once(self, number: int, texts: list[str], encode: Encoder) -> EncodedShard:
+    def made_once(self, number: int, texts: list[str]) -> EncodedShard:
         """The shard of some texts, kept in a file by its number."""
         if self.folder is None:
-            return encode(texts)
+            return self.encode(texts)
         made_from = short_digest(self.job.encode(), json.dumps(texts).encode())
         file = self.folder / f"{self.job}-{number:06d}.shard"
         if (shard := kept_shard(file, made_from)) is None:
-            shard = encode(texts)
+            shard = self.encode(texts)
             shard.keep(file, made_from)
         return shard
 
 
 def _in_processes(
-    job: EncodingJob, keeper: _Keeper, numbered: Iterable[tuple[int, list[str]]], workers: int
+    keeper: _Keeper, numbered: Iterable[tuple[int, list[str]]], workers: int
 ) -> Generator[EncodedShard, None, None]:
     """Yield the shards in order, each made by one of `workers` processes.
 
@@ -192,13 +181,12 @@ def _in_processes(
     from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
     from multiprocessing import get_context
 
-    given = (job.place, job.settings, job.tokenizer.to_str())
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, given)
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), _begin, (keeper,))
     waiting: deque[Future[EncodedShard]] = deque()
     try:
         for number, batch in numbered:
             with _own_program():
-                waiting.append(pool.submit(_make, keeper, number, batch))
+                waiting.append(pool.submit(_make, number, batch))
             if len(waiting) >= SHARDS_AHEAD * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -231,18 +219,16 @@ def _own_program() -> Iterator[None]:
         os.environ.update({name: environment[name] for name in ONE_THREAD if name in environment})
 
 
-_encoders: list[Encoder] = []
+_keepers: list[_Keeper] = []
 """That of a process that encodes for another."""
 
 
-def _begin(place: str, settings: dict[str, Any], tokenizer: str) -> None:
-    """Make the encoder of this process, which ends with the one that started it."""
-    from tokenizers import Tokenizer
-
+def _begin(keeper: _Keeper) -> None:
+    """Begin a process that encodes; it ends with the one that started it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the one that started it says when it ends
     os.dup2(2, 1)  # what a library prints is no output of the command that prepares
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encoders.append(EncodingJob(place, settings, Tokenizer.from_str(tokenizer)).encoder())
+    _keepers.append(keeper)
 
 
 def _end_with_parent() -> None:
@@ -254,5 +240,5 @@ def _end_with_parent() -> None:
     os._exit(0)
 
 
-def _make(keeper: _Keeper, number: int, texts: list[str]) -> EncodedShard:
-    return keeper.made_once(number, texts, _encoders[0])
+def _make(number: int, texts: list[str]) -> EncodedShard:
+    return _keepers[0].made_once(number, texts)

@@ -18,7 +18,7 @@ from isobatch.data.base import Column, NoSamplesError, Ragged
 from isobatch.data.chat_formats import Message, SkippedRowError
 from isobatch.data.cleaning import CleaningPipeline, CleaningStep
 from isobatch.data.corpora import overlap_notes
-from isobatch.data.preparation.encoding import EncodedShard, EncodingJob, encode_in_shards, text_hash
+from isobatch.data.preparation.encoding import EncodedShard, Encoder, encode_in_shards, text_hash
 from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.readers import LocatedRows
 from isobatch.data.text import chat_templates, row_fields
@@ -46,18 +46,18 @@ class TokenRow(NamedTuple):
     """(tokens,) 1 where a token belongs to an answer, else 0."""
 
 
-class ConversationEncoder:
+@dataclass(frozen=True, kw_only=True)
+class ConversationEncoder(Encoder):
     """Renders, tokenizes and truncates conversations, each given as the JSON of [where, messages].
 
     A shard has `tokens` and `learn` (all tokens,), and `lengths`, `weights` and `hashes` of rows. Its facts:
     `counts`; the most `turns`; the first [prompt, answer] that are not truncated, `prompts`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
-        self.tokenizer, self.dtype = tokenizer, np.dtype(settings["dtype"])
-        self.template = ChatTemplate.from_dict(settings["template"])
-        self.max_length = settings["max_length"]
-        self.response_only = settings["response_only"]
+    dtype: type
+    template: ChatTemplate
+    max_length: int
+    response_only: bool
 
     def __call__(self, texts: list[str]) -> EncodedShard:
         counts, turns = RowCounts(), 0
@@ -289,18 +289,17 @@ class Conversations:
         self, split: str, tokenization: TokenizationSettings
     ) -> tuple[dict[str, Column], dict[str, int]]:
         """(columns, sizes) of a split. Raises UserError where no conversation is left to learn from."""
-        counts, spooled = RowCounts(), SpooledColumns(tokenization.spool_folder)
+        counts, spooled = RowCounts(), SpooledColumns(tokenization.workshop.folder)
         given = (json.dumps(found) for found in self._messages(split, counts, self.cleaning))
         assert self.template is not None, "bind_tokenizer comes first"
-        settings = {
-            "dtype": np.dtype(tokenization.dtype).str,
-            "max_length": tokenization.max_length,
-            "template": self.template.to_dict(),
-            "response_only": self.response_only,
-        }
-        place = "isobatch.data.text.conversations:ConversationEncoder"
-        job = EncodingJob(place, settings, tokenization.tokenizer)
-        for shard in encode_in_shards(job, f"{self.name}, {split}", given, tokenization.workshop):
+        encoder = ConversationEncoder(
+            tokenizer=tokenization.tokenizer,
+            dtype=tokenization.dtype,
+            template=self.template,
+            max_length=tokenization.max_length,
+            response_only=self.response_only,
+        )
+        for shard in encode_in_shards(encoder, f"{self.name}, {split}", given, tokenization.workshop):
             counts.update(shard.facts["counts"])
             spooled.add(shard.arrays)
             if split == "valid":
@@ -315,12 +314,11 @@ class Conversations:
                 f"--data {self.name}: the {split} split has no conversation to learn from"
                 + "".join(f"; {note}" for note in counts.notes(split, tokenization.max_length))
             )
-        offsets = np.concatenate([[0], np.cumsum(found["lengths"], dtype=np.int64)])
-        columns: dict[str, Column] = {
-            "tokens": Ragged(found["tokens"], offsets, tokenization.special_ids.get("pad") or 0),
-            "learn": Ragged(found["learn"], offsets),
-            "token.weight": found["weights"],
-        }
+        tokens = Ragged.of_lengths(
+            found["tokens"], found["lengths"], tokenization.special_ids.get("pad") or 0
+        )
+        learn = Ragged(found["learn"], tokens.offsets)
+        columns: dict[str, Column] = {"tokens": tokens, "learn": learn, "token.weight": found["weights"]}
         return columns, counts.sizes()
 
     def _remark(self, split: str, counts: RowCounts, hashes: np.ndarray, max_length: int) -> None:

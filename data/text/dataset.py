@@ -113,7 +113,7 @@ class Text(TokenizedData):
     def _content_identity(self) -> Any:
         return [[spec.name * (len(self.set_specs) > 1), spec.content_identity()] for spec in self.set_specs]
 
-    def encode_splits(self, folder: Path | None = None) -> Encoded:
+    def encode_splits(self) -> Encoded:
         recipe, stride, steps = self.recipe, self.options.stride, self._cleaning_steps()
         if recipe.max_length < 2:
             raise UserError(f"--max-length {recipe.max_length}: a row needs at least 2 tokens")
@@ -124,9 +124,7 @@ class Text(TokenizedData):
         tokenizer, special = self._open_or_train_tokenizer(
             lambda size: tokenizers.train_byte_level_bpe(found.texts(), size)
         )
-        tokenization = TokenizationSettings(
-            tokenizer, special, recipe.max_length, stride, folder, self.workshop
-        )
+        tokenization = TokenizationSettings(tokenizer, special, recipe.max_length, stride, self.workshop)
         found.bind_tokenizer(tokenization)
         columns, sizes = {}, {}
         for split in found.splits:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,13 +15,7 @@ from isobatch.data import tokenizers
 from isobatch.data.base import Column, NoSamplesError, Ragged
 from isobatch.data.cleaning import CleaningPipeline
 from isobatch.data.corpora import overlap_notes
-from isobatch.data.preparation.encoding import (
-    EncodedShard,
-    EncodingJob,
-    Workshop,
-    encode_in_shards,
-    text_hash,
-)
+from isobatch.data.preparation.encoding import EncodedShard, Encoder, Workshop, encode_in_shards, text_hash
 from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.text import row_fields
 from isobatch.data.text.row_fields import RowCounts
@@ -46,8 +39,6 @@ class TokenizationSettings:
     """Most tokens of a row."""
     stride: int = 0
     """Tokens between the beginnings of held-out windows; 0: held-out text is in blocks too."""
-    spool_folder: Path | None = None
-    """The folder of temporary files in which tokens are collected, so that memory use stays small."""
     workshop: Workshop = field(default_factory=Workshop)
     """The processes that may tokenize, and where what they have done is kept."""
 
@@ -57,7 +48,8 @@ class TokenizationSettings:
         return tokenizers.token_dtype(self.tokenizer)
 
 
-class PlainTextEncoder:
+@dataclass(frozen=True, kw_only=True)
+class PlainTextEncoder(Encoder):
     """Tokenizes texts and counts their words, lines and bytes; in any process.
 
     A shard has `tokens`, and of documents `hashes` (n,) uint64. Its facts: `words`, separated by white space;
@@ -65,25 +57,25 @@ class PlainTextEncoder:
     end of the last text.
     """
 
-    def __init__(self, tokenizer: Tokenizer, settings: Mapping[str, Any]) -> None:
-        """`settings`: `dtype`; `end`, text, and `suffix`, token ids, that follow each text; `is_stream`."""
-        self.tokenizer, self.dtype = tokenizer, np.dtype(settings["dtype"])
-        self.end, self.suffix = settings["end"], settings["suffix"]
-        self.is_stream = settings["is_stream"]
+    dtype: type
+    is_stream: bool
+    eos: int | None
+    """The token that follows a document; None: a line break does."""
 
     def __call__(self, texts: list[str]) -> EncodedShard:
         found = array("I")
-        ended = [text + self.end for text in texts]
-        for encoding in self.tokenizer.encode_batch_fast(ended, add_special_tokens=False):
+        end = "\n" if self.eos is None and not self.is_stream else ""
+        suffix = [] if self.eos is None or self.is_stream else [self.eos]
+        for encoding in self.tokenizer.encode_batch_fast([t + end for t in texts], add_special_tokens=False):
             found.extend(encoding.ids)
-            found.extend(self.suffix)
+            found.extend(suffix)
         arrays = {"tokens": np.frombuffer(found, np.uint32).astype(self.dtype)}
         if not self.is_stream:
             arrays["hashes"] = np.fromiter(map(text_hash, texts), np.uint64, len(texts))
         facts = {
             "words": sum(len(text.split()) for text in texts),
             "lines": sum(text.count("\n") if self.is_stream else count_lines(text) for text in texts),
-            "bytes": sum(len(text.encode()) for text in texts) + len(texts) * len(self.end),
+            "bytes": sum(len(text.encode()) for text in texts) + len(texts) * len(end),
             "open": not texts[-1].endswith("\n"),
         }
         return EncodedShard(arrays, facts)
@@ -149,18 +141,15 @@ class PlainText:
         Raises UserError for a text of fewer than two tokens.
         """
         counts, rows, shard = Counter[str](), RowCounts(), None
-        spooled = SpooledColumns(tokenization.spool_folder)
+        spooled = SpooledColumns(tokenization.workshop.folder)
         texts = self._read(split, self.cleaning, rows)
-        name = f"{self.name}, {split}"
-        eos, is_stream = tokenization.special_ids["eos"], self.corpus.is_stream
-        settings = {
-            "dtype": np.dtype(tokenization.dtype).str,
-            "end": "\n" if eos is None and not is_stream else "",
-            "suffix": [] if eos is None or is_stream else [eos],
-            "is_stream": is_stream,
-        }
-        job = EncodingJob("isobatch.data.text.plain_text:PlainTextEncoder", settings, tokenization.tokenizer)
-        for shard in encode_in_shards(job, name, texts, tokenization.workshop):
+        encoder = PlainTextEncoder(
+            tokenizer=tokenization.tokenizer,
+            dtype=tokenization.dtype,
+            is_stream=self.corpus.is_stream,
+            eos=tokenization.special_ids["eos"],
+        )
+        for shard in encode_in_shards(encoder, f"{self.name}, {split}", texts, tokenization.workshop):
             spooled.add(shard.arrays)
             counts.update(shard.facts)
         if self.corpus.is_stream:

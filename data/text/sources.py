@@ -196,7 +196,7 @@ class Mixture:
         self, split: str, tokenization: TokenizationSettings
     ) -> tuple[dict[str, Column], dict[str, int]]:
         """(columns, sizes) of a split; the sizes are summed over the sets."""
-        spooled = SpooledColumns(tokenization.spool_folder)
+        spooled = SpooledColumns(tokenization.workshop.folder)
         total: Counter[str] = Counter()
         for number, one in enumerate(self.sets):
             if split in one.splits:
@@ -210,10 +210,10 @@ class Mixture:
                 self.samples[number][split], self.sizes[number][split] = len(rows), sizes
                 total.update(sizes)
         found = spooled.arrays()
-        offsets = np.concatenate([[0], np.cumsum(found["lengths"], dtype=np.int64)])
+        pad = tokenization.special_ids.get("pad") or 0
         return {
-            "tokens": Ragged(found["tokens"], offsets, tokenization.special_ids.get("pad") or 0),
-            "learn": Ragged(found["learn"], offsets),
+            "tokens": Ragged.of_lengths(found["tokens"], found["lengths"], pad),
+            "learn": Ragged.of_lengths(found["learn"], found["lengths"]),
             "token.weight": found["weights"],
             SET_COLUMN: found[SET_COLUMN],
         }, dict(total)

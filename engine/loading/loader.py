@@ -15,11 +15,7 @@ import numpy as np
 from isobatch.core.errors import IsobatchError
 from isobatch.core.measures import now
 from isobatch.engine.loading.device_copies import to_tensors
-from isobatch.engine.loading.microbatching import (
-    MicroBatch,
-    MicroBatchBudget,
-    cut_batch,
-)
+from isobatch.engine.loading.microbatching import MicroBatch, MicroBatchBudget, cut_batch
 
 if TYPE_CHECKING:
     from torch import Tensor  # noqa: TC004  heavy, and no class here has flags
@@ -155,9 +151,8 @@ class BatchLoader:
             try:
                 for work, micro in self._planned_micro_batches(start, stop):
                     arrays = self.source.fetch(self._rows(work, micro), micro.width)
-                    if not _put_unless_closed(
-                        ready, (work, to_tensors(arrays, self.plan.pin_memory)), closed
-                    ):
+                    batch = to_tensors(arrays, self.plan.pin_memory)
+                    if not _put_unless_closed(ready, (work, batch), closed):
                         return
                 _put_unless_closed(ready, None, closed)
             except BaseException as error:  # raised again in the training loop's thread
@@ -190,7 +185,7 @@ class BatchLoader:
 
         loader: Iterable[Any] = DataLoader(
             _FetchDataset(self.source),  # type: ignore[arg-type]
-            sampler=_StreamSampler(rows),
+            sampler=rows(),  # type: ignore[arg-type]
             batch_size=None,
             num_workers=self.plan.workers,
             prefetch_factor=max(1, self.plan.prefetch),
@@ -225,11 +220,3 @@ class _FetchDataset:
             return to_tensors(self.source.fetch(*rows), pin=False)
         except IsobatchError as error:
             return error  # if raised, DataLoader wraps it in a traceback
-
-
-class _StreamSampler:
-    def __init__(self, make: Callable[[], Iterator[tuple[np.ndarray, int]]]) -> None:
-        self.make = make
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, int]]:
-        return self.make()

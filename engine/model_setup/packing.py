@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -111,52 +112,36 @@ class SamplePacking:
 
 
 def _register(model: Any, packing: SamplePacking) -> None:
-    """Make a transformers model use `_PackedAttention`, and no mask in packed forward passes."""
+    """Make a transformers model use `_packed_attention`, and no mask in packed forward passes."""
     plain, mask = known_attention(model.config._attn_implementation or "sdpa")  # noqa: SLF001  no public name
 
     def no_mask(*args: Any, **named: Any) -> Any:
         return None if SamplePacking.forwarding else mask(*args, **named)
 
-    register_attention(NAME, _PackedAttention(plain), no_mask)
+    register_attention(NAME, partial(_packed_attention, plain), no_mask)
     for module in model.modules():
         if hasattr(module, "is_causal"):
             module.packing = packing
     model.set_attn_implementation(NAME)
 
 
-class _PackedAttention:
-    """An attention function as transformers calls it. `plain`: the model's own, used without packing."""
+def _packed_attention(
+    plain: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **named: Any
+) -> tuple[Tensor, Tensor | None]:
+    """query (1, H, N, D), key and value (1, K, N, D); returns (1, N, H, D), as transformers wants it.
 
-    def __init__(self, plain: Any) -> None:
-        self.plain = plain
-
-    def __call__(
-        self,
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        **named: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """query (1, H, N, D), key and value (1, K, N, D); returns (1, N, H, D)."""
-        layout = module.packing.layout
-        if layout is None:
-            return self.plain(module, query, key, value, attention_mask, dropout, scaling=scaling, **named)
-        if has_varlen_kernel(query):
-            if dropout and module.training:
-                raise UserError("--pack on: attention's kernel takes no dropout: add --dropout 0")
-            return _varlen(layout, query, key, value, scaling), None
-        rows = [layout.pad(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
-        output, _ = self.plain(module, *rows, None, dropout=dropout, scaling=scaling, **named)
-        return layout.take(output), None
-
-
-def has_varlen_kernel(query: Tensor) -> bool:
-    """Whether torch has a kernel for variable lengths on this tensor's device."""
-    return query.is_cuda
+    `plain`: the model's own function, used without packing. `named`: among others `dropout` and `scaling`.
+    """
+    layout = module.packing.layout
+    if layout is None:
+        return plain(module, query, key, value, mask, **named)
+    if query.is_cuda:  # there torch has a kernel for variable lengths
+        if named.get("dropout") and module.training:
+            raise UserError("--pack on: attention's kernel takes no dropout: add --dropout 0")
+        return _varlen(layout, query, key, value, named.get("scaling")), None
+    rows = [layout.pad(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
+    output, _ = plain(module, *rows, None, **named)
+    return layout.take(output), None
 
 
 def _varlen(layout: PackedLayout, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

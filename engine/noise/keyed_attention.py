@@ -8,13 +8,14 @@ Without dropout it calls the model's plain kernel.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
-from isobatch.engine.noise.keyed_noise import KeyedDropout, KeyedNoise, NoiseSite, apply_mask, hash_bits
+from isobatch.engine.noise.keyed_noise import KeyedDropout, KeyedNoise, apply_mask, hash_bits
 from isobatch.models.attention_functions import known_attention, register_attention, without_waiting
 
 NAME = "keyed"
@@ -40,41 +41,28 @@ def key_attention(model: nn.Module, noise: KeyedNoise) -> None:
     if "transformers" not in sys.modules or not hasattr(config, "_attn_implementation"):
         return
     plain, mask = known_attention(config._attn_implementation or "sdpa")  # noqa: SLF001  transformers has no public name
-    register_attention(NAME, KeyedAttention(plain), without_waiting(mask))
+    register_attention(NAME, partial(keyed_attention, plain), without_waiting(mask))
     for name, module in model.named_modules():
         module.noise_site = noise.register(f"{name}.attention") if hasattr(module, "is_causal") else None
     model.set_attn_implementation(NAME)  # type: ignore[operator]
 
 
-class KeyedAttention:
-    """An attention function as transformers calls it. `plain`: the model's own, used without dropout."""
+def keyed_attention(
+    plain: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **named: Any
+) -> tuple[Tensor, Tensor | None]:
+    """query (B, H, T, D), key and value (B, K, S, D); returns (B, T, H, D), as transformers wants it.
 
-    def __init__(self, plain: Any) -> None:
-        self.plain = plain
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        """query (B, H, T, D), key and value (B, K, S, D); returns (B, T, H, D)."""
-        if not dropout or not module.training:
-            rest = {"scaling": scaling, "is_causal": is_causal, **kwargs}
-            return self.plain(module, query, key, value, attention_mask, dropout=0.0, **rest)
-        causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        probabilities = _probabilities(query, key, attention_mask, scaling, causal and query.shape[2] > 1)
-        site = module.noise_site
-        assert isinstance(site, NoiseSite)
-        mask = dropout_mask(site.draw(), probabilities.shape, dropout)
-        dropped = apply_mask(probabilities, mask, dropout).to(value.dtype)
-        return torch.matmul(dropped, repeat_kv_heads(value, query)).transpose(1, 2).contiguous(), None
+    `plain`: the model's own function, used without dropout. `named`: among others `dropout`, `scaling` and
+    `is_causal`.
+    """
+    dropout, is_causal = named.get("dropout", 0.0), named.get("is_causal")
+    if not dropout or not module.training:
+        return plain(module, query, key, value, mask, **{**named, "dropout": 0.0})
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    probabilities = _probabilities(query, key, mask, named.get("scaling"), causal and query.shape[2] > 1)
+    kept = dropout_mask(module.noise_site.draw(), probabilities.shape, dropout)
+    dropped = apply_mask(probabilities, kept, dropout).to(value.dtype)
+    return torch.matmul(dropped, repeat_kv_heads(value, query)).transpose(1, 2).contiguous(), None
 
 
 def repeat_kv_heads(x: Tensor, query: Tensor) -> Tensor:

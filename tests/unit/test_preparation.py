@@ -4,42 +4,26 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import pytest
 
 from isobatch.core import measures
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.data import digests
 from isobatch.data.preparation import encoding
-from isobatch.data.preparation.encoding import EncodedShard, EncodingJob, Workshop, encode_in_shards
+from isobatch.data.preparation.encoding import Workshop, encode_in_shards
 from isobatch.data.tokenizers import train_byte_level_bpe
 from isobatch.engine.loading import prepare as preparing
+from isobatch.tests.length_encoder import LengthEncoder
 from isobatch.tests.paths import REGISTER
 from isobatch.tests.unit.test_prepared_bytes import RECORDED, prepared, vocabulary
 
-PLACE = "isobatch.tests.unit.test_preparation:encoder"
-
-
-def encoder(tokenizer: Any, settings: dict[str, Any]) -> Any:  # noqa: ARG001 - as every encoder
-    """Lengths of texts; refuses the text `bad`, dies of `fatal`, and counts its calls in a file."""
-
-    def encode(texts: list[str]) -> EncodedShard:
-        if "bad" in texts:
-            raise UserError("bad is refused")
-        if "fatal" in texts:
-            os.kill(os.getpid(), signal.SIGKILL)
-        with Path(settings["calls"]).open("a") as stream:
-            stream.write(f"{os.getpid()}\n")
-        return EncodedShard({"lengths": np.array([len(text) for text in texts])}, {"first": texts[0]})
-
-    return encode
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 @pytest.fixture
@@ -47,9 +31,9 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "SHARD_CHARACTERS", 10)
 
 
-def job(folder: Path) -> EncodingJob:
+def encoder(folder: Path) -> LengthEncoder:
     (folder / "calls").touch()
-    return EncodingJob(PLACE, {"calls": str(folder / "calls")}, train_byte_level_bpe(["a b c"], 257))
+    return LengthEncoder(tokenizer=train_byte_level_bpe(["a b c"], 257), calls=str(folder / "calls"))
 
 
 def lengths(shards: Any) -> list[int]:
@@ -67,7 +51,7 @@ TEXTS = ["x" * (n % 7) for n in range(60)]
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, workers: int) -> None:
     workshop = Workshop(workers, tmp_path / "shards")
-    shards = encode_in_shards(job(tmp_path), "train", TEXTS, workshop)
+    shards = encode_in_shards(encoder(tmp_path), "train", TEXTS, workshop)
     first = [next(shards) for _ in range(4)]
     shards.close()
     done = len(list((tmp_path / "shards").glob("*.shard")))
@@ -75,7 +59,7 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path: Path, workers: int)
     kept = sorted((tmp_path / "shards").glob("*.shard"))
     kept[1].write_bytes(kept[1].read_bytes()[:-1])  # cut short, as by a machine that lost its power
     before = len(calls(tmp_path))
-    again = list(encode_in_shards(job(tmp_path), "train", TEXTS, workshop))
+    again = list(encode_in_shards(encoder(tmp_path), "train", TEXTS, workshop))
     assert lengths(again) == [len(text) for text in TEXTS]
     assert [shard.facts for shard in again[:4]] == [shard.facts for shard in first]
     assert len(calls(tmp_path)) - before == len(again) - done + 1
@@ -91,7 +75,7 @@ def test_what_ends_an_encoder_is_said_by_the_one_that_asked(
     tmp_path: Path, text: str, kind: type[Exception], said: str
 ) -> None:
     with pytest.raises(kind, match=said):
-        list(encode_in_shards(job(tmp_path), "train", [*TEXTS, text], Workshop(2)))
+        list(encode_in_shards(encoder(tmp_path), "train", [*TEXTS, text], Workshop(2)))
 
 
 @pytest.mark.parametrize("case", ["text", "documents, cleaned", "mixture"])
