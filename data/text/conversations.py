@@ -63,7 +63,8 @@ class ConversationEncoder(Encoder):
         counts, turns = RowCounts(), 0
         prompts: list[list[str]] = []
         hashes: list[int] = []
-        tokens, masks = [np.empty(0, self.dtype)], [np.empty(0, np.uint8)]
+        tokens: list[np.ndarray] = [np.empty(0, self.dtype)]
+        masks = [np.empty(0, np.uint8)]
         for conversation, row in self._rows(texts, counts):
             find_questions = partial(question_mask, conversation, self.tokenizer)
             kept, cuts = fit_turns(row, find_questions, self.max_length, self.response_only)

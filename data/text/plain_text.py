@@ -69,7 +69,7 @@ class PlainTextEncoder(Encoder):
         for encoding in self.tokenizer.encode_batch_fast([t + end for t in texts], add_special_tokens=False):
             found.extend(encoding.ids)
             found.extend(suffix)
-        arrays = {"tokens": np.frombuffer(found, np.uint32).astype(self.dtype)}
+        arrays: dict[str, np.ndarray] = {"tokens": np.frombuffer(found, np.uint32).astype(self.dtype)}
         if not self.is_stream:
             arrays["hashes"] = np.fromiter(map(text_hash, texts), np.uint64, len(texts))
         facts = {

@@ -185,7 +185,7 @@ class BatchLoader:
 
         loader: Iterable[Any] = DataLoader(
             _FetchDataset(self.source),  # type: ignore[arg-type]
-            sampler=rows(),  # type: ignore[arg-type]
+            sampler=rows(),
             batch_size=None,
             num_workers=self.plan.workers,
             prefetch_factor=max(1, self.plan.prefetch),
