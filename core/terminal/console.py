@@ -1,4 +1,6 @@
-"""The console of a run: lines and the progress of training for the user, and the same lines in log.txt."""
+"""The console of a run: lines and the progress of training for the user, and the same lines in log.txt; and
+what a command answers.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,8 @@ import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core import atomic_files
+from isobatch.core.errors import DONE
 from isobatch.core.measures import format_bytes, format_duration, now, printable
 from isobatch.core.terminal.status import doing, on_terminal
 
@@ -80,3 +84,10 @@ def format_metrics(metrics: Mapping[str, Any], form: str) -> str:
         if isinstance(value, float | int | str)
     ]
     return "  ".join(words)
+
+
+def print_answer(found: Any, text: str, as_json: bool) -> int:
+    """Print what a command found: one JSON object, or its text for a person. Returns the exit code."""
+    in_ascii = str(sys.stdout.encoding).lower() != "utf-8"  # JSON has no \xe9, as it would print é
+    print(atomic_files.json_text(found, ensure_ascii=in_ascii) if as_json else printable(text))
+    return DONE

@@ -6,13 +6,12 @@ import dataclasses
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import flags_of
 from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
-from isobatch.core.terminal.console import format_metrics
+from isobatch.core.terminal.console import format_metrics, print_answer
 from isobatch.data.streaming.store import refuse_secrets
 from isobatch.engine import consent
 from isobatch.engine.registry import CHAINS, workload_of
@@ -36,6 +35,7 @@ from isobatch.launch.local.launch_run import (
 )
 from isobatch.launch.local.run_setup import (
     locate_data,
+    one_run,
     plan_for_training,
     print_unless_quiet,
     store_plan,
@@ -82,14 +82,13 @@ def resume(words: Sequence[str]) -> int:
     The recipe stays, on any machine. RUN may be the URL of a copy: resume s3://bucket/prefix/RUN
     """
     positional, flags = split_words(words)
-    if len(positional) != 1:
-        raise UserError("resume: give the folder of one run, as in: resume runs/causal-lm-0123456789ab")
+    named = one_run(positional, "resume")
     kinds = {"resume": ResumeOptions, "plan": PlanOptions, "run": RunOptions}
     groups = {name: flags_of(kind) for name, kind in kinds.items()}
     groups["recipe"] = {"data": flags_of(Recipe)["data"]}
     values, notes = sort_flags(flags, groups, "resume")
     options = ResumeOptions(**values["resume"])
-    run = _here(positional[0], values["run"], options.trust)
+    run = _here(named, values["run"], options.trust)
     run_options = dataclasses.replace(run.options(), **values["run"])
     for note in notes:
         print_unless_quiet(note, run_options.quiet)
@@ -158,7 +157,7 @@ LINE = 110
 
 def _print_result(run: RunFolder, code: int, options: AutoOptions | ResumeOptions) -> int:
     if options.json:
-        print(atomic_files.json_text(run.summary() or {"status": run.status()}, ensure_ascii=False))
+        print_answer(run.summary() or {"status": run.status()}, "", as_json=True)
     elif code == DONE:
         print_outcome(run)
     return code

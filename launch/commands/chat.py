@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.measures import printable
+from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.data.text import chat_templates
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.run_setup import TrustOptions, open_run
+from isobatch.launch.local.run_setup import TrustOptions, one_run, open_run
 from isobatch.models import lora
 from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_generation
 from isobatch.models.protocols import Generates, WrittenText
@@ -120,13 +121,12 @@ def chat(words: Sequence[str]) -> int:
     positional, flags = split_words(words)
     if len(positional) == 2 and "prompt" not in flags:
         flags["prompt"] = positional.pop()
-    if len(positional) != 1:
-        raise UserError("chat: give the folder of one run (`runs` lists them), and a text in quotes")
+    place = one_run(positional, "chat")
     options = command_options(flags, ChatOptions, "chat")
-    prompt, (template, open_writer) = options.prompt, open_language_model(positional[0], options.trust)
+    prompt, (template, open_writer) = options.prompt, open_language_model(place, options.trust)
     if template is None and (prompt is None or options.system):
         raise UserError(
-            f"chat: {positional[0]} was not trained on conversations: give it a --prompt, and no --system"
+            f"chat: {place} was not trained on conversations: give it a --prompt, and no --system"
         )
     doing("loading the model")
     write, drawn = open_writer(options.load_bits), sampling(options, template)
@@ -138,10 +138,8 @@ def chat(words: Sequence[str]) -> int:
     asked = template.prompt_segments([*told, {"role": "user", "content": prompt}]) if template else prompt
     pieces, before = write(asked, drawn), "" if template else prompt
     if options.json:
-        found = {"prompt": prompt, "text": before + "".join(pieces)}
-        print(atomic_files.json_text(found, ensure_ascii=False))
-    else:
-        print_pieces(pieces, before)
+        return print_answer({"prompt": prompt, "text": before + "".join(pieces)}, "", as_json=True)
+    print_pieces(pieces, before)
     return DONE
 
 

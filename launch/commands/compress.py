@@ -9,17 +9,17 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, STOPPED, UserError
 from isobatch.core.extras import need
 from isobatch.core.flags import build_options
+from isobatch.core.terminal.console import print_answer
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.commands.plan import PlanCommandOptions, plan_stages
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.local.run_setup import find_run, prepare_facts
-from isobatch.launch.report.command import text_of, write_report
+from isobatch.launch.report.page import text_of, write_report
 from isobatch.launch.sweeps.chain import parse_chain
 
 if TYPE_CHECKING:
@@ -65,9 +65,7 @@ def compress(words: Sequence[str]) -> int:
                 export_form(run, kind)
     folder = runs[-1].folder / "report"
     contents = write_report(runs, folder)
-    dumped = atomic_files.json_text(contents.to_dict(), ensure_ascii=False) if options.json else ""
-    print(dumped or text_of(contents, folder))
-    return DONE
+    return print_answer(contents.to_dict(), text_of(contents, folder), options.json)
 
 
 def _same_stage(request: Request) -> RunFolder | None:

@@ -6,11 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, flags_of, to_json_value, value_text
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
+from isobatch.core.terminal.console import print_answer
 from isobatch.engine.machine.gpu_table import MACHINES
 from isobatch.engine.registry import CHAINS, TASKS, workload
 from isobatch.engine.runs.run_options import RunOptions
@@ -55,16 +55,14 @@ def describe(words: Sequence[str]) -> int:
         raise UserError(no_command(name))
     else:
         groups, notes = _task_groups(name)
-    if options.json:
-        print(atomic_files.json_text({"task": name, "flags": groups, "notes": notes}, ensure_ascii=False))
-        return 0
+    lines = []
     for title, found in groups.items():
-        print(f"\n{title}")
+        lines += ["", title]
         for row in found:
             default = "" if row["default"] is None else f", default {row['default']}"
-            print(f"  {row['flag']:<28} {row['type']}{default}\n{'':<31}{row['help']}")
-    print("\n".join(["", *notes] if notes else []))
-    return 0
+            lines.append(f"  {row['flag']:<28} {row['type']}{default}\n{'':<31}{row['help']}")
+    text = "\n".join([*lines, "", *notes])
+    return print_answer({"task": name, "flags": groups, "notes": notes}, text, options.json)
 
 
 Groups = dict[str, list[dict[str, Any]]]
@@ -95,13 +93,10 @@ def _command_groups(name: str) -> tuple[Groups, list[str]]:
 
 
 def _print_tasks(as_json: bool) -> int:
-    if as_json:
-        print(atomic_files.json_text({name: entry.summary for name, entry in TASKS.items()}))
-        return 0
-    print("\n".join(f"{name:<14}{entry.summary}" for name, entry in TASKS.items()))
-    print("\n".join(f"{name:<14}{', '.join(stages)}, report" for name, stages in CHAINS.items()))
-    print(f"{'./file.py:Class':<14} your own (see the README)")
-    return 0
+    lines = [f"{name:<14}{entry.summary}" for name, entry in TASKS.items()]
+    lines += [f"{name:<14}{', '.join(stages)}, report" for name, stages in CHAINS.items()]
+    lines.append(f"{'./file.py:Class':<14} your own (see the README)")
+    return print_answer({name: entry.summary for name, entry in TASKS.items()}, "\n".join(lines), as_json)
 
 
 def _flag(flag: Flag, defaults: dict[str, Any]) -> dict[str, Any]:

@@ -7,15 +7,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from isobatch.core import atomic_files, number_ranges
+from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
-from isobatch.core.terminal.console import format_metrics
+from isobatch.core.terminal.console import format_metrics, print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.registry import workload_of
-from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run, plan_for_this_machine
+from isobatch.launch.local.run_setup import (
+    TrustOptions,
+    locate_data,
+    open_single_run,
+    plan_for_this_machine,
+)
 from isobatch.models.protocols import EncodesLatents, KeepsBaselines
 
 if TYPE_CHECKING:
@@ -24,7 +28,6 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
 
 T = TypeVar("T")
-Options = TypeVar("Options", bound=TrustOptions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,15 +43,6 @@ class EvaluateOptions(TrustOptions):
     papers take 500."""
     json: bool = False
     """One JSON object on standard output."""
-
-
-def open_single_run(words: Sequence[str], command: str, kind: type[Options]) -> tuple[RunFolder, Options]:
-    """The run that the one positional word names, and the options. Raises UserError."""
-    positional, flags = split_words(words)
-    if len(positional) != 1:
-        raise UserError(f"{command}: give the folder of one run (`runs` lists them)")
-    options = command_options(flags, kind, command)
-    return open_run(positional[0], options.trust), options
 
 
 def evaluate(words: Sequence[str]) -> int:
@@ -81,11 +75,8 @@ def evaluate(words: Sequence[str]) -> int:
             found |= task.likelihood(model.eval(), batches(), options.iw_samples, run.facts, name)
     unfinished = "" if run.status() == "done" else f"; the run is not finished ({run.status()})"
     print(printable(f"{run.folder}: checkpoint {checkpoint.name}{unfinished}"), file=sys.stderr)
-    if options.json:
-        print(atomic_files.json_text(metrics))
-    for name, found in {} if options.json else metrics.items():
-        print(printable(f"{name}: " + format_metrics(found, ".6g")))
-    return 0
+    lines = (f"{name}: {format_metrics(found, '.6g')}" for name, found in metrics.items())
+    return print_answer(metrics, "\n".join(lines), options.json)
 
 
 def require_capability(run: RunFolder, capability: type[T], command: str, refusal: str) -> T:
@@ -93,6 +84,11 @@ def require_capability(run: RunFolder, capability: type[T], command: str, refusa
     task, _ = workload_of(run.recipe).make(run.recipe)
     if not isinstance(task, capability):
         raise UserError(f"{command}: {run.folder} trained {run.recipe.task}, which {refusal}")
+    require_final(run)
+    return task
+
+
+def require_final(run: RunFolder) -> None:
+    """Raises UserError for a run that is not finished."""
     if not run.final.is_dir():
         raise UserError(f"{run.folder} has no final/ yet: {run.why_unfinished()}")
-    return task

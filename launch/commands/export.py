@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
+from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
-from isobatch.launch.commands.evaluate import open_single_run
-from isobatch.launch.local.run_setup import TrustOptions, locate_data
+from isobatch.launch.commands.evaluate import require_final
+from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_single_run
 from isobatch.models import model_card
 from isobatch.models.capabilities import description_of
 from isobatch.models.protocols import Exports
@@ -62,12 +63,12 @@ def export(words: Sequence[str]) -> int:
         for library in ("onnx", "onnxruntime"):
             need(library, f"--to {','.join(wanted)}")
     found = {kind: export_form(run, kind, options.data) for kind in wanted}
-    if options.json:
-        print(atomic_files.json_text(found))
-    for figures in () if options.json else found.values():
-        difference = f"largest logit difference {figures['max_logit_difference']:.1e}"
-        print(f"{figures['folder']}: {difference} over {figures['samples']} samples")
-    return 0
+    lines = (
+        f"{one['folder']}: largest logit difference {one['max_logit_difference']:.1e} over"
+        f" {one['samples']} samples"
+        for one in found.values()
+    )
+    return print_answer(found, "\n".join(lines), options.json)
 
 
 def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict[str, Any]:
@@ -76,8 +77,7 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
     `data_path`: where the data lies now, if it has moved. Raises UserError, and ExportError where the
     exported model differs from the trained one.
     """
-    if not run.final.is_dir():
-        raise UserError(f"{run.folder} has no final/ yet: {run.why_unfinished()}")
+    require_final(run)
     locate_data(run, run.recipe, data_path)
     facts, (task, data) = run.facts, workload_of(run.recipe).make(run.recipe)
     assert isinstance(task, Exports), "the caller has asked"

@@ -5,29 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.errors import UserError
-from isobatch.core.measures import printable
-from isobatch.core.terminal.console import format_metrics
+from isobatch.core.terminal.console import format_metrics, print_answer
 from isobatch.engine import consent
 from isobatch.engine.consent import adapter_base, places
-from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands.describe import ListingOptions
-from isobatch.launch.local.arguments import read_command
+from isobatch.launch.local.run_setup import open_single_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from isobatch.engine.runs.run_folder import RunFolder
 
 
 def inspect(words: Sequence[str]) -> int:
     """Usage: inspect RUN [--json]: recipe, status and metrics of a run, what code it brings, what it
     reads and where it sends. Nothing that came with it is executed, read or sent to.
     """
-    positional, options = read_command(words, ListingOptions, "inspect")
-    if len(positional) != 1:
-        raise UserError("inspect: give the folder of one run (`runs` lists them)")
-    found = describe_run(RunFolder.open(positional[0]))
-    print(atomic_files.json_text(found) if options.json else printable(_format(found)))
-    return 0
+    run, options = open_single_run(words, "inspect", ListingOptions, runs_code=False)
+    found = describe_run(run)
+    return print_answer(found, _format(found), options.json)
 
 
 def describe_run(run: RunFolder) -> dict[str, Any]:

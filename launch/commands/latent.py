@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core import atomic_files, number_ranges
+from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
-from isobatch.core.measures import printable
+from isobatch.core.terminal.console import print_answer
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import TrustOptions, open_run
@@ -50,21 +50,22 @@ class SampleOptions(DecodingOptions):
 def reconstruct(words: Sequence[str]) -> int:
     """Usage: vae reconstruct RUN "text" [--tokens 60] [--json]: a text through its latent vector and back."""
     codec, (text,), options = _open(words, "reconstruct", ("text",), DecodingOptions)
-    return _print(options, text=text, reconstruction=codec.reconstruct(text, options.tokens))
+    found = codec.reconstruct(text, options.tokens)
+    return print_answer({"text": text, "reconstruction": found}, found, options.json)
 
 
 def interpolate(words: Sequence[str]) -> int:
     """Usage: vae interpolate RUN "from" "to" [--count 7] [--tokens 60] [--json]: between two texts."""
     codec, (first, last), options = _open(words, "interpolate", ("from", "to"), InterpolateOptions)
     texts = codec.interpolate(first, last, options.count, options.tokens)
-    return _print(options, **{"from": first, "to": last, "texts": texts})
+    return print_answer({"from": first, "to": last, "texts": texts}, "\n".join(texts), options.json)
 
 
 def sample(words: Sequence[str]) -> int:
     """Usage: vae sample RUN [--count 5] [--temperature 1] [--seed 0] [--tokens 60] [--json]."""
     codec, _, options = _open(words, "sample", (), SampleOptions)
     texts = codec.sample(options.count, options.tokens, options.temperature, options.seed)
-    return _print(options, texts=texts)
+    return print_answer({"texts": texts}, "\n".join(texts), options.json)
 
 
 def _open(
@@ -78,9 +79,3 @@ def _open(
     run = open_run(positional[0], options.trust)
     task = require_capability(run, EncodesLatents, command, "has no latent vectors")
     return task.open_codec(run.final), positional[1:], options
-
-
-def _print(options: DecodingOptions, **found: Any) -> int:
-    texts = found.get("texts") or [found["reconstruction"]]
-    print(atomic_files.json_text(found, ensure_ascii=False) if options.json else printable("\n".join(texts)))
-    return 0

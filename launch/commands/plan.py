@@ -6,11 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.flags import build_options, flags_of
 from isobatch.core.measures import format_bytes, format_duration, format_fields, parse_duration
 from isobatch.core.number_ranges import Positive
+from isobatch.core.terminal.console import print_answer
 from isobatch.engine.loading.prepare import assumed_facts
 from isobatch.engine.loading.prepare import prepare as prepare_data
 from isobatch.engine.machine.detect import detect
@@ -32,7 +32,7 @@ from isobatch.engine.planning.estimate import (
 )
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.local.arguments import Request, parse_request, task_name
-from isobatch.launch.local.run_setup import TrustOptions, print_unless_quiet
+from isobatch.launch.local.run_setup import TrustOptions, print_unless_quiet, say_notes
 from isobatch.launch.sweeps.chain import parse_chain
 from isobatch.models.capabilities import notes_of
 
@@ -100,26 +100,21 @@ def plan(words: Sequence[str]) -> int:
 def show_plan(request: Request, options: PlanCommandOptions) -> int:
     """Print the plan of a request, or what --compare sets side by side."""
     result, text = (compare_machines if options.compare else plan_of)(request, options)
-    print(atomic_files.json_text(result, ensure_ascii=False) if options.json else text)
-    return 0
+    return print_answer(result, text, options.json)
 
 
 def plan_stages(chain: Chain, options: PlanCommandOptions) -> int:
     """Print the plan of every stage, each with the first stage's model: none has trained yet."""
-    found = {}
+    found, texts = {}, []
     for number, stage in enumerate(chain.stages, start=1):
         request = parse_request(chain.words(stage, chain.start), "plan", PlanCommandOptions)
         found[stage], text = plan_of(request if number == 1 else _without_training(request), options)
         found[stage]["recipe"] = {**request.recipe.to_dict(), "hash": request.recipe.hash()}
-        if not options.json:
-            print(f"stage {number} of {len(chain.stages)}, {stage}:\n\n{text}\n")
+        texts.append(f"stage {number} of {len(chain.stages)}, {stage}:\n\n{text}\n\n")
     seconds = sum(plan["run"]["run_seconds"] or 0.0 for plan in found.values())
-    if options.json:
-        print(atomic_files.json_text({"stages": found, "run_seconds": seconds}, ensure_ascii=False))
-    else:
-        whole = f"all {len(found)} stages: {short_duration(seconds)}"
-        print(f"{whole}, without what is exported and measured between them")
-    return 0
+    whole = f"all {len(found)} stages: {short_duration(seconds)}"
+    texts.append(f"{whole}, without what is exported and measured between them")
+    return print_answer({"stages": found, "run_seconds": seconds}, "".join(texts), options.json)
 
 
 def _without_training(request: Request) -> Request:
@@ -176,8 +171,7 @@ def compare_machines(request: Request, options: PlanCommandOptions) -> tuple[dic
 def _targets(request: Request, options: PlanCommandOptions, names: Sequence[str], flag: str) -> list[Target]:
     """The request's recipe and data on machines. Raises UserError, which begins with `flag`."""
     machines = {name: _machine(name, flag) for name in names}
-    for note in request.notes:
-        print_unless_quiet(note, request.run.quiet)
+    say_notes(request)
     if options.assume_length:
         length = options.assume_length * request.workload.task.rows_per_sample
         facts = assumed_facts(length, request.workload.data, request.recipe.tokenizer)
@@ -265,18 +259,11 @@ def prepare(words: Sequence[str]) -> int:
     Run it where the internet is; runs then need none.
     """
     request = parse_request(words, "prepare", PrepareOptions)
-    for note in request.notes:
-        print_unless_quiet(note, request.run.quiet)
+    say_notes(request)
     facts = _prepared(request)
     request.workload.make(request.recipe)[0].fetch()
-    if request.extra.get("json"):
-        print(atomic_files.json_text(facts.to_dict(), ensure_ascii=False))
-        return 0
     counts = ", ".join(f"{n:,} {split}" for split, n in facts.samples.items())
-    print(
-        f"{counts} samples of up to {facts.longest} tokens (mean {facts.mean_length:.0f}),"
-        f" {facts.fingerprint}"
-    )
-    for line in (*facts.extra.get("notes", []), f"in {facts.folder}"):
-        print(line)
-    return 0
+    lengths = f"up to {facts.longest} tokens (mean {facts.mean_length:.0f})"
+    lines = [f"{counts} samples of {lengths}, {facts.fingerprint}", *facts.extra.get("notes", [])]
+    text = "\n".join([*lines, f"in {facts.folder}"])
+    return print_answer(facts.to_dict(), text, bool(request.extra.get("json")))

@@ -8,16 +8,17 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
-from isobatch.core import atomic_files
 from isobatch.core.atomic_files import explain_write_errors
 from isobatch.core.errors import DONE, FAILED, STOPPED, UserError
 from isobatch.core.measures import format_bytes, printable
 from isobatch.core.number_ranges import Positive
+from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import cluster
-from isobatch.launch.control.run_state import RunView, look, one_run
+from isobatch.launch.control.run_state import RunView, look
 from isobatch.launch.local.arguments import read_command
+from isobatch.launch.local.run_setup import open_single_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +43,7 @@ def cancel(words: Sequence[str]) -> int:
 
     A run that trains saves and ends; --now ends it at once. One that waits in a queue leaves it.
     """
-    run, options = one_run(words, CancelOptions, "runs cancel")
+    run, options = open_single_run(words, "runs cancel", CancelOptions, runs_code=False)
     seen = end = look(run.folder)
     if seen.state == "unknown":
         raise UserError(f"{run.folder}: {seen.job.reason}: cancel job {seen.job.job} again when it does")
@@ -51,13 +52,9 @@ def cancel(words: Sequence[str]) -> int:
         cluster(seen.job.cluster).cancel(run, seen.job, options.now)
         end = look(run.folder) if seen.state == "queued" else _wait_for_end(run)
         text = _outcome(seen, end, options.now)
-    if options.json:
-        facts = {"run": str(run.folder), "job": seen.job.job, "before": seen.state, "state": end.state}
-        step = {"step": end.step, "checkpoint": _newest_checkpoint(run)}
-        print(atomic_files.json_text({**facts, **step, "text": text}))
-    else:
-        print(f"{run.folder}: {text}")
-    return DONE
+    states = {"job": seen.job.job, "before": seen.state, "state": end.state, "step": end.step}
+    found = {"run": str(run.folder), **states, "checkpoint": _newest_checkpoint(run), "text": text}
+    return print_answer(found, f"{run.folder}: {text}", options.json)
 
 
 def _outcome(seen: RunView, end: RunView, now: bool) -> str:
@@ -115,7 +112,8 @@ def logs(words: Sequence[str]) -> int:
 
     With -f the exit code is the run's: 0 done, 3 failed, 75 stopped.
     """
-    run, options = one_run(["--follow" if word == "-f" else word for word in words], LogsOptions, "runs logs")
+    words = ["--follow" if word == "-f" else word for word in words]
+    run, options = open_single_run(words, "runs logs", LogsOptions, runs_code=False)
     log = LogReader(run.folder / "log.txt", sys.stdout)
     if not log.path.exists():
         seen = look(run.folder)

@@ -13,10 +13,8 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import JobState, job_states
-from isobatch.launch.local.arguments import read_command
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
 NO_JOB = JobState(stage="over", cluster="local")
@@ -52,16 +50,6 @@ def look(folder: Path) -> RunView:
     """Look at a run and its job anew. Raises UserError where the run's records are damaged."""
     run = RunFolder(folder)
     return view(run, job_states([run]).get(folder))
-
-
-def one_run(words: Sequence[str], kind: type, command: str) -> tuple[RunFolder, Any]:
-    """The run and the options in a command's words. Raises UserError."""
-    positional, options = read_command(words, kind, command)
-    if len(positional) != 1:
-        raise UserError(
-            f"{command}: give the folder of one run (`runs` lists them), as in: {command} runs/mine"
-        )
-    return RunFolder.open(positional[0]), options
 
 
 def view(run: RunFolder, job: JobState | None) -> RunView:

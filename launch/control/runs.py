@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core import atomic_files
-from isobatch.core.errors import DONE, UserError
+from isobatch.core.errors import UserError
 from isobatch.core.flags import value_text
 from isobatch.core.measures import aligned, format_duration, printable
+from isobatch.core.terminal.console import print_answer
 from isobatch.engine.registry import TASKS, workload_of
 from isobatch.engine.runs.run_folder import RunFolder, list_runs
 from isobatch.launch.clusters.cluster import job_states
@@ -55,15 +55,9 @@ def runs(words: Sequence[str]) -> int:
             print(printable(f"isobatch: {error}"), file=sys.stderr)
             rows.append({**UNREADABLE, "folder": str(run.folder), "reason": str(error)})
             lines.append((_cells(rows[-1]), ""))
-    if options.json:
-        print(atomic_files.json_text({"runs": rows}))
-        return DONE
     cells, remarks = zip((HEAD, ""), *lines, strict=True)
-    for line, remark in zip(aligned(cells), remarks, strict=True) if rows else ():
-        print(printable(line + remark))
-    if not rows:
-        print(f"no runs in {folder}")
-    return DONE
+    table = map("".join, zip(aligned(cells), remarks, strict=True))
+    return print_answer({"runs": rows}, "\n".join(table) if rows else f"no runs in {folder}", options.json)
 
 
 HEAD = ("run", "made", "task", "state", "steps", "result")
@@ -150,8 +144,7 @@ def compare(words: Sequence[str]) -> int:
     if len(runs) < 2:
         raise UserError(TOO_FEW)
     found = compared(runs)
-    print(atomic_files.json_text(found) if options.json else printable_lines(found))
-    return DONE
+    return print_answer(found, as_table(found), options.json)
 
 
 def _runs_at(place: str) -> list[RunFolder]:
@@ -197,7 +190,7 @@ def differing(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {name: values for name, values in rows.items() if any(v != values[0] for v in values)}
 
 
-def printable_lines(found: Mapping[str, Any]) -> str:
+def as_table(found: Mapping[str, Any]) -> str:
     """The comparison as a table with a section for each part."""
     cells = [["", *found["runs"]]]
     for part in ("recipe", "data", "plan", "metrics", "figures"):
@@ -209,7 +202,7 @@ def printable_lines(found: Mapping[str, Any]) -> str:
         remark = "another protocol: metrics are not comparable" if found["data"] else ""
     else:
         remark = "the same recipe" + ("" if found["data"] else " and data")
-    return "\n".join([*map(printable, aligned(cells)), *([remark] if remark else [])])
+    return "\n".join([*aligned(cells), *([remark] if remark else [])])
 
 
 def _cell(value: Any) -> str:

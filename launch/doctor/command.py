@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from isobatch.core import atomic_files
-from isobatch.core.errors import DONE, FAILED, UserError
+from isobatch.core.errors import DONE, FAILED
 from isobatch.core.measures import printable
+from isobatch.core.terminal.console import print_answer
 from isobatch.launch.doctor.machine import check_machine
 from isobatch.launch.doctor.run_checks import check_run
-from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.arguments import read_command
+from isobatch.launch.local.run_setup import one_run
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,21 +39,17 @@ def doctor(words: Sequence[str]) -> int:
 
     Each line is ok, warning or broken, with what mends it. Exit 3 where something is broken.
     """
-    positional, flags = split_words(words)
-    options = command_options(flags, DoctorOptions, "doctor")
-    if len(positional) > 1:
-        raise UserError("doctor: give the folder of one run, or none to look at this machine")
-    checks = check_run(Path(positional[0]).expanduser()) if positional else check_machine(Path(options.out))
+    positional, options = read_command(words, DoctorOptions, "doctor")
+    run = Path(one_run(positional, "doctor")).expanduser() if positional else None
+    checks = check_run(run) if run else check_machine(Path(options.out))
     found = []
     for check in checks:
         found.append(check)
         if not options.json:  # as soon as it is known
             print(printable(line(check)), flush=True)
     count = Counter(check.state for check in found)
-    if options.json:
-        print(atomic_files.json_text({"checks": [asdict(check) for check in found]}))
-    else:
-        print(f"{count['broken']} broken, {count['warning']} warnings, of {len(found)} checks")
+    text = f"{count['broken']} broken, {count['warning']} warnings, of {len(found)} checks"
+    print_answer({"checks": [asdict(check) for check in found]}, text, options.json)
     return FAILED if count["broken"] else DONE
 
 

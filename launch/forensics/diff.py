@@ -12,8 +12,8 @@ import numpy as np
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, IsobatchError, UserError
-from isobatch.core.measures import printable
 from isobatch.core.plan import INVARIANCES
+from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.data.base import MEASURES
 from isobatch.engine.forensics.compare_runs import EXACT_FLOOR, compare_logs, compare_steps, not_reproduced
@@ -23,7 +23,7 @@ from isobatch.engine.verification.run_order import RunOrder
 from isobatch.engine.verification.tolerance import TOLERANCE, rounding_tolerance
 from isobatch.launch.control.runs import differing
 from isobatch.launch.forensics.diff_text import lines_of, verdict_of
-from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run
 
@@ -68,13 +68,12 @@ def diff(words: Sequence[str]) -> int:
 
     Exit code 0 where only the order of float sums differs, 3 at a true difference.
     """
-    positional, flags = split_words(words)
+    positional, options = read_command(words, DiffOptions, "diff")
     if len(positional) != 2:
         raise UserError("diff: give two runs, as in: diff runs/a runs/b (`compare` takes more)")
-    options = command_options(flags, DiffOptions, "diff")
     one, other = (open_run(place, options.trust) for place in positional)
     found = diff_runs(one, other, options.level)
-    print(atomic_files.json_text(found) if options.json else printable("\n".join(lines_of(found))))
+    print_answer(found, "\n".join(lines_of(found)), options.json)
     return DONE if found["equal"] else FAILED
 
 

@@ -20,10 +20,11 @@ import numpy as np
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, TrainingError, UserError
 from isobatch.core.facts import Facts
-from isobatch.core.measures import format_bytes, printable
+from isobatch.core.measures import format_bytes
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
+from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine import consent
 from isobatch.engine.forensics import receipt as receipts
@@ -32,13 +33,13 @@ from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.verification.audit import audit_records
 from isobatch.engine.verification.log_audit import WrongRecordError, check
 from isobatch.engine.verification.proof import within
-from isobatch.launch.commands.evaluate import open_single_run
-from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import (
     OtherDataError,
     TrustOptions,
     compare_source,
     locate_data,
+    open_single_run,
 )
 from isobatch.launch.local.verify_run import VerifyOptions, redo_first_steps, verify_run
 
@@ -110,15 +111,12 @@ def receipt(words: Sequence[str]) -> int:
         signature.unlink(missing_ok=True)
     else:
         atomic_files.write_text(signature, signed)
-    if options.json:
-        said = {"receipt": str(file), "signature": str(signature) if signed else None}
-        print(atomic_files.json_text(said))
-        return DONE
     steps = f"{sum(content['phases'].values()):,} steps, figures of {len(content['steps']):,} of them"
     size, signs = format_bytes(len(text)), f", signed in {signature}" if signed else ""
-    print(printable(f"{file}: {size}, recipe {content['recipe_hash']}, {steps}{signs}"))
-    print(printable(f"whoever has the data checks it with: isobatch receipt check {file}"))
-    return DONE
+    said = f"{file}: {size}, recipe {content['recipe_hash']}, {steps}{signs}"
+    how = f"whoever has the data checks it with: isobatch receipt check {file}"
+    found = {"receipt": str(file), "signature": str(signature) if signed else None}
+    return print_answer(found, f"{said}\n{how}", options.json)
 
 
 def receipt_of(run: RunFolder) -> Content:
@@ -137,19 +135,17 @@ def audit(words: Sequence[str]) -> int:
 
     Exit 3 where something is not as the receipt says.
     """
-    positional, flags = split_words(words)
+    positional, options = read_command(words, AuditOptions, "audit")
     if len(positional) != 1:
         raise UserError(f"receipt check: give one receipt, as in: receipt check {FILE}")
-    options = command_options(flags, AuditOptions, "audit")
     file = Path(positional[0]).expanduser()
     found = audit_receipt(file / FILE if file.is_dir() else file, options)
-    if options.json:
-        print(atomic_files.json_text({"holds": not found.problems, **dataclasses.asdict(found)}))
-    else:
-        lines = [f"  {problem}" for problem in found.problems]
-        lines += [f"checked: {'; '.join(found.checked) or 'nothing'}"]
-        lines += [f"not checked: {'; '.join(found.unknown)}"] if found.unknown else []
-        print(printable("\n".join([*lines, f"{file}: {'does NOT hold' if found.problems else 'holds'}"])))
+    lines = [f"  {problem}" for problem in found.problems]
+    lines += [f"checked: {'; '.join(found.checked) or 'nothing'}"]
+    lines += [f"not checked: {'; '.join(found.unknown)}"] if found.unknown else []
+    lines += [f"{file}: {'does NOT hold' if found.problems else 'holds'}"]
+    answer = {"holds": not found.problems, **dataclasses.asdict(found)}
+    print_answer(answer, "\n".join(lines), options.json)
     return FAILED if found.problems else DONE
 
 

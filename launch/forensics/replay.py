@@ -9,16 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Positive
+from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.step_rows import is_step
 from isobatch.engine.verification.run_order import require_step
-from isobatch.launch.local.arguments import command_options, split_words
-from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run
+from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_single_run
 from isobatch.launch.report.tables import text_table
 
 if TYPE_CHECKING:
@@ -61,13 +59,9 @@ def replay(words: Sequence[str]) -> int:
     """
     from isobatch.engine.forensics.observed_step import observe_step
 
-    positional, flags = split_words(words)
-    if len(positional) != 1:
-        raise UserError("replay: give the folder of one run, as in: replay RUN --step 120")
-    options = command_options(flags, ReplayOptions, "replay")
-    seen = observe_step(*open_replay(open_run(positional[0], options.trust), options))
-    print(atomic_files.json_text(as_json(seen)) if options.json else printable("\n".join(lines_of(seen))))
-    return 0
+    run, options = open_single_run(words, "replay", ReplayOptions)
+    seen = observe_step(*open_replay(run, options))
+    return print_answer(as_json(seen), "\n".join(lines_of(seen)), options.json)
 
 
 def open_replay(run: RunFolder, options: ReplayOptions) -> tuple[Replay, Window]:

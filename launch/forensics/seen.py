@@ -7,16 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.core import atomic_files
-from isobatch.core.errors import DONE, UserError
+from isobatch.core.errors import UserError
 from isobatch.core.flags import check_fields
-from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Count, Positive
+from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.verification.run_order import RunOrder, require_step
-from isobatch.launch.commands.evaluate import open_single_run
-from isobatch.launch.local.run_setup import TrustOptions, locate_data
+from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_single_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -58,9 +56,7 @@ def seen(words: Sequence[str]) -> int:
     """
     run, options = open_single_run(words, "seen", SeenOptions)
     answer = answer_question(run, options)
-    text = atomic_files.json_text(answer, ensure_ascii=False) if options.json else "\n".join(_lines(answer))
-    print(text if options.json else printable(text))
-    return DONE
+    return print_answer(answer, "\n".join(_lines(answer)), options.json)
 
 
 def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:

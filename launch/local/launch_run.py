@@ -37,6 +37,7 @@ from isobatch.launch.local.run_setup import (
     known_run,
     plan_for_training,
     print_unless_quiet,
+    say_notes,
     store_plan,
 )
 
@@ -97,8 +98,7 @@ def find_or_train(
     With `owns_process` False, as in a notebook, the process is never ended and its signal handlers stay.
     Raises UserError, for example where the run is being trained already, here or by a Slurm job.
     """
-    for note in request.notes:
-        print_unless_quiet(note, request.run.quiet)
+    say_notes(request)
     facts, run = known_run(request)
     if run is not None and run.status() == "done":
         print_unless_quiet(

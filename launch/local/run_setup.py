@@ -32,9 +32,10 @@ from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name
 from isobatch.engine.task_files import task_file_problem
+from isobatch.launch.local.arguments import read_command
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
@@ -68,6 +69,33 @@ def print_unless_quiet(text: str, quiet: bool) -> None:
     """Print a line for the user on standard error, unless --quiet."""
     if not quiet:
         print(printable(text), file=sys.stderr)
+
+
+def say_notes(request: Request) -> None:
+    """Print what was derived from the words of a request, unless --quiet."""
+    for note in request.notes:
+        print_unless_quiet(note, request.run.quiet)
+
+
+def one_run(positional: Sequence[str], command: str) -> str:
+    """The run that a command's words name. Raises UserError where they name none, or several."""
+    if len(positional) != 1:
+        raise UserError(
+            f"{command}: give the folder of one run (`runs` lists them), as in: {command} runs/mine"
+        )
+    return positional[0]
+
+
+def open_single_run(
+    words: Sequence[str], command: str, kind: type, runs_code: bool = True
+) -> tuple[RunFolder, Any]:
+    """The run that the one positional word names, and the options. Raises UserError.
+
+    `runs_code`: whether the command executes the run's code, to which the user has to agree.
+    """
+    positional, options = read_command(words, kind, command)
+    place = one_run(positional, command)
+    return open_run(place, options.trust) if runs_code else RunFolder.open(place), options
 
 
 def store_plan(run: RunFolder, plan: Plan) -> None:

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from isobatch.core import atomic_files
-from isobatch.core.errors import DONE, FAILED, TrainingError, UserError
+from isobatch.core.errors import DONE, FAILED, TrainingError
 from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import INVARIANCES, Plan, StrategyChoice
+from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine import consent
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.choices import choose_invariance
 from isobatch.engine.registry import workload_of
-from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.training.loss_checks import RESERVED as STEP_FIELDS
 from isobatch.engine.verification.audit import audit_records, recipe_problems
 from isobatch.engine.verification.proof import Proof
@@ -35,14 +34,19 @@ from isobatch.engine.verification.windows import (
     other_windows,
     trusted_weights,
 )
-from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.redo_steps import plan_to_redo, redo
 from isobatch.launch.local.replay_in_full import replay_in_full
-from isobatch.launch.local.run_setup import TrustOptions, compare_source, locate_data
+from isobatch.launch.local.run_setup import (
+    TrustOptions,
+    compare_source,
+    locate_data,
+    open_single_run,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.log_audit import LogRecord
 
 Level = Literal["records", "steps", "full"]
@@ -82,15 +86,11 @@ def verify(words: Sequence[str]) -> int:
 
     Exit 3 on a difference, and where the level's proof is not complete.
     """
-    positional, flags = split_words(words)
-    if len(positional) != 1:
-        raise UserError("verify: give the folder of one run (`runs` lists them)")
-    options = command_options(flags, VerifyOptions, "verify")
-    run = RunFolder.open(positional[0])
+    run, options = open_single_run(words, "verify", VerifyOptions, runs_code=False)
     if not recipe_problems(run):  # else nothing of it is executed
         consent.require(run.recipe, run.folder, options.trust)
     report = verify_run(run, options)
-    print(atomic_files.json_text(report) if options.json else _format_report(report, run))
+    print_answer(report, _format_report(report, run), options.json)
     return DONE if report["verified"] else FAILED
 
 

@@ -7,13 +7,14 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from isobatch.core import atomic_files, number_ranges
+from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
+from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.data.interactions.formats import ITEM_COLUMNS
-from isobatch.launch.commands.evaluate import open_single_run, require_capability
-from isobatch.launch.local.run_setup import TrustOptions
+from isobatch.launch.commands.evaluate import require_capability
+from isobatch.launch.local.run_setup import TrustOptions, open_single_run
 from isobatch.launch.predicting import tables
 from isobatch.models.protocols import OpensItemLists
 
@@ -104,17 +105,15 @@ def answer(lists: Recommendations, options: RecommendOptions, remarks: list[str]
     if not any(items for _, items in found):
         raise UserError(EMPTY_LIST)
     _say(remarks)
-    if options.json:
-        each = [{**asked, "by": lists.by, "items": items} for asked, items in found]
-        shown = each[0] if len(each) == 1 else {"by": lists.by, "users": each}
-        print(atomic_files.json_text(shown, ensure_ascii=False))
-        return 0
-    for asked, items in found:
-        whose = [asked["user"]] if len(found) > 1 else []
-        for entry in items:
-            named = dict.fromkeys((entry["item"], entry["title"]))
-            print(printable("  ".join([*whose, f"{entry['score']:8.3f}", *named])))
-    return 0
+    each = [{**asked, "by": lists.by, "items": items} for asked, items in found]
+    lines = (
+        "  ".join([*([asked["user"]] if each[1:] else []), f"{entry['score']:8.3f}", *named])
+        for asked, items in found
+        for entry in items
+        for named in [dict.fromkeys((entry["item"], entry["title"]))]
+    )
+    shown = {"by": lists.by, "users": each} if each[1:] else each[0]
+    return print_answer(shown, "\n".join(lines), options.json)
 
 
 def _lists(lists: Recommendations, options: RecommendOptions, remarks: list[str]) -> Iterator[Answer]:

@@ -1,33 +1,105 @@
-"""A report: models measured on this machine, runs' records, and both as one HTML page without scripts or
-anything from elsewhere, and as Markdown.
+"""`report`: models measured on this machine and runs' records, as one HTML page without scripts or anything
+from elsewhere, as Markdown and as JSON.
 """
 
 from __future__ import annotations
 
 import io
 import re
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from isobatch.core import atomic_files
+from isobatch.core.errors import UserError
+from isobatch.core.extras import need
 from isobatch.core.measures import printable
 from isobatch.core.package import ROOT
+from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.registry import workload_of
+from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
-from isobatch.launch.local.run_setup import locate_data
+from isobatch.launch.local.arguments import read_command
+from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run
 from isobatch.launch.report.child_process import call_in_child
-from isobatch.launch.report.records import draw_figure, drawings_of, read_records, report_of, task_of
-from isobatch.launch.report.tables import baselines_tables, runs_table
+from isobatch.launch.report.records import (
+    draw_figure,
+    drawings_of,
+    read_records,
+    report_of,
+    task_of,
+    write_plots,
+)
+from isobatch.launch.report.tables import baselines_tables, runs_table, text_table
 from isobatch.models.protocols import Drawing, ModelComparison, ReportRow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from isobatch.engine.runs.run_folder import RunFolder
-
 TEMPLATE = ROOT / "launch" / "report" / "page.html.jinja"
+MOST_COLUMNS = 1000
+"""Characters of a line where no terminal limits them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportOptions(TrustOptions):
+    """Flags of `report`."""
+
+    to: str | None = None
+    """Folder for report.md, report.json and report.html; by default report/ in the last run's folder."""
+    png: bool = False
+    """Only draw the figures of each run into its plots/, or into --to FOLDER; also while it trains."""
+    json: bool = False
+    """report.json on standard output."""
+
+
+def report(words: Sequence[str]) -> int:
+    """Usage: report RUN... [--to FOLDER] [--json] [--png]
+
+    Markdown, JSON and one HTML page that opens offline. The first run is the baseline that the others are
+    compared with. Of a run that is not done the page shows what there is.
+    """
+    positional, options = read_command(words, ReportOptions, "report")
+    if not positional:
+        raise UserError("report: give the folders of one or more runs, the baseline first")
+    runs = [open_run(place, True) if options.trust else RunFolder.open(place) for place in positional]
+    if options.png:
+        for run in runs:
+            to = Path(options.to).expanduser() if options.to else run.folder / "plots"
+            for file in write_plots(run, to / run.folder.name if options.to and runs[1:] else to):
+                print(printable(file))
+        return 0
+    need("matplotlib", "report")  # said before minutes of measuring
+    folder = Path(options.to).expanduser() if options.to else runs[-1].folder / "report"
+    contents = write_report(runs, folder)
+    return print_answer(contents.to_dict(), text_of(contents, folder), options.json)
+
+
+def write_report(runs: Sequence[RunFolder], folder: Path) -> Contents:
+    """Measure and compare runs that are done; write report.json, report.md and report.html. Of other runs
+    only the records are shown. Raises UserError.
+    """
+    contents = collect(runs)
+    with atomic_files.explain_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    doing("drawing the report")
+    atomic_files.write_json(folder / "report.json", contents.to_dict())
+    atomic_files.write_text(folder / "report.md", render_markdown(contents))
+    atomic_files.write_text(folder / "report.html", render_page(contents))
+    return contents
+
+
+def text_of(contents: Contents, folder: Path) -> str:
+    """What a command prints of a report: its summary, of tables the columns that there is room for."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else MOST_COLUMNS
+    parts = (part for part in summary_parts(contents) if part.kind != "note")
+    said = [text_table(part.rows, width) if part.rows else part.text for part in parts]
+    said.append(f"all figures: {folder}/report.html, as text {folder}/report.md")
+    return "\n\n".join(filter(None, said))
 
 
 class Group(NamedTuple):
@@ -35,14 +107,6 @@ class Group(NamedTuple):
 
     report: ModelComparison
     rows: list[ReportRow]
-
-    def verdicts(self) -> list[str]:
-        """A sentence per run: what its model is worth."""
-        return self.report.verdicts(self.rows)
-
-    def table(self) -> list[list[str]]:
-        """The report's columns, and a row of text per model."""
-        return [list(self.report.columns), *map(self.report.cells, self.rows)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +120,9 @@ class Contents:
 
     def to_dict(self) -> dict[str, Any]:
         """The object of report.json."""
-        models = [row for group in self.groups for row in group.rows]
-        verdicts = [verdict for group in self.groups for verdict in group.verdicts()]
+        models = [row for _, rows in self.groups for row in rows]
+        verdicts = [verdict for report, rows in self.groups for verdict in report.verdicts(rows)]
         return {"machine": self.machine, "runs": self.runs, "verdicts": verdicts, "models": models}
-
-    def unmeasured(self) -> list[dict[str, Any]]:
-        """Runs whose models were not measured."""
-        measured = {row["run"] for group in self.groups for row in group.rows}
-        return [run for run in self.runs if run["run"] not in measured]
 
 
 def collect(runs: Sequence[RunFolder]) -> Contents:
@@ -117,17 +176,18 @@ class PagePart(NamedTuple):
 
 def summary_parts(contents: Contents) -> Iterator[PagePart]:
     """What the models are worth: all that a terminal shows, too."""
-    runs, rest = contents.runs, contents.unmeasured()
+    runs, measured = contents.runs, {row["run"] for _, rows in contents.groups for row in rows}
+    unmeasured = [run for run in runs if run["run"] not in measured]
     yield from (PagePart("verdict", f"{run['run']}: {run['remark']}") for run in runs if run.get("remark"))
-    for title, rows in baselines_tables(rest):
+    for title, rows in baselines_tables(unmeasured):
         yield from (PagePart("h2", title), PagePart("table", rows=rows))
-    for group in contents.groups:
-        yield from (PagePart("verdict", verdict) for verdict in group.verdicts())
-        yield PagePart("table", rows=group.table())
-        yield PagePart("note", group.report.caption(group.rows[0], contents.machine))
+    for report, models in contents.groups:
+        yield from (PagePart("verdict", verdict) for verdict in report.verdicts(models))
+        yield PagePart("table", rows=[report.columns, *map(report.cells, models)])
+        yield PagePart("note", report.caption(models[0], contents.machine))
     if not contents.groups:
         yield PagePart("note", f"The training ran on {contents.machine}.")
-    yield PagePart("table", rows=runs_table(rest))
+    yield PagePart("table", rows=runs_table(unmeasured))
 
 
 def parts_of(contents: Contents) -> Iterator[PagePart]:
@@ -137,9 +197,9 @@ def parts_of(contents: Contents) -> Iterator[PagePart]:
     for title in dict.fromkeys(drawing.title for drawing in drawings):
         yield PagePart("h2", title)
         yield from (PagePart("figure", drawing=one) for one in drawings if one.title == title)
-    for group in contents.groups:
-        first_forms = {row["run"]: row for row in reversed(group.rows)}
-        for one in (one for row in reversed(first_forms.values()) for one in group.report.tables(row)):
+    for report, rows in contents.groups:
+        first_forms = {row["run"]: row for row in reversed(rows)}
+        for one in (one for row in reversed(first_forms.values()) for one in report.tables(row)):
             yield from (PagePart("h2", one.title), PagePart("note", one.note))
             yield PagePart("table", rows=[one.head, *one.rows])
     for run in contents.runs:

@@ -119,14 +119,11 @@ def _placed_rows(run: RunFolder, fields: tuple[str, ...]) -> list[dict[str, Any]
     """Rows of metrics.jsonl, `at` in each its step counted through all phases; a received run's may say
     anything.
     """
-    rows = [
-        row
-        for row in thinned_rows(run.metrics, 4 * POINTS, fields)
-        if isinstance(row.get("phase"), str) and isinstance(row.get("step"), int)
-    ]
-    last: dict[str, int] = {}
-    for row in rows:
-        last[row["phase"]] = max(last.get(row["phase"], 0), row["step"])
+    rows, last = [], dict[str, int]()
+    for row in thinned_rows(run.metrics, 4 * POINTS, fields):
+        if isinstance(row.get("phase"), str) and isinstance(row.get("step"), int):
+            rows.append(row)
+            last[row["phase"]] = max(last.get(row["phase"], 0), row["step"])
     starts = dict(zip(last, accumulate(last.values(), initial=0), strict=False))
     return [{**row, "at": starts[row["phase"]] + row["step"]} for row in rows]
 
@@ -150,18 +147,19 @@ def use_table(curves: Curves, summary: Mapping[str, Any], plan: Mapping[str, Any
     known = {name: [v for v in column if v is not None] for name, column in curves.items()}
     means = {name: sum(values) / len(values) for name, values in known.items()}
     peak = _positive(summary.get("peak_memory_bytes")) or max(known.get("memory_bytes", []), default=None)
+    met = {True: "met", False: "missed"}
     if (use := means.get("gpu_utilisation")) is not None:
-        yield ["GPU use", f"{use:.0f} %", f"above {GPU_USE:.0f} %", _verdict(use > GPU_USE)]
+        yield ["GPU use", f"{use:.0f} %", f"above {GPU_USE:.0f} %", met[use > GPU_USE]]
     if peak and (device := _positive(plan.get("device_memory_bytes"))):
         share = 100 * peak / device
         of_it = f"{share:.0f} % of {format_bytes(device)}"
-        yield ["memory", of_it, f"under {MEMORY:.0f} %", _verdict(share < MEMORY)]
+        yield ["memory", of_it, f"under {MEMORY:.0f} %", met[share < MEMORY]]
     if peak and (foreseen := _positive(plan.get("predicted_peak_memory_bytes"))):
         predicted = f"predicted {format_bytes(foreseen)}"
         yield ["memory per process", format_bytes(peak), predicted, f"{100 * (foreseen / peak - 1):+.0f} %"]
     if "data_seconds" in means and means.get("step_seconds"):
         wait = 100 * means["data_seconds"] / means["step_seconds"]
-        yield ["data wait", f"{wait:.1f} %", f"under {DATA_WAIT:.0f} %", _verdict(wait < DATA_WAIT)]
+        yield ["data wait", f"{wait:.1f} %", f"under {DATA_WAIT:.0f} %", met[wait < DATA_WAIT]]
     yield from (
         [label, form.format(means[name]), "", ""] for name, (label, form) in MEANS.items() if name in means
     )
@@ -169,10 +167,6 @@ def use_table(curves: Curves, summary: Mapping[str, Any], plan: Mapping[str, Any
 
 def _positive(value: Any) -> float | None:
     return value if isinstance(value, float | int) and not isinstance(value, bool) and value > 0 else None
-
-
-def _verdict(met: bool) -> str:
-    return "met" if met else "missed"
 
 
 def draw_figure(drawing: Drawing) -> Figure:
@@ -222,29 +216,25 @@ def drawings_of(records: Sequence[dict[str, Any]], reports: Sequence[TaskReport 
 
 
 def training_panels(records: Sequence[dict[str, Any]]) -> Panels:
-    """The loss, and each metric that has a curve: all runs in each."""
+    """The loss, and each metric that has a curve: of all runs the training, faint and smoothed, and the
+    validation split.
+    """
     found: Panels = {}
     for name in dict.fromkeys(("loss", *records[0]["curves"])):
-        lines = [
-            line
-            for place, record in enumerate(records)
-            for line in _lines(record, name, f"C{place}", f"{record['run']}: " if records[1:] else "")
-        ]
+        lines = []
+        for place, record in enumerate(records):
+            training, held_out = record["training"], record["evaluations"]
+            colour, run = {"color": f"C{place}"}, f"{record['run']}: " if records[1:] else ""
+            if name in training:
+                steps, values = training["step"], training[name]
+                lines.append((steps, values, {**colour, "lw": 0.6, "alpha": 0.25}))
+                lines.append((steps, smoothed(values), {**colour, "label": f"{run}training, smoothed"}))
+            if name in held_out:
+                look = {**colour, "marker": "o", "ms": 3, "ls": "--" if name in training else "-"}
+                lines.append((held_out["step"], held_out[name], {**look, "label": f"{run}valid"}))
         if any(sum(value is not None for value in values) > 1 for _, values, _ in lines):
             found[name.replace("_", " ")] = lines
     return found
-
-
-def _lines(record: Mapping[str, Any], name: str, colour: str, run: str) -> Iterator[Any]:
-    """Training faint and smoothed, and the validation split as a line."""
-    training, held_out = record["training"], record["evaluations"]
-    if name in training:
-        steps, values = training["step"], training[name]
-        yield steps, values, {"color": colour, "lw": 0.6, "alpha": 0.25}
-        yield steps, smoothed(values), {"color": colour, "label": f"{run}training, smoothed"}
-    if name in held_out:
-        look = {"color": colour, "marker": "o", "ms": 3, "ls": "--" if name in training else "-"}
-        yield held_out["step"], held_out[name], look | {"label": f"{run}valid"}
 
 
 def _draw_training(panels: Panels) -> Drawing:

@@ -16,7 +16,8 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
-from isobatch.launch.local.arguments import command_options, split_words
+from isobatch.launch.local.arguments import read_command
+from isobatch.launch.local.run_setup import one_run
 from isobatch.launch.predicting.predict import ModelOptions, find_model, open_answerer
 from isobatch.launch.predicting.recommend import ListOptions
 from isobatch.launch.predicting.tables import PromptReader
@@ -52,15 +53,13 @@ def serve(words: Sequence[str]) -> int:
     POST /predict with {"texts": [...]}. RUN may be an ONNX file of a classifier, or the folder of one: then
     no torch is needed. Ctrl-C ends it.
     """
-    positional, flags = split_words(words)
-    options = command_options(flags, ServeOptions, "serve")
-    if len(positional) != 1:
-        raise UserError("serve: give the folder of one run (`runs` lists them), or an ONNX file")
+    positional, options = read_command(words, ServeOptions, "serve")
+    where = one_run(positional, "serve")
     doing("loading the model")
     need("starlette", "serve")
     need("uvicorn", "serve")
     with listen(options.host, options.port) as listener:
-        return _run(positional[0], listener, options)
+        return _run(where, listener, options)
 
 
 def make_app(where: str, options: ServeOptions) -> Any:

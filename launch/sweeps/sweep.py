@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, STOPPED
 from isobatch.core.flags import to_json_value
-from isobatch.core.measures import aligned, printable
+from isobatch.core.measures import aligned
+from isobatch.core.terminal.console import print_answer
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.local.arguments import distinct, labelled
@@ -68,8 +69,7 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
     found = summary(trained, *(task.compared_by or task.monitor))
     path = _folder(points) / FILE_NAME
     atomic_files.write_json(path, found)
-    as_text = f"{format_sweep(found)}\nall figures: {path}"
-    print(atomic_files.json_text(found) if options.json else as_text)
+    print_answer(found, f"{format_sweep(found)}\nall figures: {path}", options.json)
     return max(one.code for one in trained)
 
 
@@ -134,7 +134,7 @@ def format_sweep(found: Mapping[str, Any]) -> str:
         failed = f" ({row['failed']} failed)" if row["failed"] else ""
         name = Path(row["runs"][0]).name + others + failed
         cells.append([mark, *map(str, row["values"].values()), _figure(row, metric), name])
-    return "\n".join(map(printable, [*aligned(cells), "", *_legend(found)]))
+    return "\n".join([*aligned(cells), "", *_legend(found)])
 
 
 def _legend(found: Mapping[str, Any]) -> Iterator[str]:

@@ -16,7 +16,7 @@ from isobatch.core.facts import Facts
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.launch.report.command import report, write_report
+from isobatch.launch.report.page import report, write_report
 from isobatch.launch.report.records import draw_figure, drawings_of, smoothed, training_panels
 from isobatch.tests.unit.helpers import plan
 

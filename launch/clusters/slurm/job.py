@@ -42,7 +42,7 @@ from isobatch.launch.clusters.slurm.node import meeting_folder, wait_for
 from isobatch.launch.clusters.slurm.step import Step, explain_end, srun_command, unreachable_nodes
 from isobatch.launch.local import launch_run
 from isobatch.launch.local.placement import ends_of_logs
-from isobatch.launch.local.run_setup import locate_data, plan_options_from_request, store_plan
+from isobatch.launch.local.run_setup import locate_data, one_run, plan_options_from_request, store_plan
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,9 +64,7 @@ NO_ANSWER_PAUSE_SECONDS = 10.0
 
 def job(words: Sequence[str]) -> int:
     """Usage: job RUN, inside a Slurm job; `slurm` writes the script that runs it."""
-    if len(words) != 1:
-        raise UserError("job: give the folder of one run, inside a Slurm job")
-    run = RunFolder.open(words[0])
+    run = RunFolder.open(one_run(words, "job"))
     allocation = client.Allocation.from_environment(os.environ)
     request = JobRequest.read(run.folder)
     slurm = Slurm()
