@@ -28,3 +28,8 @@ def warning(name: str, text: str, remedy: str) -> Check:
 
 def broken(name: str, text: str, remedy: str) -> Check:
     return Check(name, "broken", text, remedy)
+
+
+def ok_if(is_well: bool, name: str, text: str, remedy: str) -> Check:
+    """The line, with the remedy and as a warning unless all is well."""
+    return ok(name, text) if is_well else warning(name, text, remedy)

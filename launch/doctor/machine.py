@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import shutil
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from isobatch.core import hub_cache
 from isobatch.core.measures import format_bytes
 from isobatch.core.package import cache_folder
-from isobatch.engine.machine.detect import OWN_FILES, detect
+from isobatch.engine.machine.detect import OWN_FILES, detect, positive
 from isobatch.launch.clusters.slurm.client import is_usable, run_slurm
-from isobatch.launch.doctor.check import Check, broken, ok, warning
+from isobatch.launch.doctor.check import Check, broken, ok, ok_if, warning
 from isobatch.launch.doctor.probes import Probe, try_out
-from isobatch.launch.doctor.software import PIP, check_variables, check_versions, installed_version
 from isobatch.launch.local.interfaces import loopback_interface
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator, Mapping
 
     from isobatch.engine.machine.hardware import Hardware
 
@@ -29,8 +29,9 @@ ROOT = Path("/")
 GB = 10**9
 FULL_BYTES, SCARCE_BYTES, SMALLEST_SHM = GB // 2, 5 * GB, GB
 ASK_SECONDS = 8.0
-REINSTALL = f"{PIP} install --force-reinstall"
-NEW_TORCH = f"{PIP} install --upgrade torch, with the --index-url that pytorch.org names for this machine"
+PIP = f"{sys.executable} -m pip install"
+REINSTALL = f"{PIP} --force-reinstall"
+NEW_TORCH = f"{PIP} --upgrade torch, with the --index-url that pytorch.org names for this machine"
 TORCH = Probe("torch", "arithmetic", f"{REINSTALL} torch", {"device": "cpu"})
 GLOO = Probe(
     "gloo",
@@ -42,21 +43,26 @@ NCCL = (
     "NCCL_DEBUG=INFO isobatch doctor says why; nvidia-smi topo -m shows the links; unset NCCL_P2P_DISABLE, or"
     " try NCCL_P2P_DISABLE=1; a larger /dev/shm"
 )
-BITSANDBYTES = Probe(
-    "bitsandbytes",
-    "imported",
-    f'{REINSTALL} "bitsandbytes>=0.49"',
-    {"module": "bitsandbytes"},
-    needed_by="--load-bits, --adapter qlora and 8-bit optimizers",
-)
-DEEPSPEED = Probe(
-    "DeepSpeed",
-    "imported",
-    f'{REINSTALL} "deepspeed>=0.19"; where it asks for CUDA_HOME: install CUDA\'s compiler (nvcc) and export'
-    " CUDA_HOME=/usr/local/cuda",
-    {"module": "deepspeed"},
-    needed_by="--strategy zero1, zero2 and zero3",
-)
+LIBRARIES = {
+    "bitsandbytes": (
+        f'{REINSTALL} "bitsandbytes>=0.49"',
+        "--load-bits, --adapter qlora and 8-bit optimizers",
+    ),
+    "deepspeed": (
+        f'{REINSTALL} "deepspeed>=0.19"; where it asks for CUDA_HOME: install CUDA\'s compiler (nvcc) and'
+        " export CUDA_HOME=/usr/local/cuda",
+        "--strategy zero1, zero2 and zero3",
+    ),
+}
+"""Libraries that are often broken -> what mends them, and the flags that need them."""
+WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SLOWS = {
+    "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before",
+    "TORCH_COMPILE_DISABLE": "--compile does nothing",
+    "NCCL_P2P_DISABLE": "GPUs exchange gradients through host memory",
+    "NCCL_IB_DISABLE": "nodes exchange gradients without InfiniBand",
+}
+"""Variables that are on with 1 -> what they do."""
 
 
 def check_machine(out: Path) -> Iterator[Check]:
@@ -67,19 +73,19 @@ def check_machine(out: Path) -> Iterator[Check]:
     probes = probes_for(hardware)
     with ThreadPoolExecutor(len(probes)) as pool:
         tried = pool.map(try_out, probes)
-        yield from check_versions()
-        listed = len(list(ROOT.glob(OWN_FILES)))
-        yield from check_variables(os.environ, hardware.cpus, len(hardware.gpus), listed)
+        required = importlib.metadata.requires("isobatch") if installed_version("isobatch") else None
+        yield from check_versions(required or ())
+        yield from check_variables(os.environ, hardware, len(list(ROOT.glob(OWN_FILES))))
         yield check_cores(hardware.cpus, os.cpu_count() or 1)
-        yield check_compiler()
+        compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), None)
+        text = compiler or "none, and --compile on needs one"
+        yield ok_if(compiler is not None, "C++ compiler", text, "apt install g++, or --compile off")
         if sys.platform == "linux":
             yield check_shm(ROOT / "dev" / "shm")
         yield from check_folder("runs", out, "--out")
         yield from check_folder("prepared data", cache_folder(), "ISOBATCH_CACHE")
         reached = hub_cache.is_reachable()
-        yield ok(
-            "Hub", "accepts connections" if reached else "not reachable (HTTPS_PROXY?): local files serve"
-        )
+        yield ok("Hub", "answers" if reached else "not reachable (HTTPS_PROXY?): local files serve")
         yield check_slurm()
         yield from check_gpus(hardware)
         yield from tried
@@ -87,15 +93,21 @@ def check_machine(out: Path) -> Iterator[Check]:
 
 def probes_for(hardware: Hardware) -> list[Probe]:
     """What is tried: torch, sums over processes, and libraries that are here and often broken."""
-    found = [TORCH, GLOO, *(p for p in (BITSANDBYTES, DEEPSPEED) if installed_version(p.name.lower()))]
+    found = [TORCH, GLOO, *map(library_probe, filter(installed_version, LIBRARIES))]
     usable = [n for n, gpu in enumerate(hardware.gpus) if gpu.supported] if hardware.kind == "cuda" else []
     if usable:
         found.append(Probe("nccl", "all_reduce", NCCL, {"backend": "nccl", "processes": len(usable)}))
     return found + [gpu_probe(number) for number in usable]
 
 
+def library_probe(module: str) -> Probe:
+    """Whether a library can be imported, which reads CUDA's compiler and its own compiled parts."""
+    remedy, needed_by = LIBRARIES[module]
+    return Probe(module, "imported", remedy, {"module": module}, needed_by)
+
+
 def gpu_probe(number: int) -> Probe:
-    """Whether a GPU that torch may use computes rightly and has its memory free."""
+    """Whether a GPU that torch may use computes rightly."""
     remedy = f"nvidia-smi lists its processes and errors (-q -d ECC,PAGE_RETIREMENT); {NEW_TORCH}"
     return Probe(f"GPU {number}", "arithmetic", remedy, {"device": f"cuda:{number}"})
 
@@ -112,19 +124,60 @@ def check_gpus(hardware: Hardware) -> list[Check]:
     ]
 
 
+def installed_version(name: str) -> str | None:
+    """The version of an installed package; None where it is missing."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def check_versions(required: Iterable[str]) -> list[Check]:
+    """A line for each requirement that is not met; one line where all are. None are known of a clone that is
+    not installed.
+    """
+    from packaging.requirements import Requirement
+
+    wrong, met = [], 0
+    for need in map(Requirement, required):
+        version, extra = installed_version(need.name), "extra" in str(need.marker)
+        if not extra and need.marker and not need.marker.evaluate():
+            continue
+        met += version is not None
+        if (extra and version is None) or (version and need.specifier.contains(version, prereleases=True)):
+            continue
+        say, here = warning if extra else broken, f"{version} is here" if version else "is not installed"
+        wanted = f"{need.name}{need.specifier}"
+        wrong.append(say(need.name, f"{here}; isobatch needs {wanted}", f'{PIP} "{wanted}"'))
+    if not (wrong or met):
+        return [warning("versions", "not compared: isobatch is not installed here", f"{PIP} -e .")]
+    return wrong or [ok("versions", f"all {met} packages, those of extras too, are in versions that fit")]
+
+
+def check_variables(env: Mapping[str, str], hardware: Hardware, listed_gpus: int = 0) -> list[Check]:
+    """Variables of this shell that break a run or slow it down. `listed_gpus`: that the machine has, whether
+    torch may use them or not.
+    """
+    launched = "TORCHELASTIC_RUN_ID" in env or "SLURM_PROCID" in env
+    found, cores = [], hardware.cpus
+    if (left := [name for name in WORLD if name in env]) and not launched:
+        say = broken if "RANK" in env and (positive(env.get("WORLD_SIZE")) or 1) > 1 else warning
+        text = f"{', '.join(left)} left in this shell: a run would wait for other ranks"
+        found.append(say(left[0], text, f"unset {' '.join(left)}"))
+    wrong = {n: what for n, what in SLOWS.items() if env.get(n, "").lower() in ("1", "true", "yes", "on")}
+    if listed_gpus and not hardware.gpus and "CUDA_VISIBLE_DEVICES" in env:
+        wrong["CUDA_VISIBLE_DEVICES"] = f"hides all {listed_gpus} GPUs of this machine"
+    threads = positive(env.get("OMP_NUM_THREADS"))
+    if threads and not launched and (threads > cores or threads == 1 < cores):
+        wrong["OMP_NUM_THREADS"] = f"are the threads of a process, for {cores} cores"
+    found += [warning(name, f"{env[name]!r}: {what}", f"unset {name}") for name, what in wrong.items()]
+    return found or [ok("environment", "no variable stands in the way")]
+
+
 def check_cores(usable: int, total: int) -> Check:
     """`usable`: within affinity, quota and Slurm's allocation; `total`: that the machine has."""
-    text = f"this shell may use {usable} of {total}"
-    if usable == 1 and total > 1:
-        return warning("cores", text, "srun --cpus-per-task=8, docker run --cpus=8, or leave taskset away")
-    return ok("cores", text)
-
-
-def check_compiler() -> Check:
-    """What torch.compile hands its code to."""
-    if found := next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), None):
-        return ok("C++ compiler", found)
-    return warning("C++ compiler", "none, and --compile on needs one", "apt install g++, or --compile off")
+    remedy = "srun --cpus-per-task=8, docker run --cpus=8, or leave taskset away"
+    return ok_if(usable > 1 or total == 1, "cores", f"this shell may use {usable} of {total}", remedy)
 
 
 def check_shm(folder: Path) -> Check:
@@ -132,7 +185,7 @@ def check_shm(folder: Path) -> Check:
     free = shutil.disk_usage(folder).free if os.access(folder, os.W_OK) else 0
     text = f"{format_bytes(free)} are free for loader processes and NCCL"
     remedy = "docker run --shm-size=8g (or --ipc=host), or: sudo mount -o remount,size=8g /dev/shm"
-    return ok("/dev/shm", text) if free >= SMALLEST_SHM else warning("/dev/shm", text, remedy)
+    return ok_if(free >= SMALLEST_SHM, "/dev/shm", text, remedy)
 
 
 def check_folder(name: str, folder: Path, flag: str) -> list[Check]:
@@ -142,21 +195,19 @@ def check_folder(name: str, folder: Path, flag: str) -> list[Check]:
     elsewhere = f"choose a folder on another disk ({flag})"
     try:
         with tempfile.TemporaryDirectory(dir=place, prefix=".isobatch-doctor-") as made:
-            return [
-                check_space(name, place, shutil.disk_usage(place), elsewhere),
-                check_locks(name, made, elsewhere),
-            ]
+            free = shutil.disk_usage(place).free
+            return [check_space(name, place, free, elsewhere), check_locks(name, made, elsewhere)]
     except OSError as error:
         return [broken(name, f"{place}: {error.strerror}", f"df -h {place}; chmod u+w {place}; {elsewhere}")]
 
 
-def check_space(name: str, folder: Path, usage: Any, elsewhere: str) -> Check:
-    """`usage`: of shutil.disk_usage."""
-    text = f"{folder}: {format_bytes(usage.free)} are free"
-    if usage.free >= SCARCE_BYTES:
-        return ok(f"{name} space", text)
-    say = broken if usage.free < FULL_BYTES else warning
-    return say(f"{name} space", text, f"du -sh {folder}/* shows what is large; {elsewhere}")
+def check_space(name: str, folder: Path, free: int, elsewhere: str) -> Check:
+    """`free`: bytes of the folder's disk."""
+    say = broken if free < FULL_BYTES else warning
+    name, text = f"{name} space", f"{folder}: {format_bytes(free)} are free"
+    if free >= SCARCE_BYTES:
+        return ok(name, text)
+    return say(name, text, f"du -sh {folder}/* shows what is large; {elsewhere}")
 
 
 def check_locks(name: str, folder: str, elsewhere: str) -> Check:
@@ -186,4 +237,4 @@ def check_slurm() -> Check:
     states = dict(line.split()[:2] for line in asked.out.splitlines() if len(line.split()) > 1)
     usable = sum(map(is_usable, states.values()))
     text = f"answers; {usable} of {len(states)} nodes can run jobs"
-    return ok("Slurm", text) if usable else warning("Slurm", text, "sinfo -R says why; jobs wait until then")
+    return ok_if(usable > 0, "Slurm", text, "sinfo -R says why; jobs wait until then")

@@ -1,7 +1,6 @@
 """What doctor tries in processes of their own, all at once, because it may crash, hang or take long.
 
-The functions at the end really compute. Each returns what is well, in a sentence, raises RuntimeWarning where
-something is only in the way, and anything else where it fails.
+The functions at the end really compute. Each returns what is well, in a sentence, and raises where it fails.
 """
 
 from __future__ import annotations
@@ -13,21 +12,16 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.measures import format_bytes
-from isobatch.launch.doctor.check import broken, ok, warning
+from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.report.child_process import call_in_child
 
-if TYPE_CHECKING:
-    from isobatch.launch.doctor.check import Check
-
 MODULE = "launch.doctor.probes"
-IN_THE_WAY = "RuntimeWarning: "
 SECONDS, GROUP_SECONDS = 60.0, 40
 LARGEST_ERROR = {"float32": 1e-3, "bfloat16": 5e-2}
 """Relative error of a product of 64 numbers: about 3e-7 (with TF32 5e-4) and 5e-3 are usual."""
-FREE_GPU_SHARE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,8 +39,6 @@ class Probe:
         """The line on the end of what it said."""
         lines = [line.strip() for line in error.splitlines() if line[:1].isalpha() and ": " in line]
         said = (lines or [error.strip()])[-1][:300]
-        if said.startswith(IN_THE_WAY):
-            return warning(self.name, said.removeprefix(IN_THE_WAY), self.remedy)
         if self.needed_by:
             return warning(self.name, f"fails: {said}; {self.needed_by} need it", self.remedy)
         return broken(self.name, f"fails: {said}", self.remedy)
@@ -63,17 +55,14 @@ def try_out(probe: Probe) -> Check:
 
 
 def arithmetic(device: str) -> str:
-    """A product of matrices and its gradient, in fp32 and bf16; on a GPU also whether its memory is free."""
+    """A product of matrices and its gradient, in fp32 and bf16."""
     import torch
 
     try_products(device)
     if device == "cpu":
         return f"{torch.__version__} computes rightly on the CPU"
-    free, total = torch.cuda.mem_get_info(device)
-    text = f"{torch.cuda.get_device_name(device)}: {format_bytes(free)} of {format_bytes(total)} are free"
-    if free < FREE_GPU_SHARE * total:
-        raise RuntimeWarning(f"{text}, others use the rest")
-    return f"{text}; computes rightly"
+    free, total = map(format_bytes, torch.cuda.mem_get_info(device))
+    return f"{torch.cuda.get_device_name(device)} computes rightly; {free} of {total} are free"
 
 
 def try_products(device: str) -> None:
@@ -95,10 +84,9 @@ def try_products(device: str) -> None:
 
 
 def imported(module: str) -> str:
-    """A library that reads CUDA's compiler and its own compiled parts while it is imported."""
+    """A library by its name."""
     with contextlib.redirect_stdout(sys.stderr):
-        found: Any = importlib.import_module(module)
-    return f"{found.__version__} can be imported"
+        return f"{importlib.import_module(module).__version__} can be imported"
 
 
 def all_reduce(backend: str, processes: int) -> str:

@@ -66,7 +66,7 @@ def check_run(folder: Path) -> Iterator[Check]:
             yield check_ranks(record, age, training, str(folder), _step_seconds(run))
     except DAMAGE as error:
         yield warning("ranks", f"ranks.json: {_short(error)}", f"rm {run.rank_record}")
-    yield check_space("disk", folder, shutil.disk_usage(folder), "move the run to another disk")
+    yield check_space("disk", folder, shutil.disk_usage(folder).free, "move the run to another disk")
 
 
 def check_records(run: RunFolder) -> Iterator[Check]:

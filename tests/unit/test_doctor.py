@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import filelock
@@ -13,7 +12,7 @@ import pytest
 
 from isobatch.engine.machine.detect import make_gpu
 from isobatch.engine.machine.hardware import Hardware
-from isobatch.launch.doctor import command, machine, probes, software
+from isobatch.launch.doctor import command, machine, probes
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.doctor.probes import Probe
 
@@ -24,11 +23,13 @@ if TYPE_CHECKING:
     from isobatch.tests.unit.fake_slurm import Say, Slurm
 
 GB = 10**9
+NO_GPU = Hardware(kind="cpu", cpus=2, ram_bytes=GB)
 NO_CUDA = "this torch is a build for CPUs: install one for CUDA (pytorch.org)"
 
 
 def variables_of(**env: str) -> list[Check]:
-    return software.check_variables(env, 8, 1, 1)
+    gpu = make_gpu("NVIDIA L4", 24 * GB, (8, 9), ["sm_80"])
+    return machine.check_variables(env, Hardware(kind="cuda", gpus=(gpu,), cpus=8, ram_bytes=GB), 1)
 
 
 def gpu_checks(capability: tuple[int, int] = (8, 9), why: str = "") -> list[Check]:
@@ -52,15 +53,15 @@ def fails(probe: Probe, error: str) -> Callable[[Path], Check]:
 FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
     # What looks at the fault; the line's name and state; what its remedy names.
     "a requirement is missing": (
-        lambda _: software.check_versions(["torches>=2.11", "torch>=2", "onnxes>=1; extra == 'onnx'"]),
+        lambda _: machine.check_versions(["torches>=2.11", "torch>=2", "onnxes>=1; extra == 'onnx'"]),
         *("torches", "broken", 'install "torches>=2.11"'),
     ),
     "a version is too old": (
-        lambda _: software.check_versions(["torch>=99"]),
+        lambda _: machine.check_versions(["torch>=99"]),
         *("torch", "broken", 'install "torch>=99"'),
     ),
     "a clone that is not installed": (
-        lambda _: software.check_versions([]),
+        lambda _: machine.check_versions([]),
         *("versions", "warning", "install -e ."),
     ),
     "a torch for CPUs beside a GPU": (lambda _: gpu_checks(why=NO_CUDA), "GPU 0", "broken", "pytorch.org"),
@@ -68,14 +69,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         fails(machine.gpu_probe(1), "Traceback:\n  ...\nArithmeticError: a product is off by 0.1\n"),
         *("GPU 1", "broken", "ECC"),
     ),
-    "others hold the GPU's memory": (
-        fails(machine.gpu_probe(0), "RuntimeWarning: NVIDIA L4: 1 GB of 24 GB are free"),
-        *("GPU 0", "warning", "processes"),
-    ),
     "one core of many": (lambda _: machine.check_cores(1, 64), "cores", "warning", "--cpus-per-task"),
     "no /dev/shm": (lambda tmp: machine.check_shm(tmp / "shm"), "/dev/shm", "warning", "--shm-size"),
     "a full disk": (
-        lambda tmp: machine.check_space("runs", tmp, SimpleNamespace(free=10**6), "--out"),
+        lambda tmp: machine.check_space("runs", tmp, 10**6, "--out"),
         *("runs space", "broken", "du -sh"),
     ),
     "a world left in the shell": (
@@ -83,7 +80,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         *("RANK", "broken", "unset RANK WORLD_SIZE MASTER_ADDR"),
     ),
     "GPUs are hidden": (
-        lambda _: software.check_variables({"CUDA_VISIBLE_DEVICES": ""}, 8, listed_gpus=2),
+        lambda _: machine.check_variables({"CUDA_VISIBLE_DEVICES": ""}, NO_GPU, listed_gpus=2),
         *("CUDA_VISIBLE_DEVICES", "warning", "unset CUDA_VISIBLE_DEVICES"),
     ),
     "one thread": (lambda _: variables_of(OMP_NUM_THREADS="1"), "OMP_NUM_THREADS", "warning", "unset OMP"),
@@ -91,7 +88,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         fails(machine.GLOO, "no answer within 60 s"),
         *("gloo", "broken", "GLOO_SOCKET_IFNAME"),
     ),
-    "no nvcc": (fails(machine.DEEPSPEED, "MissingCUDAException"), "DeepSpeed", "warning", "export CUDA_HOME"),
+    "no nvcc": (
+        fails(machine.library_probe("deepspeed"), "MissingCUDAException"),
+        *("deepspeed", "warning", "export CUDA_HOME"),
+    ),
 }
 
 
@@ -112,7 +112,7 @@ WELL: dict[str, Callable[[], Any]] = {
     ),
     "switches that are off": lambda: variables_of(CUDA_LAUNCH_BLOCKING="0", NCCL_P2P_DISABLE="0"),
     "a small machine": lambda: machine.check_cores(1, 1),
-    "no GPU": lambda: machine.check_gpus(Hardware(kind="cpu", cpus=2, ram_bytes=GB)),
+    "no GPU": lambda: machine.check_gpus(NO_GPU),
 }
 """What is no fault, though it looks a little like one."""
 
@@ -195,7 +195,7 @@ def test_a_healthy_machine_raises_no_alarm(say: Say, tmp_path: Path) -> None:
     checks = json.loads(out)["checks"]
     assert [check for check in checks if check["state"] != "ok"] == []
     assert code == 0
-    assert {"versions", "runs locks", "torch", "GPU", "gloo", "DeepSpeed"} <= {c["name"] for c in checks}
+    assert {"versions", "runs locks", "torch", "GPU", "gloo", "deepspeed"} <= {c["name"] for c in checks}
     assert list(tmp_path.iterdir()) == [], "nothing is left behind"
 
 

@@ -137,7 +137,6 @@ SMALL = {
     "engine/optimization/parameter_groups.py": "what a recipe says to an optimizer",
     "engine/optimization/spikes.py": "a rule by itself",
     "launch/commands/compress.py": "imported where --task compress is typed",
-    "launch/doctor/software.py": "one of the doctor's subjects",
     "models/causal_lm/known_models.py": "a table with its reader",
 }
 """Files of fewer code lines that one other file names -> why they are files."""
