@@ -9,11 +9,13 @@ and the run goes on from its last checkpoint on the shared volume.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import yaml
 
@@ -30,12 +32,12 @@ if TYPE_CHECKING:
 
     from isobatch.launch.local.arguments import Request
 
+TEMPLATE = Path(__file__).with_name("manifest.yaml.jinja")
 VOLUME = "/isobatch"
 """Where pods see the claim: runs, prepared data and downloads lie in it."""
 FILES = "/isobatch-job"
 """Where pods see the recipe, and the user's task."""
 RECIPE = "recipe.yaml"
-CONTAINER = "train"
 PORT = 29500
 STOP_SECONDS = 120
 """That a pod has, from its eviction on, to save."""
@@ -118,36 +120,42 @@ def _apply(text: str) -> str:
 
 def render(request: Request, options: KubernetesOptions) -> str:
     """The manifest as YAML. Raises UserError where the name is none that Kubernetes takes."""
+    from jinja2 import Environment, StrictUndefined
+
     name = request.run.name or re.sub("[^a-z0-9]+", "-", run_name(request.recipe).lower())
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > MOST_NAME:
         raise UserError(
             f"--name {name}: Kubernetes takes small letters, digits and dashes, a letter first, at most"
             f" {MOST_NAME}"
         )
+    processes = processes_each(request, "--nodes", options.nodes, options.gpus_per_node)
+    world = [f"--nnodes={options.nodes}", f"--nproc-per-node={processes}"]
+    world += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
     files = _files(request)
-    namespace = {"namespace": options.namespace} if options.namespace else {}
-    labels = {"app.kubernetes.io/name": "isobatch", "isobatch/run": name}
-    metadata = {"name": name, **namespace, "labels": labels}
-    # By it a pod has a name, before it is ready too: the first one waits for the others.
-    service = {
-        **{"clusterIP": "None", "selector": labels, "publishNotReadyAddresses": True},
-        "ports": [{"name": "rendezvous", "port": PORT}],
-    }
-    documents = [
-        {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata}
-        | {"data": {_key(place): text for place, text in files.items()}},
-        {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": service},
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata}
-        | {"spec": _job(request, options, name, labels, list(files))},
-    ]
-    return "---\n".join(yaml.dump(one, Dumper=_Dumper, sort_keys=False, width=1000) for one in documents)
+    metadata = {"name": name, "labels": {"app.kubernetes.io/name": "isobatch", "isobatch/run": name}}
+    metadata |= {"namespace": options.namespace} if options.namespace else {}
+    limits = {"cpu": options.cpus, "memory": options.mem, "nvidia.com/gpu": options.gpus_per_node or None}
+    data = {_key(place): text for place, text in files.items()}
+    config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
+    environment = Environment(finalize=json.dumps, undefined=StrictUndefined)  # each value as JSON is YAML
+    rest = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+        metadata=metadata,
+        options=options,
+        command=["python3", "-m", "isobatch", "pod", f"{VOLUME}/runs/{name}", f"{FILES}/{RECIPE}", *world],
+        node_selector=dict([options.node_selector.split("=", 1)]) if options.node_selector else {},
+        secrets=[{"secretRef": {"name": options.secret}}] if options.secret else [],
+        limits={resource: str(value) for resource, value in limits.items() if value is not None},
+        items=[{"key": _key(place), "path": place} for place in files],
+        restarts=request.run.max_restarts,
+        for_good=[WRONG_INPUT, FAILED],
+        stopped=[STOPPED],
+        **{"port": PORT, "stop_seconds": STOP_SECONDS, "volume": VOLUME, "files": FILES},
+    )
+    return f"{yaml.dump(config, Dumper=_Dumper, sort_keys=False, width=1000)}---\n{rest}\n"
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes texts of several lines as they are, and nothing by reference."""
-
-    def ignore_aliases(self, data: Any) -> bool:  # noqa: ARG002
-        return True
+    """Writes texts of several lines as they are."""
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -182,65 +190,3 @@ def _flags_text(request: Request) -> str:
 def _key(place: str) -> str:
     """Of a file in a ConfigMap, which has no folders."""
     return place.replace("/", "..")
-
-
-def _job(
-    request: Request, options: KubernetesOptions, name: str, labels: dict[str, str], files: list[str]
-) -> dict[str, Any]:
-    items = [{"key": _key(place), "path": place} for place in files]
-    volumes = [
-        {"name": "shared", "persistentVolumeClaim": {"claimName": options.claim}},
-        {"name": "job", "configMap": {"name": name, "items": items}},
-        {"name": "memory", "emptyDir": {"medium": "Memory"}},  # loader processes share memory
-    ]
-    selector = re.fullmatch(NODE_LABEL, options.node_selector or "")
-    pod = {
-        "subdomain": name,
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": STOP_SECONDS,
-        **({"nodeSelector": {selector[1]: selector[2]}} if selector else {}),
-        "containers": [_container(request, options, name)],
-        "volumes": volumes,
-    }
-    exits = {"containerName": CONTAINER, "operator": "In"}
-    evicted = {"type": "DisruptionTarget", "status": "True"}
-    # What another start would not mend ends the Job; who was asked to go does not count as failed.
-    rules: list[dict[str, Any]] = [
-        {"action": "FailJob", "onExitCodes": {**exits, "values": [WRONG_INPUT, FAILED]}},
-        {"action": "Ignore", "onExitCodes": {**exits, "values": [STOPPED]}},
-        {"action": "Ignore", "onPodConditions": [evicted]},
-    ]
-    return {
-        "completionMode": "Indexed",
-        "completions": options.nodes,
-        "parallelism": options.nodes,
-        # The pods of a world end together: each new start takes as many of them.
-        "backoffLimit": request.run.max_restarts * options.nodes,
-        "podFailurePolicy": {"rules": rules},
-        "template": {"metadata": {"labels": labels}, "spec": pod},
-    }
-
-
-def _container(request: Request, options: KubernetesOptions, name: str) -> dict[str, Any]:
-    found = {"cpu": options.cpus, "memory": options.mem, "nvidia.com/gpu": options.gpus_per_node or None}
-    limits = {resource: str(value) for resource, value in found.items() if value is not None}
-    variables = {
-        "ISOBATCH_CACHE": f"{VOLUME}/cache",
-        "HF_HOME": f"{VOLUME}/hub",
-        "PET_SHUTDOWN_TIMEOUT": str(STOP_SECONDS - 20),
-    }
-    processes = processes_each(request, "--nodes", options.nodes, options.gpus_per_node)
-    world = [f"--nnodes={options.nodes}", f"--nproc-per-node={processes}"]
-    world += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
-    words = ["pod", f"{VOLUME}/runs/{name}", f"{FILES}/{RECIPE}", *world]
-    mounts = {"shared": VOLUME, "job": FILES, "memory": "/dev/shm"}
-    return {
-        "name": CONTAINER,
-        "image": options.image,
-        "command": ["python3", "-m", "isobatch", *words],
-        "env": [{"name": variable, "value": value} for variable, value in variables.items()],
-        **({"envFrom": [{"secretRef": {"name": options.secret}}]} if options.secret else {}),
-        "resources": {"limits": limits, "requests": limits} if limits else {},
-        "volumeMounts": [{"name": volume, "mountPath": path} for volume, path in mounts.items()],
-        "ports": [{"containerPort": PORT}],
-    }
