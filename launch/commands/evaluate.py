@@ -15,7 +15,7 @@ from isobatch.core.terminal.console import format_metrics, print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.registry import workload_of
 from isobatch.launch.local.run_setup import (
-    TrustOptions,
+    DataOptions,
     locate_data,
     open_single_run,
     plan_for_this_machine,
@@ -31,18 +31,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluateOptions(TrustOptions):
+class EvaluateOptions(DataOptions):
     """Flags of `evaluate`."""
 
     split: str | None = None
     """Only this split; by default every held-out one."""
-    data: str | None = None
-    """Where the data lies now, if it has moved."""
     iw_samples: number_ranges.Count = 0
     """Also the likelihood by so many importance-weighted draws per sample, of a model with latent vectors;
     papers take 500."""
-    json: bool = False
-    """One JSON object on standard output."""
 
 
 def evaluate(words: Sequence[str]) -> int:

@@ -19,7 +19,7 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.training.evaluate import host_batches
 from isobatch.launch.commands.evaluate import require_final
-from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_single_run
+from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run
 from isobatch.models import model_card
 from isobatch.models.capabilities import description_of
 from isobatch.models.protocols import Exports
@@ -33,16 +33,12 @@ PARITY = "parity.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExportOptions(TrustOptions):
+class ExportOptions(DataOptions):
     """Flags of `export`."""
 
     to: tuple[str, ...] = ()
     """Forms to write (several: a,b): hf, dense, onnx, onnx-int4 of classifiers, merged, adapter of language
     models; by default all that the task has."""
-    data: str | None = None
-    """Where the data lies now, if it has moved."""
-    json: bool = False
-    """One JSON object on standard output."""
 
 
 def export(words: Sequence[str]) -> int:

@@ -10,7 +10,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.terminal.console import print_answer
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import read_command
-from isobatch.launch.local.run_setup import TrustOptions, open_run
+from isobatch.launch.local.run_setup import AnswerOptions, open_run
 from isobatch.models.protocols import EncodesLatents, LatentCodec
 
 if TYPE_CHECKING:
@@ -18,13 +18,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DecodingOptions(TrustOptions):
+class DecodingOptions(AnswerOptions):
     """Flags of `reconstruct`."""
 
     tokens: number_ranges.Positive = 60
     """Most tokens of a text."""
-    json: bool = False
-    """One JSON object on standard output."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,7 +32,7 @@ from isobatch.engine.planning.estimate import (
 )
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.local.arguments import Request, parse_request, task_name
-from isobatch.launch.local.run_setup import TrustOptions, print_unless_quiet, say_notes
+from isobatch.launch.local.run_setup import AnswerOptions, print_unless_quiet, say_notes
 from isobatch.launch.sweeps.chain import parse_chain
 from isobatch.models.capabilities import notes_of
 
@@ -56,7 +56,7 @@ TITLE = "the same micro-batch in other ways would take (other recipes, but for -
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PlanCommandOptions(TrustOptions):
+class PlanCommandOptions(AnswerOptions):
     """Flags of `plan` beside the recipe's and the plan's."""
 
     hardware: str | None = None
@@ -69,8 +69,6 @@ class PlanCommandOptions(TrustOptions):
     """What an hour of one GPU costs, as in 2.10/h; of several cards: h100=2.10,t4=0.35."""
     deadline: str | None = None
     """Within which time the run should end, as in 6h, 90m or 1d12h."""
-    json: bool = False
-    """One JSON object on standard output."""
 
     def seconds(self) -> float | None:
         """Seconds of --deadline. Raises UserError."""
@@ -78,14 +76,6 @@ class PlanCommandOptions(TrustOptions):
             return None if self.deadline is None else parse_duration(self.deadline)
         except ValueError as error:
             raise UserError(f"--deadline {self.deadline}: {error}") from None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PrepareOptions(TrustOptions):
-    """Flags of `prepare` beside the recipe's."""
-
-    json: bool = False
-    """One JSON object on standard output."""
 
 
 def plan(words: Sequence[str]) -> int:
@@ -258,7 +248,7 @@ def prepare(words: Sequence[str]) -> int:
 
     Run it where the internet is; runs then need none.
     """
-    request = parse_request(words, "prepare", PrepareOptions)
+    request = parse_request(words, "prepare", AnswerOptions)
     say_notes(request)
     facts = _prepared(request)
     request.workload.make(request.recipe)[0].fetch()

@@ -25,7 +25,7 @@ from isobatch.launch.control.runs import differing
 from isobatch.launch.forensics.diff_text import lines_of, verdict_of
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.process_state import preserve_process_state
-from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run
+from isobatch.launch.local.run_setup import AnswerOptions, locate_data, open_run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -53,14 +53,12 @@ Runs = tuple["RunFolder", "RunFolder"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DiffOptions(TrustOptions):
+class DiffOptions(AnswerOptions):
     """Flags of `diff`."""
 
     level: Literal["step", "module", "sample"] = "module"
     """step: from the logs alone; module: also redo the step where they part, on both sides; sample: say too
     which samples carry the difference."""
-    json: bool = False
-    """One JSON object on standard output."""
 
 
 def diff(words: Sequence[str]) -> int:

@@ -35,8 +35,8 @@ from isobatch.engine.verification.log_audit import WrongRecordError, check
 from isobatch.engine.verification.proof import within
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import (
+    DataOptions,
     OtherDataError,
-    TrustOptions,
     compare_source,
     locate_data,
     open_single_run,
@@ -53,21 +53,17 @@ Content = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReceiptOptions(TrustOptions):
+class ReceiptOptions(DataOptions):
     """Flags of `receipt make`."""
 
     sign: str | None = None
     """An ssh key, private or public with an agent: writes FILE.sig."""
     out: str | None = None
     """The file to write; by default receipt.json in the run's folder."""
-    data: str | None = None
-    """Where the data lies now, if it has moved."""
-    json: bool = False
-    """One JSON object on standard output."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AuditOptions(TrustOptions):
+class AuditOptions(DataOptions):
     """Flags of `receipt check`."""
 
     run: str | None = None
@@ -76,12 +72,8 @@ class AuditOptions(TrustOptions):
     """Least number of steps to make again from each starting point."""
     processes: Positive = 1
     """World size to make them in."""
-    data: str | None = None
-    """Where the data lies here."""
     signers: str | None = None
     """ssh's allowed_signers: names of people, and their keys."""
-    json: bool = False
-    """One JSON object on standard output."""
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.step_rows import is_step
 from isobatch.engine.verification.run_order import require_step
-from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_single_run
+from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run
 from isobatch.launch.report.tables import text_table
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ SHOWN = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayOptions(TrustOptions):
+class ReplayOptions(DataOptions):
     """Flags of `replay`."""
 
     step: Positive | None = None
@@ -45,10 +45,6 @@ class ReplayOptions(TrustOptions):
     """By default what this machine has."""
     micro_batch: Positive | None = None
     """Samples at a time; by default what the run took, as far as memory allows."""
-    data: str | None = None
-    """Where the data lies now, if it has moved."""
-    json: bool = False
-    """One JSON object on standard output: every module and every sample."""
 
 
 def replay(words: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.verification.run_order import RunOrder, require_step
-from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_single_run
+from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ PREVIEW_CHARACTERS = 70
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SeenOptions(TrustOptions):
+class SeenOptions(DataOptions):
     """Flags of `seen`."""
 
     sample: Count | None = None
@@ -36,10 +36,6 @@ class SeenOptions(TrustOptions):
     """A step, of which the rows are listed; the first is 1."""
     phase: str | None = None
     """The phase of --step; by default the first."""
-    data: str | None = None
-    """Where the data lies now, if it has moved."""
-    json: bool = False
-    """One JSON object on standard output."""
 
     def __post_init__(self) -> None:
         check_fields(self)

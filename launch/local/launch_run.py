@@ -32,7 +32,7 @@ from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.cluster import cluster, refuse_if_in_a_job
 from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS
 from isobatch.launch.local.run_setup import (
-    TrustOptions,
+    AnswerOptions,
     create_run,
     known_run,
     plan_for_training,
@@ -48,11 +48,9 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AutoOptions(TrustOptions):
+class AutoOptions(AnswerOptions):
     """Flags of `auto` beside the recipe's, the plan's and the run's."""
 
-    json: bool = False
-    """At the end, summary.json on standard output."""
     dry_run: bool = False
     """Train nothing: show the plan, as `plan` does."""
     dump_config: bool = False
@@ -60,11 +58,9 @@ class AutoOptions(TrustOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResumeOptions(TrustOptions):
+class ResumeOptions(AnswerOptions):
     """Flags of `resume` beside the plan's and the run's."""
 
-    json: bool = False
-    """At the end, summary.json on standard output."""
     skip_step: str | None = None
     """Leave out these steps, from 1, and go back to the checkpoint before them: 1200-1203, or lora:1200-1203
     where there are several phases. The decision stands in the log, so that `verify` knows it."""

@@ -51,6 +51,22 @@ class TrustOptions:
     where it did. It is remembered."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AnswerOptions(TrustOptions):
+    """The flags of commands that use a run, and answer."""
+
+    json: bool = False
+    """One JSON object on standard output."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataOptions(AnswerOptions):
+    """The flags of commands that read a run's data, and answer."""
+
+    data: str | None = None
+    """Where the data lies now, if it has moved."""
+
+
 def prepare_facts(request: Request) -> Facts:
     """Prepare the request's data where it is not in the cache, and fetch its model. Raises UserError."""
     task, data = request.workload.make(request.recipe)

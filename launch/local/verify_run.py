@@ -37,7 +37,7 @@ from isobatch.engine.verification.windows import (
 from isobatch.launch.local.redo_steps import plan_to_redo, redo
 from isobatch.launch.local.replay_in_full import replay_in_full
 from isobatch.launch.local.run_setup import (
-    TrustOptions,
+    DataOptions,
     compare_source,
     locate_data,
     open_single_run,
@@ -57,7 +57,7 @@ LEAST_LEADING, MOST_LEADING = 20, 150
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VerifyOptions(TrustOptions):
+class VerifyOptions(DataOptions):
     """Flags of `verify`."""
 
     level: Level = "steps"
@@ -71,10 +71,6 @@ class VerifyOptions(TrustOptions):
     """Strategy to redo them under, with --processes 2 or more."""
     micro_batch: Positive | None = None
     """Samples per micro-batch; by default half of what the run used."""
-    data: str | None = None
-    """Where the data lies now, if it has moved."""
-    json: bool = False
-    """One JSON object on standard output."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -24,7 +24,7 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.local.arguments import read_command
-from isobatch.launch.local.run_setup import TrustOptions, locate_data, open_run
+from isobatch.launch.local.run_setup import AnswerOptions, locate_data, open_run
 from isobatch.launch.report.child_process import call_in_child
 from isobatch.launch.report.records import (
     draw_figure,
@@ -46,15 +46,13 @@ MOST_COLUMNS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReportOptions(TrustOptions):
+class ReportOptions(AnswerOptions):
     """Flags of `report`."""
 
     to: str | None = None
     """Folder for report.md, report.json and report.html; by default report/ in the last run's folder."""
     png: bool = False
     """Only draw the figures of each run into its plots/, or into --to FOLDER; also while it trains."""
-    json: bool = False
-    """report.json on standard output."""
 
 
 def report(words: Sequence[str]) -> int:
