@@ -70,14 +70,10 @@ class RunOrder:
         found = dict.fromkeys((schedule.name for schedule in self.schedules), 0)
         for row in rows_in(run.metrics):
             if is_step(row) or (SEAL in row and "split" not in row):
-                if (
-                    row["phase"] not in found
-                ):  # as with --pruned MODEL, which spares one of a finished classifier
-                    raise UserError(
-                        f"{run.folder}: its log has phase {row['phase']}, its task here {', '.join(found)}:"
-                        " bring the model that it began with to this machine"
-                    )
-                found[row["phase"]] = row["step"]
+                if (phase := row["phase"]) not in found:  # as with --pruned MODEL, which spares one
+                    said = f"its log has phase {phase}, its task here {', '.join(found)}"
+                    raise UserError(f"{run.folder}: {said}: bring the model that it began with here")
+                found[phase] = row["step"]
         return found
 
 

@@ -105,10 +105,8 @@ def window_to(run: RunFolder, phases: list[str], phase: str, step: int) -> Windo
             found = Window(path.name, phase, 0, step)
     if found is None and phase != phases[0]:
         names = ", ".join(path.name for path in kept) or "none"
-        raise UserError(
-            f"{run.folder}: no kept checkpoint leads to step {step} of {phase} (kept: {names}); the steps of"
-            f" {phases[0]} can be replayed, and `--keep 20` keeps more of the next run"
-        )
+        said = f"no kept checkpoint leads to step {step} of {phase} (kept: {names})"
+        raise UserError(f"{run.folder}: {said}; `--keep 20` keeps more of the next run")
     return found or Window(INITIAL, phase, 0, step)
 
 

@@ -101,10 +101,7 @@ def plain_model(where: str) -> LanguageModel | None:
     found = atomic_files.read_json(adapter if adapter.is_file() else config)
     kinds = [*(found.get("architectures") or []), str(found.get("task_type"))]
     if not any(kind.endswith(("ForCausalLM", "LMHeadModel", "CAUSAL_LM")) for kind in kinds):
-        raise UserError(
-            f"{where} is no run, and its model writes no text ({kinds[0]}): give a run, or the folder of a"
-            " language model"
-        )
+        raise UserError(f"{where}: is no run, and its model writes no text ({kinds[0]}): give another")
     return LanguageModel(
         chat_templates.template_in(path),
         lambda bits: partial(TextStream, *open_for_generation(path, bits or 16)),
@@ -125,9 +122,7 @@ def chat(words: Sequence[str]) -> int:
     options = command_options(flags, ChatOptions, "chat")
     prompt, (template, open_writer) = options.prompt, open_language_model(place, options.trust)
     if template is None and (prompt is None or options.system):
-        raise UserError(
-            f"chat: {place} was not trained on conversations: give it a --prompt, and no --system"
-        )
+        raise UserError(f"chat: {place} was not trained on conversations: give --prompt and no --system")
     doing("loading the model")
     write, drawn = open_writer(options.load_bits), sampling(options, template)
     told = [{"role": "system", "content": options.system}] if options.system else []

@@ -84,8 +84,8 @@ def refuse_chance(run: RunFolder) -> None:
         return
     if accuracy is None or majority is None or round(accuracy, 6) > majority:  # which has six digits
         return
+    said = f"{accuracy:.1%}, is not above that of always answering the largest class, {majority:.1%}"
+    way = f"(`auto --task pruning --teacher {run.folder}` prunes it all the same)"
     raise UserError(
-        f"compress stopped: the classifier learnt nothing: its accuracy, {accuracy:.1%}, is not above that of"
-        f" always answering the largest class, {majority:.1%}; give more --epochs, another --lr or a"
-        f" pretrained --model (`auto --task pruning --teacher {run.folder}` prunes it all the same)"
+        f"the classifier learnt nothing: its accuracy, {said}; give more --epochs or --model {way}"
     )

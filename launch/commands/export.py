@@ -52,9 +52,7 @@ def export(words: Sequence[str]) -> int:
     wanted = tuple(kind.replace("_", "-") for kind in options.to) or task.exports
     if unknown := [kind for kind in wanted if kind not in task.exports]:
         needs = ": `auto --task qat --pruned RUN` makes such a model" if unknown[0] == "onnx-int4" else ""
-        raise UserError(
-            f"--to {unknown[0]}: a {run.recipe.task} run exports {', '.join(task.exports)}{needs}"
-        )
+        raise UserError(f"--to {unknown[0]}: {run.recipe.task} exports {', '.join(task.exports)}{needs}")
     if any(kind.startswith("onnx") for kind in wanted):
         for library in ("onnx", "onnxruntime"):
             need(library, f"--to {','.join(wanted)}")

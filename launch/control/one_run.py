@@ -85,10 +85,7 @@ def _wait_for_end(run: RunFolder) -> RunView:
         time.sleep(LOOK_SECONDS)
         if (now := look(run.folder)).is_over:
             return now
-    raise UserError(
-        f"{run.folder} has not ended within {WAIT_SECONDS:g} s: `runs logs {run.folder}` shows what it does,"
-        " cancel --now ends it at once"
-    )
+    raise UserError(f"{run.folder} has not ended within {WAIT_SECONDS:g} s: cancel --now ends it at once")
 
 
 READ_SECONDS, FOLLOW_SECONDS = 0.5, 3.0

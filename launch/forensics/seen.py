@@ -73,9 +73,7 @@ def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
     if options.step is None:
         rows = [options.sample or 0]
         if rows[0] >= order.sampler.count:
-            raise UserError(
-                f"--sample {rows[0]}: the training data has the rows 0 to {order.sampler.count - 1}"
-            )
+            raise UserError(f"--sample {rows[0]}: the last row for training is {order.sampler.count - 1}")
         sightings = order.sightings(run, rows)
         return {**answer, "rows": [{**row, "seen": sightings[row["row"]]} for row in _rows(order, run, rows)]}
     phase, step = options.phase or order.schedules[0].name, options.step

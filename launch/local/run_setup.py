@@ -74,10 +74,7 @@ def prepare_facts(request: Request) -> Facts:
     doing("looking for the model")
     task.fetch()
     if request.recipe.patience and "valid" not in facts.samples:
-        raise UserError(
-            f"--patience {request.recipe.patience}: this data has no valid split to watch (it has"
-            f" {', '.join(facts.samples)}): give it one, or leave --patience out"
-        )
+        raise UserError(f"--patience {request.recipe.patience}: the data has no valid split: leave it out")
     return facts
 
 
@@ -96,9 +93,7 @@ def say_notes(request: Request) -> None:
 def one_run(positional: Sequence[str], command: str) -> str:
     """The run that a command's words name. Raises UserError where they name none, or several."""
     if len(positional) != 1:
-        raise UserError(
-            f"{command}: give the folder of one run (`runs` lists them), as in: {command} runs/mine"
-        )
+        raise UserError(f"{command}: give the folder of one run, as in runs/mine (`runs` lists them)")
     return positional[0]
 
 
@@ -170,10 +165,7 @@ def find_run(request: Request, facts: Facts, any_name: bool = False) -> RunFolde
     if resume not in ("auto", "never"):
         run = RunFolder.open(resume)
         if not _is_of(run, wanted):
-            raise UserError(
-                f"--resume {resume}: that run has another recipe or other data;"
-                f" `resume {resume}` goes on with its own"
-            )
+            raise UserError(f"--resume {resume}: is of another recipe or other data; see `resume {resume}`")
         return run
     if resume == "never" or request.run.again:
         return None

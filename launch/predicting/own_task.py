@@ -72,7 +72,5 @@ def _columns(found: Any, count: int) -> dict[str, list[Any]]:
     columns = {name: torch.as_tensor(value).tolist() for name, value in found.items()}
     for name, values in columns.items():
         if not isinstance(values, list) or len(values) != count:
-            raise UserError(
-                f"predict(model, batch): {name}: give a row per sample, of which there are {count}"
-            )
+            raise UserError(f"predict(model, batch): {name}: give a row for each of the {count} samples")
     return columns

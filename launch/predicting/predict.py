@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import sys
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,7 @@ from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import is_prepared, open_run
 from isobatch.launch.predicting import tables
-from isobatch.launch.predicting.recommend import ListOptions, restrict
+from isobatch.launch.predicting.recommend import ListOptions, print_lines, restrict
 from isobatch.models.encoder import prediction
 from isobatch.models.encoder.evaluation import has_text_pairs
 from isobatch.models.protocols import (
@@ -167,14 +166,13 @@ class Answerer:
             answers = dict(zip(samples, self.predict(list(samples.values())), strict=True))
             blank = blank or _without_values(next(iter(answers.values())))
             yield [tables.beside(row, answers.get(place, blank)) for place, (_, row) in enumerate(chunk)]
+        said = [
+            f"{counted(len(errors), 'row')} without an answer ({why}); the first: {errors[0]}"
+            for why, errors in unanswered.items()
+        ]
         if left_out:
-            print(
-                printable(f"{counted(len(left_out), 'unknown item')} left out: {left_out[0]}"),
-                file=sys.stderr,
-            )
-        for why, errors in unanswered.items():
-            said = f"{counted(len(errors), 'row')} without an answer ({why}); the first: {errors[0]}"
-            print(printable(said), file=sys.stderr)
+            said.insert(0, f"{counted(len(left_out), 'unknown item')} left out: {left_out[0]}")
+        print_lines(said)
 
 
 def _without_values(answer: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,8 +224,7 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
     if isinstance(task, OpensItemLists):
         _refuse_unread(options, what, "text_column", *LISTS)
         lists = task.open_lists(run.final, options.by)
-        for line in restrict(lists, options, asked.get("item_column")):
-            print(printable(line), file=sys.stderr)
+        print_lines(restrict(lists, options, asked.get("item_column")))
         users = tables.UserReader(text or asked.get("user_column"), lists=lists)
         return Answerer(partial(_recommend, lists, options.top), users)
     if not isinstance(task, Predicts):

@@ -74,10 +74,7 @@ def recommend(words: Sequence[str]) -> int:
     run, options = open_single_run(words, "recommend", RecommendOptions)
     asked = [one for one in (options.user, options.items, options.similar_to) if one is not None]
     if len(asked) > 1 or not (asked or options.out):
-        raise UserError(
-            "recommend: needs one of --user ID, --items ID,ID and --similar-to ITEM, or for all users --out"
-            " lists.parquet"
-        )
+        raise UserError("recommend: needs one of --user ID, --items ID,ID, --similar-to ITEM, or --out FILE")
     if options.with_seen and options.similar_to is not None:
         raise UserError("--with-seen: is about users, and --similar-to names an item: leave it out")
     if options.out is not None:
@@ -99,12 +96,12 @@ def answer(lists: Recommendations, options: RecommendOptions, remarks: list[str]
     if options.out is not None:
         blocks = iter(lambda: list(itertools.islice(answers, LISTS_AT_A_TIME)), [])
         code = tables.write_rows(tables.check_out(options.out, None), ranked(blocks), options.json)
-        _say(remarks)
+        print_lines(remarks)
         return code
     found = list(answers)
     if not any(items for _, items in found):
         raise UserError(EMPTY_LIST)
-    _say(remarks)
+    print_lines(remarks)
     each = [{**asked, "by": lists.by, "items": items} for asked, items in found]
     lines = (
         "  ".join([*([asked["user"]] if each[1:] else []), f"{entry['score']:8.3f}", *named])
@@ -132,7 +129,8 @@ def _lists(lists: Recommendations, options: RecommendOptions, remarks: list[str]
         yield from (({"user": u}, items) for u, items in lists.recommend_to_all(top))
 
 
-def _say(lines: Iterable[str]) -> None:
+def print_lines(lines: Iterable[str]) -> None:
+    """Print remarks on an answer, on standard error."""
     for line in lines:
         print(printable(line), file=sys.stderr)
 
@@ -153,7 +151,7 @@ def ranked(answers: Iterable[Sequence[Answer]]) -> Iterator[list[dict[str, Any]]
         doing(f"recommending: {done:,} lists done")
     if empty == done:
         raise UserError(EMPTY_LIST)
-    _say([f"{empty:,} of {done:,} lists are empty: {NOTHING_LEFT}"] if empty else [])
+    print_lines([f"{empty:,} of {done:,} lists are empty: {NOTHING_LEFT}"] if empty else [])
 
 
 def restrict(lists: Recommendations, options: ListOptions, column: str | None) -> list[str]:

@@ -304,9 +304,8 @@ def find_column(
         return found
     wanted = asked or " or ".join(usual)
     hint = nearest_hint(asked, list(row)) if asked else ""
-    raise UserError(
-        f"{where}: has no column {wanted}{hint}; it has: {chat_formats.key_names(row)}; {flag} names another"
-    )
+    has = chat_formats.key_names(row)
+    raise UserError(f"{where}: has no column {wanted}{hint}; it has: {has}; {flag} names another")
 
 
 def require_text(value: Any, where: str) -> str:
@@ -316,7 +315,5 @@ def require_text(value: Any, where: str) -> str:
     if not value or not value.strip():
         raise UnansweredRowError(f"{where}: is empty: leave it out", NO_TEXT)
     if len(value) > MAX_TEXT_CHARACTERS:
-        raise UserError(
-            f"{where}: has {len(value):,} characters, at most {MAX_TEXT_CHARACTERS:,}: shorten it"
-        )
+        raise UserError(f"{where}: has {len(value):,} characters: shorten it to {MAX_TEXT_CHARACTERS:,}")
     return value

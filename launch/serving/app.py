@@ -61,9 +61,7 @@ async def read_body(request: Request) -> dict[str, Any]:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MAX_BODY_BYTES:
-            raise HTTPException(
-                413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB: send less at a time"
-            )
+            raise HTTPException(413, f"the body is larger than {MAX_BODY_BYTES >> 20} MiB: send less")
     try:
         found = json.loads(text := body.decode())
         if "\\u" in text:  # halves of characters can be no text

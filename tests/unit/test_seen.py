@@ -148,7 +148,7 @@ def test_of_a_mixture_with_shares(tmp_path: Path, like: bool, fraction: float) -
         ({}, "--sample ROW or --step N"),
         ({"sample": 1, "step": 2}, "--sample ROW or --step N"),
         ({"sample": 1, "phase": "train"}, "--phase train: belongs to --step"),
-        ({"sample": 93}, "--sample 93: the training data has the rows 0 to 92"),
+        ({"sample": 93}, "--sample 93: the last row for training is 92"),
         ({"step": 9}, "--phase train --step 9: this run has train with 8 steps"),
         ({"step": 1, "phase": "qat"}, "--phase qat"),
     ],

@@ -247,7 +247,7 @@ def test_what_cannot_be_cancelled_is_said(tmp_path: Path, slurm: Slurm, say: Say
     )
     run.write_summary({"status": "stopped"})
     slurm(squeue=queued("7", "SUSPENDED"))
-    with pytest.raises(UserError, match="job 7 is suspended and cannot save: scontrol resume 7 first, or c"):
+    with pytest.raises(UserError, match="job 7 is suspended: scontrol resume 7 first, or c"):
         one_run.cancel([str(run.folder)])
     slurm(squeue=AWAY)
     with pytest.raises(UserError, match="Slurm does not answer"):

@@ -124,10 +124,7 @@ def render(request: Request, options: KubernetesOptions) -> str:
 
     name = request.run.name or re.sub("[^a-z0-9]+", "-", run_name(request.recipe).lower())
     if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name) or len(name) > MOST_NAME:
-        raise UserError(
-            f"--name {name}: Kubernetes takes small letters, digits and dashes, a letter first, at most"
-            f" {MOST_NAME}"
-        )
+        raise UserError(f"--name {name}: give {MOST_NAME} small letters, digits and dashes at most")
     processes = processes_each(request, "--nodes", options.nodes, options.gpus_per_node)
     world = [f"--nnodes={options.nodes}", f"--nproc-per-node={processes}"]
     world += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]

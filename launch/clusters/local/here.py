@@ -86,10 +86,7 @@ class Local(Cluster):
 
         launcher = _launcher(run)
         if launcher is None:
-            raise UserError(
-                f"{run.folder} is being trained, but not by a process of yours on this machine: cancel it on"
-                " the machine that trains it"
-            )
+            raise UserError(f"{run.folder}: no process of yours trains it on this machine: cancel it there")
         with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             launcher.send_signal(signal.SIGINT)
             if now:

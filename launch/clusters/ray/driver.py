@@ -256,7 +256,5 @@ def _connect(address: str) -> None:
                 log_to_driver=False,  # the run's own lines stand in its log
             )
         except ConnectionError:
-            raise UserError(
-                f"--address {address}: this machine is in no Ray cluster; `ray start --head` makes one, and"
-                " --address local needs none"
-            ) from None
+            said = f"--address {address}: this machine is in no Ray cluster: `ray start --head` makes one"
+            raise UserError(f"{said}, and --address local needs none") from None

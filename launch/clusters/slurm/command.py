@@ -23,8 +23,8 @@ from isobatch.launch.clusters.slurm.legs import JobRequest, seconds_to_stop
 from isobatch.launch.clusters.slurm.options import (
     SlurmOptions,
     join_sbatch_value,
+    option_words,
     parse_array,
-    parse_sbatch_options,
     parse_time_limit,
     refuse_control_characters,
     step_words,
@@ -113,7 +113,7 @@ def _hand_in(
             local=processes_each(requests[task], "--nodes", script.nodes, script.gpus),
             lead=script.lead,
             plan={**options_to_dict(requests[task].plan), "processes": None},
-            seconds=script.seconds,
+            seconds=parse_time_limit(script.time),
             max_legs=options.max_legs,
             srun=step_words(options),
             container=_container(run.recipe, run.folder, options),
@@ -142,7 +142,8 @@ def _script(
     runs: Mapping[int, RunFolder], asked_name: str | None, options: SlurmOptions, in_array: bool
 ) -> JobScript:
     first = next(iter(runs.values())).folder
-    seconds, name = parse_time_limit(options.time or ""), asked_name or first.name
+    time, name = (options.time or "").strip(), asked_name or first.name
+    seconds = parse_time_limit(time)
     measured = max(round(seconds_to_stop(run)) for run in runs.values())
     extra = [(flag, str(value)) for flag in TAKEN_OVER if (value := getattr(options, flag))]
     if options.after:
@@ -154,13 +155,13 @@ def _script(
         runs={number: run.folder for number, run in runs.items()},
         folder=first.parent / f"slurm-{name}" if in_array else first / "slurm",
         nodes=options.nodes,
-        seconds=seconds,
+        time=time,
         lead=options.lead or max(default_lead(seconds), min(measured, seconds // 2)),
         cpus=options.cpus_per_task or _fair_cpus(options),
         gpus=options.gpus_per_node,
         array=array_text(runs, options.parallel) if in_array else "",
         extra_options=tuple(extra),
-        raw_options=parse_sbatch_options(options.sbatch) if options.sbatch else (),
+        raw_options=option_words("--sbatch", options.sbatch),
         setup=Path(options.setup).expanduser().resolve() if options.setup else None,
         start_folder=Path.cwd(),
         environment=tuple(environment_elsewhere().items()),

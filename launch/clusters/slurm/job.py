@@ -133,10 +133,7 @@ class Slurm(Cluster):
 
     def cancel(self, run: RunFolder, job: JobState, now: bool) -> None:
         if job.state == "SUSPENDED" and not now:
-            raise UserError(
-                f"job {job.job} is suspended and cannot save: scontrol resume {job.job} first, or cancel"
-                " --now"
-            )
+            raise UserError(f"job {job.job} is suspended: scontrol resume {job.job} first, or cancel --now")
         words = () if now or job.stage == "queued" else ("--batch", "--signal=INT")
         if words:
             update_job_record(run, cancel="save")  # first: the job reads it when the signal comes

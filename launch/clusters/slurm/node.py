@@ -109,10 +109,8 @@ class Meeting:
             call = {"addresses": addresses, "port": store.port}
             atomic_files.write_json(self.folder / "call.json", call)
         if not wait_for((self.folder / "call.json").is_file, ANSWER_SECONDS):
-            raise UserError(
-                f"{self.name} does not see in {self.folder.parent.parent} what {self.nodes[0]} wrote there:"
-                " choose an --out on a file system that all nodes share"
-            )
+            unseen = f"{self.name} does not see what {self.nodes[0]} wrote in {self.folder.parent.parent}"
+            raise UserError(f"{unseen}: choose an --out on a file system that all nodes share")
         found = atomic_files.read_json(self.folder / "call.json")
         yield self._reachable_address(found["addresses"], found["port"])
         del store

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
     from isobatch.launch.local.arguments import Request
 
-OF_THE_SCRIPT = (
-    *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gpus-per-task", "time"),
-    *("array", "dependency", "job-name", "wrap", "output", "open-mode", "chdir", "no-requeue", "signal"),
-    *("parsable", "test-only", "wait"),
-)
-"""Options of sbatch that the script sets itself, or that have a flag of `slurm`."""
-OF_A_STEP = (
-    *("nodes", "ntasks", "nodelist", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gpus-per-task"),
-    *("jobid", "overlap", "exclusive", "export", "kill-on-bad-exit", "het-group"),
-    *("output", "error", "input", "pty", "unbuffered", "container", "container-image", "container-workdir"),
-)
-"""Options of srun that each step sets itself."""
+SIZE = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gpus-per-task", "output")
+RESERVED = {
+    "--sbatch": (
+        *(*SIZE, "time", "array", "dependency", "job-name", "wrap", "open-mode", "chdir", "no-requeue"),
+        *("signal", "parsable", "test-only", "wait"),
+    ),
+    "--srun": (
+        *(*SIZE, "nodelist", "jobid", "overlap", "exclusive", "export", "kill-on-bad-exit", "het-group"),
+        *("error", "input", "pty", "unbuffered", "container", "container-image", "container-workdir"),
+    ),
+}
+"""Options of sbatch that the script sets, or that are flags of `slurm`; of srun that each step sets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,26 +98,17 @@ def validated(request: Request, options: SlurmOptions) -> Request:
     request = on_device(request, "slurm", "--gpus-per-node", options.gpus_per_node, options.cpu)
     if options.time is None:
         raise UserError("slurm: needs --time, the limit of one leg, as in --time 12:00:00")
+    if (lead := options.lead) and lead >= parse_time_limit(options.time):
+        raise UserError(f"--lead {lead}: must be shorter than --time {options.time}")
+    if (setup := options.setup) and not Path(setup).expanduser().is_file():
+        raise UserError(f"--setup {setup}: there is no such file")
     nodes, strategy = options.nodes, request.plan.strategy
     world = processes_each(request, "--nodes", nodes, options.gpus_per_node) * nodes
-    most = least = world
-    if strategy != "auto" and (traits := traits_of(strategy)):
-        most, least = traits.most_processes or world, traits.least_processes if traits.shards else 1
-    lead, setup = options.lead, options.setup
-    for is_wrong, why in (
-        (
-            lead and lead >= parse_time_limit(options.time),
-            f"--lead {lead}: must be shorter than --time {options.time}",
-        ),
-        (world > most, f"--strategy {strategy}: is one process, not {world}: leave it out, or take ddp"),
-        (
-            world < least,
-            f"--strategy {strategy}: one process has nobody to share with: add --nodes or --processes",
-        ),
-        (setup and not Path(setup).expanduser().is_file(), f"--setup {setup}: there is no such file"),
-    ):
-        if is_wrong:
-            raise UserError(why)
+    traits = None if strategy == "auto" else traits_of(strategy)
+    if traits and world > (traits.most_processes or world):
+        raise UserError(f"--strategy {strategy}: is one process, not {world}: leave it out, or take ddp")
+    if traits and traits.shards and world < traits.least_processes:
+        raise UserError(f"--strategy {strategy}: one process shares with nobody: add --nodes or --processes")
     step_words(options)
     return request
 
@@ -128,7 +119,7 @@ def step_words(options: SlurmOptions) -> tuple[str, ...]:
     Each process of a node sees all of its GPUs, for NVLink: left out, the job's binding would be inherited.
     """
     binding = ("--gpu-bind=none",) if options.gpus_per_node else ()
-    return ("--mpi=none", *binding, *(parse_srun_options(options.srun) if options.srun else ()))
+    return ("--mpi=none", *binding, *option_words("--srun", options.srun))
 
 
 def refuse_control_characters(word: str, flag: str = "sbatch option") -> str:
@@ -138,27 +129,21 @@ def refuse_control_characters(word: str, flag: str = "sbatch option") -> str:
     return word
 
 
-def parse_sbatch_options(text: str) -> tuple[str, ...]:
-    """The words of --sbatch. Raises UserError for options that the script sets itself."""
-    return _option_words("--sbatch", text, "--exclusive", OF_THE_SCRIPT)
-
-
-def parse_srun_options(text: str) -> tuple[str, ...]:
-    """The words of --srun. Raises UserError for options that each step sets itself."""
-    return _option_words("--srun", text, "--cpu-bind=cores", OF_A_STEP)
-
-
-def _option_words(flag: str, text: str, example: str, reserved: Sequence[str]) -> tuple[str, ...]:
-    """Short options are refused: letters in one word may hide a reserved one. Slurm takes --nod=2, too."""
+def option_words(flag: str, text: str | None) -> tuple[str, ...]:
+    """The words of --sbatch or --srun; none without a text. Raises UserError for those of RESERVED, and for
+    short options: letters in one word may hide a reserved one. Slurm takes --nod=2, too.
+    """
+    if text is None:
+        return ()
     try:
         words = shlex.split(refuse_control_characters(text, flag))
     except ValueError as error:
         raise UserError(f"{flag} {text}: {error}") from None
     if not words or not words[0].startswith("-") or any(re.match("-[^-]", word) for word in words):
-        raise UserError(f'{flag} {text}: holds {flag[2:]}\'s own options, written out: {flag} "{example}"')
+        raise UserError(f'{flag} {text}: holds {flag[2:]}\'s own options, written out: {flag} "--comment=a"')
     for word in words:
         name = word[2:].partition("=")[0] if word.startswith("--") else ""
-        if name and any(own.startswith(name) for own in reserved):
+        if name and any(own.startswith(name) for own in RESERVED[flag]):
             raise UserError(f"{flag} {word}: isobatch sets this itself; `describe slurm` has its flags")
     return tuple(words)
 
@@ -176,13 +161,6 @@ def parse_time_limit(text: str) -> int:
     if total <= 0:
         raise UserError(f"--time {text}: must be above 0")
     return total
-
-
-def format_time_limit(seconds: int) -> str:
-    """Seconds as [D-]HH:MM:SS."""
-    days, rest = divmod(seconds, 86400)
-    text = f"{rest // 3600:02}:{rest // 60 % 60:02}:{rest % 60:02}"
-    return f"{days}-{text}" if days else text
 
 
 def parse_array(array: str) -> tuple[str, str]:

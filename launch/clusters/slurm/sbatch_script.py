@@ -13,7 +13,7 @@ from pathlib import Path
 
 from isobatch.core.errors import UserError
 from isobatch.core.package import ROOT, own_command
-from isobatch.launch.clusters.slurm.options import format_time_limit, refuse_control_characters
+from isobatch.launch.clusters.slurm.options import refuse_control_characters
 
 MAX_CHARACTERS = 1000
 """Characters of an #SBATCH line that sbatch reads."""
@@ -37,8 +37,8 @@ class JobScript:
     folder: Path
     """Folder of the job's output."""
     nodes: int
-    seconds: int
-    """Time limit."""
+    time: str
+    """Time limit, in a form of sbatch's."""
     lead: int
     """Seconds before the time limit at which Slurm sends SIGUSR1."""
     cpus: int
@@ -62,10 +62,7 @@ def render(script: JobScript) -> str:
     words = [[f"--{name}" + (f"={value}" if value else "")] for name, value in options_of(script)]
     lines = ["#SBATCH " + " ".join(map(sbatch_word, line)) for line in [*words, script.raw_options] if line]
     if too_long := [line for line in lines if len(line) > MAX_CHARACTERS]:
-        raise UserError(
-            f"{too_long[0][:60]}...: sbatch reads {MAX_CHARACTERS} characters a line; use a shorter name or"
-            " path"
-        )
+        raise UserError(f"{too_long[0][:60]}...: sbatch reads {MAX_CHARACTERS} characters a line: shorten it")
     return "\n".join(["#!/bin/bash", *lines, "", *_body(script), ""])
 
 
@@ -79,7 +76,7 @@ def options_of(script: JobScript) -> list[tuple[str, str]]:
         ("ntasks-per-node", "1"),
         ("cpus-per-task", str(script.cpus)),
         *([("gpus-per-node", str(script.gpus))] if script.gpus else []),
-        ("time", format_time_limit(script.seconds)),
+        ("time", script.time),
         *script.extra_options,
         *([("array", script.array)] if script.array else []),
         # B: only the batch script is signalled; `job` forwards the stop.
