@@ -109,32 +109,27 @@ class CausalLM(Task):
     }
 
     @property
-    def _model_name(self) -> str:
+    def model_name(self) -> str:
         return self.recipe.model or "small"
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What --adapter implies; a loaded model's rate; and a model that reads less than the usual
-        --max-length limits it.
-        """
-        implied = adapters.implied_options(values)
-        is_loaded = values.get("model", cls.defaults.get("model")) not in PRESETS
-        if is_loaded and "lr" not in cls.defaults and not {"lr", "preset"} & values.keys():
+        """What --adapter and the model imply, and a loaded model's rate."""
+        implied = implied_by_model(values, cls.defaults["max_length"])
+        is_loaded = values.get("model", cls.defaults["model"]) not in PRESETS
+        if is_loaded and not {"lr", "preset"} & values.keys():
             implied["lr"] = FINETUNING_LR if values.get("adapter", "none") == "none" else ADAPTER_LR
-        context = _context_on_disk(values.get("model"), values.get("revision"))
-        if "max_length" not in values and context and context < cls.defaults["max_length"]:
-            implied["max_length"] = context
         return implied
 
     def unread(self) -> Mapping[str, str]:
-        found = hub.unread_revision(self._model_name, self.recipe.tokenizer)
+        found = hub.unread_revision(self.model_name, self.recipe.tokenizer)
         dropout = self.recipe.dropout
-        if self.options.adapter == "none" and (dropout == 0 or (not dropout and self._model_name in PRESETS)):
+        if self.options.adapter == "none" and (dropout == 0 or (not dropout and self.model_name in PRESETS)):
             found["noise"] = "there is no dropout"
         return found
 
     def check(self) -> None:
-        name = self._model_name
+        name = self.model_name
         adapters.check_options(self.options, pretrained=name not in PRESETS)
         if self.options.load_bits != 16:
             need("bitsandbytes", f"--load-bits {self.options.load_bits}")
@@ -146,25 +141,25 @@ class CausalLM(Task):
             self._check_config(config)
 
     def check_for_plan(self) -> None:
-        adapters.check_options(self.options, pretrained=self._model_name not in PRESETS)
-        if self._model_name not in PRESETS:
-            self._check_config(known_models.load_config(self._model_name, self.recipe.revision))
+        adapters.check_options(self.options, pretrained=self.model_name not in PRESETS)
+        if self.model_name not in PRESETS:
+            self._check_config(known_models.load_config(self.model_name, self.recipe.revision))
 
     def _check_config(self, config: Mapping[str, Any]) -> None:
         if config.get("model_type") not in model_sizes.LINEAR_HEAD_TYPES or "auto_map" in config:
-            hub.check_architecture(self._model_name, config, self.options.remote_code, self.recipe.revision)
+            hub.check_architecture(self.model_name, config, self.options.remote_code, self.recipe.revision)
         self._check_context(config)
 
     def _check_context(self, config: Mapping[str, Any]) -> None:
         context = model_sizes.context_length(config)
         if context is not None and self.recipe.max_length > context:
             raise UserError(
-                f"--max-length {self.recipe.max_length}: {self._model_name} reads at most {context} tokens"
+                f"--max-length {self.recipe.max_length}: {self.model_name} reads at most {context} tokens"
             )
 
     def _raw_config(self, facts: Facts) -> dict[str, Any]:
         """The model's config.json as a mapping, checked against the tokenizer and the block length."""
-        name, vocabulary = self._model_name, facts.extra["vocabulary"]
+        name, vocabulary = self.model_name, facts.extra["vocabulary"]
         if name in PRESETS:
             return PRESETS[name].config(vocabulary, self.recipe.max_length)
         assumed = facts.extra.get("assumed")
@@ -176,8 +171,8 @@ class CausalLM(Task):
         return config
 
     def fetch(self) -> None:
-        if self._model_name not in PRESETS:
-            hub.fetch_weights(self._model_name, self.recipe.revision)
+        if self.model_name not in PRESETS:
+            hub.fetch_weights(self.model_name, self.recipe.revision)
 
     def build_model(self, facts: Facts) -> nn.Module:
         from transformers import GPT2LMHeadModel
@@ -186,15 +181,15 @@ class CausalLM(Task):
 
         config, options, revision = self._transformers_config(facts), self.options, self.recipe.revision
         self._num_sets = len(facts.extra.get("sets") or [])
-        if self._model_name in PRESETS:
+        if self.model_name in PRESETS:
             model: nn.Module = GPT2LMHeadModel(config)
         else:
             kind = options.load_bits, options.remote_code, options.frozen_dtype
             where, tables = self.training_device, options.also_train or ()
-            path = hub.fetch_weights(self._model_name, revision)
+            path = hub.fetch_weights(self.model_name, revision)
             model = adapters.load_base_model(path, config, revision, *kind, where, tables)
             if options.adapter != "none":
-                adapters.add_adapter(model, options, self._model_name, revision)
+                adapters.add_adapter(model, options, self.model_name, revision)
         chunked_cross_entropy.make_head_bypassable(model)
         return model
 
@@ -202,13 +197,13 @@ class CausalLM(Task):
         from transformers import AutoConfig, GPT2Config
 
         values, revision, runs_code = self._raw_config(facts), self.recipe.revision, self.options.remote_code
-        if self._model_name in PRESETS:
+        if self.model_name in PRESETS:
             ids: dict[str, Any] = {f"{role}_token_id": facts.extra.get(role) for role in ("eos", "bos")}
             config: Any = GPT2Config(**values, **ids, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
         elif facts.extra.get("assumed"):
-            config = known_models.transformers_config(self._model_name, revision, runs_code)
+            config = known_models.transformers_config(self.model_name, revision, runs_code)
         else:
-            path = hub.local_path_or_id(self._model_name, revision)
+            path = hub.local_path_or_id(self.model_name, revision)
             code = hub.remote_code_kwargs(runs_code)
             config = AutoConfig.from_pretrained(path, revision=revision or "main", **code)
         # Dropout is the recipe's, but 0 for attention in long blocks.
@@ -225,12 +220,12 @@ class CausalLM(Task):
         if shape is None:
             config = self._transformers_config(facts)
             shape = model_sizes.shape_by_building(config, self.options.remote_code)
-        if self._model_name in PRESETS or self.options.adapter == "none":
+        if self.model_name in PRESETS or self.options.adapter == "none":
             return shape.size
         return adapter_sizes.adapted_model_size(shape, self.options)
 
     def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
-        return {} if self._model_name in PRESETS else adapter_sizes.memory_saving_flags(self.options)
+        return {} if self.model_name in PRESETS else adapter_sizes.memory_saving_flags(self.options)
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""
@@ -335,6 +330,15 @@ class CausalLM(Task):
             sampling = dataclasses.replace(sampling, temperature=0.0)
         prompts = facts.extra.get("prompts") or [(str(facts.extra.get("prompt", "")), None)]
         return _answer_prompts(saving.load_tokenizer(facts), prompts, sampling, model)
+
+
+def implied_by_model(values: Mapping[str, Any], usual_length: int) -> dict[str, Any]:
+    """What --adapter implies; and a model that reads less than the usual --max-length limits it."""
+    implied = adapters.implied_options(values)
+    context = _context_on_disk(values.get("model"), values.get("revision"))
+    if "max_length" not in values and context and context < usual_length:
+        implied["max_length"] = context
+    return implied
 
 
 def _context_on_disk(name: str | None, revision: str | None) -> int | None:

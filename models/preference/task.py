@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import AboveZero
 from isobatch.models import hub
-from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Teacher
+from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task, Teacher
 from isobatch.models.causal_lm.model_sizes import PRESETS
-from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions
+from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions, implied_by_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts
+    from isobatch.core.recipe import Recipe
+    from isobatch.models.causal_lm.generation import Sampling, TextStream
+    from isobatch.models.model_card import ModelDescription
 
 FIGURES = ("reward_accuracy", "reward_margin", "chosen_log_prob", "rejected_log_prob")
 TIE = 1e-4
@@ -40,8 +43,10 @@ REFERENCE_TOKENS = 16384
 """Padded tokens that the reference reads at a time. No plan decides it: the answers are the same anywhere."""
 
 
-class PreferenceTask(CausalLM):
+class PreferenceTask(Task):
     """A causal language model that learns from pairs of answers; a sample is a pair.
+
+    All but the losses is that of `language`, the task of the language model, and passed on by name.
 
     Metrics of each step and of held-out pairs, means over pairs. `reward_accuracy`: how often the chosen
     answer has the larger reward. `reward_margin`: by how much. `chosen_log_prob`, `rejected_log_prob`: in
@@ -59,20 +64,43 @@ class PreferenceTask(CausalLM):
     }
     fast: ClassVar = {"max_length": 256, "train_fraction": 0.25, "eval_fraction": 0.25, "min_delta": 0.005}
     demo: ClassVar = {"model": "tiny", "max_length": 128, "batch_size": 16, "lr": 3e-4, "epochs": 2}
-    presets: ClassVar = {}
+    exports: ClassVar = CausalLM.exports
     averages = False
     """Whether an answer's log-probability is the mean over its tokens, and not their sum."""
+
+    def __init__(self, recipe: Recipe, options: Any) -> None:
+        super().__init__(recipe, options)
+        self.language = CausalLM(recipe, options)
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """As for any causal language model; an adapter trains at ten times the rate, without dropout."""
-        found = dict(super().complete(values))
+        found = implied_by_model(values, cls.defaults["max_length"])
         if values.get("adapter", "none") != "none":
             found |= {k: v for k, v in {"lr": 1e-5, "lora_dropout": 0.0}.items() if k not in values}
         return found
 
+    def unread(self) -> Mapping[str, str]:
+        return self.language.unread()
+
+    def check(self) -> None:
+        self.language.check()
+
+    def check_for_plan(self) -> None:
+        self.language.check_for_plan()
+
+    def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
+        return self.language.memory_saving_flags()
+
+    def fetch(self) -> None:
+        self.language.fetch()
+
+    def build_model(self, facts: Facts) -> nn.Module:
+        self.language.training_device = self.training_device
+        return self.language.build_model(facts)
+
     def model_size(self, facts: Facts) -> ModelSize:
-        return dataclasses.replace(super().model_size(facts), packs=False)
+        return dataclasses.replace(self.language.model_size(facts), packs=False)
 
     @abstractmethod
     def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
@@ -123,13 +151,25 @@ class PreferenceTask(CausalLM):
         pairs, *sums = recorded["pairs"].tolist()
         return {name: total / pairs for name, total in zip(FIGURES, sums, strict=True)}
 
+    def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
+        self.language.export(model, folder, facts)
+
+    def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
+        return self.language.describe_model(final, facts)
+
+    def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
+        return self.language.sample(model, facts, folder)
+
+    def writer(self, final: Path, bits: int | None = None) -> Callable[[Any, Sampling], TextStream]:
+        return self.language.writer(final, bits)
+
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         def rows() -> Iterator[Batch]:
             return ({"tokens": batch["tokens"].flatten(0, 1)} for batch in batches())
 
-        return super().export_as(kind, final, folder, facts, rows)
+        return self.language.export_as(kind, final, folder, facts, rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,7 +216,7 @@ class DPO(PreferenceTask):
 
     def _reference_identity(self) -> str:
         """All that the reference's answers depend on, beside the samples."""
-        name, recipe, options = self._model_name, self.recipe, self.options
+        name, recipe, options = self.language.model_name, self.recipe, self.options
         if name in PRESETS:
             weights = [name, recipe.seed, recipe.max_length, recipe.options.get("vocab_size")]
         else:
