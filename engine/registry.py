@@ -27,7 +27,13 @@ from isobatch.core.recipe import DEMO, SHORT_MODEL_NAMES, TASK_CODE, Recipe
 from isobatch.data.base import Data
 from isobatch.data.streaming.store import is_remote
 from isobatch.engine import consent
-from isobatch.engine.task_files import imported_files, is_task_file, load_task_class, task_file_hash
+from isobatch.engine.task_files import (
+    imported_files,
+    is_task_file,
+    load_task_class,
+    misnamed_methods,
+    task_file_hash,
+)
 from isobatch.models.base import Task
 from isobatch.models.workloads import list_chains, list_workloads
 
@@ -87,7 +93,12 @@ class LoadedWorkload:
             why = "its own optimizer" if self.makes_optimizer else "none"
             raise UserError(f"--optimizer {recipe.optimizer}: {self.name} makes {why}: leave it out")
         task, data = self._options(self.task.Options, recipe), self._options(self.data.Options, recipe)
-        return self.task(recipe, task), self._data_class(recipe.data)(recipe, data)
+        made = self.task(recipe, task), self._data_class(recipe.data)(recipe, data)
+        for one in made:
+            if getattr(one, "recipe", None) is not recipe:
+                how = "must call super().__init__(recipe, options)"
+                raise UserError(f"--task {self.name}: {type(one).__name__}.__init__ {how}")
+        return made
 
     def _options(self, kind: type, recipe: Recipe) -> Any:
         known = flags_of(kind)
@@ -110,6 +121,7 @@ class LoadedWorkload:
         if taken := sorted(recipe_flags.keys() & own_flags.keys()):
             raise UserError(f"{self.name}: its Options have {taken[0]}, which every recipe has: rename it")
         layers, notes = self._layers({k: v for k, v in asked.items() if k in recipe_flags})
+        notes += misnamed_methods(self.task) if is_task_file(self.name) else []
         merged = _merge([*layers, asked])
         found = self.task.complete(asked)
         merged |= {k: v for k, v in found.items() if k not in asked or k not in recipe_flags}

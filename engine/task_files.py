@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import USER_MODULE, IsobatchError, UserCodeError, UserError
-from isobatch.core.flags import nearest_hint
+from isobatch.core.flags import nearest, nearest_hint
 from isobatch.core.recipe import TASK_CODE
 from isobatch.data.base import Data
 from isobatch.models.base import Task
+from isobatch.models.capabilities import all_protocols
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -110,7 +111,10 @@ def load_task_class(location: str) -> type[Task]:
         there = f"no Task called {name} there{nearest_hint(name, known)}"
         problem = there if name else f"which class? Write {path}:Class"
         raise UserError(f"--task {location}: {problem}; found: {', '.join(known) or 'none'}")
-    _refuse_other_parameters(location, found, Task)
+    for contract in (Task, *all_protocols()):
+        _refuse_other_parameters(location, found, contract)
+    if problem := part_of_protocol(found):
+        raise UserError(f"--task {location}: {problem}")
     if isinstance(found.data, type):
         _refuse_other_parameters(location, found.data, Data)
     return found
@@ -165,11 +169,35 @@ def _import_error(location: str, file: Path, error: Exception) -> UserError:
     return UserCodeError(f"--task {location}: cannot be imported: {type(error).__name__}: {error}", shown)
 
 
+def part_of_protocol(task: type[Task]) -> str:
+    """What is wrong with a task that has part of what commands ask for together; empty if nothing is."""
+    for protocol, names in all_protocols().items():
+        has = [name for name in names if hasattr(task, name)]
+        if has and (missing := [name for name in names if name not in has]):
+            return (
+                f"{task.__name__} has {has[0]} and no {missing[0]}, which belongs to it"
+                f" ({protocol.__module__}.{protocol.__name__}): add it, or rename {has[0]}"
+            )
+    return ""
+
+
+def misnamed_methods(task: type[Task]) -> list[str]:
+    """Notes on what a user's class has that nothing asks for, and whose name is nearly a capability's."""
+    own = {n for one in task.__mro__ if not one.__module__.startswith("isobatch.") for n in vars(one)}
+    free = {n for names in all_protocols().values() for n in names} - set(dir(task))
+    meant = {name: nearest(name, free) for name in sorted(own - set(dir(Task))) if name[0] != "_"}
+    return [f"{task.__name__}.{n} is not {like}, which may be meant" for n, like in meant.items() if like]
+
+
 def _refuse_other_parameters(location: str, found: type, contract: type) -> None:
     """Raise UserError for a method that cannot be called as the contract says."""
     for name, method in vars(contract).items():
         own = getattr(found, name, None)
-        if name.startswith("_") or not (inspect.isfunction(method) and inspect.isfunction(own)):
+        if name.startswith("_") or own is None or not inspect.isfunction(method):
+            continue
+        if not callable(own):
+            raise UserError(f"--task {location}: {found.__name__}.{name} must be a method: rename it")
+        if not inspect.isfunction(own):
             continue
         expected, has = inspect.signature(method).parameters, inspect.signature(own)
         try:

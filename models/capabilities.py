@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from isobatch.models import protocols
 from isobatch.models.model_card import ModelDescription
 
 if TYPE_CHECKING:
@@ -163,6 +164,14 @@ class Describes(Protocol):
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         """What the README.md of `final`, the exported model's folder, says of it, and how to use it."""
+
+
+def all_protocols() -> Mapping[type, tuple[str, ...]]:
+    """What a task can have beside its contract, here and in protocols.py -> the names of each."""
+    known = [one for module in (globals(), vars(protocols)) for one in module.values()]
+    asked = [one for one in known if isinstance(one, type) and getattr(one, "_is_runtime_protocol", False)]
+    own = {one: {**vars(one), **vars(one).get("__annotations__", {})} for one in asked}
+    return {one: tuple(n for n in names if not n.startswith("_")) for one, names in own.items()}
 
 
 def notes_of(task: Task, facts: Facts) -> list[str]:

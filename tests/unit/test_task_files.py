@@ -117,3 +117,32 @@ def test_options_that_cannot_be_had_are_one_line(field: str, problem: str, tmp_p
     place = written(tmp_path, OPTIONS.replace("FIELD", field))
     with pytest.raises(UserError, match=re.escape(problem)):
         complete(place, {"sizes": "3"} if "sizes" in field else {})
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        ("    def likelihood(self, *a): ...", "Mine has likelihood and no open_codec, which belongs to it"),
+        ("    forms = ('circle',)", "Mine has forms and no open_predictor, which belongs to it"),
+        ("    sample = 3", "Mine.sample must be a method: rename it"),
+        ("    def step_figures(self): ...", r"Mine.step_figures takes \(self, recorded\), not \(self\)"),
+    ],
+)
+def test_part_of_what_is_asked_for_together_is_refused_by_name(
+    body: str, problem: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        load_task_class(written(tmp_path, f"{TASK}\n{body}\n"))
+
+
+WHOLE = (
+    "from isobatch import Data\nclass Rows(Data):\n    def read(self): return {}\n"
+    + TASK
+    + "    data = Rows\n"
+)
+
+
+def test_a_task_that_forgets_its_base_is_told_so(tmp_path: Path) -> None:
+    text = WHOLE + "    def __init__(self, recipe, options): self.width = 3\n"
+    with pytest.raises(UserError, match=r"Mine.__init__ must call super\(\).__init__\(recipe, options\)"):
+        complete(written(tmp_path, text), {})

@@ -1,0 +1,34 @@
+"""What a task can do beside it is whole or not there."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+from isobatch.engine.registry import TASKS, workload
+from isobatch.engine.task_files import part_of_protocol
+from isobatch.models.capabilities import all_protocols
+
+PROTOCOLS = all_protocols()
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_each_task_has_all_of_a_protocol_or_none(name: str) -> None:
+    task = workload(name).task
+    assert part_of_protocol(task) == ""
+    for protocol, names in PROTOCOLS.items():
+        for member in names:
+            here, asked = getattr(task, member, None), getattr(protocol, member, None)
+            if here is None or not inspect.isfunction(asked):
+                continue
+            assert list(inspect.signature(here).parameters) == list(inspect.signature(asked).parameters), (
+                member
+            )
+
+
+def test_each_protocol_is_some_tasks() -> None:
+    """One that nobody has is no seam but a wish."""
+    tasks = [workload(name).task for name in TASKS]
+    idle = {one for one, names in PROTOCOLS.items() if not any(hasattr(t, n) for t in tasks for n in names)}
+    assert {one.__name__ for one in idle} == {"PredictsBatches"}  # which is for tasks of users
