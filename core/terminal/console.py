@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE
-from isobatch.core.measures import format_bytes, format_duration, now, printable
+from isobatch.core.measures import format_bytes, format_duration, printable
 from isobatch.core.terminal.status import doing, on_terminal
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 LINE_MARK = "\x1eisobatch\x1e"
 """Marks the lines of a child process that `auto` shows to the user."""
-_SECONDS_BETWEEN_LINES = 5.0
 
 
 class Console:
@@ -31,7 +30,6 @@ class Console:
     def __init__(self, log: Path | None, quiet: bool = False, mark: str = "") -> None:
         self.quiet, self.mark = quiet, mark
         self.stream = log.open("a", encoding="utf-8", buffering=1) if log else None
-        self._last = -1e9
 
     def say(self, text: str, always: bool = False) -> None:
         """Write a line to log.txt and, unless quiet, to standard error. `always`: even if quiet."""
@@ -43,15 +41,14 @@ class Console:
         with contextlib.suppress(OSError):  # standard error may be closed; training goes on
             print(self.mark + text.replace("\n", f"\n{self.mark}"), file=sys.stderr, flush=True)
 
-    def show_step(self, row: dict[str, Any], total: int, seconds_left: float) -> None:
-        """Show a logged step: each on a terminal's bar, one every few seconds as a line."""
+    def show_step(self, row: dict[str, Any], total: int, seconds_left: float, writes: bool) -> None:
+        """Show a step on a terminal's bar. `writes`: also as a line, in log.txt where there is a bar."""
         figures = _figures(row, seconds_left)
         if on_terminal():
             doing(row["phase"], row["step"], total, figures)
         else:  # these lines say it
             doing()
-        if now() - self._last >= _SECONDS_BETWEEN_LINES or row["step"] == total:
-            self._last = now()
+        if writes:
             line = "  ".join((f"{row['phase']} {row['step']}/{total}", *figures))
             if not on_terminal():
                 self.say(line)

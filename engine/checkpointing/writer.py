@@ -110,22 +110,23 @@ class CheckpointWriter:
         ended = self._folder is not None and not self._thread.is_alive()
         return [float(ended), float(bool(ended and self._problem))]
 
-    def complete_if_written(self, written: float, failed: float) -> None:
-        """Complete the checkpoint if every rank has written or one failed. Arguments: summed rank_flags."""
-        if self._folder is not None and (failed or written == self.world.size):
-            self._complete()
+    @property
+    def is_writing(self) -> bool:
+        """Whether a checkpoint is in progress."""
+        return self._folder is not None
 
     def wait(self) -> None:
         """Wait until the checkpoint in progress, if any, is complete and visible to every rank."""
         if self._folder is not None:
-            self._complete()
+            self.complete()
             self.world.barrier()
 
-    def _complete(self) -> None:
-        """Rename the finished checkpoint; raise UserError on all ranks where the write failed on one."""
+    def complete(self) -> None:
+        """Wait for the checkpoint in progress, if any, and rename it; raise UserError on all ranks where the write failed on one. All ranks call this."""
+        if (folder := self._folder) is None:
+            return
         self._thread.join()
-        folder, self._folder = self._folder, None
-        assert folder is not None
+        self._folder = None
         assert self._layout is not None
         ended = self.world.all_gather_objects((self._problem, self._sums))
         if problems := [problem for problem, _ in ended if problem]:

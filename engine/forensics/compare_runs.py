@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isobatch.engine.runs.step_rows import FIGURES, LossAndNorm, differences
+from isobatch.engine.train.figures import FIGURES, LossAndNorm, differences
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from isobatch.engine.forensics.observed_step import ObservedStep
-    from isobatch.engine.runs.step_rows import StepRow
+    from isobatch.engine.train.figures import StepRow
 
 Kind = Literal["equal", "samples", "rate", "jump", "drift", "apart"]
 """equal: within rounding throughout. samples, rate, jump: at a step. drift: beyond the tolerance without a

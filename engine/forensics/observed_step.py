@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
 from isobatch.engine.loading.device_copies import to_tensors
-from isobatch.engine.runs.step_rows import LossAndNorm, StepRow, step_rows
+from isobatch.engine.train.figures import LossAndNorm, StepRow, step_rows
 from isobatch.engine.verification.windows import Window
 
 if TYPE_CHECKING:

@@ -70,6 +70,8 @@ class LoadedStep:
     batches: list[dict[str, Tensor]] = field(default_factory=list)
     wait_seconds: float = 0.0
     """Seconds that the training loop waited for this step's data."""
+    left_out: bool = False
+    """Whether the run leaves this step out: it has no batches."""
 
 
 class BatchLoader:
@@ -110,15 +112,21 @@ class BatchLoader:
         """Steps start..stop-1 with their batches, loaded ahead of the training loop."""
         stream = self._in_workers(start, stop) if self.plan.workers else self._in_thread(start, stop)
         loaded: LoadedStep | None = None
-        began = now()
+        began, following = now(), start
         for work, batch in stream:
             if loaded is None or loaded.work is not work:
-                loaded = LoadedStep(work)
+                yield from self._left_out(following, work.step)
+                loaded, following = LoadedStep(work), work.step + 1
             loaded.batches.append(batch)
             if len(loaded.batches) == len(work.micro_batches):
                 loaded.wait_seconds = now() - began
                 yield loaded
                 began = now()
+        yield from self._left_out(following, stop)
+
+    def _left_out(self, start: int, stop: int) -> Iterator[LoadedStep]:
+        """Steps start..stop-1, none of which is loaded."""
+        yield from (LoadedStep(self.plan_step(step), left_out=True) for step in range(start, stop))
 
     def _planned_micro_batches(self, start: int, stop: int) -> Iterator[tuple[StepWork, MicroBatch]]:
         for work in self._announced(start, stop):

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
-from isobatch.models.base import Task
+from isobatch.models.capabilities import ChangesModel
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.models.base import Task
 
 LEAVE_OUT = "leave out steps"
 """The decision. It names no step of its own, so that `resume` keeps it."""
@@ -51,20 +52,20 @@ def copy_asked(run: RunFolder, fresh: RunFolder) -> None:
             leave_out(fresh, str(row["of"]), int(row["first"]), int(row["last"]), ASKED)
 
 
-def until(steps: LeftOut, phase: str, step: int) -> list[int]:
-    """The steps of a phase that are left out, up to `step`; ascending."""
-    return sorted(one for one in steps.get(phase, ()) if one <= step)
+def until(steps: Collection[int], step: int) -> list[int]:
+    """Those of the steps that are left out up to `step`; ascending."""
+    return sorted(one for one in steps if one <= step)
 
 
 def is_consistent(steps: LeftOut, state: Mapping[str, Any]) -> bool:
     """Whether a checkpoint was saved by a run that left out the same steps of its phase before it."""
     progress = state["progress"]
-    return until(steps, progress["phase"], progress["step"]) == list(state.get("left_out", ()))
+    return until(steps.get(progress["phase"], ()), progress["step"]) == list(state.get("left_out", ()))
 
 
 def refuse_where_steps_matter(task: Task) -> None:
     """Raise UserError for a task that changes its model after certain steps: none can be left out."""
-    if type(task).after_step is not Task.after_step:
+    if isinstance(task, ChangesModel):
         raise UserError(
             f"{type(task).__name__} changes its model by the step's number, so that no step can be left out"
         )

@@ -11,7 +11,6 @@ from isobatch.core.errors import UserError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from isobatch.core.flags import Interval
     from isobatch.core.recipe import Recipe
     from isobatch.models.base import Phase
 
@@ -33,6 +32,8 @@ class PhaseSchedule:
     """Steps between evaluations."""
     early_stopping: bool = True
     """Whether --patience applies to this phase."""
+    left_out: frozenset[int] = frozenset()
+    """Steps, from 1, that the run leaves out."""
 
 
 def phase_schedules(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: int) -> list[PhaseSchedule]:
@@ -94,29 +95,3 @@ def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_
         return peak * (1 - progress)
     floor = recipe.lr_floor
     return peak * (floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-class SaveTimer:
-    """When a checkpoint is due: every so many steps, or so many minutes of this process's clock.
-
-    `clock`, here and below, is a time in seconds from `core.measures.now`.
-    """
-
-    def __init__(self, interval: Interval, schedule: PhaseSchedule, clock: float) -> None:
-        self.minutes = interval.value if interval.unit == "minutes" else None
-        self.steps = (
-            interval.steps(schedule.steps_per_epoch, schedule.steps) if self.minutes is None else None
-        )
-        self.last = clock
-
-    def due_at(self, step: int) -> bool:
-        """Whether a save is due by the count of steps: the same on every rank."""
-        return self.steps is not None and step % self.steps == 0
-
-    def due_by(self, clock: float) -> bool:
-        """Whether a save is due by the clock: rank 0 decides for all."""
-        return self.minutes is not None and clock - self.last >= self.minutes * 60
-
-    def reset(self, clock: float) -> None:
-        """Start the interval anew after a save."""
-        self.last = clock

@@ -36,6 +36,7 @@ class GpuMonitor:
         self._end = threading.Event()
 
     def __enter__(self) -> GpuMonitor:
+        self._end.clear()
         if self._device is not None:
             threading.Thread(target=self._run, name="gpu monitor", daemon=True).start()
         return self

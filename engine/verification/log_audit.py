@@ -13,7 +13,7 @@ from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import PhaseSchedule, learning_rate
 from isobatch.engine.runs.metrics_log import LEFT_OUT, LOST, SEAL, first_seal
-from isobatch.engine.runs.step_rows import FIGURES, NEEDED, is_step
+from isobatch.engine.train.figures import FIGURES, NEEDED, is_step
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 
 if TYPE_CHECKING:

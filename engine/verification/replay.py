@@ -14,9 +14,9 @@ from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.portable_state import WEIGHT
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.optimization.left_out import left_out_steps
-from isobatch.engine.runs.step_rows import step_rows
+from isobatch.engine.train.figures import step_rows
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
-from isobatch.engine.training.evaluate import host_batches
+from isobatch.engine.train.evaluate import host_batches
 from isobatch.engine.training.phase_loop import installed_versions
 from isobatch.engine.training.session import Session
 from isobatch.engine.verification.compare_export import compare_export
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from isobatch.engine.checkpointing.portable_state import TensorPiece
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.runs.step_rows import LossAndNorm, StepRow
+    from isobatch.engine.train.figures import LossAndNorm, StepRow
     from isobatch.engine.strategies.base import Strategy
     from isobatch.engine.training.session import ActivePhase
     from isobatch.engine.training.train_step import StepResult

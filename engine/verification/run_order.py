@@ -17,7 +17,7 @@ from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.metrics_log import SEAL
-from isobatch.engine.runs.step_rows import is_step
+from isobatch.engine.train.figures import is_step
 from isobatch.models.base import Task
 
 if TYPE_CHECKING:

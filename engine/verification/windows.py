@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing.checkpoint import checkpoint_name, list_checkpoints, phase_and_step
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
-from isobatch.engine.runs.step_rows import LossAndNorm, StepRow, differences
+from isobatch.engine.train.figures import LossAndNorm, StepRow, differences
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable

@@ -31,7 +31,7 @@ from isobatch.engine.registry import complete, workload_of
 from isobatch.engine.runs.ledger import LedgerStep, read_ledger
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.engine.runs.step_rows import is_step
+from isobatch.engine.train.figures import is_step
 from isobatch.engine.task_files import task_file_problem
 from isobatch.launch.local.arguments import Request, check_request
 

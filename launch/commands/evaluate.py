@@ -45,7 +45,7 @@ def evaluate(words: Sequence[str]) -> int:
     """Usage: evaluate RUN [--split valid] [--iw-samples 500] [--json]: the newest checkpoint on the held-out
     data.
     """
-    from isobatch.engine.training.evaluate import host_batches
+    from isobatch.engine.train.evaluate import host_batches
     from isobatch.engine.verification.replay import Replay
 
     run, options = open_single_run(words, "evaluate", EvaluateOptions)

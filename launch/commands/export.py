@@ -17,7 +17,7 @@ from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
-from isobatch.engine.training.evaluate import host_batches
+from isobatch.engine.train.evaluate import host_batches
 from isobatch.launch.commands.evaluate import require_final
 from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run
 from isobatch.models import model_card

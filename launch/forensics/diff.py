@@ -18,7 +18,7 @@ from isobatch.core.terminal.status import doing
 from isobatch.data.base import MEASURES
 from isobatch.engine.forensics.compare_runs import EXACT_FLOOR, compare_logs, compare_steps, not_reproduced
 from isobatch.engine.optimization.left_out import left_out_steps
-from isobatch.engine.runs.step_rows import differences, step_rows
+from isobatch.engine.train.figures import differences, step_rows
 from isobatch.engine.verification.run_order import RunOrder
 from isobatch.engine.verification.tolerance import TOLERANCE, rounding_tolerance
 from isobatch.launch.control.runs import differing
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from isobatch.engine.forensics.compare_runs import LogDifference
     from isobatch.engine.forensics.observed_step import ObservedStep
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.runs.step_rows import LossAndNorm
+    from isobatch.engine.train.figures import LossAndNorm
     from isobatch.engine.verification.replay import Replay
     from isobatch.engine.verification.windows import Window
 

@@ -14,7 +14,7 @@ from isobatch.core.number_ranges import Positive
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.log_reader import newest_rows
-from isobatch.engine.runs.step_rows import is_step
+from isobatch.engine.train.figures import is_step
 from isobatch.engine.verification.run_order import require_step
 from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run
 from isobatch.launch.report.tables import text_table

@@ -17,7 +17,7 @@ from isobatch.engine.optimization.left_out import copy_asked
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.engine.runs.step_rows import step_rows
+from isobatch.engine.train.figures import step_rows
 from isobatch.engine.verification.audit import DERIVED_DECISIONS
 from isobatch.engine.verification.compare_export import compare_folders, is_own_card
 from isobatch.engine.verification.tolerance import HELD_OUT, tolerances

@@ -19,7 +19,7 @@ from isobatch.engine import consent
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.choices import choose_invariance
 from isobatch.engine.registry import workload_of
-from isobatch.engine.training.loss_checks import RESERVED as STEP_FIELDS
+from isobatch.engine.train.first_step import RESERVED as STEP_FIELDS
 from isobatch.engine.verification.audit import audit_records, recipe_problems
 from isobatch.engine.verification.proof import Proof
 from isobatch.engine.verification.tolerance import FEW, HELD_OUT, NEAR, tolerances

@@ -143,7 +143,7 @@ def collect(runs: Sequence[RunFolder]) -> Contents:
 
 def _measure(run: RunFolder, report: ModelComparison) -> list[ReportRow]:
     """A row for each form of the run's model; none where no split is held out."""
-    from isobatch.engine.training.evaluate import host_batches
+    from isobatch.engine.train.evaluate import host_batches
 
     doing(f"measuring {run.folder.name}")
     locate_data(run, run.recipe, None)

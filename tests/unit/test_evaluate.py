@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from isobatch.data.base import ArraySource, Ragged
-from isobatch.engine.training.evaluate import evaluate, held_out_samples
+from isobatch.engine.train.evaluate import evaluate, held_out_samples
 from isobatch.models.base import Batch, Loss, Rows, StepContext, Sum, Task
 from isobatch.tests.unit.helpers import plan
 

@@ -14,7 +14,7 @@ from isobatch.core.errors import TrainingError
 from isobatch.data.base import ArraySource, Ragged
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.optimization.schedule import PhaseSchedule
-from isobatch.engine.training.teacher_cache import samples_used, with_teacher_outputs
+from isobatch.engine.train.teacher_cache import samples_used, with_teacher_outputs
 from isobatch.models.base import Batch, Teacher
 
 if TYPE_CHECKING:

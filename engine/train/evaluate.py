@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.terminal.status import doing
@@ -17,15 +17,15 @@ from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.loading.microbatching import cut_batch
 from isobatch.engine.loading.permutation import shuffle
 from isobatch.engine.noise.keyed_noise import KeyedNoise
-from isobatch.models.base import Rows, StepContext, Sum, Task
+from isobatch.models.base import Rows, StepContext, Sum
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
     from isobatch.data.base import Source
     from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.engine.train.state import Training
 
 HOST_BATCH = 32
 """Samples per batch of `host_batches`."""
@@ -37,23 +37,15 @@ EVALUATION_PHASE = "evaluate"
 _EVALUATION_SEED = 0xE7A1
 
 
-def evaluate(
-    task: Task,
-    model: nn.Module,
-    source: Source,
-    split: str,
-    facts: Facts,
-    plan: Plan,
-    world: Communicator,
-    fraction: float = 1.0,
-    equal_counts: bool = False,
-    seed: int = 0,
-) -> dict[str, float]:
+def evaluate(state: Training, split: str, fraction: float = 1.0) -> dict[str, float]:
     """Metrics over a `fraction` of a split (of each set, if it has several); the same on every rank.
 
-    With `equal_counts` ranks without samples compute dummies, because a forward pass runs collectives. The
-    task's own noise is keyed by `seed` and sample, not by the training step.
+    Where passes are collectives, ranks without samples compute dummies. The task's own noise is keyed by seed
+    and sample, not by the training step.
     """
+    task, model, world, seed = state.task, state.model, state.world, state.recipe.seed
+    equal_counts = state.strategy is not None and state.strategy.equal_counts
+    source = state.splits[split]
     chosen = held_out_samples(source, fraction, task.cohort, seed)
     sums: dict[str, list[float]] = {}
     rows: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
@@ -61,7 +53,7 @@ def evaluate(
     training, seen = model.training, 0
     model.eval()
     with torch.no_grad():
-        for host, counts in _batches(source, chosen, plan, world, task.cohort, equal_counts):
+        for host, counts in _batches(source, chosen, state.plan, world, task.cohort, equal_counts):
             samples = host["index"].numpy()
             doing(f"evaluating {split}", min(seen * world.size, len(chosen)), len(chosen))
             seen += len(samples) * counts
@@ -75,7 +67,7 @@ def evaluate(
                         _add(parts, samples, sums, rows)
     model.train(training)
     parts = _reduce(sums, rows, world)
-    return world.broadcast_object(task.metrics(parts, split, facts) if world.is_main else {})
+    return world.broadcast_object(task.metrics(parts, split, state.facts) if world.is_main else {})
 
 
 def refuse_nonfinite_metrics(metrics: Mapping[str, Any], split: str) -> None:

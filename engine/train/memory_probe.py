@@ -19,36 +19,39 @@ from isobatch.core.strategies import traits_of
 from isobatch.core.terminal.status import doing
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
+from isobatch.engine.noise.keyed_noise import NativeNoise
 from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.peak_memory import reset_peak
-from isobatch.engine.training.loss_checks import check_loss_form
+from isobatch.engine.train.first_step import check_loss_form
+from isobatch.models.base import StepContext
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from isobatch.core.plan import Plan
     from isobatch.data.base import Source
-    from isobatch.engine.training.session import Session
+    from isobatch.engine.train.build import Builder
+    from isobatch.engine.train.state import Training
 
 _CHUNK = 1 << 20
 """Samples whose lengths are read at a time."""
 
 
-def probe_memory(session: Session, phase: str, report: Callable[[str], None]) -> None:
+def probe_memory(builder: Builder, report: Callable[[str], None]) -> None:
     """Replan with smaller micro-batches until the largest possible one fits on every rank.
 
     `report` is called with each smaller budget. Raises TrainingError where even one sample does not fit.
     """
-    world = session.world
+    state, world = builder.state, builder.state.world
     doing("rehearsing the largest micro-batch")
     world.mark_progress("the rehearsal of the largest micro-batch")
     # One rank alone may have a memory limit: all ranks probe, or none.
-    while any(world.all_gather_objects(_can_detect(session.plan))) and not all(
-        world.all_gather_objects(largest_micro_batch_fits(session, phase))
+    while any(world.all_gather_objects(_can_detect(state.plan))) and not all(
+        world.all_gather_objects(largest_micro_batch_fits(state))
     ):
-        session.replan(with_smaller_budget(session.plan, session.recipe, session.facts))
-        report(f"{session.plan.micro_batch_samples} samples, {session.plan.micro_batch_tokens} tokens")
+        builder.replan(with_smaller_budget(state.plan, state.recipe, state.facts))
+        report(f"{state.plan.micro_batch_samples} samples, {state.plan.micro_batch_tokens} tokens")
 
 
 def _can_detect(plan: Plan) -> bool:
@@ -61,18 +64,18 @@ def _can_detect(plan: Plan) -> bool:
     return plan.device != "cpu" or resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
 
 
-def largest_micro_batch_fits(session: Session, phase: str) -> bool:
+def largest_micro_batch_fits(state: Training) -> bool:
     """Whether this rank can compute the largest micro-batch of the plan; changes no state."""
-    device = session.world.device
+    device = state.world.device
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            _run_largest(session, phase)
+            _run_largest(state)
     except Exception as error:
         if not isinstance(classify(error), OutOfMemoryError):
             raise
         return False
     finally:
-        for p in session.model.parameters():
+        for p in state.model.parameters():
             p.grad = None
         gc.collect()
         if device.type == "cuda":
@@ -81,23 +84,23 @@ def largest_micro_batch_fits(session: Session, phase: str) -> bool:
     return True
 
 
-def _run_largest(session: Session, phase: str) -> None:
+def _run_largest(state: Training) -> None:
     """Forward, backward and evaluation of the longest samples, beside memory for the optimizer's state."""
-    source, model, device = session.splits["train"], session.model, session.world.device
-    budget = micro_batch_budget(session.plan)
-    longest = longest_samples(source, session.recipe.batch_size)
+    source, model, device = state.splits["train"], state.model, state.world.device
+    budget = micro_batch_budget(state.plan)
+    longest = longest_samples(source, state.recipe.batch_size)
     widths = budget.widths(source.lengths(longest[:1]))
     samples = longest[: int(budget.rows(widths)[0])]
     batch = to_device(to_tensors(source.fetch(samples, int(widths[0])), pin=False), device)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    state_bytes = int(OPTIMIZERS[session.recipe.optimizer].state_bytes * trained)
+    state_bytes = int(OPTIMIZERS[state.recipe.optimizer].state_bytes * trained)
     moments = torch.empty(state_bytes, dtype=torch.uint8, device=device)
     model.train()
-    with session.world.accelerator.autocast():
-        losses = session.task.loss(model, batch, session.context_for_probe(phase, samples))
+    with state.world.accelerator.autocast():
+        losses = state.task.loss(model, batch, _context(state, samples))
     check_loss_form(losses)
     sum((loss.sum for loss in losses.values()), torch.zeros((), device=device)).backward()
-    _evaluate(session, phase, batch, samples)
+    _evaluate(state, batch, samples)
     del moments
 
 
@@ -111,9 +114,16 @@ def longest_samples(source: Source, count: int) -> np.ndarray:
     return longest[np.argsort(-source.lengths(longest), kind="stable")]
 
 
-def _evaluate(session: Session, phase: str, batch: dict[str, torch.Tensor], samples: np.ndarray) -> None:
-    model = session.model
+def _evaluate(state: Training, batch: dict[str, torch.Tensor], samples: np.ndarray) -> None:
+    model = state.model
     model.eval()
-    with torch.no_grad(), session.world.accelerator.autocast():
-        session.task.evaluate(model, batch, session.context_for_probe(phase, samples))
+    with torch.no_grad(), state.world.accelerator.autocast():
+        state.task.evaluate(model, batch, _context(state, samples))
     model.train()
+
+
+def _context(state: Training, samples: np.ndarray) -> StepContext:
+    """Of a step that is never taken."""
+    if (noise := state.binding.noise) is not None:
+        noise.bind(0, samples, state.world.device)
+    return StepContext(0, state.schedule.name, noise or NativeNoise())

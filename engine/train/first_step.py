@@ -1,10 +1,12 @@
-"""Checks of what a task's loss() returns: its form and names, and that parts are sums, not means."""
+"""What is checked in the first step of a phase alone: the form and names of what loss() returns, and that its
+parts are sums, not means.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -12,10 +14,16 @@ from torch import Tensor, nn
 
 from isobatch.core.atomic_files import NOT_FINITE
 from isobatch.core.errors import TrainingError
+from isobatch.engine.loading.device_copies import to_device
 from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.runs.gpu_monitor import READINGS
-from isobatch.engine.runs.step_rows import FIELDS
+from isobatch.engine.train.figures import FIELDS
 from isobatch.models.base import Loss
+
+if TYPE_CHECKING:
+    from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.engine.loading.loader import LoadedStep
+    from isobatch.engine.train.state import Layout, Training
 
 EXPECTED = "return {name: Loss(sum, unit)}"
 RESERVED = {*FIELDS, *READINGS, "memory_bytes", "mfu", "split", "final", "invariance", "seal"} - {"loss"}
@@ -30,6 +38,43 @@ NEGLIGIBLE = 1e-6
 
 LossValues = dict[str, float]
 """Name of a part -> its sum."""
+
+
+def check_sums(state: Training, batch: LoadedStep) -> None:
+    """Raise TrainingError unless the losses of halves of this rank's first micro-batch add up to its own.
+
+    Nothing that trains changes.
+    """
+    micro, host = batch.work.micro_batches[0], batch.batches[0]
+    middle = middle_row(micro.positions, state.task.cohort)
+    if not middle or state.strategy.equal_counts:  # then no rank may compute more than others
+        return
+    device, autocast = state.world.device, state.world.accelerator.autocast
+
+    def compute(rows: slice) -> LossValues:
+        part = {name: column[rows] for name, column in host.items()}
+        state.binding.bind(batch.work.step, part, device)
+        context = state.context(batch.work.step, positions=micro.positions[rows], host=part)
+        with autocast():
+            losses = state.task.loss(state.strategy.model, to_device(part, device), context)
+        check_loss_form(losses)
+        return loss_values(losses)
+
+    with autocast():
+        half_precision = torch.is_autocast_enabled(device.type)
+    with state.binding.preserve_state(), preserve_state(state.strategy.model, device):
+        refuse_means(compute(slice(None)), compute, middle, len(micro.positions), half_precision)
+
+
+def agree_on_names(
+    layout: Layout, world: Communicator, losses: Mapping[str, Tensor], recorded: Mapping[str, Tensor]
+) -> None:
+    """Gather the names of losses and the shapes of what is recorded from all ranks, and lay them out."""
+    own = (sorted(losses), {name: tuple(value.shape) for name, value in recorded.items()})
+    gathered = world.all_gather_objects(own)
+    layout.names = sorted({name for names, _ in gathered for name in names})
+    layout.recorded_shapes = dict(sorted({k: v for _, shapes in gathered for k, v in shapes.items()}.items()))
+    refuse_names(layout.names)
 
 
 def check_loss_form(losses: Any) -> None:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.training.session import Session
+    from isobatch.engine.train.build import Builder
 
 
-def newest_checkpoint(run: RunFolder, session: Session, say: Callable[[str], None]) -> SavedCheckpoint | None:
+def newest_checkpoint(run: RunFolder, builder: Builder, say: Callable[[str], None]) -> SavedCheckpoint | None:
     """The newest checkpoint that is not damaged, the same on every rank; None where none was ever saved.
 
     Each rank verifies a share of the files. Damaged checkpoints are removed once an intact one is found,
@@ -28,8 +28,10 @@ def newest_checkpoint(run: RunFolder, session: Session, say: Callable[[str], Non
     step before them was left out. Raises TrainingError where it is of another recipe or other data, and where
     none of those that the run has saved can be read: never a start from step 1 that nobody asked for.
     """
-    world = session.world
-    names = [p.name for p in checkpoint.list_checkpoints(run.checkpoints, session.phases)]
+    state, world = builder.state, builder.state.world
+    phases = [schedule.name for schedule in builder.schedules]
+    left_out = {schedule.name: schedule.left_out for schedule in builder.schedules}
+    names = [p.name for p in checkpoint.list_checkpoints(run.checkpoints, phases)]
     lost = "" if names or not world.is_main else _saved_before(run)
     names, lost = world.broadcast_object((names, lost))
     damaged: list[Path] = []
@@ -41,13 +43,13 @@ def newest_checkpoint(run: RunFolder, session: Session, say: Callable[[str], Non
             lost = lost or problems[0]
             continue
         assert saved is not None
-        if not is_consistent(session.left_out, saved.state):
+        if not is_consistent(left_out, saved.state):
             world.barrier()
             if world.is_main:
                 checkpoint.remove(folder)
             continue
         origin = (saved.state["recipe_hash"], saved.state["fingerprint"])
-        if origin != (session.recipe.hash(), session.facts.fingerprint):
+        if origin != (state.recipe.hash(), state.facts.fingerprint):
             raise TrainingError(
                 f"checkpoint {folder} belongs to another recipe or other data than the run's files say"
             )

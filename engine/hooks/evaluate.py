@@ -1,0 +1,129 @@
+"""Evaluations of held-out data, and what they decide: the best checkpoint, and early stopping."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core.terminal.console import format_metrics
+from isobatch.engine.optimization.early_stopping import EarlyStopping
+from isobatch.engine.optimization.schedule import CLOSING_STEPS
+from isobatch.engine.runs.peak_memory import trim_heap
+from isobatch.engine.train.evaluate import evaluate, monitored
+from isobatch.engine.train.hooks import Hook, name_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from torch import Tensor
+
+    from isobatch.engine.runs.metrics_log import MetricsLog
+    from isobatch.engine.runs.peak_memory import PeakMemory
+    from isobatch.engine.train.hooks import Signal
+    from isobatch.engine.train.state import Training
+
+
+class Evaluate(Hook):
+    """Measures the valid split every so many steps, and judges the metric that the task monitors."""
+
+    def __init__(
+        self,
+        log: MetricsLog,
+        peak: PeakMemory,
+        say: Callable[[str], None],
+        others: Sequence[Hook] = (),
+        send: Callable[[Mapping[str, Any], str], None] = lambda *_: None,
+    ) -> None:
+        """`others`: hooks whose tensors may be weights, which are evaluated beside. `send`: gets the figures
+        and what to put before their names.
+        """
+        self.log, self.peak, self.say, self.others, self.send = log, peak, say, others, send
+        self.judge = EarlyStopping("min")
+        self._resumed = False
+
+    @contextlib.contextmanager
+    def phase(self, state: Training) -> Iterator[None]:
+        self._state, self._measured_step = state, -1
+        if not self._resumed:
+            recipe, schedule = state.recipe, state.schedule
+            patience = recipe.patience if schedule.early_stopping else 0
+            self.judge = EarlyStopping(state.task.monitor[1], patience, recipe.min_delta)
+        self._resumed = False
+        yield
+
+    def ended(self) -> bool:
+        return self.judge.should_stop
+
+    def due(self, step: int) -> bool:
+        """The last step is evaluated only for early stopping: the end of the run evaluates anyway."""
+        schedule = self._state.schedule
+        if "valid" not in self._state.splits:
+            return False
+        if step == schedule.steps:
+            return self.judge.patience > 0
+        return step % schedule.eval_every == 0
+
+    def leads(self, step: int) -> bool:
+        """Whether an evaluation that may choose the best checkpoint follows, so that `verify` can redo it."""
+        chooses = self.judge.patience > 0 and step + CLOSING_STEPS <= self._state.schedule.steps
+        return chooses and self.due(step + CLOSING_STEPS)
+
+    def needed(self, step: int) -> set[int]:
+        """The steps of the best checkpoint so far, and of those from which it and the next one can be redone.
+
+        None where early stopping is off.
+        """
+        if not self.judge.patience:
+            return set()
+        schedule, best = self._state.schedule, self.judge.best_step
+        coming = min((step // schedule.eval_every + 1) * schedule.eval_every, schedule.steps)
+        return {best, *(one - CLOSING_STEPS for one in (best, coming, step))}
+
+    def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:  # noqa: ARG002
+        if not self.due(step) or self._measured_step == step:
+            return set()
+        self._measured_step = step
+        (name, _), judge = state.task.monitor, self.judge
+        metrics, wanted = self.measure(state, "valid", state.recipe.eval_fraction, step), set[Signal]()
+        if judge.update(monitored(metrics, name), step) and judge.patience:
+            self._log_decision("best checkpoint", metric=name, value=judge.best)
+            wanted.add("save")
+        if judge.should_stop:
+            why = f"{name} has not improved for {judge.waited} evaluations"
+            self._log_decision("early stop", reason=why, best_step=judge.best_step)
+            if step < state.schedule.steps:
+                self.say(f"stopped early at step {step}: {why}")
+            wanted |= {"save", "end_phase"}
+        return wanted
+
+    def measure(self, state: Training, split: str, fraction: float, step: int) -> dict[str, float]:
+        """Evaluate a split, log and show its metrics; `step`: the step of the weights."""
+        metrics = evaluate(state, split, fraction)
+        for hook in self.others:
+            if hook.weights and step == state.progress.step:
+                with state.strategy.holding(hook.tensors()):
+                    found = evaluate(state, split, fraction)
+                metrics |= {f"{name_of(hook)}_{name}": value for name, value in found.items()}
+        self.peak.observe("evaluate")
+        trim_heap(state.world.device)
+        self.log.log_metrics({"phase": state.schedule.name, "step": step, "split": split, **metrics})
+        if step == state.progress.step:  # else they are of earlier weights: the final figures say those
+            self.send(metrics, f"{split}/")
+        # A perplexity of words is for comparison with papers, and has many digits until a model knows words.
+        shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
+        shown = {name: value for name, value in shown.items() if not name.startswith(state.task.told_once)}
+        part = f", on {100 * fraction:g} % of its samples" if fraction < 1 else ""
+        self.say(f"{split} after step {step}{part}: {format_metrics(shown, '.4f')}")
+        return metrics
+
+    def _log_decision(self, decision: str, **facts: Any) -> None:
+        progress = self._state.progress
+        row = {"phase": progress.phase, "step": progress.step, "decision": decision}
+        self.log.log_decision({**row, **facts})
+
+    def state(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.judge)
+
+    def load(self, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:  # noqa: ARG002
+        self.judge, self._resumed = EarlyStopping(**state), True

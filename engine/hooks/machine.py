@@ -1,0 +1,78 @@
+"""What a GPU does during a step: model FLOP utilisation, and the readings of its driver."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from isobatch.engine.machine.gpu_table import find_gpu_model
+from isobatch.engine.runs.gpu_monitor import GpuMonitor
+from isobatch.engine.train.hooks import Hook
+from isobatch.models.base import CHANGES_SHAPE, ModelSize
+from isobatch.models.flops import flops_per_token
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from isobatch.core.plan import Plan
+    from isobatch.engine.loading.loader import StepWork
+    from isobatch.engine.train.figures import Figures
+    from isobatch.engine.train.hooks import Signal
+    from isobatch.engine.train.state import Training
+
+
+class Machine(Hook):
+    """Adds readings of the main rank's GPU, and its MFU, to the row of a step."""
+
+    def __init__(self, state: Training) -> None:
+        """For a rank with a GPU: a task may have to build its model for its size."""
+        device = state.world.device
+        size = state.task.model_size(state.facts)
+        self.utilisation = flop_utilisation(size, state.plan, torch.cuda.get_device_name(device))
+        self.monitor = GpuMonitor(device)
+
+    def phase(self, state: Training) -> AbstractContextManager[Any]:  # noqa: ARG002
+        return self.monitor
+
+    def on_figures(self, figures: Figures) -> set[Signal]:
+        figures.row |= self.monitor.latest()
+        if self.utilisation is not None:
+            used = self.utilisation.of(figures.output.loaded.work, figures.output.seconds)
+            figures.row["mfu"] = round(used, 4)
+        return set()
+
+
+@dataclass(frozen=True, slots=True)
+class FlopUtilisation:
+    """Model FLOP utilisation (MFU) of steps (Chowdhery et al. 2022, "PaLM", appendix B).
+
+        MFU = tokens/s x FLOPs a token / (dense peak of the GPU at the plan's precision x processes)
+
+    Tokens are the samples', without padding. FLOPs a token are those of `models.flops.flops_per_token`, whose
+    attention term takes the length of the token's own sample (the step's real lengths, neither padded nor
+    averaged over the data). What activation checkpointing computes again does not count.
+    """
+
+    size: ModelSize
+    peak: float
+    """FLOP/s of all processes together."""
+
+    def of(self, work: StepWork, seconds: float) -> float:
+        """MFU of a step that took so many seconds: 0.45 is 45 %."""
+        return work.tokens * flops_per_token(self.size, work.token_length) / (seconds * self.peak)
+
+
+def flop_utilisation(size: ModelSize, plan: Plan, device_name: str) -> FlopUtilisation | None:
+    """MFU on a CUDA device of this name; None where its peak or the model's FLOPs are not known.
+
+    That is: outside of the GPU table, on a slice of a GPU, for a model that changes its shape as it trains,
+    and for one that is no transformer.
+    """
+    known = find_gpu_model(device_name)
+    peak = known.gpu.peak_flops[plan.precision] if known else None
+    counted = size.layers > 0 and size.heads > 1 and not size.recurrent_layers
+    if peak is None or not counted or size.why_unshardable == CHANGES_SHAPE:
+        return None
+    return FlopUtilisation(size, peak * plan.processes)

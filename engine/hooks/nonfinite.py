@@ -1,0 +1,36 @@
+"""A loss or a gradient that is NaN or infinite ends the run: no later step could be worth anything."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from isobatch.core.errors import TrainingError
+from isobatch.engine.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from isobatch.engine.train.figures import Figures
+    from isobatch.engine.train.hooks import Signal
+
+
+class NonFinite(Hook):
+    """Raises TrainingError, before anything is saved of the step."""
+
+    def __init__(self, folder: Path) -> None:
+        """`folder`: the run's, for the message."""
+        self.folder = folder
+
+    def on_figures(self, figures: Figures) -> set[Signal]:
+        if math.isfinite(figures.loss) and math.isfinite(figures.norm):
+            return set()
+        what, value = ("loss", figures.loss), ("gradient norm", figures.norm)
+        what, value = what if not math.isfinite(figures.loss) else value
+        phase = figures.row["phase"]
+        raise TrainingError(
+            f"the {what} became {value} at step {figures.step} of {phase}: lower --lr,"
+            " lengthen --warmup, or find the operation with --anomaly; checkpoints are from before;"
+            f" `isobatch replay {self.folder} --phase {phase} --step"
+            f" {figures.step}` shows the samples and the first module with a NaN"
+        )

@@ -1,0 +1,63 @@
+"""What the first step finds out about a plan: noise of the model's own, a reduction that does not overlap."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from typing import TYPE_CHECKING
+
+from isobatch.engine.train.hooks import Hook
+from isobatch.models import fused_kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from isobatch.core.plan import Plan
+    from isobatch.engine.train.hooks import Signal
+    from isobatch.engine.train.state import Training
+
+
+class Remarks(Hook):
+    """In the first pause of a phase corrects the plan where the first step says otherwise, and says so."""
+
+    def __init__(self, replan: Callable[[Plan], None], say: Callable[[str], None]) -> None:
+        self.replan, self.say = replan, say
+        self.first_step_at: float | None = None
+        """Time (seconds since 1970) at the end of this process's first step."""
+
+    @contextlib.contextmanager
+    def phase(self, state: Training) -> Iterator[None]:  # noqa: ARG002
+        self._is_checked = False
+        yield
+
+    def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:  # noqa: ARG002
+        self.first_step_at = self.first_step_at or time.time()
+        if not self._is_checked and state.layout.foreign_noise is not None:
+            self._is_checked = True
+            self._check_foreign_noise(state)
+            self._check_reduction(state)
+            if problem := fused_kernels.take_failure():
+                self.say(problem)
+        return set()
+
+    def _check_foreign_noise(self, state: Training) -> None:
+        """Lower the plan's invariance if the model draws its own noise (a GRU may)."""
+        seen, plan = any(state.world.all_gather_objects(state.layout.foreign_noise)), state.plan
+        if seen and plan.invariance in ("exact", "rounding"):
+            reason = "this model draws noise of its own, from torch's generators, which the cut changes"
+            self.replan(
+                dataclasses.replace(plan, invariance="noise", reasons={**plan.reasons, "invariance": reason})
+            )
+            self.say(f"invariance is noise, not {plan.invariance}: {reason}")
+
+    def _check_reduction(self, state: Training) -> None:
+        """Correct the plan where gradients cannot be reduced as it says."""
+        plan, why = state.plan, state.strategy.why_not_overlapped
+        if plan.reduction == "overlapped" and why:
+            reasons = {
+                **plan.reasons,
+                "reduction": f"{why}, so that they are reduced after the last backward",
+            }
+            self.replan(dataclasses.replace(plan, reduction="explicit", reasons=reasons))
+            self.say(f"gradients are reduced after the backward pass: {why}")

@@ -1,0 +1,146 @@
+"""Loss spikes: a rule over the reduced loss and gradient norm of a step, the same on any number of processes.
+
+A step is a spike where its loss lies far above the median of the losses before it, in units of their median
+absolute deviation (MAD), or its norm does; or where one of them is not finite. Medians do not move with what
+they are to find. Values are rounded, so that float sums in another order decide the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import statistics
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core.errors import SpikeError, TrainingError
+from isobatch.engine.optimization.left_out import leave_out, refuse_where_steps_matter
+from isobatch.engine.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from torch import Tensor
+
+    from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.train.figures import Figures
+    from isobatch.engine.train.hooks import Signal
+    from isobatch.engine.train.state import Training
+
+WINDOW = 64
+"""Steps that a step is compared with, at most."""
+LEAST = 16
+"""Steps before the rule judges."""
+DEVIATIONS = 8.0
+"""Of the loss, in standard deviations as the MAD estimates them (1.4826 MAD, for a normal distribution)."""
+LEAST_RISE = 0.1
+"""A loss must also lie so much of the median above it: at the end of training deviations are small."""
+NORM_RATIO = 20.0
+"""Of the norm, to its median."""
+ROLLBACK_STEPS = 20
+"""Steps that --on-spike rollback leaves out before the spike: weights are harmed before the loss shows it."""
+MOST_LEFT_OUT = {"skip": 8, "rollback": 48}
+"""Steps among the last WINDOW that may be left out; with more, training diverges."""
+DIGITS = 5
+"""Significant digits."""
+
+
+@dataclass(slots=True)
+class SpikeWatch:
+    """The last losses and norms of a phase. A checkpoint holds these fields."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    warned_at: int = 0
+    """The step of the last warning."""
+
+    def judge(self, loss: float, norm: float) -> str:
+        """Why a step is a spike; empty where it is none."""
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            return f"the loss was {loss} and the gradient norm {norm}"
+        return self._too_large(_rounded(loss), _rounded(norm)) if len(self.losses) >= LEAST else ""
+
+    def take_in(self, loss: float, norm: float) -> None:
+        """Let later steps be compared with this one."""
+        self.losses = [*self.losses, _rounded(loss)][-WINDOW:]
+        self.norms = [*self.norms, _rounded(norm)][-WINDOW:]
+
+    def _too_large(self, loss: float, norm: float) -> str:
+        middle = statistics.median(self.losses)
+        spread = 1.4826 * statistics.median(abs(value - middle) for value in self.losses)
+        if loss - middle > max(DEVIATIONS * spread, LEAST_RISE * abs(middle)):
+            return f"its loss was {loss:.4g}, and {middle:.4g} the median of the {len(self.losses)} before"
+        usual = statistics.median(self.norms)
+        if usual and norm > NORM_RATIO * usual:
+            return f"its gradient norm was {norm:.4g}, and {usual:.4g} the median before it"
+        return ""
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")
+
+
+def first_left_out(mode: str, step: int) -> int:
+    """The first step that a spike in `step` leaves out."""
+    return max(1, step - ROLLBACK_STEPS) if mode == "rollback" else step
+
+
+class Spikes(Hook):
+    """Names a step that is a spike, or ends the attempt so that the next one leaves the step out.
+
+    All ranks read the same figures, so that all decide the same.
+    """
+
+    def __init__(self, run: RunFolder, say: Callable[[str], None]) -> None:
+        self.run, self.say = run, say
+        self.mode = run.recipe.on_spike
+        self.watch = SpikeWatch()
+        self._resumed = False
+
+    @contextlib.contextmanager
+    def phase(self, state: Training) -> Iterator[None]:
+        self._state = state
+        self.watch, self._resumed = self.watch if self._resumed else SpikeWatch(), False
+        yield
+
+    def on_figures(self, figures: Figures) -> set[Signal]:
+        if why := self.watch.judge(figures.loss, figures.norm):
+            self._answer(figures.step, why)
+        self.watch.take_in(figures.loss, figures.norm)
+        if figures.output.change is not None:
+            self.watch = SpikeWatch()  # another model has another loss
+        return set()
+
+    def _answer(self, step: int, why: str) -> None:
+        """Warn of a spike, or decide to go back and leave it out: raises SpikeError then."""
+        phase, left_out = self._state.schedule.name, self._state.schedule.left_out
+        said = f"step {step} of {phase} is a spike: {why}"
+        if self.mode == "warn":
+            self._warn(said, step)
+            return
+        refuse_where_steps_matter(self._state.task)
+        first = first_left_out(self.mode, step)
+        before = {n for n in left_out if step - WINDOW < n <= step}
+        if len(before | set(range(first, step + 1))) > MOST_LEFT_OUT[self.mode]:
+            raise TrainingError(
+                f"{said}; {len(before)} of the {WINDOW} steps before were left out: lower --lr"
+            )
+        if self._state.world.is_main:
+            leave_out(self.run, phase, first, step, said)
+        steps = f"step {step}" if first == step else f"steps {first} to {step}"
+        raise SpikeError(f"{said}; {steps} will be left out")
+
+    def _warn(self, said: str, step: int) -> None:
+        """Say how to see a spike and to leave it out: once for all that follow it."""
+        follows = step - self.watch.warned_at < WINDOW and self.watch.warned_at
+        self.watch.warned_at = step
+        if not follows:
+            place = f"{self.run.folder} --phase {self._state.schedule.name} --step {step}"
+            self.say(f"{said}; `isobatch replay {place}` shows its samples")
+
+    def state(self) -> dict[str, Any]:
+        return dataclasses.asdict(self.watch)
+
+    def load(self, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:  # noqa: ARG002
+        self.watch, self._resumed = SpikeWatch(**state), True

@@ -1,0 +1,29 @@
+"""A stop signal on any rank ends the run on all of them, one step later, with a checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from isobatch.engine.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from isobatch.engine.distributed.stop_signals import StopFlag
+    from isobatch.engine.train.figures import Figures
+    from isobatch.engine.train.hooks import Signal
+
+
+class Stop(Hook):
+    """Votes whether this rank was asked to stop."""
+
+    votes = ("stop",)
+
+    def __init__(self, flag: StopFlag) -> None:
+        self.flag = flag
+
+    def vote(self, step: int) -> Mapping[str, float]:  # noqa: ARG002
+        return {"stop": float(self.flag.requested)}
+
+    def on_figures(self, figures: Figures) -> set[Signal]:
+        return {"stop"} if figures.votes["stop"] else set()

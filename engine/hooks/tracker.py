@@ -1,0 +1,51 @@
+"""Figures for a tracker (TensorBoard, W&B, MLflow, Trackio), over the steps of all phases."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+from isobatch.engine.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from isobatch.engine.train.figures import Figures
+    from isobatch.engine.train.hooks import Signal
+    from isobatch.engine.train.state import Training
+
+
+class Tracker(Hook):
+    """Sends every row. Training goes on where the tracker fails, and it gets nothing more."""
+
+    def __init__(self, name: str, say: Callable[[str], None]) -> None:
+        self.tracker, self.say = name, say
+
+    @contextlib.contextmanager
+    def phase(self, state: Training) -> Iterator[None]:
+        self._state = state
+        yield
+
+    def on_figures(self, figures: Figures) -> set[Signal]:
+        self.send(figures.row)
+        return set()
+
+    def send(self, row: Mapping[str, Any], prefix: str = "") -> None:
+        """Send the numbers of a row at the step where training is."""
+        if not self.tracker:
+            return
+        values = {f"{prefix}{name}": value for name, value in tracked_values(row).items()}
+        try:
+            self._state.world.accelerator.log(values, step=self._state.progress.steps)
+        except Exception as error:  # a library's own: its server may be gone
+            self.say(f"--tracker {self.tracker} gets nothing more: {type(error).__name__}: {error}")
+            self.tracker = ""
+
+
+def tracked_values(row: Mapping[str, Any]) -> dict[str, float]:
+    """The numbers of a row that a tracker draws: floats, and each of a list of floats under NAME/NUMBER."""
+    found = {name: value for name, value in row.items() if isinstance(value, float)}
+    for name, value in row.items():
+        if isinstance(value, list) and all(isinstance(one, float) for one in value):
+            found |= {f"{name}/{number}": one for number, one in enumerate(value)}
+    return found

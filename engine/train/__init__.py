@@ -1,0 +1,1 @@
+"""The loop of training, its step, and the hooks that watch it."""

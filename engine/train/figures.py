@@ -1,0 +1,213 @@
+"""The figures of a step: on their way from the device, on the host, and as a row of metrics.jsonl.
+
+The fields of the row are spelled here alone, for those who write it and those who read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isobatch.core.atomic_files import rows_in
+from isobatch.core.errors import UserError
+from isobatch.engine.loading.sampler import extend_chain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import Tensor  # noqa: TC004  heavy, and no class here has flags
+
+    from isobatch.engine.loading.device_copies import HostCopy
+    from isobatch.engine.loading.loader import LoadedStep
+    from isobatch.engine.train.state import Training
+    from isobatch.models.base import Change
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """The result of a step, on the device. Read one step later, its figures cost no wait."""
+
+    loaded: LoadedStep
+    rate: float = 0.0
+    """Learning rate."""
+    sums: HostCopy | None = None
+    """1-d: losses over their global weights, what loss() recorded, the votes; summed over ranks. None for a
+    step that is left out."""
+    norm: HostCopy | None = None
+    """0-d: norm of the whole reduced gradient before clipping."""
+    names: list[str] = field(default_factory=list)
+    """Of the losses."""
+    recorded: Mapping[str, Tensor] = field(default_factory=dict)
+    """Name -> what loss() recorded, summed over the global batch, on the device; parts of `sums`."""
+    votes: tuple[str, ...] = ()
+    """Names of the last numbers of `sums`."""
+    more: dict[str, Any] = field(default_factory=dict)
+    """Figures for the row: of hooks and the task about gradients, and what its `after_step` logged."""
+    change: Change | None = None
+    """What the task's `after_step` changed in its model."""
+    seconds: float = 0.0
+    """From the end of the previous step to the end of this one, on the host's clock, without pauses."""
+
+    def loss_and_norm(self) -> LossAndNorm:
+        """The sum of the losses, and the norm of the gradient; waits for the device."""
+        assert self.sums is not None
+        assert self.norm is not None
+        return sum(self.sums.read()[: len(self.names)]), self.norm.read()[0]
+
+    def read(self, state: Training) -> Figures | None:
+        """The figures on the host, counted into the run's progress; None where the step was left out.
+
+        Waits for the device where it is not done with the step yet.
+        """
+        work, progress = self.loaded.work, state.progress
+        progress.step = work.step + 1
+        if self.sums is None or self.norm is None:
+            return None
+        with state.world.waiting_for("the step's metrics"):
+            values, (norm,) = self.sums.read(), self.norm.read()
+        losses = dict(zip(self.names, values, strict=False))
+        progress.chain = extend_chain(progress.chain, work.samples)
+        progress.samples += len(work.samples)
+        progress.tokens += work.tokens
+        progress.train_seconds += self.seconds
+        progress.waited_seconds += self.loaded.wait_seconds
+        progress.padding += work.padding
+        seconds = max(1e-9, self.seconds)
+        row = {
+            **(losses if len(losses) > 1 else {}),
+            "phase": state.schedule.name,
+            "step": progress.step,
+            "loss": sum(losses.values()),
+            "lr": self.rate,
+            "grad_norm": norm,
+            "samples": progress.samples,
+            "chain": progress.chain,
+            "epoch": round(progress.step / state.schedule.steps_per_epoch, 6),
+            "tokens": progress.tokens,
+            "step_seconds": round(seconds, 6),
+            "data_seconds": round(self.loaded.wait_seconds, 6),
+            "samples_per_second": round(len(work.samples) / seconds, 3),
+            "tokens_per_second": round(work.tokens / seconds, 3),
+            "padding": round(work.padding, 4),
+            **self.more,
+        }
+        votes = dict(zip(self.votes, values[len(values) - len(self.votes) :], strict=True))
+        return Figures(self, progress.step, row["loss"], norm, row, votes, values)
+
+
+@dataclass(slots=True)
+class Figures:
+    """The figures of a step, on the host."""
+
+    output: StepOutput
+    step: int
+    """Of the phase, from 1."""
+    loss: float
+    """Of the global batch, the sum of its parts."""
+    norm: float
+    """Of the gradient before clipping."""
+    row: dict[str, Any]
+    """The step's row of metrics.jsonl; hooks add fields, and the log, the last of them, writes it."""
+    votes: dict[str, float]
+    """Name -> sum of all ranks' votes."""
+    values: list[float]
+    """`StepOutput.sums` on the host."""
+
+    def recorded(self) -> dict[str, np.ndarray]:
+        """What loss() recorded, as arrays."""
+        arrays, offset = {}, len(self.output.names)
+        for name, value in self.output.recorded.items():
+            found = self.values[offset : (offset := offset + value.numel())]
+            arrays[name] = np.array(found).reshape(tuple(value.shape))
+        return arrays
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """What a run logs of a step; as JSON with `more` beside the other fields."""
+
+    phase: str
+    step: int
+    """Optimizer step of the phase, from 1."""
+    loss: float
+    """Of the global batch, the sum of its parts; NaN where it was not finite."""
+    lr: float
+    grad_norm: float
+    """Before clipping; NaN where it was not finite."""
+    samples: int
+    """Seen by the run so far."""
+    chain: str
+    """Hash over all samples of the phase so far."""
+    epoch: float = 0.0
+    tokens: int = 0
+    """Seen by the run so far, without padding."""
+    step_seconds: float = 0.0
+    data_seconds: float = 0.0
+    """Of step_seconds, those in which it waited for data."""
+    samples_per_second: float = 0.0
+    tokens_per_second: float = 0.0
+    padding: float = 0.0
+    """Share of the tokens that were computed."""
+    more: Mapping[str, Any] = field(default_factory=dict)
+    """Parts of a loss that has several, figures of the task, readings of the machine."""
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """(phase, step)."""
+        return self.phase, self.step
+
+    @property
+    def figures(self) -> LossAndNorm:
+        return self.loss, self.grad_norm
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.more, **{name: getattr(self, name) for name in FIELDS}}
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(StepRow) if field.name != "more")
+NEEDED = ("phase", "step", "loss", "lr", "grad_norm", "samples", "chain")
+"""Fields without which a row says nothing of a step; a receipt has these alone."""
+FIGURES = ("loss", "grad_norm")
+"""What a step computed, and is compared where it is computed again."""
+LossAndNorm = tuple[float, float]
+"""Of a step: the loss, and the norm of the gradient before clipping; or how two of them differ."""
+
+
+def differences(one: LossAndNorm, other: LossAndNorm) -> LossAndNorm:
+    """Of two losses, relative to the other where that is above one, and of two norms, relative."""
+    return _difference(one[0], other[0], 1.0), _difference(one[1], other[1], 1e-12)
+
+
+def _difference(one: float, other: float, least: float) -> float:
+    """Infinite where only one is finite; 0 where neither is."""
+    if math.isfinite(one) and math.isfinite(other):
+        return abs(one - other) / max(least, abs(other))
+    return 0.0 if math.isfinite(one) == math.isfinite(other) else math.inf
+
+
+def is_step(row: Mapping[str, Any]) -> bool:
+    """Whether a row of metrics.jsonl is that of a step: others are evaluations, seals and the like."""
+    return "chain" in row
+
+
+def read_step(row: Mapping[str, Any]) -> StepRow:
+    """The row of a step from its JSON. Raises UserError where one that is needed lacks or has no form."""
+    try:
+        known: dict[str, Any] = {name: row[name] for name in FIELDS if name in row}
+        for name in FIGURES:
+            known[name] = math.nan if known[name] is None else float(known[name])
+        known.update(phase=str(known["phase"]), step=int(known["step"]), lr=float(known["lr"]))
+        return StepRow(**known, more={name: row[name] for name in row.keys() - set(FIELDS)})
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"metrics.jsonl holds a row that no run writes: {error!r}") from None
+
+
+def step_rows(metrics: Path) -> Iterator[StepRow]:
+    """The steps of a metrics.jsonl, in order. Raises UserError where a row has another form."""
+    return (read_step(row) for row in rows_in(metrics) if is_step(row))

@@ -1,0 +1,268 @@
+"""Hooks: what watches training and decides when it saves, evaluates and stops. None computes what is learnt.
+
+A hook overrides what it needs, and is asked for nothing else. Every rank has the same hooks in the same order.
+Only `at_pause` may run collectives: everywhere else the ranks may stand in different places.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+
+from isobatch.core.errors import IsobatchError, TrainingError, UserError
+from isobatch.core.measures import now
+from isobatch.core.strategies import traits_of
+from isobatch.engine.train.state import cut
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from isobatch.engine.train.figures import Figures, StepOutput
+    from isobatch.engine.train.state import Training
+
+Signal = Literal["pause", "save", "stop", "end_phase"]
+"""What a hook may ask for. `pause`: its `at_pause` has something to do; the others pause as well."""
+SIGNALS = frozenset(get_args(Signal))
+Ending = Literal["done", "stopped", "early"]
+"""How a phase ended: all its steps, a request to stop, or a hook's `end_phase`."""
+
+
+class Hook:
+    """Base of all hooks: nothing here does anything. Steps count from 1."""
+
+    name: ClassVar[str] = ""
+    """Its key in checkpoints and messages; by default the class's name in lower case."""
+    votes: ClassVar[tuple[str, ...]] = ()
+    """Names of its numbers in the step's one reduction. The layout is fixed before the first step."""
+    weights: ClassVar[bool] = False
+    """Whether `tensors` are weights, such as an average: they are evaluated beside the model's own, and
+    exported to final/NAME."""
+    changes_learning: ClassVar[bool] = False
+    """Whether the recipe must name it, because what is learnt depends on it."""
+
+    def phase(self, state: Training) -> AbstractContextManager[Any]:  # noqa: ARG002  for hooks to use
+        """Entered when a phase begins, left when it ends, by an error too."""
+        return contextlib.nullcontext()
+
+    def ended(self) -> bool:
+        """Whether a checkpoint that is resumed from had already ended its phase early."""
+        return False
+
+    def vote(self, step: int) -> Mapping[str, float]:  # noqa: ARG002
+        """Numbers by the names in `votes`; those left out are 0. `Figures.votes` has their sums over ranks."""
+        return {}
+
+    def due(self, step: int) -> bool:  # noqa: ARG002
+        """Whether to pause after this step: the same on every rank."""
+        return False
+
+    def around(self, state: Training, step: int) -> AbstractContextManager[Any]:  # noqa: ARG002
+        """Context of a step's computation."""
+        return contextlib.nullcontext()
+
+    def on_gradients(self, state: Training, step: int) -> Mapping[str, Any]:  # noqa: ARG002
+        """Gradients are whole and not clipped yet. Returns figures for the step's row, as JSON.
+
+        Refused before the first step under strategies that shard gradients.
+        """
+        return {}
+
+    def after_update(self, state: Training, step: int) -> None:
+        """After the optimizer, on every rank: work for the device alone, such as an average of weights."""
+
+    def on_figures(self, figures: Figures) -> set[Signal]:  # noqa: ARG002
+        """A step's figures on the host, while the next one runs: it waits for nothing."""
+        return set()
+
+    def on_left_out(self, phase: str, step: int) -> None:
+        """In place of `on_figures` where the run leaves the step out."""
+
+    def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:  # noqa: ARG002
+        """Between two steps, on all ranks, with all figures read: collectives are allowed.
+
+        `asked`: by the hooks of the steps since the last pause and those before it in the list. Returns more.
+        """
+        return set()
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds of it, as JSON."""
+        return {}
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        """By a parameter's name a tensor like what `Strategy.held` yields of it: saved, dealt to another
+        number of processes and cut to a pruned model as the optimizer's moments are.
+        """
+        return {}
+
+    def load(self, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:
+        """Go on from what `state` and `tensors` returned when a checkpoint was saved."""
+
+
+class Seen(Hook):
+    """Keeps the figures of every step, for those who compute steps again."""
+
+    def __init__(self) -> None:
+        self.figures: list[Figures] = []
+
+    def on_figures(self, figures: Figures) -> set[Signal]:
+        self.figures.append(figures)
+        return set()
+
+
+def name_of(hook: Hook) -> str:
+    """A hook's key in checkpoints and messages."""
+    return hook.name or type(hook).__name__.lower()
+
+
+ASKED = ("vote", "due", "around", "on_gradients", "after_update", "on_figures", "on_left_out", "at_pause")
+
+
+class Hooks:
+    """All hooks of a run, in order. Each method asks those that override it."""
+
+    def __init__(self, hooks: Sequence[Hook] = ()) -> None:
+        """Raises UserError where two hooks have one name, or one vote."""
+        self.all = tuple(hooks)
+        self.votes = tuple(vote for hook in hooks for vote in hook.votes)
+        """The layout of the votes."""
+        names = [name_of(hook) for hook in hooks]
+        for what, many in (("name", names), ("vote", self.votes)):
+            if twice := [one for one in many if many.count(one) > 1]:
+                raise UserError(f"two hooks have the {what} {twice[0]}: rename one")
+        self._asked = {
+            method: [(h, getattr(h, method)) for h in hooks if overrides(h, method)] for method in ASKED
+        }
+        self._began = 0.0
+        """When the step that runs began, without pauses; a clock of `now`."""
+        self._first = -1
+        """The first step after the phase began or was resumed: it pauses."""
+
+    @contextlib.contextmanager
+    def phase(self, state: Training, start: int) -> Iterator[None]:
+        """A phase, from before its step `start` (from 0). Raises UserError for a hook that its strategy cannot serve."""
+        if self._asked["on_gradients"] and not traits_of(state.plan.strategy).sees_gradients:
+            hook = self._asked["on_gradients"][0][0]
+            raise UserError(
+                f"hook {name_of(hook)} looks at gradients, and --strategy {state.plan.strategy} never has"
+                " them whole: use ddp, or leave the hook out"
+            )
+        self._first, self._began = start + 1, now()
+        with contextlib.ExitStack() as open_phases:
+            for hook in self.all:
+                open_phases.enter_context(hook.phase(state))
+            yield
+
+    def ended(self) -> bool:
+        """Whether what was resumed had already ended this phase early."""
+        return any(hook.ended() for hook in self.all)
+
+    def around(self, state: Training, step: int) -> AbstractContextManager[Any]:
+        """Context of a step's computation."""
+        if not self._asked["around"]:
+            return contextlib.nullcontext()
+        stack = contextlib.ExitStack()
+        for context in self._ask("around", state, step, state, step):
+            stack.enter_context(context)
+        return stack
+
+    def vote(self, state: Training, step: int) -> list[float]:
+        """This rank's votes in the order of `self.votes`."""
+        given: dict[str, float] = {}
+        for (hook, _), votes in zip(self._asked["vote"], self._ask("vote", state, step, step), strict=True):
+            if not votes.keys() <= set(hook.votes):
+                undeclared = ", ".join(sorted(votes.keys() - set(hook.votes)))
+                raise TrainingError(f"hook {name_of(hook)} votes {undeclared}, which its `votes` do not name")
+            given |= votes
+        return list(map(given.get, self.votes, [0.0] * len(self.votes)))  # type: ignore[arg-type]
+
+    def gradients(self, state: Training, step: int) -> dict[str, Any]:
+        """Figures about whole gradients before they are clipped."""
+        figures: dict[str, Any] = {}
+        for found in self._ask("on_gradients", state, step, state, step):
+            figures |= found
+        return figures
+
+    def cut(self, keep: Mapping[str, Sequence[tuple[int, Tensor]]]) -> None:
+        """Cut the hooks' tensors as a task has cut its model: parameter -> (dimension, indices that stay)."""
+        for hook in self.all:
+            if tensors := hook.tensors():
+                hook.load(hook.state(), {n: cut(tensor, keep.get(n, ())) for n, tensor in tensors.items()})
+
+    def updated(self, state: Training, step: int) -> None:
+        """After the optimizer."""
+        self._ask("after_update", state, step, state, step)
+
+    def lap(self) -> float:
+        """Seconds from the end of the step before, pauses left out."""
+        began, self._began = self._began, now()
+        return self._began - began
+
+    def figures(self, state: Training, pending: StepOutput | None) -> set[Signal]:
+        """Read a step's figures from the device and show them to the hooks; what these ask for."""
+        if pending is None:
+            return set()
+        figures = pending.read(state)
+        if figures is None:
+            step = pending.loaded.work.step + 1
+            self._ask("on_left_out", state, step, state.schedule.name, step)
+            self._began = now()
+            return set()
+        return self._signals("on_figures", state, figures.step, figures)
+
+    def due(self, state: Training, step: int) -> bool:
+        """Whether to pause after this step; the first one always does."""
+        return step == self._first or any(self._ask("due", state, step, step))
+
+    def pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:
+        """Let every hook do what is due; returns all that was asked for. The step's clock stands still."""
+        began = now()
+        for hook, at_pause in self._asked["at_pause"]:
+            try:
+                asked = asked | self._known(hook, at_pause(state, step, asked))
+            except Exception as error:
+                raise blamed(hook, state, step, error) from error
+        self._began += now() - began
+        return asked
+
+    def _signals(self, method: str, state: Training, step: int, *arguments: Any) -> set[Signal]:
+        asked: set[Signal] = set()
+        for (hook, _), found in zip(
+            self._asked[method], self._ask(method, state, step, *arguments), strict=True
+        ):
+            asked |= self._known(hook, found)
+        return asked
+
+    def _known(self, hook: Hook, asked: set[Signal]) -> set[Signal]:
+        if asked and not asked <= SIGNALS:
+            unknown = ", ".join(sorted(set(asked) - SIGNALS))
+            raise TrainingError(f"hook {name_of(hook)} asks for {unknown}: known are {', '.join(SIGNALS)}")
+        return asked
+
+    def _ask(self, method: str, state: Training, step: int, *arguments: Any) -> list[Any]:
+        """Each hook's answer, outside a pause: a collective in it raises TrainingError."""
+        answers, world = [], state.world
+        for hook, ask in self._asked[method]:
+            world.asking = hook
+            try:
+                answers.append(ask(*arguments))
+            except Exception as error:
+                raise blamed(hook, state, step, error) from error
+            world.asking = None
+        return answers
+
+
+def overrides(hook: Hook, method: str) -> bool:
+    """Whether a hook has this method of its own."""
+    return getattr(type(hook), method) is not getattr(Hook, method)
+
+
+def blamed(hook: Hook, state: Training, step: int, error: Exception) -> Exception:
+    """What an error in a hook is for the user; the project's own errors, and its bugs, stay what they are."""
+    if isinstance(error, IsobatchError) or type(hook).__module__.startswith("isobatch."):
+        return error
+    return TrainingError(
+        f"hook {name_of(hook)} failed in step {step} of {state.schedule.name}: {type(error).__name__}: {error}"
+    )

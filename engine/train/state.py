@@ -1,0 +1,255 @@
+"""The state of training on one rank: what the loop, its step and the hooks share."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isobatch.engine.loading.device_copies import array_to_device
+from isobatch.engine.loading.loader import BatchLoader
+from isobatch.engine.model_setup.compile_model import compile_model
+from isobatch.engine.noise.keyed_noise import NativeNoise
+from isobatch.engine.optimization.schedule import learning_rate
+from isobatch.engine.strategies.base import Strategy, strategy_class
+from isobatch.models.base import CachedWeightTransform, StepContext
+from isobatch.models.capabilities import ChangesModel, SparseTables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import nn
+
+    from isobatch.core.facts import Facts
+    from isobatch.core.plan import Plan
+    from isobatch.core.recipe import Recipe
+    from isobatch.data.base import Source
+    from isobatch.engine.checkpointing.portable_state import Moments
+    from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.engine.loading.loader import LoadedStep
+    from isobatch.engine.loading.sampler import Sampler
+    from isobatch.engine.model_setup.packing import SamplePacking
+    from isobatch.engine.noise.keyed_noise import KeyedNoise
+    from isobatch.engine.optimization.schedule import PhaseSchedule
+    from isobatch.engine.runs.summary import Progress
+    from isobatch.models.base import Change, Task
+
+
+@dataclass(slots=True)
+class Binding:
+    """What in a model follows the samples of a micro-batch: its keyed noise, and how they are packed."""
+
+    noise: KeyedNoise | None = None
+    """None where the model draws torch's own noise."""
+    packing: SamplePacking | None = None
+
+    def bind(self, step: int, host: Mapping[str, Tensor], device: torch.device) -> None:
+        """Let further passes draw the noise of these samples in `step`, and know their lengths."""
+        if self.noise is not None:
+            self.noise.bind(step, host["index"].numpy(), device)
+        if self.packing is not None:
+            self.packing.bind(host["length"].numpy())
+
+    @contextlib.contextmanager
+    def preserve_state(self) -> Iterator[None]:
+        """Inside, other samples may be bound."""
+        noise = self.noise.preserve_state() if self.noise else contextlib.nullcontext()
+        with noise, self.packing.preserve_state() if self.packing else contextlib.nullcontext():
+            yield
+
+
+@dataclass(slots=True)
+class Layout:
+    """What the steps of a phase have in common; the first step finds it out, and all ranks agree on it."""
+
+    votes: tuple[str, ...] = ()
+    """Names of the numbers that each rank adds to the step's one reduction."""
+    names: list[str] | None = None
+    """Of the losses."""
+    recorded_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Name -> shape of what loss() records."""
+    foreign_noise: bool | None = None
+    """Whether the model draws from torch's own generators; None before the first forward pass."""
+    transforms: list[CachedWeightTransform] = field(default_factory=list)
+    """Modules that compute with a function of their weights."""
+
+    def recorded_in(self, sums: Tensor) -> dict[str, Tensor]:
+        """What loss() recorded, as parts of the step's reduced sums: it stands behind the losses."""
+        assert self.names is not None
+        found, offset = {}, len(self.names)
+        for name, shape in self.recorded_shapes.items():
+            found[name] = sums[offset : (offset := offset + math.prod(shape))].view(shape)
+        return found
+
+
+@dataclass(slots=True)
+class Training:
+    """Everything that training needs, and nothing of a run: no folder, no console, no log.
+
+    `engine.train.build` makes it, and begins its phases.
+    """
+
+    task: Task
+    facts: Facts
+    plan: Plan
+    world: Communicator
+    splits: dict[str, Source]
+    sampler: Sampler
+    progress: Progress
+    model: nn.Module
+    """The task's model itself; while a phase runs `strategy.model` computes with it."""
+    binding: Binding
+    schedule: PhaseSchedule
+    """Of the phase that runs."""
+    strategy: Strategy
+    layout: Layout
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.task.recipe  # type: ignore[no-any-return]
+
+    def batches(self, start: int, stop: int | None = None) -> Iterator[LoadedStep]:
+        """Steps start..stop-1 of the phase with this rank's micro-batches, loaded ahead of the loop."""
+        loader = BatchLoader(
+            self.splits["train"],
+            self.sampler.batch,
+            self.plan,
+            self.world.rank,
+            self.task.cohort,
+            self.strategy.equal_counts,
+            self.schedule.left_out,
+        )
+        steps, recorder = loader.steps(start, self.schedule.steps if stop is None else stop), self.world.recorder
+        while True:
+            with recorder.part("data wait"):
+                batch = next(steps, None)
+            if batch is None:
+                return
+            yield batch
+
+    def rate(self, step: int) -> float:
+        """Learning rate of optimizer step `step` (from 0) of this phase."""
+        schedule = self.schedule
+        return learning_rate(self.recipe, schedule.lr, step, schedule.steps, schedule.steps_per_epoch)
+
+    def context(self, step: int, **more: Any) -> StepContext:
+        """The context of a step for the task; `more`: the fields of `loss`, or those of `after_step`."""
+        return StepContext(
+            step,
+            self.schedule.name,
+            self.binding.noise or NativeNoise(),
+            self.schedule.steps,
+            self.world.broadcast_object,
+            to_device=partial(array_to_device, device=self.world.device),
+            **more,
+        )
+
+    @contextlib.contextmanager
+    def bound(
+        self,
+        step: int,
+        number: int,
+        host: Mapping[str, Tensor],
+        positions: np.ndarray,
+        record: Callable[[str, Tensor], None],
+    ) -> Iterator[StepContext]:
+        """Bind noise and packing to micro-batch `number` of a step; yields the context of its loss.
+
+        Native noise is seeded: a resumed run draws what an uninterrupted one does, and each rank its own. The
+        first time it is seen whether the model draws any.
+        """
+        layout = self.layout
+        self.binding.bind(step, host, self.world.device)
+        if self.binding.noise is None or layout.foreign_noise is not False:
+            torch.manual_seed(hash((self.recipe.seed, step, self.world.rank, number)) & 0x7FFFFFFF)
+        before = _generator_states(self.world.device) if layout.foreign_noise is None else ()
+        yield self.context(step, record=record, positions=positions, host=host)
+        if layout.foreign_noise is None:
+            after = _generator_states(self.world.device)
+            layout.foreign_noise = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+    def caching_transforms(self) -> AbstractContextManager[None]:
+        """Compute functions of weights, such as fake quantisation, once for all micro-batches of a step."""
+        if self.layout.transforms and self.strategy.caches_transforms:
+            return _holding(self.layout.transforms)
+        return contextlib.nullcontext()
+
+    def after_step(
+        self, step: int, recorded: Mapping[str, Tensor], log: Callable[[str, Any], None]
+    ) -> Change | None:
+        """Let a task that changes its model do so, before anything computes with it again."""
+        if not isinstance(self.task, ChangesModel):
+            return None
+        change = self.task.after_step(self.model, self.context(step, recorded=recorded, log=log))
+        if change is not None and change.keep:
+            self._rebuild_optimizer(change)
+        return change
+
+    def make_strategy(self) -> None:
+        """Wrap or shard the model for the phase, and make its optimizer."""
+        task = self.task
+        sparse = list(task.sparse_parameters(self.model)) if isinstance(task, SparseTables) else []
+        compile_model(self.model, self.plan)
+        self.strategy = strategy_class(self.plan.strategy)(
+            self.model,
+            lambda model: task.make_optimizer(model, self.plan.device, sparse),
+            self.plan,
+            self.world,
+            self.recipe.clip,
+            sparse,
+        )
+        self.layout.transforms = [m for m in self.model.modules() if isinstance(m, CachedWeightTransform)]
+
+    def _rebuild_optimizer(self, change: Change) -> None:
+        """After the task has pruned its model: make a new optimizer with the moments pruned alike."""
+        moments, loss_scale = self.strategy.moments(), self.strategy.loss_scale()
+        del self.strategy
+        if self.world.size > 1:
+            gc.collect()  # frees the old strategy, and DDP's hooks with it
+        self.make_strategy()
+        self.strategy.load_moments(cut_moments(moments, change.keep), loss_scale)
+
+
+@contextlib.contextmanager
+def _holding(transforms: Sequence[CachedWeightTransform]) -> Iterator[None]:
+    for module in transforms:
+        module.hold()
+    complete = False
+    try:
+        yield
+        complete = True
+    finally:
+        for module in transforms:
+            module.release(complete)
+
+
+def _generator_states(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def cut_moments(moments: Moments, keep: Mapping[str, Sequence[tuple[int, Tensor]]]) -> Moments:
+    """The moments with only the indices that `keep` lists of each pruned parameter.
+
+    `keep`: parameter -> (dimension, indices that stay). 0-d state, such as a step count, stays as it is.
+    """
+    return {
+        name: {kind: cut(value, keep.get(name, ())) for kind, value in state.items()}
+        for name, state in moments.items()
+    }
+
+
+def cut(value: Any, keep: Sequence[tuple[int, Tensor]]) -> Any:
+    """A tensor like a parameter, with only the indices that stay: (dimension, indices) each."""
+    if isinstance(value, Tensor) and value.ndim:
+        for dimension, indices in keep:
+            value = value.index_select(dimension, indices.to(value.device))
+    return value

@@ -1,0 +1,157 @@
+"""One optimizer step: the gradient of a global batch, however it is cut, and one update by it.
+
+A loss comes as a sum with its unit (`Loss`). Divided by the unit's weight in the whole global batch, the
+shares of all micro-batches on all ranks add up to the loss of the batch, and their gradients to its gradient:
+neither the number of micro-batches nor that of ranks can change what is learnt.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isobatch.core.errors import TrainingError
+from isobatch.engine.loading.device_copies import HostCopy, numbers_to_device, to_device
+from isobatch.engine.train.figures import StepOutput
+from isobatch.engine.train.first_step import agree_on_names, check_loss_form
+from isobatch.models.capabilities import SeesGradients
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.engine.loading.loader import LoadedStep
+    from isobatch.engine.train.hooks import Hooks
+    from isobatch.engine.train.state import Layout, Training
+    from isobatch.models.base import Loss
+
+FIRST = np.zeros(1, np.int64)
+"""The place in the batch that a dummy micro-batch says it has."""
+
+
+def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
+    """One optimizer step. What it returns is on the device still: nothing here waits for it."""
+    task, strategy, world = state.task, state.strategy, state.world
+    work, step, part = batch.work, batch.work.step, world.recorder.part
+    rate, more = state.rate(step), dict[str, Any]()
+
+    def see_gradients() -> None:
+        if isinstance(task, SeesGradients):
+            more.update(task.observe(strategy.unwrapped, state.context(step)))
+        more.update(hooks.gradients(state, step + 1))
+
+    norm = None
+    while norm is None:  # fp16 overflowed: the same step again, with a smaller loss scale
+        sums = Sums(state.layout, world.device)
+        with strategy.accumulate_gradients(), state.caching_transforms():
+            last = len(work.micro_batches) - 1
+            for number, (micro, host) in enumerate(zip(work.micro_batches, batch.batches, strict=True)):
+                # A rank that has no samples computes one with weight zero where the strategy's passes are
+                # collectives: the others wait for it in them.
+                is_dummy = not len(micro.positions)
+                if is_dummy and not strategy.computes_dummies:
+                    continue
+                world.mark_progress(f"step {step + 1}, micro-batch {number + 1} of {last + 1}")
+                sums.weight = 0.0 if is_dummy else 1.0
+                positions = FIRST if is_dummy else micro.positions
+                with (
+                    state.bound(step, number, host, positions, sums.record) as context,
+                    strategy.forward_backward(number == last),
+                ):
+                    with part("forward"):
+                        with world.accelerator.autocast():
+                            losses = task.loss(strategy.model, to_device(host, world.device), context)
+                        total = sums.add(losses, work.unit_weights)
+                    with part("backward"):
+                        strategy.backward(total)
+        if state.binding.packing is not None:
+            state.binding.packing.bind(None)
+        with part("optimizer"):  # gradients are reduced, seen, clipped and applied
+            norm = strategy.step_optimizer(rate, see_gradients)
+    hooks.updated(state, step + 1)
+    # One reduction carries what all ranks must know of the step: losses, recorded sums, and the hooks' votes.
+    packed = sums.reduce(world, hooks.vote(state, step + 1))
+    recorded = state.layout.recorded_in(packed)
+    copies = HostCopy(packed), HostCopy(norm)
+    assert state.layout.names is not None
+    output = StepOutput(batch, rate, *copies, state.layout.names, recorded, hooks.votes, more)
+    # A task that prunes or grows its model does so here, before the next forward pass.
+    output.change = state.after_step(step, recorded, more.__setitem__)
+    if output.change is not None and output.change.keep:
+        hooks.cut(output.change.keep)
+    return output
+
+
+class Sums:
+    """What a rank adds up over the micro-batches of a step: its shares of the losses, and what is recorded."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self.layout, self.device = layout, device
+        self.weight = 1.0
+        """Of the micro-batch that is computed: 0 for a dummy."""
+        self.losses: dict[str, Tensor] = {}
+        self.recorded: dict[str, Tensor] = {}
+        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+
+    def add(self, losses: Mapping[str, Loss], unit_weights: Mapping[str, float]) -> Tensor:
+        """The micro-batch's share of the step's total loss, 0-d, whose gradient is to be taken.
+
+        A unit that weighs nothing in this batch counts nothing. Raises TrainingError for an unknown unit.
+        """
+        if self.layout.names is None:
+            check_loss_form(losses)
+        total = torch.zeros((), device=self.device)
+        for name, loss in losses.items():
+            if loss.unit not in unit_weights:
+                raise TrainingError(
+                    f"loss() counts in {loss.unit!r}, and this data weighs {', '.join(unit_weights)}"
+                )
+            weight = unit_weights[loss.unit]
+            share = loss.sum * (1 / weight if weight else 0.0) * self.weight
+            before = self.losses.get(name)
+            own = share.detach()
+            self.losses[name] = torch.zeros_like(own) + own if before is None else before + own
+            total = total + share
+        return total
+
+    def record(self, name: str, value: Tensor) -> None:
+        """Add what loss() records."""
+        share = value.detach().to(self._dtype)
+        share = share if self.weight == 1 else share * self.weight
+        self.recorded[name] = self.recorded[name] + share if name in self.recorded else share
+
+    def reduce(self, world: Communicator, votes: Sequence[float]) -> Tensor:
+        """1-d: losses, recorded sums, votes, summed over ranks. What this rank has not seen is zero.
+
+        Raises TrainingError where names or shapes are not those of the first step.
+        """
+        layout = self.layout
+        if layout.names is None:
+            agree_on_names(layout, world, self.losses, self.recorded)
+        assert layout.names is not None
+        if self.losses.keys() - layout.names:
+            new = ", ".join(self.losses.keys() - layout.names)
+            raise TrainingError(f"loss() returned {new} at a later step only: return all parts always")
+        shapes = layout.recorded_shapes
+        for name, value in self.recorded.items():
+            if tuple(value.shape) != shapes.get(name):
+                raise TrainingError(
+                    f"loss() recorded {name} at a later step only, or in another shape: record the same always"
+                )
+        flat = []
+        for shape, value in (
+            *(((), self.losses.get(name)) for name in layout.names),
+            *((shape, self.recorded.get(name)) for name, shape in shapes.items()),
+        ):
+            zeros = math.prod(shape)
+            flat.append(
+                torch.zeros(zeros, dtype=self._dtype, device=self.device)
+                if value is None
+                else value.to(self._dtype).reshape(-1)
+            )
+        flat.append(numbers_to_device(votes, self._dtype, self.device))
+        return world.all_reduce_sum(torch.cat(flat))

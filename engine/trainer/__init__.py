@@ -1,0 +1,1 @@
+"""Trains a run: its hooks, its phases, and what it writes at the end."""

@@ -1,0 +1,241 @@
+"""Trains a run: makes its hooks, trains all phases from the newest checkpoint on, and finishes it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from isobatch.core.errors import StopRequestedError, UserError
+from isobatch.core.measures import format_duration
+from isobatch.core.plan import REHEARSED_STEPS
+from isobatch.core.terminal.status import doing
+from isobatch.engine.checkpointing import checkpoint
+from isobatch.engine.checkpointing.remote_copy import RemoteCopies
+from isobatch.engine.distributed.liveness import Watchdog
+from isobatch.engine.distributed.stop_signals import StopFlag
+from isobatch.engine.hooks.checkpoint import Checkpoint
+from isobatch.engine.hooks.console import Console
+from isobatch.engine.hooks.data_guard import DataGuard
+from isobatch.engine.hooks.evaluate import Evaluate
+from isobatch.engine.hooks.log import Log
+from isobatch.engine.hooks.machine import Machine
+from isobatch.engine.hooks.memory import Memory
+from isobatch.engine.hooks.nonfinite import NonFinite
+from isobatch.engine.hooks.plots import Plots
+from isobatch.engine.hooks.remarks import Remarks
+from isobatch.engine.hooks.spikes import Spikes
+from isobatch.engine.hooks.stop import Stop
+from isobatch.engine.hooks.tracker import Tracker
+from isobatch.engine.optimization.left_out import left_out_steps
+from isobatch.engine.registry import TASKS
+from isobatch.engine.runs.metrics_log import MetricsLog
+from isobatch.engine.runs.peak_memory import PeakMemory
+from isobatch.engine.train.build import Builder
+from isobatch.engine.train.evaluate import evaluate, monitored
+from isobatch.engine.train.figures import differences
+from isobatch.engine.train.first_step import preserve_state
+from isobatch.engine.train.hooks import Hooks
+from isobatch.engine.train.loop import run_phase
+from isobatch.engine.train.memory_probe import probe_memory
+from isobatch.engine.trainer.finish import Finish
+from isobatch.engine.trainer.resume import newest_checkpoint
+from isobatch.models.capabilities import Notes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from isobatch.core.plan import Plan
+    from isobatch.core.terminal.console import Console as Lines
+    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
+    from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.engine.optimization.schedule import PhaseSchedule
+    from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.runs.run_options import RunOptions
+    from isobatch.engine.train.hooks import Hook
+    from isobatch.engine.train.state import Training
+
+TRIED_SAMPLES = 64
+"""Held-out samples with which a user's own task is tried before its first step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run on one rank: its folder and options, and where its messages go."""
+
+    folder: RunFolder
+    world: Communicator
+    options: RunOptions
+    console: Lines
+    end_process: Callable[[str], None]
+    """`end_process(reason)` is called by the watchdog, from its thread."""
+    own_hooks: Sequence[Hook] = ()
+    """The user's."""
+    catch_signals: bool = True
+    draw_plots: Callable[[], None] = lambda: None
+    """Called when the run's figures are to be drawn; it must not wait."""
+
+
+def train_run(run: Run) -> tuple[Training, Tracker]:
+    """Train every phase, evaluate held-out splits, export to final/ and write summary.json.
+
+    Raises StopRequestedError where a stop was asked for, with a checkpoint and a summary written.
+    """
+    folder, world, say = run.folder, run.world, run.console.say
+    record = folder.write_plan if world.is_main else lambda _: None
+    # Of one rank: the file may be a shared one, which another node sees a moment later.
+    left_out = world.broadcast_object(left_out_steps(folder) if world.is_main else {})
+    builder = Builder(folder.recipe, folder.facts, folder.plan, world, say, record, left_out)
+    state = builder.state
+    answers = world.is_main and not run.options.quiet
+    stop = StopFlag(run.catch_signals, others_wait=world.size > 1, answers=answers)
+    copies = _remote_copies(run)
+    log = MetricsLog(folder, world.is_main, run.options.log_every, run.options.ledger)
+    peak = PeakMemory(world.device)
+    tracker = Tracker(run.options.tracker if run.options.tracker != "none" else "", say)
+    remarks, guard = Remarks(builder.replan, say), DataGuard(folder, builder.prepared, say)
+    evaluation = Evaluate(log, peak, say, run.own_hooks, tracker.send)
+    # In this order they see figures and act in a pause: what ends a run comes before what writes of it.
+    others: list[Hook] = [Spikes(folder, say), NonFinite(folder.folder), Stop(stop), remarks, Memory(peak)]
+    others += [Machine(state)] if world.is_main and world.device.type == "cuda" else []
+    others += [*run.own_hooks, Log(log, say)]
+    others += [Plots(every, run.draw_plots)] if (every := state.task.plot_every) else []
+    others += [tracker] if tracker.tracker else []
+    others += [Console(run.console), guard, evaluation]
+    saving = Checkpoint(
+        folder, world, run.options, log, peak, builder.schedules, others, evaluation.leads,
+        evaluation.needed, copies.add if copies is not None else lambda *_: None,
+    )  # fmt: skip
+    hooks = Hooks([*others, saving])
+    finish = Finish(
+        folder, builder, log, say, peak, stop, guard.check, evaluation.measure, saving.folder, remarks, run.own_hooks
+    )  # fmt: skip
+    if world.is_main:  # only there: for its size a task may have to build its model on the meta device
+        for line in (_headline(state, builder), *_notes(state)):
+            say(line)
+    watchdog = Watchdog(world, stop, run.options.hang_timeout, run.end_process, folder.rank_record)
+    with stop, watchdog, copies or contextlib.nullcontext(), builder:
+        if world.is_main:
+            checkpoint.remove_leftovers(folder.checkpoints)
+        phases = [schedule.name for schedule in builder.schedules]
+        saved = newest_checkpoint(folder, builder, say)
+        if saved is None:
+            log.begin(phases)
+        first = phases.index(saved.state["progress"]["phase"]) if saved else 0
+        for schedule in builder.schedules[first:]:
+            done = state.progress
+            previous = folder.checkpoints / checkpoint.checkpoint_name(done.phase, done.step)
+            if saved is None and state.plan.invariance == "rounding":
+                _measure_rounding(run, builder, schedule, previous)
+            with builder.phase(schedule, saved, previous, partial(_probe_memory, run, builder)):
+                if saved is not None:
+                    finish.resumed_from = saved.folder.name
+                    _continue(run, state, hooks, saved, log, phases, saving)
+                elif folder.recipe.task not in TASKS and world.size == 1 and "valid" in state.splits:
+                    _try_monitor(state)
+                if run_phase(state, hooks, state.progress.step) == "stopped":
+                    finish.stop()
+                if schedule is builder.schedules[-1]:
+                    finish.finish(evaluation.judge)
+            saved = None
+    return state, tracker
+
+
+def _continue(
+    run: Run,
+    state: Training,
+    hooks: Hooks,
+    saved: SavedCheckpoint,
+    log: MetricsLog,
+    phases: list[str],
+    saving: Checkpoint,
+) -> None:
+    """Give the hooks what a checkpoint holds of them; the strategy has loaded its tensors already."""
+    hooks.load(state, saved)
+    say, progress = run.console.say, state.progress
+    if lost := log.resume(saved.state["logs"], phases, progress.phase, progress.step):
+        say(f"{lost}; training goes on, and `verify` will name it")
+    if run.world.is_main:
+        saving.log_digest(state, saved.folder)
+    say(f"resumed from {saved.folder.name}: {progress.samples:,} samples seen")
+
+
+def _remote_copies(run: Run) -> RemoteCopies | None:
+    if (url := run.options.checkpoint_copy) is None:
+        return None
+    folder, world, say = run.folder, run.world, run.console.say
+    name = "" if world.is_main else f"rank {world.rank}: "
+    return RemoteCopies(
+        url, folder.folder, folder.identity, world.is_main, lambda line: say(name + line, always=True)
+    )
+
+
+def _try_monitor(state: Training) -> None:
+    """Measure a few held-out samples with a user's own task: raise UserError where it monitors no metric.
+
+    What else fails with so few, such as a figure that needs two classes, may be right with all of them.
+    """
+    fraction = min(state.recipe.eval_fraction, TRIED_SAMPLES / len(state.splits["valid"]))
+    try:
+        with preserve_state(state.model, state.world.device):
+            metrics = evaluate(state, "valid", fraction)
+    except UserError:
+        raise
+    except Exception:
+        return
+    monitored(metrics, state.task.monitor[0])
+
+
+def _measure_rounding(run: Run, builder: Builder, schedule: PhaseSchedule, previous: Path) -> None:
+    """Record in the plan how far another cut moves the first steps of a phase that rounds to levels."""
+    state = builder.state
+    if schedule.name not in {p.name for p in state.task.phases() if p.rounds}:
+        return
+    builder.prepare_phase(schedule)
+    _probe_memory(run, builder)
+    doing("rehearsing steps in other micro-batches")
+    state.world.mark_progress("the rehearsal of another cut")
+    plan = state.plan
+    most = min(plan.micro_batch_samples, -(-state.recipe.batch_size // plan.processes))
+    other = dataclasses.replace(plan, micro_batch_samples=most // 2 or 2)
+    one, two = (builder.rehearse(schedule, p, REHEARSED_STEPS, previous) for p in (plan, other))
+    losses, norms = zip(*map(differences, one, two), strict=True)
+    moved = max(losses), max(norms)
+    reason = (
+        f"fp32, rounded to levels: micro-batches of {other.micro_batch_samples} move the first {len(one)}"
+        f" steps by {moved[0]:.1e} in the loss and {moved[1]:.1e} in the gradient norm"
+    )
+    run.console.say(reason)
+    builder.replan(dataclasses.replace(plan, rounding=moved, reasons={**plan.reasons, "invariance": reason}))
+
+
+def _probe_memory(run: Run, builder: Builder) -> None:
+    def report(budget: str) -> None:
+        run.console.say(f"memory ran out in the rehearsal: micro-batches of at most {budget}")
+        if run.world.is_main:
+            run.folder.log_decision("smaller micro-batches", reason="rehearsal", what=f"at most {budget}")
+
+    probe_memory(builder, report)
+
+
+def _notes(state: Training) -> list[str]:
+    """Lines for the user on the data."""
+    if isinstance(state.task, Notes):
+        return state.task.notes(state.facts)
+    return list(state.facts.extra.get("notes", []))
+
+
+def _headline(state: Training, builder: Builder) -> str:
+    """The first line for the user: task, data, steps, devices, predicted duration."""
+    plan, recipe, world = state.plan, state.recipe, state.world
+    steps = sum(s.steps for s in builder.schedules)
+    remark = state.task.model_size(state.facts).remark
+    return (
+        f"{recipe.task}: {state.facts.samples['train']:,} samples, global batch"
+        f" {recipe.batch_size}, {steps:,} steps on {world.size} x"
+        f" {world.device.type} in {plan.precision} ({plan.invariance});"
+        f" about {format_duration(steps * plan.predicted_step_seconds)}" + (f"\n{remark}" if remark else "")
+    )
