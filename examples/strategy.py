@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from isobatch.core.errors import UserError
 from isobatch.core.strategies import StrategyTraits
 from isobatch.engine.checkpointing import portable_state
-from isobatch.engine.optimization.parameter_groups import set_rate
-from isobatch.engine.strategies.base import MakeOptimizer, Strategy
+from isobatch.engine.strategies.base import MakeOptimizer, Strategy, set_rate
 
 if TYPE_CHECKING:
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint

@@ -5,7 +5,7 @@ Any strategy and world size can write and read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -192,3 +192,22 @@ def device_of_steps(optimizer: Optimizer, p: Tensor) -> torch.device:
 
     group = optimizer.param_groups[0]
     return p.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+
+
+def cut_moments(moments: Moments, keep: Mapping[str, Sequence[tuple[int, Tensor]]]) -> Moments:
+    """The moments with only the indices that `keep` lists of each pruned parameter.
+
+    `keep`: parameter -> (dimension, indices that stay). 0-d state, such as a step count, stays as it is.
+    """
+    return {
+        name: {kind: cut(value, keep.get(name, ())) for kind, value in state.items()}
+        for name, state in moments.items()
+    }
+
+
+def cut(value: Any, keep: Sequence[tuple[int, Tensor]]) -> Any:
+    """A tensor like a parameter, with only the indices that stay: (dimension, indices) each."""
+    if getattr(value, "ndim", 0):
+        for dimension, indices in keep:
+            value = value.index_select(dimension, indices.to(value.device))
+    return value

@@ -50,6 +50,8 @@ class CheckpointWriter:
         """Called then on the first rank of each node: folder, the node's file, a name of this save."""
         self._buffer = HostBuffer(world.device)
         self._folder: Path | None = None
+        self.is_writing = False
+        """Whether a checkpoint is in progress."""
         self._thread = threading.Thread()
         self._problem = ""
         self._sums: dict[str, int | str] = {}
@@ -62,7 +64,7 @@ class CheckpointWriter:
         self.wait()
         pieces = _in_order(state.pieces)
         layout = self._layout_of(dict(sorted(state.entries.items())), pieces)
-        self._folder, self._problem = folder, ""
+        self._folder, self._problem, self.is_writing = folder, "", True
         part = layout.parts[self.world.rank]
         header = layout.header(part.file) if part.start == 0 else b""
         self._buffer.fill([p.values.detach() for p in pieces], header)
@@ -110,11 +112,6 @@ class CheckpointWriter:
         ended = self._folder is not None and not self._thread.is_alive()
         return [float(ended), float(bool(ended and self._problem))]
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether a checkpoint is in progress."""
-        return self._folder is not None
-
     def wait(self) -> None:
         """Wait until the checkpoint in progress, if any, is complete and visible to every rank."""
         if self._folder is not None:
@@ -122,11 +119,14 @@ class CheckpointWriter:
             self.world.barrier()
 
     def complete(self) -> None:
-        """Wait for the checkpoint in progress, if any, and rename it; raise UserError on all ranks where the write failed on one. All ranks call this."""
+        """Wait for the checkpoint in progress, if any, and rename it. All ranks call this.
+
+        Raises UserError on all of them where the write failed on one.
+        """
         if (folder := self._folder) is None:
             return
         self._thread.join()
-        self._folder = None
+        self._folder, self.is_writing = None, False
         assert self._layout is not None
         ended = self.world.all_gather_objects((self._problem, self._sums))
         if problems := [problem for problem, _ in ended if problem]:

@@ -13,7 +13,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import TrainingError, UserError
 from isobatch.engine.distributed.device_memory import forbid_spilling
 from isobatch.engine.distributed.recorder import Recorder
 
@@ -117,6 +117,7 @@ class Communicator:
 
     node, nodes = 0, 1
     """The number of this process's node, and how many there are."""
+    barred = ""
     waiting = ""
     """The collective that this process is in; empty where it is in none."""
     recorder = Recorder()
@@ -138,6 +139,8 @@ class Communicator:
         self.position = "the start"
         """What this process is doing, for the watchdog's message."""
         self.moved_at = time.monotonic()
+        self.barred = ""
+        """The hook that is asked outside of a pause: ranks might not meet in a collective of it."""
         self.is_finishing = False
         """Whether rank 0 exports the model while the others wait: a request to stop changes nothing then."""
 
@@ -151,6 +154,11 @@ class Communicator:
 
         What reads a collective's result on the host belongs inside: on a GPU the call itself does not wait.
         """
+        if self.barred:
+            raise TrainingError(
+                f"hook {self.barred} runs a collective ({collective}) outside of at_pause, where the ranks"
+                ' might not meet: ask for "pause", and run it there'
+            )
         outer = self.waiting
         self.waiting, self.moved_at = collective, time.monotonic()
         try:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import now
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
     import torch
@@ -22,14 +22,15 @@ PARTS = ("data wait", "host", "forward", "backward", "optimizer", "communication
 """Parts of a step. `host` lies between the others: binding noise, logging, the task's `after_step`."""
 OUTERMOST = "host"
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
-Item = TypeVar("Item")
 
 
 class Recorder:
     """Times the parts of the steps of one process. Parts nest: an inner one's time is not the outer one's."""
 
     def __init__(self) -> None:
-        self.active = self._annotate = False
+        self.part: Callable[[str], AbstractContextManager[Any]] = contextlib.nullcontext
+        """`part(name)` is the context of a part of the step; it does nothing while the recorder is off."""
+        self._annotate = False
         self._running: list[str] = []
         self._marks: list[tuple[str, Any]] = []
         """(part that begins, clock)."""
@@ -37,14 +38,14 @@ class Recorder:
 
     def start(self, device: torch.device, annotate: bool = False) -> None:
         """Forget what was recorded, and begin now. `annotate`: name the parts in torch.profiler's trace."""
-        self.active, self._annotate, self._device = True, annotate, device
+        self.part, self._annotate, self._device = self._part, annotate, device
         self._running, self._marks = [OUTERMOST], []
         self._mark()
 
     def stop(self) -> dict[str, float]:
         """Record nothing more: part -> seconds since the start. Waits for the device once."""
         self._mark()
-        self.active = False
+        self.part = contextlib.nullcontext
         if self._on_gpu:
             import torch
 
@@ -53,20 +54,6 @@ class Recorder:
         for (name, begin), (_, end) in pairwise(self._marks):
             seconds[name] += begin.elapsed_time(end) / 1e3 if self._on_gpu else end - begin
         return seconds
-
-    def part(self, name: str) -> AbstractContextManager[None]:
-        """Context of a part of the step; nothing where the recorder is off."""
-        return self._part(name) if self.active else _NOTHING
-
-    def waiting_for_data(self, steps: Iterable[Item]) -> Iterator[Item]:
-        """The same steps; what it takes to get one is `data wait`."""
-        iterator = iter(steps)
-        while True:
-            with self.part("data wait"):
-                item = next(iterator, None)
-            if item is None:
-                return
-            yield item
 
     @contextlib.contextmanager
     def _part(self, name: str) -> Iterator[None]:

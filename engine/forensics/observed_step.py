@@ -8,6 +8,7 @@ told apart.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from functools import partial
@@ -18,15 +19,21 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import UserError
-from isobatch.engine.loading.device_copies import to_tensors
+from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.train.figures import LossAndNorm, StepRow, step_rows
+from isobatch.engine.train.first_step import preserve_state
+from isobatch.engine.train.hooks import Hooks, Seen
+from isobatch.engine.train.loop import run_phase
+from isobatch.engine.train.step import Sums
 from isobatch.engine.verification.windows import Window
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
 
+    from isobatch.engine.train.state import Training
     from isobatch.engine.verification.replay import Replay
-    from isobatch.models.base import StepContext, Task
+    from isobatch.models.base import StepContext
 
 FORWARD, BACKWARD = "forward", "backward"
 Outputs = dict[tuple[str, str], np.ndarray]
@@ -61,25 +68,74 @@ def observe_step(replay: Replay, window: Window, alone: bool = True) -> Observed
 
     `alone`: also compute each sample's losses by itself.
     """
-    session, task = replay.session, replay.session.task
-    left_out = session.left_out.get(window.phase, frozenset())
-    session.left_out = {**session.left_out, window.phase: left_out - {window.stop}}
+    builder, state = replay.builder, replay.state
+    builder.schedules = [
+        dataclasses.replace(one, left_out=one.left_out - {window.stop}) if one.name == window.phase else one
+        for one in builder.schedules
+    ]
     rows = (row for row in step_rows(replay.run.metrics) if row.place == (window.phase, window.stop))
-    with replay.before(window) as active:
-        for loaded in active.batches(window.stop - 1, window.stop):
-            model, samples = active.strategy.unwrapped, loaded.work.samples
-            weights = {
-                name: figures_of(p.detach().cpu().double().reshape(1, -1))[:, 0]
-                for name, p in model.named_parameters()
-            }
-            losses = active.stepper.losses_alone(loaded) if alone else []
-            recorder, gradients = ModuleRecorder(len(samples), task.rows_per_sample), dict[str, float]()
-            with recorder.hooked(model), _watching(task, recorder, gradients):
-                result = active.step(loaded)
-            seen = losses, recorder.outputs(), gradients, weights
-            figures, logged = result.loss_and_norm(), next(rows, None)
-            return ObservedStep(window, samples, figures, result.rate, logged, *seen)
-    raise AssertionError("a window has at least one step")
+    with replay.before(window):
+        samples = state.sampler.batch(window.stop - 1)
+        weights = {
+            name: figures_of(p.detach().cpu().double().reshape(1, -1))[:, 0]
+            for name, p in state.model.named_parameters()
+        }
+        found = losses_alone(state, window.stop - 1) if alone else []
+        watch = Watch(state, len(samples))
+        run_phase(state, Hooks([watch]), window.stop - 1, window.stop)
+        (seen,) = watch.figures
+        return ObservedStep(
+            window,
+            samples,
+            (seen.loss, seen.norm),
+            seen.output.rate,
+            next(rows, None),
+            found,
+            watch.recorder.outputs(),
+            watch.gradients,
+            weights,
+        )
+
+
+class Watch(Seen):
+    """Records the outputs of all modules in a step, and the norms of its whole gradients before clipping."""
+
+    def __init__(self, state: Training, samples: int) -> None:
+        """`samples` of the global batch."""
+        super().__init__()
+        self.recorder = ModuleRecorder(state, samples)
+        self.gradients: dict[str, float] = {}
+
+    def around(self, state: Training, step: int) -> AbstractContextManager[None]:  # noqa: ARG002
+        return self.recorder.hooked(state.model)
+
+    def on_gradients(self, state: Training, step: int) -> dict[str, Any]:  # noqa: ARG002
+        for name, parameter in state.model.named_parameters():
+            if (found := parameter.grad) is not None:
+                values = found.coalesce().values() if found.is_sparse else found
+                self.gradients[name] = float(torch.linalg.vector_norm(values.detach().float()))
+        return {}
+
+
+def losses_alone(state: Training, step: int) -> list[tuple[np.ndarray, dict[str, float]]]:
+    """(places in the global batch, share of each loss of the step) of this rank's samples, or cohorts, each
+    computed alone. `step` counts from 0. Nothing that trains changes.
+    """
+    model, cohort, found = state.model, state.task.cohort, []
+    (loaded,) = state.batches(step, step + 1)
+    work = loaded.work
+    with state.binding.preserve_state(), preserve_state(model, state.world.device):
+        for number, (micro, host) in enumerate(zip(work.micro_batches, loaded.batches, strict=True)):
+            for start in range(0, len(micro.positions), cohort):
+                rows = slice(start, start + cohort)
+                part = {name: column[rows] for name, column in host.items()}
+                places, sums = micro.positions[rows], Sums(state.layout, state.world.device, torch.float64)
+                with state.bound(step, number, part, places, sums.record) as context:
+                    with state.world.accelerator.autocast():
+                        losses = state.task.loss(model, to_device(part, state.world.device), context)
+                    sums.add(losses, work.unit_weights)
+                found.append((places, {name: float(share) for name, share in sums.losses.items()}))
+    return found
 
 
 class StepParts(NamedTuple):
@@ -99,14 +155,14 @@ def open_step(replay: Replay, window: Window, samples: Sequence[int] = ()) -> It
 
     `samples`: only these of the batch. Raises UserError where one is not in it.
     """
-    with replay.before(window) as active:
-        numbers = replay.session.sampler.batch(window.stop - 1)
+    with replay.before(window) as state:
+        step, numbers = window.stop - 1, state.sampler.batch(window.stop - 1)
         if samples and (missing := sorted({*samples} - {*numbers.tolist()})):
             raise UserError(f"sample {missing[0]}: is not in step {window.stop} of {window.phase}")
         numbers = numbers[np.isin(numbers, samples)] if samples else numbers
-        host = to_tensors(replay.session.splits["train"].fetch(numbers), pin=False)
-        batch, step = active.stepper.hand_over(window.stop - 1, host)
-        yield StepParts(active.strategy.unwrapped, batch, step)
+        host = to_tensors(state.splits["train"].fetch(numbers), pin=False)
+        with state.bound(step, 0, host, np.arange(len(numbers)), lambda *_: None) as context:
+            yield StepParts(state.model, to_device(host, state.world.device), context)
 
 
 def figures_of(rows: Tensor) -> np.ndarray:
@@ -117,18 +173,17 @@ def figures_of(rows: Tensor) -> np.ndarray:
 
 
 class ModuleRecorder:
-    """Hooks on all modules of a model while a step runs; `bind` says which samples a micro-batch has."""
+    """Hooks on all modules of a model while a step runs; passes without gradients are checks."""
 
-    def __init__(self, samples: int, rows_per_sample: int = 1) -> None:
+    def __init__(self, state: Training, samples: int) -> None:
         """`samples` of the global batch."""
-        self.samples, self.rows_per_sample = samples, rows_per_sample
+        self.binding, self.samples, self.rows_per_sample = state.binding, samples, state.task.rows_per_sample
         self._seen: dict[tuple[str, str], list[tuple[np.ndarray, np.ndarray]]] = defaultdict(list)
         """(name, direction) -> (places, figures (2, rows)) of each micro-batch."""
-        self.bind(None)
-
-    def bind(self, places: np.ndarray | None) -> None:
-        """The places in the global batch of the next forward pass; None: it is not recorded."""
-        self._places, self._calls = places, Counter[str]()
+        self._places: np.ndarray | None = None
+        """In the global batch, of the samples of the micro-batch that is computed."""
+        self._calls = Counter[str]()
+        """Module -> its calls in this micro-batch."""
 
     @contextlib.contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
@@ -154,8 +209,11 @@ class ModuleRecorder:
 
     def _record_output(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         tensor = _first_tensor(output)
-        if tensor is None or self._places is None:
+        if tensor is None or not torch.is_grad_enabled():
             return
+        if self._places is not self.binding.positions:
+            self._places, self._calls = self.binding.positions, Counter[str]()
+        assert self._places is not None
         self._calls[name] += 1
         key = name if self._calls[name] == 1 else f"{name}#{self._calls[name]}"
         self._add(key, FORWARD, self._places, tensor)
@@ -176,28 +234,3 @@ def _first_tensor(output: Any) -> Tensor | None:
         output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
     )
     return next((tensor for tensor in map(_first_tensor, parts) if tensor is not None), None)
-
-
-@contextlib.contextmanager
-def _watching(task: Task, recorder: ModuleRecorder, gradients: dict[str, float]) -> Iterator[None]:
-    """Tell the recorder which samples each forward pass has (passes without gradients are checks), and take
-    the norms of the whole step's gradients before they are clipped.
-    """
-    losses, observe = task.loss, task.observe
-
-    def bound(model: Any, batch: Any, step: Any) -> Any:
-        recorder.bind(step.positions if torch.is_grad_enabled() else None)
-        return losses(model, batch, step)
-
-    def seen(model: Any, step: Any) -> Any:
-        for name, parameter in model.named_parameters():
-            if (found := parameter.grad) is not None:
-                values = found.coalesce().values() if found.is_sparse else found
-                gradients[name] = float(torch.linalg.vector_norm(values.detach().float()))
-        return observe(model, step)
-
-    task.loss, task.observe = bound, seen  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del task.loss, task.observe

@@ -19,11 +19,10 @@ from isobatch.core.facts import Facts
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, list_checkpoints
-from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.left_out import decided
 from isobatch.engine.optimization.schedule import learning_rate
 from isobatch.engine.runs.metrics_log import LEFT_OUT, SEAL
-from isobatch.engine.train.figures import NEEDED, is_step
+from isobatch.engine.train.figures import NEEDED, extend_chain, is_step
 from isobatch.engine.verification.log_audit import SEAL_ROW, WrongRecordError, check
 from isobatch.engine.verification.run_order import RunOrder
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import math
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import now
@@ -13,7 +14,7 @@ from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.optimization.left_out import until
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
-from isobatch.engine.train.hooks import Hook, name_of
+from isobatch.engine.train.hooks import Hook, Signal, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from isobatch.core.flags import Interval
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.metrics_log import MetricsLog
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.runs.run_options import RunOptions
     from isobatch.engine.train.figures import Figures
-    from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
 
 VERSIONED = ("torch", "accelerate", "transformers")
@@ -53,16 +52,15 @@ class Checkpoint(Hook):
         best: Callable[[int], set[int]],
         copy: Callable[[Path, str, str], None] = lambda *_: None,
     ) -> None:
-        """`others`: the hooks whose state is saved. `leads(step)`: whether the steps behind this one lead to an
-        evaluation that may choose the best weights. `best(step)`: the steps that this choice needs.
+        """`others`: the hooks whose state is saved. `leads(step)`: whether an evaluation that may
+        choose the best weights follows closely. `best(step)`: the steps that this choice needs.
         """
         self.run, self.world, self.options, self.log, self.peak = run, world, options, log, peak
         self.others, self.leads, self.best = others, leads, best
         self.phases = [schedule.name for schedule in schedules]
         self.writer = CheckpointWriter(world, self._is_complete, copy)
-        last = schedules[-1]
-        self.closing = checkpoint.checkpoint_name(last.name, last.steps - CLOSING_STEPS)
-        """The checkpoint from which `verify` redoes the last steps of the run."""
+        self.closing_step = schedules[-1].steps - CLOSING_STEPS
+        """The step of the checkpoint from which `verify` redoes the last steps of the run."""
         self.spared: set[str] = set()
         """Those that were needed when the newest save began."""
         self.saved_step = -1
@@ -71,31 +69,32 @@ class Checkpoint(Hook):
     @contextlib.contextmanager
     def phase(self, state: Training) -> Iterator[None]:
         self._state = state
-        self._timer = SaveTimer(self.options.save_every, state.schedule, now())
+        schedule, every = state.schedule, self.options.save_every
+        self._saved_at, self._minutes, self._every = now(), every.value, 0
+        if every.unit != "minutes":
+            self._minutes, self._every = math.inf, every.steps(schedule.steps_per_epoch, schedule.steps)
+        self._is_last = schedule.name == self.phases[-1]
         self.saved_step, self._resumed = state.progress.step if self._resumed else -1, False
         yield
         doing("saving")
         self.writer.wait()
 
     def vote(self, step: int) -> Mapping[str, float]:  # noqa: ARG002
-        save = self.world.is_main and self._timer.due_by(now())
+        save = float(self.world.rank == 0 and now() - self._saved_at >= 60 * self._minutes)
+        if not self.writer.is_writing:
+            return {"save": save}
         written, failed = self.writer.rank_flags()
-        return {"save": float(save), "written": written, "failed": failed}
+        return {"save": save, "written": written, "failed": failed}
 
     def on_figures(self, figures: Figures) -> set[Signal]:
-        votes, asked = figures.votes, set[Signal]()
+        votes = figures.votes
         self._is_whole = bool(votes["failed"]) or votes["written"] == self.world.size
-        if self._is_whole and self.writer.is_writing:
-            asked.add("pause")
+        asked: set[Signal] = {"pause"} if self._is_whole else set()
         return asked | {"save"} if votes["save"] else asked
 
     def due(self, step: int) -> bool:
-        phase = self._state.schedule.name
-        return (
-            self._timer.due_at(step)
-            or checkpoint.checkpoint_name(phase, step) == self.closing
-            or self.leads(step)
-        )
+        by_count = self._every and step % self._every == 0
+        return bool(by_count or (self._is_last and step == self.closing_step) or self.leads(step))
 
     def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:
         if self._is_whole:
@@ -122,11 +121,13 @@ class Checkpoint(Hook):
             "versions": installed_versions(),
         }
         more = {name_of(hook): tensors for hook in self.others if (tensors := hook.tensors())}
-        self.writer.start(self.folder(state.schedule.name, step), strategy.collect_state(more), facts)
+        self.writer.start(
+            self.folder(state.schedule.name, step), strategy.collect_state(*([more] if more else [])), facts
+        )
         self.peak.observe("save")
         self.spared = self._needed()
         self.saved_step = step
-        self._timer.reset(now())
+        self._saved_at = now()
 
     def folder(self, phase: str, step: int) -> Path:
         """The folder of the checkpoint after a step of a phase."""
@@ -138,46 +139,21 @@ class Checkpoint(Hook):
             checkpoint.checkpoint_name(state.schedule.name, step) for step in self.best(state.progress.step)
         }
 
-    def log_digest(self, folder: Path) -> None:
+    def log_digest(self, state: Training, folder: Path) -> None:
         """Log the digest of a checkpoint, so that it is sealed with the rows."""
         if digest := checkpoint.recorded_digest(folder):
-            where = {"phase": self._state.progress.phase, "step": self._state.progress.step}
+            where = {"phase": state.progress.phase, "step": state.progress.step}
             self.log.log_metrics({**where, "checkpoint": folder.name, "digest": digest})
 
     def _is_complete(self, folder: Path) -> None:
-        self.log_digest(folder)
+        self.log_digest(self._state, folder)
         # The newest best checkpoint may not be written yet: until then keep the previous best as well.
-        spare = self.spared | self._needed() | {self.closing}
+        closing = checkpoint.checkpoint_name(self.phases[-1], self.closing_step)
+        spare = self.spared | self._needed() | {closing}
         checkpoint.delete_old(self.run.checkpoints, self.phases, self.options.keep, spare)
 
     def load(self, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:  # noqa: ARG002
         self._resumed = True
-
-
-class SaveTimer:
-    """When a checkpoint is due: every so many steps, or so many minutes of this process's clock.
-
-    `clock`, here and below, is a time in seconds from `core.measures.now`.
-    """
-
-    def __init__(self, interval: Interval, schedule: PhaseSchedule, clock: float) -> None:
-        self.minutes = interval.value if interval.unit == "minutes" else None
-        self.steps = (
-            interval.steps(schedule.steps_per_epoch, schedule.steps) if self.minutes is None else None
-        )
-        self.last = clock
-
-    def due_at(self, step: int) -> bool:
-        """Whether a save is due by the count of steps: the same on every rank."""
-        return self.steps is not None and step % self.steps == 0
-
-    def due_by(self, clock: float) -> bool:
-        """Whether a save is due by the clock: rank 0 decides for all."""
-        return self.minutes is not None and clock - self.last >= self.minutes * 60
-
-    def reset(self, clock: float) -> None:
-        """Start the interval anew after a save."""
-        self.last = clock
 
 
 def installed_versions() -> dict[str, str]:

@@ -41,5 +41,7 @@ class Console(Hook):
         if writes or self._live:
             self._last = now() if writes else self._last
             done, seconds = figures.step - self._first, self._state.progress.train_seconds - self._before
-            self.lines.show_step(figures.row, self._steps, (self._steps - figures.step) * seconds / done, writes)
+            self.lines.show_step(
+                figures.row, self._steps, (self._steps - figures.step) * seconds / done, writes
+            )
         return set()

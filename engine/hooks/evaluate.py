@@ -11,7 +11,7 @@ from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.peak_memory import trim_heap
 from isobatch.engine.train.evaluate import evaluate, monitored
-from isobatch.engine.train.hooks import Hook, name_of
+from isobatch.engine.train.hooks import Hook, Signal, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from isobatch.engine.runs.metrics_log import MetricsLog
     from isobatch.engine.runs.peak_memory import PeakMemory
-    from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
 
 

@@ -25,8 +25,8 @@ class NonFinite(Hook):
     def on_figures(self, figures: Figures) -> set[Signal]:
         if math.isfinite(figures.loss) and math.isfinite(figures.norm):
             return set()
-        what, value = ("loss", figures.loss), ("gradient norm", figures.norm)
-        what, value = what if not math.isfinite(figures.loss) else value
+        is_loss = not math.isfinite(figures.loss)
+        what, value = ("loss", figures.loss) if is_loss else ("gradient norm", figures.norm)
         phase = figures.row["phase"]
         raise TrainingError(
             f"the {what} became {value} at step {figures.step} of {phase}: lower --lr,"

@@ -115,7 +115,8 @@ class BatchLoader:
         began, following = now(), start
         for work, batch in stream:
             if loaded is None or loaded.work is not work:
-                yield from self._left_out(following, work.step)
+                if following < work.step:
+                    yield from self._left_out(following, work.step)
                 loaded, following = LoadedStep(work), work.step + 1
             loaded.batches.append(batch)
             if len(loaded.batches) == len(work.micro_batches):

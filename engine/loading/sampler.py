@@ -5,7 +5,6 @@ Steps count from 0. So a run resumes at any step, on any number of processes.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -212,9 +211,3 @@ def divide_by_shares(shares: Sequence[float], count: int) -> list[int]:
     for k in by_loss[: count - sum(found)]:
         found[k] += 1
     return found
-
-
-def extend_chain(previous: str, samples: np.ndarray) -> str:
-    """The hash over all samples seen so far, in order: sixteen hex digits of SHA-256."""
-    data = np.ascontiguousarray(samples, dtype="<i8").tobytes()
-    return hashlib.sha256(previous.encode() + data).hexdigest()[:16]

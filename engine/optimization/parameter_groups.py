@@ -44,12 +44,6 @@ SHARE = "share_of_lr"
 """In a parameter group: its learning rate over the recipe's, where it has one of its own."""
 
 
-def set_rate(optimizer: Optimizer, rate: float) -> None:
-    """Set the learning rate of a step: of groups with a rate of their own in proportion."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate * group.get(SHARE, 1.0)
-
-
 def _checked(optimizer: Any, named: Mapping[str, nn.Parameter]) -> Optimizer:
     """Raises UserError where a task returned no optimizer of the parameters that it was given."""
     import torch

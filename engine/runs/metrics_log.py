@@ -9,6 +9,7 @@ resumed run cuts them there without reading them.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -138,9 +139,17 @@ class MetricsLog:
             self._append(self.run.decisions, row)
 
     def _append(self, path: Path, row: Mapping[str, Any]) -> bytes:
-        line = (atomic_files.json_text(row, ensure_ascii=False) + "\n").encode()
-        with atomic_files.explain_write_errors(path), path.open("ab") as stream:
-            stream.write(line)
+        try:
+            text = json.dumps(row, ensure_ascii=False, allow_nan=False)
+        except ValueError:
+            text = atomic_files.json_text(row, ensure_ascii=False)
+        line = (text + "\n").encode()
+        try:
+            with path.open("ab") as stream:
+                stream.write(line)
+        except OSError:
+            with atomic_files.explain_write_errors(path):
+                raise
         return line
 
 

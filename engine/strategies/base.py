@@ -31,6 +31,7 @@ from isobatch.core.strategies import traits_of
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SharedReader
 from isobatch.engine.checkpointing.portable_state import HOOK, WEIGHT, Held, TensorPiece
+from isobatch.engine.optimization.parameter_groups import SHARE
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -264,6 +265,12 @@ def strategy_class(name: str) -> type[Strategy]:
     """The class behind a strategy's name."""
     module, _, found = traits_of(name).implementation.partition(":")
     return cast("type[Strategy]", getattr(importlib.import_module(f"isobatch.{module}"), found))
+
+
+def set_rate(optimizer: Optimizer, rate: float) -> None:
+    """Set the learning rate of a step: of groups with a rate of their own in proportion."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group.get(SHARE, 1.0)
 
 
 BLOCK = 1 << 16

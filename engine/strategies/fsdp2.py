@@ -23,8 +23,7 @@ from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, Held, TensorEntry, TensorPiece
 from isobatch.engine.model_setup.deferred_materialization import read_late
 from isobatch.engine.model_setup.layer_blocks import layer_blocks, matmul_parameters
-from isobatch.engine.optimization.parameter_groups import set_rate
-from isobatch.engine.strategies.base import MakeOptimizer, Strategy, gradient_norm
+from isobatch.engine.strategies.base import MakeOptimizer, Strategy, gradient_norm, set_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -16,8 +16,7 @@ from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SharedReader
 from isobatch.engine.model_setup.compile_model import compile_model, run_uncompiled
-from isobatch.engine.optimization.parameter_groups import set_rate
-from isobatch.engine.strategies.base import MakeOptimizer, Strategy, gradient_norm
+from isobatch.engine.strategies.base import MakeOptimizer, Strategy, gradient_norm, set_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -64,10 +63,12 @@ class ReplicatedStrategy(Strategy):
 
         The tables in `self.sparse` always do.
         """
+        self._embeds_sparsely = False
         sparse_ids = {id(p) for p in self.sparse}
         for module in self.unwrapped.modules():
             if isinstance(module, nn.Embedding) and not module.scale_grad_by_freq:
                 module.sparse = yes or id(module.weight) in sparse_ids
+                self._embeds_sparsely |= module.sparse
 
     @property
     def why_not_overlapped(self) -> str:
@@ -111,7 +112,7 @@ class ReplicatedStrategy(Strategy):
         set_rate(self.optimizer, rate)
         if self.clip:
             nn.utils.clip_grads_with_norm_(self.dense, self.clip, norm)
-            for values in self._sparse_values():
+            for values in self._sparse_values() if self.sparse else ():
                 values.mul_((self.clip / (norm + 1e-6)).clamp_max(1.0))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -128,8 +129,9 @@ class ReplicatedStrategy(Strategy):
     def reduce(self) -> Tensor:
         """Sum the gradients over ranks and divide them by the loss scale; returns their norm (0-d)."""
         if not self.overlapped:
-            self._densify()
-            everything_used = self.world.all_reduce_gradients(self.dense)
+            if self._embeds_sparsely:
+                self._densify()
+            everything_used = self.world.size == 1 or self.world.all_reduce_gradients(self.dense)
             for p in self.sparse:
                 if p.grad is not None or self.world.size > 1:
                     p.grad = self.world.all_reduce_sparse(p)
@@ -139,7 +141,8 @@ class ReplicatedStrategy(Strategy):
                     self._use_sparse_gradients(False)
                     self.model = self.world.wrap_in_ddp(self.unwrapped)
                 compile_model(self.unwrapped, self.plan)
-        gradients = [p.grad for p in self.dense if p.grad is not None] + self._sparse_values()
+        gradients = [p.grad for p in self.dense if p.grad is not None]
+        gradients += self._sparse_values() if self.sparse else []
         if self.scale != 1:
             torch._foreach_mul_(gradients, 1 / self.scale)
         return gradient_norm(gradients, self.world.device)

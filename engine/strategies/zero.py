@@ -20,8 +20,7 @@ from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, Held, TensorEntry, TensorPiece
 from isobatch.engine.model_setup.layer_blocks import matmul_parameters
-from isobatch.engine.optimization.parameter_groups import set_rate
-from isobatch.engine.strategies.base import MakeOptimizer, Strategy
+from isobatch.engine.strategies.base import MakeOptimizer, Strategy, set_rate
 from isobatch.engine.strategies.deepspeed_engine import config_for, make_engine
 
 if TYPE_CHECKING:

@@ -211,15 +211,15 @@ class Builder:
         schedule: PhaseSchedule,
         saved: SavedCheckpoint | None = None,
         previous: Path | None = None,
-        probe: Callable[[str], None] = lambda _: None,
+        probe: Callable[[], None] = lambda: None,
     ) -> Iterator[Training]:
         """A phase with a new optimizer, restored from `saved` where given.
 
         `previous`: the last checkpoint of the previous phase, read if closing that phase destroyed the model.
-        `probe(phase)` is called when the model is ready and the optimizer is not made yet; it may `replan`.
+        `probe()` is called when the model is ready and the optimizer is not made yet; it may `replan`.
         """
         self.prepare_phase(schedule, saved)
-        probe(schedule.name)
+        probe()
         state = self.state
         state.layout = Layout()
         state.make_strategy()

@@ -6,6 +6,7 @@ The fields of the row are spelled here alone, for those who write it and those w
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,10 @@ import numpy as np
 
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
-from isobatch.engine.loading.sampler import extend_chain
+from isobatch.engine.loading.device_copies import HostCopy
+from isobatch.engine.loading.loader import LoadedStep
+from isobatch.models.base import Change
+from isobatch.models.capabilities import RecordsFigures
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,10 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor  # noqa: TC004  heavy, and no class here has flags
 
-    from isobatch.engine.loading.device_copies import HostCopy
-    from isobatch.engine.loading.loader import LoadedStep
     from isobatch.engine.train.state import Training
-    from isobatch.models.base import Change
 
 
 @dataclass(slots=True)
@@ -98,7 +99,10 @@ class StepOutput:
             **self.more,
         }
         votes = dict(zip(self.votes, values[len(values) - len(self.votes) :], strict=True))
-        return Figures(self, progress.step, row["loss"], norm, row, votes, values)
+        figures = Figures(self, progress.step, row["loss"], norm, row, votes, values)
+        if self.recorded and isinstance(state.task, RecordsFigures) and math.isfinite(row["loss"] + norm):
+            row |= state.task.step_figures(figures.recorded())
+        return figures
 
 
 @dataclass(slots=True)
@@ -211,3 +215,9 @@ def read_step(row: Mapping[str, Any]) -> StepRow:
 def step_rows(metrics: Path) -> Iterator[StepRow]:
     """The steps of a metrics.jsonl, in order. Raises UserError where a row has another form."""
     return (read_step(row) for row in rows_in(metrics) if is_step(row))
+
+
+def extend_chain(previous: str, samples: np.ndarray) -> str:
+    """The hash over all samples seen so far, in order: sixteen hex digits of SHA-256."""
+    data = np.ascontiguousarray(samples, dtype="<i8").tobytes()
+    return hashlib.sha256(previous.encode() + data).hexdigest()[:16]

@@ -1,6 +1,6 @@
 """Hooks: what watches training and decides when it saves, evaluates and stops. None computes what is learnt.
 
-A hook overrides what it needs, and is asked for nothing else. Every rank has the same hooks in the same order.
+A hook overrides what it needs, and is asked for nothing else. Every rank has the same hooks, in one order.
 Only `at_pause` may run collectives: everywhere else the ranks may stand in different places.
 """
 
@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 from isobatch.core.errors import IsobatchError, TrainingError, UserError
 from isobatch.core.measures import now
 from isobatch.core.strategies import traits_of
-from isobatch.engine.train.state import cut
+from isobatch.engine.checkpointing.portable_state import cut
+from isobatch.models.capabilities import SeesGradients
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.train.figures import Figures, StepOutput
     from isobatch.engine.train.state import Training
+    from isobatch.models.base import Task
 
 Signal = Literal["pause", "save", "stop", "end_phase"]
 """What a hook may ask for. `pause`: its `at_pause` has something to do; the others pause as well."""
@@ -52,7 +55,7 @@ class Hook:
         return False
 
     def vote(self, step: int) -> Mapping[str, float]:  # noqa: ARG002
-        """Numbers by the names in `votes`; those left out are 0. `Figures.votes` has their sums over ranks."""
+        """Numbers by the names in `votes`, or 0. `Figures.votes` has their sums over ranks."""
         return {}
 
     def due(self, step: int) -> bool:  # noqa: ARG002
@@ -133,7 +136,8 @@ class Hooks:
             if twice := [one for one in many if many.count(one) > 1]:
                 raise UserError(f"two hooks have the {what} {twice[0]}: rename one")
         self._asked = {
-            method: [(h, getattr(h, method)) for h in hooks if overrides(h, method)] for method in ASKED
+            method: [(name_of(h), h, getattr(h, method)) for h in hooks if overrides(h, method)]
+            for method in ASKED
         }
         self._began = 0.0
         """When the step that runs began, without pauses; a clock of `now`."""
@@ -142,9 +146,14 @@ class Hooks:
 
     @contextlib.contextmanager
     def phase(self, state: Training, start: int) -> Iterator[None]:
-        """A phase, from before its step `start` (from 0). Raises UserError for a hook that its strategy cannot serve."""
-        if self._asked["on_gradients"] and not traits_of(state.plan.strategy).sees_gradients:
-            hook = self._asked["on_gradients"][0][0]
+        """A phase, from before its step `start` (from 0).
+
+        Raises UserError for a hook that the strategy cannot serve.
+        """
+        if self._asked["on_gradients"] and not getattr(
+            traits_of(state.plan.strategy), "sees_gradients", True
+        ):
+            hook = self._asked["on_gradients"][0][1]
             raise UserError(
                 f"hook {name_of(hook)} looks at gradients, and --strategy {state.plan.strategy} never has"
                 " them whole: use ddp, or leave the hook out"
@@ -171,12 +180,18 @@ class Hooks:
     def vote(self, state: Training, step: int) -> list[float]:
         """This rank's votes in the order of `self.votes`."""
         given: dict[str, float] = {}
-        for (hook, _), votes in zip(self._asked["vote"], self._ask("vote", state, step, step), strict=True):
+        for (_, hook, _), votes in zip(
+            self._asked["vote"], self._ask("vote", state, step, step), strict=True
+        ):
             if not votes.keys() <= set(hook.votes):
                 undeclared = ", ".join(sorted(votes.keys() - set(hook.votes)))
                 raise TrainingError(f"hook {name_of(hook)} votes {undeclared}, which its `votes` do not name")
             given |= votes
-        return list(map(given.get, self.votes, [0.0] * len(self.votes)))  # type: ignore[arg-type]
+        return [given.get(vote, 0.0) for vote in self.votes]
+
+    def sees(self, task: Task) -> bool:
+        """Whether the task or a hook looks at gradients."""
+        return bool(self._asked["on_gradients"]) or isinstance(task, SeesGradients)
 
     def gradients(self, state: Training, step: int) -> dict[str, Any]:
         """Figures about whole gradients before they are clipped."""
@@ -184,6 +199,16 @@ class Hooks:
         for found in self._ask("on_gradients", state, step, state, step):
             figures |= found
         return figures
+
+    def load(self, state: Training, saved: SavedCheckpoint) -> None:
+        """Give every hook what a checkpoint holds of it."""
+        for hook in self.all:
+            name = name_of(hook)
+            if overrides(hook, "load"):
+                hook.load(
+                    saved.state["hooks"].get(name, {}),
+                    state.strategy.read_held(saved, name) if hasattr(state.strategy, "read_held") else {},
+                )
 
     def cut(self, keep: Mapping[str, Sequence[tuple[int, Tensor]]]) -> None:
         """Cut the hooks' tensors as a task has cut its model: parameter -> (dimension, indices that stay)."""
@@ -210,7 +235,12 @@ class Hooks:
             self._ask("on_left_out", state, step, state.schedule.name, step)
             self._began = now()
             return set()
-        return self._signals("on_figures", state, figures.step, figures)
+        asked: set[Signal] = set()
+        found = self._ask("on_figures", state, figures.step, figures)
+        for (_, hook, _), wanted in zip(self._asked["on_figures"], found, strict=True):
+            if wanted:
+                asked |= _known(hook, wanted)
+        return asked
 
     def due(self, state: Training, step: int) -> bool:
         """Whether to pause after this step; the first one always does."""
@@ -219,39 +249,36 @@ class Hooks:
     def pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:
         """Let every hook do what is due; returns all that was asked for. The step's clock stands still."""
         began = now()
-        for hook, at_pause in self._asked["at_pause"]:
+        for _, hook, at_pause in self._asked["at_pause"]:
             try:
-                asked = asked | self._known(hook, at_pause(state, step, asked))
+                asked = asked | _known(hook, at_pause(state, step, asked))
             except Exception as error:
                 raise blamed(hook, state, step, error) from error
         self._began += now() - began
         return asked
 
-    def _signals(self, method: str, state: Training, step: int, *arguments: Any) -> set[Signal]:
-        asked: set[Signal] = set()
-        for (hook, _), found in zip(
-            self._asked[method], self._ask(method, state, step, *arguments), strict=True
-        ):
-            asked |= self._known(hook, found)
-        return asked
-
-    def _known(self, hook: Hook, asked: set[Signal]) -> set[Signal]:
-        if asked and not asked <= SIGNALS:
-            unknown = ", ".join(sorted(set(asked) - SIGNALS))
-            raise TrainingError(f"hook {name_of(hook)} asks for {unknown}: known are {', '.join(SIGNALS)}")
-        return asked
-
     def _ask(self, method: str, state: Training, step: int, *arguments: Any) -> list[Any]:
         """Each hook's answer, outside a pause: a collective in it raises TrainingError."""
         answers, world = [], state.world
-        for hook, ask in self._asked[method]:
-            world.asking = hook
+        for name, hook, ask in self._asked[method]:
+            world.barred = name
             try:
                 answers.append(ask(*arguments))
             except Exception as error:
                 raise blamed(hook, state, step, error) from error
-            world.asking = None
+            finally:
+                world.barred = ""
         return answers
+
+
+def _known(hook: Hook, asked: set[Signal]) -> set[Signal]:
+    """What a hook asks for. Raises TrainingError where that is no signal."""
+    if not asked <= SIGNALS:
+        unknown = ", ".join(sorted(set(asked) - SIGNALS))
+        raise TrainingError(
+            f"hook {name_of(hook)} asks for {unknown}: known are {', '.join(sorted(SIGNALS))}"
+        )
+    return asked
 
 
 def overrides(hook: Hook, method: str) -> bool:
@@ -263,6 +290,5 @@ def blamed(hook: Hook, state: Training, step: int, error: Exception) -> Exceptio
     """What an error in a hook is for the user; the project's own errors, and its bugs, stay what they are."""
     if isinstance(error, IsobatchError) or type(hook).__module__.startswith("isobatch."):
         return error
-    return TrainingError(
-        f"hook {name_of(hook)} failed in step {step} of {state.schedule.name}: {type(error).__name__}: {error}"
-    )
+    said = f"{type(error).__name__}: {error}"
+    return TrainingError(f"hook {name_of(hook)} failed in step {step} of {state.schedule.name}: {said}")

@@ -11,36 +11,33 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from isobatch.core.facts import Facts
+from isobatch.core.plan import Plan
+from isobatch.data.base import Source
+from isobatch.engine.checkpointing.portable_state import cut_moments
+from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.device_copies import array_to_device
 from isobatch.engine.loading.loader import BatchLoader
+from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.model_setup.compile_model import compile_model
-from isobatch.engine.noise.keyed_noise import NativeNoise
-from isobatch.engine.optimization.schedule import learning_rate
+from isobatch.engine.model_setup.packing import SamplePacking
+from isobatch.engine.noise.keyed_noise import KeyedNoise, NativeNoise
+from isobatch.engine.optimization.parameter_groups import make_optimizer
+from isobatch.engine.optimization.schedule import PhaseSchedule, learning_rate
+from isobatch.engine.runs.summary import Progress
 from isobatch.engine.strategies.base import Strategy, strategy_class
-from isobatch.models.base import CachedWeightTransform, StepContext
+from isobatch.models.base import CachedWeightTransform, StepContext, Task
 from isobatch.models.capabilities import ChangesModel, SparseTables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from torch import nn
-
-    from isobatch.core.facts import Facts
-    from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
-    from isobatch.data.base import Source
-    from isobatch.engine.checkpointing.portable_state import Moments
-    from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.loading.loader import LoadedStep
-    from isobatch.engine.loading.sampler import Sampler
-    from isobatch.engine.model_setup.packing import SamplePacking
-    from isobatch.engine.noise.keyed_noise import KeyedNoise
-    from isobatch.engine.optimization.schedule import PhaseSchedule
-    from isobatch.engine.runs.summary import Progress
-    from isobatch.models.base import Change, Task
+    from isobatch.models.base import Change
 
 
 @dataclass(slots=True)
@@ -50,6 +47,8 @@ class Binding:
     noise: KeyedNoise | None = None
     """None where the model draws torch's own noise."""
     packing: SamplePacking | None = None
+    positions: np.ndarray | None = None
+    """The samples' places in the global batch."""
 
     def bind(self, step: int, host: Mapping[str, Tensor], device: torch.device) -> None:
         """Let further passes draw the noise of these samples in `step`, and know their lengths."""
@@ -114,7 +113,7 @@ class Training:
 
     @property
     def recipe(self) -> Recipe:
-        return self.task.recipe  # type: ignore[no-any-return]
+        return self.task.recipe
 
     def batches(self, start: int, stop: int | None = None) -> Iterator[LoadedStep]:
         """Steps start..stop-1 of the phase with this rank's micro-batches, loaded ahead of the loop."""
@@ -127,7 +126,10 @@ class Training:
             self.strategy.equal_counts,
             self.schedule.left_out,
         )
-        steps, recorder = loader.steps(start, self.schedule.steps if stop is None else stop), self.world.recorder
+        steps, recorder = (
+            loader.steps(start, self.schedule.steps if stop is None else stop),
+            self.world.recorder,
+        )
         while True:
             with recorder.part("data wait"):
                 batch = next(steps, None)
@@ -138,7 +140,7 @@ class Training:
     def rate(self, step: int) -> float:
         """Learning rate of optimizer step `step` (from 0) of this phase."""
         schedule = self.schedule
-        return learning_rate(self.recipe, schedule.lr, step, schedule.steps, schedule.steps_per_epoch)
+        return learning_rate(self.task.recipe, schedule.lr, step, schedule.steps, schedule.steps_per_epoch)
 
     def context(self, step: int, **more: Any) -> StepContext:
         """The context of a step for the task; `more`: the fields of `loss`, or those of `after_step`."""
@@ -168,8 +170,9 @@ class Training:
         """
         layout = self.layout
         self.binding.bind(step, host, self.world.device)
+        self.binding.positions = positions
         if self.binding.noise is None or layout.foreign_noise is not False:
-            torch.manual_seed(hash((self.recipe.seed, step, self.world.rank, number)) & 0x7FFFFFFF)
+            torch.manual_seed(hash((self.task.recipe.seed, step, self.world.rank, number)) & 0x7FFFFFFF)
         before = _generator_states(self.world.device) if layout.foreign_noise is None else ()
         yield self.context(step, record=record, positions=positions, host=host)
         if layout.foreign_noise is None:
@@ -200,7 +203,7 @@ class Training:
         compile_model(self.model, self.plan)
         self.strategy = strategy_class(self.plan.strategy)(
             self.model,
-            lambda model: task.make_optimizer(model, self.plan.device, sparse),
+            lambda model: make_optimizer(task, model, self.plan.device, sparse),
             self.plan,
             self.world,
             self.recipe.clip,
@@ -234,22 +237,3 @@ def _holding(transforms: Sequence[CachedWeightTransform]) -> Iterator[None]:
 def _generator_states(device: torch.device) -> list[Tensor]:
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
-
-
-def cut_moments(moments: Moments, keep: Mapping[str, Sequence[tuple[int, Tensor]]]) -> Moments:
-    """The moments with only the indices that `keep` lists of each pruned parameter.
-
-    `keep`: parameter -> (dimension, indices that stay). 0-d state, such as a step count, stays as it is.
-    """
-    return {
-        name: {kind: cut(value, keep.get(name, ())) for kind, value in state.items()}
-        for name, state in moments.items()
-    }
-
-
-def cut(value: Any, keep: Sequence[tuple[int, Tensor]]) -> Any:
-    """A tensor like a parameter, with only the indices that stay: (dimension, indices) each."""
-    if isinstance(value, Tensor) and value.ndim:
-        for dimension, indices in keep:
-            value = value.index_select(dimension, indices.to(value.device))
-    return value

@@ -8,6 +8,8 @@ neither the number of micro-batches nor that of ranks can change what is learnt.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from isobatch.core.errors import TrainingError
 from isobatch.engine.loading.device_copies import HostCopy, numbers_to_device, to_device
 from isobatch.engine.train.figures import StepOutput
 from isobatch.engine.train.first_step import agree_on_names, check_loss_form
+from isobatch.engine.train.state import Layout
 from isobatch.models.capabilities import SeesGradients
 
 if TYPE_CHECKING:
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.loading.loader import LoadedStep
     from isobatch.engine.train.hooks import Hooks
-    from isobatch.engine.train.state import Layout, Training
+    from isobatch.engine.train.state import Training
     from isobatch.models.base import Loss
 
 FIRST = np.zeros(1, np.int64)
@@ -37,16 +40,13 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
     """One optimizer step. What it returns is on the device still: nothing here waits for it."""
     task, strategy, world = state.task, state.strategy, state.world
     work, step, part = batch.work, batch.work.step, world.recorder.part
+    dtype = torch.float32 if world.device.type == "mps" else torch.float64
     rate, more = state.rate(step), dict[str, Any]()
-
-    def see_gradients() -> None:
-        if isinstance(task, SeesGradients):
-            more.update(task.observe(strategy.unwrapped, state.context(step)))
-        more.update(hooks.gradients(state, step + 1))
+    see_gradients = partial(_see_gradients, state, step, hooks, more) if hooks.sees(task) else _see_nothing
 
     norm = None
     while norm is None:  # fp16 overflowed: the same step again, with a smaller loss scale
-        sums = Sums(state.layout, world.device)
+        sums = Sums(state.layout, world.device, dtype)
         with strategy.accumulate_gradients(), state.caching_transforms():
             last = len(work.micro_batches) - 1
             for number, (micro, host) in enumerate(zip(work.micro_batches, batch.batches, strict=True)):
@@ -75,7 +75,7 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
     hooks.updated(state, step + 1)
     # One reduction carries what all ranks must know of the step: losses, recorded sums, and the hooks' votes.
     packed = sums.reduce(world, hooks.vote(state, step + 1))
-    recorded = state.layout.recorded_in(packed)
+    recorded = state.layout.recorded_in(packed) if state.layout.recorded_shapes else {}
     copies = HostCopy(packed), HostCopy(norm)
     assert state.layout.names is not None
     output = StepOutput(batch, rate, *copies, state.layout.names, recorded, hooks.votes, more)
@@ -86,16 +86,17 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
     return output
 
 
+@dataclass(slots=True)
 class Sums:
-    """What a rank adds up over the micro-batches of a step: its shares of the losses, and what is recorded."""
+    """What a rank adds up over the micro-batches of a step: its shares of the losses, and recorded sums."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        self.layout, self.device = layout, device
-        self.weight = 1.0
-        """Of the micro-batch that is computed: 0 for a dummy."""
-        self.losses: dict[str, Tensor] = {}
-        self.recorded: dict[str, Tensor] = {}
-        self._dtype = torch.float32 if device.type == "mps" else torch.float64
+    layout: Layout
+    device: torch.device
+    dtype: torch.dtype
+    weight: float = 1.0
+    """Of the micro-batch that is computed: 0 for a dummy."""
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    recorded: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, losses: Mapping[str, Loss], unit_weights: Mapping[str, float]) -> Tensor:
         """The micro-batch's share of the step's total loss, 0-d, whose gradient is to be taken.
@@ -120,7 +121,7 @@ class Sums:
 
     def record(self, name: str, value: Tensor) -> None:
         """Add what loss() records."""
-        share = value.detach().to(self._dtype)
+        share = value.detach().to(self.dtype)
         share = share if self.weight == 1 else share * self.weight
         self.recorded[name] = self.recorded[name] + share if name in self.recorded else share
 
@@ -140,18 +141,26 @@ class Sums:
         for name, value in self.recorded.items():
             if tuple(value.shape) != shapes.get(name):
                 raise TrainingError(
-                    f"loss() recorded {name} at a later step only, or in another shape: record the same always"
+                    f"loss() recorded {name} at a later step only, or in another shape: record the same"
+                    " always"
                 )
-        flat = []
-        for shape, value in (
-            *(((), self.losses.get(name)) for name in layout.names),
-            *((shape, self.recorded.get(name)) for name, shape in shapes.items()),
-        ):
-            zeros = math.prod(shape)
-            flat.append(
-                torch.zeros(zeros, dtype=self._dtype, device=self.device)
-                if value is None
-                else value.to(self._dtype).reshape(-1)
-            )
-        flat.append(numbers_to_device(votes, self._dtype, self.device))
+        zeros, flat = partial(torch.zeros, dtype=self.dtype, device=self.device), []
+        for name in layout.names:
+            own = self.losses.get(name)
+            flat.append(zeros(1) if own is None else own.to(self.dtype).reshape(-1))
+        for name, shape in shapes.items():
+            own = self.recorded.get(name)
+            flat.append(zeros(math.prod(shape)) if own is None else own.reshape(-1))
+        flat.append(numbers_to_device(votes, self.dtype, self.device))
         return world.all_reduce_sum(torch.cat(flat))
+
+
+def _see_nothing() -> None:
+    pass
+
+
+def _see_gradients(state: Training, step: int, hooks: Hooks, figures: dict[str, Any]) -> None:
+    """Let the task and the hooks look at whole gradients; what they find goes into `figures`."""
+    if isinstance(state.task, SeesGradients):
+        figures |= state.task.observe(state.model, state.context(step))
+    figures |= hooks.gradients(state, step + 1)

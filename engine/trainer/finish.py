@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from isobatch.core import atomic_files
 from isobatch.core.errors import StopRequestedError, TrainingError
 from isobatch.core.terminal.status import doing
-from isobatch.engine.checkpointing import checkpoint, portable_state
+from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.model_setup.compile_model import uncompiled
@@ -17,10 +20,16 @@ from isobatch.engine.runs.summary import HELD_OUT_SPLITS, metrics_fields, startu
 from isobatch.engine.train.evaluate import host_batches, refuse_nonfinite_metrics
 from isobatch.engine.train.hooks import name_of
 from isobatch.models import model_card
-from isobatch.models.capabilities import FinalRemark, FinishesUnmeasured, MeasuresExport, Samples
+from isobatch.models.capabilities import (
+    FinalRemark,
+    FinishesUnmeasured,
+    MeasuresExport,
+    Samples,
+    description_of,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -53,7 +62,7 @@ class Finish:
         remarks: Remarks,
         hooks: Sequence[Hook] = (),
     ) -> None:
-        """`measure(state, split, fraction, step)` evaluates and logs; `checkpoint_of(phase, step)` is a folder.
+        """`measure(state, split, fraction, step)` evaluates and logs; `checkpoint_of(phase, step)`: where.
 
         `hooks`: those whose tensors may be weights, which are exported beside.
         """
@@ -108,7 +117,7 @@ class Finish:
         world.barrier()
 
     def _refuse_nonfinite_weights(self) -> None:
-        """Raise TrainingError on every rank if a weight is NaN or infinite: no loss has seen the last update."""
+        """Raise TrainingError on every rank if a weight is NaN or infinite: no loss saw the last update."""
         state = self.state
         finite = all(bool(part.isfinite().all()) for part in state.strategy.local_weights())
         if not all(state.world.all_gather_objects(finite)):
@@ -129,9 +138,7 @@ class Finish:
             self.say("no split is held out: nothing was measured")
         return held_out
 
-    def _summarize(
-        self, status: str, reason: str, held_out: dict[str, dict[str, float]]
-    ) -> dict[str, Any]:
+    def _summarize(self, status: str, reason: str, held_out: dict[str, dict[str, float]]) -> dict[str, Any]:
         """The content of summary.json. All ranks call this."""
         state, peak = self.state, self.peak
         peak.merge(state.world.all_gather_objects(peak.by_stage))
@@ -154,8 +161,8 @@ class Finish:
             state.task.export(model, temporary, state.facts)
             for hook in self.hooks:
                 if hook.weights:
-                    with portable_state.hook_weights(SavedCheckpoint(folder), name_of(hook), model):
-                        (beside := temporary / name_of(hook)).mkdir()
+                    (beside := temporary / name_of(hook)).mkdir()
+                    with _holding(model, SavedCheckpoint(folder), f"hook/{name_of(hook)}/"):
                         state.task.export(model, beside, state.facts)
             atomic_files.share_as_umask_allows(temporary)
         shutil.rmtree(self.run.final, ignore_errors=True)
@@ -204,7 +211,7 @@ class Finish:
         chosen_by = state.task.monitor[0] if judge.patience else ""
         steps = state.progress.steps_before + step
         measured = model_card.HeldOutFigures(held_out, steps, chosen_by, remark)
-        described = model_card.describe(state.task, final, state.facts)
+        described = description_of(state.task, final, state.facts)
         card = model_card.render(described, state.recipe, state.facts, measured)
         atomic_files.write_text(final / model_card.FILE, card)
 
@@ -226,3 +233,18 @@ class Finish:
             }
         )
         self.log.seal(**where)
+
+
+@contextlib.contextmanager
+def _holding(model: nn.Module, saved: SavedCheckpoint, prefix: str) -> Iterator[None]:
+    """Inside, the model has the weights that a checkpoint holds under a prefix of keys."""
+    own = {name: p for name, p in model.named_parameters() if prefix + name in saved.entries}
+    before = {name: p.detach().clone() for name, p in own.items()}
+    with torch.no_grad():
+        for name, p in own.items():
+            p.copy_(saved.read(prefix + name))
+        try:
+            yield
+        finally:
+            for name, p in own.items():
+                p.copy_(before[name])

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from isobatch.core.errors import StopRequestedError, UserError
+from isobatch.core.errors import UserError
 from isobatch.core.measures import format_duration
 from isobatch.core.plan import REHEARSED_STEPS
+from isobatch.core.terminal.console import Console as Lines
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.remote_copy import RemoteCopies
+from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.distributed.liveness import Watchdog
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.hooks.checkpoint import Checkpoint
@@ -33,29 +36,24 @@ from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.registry import TASKS
 from isobatch.engine.runs.metrics_log import MetricsLog
 from isobatch.engine.runs.peak_memory import PeakMemory
+from isobatch.engine.runs.run_folder import RunFolder
+from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.train.build import Builder
 from isobatch.engine.train.evaluate import evaluate, monitored
 from isobatch.engine.train.figures import differences
 from isobatch.engine.train.first_step import preserve_state
-from isobatch.engine.train.hooks import Hooks
+from isobatch.engine.train.hooks import Hook, Hooks
 from isobatch.engine.train.loop import run_phase
 from isobatch.engine.train.memory_probe import probe_memory
 from isobatch.engine.trainer.finish import Finish
 from isobatch.engine.trainer.resume import newest_checkpoint
-from isobatch.models.capabilities import Notes
+from isobatch.models.capabilities import notes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from isobatch.core.plan import Plan
-    from isobatch.core.terminal.console import Console as Lines
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-    from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.optimization.schedule import PhaseSchedule
-    from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.runs.run_options import RunOptions
-    from isobatch.engine.train.hooks import Hook
     from isobatch.engine.train.state import Training
 
 TRIED_SAMPLES = 64
@@ -71,7 +69,7 @@ class Run:
     options: RunOptions
     console: Lines
     end_process: Callable[[str], None]
-    """`end_process(reason)` is called by the watchdog, from its thread."""
+    """`end_process(reason)`: for the watchdog, which calls it from its thread."""
     own_hooks: Sequence[Hook] = ()
     """The user's."""
     catch_signals: bool = True
@@ -79,10 +77,11 @@ class Run:
     """Called when the run's figures are to be drawn; it must not wait."""
 
 
-def train_run(run: Run) -> tuple[Training, Tracker]:
+def train_run(run: Run) -> tuple[Training, bool]:
     """Train every phase, evaluate held-out splits, export to final/ and write summary.json.
 
-    Raises StopRequestedError where a stop was asked for, with a checkpoint and a summary written.
+    Returns the training, and whether a tracker still gets figures. Raises StopRequestedError where a stop was
+    asked for, with a checkpoint and a summary written.
     """
     folder, world, say = run.folder, run.world, run.console.say
     record = folder.write_plan if world.is_main else lambda _: None
@@ -111,10 +110,11 @@ def train_run(run: Run) -> tuple[Training, Tracker]:
     )  # fmt: skip
     hooks = Hooks([*others, saving])
     finish = Finish(
-        folder, builder, log, say, peak, stop, guard.check, evaluation.measure, saving.folder, remarks, run.own_hooks
+        folder, builder, log, say, peak, stop, guard.check, evaluation.measure, saving.folder, remarks,
+        run.own_hooks,
     )  # fmt: skip
     if world.is_main:  # only there: for its size a task may have to build its model on the meta device
-        for line in (_headline(state, builder), *_notes(state)):
+        for line in (_headline(state, builder), *notes_of(state.task, state.facts)):
             say(line)
     watchdog = Watchdog(world, stop, run.options.hang_timeout, run.end_process, folder.rank_record)
     with stop, watchdog, copies or contextlib.nullcontext(), builder:
@@ -141,7 +141,7 @@ def train_run(run: Run) -> tuple[Training, Tracker]:
                 if schedule is builder.schedules[-1]:
                     finish.finish(evaluation.judge)
             saved = None
-    return state, tracker
+    return state, bool(tracker.tracker)
 
 
 def _continue(
@@ -219,13 +219,6 @@ def _probe_memory(run: Run, builder: Builder) -> None:
             run.folder.log_decision("smaller micro-batches", reason="rehearsal", what=f"at most {budget}")
 
     probe_memory(builder, report)
-
-
-def _notes(state: Training) -> list[str]:
-    """Lines for the user on the data."""
-    if isinstance(state.task, Notes):
-        return state.task.notes(state.facts)
-    return list(state.facts.extra.get("notes", []))
 
 
 def _headline(state: Training, builder: Builder) -> str:

@@ -14,11 +14,11 @@ from isobatch.core.facts import Facts
 from isobatch.data.base import fingerprint
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
+from isobatch.engine.hooks.data_guard import DATA_WRITTEN
 from isobatch.engine.optimization.left_out import left_out_steps, until
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.ledger import read_ledger
 from isobatch.engine.task_files import task_file_problem
-from isobatch.engine.training.run_context import DATA_WRITTEN
 from isobatch.engine.verification.log_audit import LogRecord, WrongRecordError, check
 from isobatch.engine.verification.run_order import RunOrder
 
@@ -123,7 +123,7 @@ def _check_left_out(run: RunFolder, log: LogRecord) -> None:
     decided = left_out_steps(run)
     for phase in log.phases:
         name = phase.schedule.name
-        wanted, found = until(decided, name, phase.step), log.left_out.get(name, set())
+        wanted, found = until(decided.get(name, ()), phase.step), log.left_out.get(name, set())
         for step in sorted({*wanted} ^ found)[:1]:
             how = "left out, and decisions.jsonl does not say so" if step in found else "to be left out"
             raise WrongRecordError(f"metrics.jsonl: phase {name}, step {step}: is {how}")
@@ -153,7 +153,7 @@ def _check_checkpoint(run: RunFolder, log: LogRecord, folder: Path) -> None:
     is_unknown = digest is None and log.final is None
     check(is_unknown or digest == recorded_digest(folder), f"{name} is not what the run wrote")
     judged = [at for at in phase.judged_at if at <= step]
-    is_same = not judged or state["judge"] == phase.judged_at[judged[-1]]
+    is_same = not judged or state["hooks"]["evaluate"] == phase.judged_at[judged[-1]]
     check(is_same, f"{name} judged other evaluations than metrics.jsonl has")
 
 

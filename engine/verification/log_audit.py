@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.atomic_files import lines_in, parse_row
-from isobatch.engine.loading.sampler import extend_chain
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import PhaseSchedule, learning_rate
 from isobatch.engine.runs.metrics_log import LEFT_OUT, LOST, SEAL, first_seal
-from isobatch.engine.train.figures import FIGURES, NEEDED, is_step
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
+from isobatch.engine.train.figures import FIGURES, NEEDED, extend_chain, is_step
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

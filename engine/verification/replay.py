@@ -1,4 +1,7 @@
-"""Replays parts of a run under another plan: steps, the weights they give, held-out metrics, the export."""
+"""Replays parts of a run under another plan: steps, the weights they give, held-out metrics, the export.
+
+The loop is the one that trained the run, with other hooks: they compare in place of writing.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,14 @@ from isobatch.engine.checkpointing import checkpoint, portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.portable_state import WEIGHT
 from isobatch.engine.distributed.communicator import Communicator
+from isobatch.engine.hooks.checkpoint import installed_versions
 from isobatch.engine.optimization.left_out import left_out_steps
-from isobatch.engine.train.figures import step_rows
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
-from isobatch.engine.train.evaluate import host_batches
-from isobatch.engine.training.phase_loop import installed_versions
-from isobatch.engine.training.session import Session
+from isobatch.engine.train.build import Builder
+from isobatch.engine.train.evaluate import evaluate, host_batches
+from isobatch.engine.train.figures import step_rows
+from isobatch.engine.train.hooks import Hook, Hooks, Seen
+from isobatch.engine.train.loop import run_phase
 from isobatch.engine.verification.compare_export import compare_export
 from isobatch.engine.verification.windows import INITIAL, Redone, redone_step
 
@@ -33,10 +38,10 @@ if TYPE_CHECKING:
     from isobatch.engine.checkpointing.portable_state import TensorPiece
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.train.figures import LossAndNorm, StepRow
     from isobatch.engine.strategies.base import Strategy
-    from isobatch.engine.training.session import ActivePhase
-    from isobatch.engine.training.train_step import StepResult
+    from isobatch.engine.train.figures import Figures, LossAndNorm, StepRow
+    from isobatch.engine.train.hooks import Signal
+    from isobatch.engine.train.state import Training
     from isobatch.engine.verification.windows import Job, Window
 
 FAR = 0.1
@@ -49,19 +54,63 @@ BOUNDED = ("adamw", "adamw8bit", "paged-adamw8bit")
 """Optimizers that move an element by about its learning rate a step at most."""
 
 
-def _part_differences(result: StepResult, row: StepRow) -> dict[str, float]:
+def _part_differences(figures: Figures, row: StepRow) -> dict[str, float]:
     """How each part of a loss that has several differs from the logged one; NOT_LOGGED without that."""
-    if len(result.names) < 2:
+    names = figures.output.names
+    if len(names) < 2:
         return {}
-    pairs = [(n, v, row.more.get(n)) for n, v in zip(result.names, result.sums.read(), strict=False)]
+    pairs = [(name, figures.row[name], row.more.get(name)) for name in names]
     return {
         name: abs(value - logged) / max(1.0, abs(value)) if isinstance(logged, int | float) else NOT_LOGGED
         for name, value, logged in pairs
     }
 
 
+class Compare(Hook):
+    """Compares redone steps with the log, and the weights with the checkpoints that they reach."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        window: Window,
+        origin: SavedCheckpoint | None,
+        rows: Mapping[tuple[str, int], StepRow],
+        redone: Redone,
+    ) -> None:
+        """`origin`: where the window begins. `rows`: what the run logged of its steps."""
+        self.run, self.window, self.origin, self.rows, self.redone = run, window, origin, rows, redone
+        self._rates = 0.0
+
+    def on_figures(self, figures: Figures) -> set[Signal]:
+        window, redone, place = self.window, self.redone, (self.window.phase, figures.step)
+        redone.parts = list(figures.output.names)
+        if (row := self.rows.get(place)) is not None:
+            parts, both = _part_differences(figures, row), (figures.loss, figures.norm)
+            redone.steps.append(redone_step(row, both, window.checkpoint, figures.step - window.start, parts))
+        if (change := figures.output.change) is not None:
+            where = {"phase": window.phase, "step": figures.step, "decision": change.decision}
+            redone.changes.append({**where, **change.facts})
+        self._rates += figures.output.rate
+        return set()
+
+    def _reached(self, step: int) -> str:
+        return checkpoint.checkpoint_name(self.window.phase, step)
+
+    def due(self, step: int) -> bool:
+        return (self.run.checkpoints / self._reached(step) / "state.json").exists()
+
+    def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:  # noqa: ARG002
+        if self.due(step) and self._reached(step) not in self.redone.weights:
+            saved = SavedCheckpoint(self.run.checkpoints / self._reached(step))
+            bound = 2 * self._rates if self.run.recipe.optimizer in BOUNDED else None
+            self.redone.weights[self._reached(step)] = compare_weights(
+                state.strategy, saved, bound, self.origin, state.world
+            )
+        return set()
+
+
 class Replay:
-    """A session of a run's recipe under the caller's plan."""
+    """The training of a run's recipe under the caller's plan."""
 
     def __init__(
         self,
@@ -73,8 +122,10 @@ class Replay:
         """`recipe`: in place of the run's own. `world`: that of another replay in this process."""
         self.run = run
         self.world = world or Communicator(plan)
-        self.session = Session(recipe or run.recipe, run.facts, plan, self.world)
-        self.session.left_out = left_out_steps(run)
+        self.builder = Builder(
+            recipe or run.recipe, run.facts, plan, self.world, left_out=left_out_steps(run)
+        )
+        self.state = self.builder.state
 
     def load_trained(self) -> bool:
         """Load the best checkpoint's weights, or the newest's without early stopping; False without any.
@@ -86,28 +137,29 @@ class Replay:
             return False
         saved = SavedCheckpoint(folder)
         saved.verify_checksums()
-        self.session.prepare_phase(self._schedule(saved), saved)
-        portable_state.load_weights(saved, self.session.model)
+        self.builder.prepare_phase(self._schedule(saved), saved)
+        portable_state.load_weights(saved, self.state.model)
         return True
 
     def trained(self) -> Path | None:
         """The checkpoint that is exported: the best, or the newest without early stopping."""
-        found = checkpoint.list_checkpoints(self.run.checkpoints, self.session.phases)
+        found = checkpoint.list_checkpoints(self.run.checkpoints, self.builder.phases)
         if not found:
             return None
         state = SavedCheckpoint(found[-1]).state
-        best = state["judge"]["best_step"]
-        if not state["judge"]["patience"] or not best:
+        judge = state["hooks"]["evaluate"]
+        best = judge["best_step"]
+        if not judge["patience"] or not best:
             return found[-1]
         return self.run.checkpoints / checkpoint.checkpoint_name(state["progress"]["phase"], best)
 
     def _schedule(self, saved: SavedCheckpoint) -> PhaseSchedule:
-        return self.session.schedule_of(saved.state["progress"]["phase"])
+        return self.builder.schedule_of(saved.state["progress"]["phase"])
 
     def evaluate(self, split: str) -> dict[str, float]:
         """Metrics of a whole split."""
-        with self.session:
-            return self.session.evaluate(split)
+        with self.builder:
+            return evaluate(self.state, split)
 
     def redo(self, job: Job) -> Redone:
         """Do a job. All ranks call this.
@@ -117,7 +169,7 @@ class Replay:
         wanted = {(w.phase, step) for w in job.windows for step in range(w.start + 1, w.stop + 1)}
         rows = {row.place: row for row in step_rows(self.run.metrics) if row.place in wanted}
         redone = Redone()
-        with self.session:
+        with self.builder:
             for window in sorted(job.windows, key=lambda w: w.checkpoint != INITIAL):
                 self._redo_window(window, rows, redone)
             if job.held_out:
@@ -126,86 +178,66 @@ class Replay:
 
     def figures(self, window: Window) -> list[LossAndNorm]:
         """Of every step of a window."""
-        with self.session, self.phase_at(window) as (active, _):
-            return [
-                active.step(loaded).loss_and_norm() for loaded in active.batches(window.start, window.stop)
-            ]
+        seen = Seen()
+        with self.builder, self.phase_at(window):
+            run_phase(self.state, Hooks([seen]), window.start, window.stop)
+        return [(figures.loss, figures.norm) for figures in seen.figures]
 
     @contextlib.contextmanager
-    def before(self, window: Window) -> Iterator[ActivePhase]:
+    def before(self, window: Window) -> Iterator[Training]:
         """The phase of a window as it was before the window's last step."""
-        with self.session, self.phase_at(window) as (active, _):
-            for loaded in active.batches(window.start, window.stop - 1):
-                active.step(loaded)
-            yield active
+        with self.builder, self.phase_at(window):
+            run_phase(self.state, Hooks(), window.start, window.stop - 1)
+            yield self.state
 
     @contextlib.contextmanager
-    def phase_at(self, window: Window) -> Iterator[tuple[ActivePhase, SavedCheckpoint | None]]:
-        """The phase of a window as it was at its start; the checkpoint too where it is of the same phase.
+    def phase_at(self, window: Window) -> Iterator[SavedCheckpoint | None]:
+        """The phase of a window as it was at its start; yields the checkpoint where it is of the same phase.
 
-        The initial weights are those of the session's model: no other window may come before them.
+        The initial weights are those of the builder's model: no other window may come before them.
         """
-        session, schedule = self.session, self.session.schedule_of(window.phase)
+        builder, schedule = self.builder, self.builder.schedule_of(window.phase)
         saved = None
         if window.checkpoint != INITIAL:  # its checksums were compared when the records were
             saved = SavedCheckpoint(self.run.checkpoints / window.checkpoint)
-            session.build_model()
+            builder.build_model()
         if saved is None or self._schedule(saved) is schedule:
-            with session.phase(schedule, saved) as active:
-                yield active, saved
+            with builder.phase(schedule, saved):
+                yield saved
             return
-        with session.phase(self._schedule(saved), saved):  # that phase has ended: the next one starts from it
+        with builder.phase(self._schedule(saved), saved):  # that phase has ended: the next starts from it
             pass
-        with session.phase(schedule, None, saved.folder) as active:
-            yield active, None
+        with builder.phase(schedule, None, saved.folder):
+            yield None
 
     def _redo_window(self, window: Window, rows: Mapping[tuple[str, int], StepRow], redone: Redone) -> None:
         """Run the steps of a window, and compare with the log and with the checkpoints that it reaches."""
-        phase, rates = window.phase, 0.0
-        with self.phase_at(window) as (active, origin):
-            for loaded in active.batches(window.start, window.stop):
-                step, result = loaded.work.step + 1, active.step(loaded)
-                figures = result.loss_and_norm()
-                redone.parts = list(result.names)
-                if (row := rows.get((phase, step))) is not None:
-                    parts = _part_differences(result, row)
-                    redone.steps.append(
-                        redone_step(row, figures, window.checkpoint, step - window.start, parts)
-                    )
-                if result.change is not None:
-                    where = {"phase": phase, "step": step, "decision": result.change.decision}
-                    redone.changes.append({**where, **result.change.facts})
-                rates += result.rate
-                reached = checkpoint.checkpoint_name(phase, step)
-                if (self.run.checkpoints / reached / "state.json").exists():
-                    saved = SavedCheckpoint(self.run.checkpoints / reached)
-                    bound = 2 * rates if self.run.recipe.optimizer in BOUNDED else None
-                    redone.weights[reached] = compare_weights(
-                        active.strategy, saved, bound, origin, self.world
-                    )
-            redone.foreign_noise |= bool(active.stepper.findings.foreign_noise)
-        redone.covered.append([phase, window.start + 1, window.stop])
+        with self.phase_at(window) as origin:
+            compare = Compare(self.run, window, origin, rows, redone)
+            run_phase(self.state, Hooks([compare]), window.start, window.stop)
+            redone.foreign_noise |= bool(self.state.layout.foreign_noise)
+        redone.covered.append([window.phase, window.start + 1, window.stop])
 
     def _measure_held_out(self, redone: Redone) -> None:
         """Measure the exported weights on the held-out splits, and export them again."""
-        session, folder = self.session, self.trained()
+        builder, state, folder = self.builder, self.state, self.trained()
         if folder is None:
             raise TrainingError("there is no checkpoint of the exported weights")
-        session.build_model()
+        builder.build_model()
         saved = SavedCheckpoint(folder)
-        with session.phase(self._schedule(saved), saved):
-            for split in (s for s in HELD_OUT_SPLITS if s in session.splits):
-                redone.metrics[split] = session.evaluate(split)
-            judge = saved.state["judge"]
-            if judge["patience"] and judge["best_step"] == saved.state["progress"]["step"]:
-                found = session.evaluate("valid", self.run.recipe.eval_fraction)
-                redone.judged = found[session.task.monitor[0]]
+        phase, step = saved.state["progress"]["phase"], saved.state["progress"]["step"]
+        with builder.phase(self._schedule(saved), saved):
+            for split in (s for s in HELD_OUT_SPLITS if s in state.splits):
+                redone.metrics[split] = evaluate(state, split)
+            judge = saved.state["hooks"]["evaluate"]
+            if judge["patience"] and judge["best_step"] == step:
+                found = evaluate(state, "valid", self.run.recipe.eval_fraction)
+                redone.judged = found[state.task.monitor[0]]
             if self.world.is_main:
-                model = session.gather_full_model(folder, saved.state["progress"]["phase"])
+                model = builder.gather_full_model(folder, phase)
                 first = next(iter(redone.metrics), None)
-                splits = session.splits
-                batches = (lambda name=first: host_batches(splits[name])) if first else None
-                redone.export = compare_export(self.run, session.task, model, session.facts, batches)
+                batches = (lambda name=first: host_batches(state.splits[name])) if first else None
+                redone.export = compare_export(self.run, state.task, model, state.facts, batches)
                 if first:
                     redone.metrics[first] |= redone.export["metrics"]
                 redone.export["same_versions"] = saved.state.get("versions") == installed_versions()

@@ -31,8 +31,8 @@ from isobatch.engine.registry import complete, workload_of
 from isobatch.engine.runs.ledger import LedgerStep, read_ledger
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
-from isobatch.engine.train.figures import is_step
 from isobatch.engine.task_files import task_file_problem
+from isobatch.engine.train.figures import is_step
 from isobatch.launch.local.arguments import Request, check_request
 
 if TYPE_CHECKING:
@@ -118,10 +118,10 @@ class Run:
             # Under native noise the model's own dropout modules stay: it is the user's to train further.
             recipe = dataclasses.replace(self.recipe, noise="native")
             replay = Replay(self._files, here, recipe)
-            with replay.session as session:
+            with replay.builder as builder:
                 if not replay.load_trained():
                     raise UserError(f"{self.folder} has no checkpoint: train it first")
-                return session.model.eval()
+                return builder.state.model.eval()
 
     def predictor(self, **options: Any) -> Callable[[Sequence[str | list[str]]], list[dict[str, Any]]]:
         """A function of texts that returns a dict for each, as `isobatch predict` gives. It is read once.

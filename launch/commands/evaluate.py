@@ -57,13 +57,13 @@ def evaluate(words: Sequence[str]) -> int:
         raise UserError(f"{run.folder} has no checkpoint to evaluate: train it first")
     if options.split and options.split not in run.facts.samples:
         raise UserError(f"--split {options.split}: the data has {', '.join(run.facts.samples)}")
-    task, model = replay.session.task, replay.session.model
+    task, model = replay.state.task, replay.state.model
     if options.iw_samples and not isinstance(task, EncodesLatents):
         raise UserError(f"--iw-samples: {run.recipe.task} has no latent vectors: leave it out")
     splits = [options.split] if options.split else [s for s in run.facts.samples if s != "train"]
     metrics = {name: replay.evaluate(name) for name in splits}
     for name, found in metrics.items():
-        batches = partial(host_batches, replay.session.splits[name])
+        batches = partial(host_batches, replay.state.splits[name])
         if isinstance(task, KeepsBaselines) and run.final.is_dir():
             found |= task.kept_metrics(model, run.final, batches)
         if options.iw_samples and isinstance(task, EncodesLatents):

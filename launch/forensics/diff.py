@@ -254,4 +254,4 @@ def _replay_to(
 
     with preserve_process_state():  # accelerate keeps one precision for the whole process
         replay = Replay(weights, plan, recipe.recipe)
-        yield replay, window_to(weights, replay.session.phases, phase, step)
+        yield replay, window_to(weights, replay.builder.phases, phase, step)

@@ -75,8 +75,8 @@ def open_replay(run: RunFolder, options: ReplayOptions) -> tuple[Replay, Window]
     micro_batch = options.micro_batch or run.plan.micro_batch_samples
     wished = run.plan.precision if options.precision == "auto" else options.precision
     replayed = Replay(run, plan_to_redo(run, micro_batch, precision=wished, device=options.device))
-    require_step(replayed.session.schedules, phase, step)
-    return replayed, window_to(run, replayed.session.phases, phase, step)
+    require_step(replayed.builder.schedules, phase, step)
+    return replayed, window_to(run, replayed.builder.phases, phase, step)
 
 
 def lines_of(seen: ObservedStep) -> Iterator[str]:

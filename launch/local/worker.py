@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from isobatch.core.plan import PlanOptions
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.run_options import RunOptions
+    from isobatch.engine.train.hooks import Hook
     from isobatch.launch.local.arguments import Request
 
 KERNEL_CACHES, MOST_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), "64"
@@ -45,7 +46,9 @@ PROJECT, FINAL = "isobatch", "final"
 LOWEST_PRIORITY = "19"
 
 
-def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -> int:
+def train_run(
+    run: RunFolder, options: RunOptions, owns_process: bool = True, own_hooks: Sequence[Hook] = ()
+) -> int:
     """Train a run by its plan in this process group; returns the exit code and writes exit.json.
 
     With `owns_process` False no signal is handled and no watchdog ends the process.
@@ -66,7 +69,7 @@ def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) ->
         world = Communicator(run.plan, options.hang_timeout, options.tracker, str(run.folder))
         verdict: Verdict | None = Verdict(BUG, "a bug: see the traceback")
         try:
-            verdict = _train(run, options, world, owns_process)
+            verdict = _train(run, options, world, owns_process, own_hooks)
         except KeyboardInterrupt:  # a second one: who asked for the first knows the verdict
             verdict = None
             raise
@@ -83,15 +86,16 @@ def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) ->
     return code
 
 
-def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_process: bool) -> Verdict:
+def _train(
+    run: RunFolder, options: RunOptions, world: Communicator, owns_process: bool, own_hooks: Sequence[Hook]
+) -> Verdict:
     doing("loading the libraries")
     import torch
 
     from isobatch.core.errors import WorkerLostError
     from isobatch.core.terminal.console import Console
     from isobatch.engine.distributed.liveness import PeerMonitor
-    from isobatch.engine.training.run_context import RunContext
-    from isobatch.engine.training.trainer import train
+    from isobatch.engine.trainer import train_run as trainer
 
     log = run.folder / "log.txt" if world.is_main else None
     console = Console(log, options.quiet or not world.is_main, _mark())
@@ -109,12 +113,13 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
             begin_tracking(run, world)
         plotter = Plotter(run, draws=world.is_main and has("matplotlib"))
         with peers, torch.autograd.set_detect_anomaly(options.anomaly):
-            context = RunContext(run, world, options, console, owns_process, plotter.start)
-            train(context, end_process)
-        if context.task.plot_every:
+            state, tracks = trainer.train_run(
+                trainer.Run(run, world, options, console, end_process, own_hooks, owns_process, plotter.start)
+            )
+        if state.task.plot_every:
             plotter.finish()
-        if world.is_main and context.tracks:
-            end_tracking(run, world, context.progress.steps, console.say)
+        if world.is_main and tracks:
+            end_tracking(run, world, state.progress.steps, console.say)
         return Verdict(DONE, "")
     except Exception as caught:
         error = classify(caught)
@@ -177,7 +182,7 @@ def end_tracking(run: RunFolder, world: Communicator, step: int, say: Callable[[
 
     `say` is told where that fails: the run is done without it.
     """
-    from isobatch.engine.training.step_metrics import tracked_values
+    from isobatch.engine.hooks.tracker import tracked_values
 
     metrics = tracked_values((run.summary() or {}).get("metrics", {}))
     for tracker in world.accelerator.trackers:

@@ -6,9 +6,9 @@ Python's stacks with the modules.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,17 @@ from isobatch.core.measures import now
 from isobatch.core.number_ranges import Positive
 from isobatch.engine.machine.detect import allowed_cpus
 from isobatch.engine.runs.peak_memory import peak_bytes
+from isobatch.engine.train.hooks import Seen
 from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.measuring.measures import settings
 from isobatch.launch.measuring.trial import TrialSession, answer_in_world
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.engine.train.state import Training
     from isobatch.launch.measuring.trial import Variant
 
 FILE, TRACE_FILE = "profile.json", "trace.json"
@@ -63,7 +66,7 @@ def measure(base: Variant, world: Communicator, options: ProfileOptions, folder:
     with TrialSession(base, world) as session:
         session.warm_up()
         found, trace = profile_steps(session, options.timed_steps)
-        phase = session.active.schedule.name
+        phase = session.state.schedule.name
     if not world.is_main:
         return {}
     capacity = hardware.gpu.memory_bytes if plan.device == "cuda" else hardware.ram_bytes // plan.processes
@@ -86,26 +89,12 @@ def measure(base: Variant, world: Communicator, options: ProfileOptions, folder:
 
 def profile_steps(session: TrialSession, steps: int) -> tuple[Findings, Any]:
     """What so many steps say, and the trace of one more."""
-    import torch
-
-    recorder, device, step = session.world.recorder, session.world.device, session.active.step
+    on_gpu = session.world.device.type == "cuda"
     cores = max(1, allowed_cpus(Path("/"), {}) // session.world.size)
-    batches, works = iter(session.batches(steps + 2)), []
-    step(next(batches))
-    session.synchronize()
-    recorder.start(device)
-    began, busy = now(), time.process_time()
-    for loaded in islice(batches, steps):
-        step(loaded)
-        works.append(loaded.work)
-    parts = recorder.stop()  # waits for the device
-    wall, busy = now() - began, time.process_time() - busy
-    kinds, on_gpu = torch.profiler.ProfilerActivity, device.type == "cuda"
-    activities = [kinds.CPU, *([kinds.CUDA] if on_gpu else [])]
-    with torch.profiler.profile(activities=activities, acc_events=True, with_stack=True) as trace:
-        recorder.start(device, annotate=True)
-        step(next(batches))
-        recorder.stop()
+    watch = ProfileHook(session, steps)
+    session.run(steps + 2, watch)
+    trace, wall, busy = watch.trace, watch.wall, watch.busy
+    works = [figures.output.loaded.work for figures in watch.figures[1:-1]]
     own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     operators = [
         {"operator": row.key, "seconds": getattr(row, own) * 1e-6, "calls": row.count}
@@ -117,8 +106,8 @@ def profile_steps(session: TrialSession, steps: int) -> tuple[Findings, Any]:
     found = {
         "steps": steps,
         "step_seconds": wall / steps,
-        "parts": {name: seconds / steps for name, seconds in parts.items()},
-        "device": device.type,
+        "parts": {name: seconds / steps for name, seconds in watch.parts.items()},
+        "device": session.world.device.type,
         "device_use": gpu_busy(trace.events()) if on_gpu else min(1.0, busy / wall / cores),
         "padding": fmean(work.padding for work in works),
         "micro_batches": micro_batches,
@@ -126,6 +115,43 @@ def profile_steps(session: TrialSession, steps: int) -> tuple[Findings, Any]:
         "operators": sorted(operators, key=lambda row: -float(row["seconds"]))[:OPERATORS],
     }
     return found, trace
+
+
+class ProfileHook(Seen):
+    """Lets one step pass, times the parts of so many, and traces the next by torch.profiler."""
+
+    def __init__(self, session: TrialSession, steps: int) -> None:
+        super().__init__()
+        self.session, self.steps, self._begun = session, steps, 0
+        self.parts: dict[str, float] = {}
+        """Part of a step -> seconds in all timed steps."""
+        self.wall = self.busy = 0.0
+        """Seconds of the timed steps, by the clock and of the processor."""
+        self.trace: Any = None
+
+    def around(self, state: Training, step: int) -> AbstractContextManager[None]:  # noqa: ARG002
+        begun, recorder = self._begun, self.session.world.recorder
+        self._begun += 1
+        if begun == 1:
+            self.session.synchronize()
+            recorder.start(self.session.world.device)
+            self.wall, self.busy = now(), time.process_time()
+        if begun <= self.steps:
+            return contextlib.nullcontext()
+        self.parts = recorder.stop()  # waits for the device
+        self.wall, self.busy = now() - self.wall, time.process_time() - self.busy
+        return self._traced()
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        import torch
+
+        world, kinds = self.session.world, torch.profiler.ProfilerActivity
+        activities = [kinds.CPU, *([kinds.CUDA] if world.device.type == "cuda" else [])]
+        with torch.profiler.profile(activities=activities, acc_events=True, with_stack=True) as self.trace:
+            world.recorder.start(world.device, annotate=True)
+            yield
+            world.recorder.stop()
 
 
 def gpu_busy(events: Any) -> float:

@@ -34,7 +34,9 @@ from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.estimate import Target
 from isobatch.engine.runs.run_folder import run_name
-from isobatch.engine.training.session import Session
+from isobatch.engine.train.build import Builder
+from isobatch.engine.train.hooks import Hooks, Seen
+from isobatch.engine.train.loop import run_phase
 from isobatch.launch.local.accelerate_launcher import launch_workers
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.run_setup import print_unless_quiet
@@ -42,12 +44,12 @@ from isobatch.models.attention_functions import register_again, registered_atten
 from isobatch.models.base import ModelSize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from isobatch.core.plan import Precision
-    from isobatch.engine.loading.loader import LoadedStep
-    from isobatch.engine.training.session import ActivePhase
+    from isobatch.engine.train.hooks import Hook
+    from isobatch.engine.train.state import Training
 
 WARM_STEPS = 2
 ROUND_SECONDS = 0.4
@@ -138,15 +140,14 @@ def _in_processes(words: Sequence[str], command: str, plan: Plan) -> int:
 
 
 class TrialSession:
-    """A session of a variant that stands in its last phase and runs steps when asked."""
+    """The training of a variant, which stands in its last phase and runs steps when asked."""
 
     def __init__(self, variant: Variant, world: Communicator) -> None:
         self.variant = variant
         self.world = copy.copy(world)
         self.world.plan = variant.plan
         self.world.accelerator = _OwnPrecision(world.accelerator, variant.plan.precision)
-        self.session: Session
-        self.active: ActivePhase
+        self.state: Training
         self.warm_seconds = 0.0
         """Of the first steps, with what is compiled in them."""
         self._step = 0
@@ -155,18 +156,17 @@ class TrialSession:
     def __enter__(self) -> TrialSession:
         plan = self.variant.plan
         target = self.variant.target
-        self.session = Session(target.recipe, target.facts, plan, self.world)
-        self._open.callback(self.session.__exit__)
-        for schedule in self.session.schedules[:-1]:
-            self.session.prepare_phase(schedule)
-        self.active = self._open.enter_context(self.session.phase(self.session.schedules[-1]))
+        builder = Builder(target.recipe, target.facts, plan, self.world)
+        self._open.callback(builder.__exit__)
+        for schedule in builder.schedules[:-1]:
+            builder.prepare_phase(schedule)
+        self.state = self._open.enter_context(builder.phase(builder.schedules[-1]))
         self._attention = registered_attention()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._open.__exit__(*error)
-        for name in ("session", "active"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("state", None)
         gc.collect()
         if self.world.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -174,8 +174,7 @@ class TrialSession:
     def warm_up(self) -> None:
         """First steps: buffers are made, graphs compiled."""
         began = now()
-        for loaded in self.batches(WARM_STEPS):
-            self.active.step(loaded)
+        self.run(WARM_STEPS)
         self.synchronize()
         self.warm_seconds = now() - began
 
@@ -184,30 +183,22 @@ class TrialSession:
 
         The first steps do not count: the loader begins, and its processes bring a batch each.
         """
-        began, done, fill = 0.0, 0, 1 + self.variant.plan.workers
-        for number, loaded in enumerate(self.batches(fill + steps), start=1):
-            self.active.step(loaded)
-            if number > fill:
-                done += len(loaded.work.samples) if unit == "samples" else loaded.work.tokens
-            if number == fill:
-                self.synchronize()
-                began = now()
+        timed = Timed(self, skip=1 + self.variant.plan.workers)
+        self.run(timed.skip + steps, timed)
         self.synchronize()
-        return (now() - began) / max(1, done)
+        seconds, works = now() - timed.began, [f.output.loaded.work for f in timed.figures[timed.skip :]]
+        return seconds / max(1, sum(len(w.samples) if unit == "samples" else w.tokens for w in works))
 
-    def batches(self, count: int) -> Iterator[LoadedStep]:
+    def run(self, count: int, *hooks: Hook) -> None:
         """The next `count` steps; from the phase's first again where it has no more. No more is fetched."""
-        plan, whole = self.variant.plan, self.active.schedule.steps
-        torch.set_num_threads(plan.threads or torch.get_num_threads())
+        whole = self.state.schedule.steps
+        torch.set_num_threads(self.variant.plan.threads or torch.get_num_threads())
         register_again(self._attention)
         if self._step + count > whole:
             self._step = 0
         while count:
             taken = min(count, whole - self._step)
-            stream: Any = self.active.batches(self._step, whole)
-            for _ in range(taken):
-                yield next(stream)
-            stream.close()
+            run_phase(self.state, Hooks(hooks), self._step, self._step + taken)
             self._step, count = (self._step + taken) % whole, count - taken
 
     def steps_per_round(self) -> int:
@@ -219,6 +210,21 @@ class TrialSession:
         """Wait for the device."""
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
+
+
+class Timed(Seen):
+    """Notes when the steps that count begin, behind the first `skip`, with an idle device."""
+
+    def __init__(self, session: TrialSession, skip: int) -> None:
+        super().__init__()
+        self.session, self.skip, self.began, self._begun = session, skip, 0.0, 0
+
+    def around(self, state: Training, step: int) -> AbstractContextManager[None]:  # noqa: ARG002
+        if self._begun == self.skip:
+            self.session.synchronize()
+            self.began = now()
+        self._begun += 1
+        return contextlib.nullcontext()
 
 
 class _OwnPrecision:

@@ -118,7 +118,7 @@ def measure(base: Variant, world: Communicator, options: TuneOptions, folder: Pa
         if keep and len(same) > 1:
             together = try_settings(session, tuple(one.settings[0] for one in same), 1, limit)
             keep = together if together.ratio > keep.ratio else keep
-        phase = session.active.schedule.name
+        phase = session.state.schedule.name
     answer = {
         "task": base.target.recipe.task,
         "recipe_hash": base.target.recipe.hash(),

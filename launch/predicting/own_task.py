@@ -47,10 +47,10 @@ def predict_own_rows(run: RunFolder, file: str | None, split: str | None) -> Ite
     )
     if not replay.load_trained():
         raise UserError(f"{run.folder} has no checkpoint: train it first")
-    session = replay.session
-    task, model, device = session.task, session.model.eval(), session.world.device
+    state = replay.state
+    task, model, device = state.task, state.model.eval(), state.world.device
     assert isinstance(task, PredictsBatches), "the caller has asked"
-    samples = source or session.splits[str(split)]
+    samples = source or state.splits[str(split)]
     for start in range(0, len(samples), tables.CHUNK_ROWS):
         numbers = np.arange(start, min(start + tables.CHUNK_ROWS, len(samples)))
         answers: list[dict[str, Any]] = [{} for _ in numbers]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from isobatch.engine.loading.sampler import extend_chain
+from isobatch.engine.train.figures import extend_chain
 from isobatch.launch.forensics.seen import SeenOptions, answer_question, seen
 from isobatch.launch.local.run_setup import open_run
 from isobatch.tests.integration.helpers import RAGGED, ledger, rows, succeed

@@ -19,7 +19,7 @@ from isobatch.engine.checkpointing import portable_state, writer
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.loading.prepare import prepare
-from isobatch.engine.loading.sampler import extend_chain, make_sampler
+from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
 from isobatch.engine.registry import workload
@@ -28,6 +28,7 @@ from isobatch.engine.runs.ledger import LedgerStep, append_step, read_ledger
 from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
+from isobatch.engine.train.figures import extend_chain
 from isobatch.engine.verification.audit import audit_records, recipe_problems
 from isobatch.engine.verification.log_audit import LogRecord, WrongRecordError
 from isobatch.engine.verification.run_order import RunOrder

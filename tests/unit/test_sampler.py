@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobatch.engine.loading.permutation import shuffle
-from isobatch.engine.loading.sampler import LENGTH_WINDOW, Sampler, extend_chain
+from isobatch.engine.loading.sampler import LENGTH_WINDOW, Sampler
+from isobatch.engine.train.figures import extend_chain
 
 
 def by_number(lengths: np.ndarray | None) -> Any:
