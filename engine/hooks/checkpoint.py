@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.peak_memory import PeakMemory
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.runs.run_options import RunOptions
-    from isobatch.engine.train.figures import Figures
+    from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.state import Training
 
 VERSIONED = ("torch", "accelerate", "transformers")
@@ -86,7 +86,7 @@ class Checkpoint(Hook):
         written, failed = self.writer.rank_flags()
         return {"save": save, "written": written, "failed": failed}
 
-    def on_figures(self, figures: Figures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> set[Signal]:
         votes = figures.votes
         self._is_whole = bool(votes["failed"]) or votes["written"] == self.world.size
         asked: set[Signal] = {"pause"} if self._is_whole else set()
@@ -121,9 +121,7 @@ class Checkpoint(Hook):
             "versions": installed_versions(),
         }
         more = {name_of(hook): tensors for hook in self.others if (tensors := hook.tensors())}
-        self.writer.start(
-            self.folder(state.schedule.name, step), strategy.collect_state(*([more] if more else [])), facts
-        )
+        self.writer.start(self.folder(state.schedule.name, step), strategy.collect_state(more), facts)
         self.peak.observe("save")
         self.spared = self._needed()
         self.saved_step = step

@@ -12,18 +12,20 @@ from isobatch.engine.train.hooks import Hook
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from isobatch.core.terminal.console import Console as Lines
-    from isobatch.engine.train.figures import Figures
+    from isobatch.core.terminal.console import Console
+    from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
 
 SECONDS_BETWEEN_LINES = 5.0
 
 
-class Console(Hook):
+class ShowSteps(Hook):
     """Shows each step on a terminal's bar, and one every few seconds as a line."""
 
-    def __init__(self, lines: Lines) -> None:
+    name = "console"
+
+    def __init__(self, lines: Console) -> None:
         self.lines = lines
         self._last = -1e9
 
@@ -36,7 +38,7 @@ class Console(Hook):
         yield
         doing("saving")
 
-    def on_figures(self, figures: Figures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> set[Signal]:
         writes = now() - self._last >= SECONDS_BETWEEN_LINES or figures.step == self._steps
         if writes or self._live:
             self._last = now() if writes else self._last

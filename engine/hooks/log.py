@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from isobatch.engine.runs.metrics_log import MetricsLog
-    from isobatch.engine.train.figures import Figures
+    from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.hooks import Signal
 
 
@@ -21,7 +21,7 @@ class Log(Hook):
     def __init__(self, log: MetricsLog, say: Callable[[str], None]) -> None:
         self.log, self.say = log, say
 
-    def on_figures(self, figures: Figures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> set[Signal]:
         self.log.log_step(figures.row, figures.output.loaded.work.samples)
         if (change := figures.output.change) is not None:
             place = {"phase": figures.row["phase"], "step": figures.step}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from isobatch.core.plan import Plan
     from isobatch.engine.loading.loader import StepWork
-    from isobatch.engine.train.figures import Figures
+    from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
 
@@ -36,7 +36,7 @@ class Machine(Hook):
     def phase(self, state: Training) -> AbstractContextManager[Any]:  # noqa: ARG002
         return self.monitor
 
-    def on_figures(self, figures: Figures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> set[Signal]:
         figures.row |= self.monitor.latest()
         if self.utilisation is not None:
             used = self.utilisation.of(figures.output.loaded.work, figures.output.seconds)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from isobatch.engine.runs.peak_memory import PeakMemory
-    from isobatch.engine.train.figures import Figures
+    from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
 
@@ -36,7 +36,7 @@ class Memory(Hook):
         yield
         self.peak.observe("train")
 
-    def on_figures(self, figures: Figures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> set[Signal]:
         if self._looks or figures.step % EVERY == 1:
             self._looks = max(0, self._looks - 1)
             self._look()

@@ -11,7 +11,7 @@ from isobatch.engine.train.hooks import Hook
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from isobatch.engine.train.figures import Figures
+    from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.hooks import Signal
 
 
@@ -22,7 +22,7 @@ class NonFinite(Hook):
         """`folder`: the run's, for the message."""
         self.folder = folder
 
-    def on_figures(self, figures: Figures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> set[Signal]:
         if math.isfinite(figures.loss) and math.isfinite(figures.norm):
             return set()
         is_loss = not math.isfinite(figures.loss)

@@ -9,7 +9,7 @@ from isobatch.engine.train.hooks import Hook
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from isobatch.engine.train.figures import Figures
+    from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.hooks import Signal
 
 
@@ -19,7 +19,7 @@ class Plots(Hook):
     def __init__(self, every: int, draw: Callable[[], None]) -> None:
         self.every, self.draw = every, draw
 
-    def on_figures(self, figures: Figures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> set[Signal]:
         if figures.step % self.every == 0:
             self.draw()
         return set()

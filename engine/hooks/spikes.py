@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.train.figures import Figures
+    from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
 
@@ -104,7 +104,7 @@ class Spikes(Hook):
         self.watch, self._resumed = self.watch if self._resumed else SpikeWatch(), False
         yield
 
-    def on_figures(self, figures: Figures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> set[Signal]:
         if why := self.watch.judge(figures.loss, figures.norm):
             self._answer(figures.step, why)
         self.watch.take_in(figures.loss, figures.norm)

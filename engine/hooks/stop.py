@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from isobatch.engine.distributed.stop_signals import StopFlag
-    from isobatch.engine.train.figures import Figures
+    from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.hooks import Signal
 
 
@@ -25,5 +25,5 @@ class Stop(Hook):
     def vote(self, step: int) -> Mapping[str, float]:  # noqa: ARG002
         return {"stop": float(self.flag.requested)}
 
-    def on_figures(self, figures: Figures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> set[Signal]:
         return {"stop"} if figures.votes["stop"] else set()

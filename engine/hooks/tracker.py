@@ -1,4 +1,4 @@
-"""Figures for a tracker (TensorBoard, W&B, MLflow, Trackio), over the steps of all phases."""
+"""StepFigures for a tracker (TensorBoard, W&B, MLflow, Trackio), over the steps of all phases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from isobatch.engine.train.hooks import Hook
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from isobatch.engine.train.figures import Figures
+    from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
 
@@ -26,7 +26,7 @@ class Tracker(Hook):
         self._state = state
         yield
 
-    def on_figures(self, figures: Figures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> set[Signal]:
         self.send(figures.row)
         return set()
 

@@ -36,7 +36,7 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import Progress
 from isobatch.engine.train.hooks import Hooks, Seen
 from isobatch.engine.train.loop import run_phase
-from isobatch.engine.train.state import Binding, Layout, Training
+from isobatch.engine.train.state import Binding, StepLayout, Training
 from isobatch.engine.train.teacher_cache import samples_used, with_teacher_outputs
 from isobatch.models.attention_functions import unregister_attention
 from isobatch.models.capabilities import BeginsPhase, HasTeacher, MatchesShapes
@@ -90,7 +90,7 @@ class Builder:
         none_yet: Any = None
         self.state = Training(
             task, facts, plan, world, splits, sampler, Progress(first.name), none_yet, Binding(), first,
-            none_yet, Layout(),
+            none_yet, StepLayout(),
         )  # fmt: skip
         if isinstance(task, HasTeacher) and (teacher := task.teacher()) is not None:
             self._add_teacher(teacher, say)
@@ -221,7 +221,7 @@ class Builder:
         self.prepare_phase(schedule, saved)
         probe()
         state = self.state
-        state.layout = Layout()
+        state.layout = StepLayout()
         state.make_strategy()
         if saved is not None:
             state.progress = Progress(**saved.state["progress"])

@@ -49,7 +49,7 @@ class StepOutput:
     votes: tuple[str, ...] = ()
     """Names of the last numbers of `sums`."""
     more: dict[str, Any] = field(default_factory=dict)
-    """Figures for the row: of hooks and the task about gradients, and what its `after_step` logged."""
+    """StepFigures for the row: of hooks and the task about gradients, and what its `after_step` logged."""
     change: Change | None = None
     """What the task's `after_step` changed in its model."""
     seconds: float = 0.0
@@ -61,7 +61,7 @@ class StepOutput:
         assert self.norm is not None
         return sum(self.sums.read()[: len(self.names)]), self.norm.read()[0]
 
-    def read(self, state: Training) -> Figures | None:
+    def read(self, state: Training) -> StepFigures | None:
         """The figures on the host, counted into the run's progress; None where the step was left out.
 
         Waits for the device where it is not done with the step yet.
@@ -99,14 +99,14 @@ class StepOutput:
             **self.more,
         }
         votes = dict(zip(self.votes, values[len(values) - len(self.votes) :], strict=True))
-        figures = Figures(self, progress.step, row["loss"], norm, row, votes, values)
+        figures = StepFigures(self, progress.step, row["loss"], norm, row, votes, values)
         if self.recorded and isinstance(state.task, RecordsFigures) and math.isfinite(row["loss"] + norm):
             row |= state.task.step_figures(figures.recorded())
         return figures
 
 
 @dataclass(slots=True)
-class Figures:
+class StepFigures:
     """The figures of a step, on the host."""
 
     output: StepOutput

@@ -23,7 +23,7 @@ from isobatch.models.base import Loss
 if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.loading.loader import LoadedStep
-    from isobatch.engine.train.state import Layout, Training
+    from isobatch.engine.train.state import StepLayout, Training
 
 EXPECTED = "return {name: Loss(sum, unit)}"
 RESERVED = {*FIELDS, *READINGS, "memory_bytes", "mfu", "split", "final", "invariance", "seal"} - {"loss"}
@@ -67,7 +67,7 @@ def check_sums(state: Training, batch: LoadedStep) -> None:
 
 
 def agree_on_names(
-    layout: Layout, world: Communicator, losses: Mapping[str, Tensor], recorded: Mapping[str, Tensor]
+    layout: StepLayout, world: Communicator, losses: Mapping[str, Tensor], recorded: Mapping[str, Tensor]
 ) -> None:
     """Gather the names of losses and the shapes of what is recorded from all ranks, and lay them out."""
     own = (sorted(losses), {name: tuple(value.shape) for name, value in recorded.items()})

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-    from isobatch.engine.train.figures import Figures, StepOutput
+    from isobatch.engine.train.figures import StepFigures, StepOutput
     from isobatch.engine.train.state import Training
     from isobatch.models.base import Task
 
@@ -55,7 +55,7 @@ class Hook:
         return False
 
     def vote(self, step: int) -> Mapping[str, float]:  # noqa: ARG002
-        """Numbers by the names in `votes`, or 0. `Figures.votes` has their sums over ranks."""
+        """Numbers by the names in `votes`, or 0. `StepFigures.votes` has their sums over ranks."""
         return {}
 
     def due(self, step: int) -> bool:  # noqa: ARG002
@@ -76,7 +76,7 @@ class Hook:
     def after_update(self, state: Training, step: int) -> None:
         """After the optimizer, on every rank: work for the device alone, such as an average of weights."""
 
-    def on_figures(self, figures: Figures) -> set[Signal]:  # noqa: ARG002
+    def on_figures(self, figures: StepFigures) -> set[Signal]:  # noqa: ARG002
         """A step's figures on the host, while the next one runs: it waits for nothing."""
         return set()
 
@@ -108,9 +108,9 @@ class Seen(Hook):
     """Keeps the figures of every step, for those who compute steps again."""
 
     def __init__(self) -> None:
-        self.figures: list[Figures] = []
+        self.figures: list[StepFigures] = []
 
-    def on_figures(self, figures: Figures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> set[Signal]:
         self.figures.append(figures)
         return set()
 
@@ -150,9 +150,7 @@ class Hooks:
 
         Raises UserError for a hook that the strategy cannot serve.
         """
-        if self._asked["on_gradients"] and not getattr(
-            traits_of(state.plan.strategy), "sees_gradients", True
-        ):
+        if self._asked["on_gradients"] and not traits_of(state.plan.strategy).sees_gradients:
             hook = self._asked["on_gradients"][0][1]
             raise UserError(
                 f"hook {name_of(hook)} looks at gradients, and --strategy {state.plan.strategy} never has"
@@ -194,7 +192,7 @@ class Hooks:
         return bool(self._asked["on_gradients"]) or isinstance(task, SeesGradients)
 
     def gradients(self, state: Training, step: int) -> dict[str, Any]:
-        """Figures about whole gradients before they are clipped."""
+        """StepFigures about whole gradients before they are clipped."""
         figures: dict[str, Any] = {}
         for found in self._ask("on_gradients", state, step, state, step):
             figures |= found
@@ -207,7 +205,7 @@ class Hooks:
             if overrides(hook, "load"):
                 hook.load(
                     saved.state["hooks"].get(name, {}),
-                    state.strategy.read_held(saved, name) if hasattr(state.strategy, "read_held") else {},
+                    state.strategy.read_held(saved, name),
                 )
 
     def cut(self, keep: Mapping[str, Sequence[tuple[int, Tensor]]]) -> None:

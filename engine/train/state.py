@@ -66,7 +66,7 @@ class Binding:
 
 
 @dataclass(slots=True)
-class Layout:
+class StepLayout:
     """What the steps of a phase have in common; the first step finds it out, and all ranks agree on it."""
 
     votes: tuple[str, ...] = ()
@@ -109,7 +109,7 @@ class Training:
     schedule: PhaseSchedule
     """Of the phase that runs."""
     strategy: Strategy
-    layout: Layout
+    layout: StepLayout
 
     @property
     def recipe(self) -> Recipe:

@@ -20,7 +20,7 @@ from isobatch.core.errors import TrainingError
 from isobatch.engine.loading.device_copies import HostCopy, numbers_to_device, to_device
 from isobatch.engine.train.figures import StepOutput
 from isobatch.engine.train.first_step import agree_on_names, check_loss_form
-from isobatch.engine.train.state import Layout
+from isobatch.engine.train.state import StepLayout
 from isobatch.models.capabilities import SeesGradients
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
 class Sums:
     """What a rank adds up over the micro-batches of a step: its shares of the losses, and recorded sums."""
 
-    layout: Layout
+    layout: StepLayout
     device: torch.device
     dtype: torch.dtype
     weight: float = 1.0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from isobatch.core.errors import UserError
 from isobatch.core.measures import format_duration
 from isobatch.core.plan import REHEARSED_STEPS
-from isobatch.core.terminal.console import Console as Lines
+from isobatch.core.terminal.console import Console
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.remote_copy import RemoteCopies
@@ -20,7 +20,7 @@ from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.distributed.liveness import Watchdog
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.hooks.checkpoint import Checkpoint
-from isobatch.engine.hooks.console import Console
+from isobatch.engine.hooks.console import ShowSteps
 from isobatch.engine.hooks.data_guard import DataGuard
 from isobatch.engine.hooks.evaluate import Evaluate
 from isobatch.engine.hooks.log import Log
@@ -61,13 +61,13 @@ TRIED_SAMPLES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunOnRank:
     """A run on one rank: its folder and options, and where its messages go."""
 
     folder: RunFolder
     world: Communicator
     options: RunOptions
-    console: Lines
+    console: Console
     end_process: Callable[[str], None]
     """`end_process(reason)`: for the watchdog, which calls it from its thread."""
     own_hooks: Sequence[Hook] = ()
@@ -77,7 +77,7 @@ class Run:
     """Called when the run's figures are to be drawn; it must not wait."""
 
 
-def train_run(run: Run) -> tuple[Training, bool]:
+def train_run(run: RunOnRank) -> tuple[Training, bool]:
     """Train every phase, evaluate held-out splits, export to final/ and write summary.json.
 
     Returns the training, and whether a tracker still gets figures. Raises StopRequestedError where a stop was
@@ -103,7 +103,7 @@ def train_run(run: Run) -> tuple[Training, bool]:
     others += [*run.own_hooks, Log(log, say)]
     others += [Plots(every, run.draw_plots)] if (every := state.task.plot_every) else []
     others += [tracker] if tracker.tracker else []
-    others += [Console(run.console), guard, evaluation]
+    others += [ShowSteps(run.console), guard, evaluation]
     saving = Checkpoint(
         folder, world, run.options, log, peak, builder.schedules, others, evaluation.leads,
         evaluation.needed, copies.add if copies is not None else lambda *_: None,
@@ -145,7 +145,7 @@ def train_run(run: Run) -> tuple[Training, bool]:
 
 
 def _continue(
-    run: Run,
+    run: RunOnRank,
     state: Training,
     hooks: Hooks,
     saved: SavedCheckpoint,
@@ -163,7 +163,7 @@ def _continue(
     say(f"resumed from {saved.folder.name}: {progress.samples:,} samples seen")
 
 
-def _remote_copies(run: Run) -> RemoteCopies | None:
+def _remote_copies(run: RunOnRank) -> RemoteCopies | None:
     if (url := run.options.checkpoint_copy) is None:
         return None
     folder, world, say = run.folder, run.world, run.console.say
@@ -189,7 +189,7 @@ def _try_monitor(state: Training) -> None:
     monitored(metrics, state.task.monitor[0])
 
 
-def _measure_rounding(run: Run, builder: Builder, schedule: PhaseSchedule, previous: Path) -> None:
+def _measure_rounding(run: RunOnRank, builder: Builder, schedule: PhaseSchedule, previous: Path) -> None:
     """Record in the plan how far another cut moves the first steps of a phase that rounds to levels."""
     state = builder.state
     if schedule.name not in {p.name for p in state.task.phases() if p.rounds}:
@@ -212,7 +212,7 @@ def _measure_rounding(run: Run, builder: Builder, schedule: PhaseSchedule, previ
     builder.replan(dataclasses.replace(plan, rounding=moved, reasons={**plan.reasons, "invariance": reason}))
 
 
-def _probe_memory(run: Run, builder: Builder) -> None:
+def _probe_memory(run: RunOnRank, builder: Builder) -> None:
     def report(budget: str) -> None:
         run.console.say(f"memory ran out in the rehearsal: micro-batches of at most {budget}")
         if run.world.is_main:

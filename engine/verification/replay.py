@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.strategies.base import Strategy
-    from isobatch.engine.train.figures import Figures, LossAndNorm, StepRow
+    from isobatch.engine.train.figures import LossAndNorm, StepFigures, StepRow
     from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
     from isobatch.engine.verification.windows import Job, Window
@@ -54,7 +54,7 @@ BOUNDED = ("adamw", "adamw8bit", "paged-adamw8bit")
 """Optimizers that move an element by about its learning rate a step at most."""
 
 
-def _part_differences(figures: Figures, row: StepRow) -> dict[str, float]:
+def _part_differences(figures: StepFigures, row: StepRow) -> dict[str, float]:
     """How each part of a loss that has several differs from the logged one; NOT_LOGGED without that."""
     names = figures.output.names
     if len(names) < 2:
@@ -81,7 +81,7 @@ class Compare(Hook):
         self.run, self.window, self.origin, self.rows, self.redone = run, window, origin, rows, redone
         self._rates = 0.0
 
-    def on_figures(self, figures: Figures) -> set[Signal]:
+    def on_figures(self, figures: StepFigures) -> set[Signal]:
         window, redone, place = self.window, self.redone, (self.window.phase, figures.step)
         redone.parts = list(figures.output.names)
         if (row := self.rows.get(place)) is not None:

@@ -114,7 +114,9 @@ def _train(
         plotter = Plotter(run, draws=world.is_main and has("matplotlib"))
         with peers, torch.autograd.set_detect_anomaly(options.anomaly):
             state, tracks = trainer.train_run(
-                trainer.Run(run, world, options, console, end_process, own_hooks, owns_process, plotter.start)
+                trainer.RunOnRank(
+                    run, world, options, console, end_process, own_hooks, owns_process, plotter.start
+                )
             )
         if state.task.plot_every:
             plotter.finish()

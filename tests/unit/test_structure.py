@@ -132,10 +132,10 @@ LEAST_LINES = 60
 SMALL = {
     "data/text/template_process.py": "a program: templates of strangers run in its sandbox",
     "data/interactions/demo.py": "the embedded demo",
+    "engine/distributed/recorder.py": "a step's parts by the clock, for whoever profiles it",
     "engine/loading/group_order.py": "an order by itself, which proofs compute again",
     "engine/model_setup/prepare_model.py": "what a plan does to a model, in order",
     "engine/optimization/parameter_groups.py": "what a recipe says to an optimizer",
-    "engine/optimization/spikes.py": "a rule by itself",
     "launch/commands/compress.py": "imported where --task compress is typed",
     "models/causal_lm/known_models.py": "a table with its reader",
 }
@@ -156,6 +156,7 @@ def test_no_small_file_has_one_importer() -> None:
     """It belongs into the file that imports it; programs that are started by their path may be small."""
     importers = Counter(imported for file in PACKAGE for imported in set(files_imported(file)))
     small = {name(f) for f, count in importers.items() if count == 1 and code_lines(f) < LEAST_LINES}
+    small = {file for file in small if not file.startswith("engine/hooks/")}  # one hook, one file
     assert sorted(small - SMALL.keys()) == []
     assert [path for path in SMALL if not (ROOT / path).is_file()] == []
 
