@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from isobatch.engine.checkpointing.layout import Layout
-    from isobatch.engine.checkpointing.portable_state import PortableState, TensorEntry, TensorPiece
+    from isobatch.engine.checkpointing.portable_state import PortableState, TensorPiece
     from isobatch.engine.distributed.communicator import Communicator
 
 
@@ -59,11 +59,16 @@ class CheckpointWriter:
         self._layout: Layout | None = None
         self._rows = np.empty((0, 3), np.int64)
 
+    def reserve(self, state: PortableState) -> None:
+        """Get memory for checkpoints like `state` in the background, so that the first `start` waits less."""
+        part = self._layout_of(state, _in_order(state.pieces)).parts[self.world.rank]
+        self._buffer.reserve(part.stop - part.start)
+
     def start(self, folder: Path, state: PortableState, facts: Mapping[str, Any]) -> None:
         """Start to copy this rank's pieces to host memory, then to write them; `facts` go into state.json."""
         self.wait()
         pieces = _in_order(state.pieces)
-        layout = self._layout_of(dict(sorted(state.entries.items())), pieces)
+        layout = self._layout_of(state, pieces)
         self._folder, self._problem, self.is_writing = folder, "", True
         part = layout.parts[self.world.rank]
         header = layout.header(part.file) if part.start == 0 else b""
@@ -71,12 +76,13 @@ class CheckpointWriter:
         self._thread = threading.Thread(target=self._write, args=(folder, layout, facts))
         self._thread.start()
 
-    def _layout_of(self, entries: Mapping[str, TensorEntry], pieces: list[TensorPiece]) -> Layout:
+    def _layout_of(self, state: PortableState, pieces: list[TensorPiece]) -> Layout:
         """The layout of a state with these entries. Ranks exchange their pieces where they are new.
 
-        A piece names its entry by number: the order of `entries` must be the same on all ranks, whatever
-        order their optimizers keep state in. Raises ValueError on all ranks where pieces miss a part.
+        A piece names its entry by number: the order of entries must be the same on all ranks, whatever order
+        their optimizers keep state in. Raises ValueError on all ranks where pieces miss a part.
         """
+        entries = dict(sorted(state.entries.items()))
         numbers = {name: number for number, name in enumerate(entries)}
         rows = [(numbers[p.name], p.start, p.start + p.values.numel()) for p in pieces]
         own = np.array(rows, np.int64).reshape(-1, 3)
