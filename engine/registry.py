@@ -35,6 +35,7 @@ from isobatch.engine.task_files import (
     task_file_hash,
 )
 from isobatch.models.base import Task
+from isobatch.models.capabilities import ChangesModel, LeavesUnread
 from isobatch.models.workloads import list_chains, list_workloads
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class LoadedWorkload:
         """Fields that change nothing and have another value than the common default -> why they do not.
 
         A field that nothing reads would give a run another hash and the same training. A task names its own
-        in `Task.unread`; of a user's own task they are those that its files do not name.
+        in `unread`; of a user's own task they are those that its files do not name.
         """
         phases = task.phases()
         stops_early = any(p.early_stopping for p in phases if recipe.phase in (None, p.name))
@@ -162,7 +163,7 @@ class LoadedWorkload:
             (not data.has_groups, "order", "all of the data is on this machine, one row as near as the next"),
             (recipe.order != "shards", "shuffle_window", "it is that of --order shards"),
             (recipe.steps is not None, "least_steps", "it lengthens --epochs, and --steps is given"),
-            (type(task).after_step is not Task.after_step, "on_spike", "this task can leave out no step"),
+            (isinstance(task, ChangesModel), "on_spike", "this task can leave out no step"),
             ([p.name for p in phases] == [recipe.phase], "phase", "this task has no other"),
             (not stops_early, "patience", "no phase that trains here stops early"),
             (not recipe.patience or not stops_early, "min_delta", "it counts with --patience"),
@@ -170,7 +171,8 @@ class LoadedWorkload:
         said = {name: why for applies, names, why in rules if applies for name in names.split()}
         fields = (*READ_BY_TASKS, *(READ_BY_OPTIMIZERS if self.makes_optimizer else ()))
         own = _not_named(fields, type(task), type(data)) if is_task_file(recipe.task) else ()
-        found = {**task.unread(), **dict.fromkeys(own, "no file of this task names it"), **said}
+        named = task.unread() if isinstance(task, LeavesUnread) else {}
+        found = {**named, **dict.fromkeys(own, "no file of this task names it"), **said}
         return {name: why for name, why in found.items() if getattr(recipe, name) != DEFAULTS[name]}
 
     def plan_options(self, preset: str | None, asked: Mapping[str, Any]) -> PlanOptions:

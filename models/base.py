@@ -7,7 +7,7 @@ methods, so that its flags can be listed and checked without them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
-    from isobatch.models.model_card import ModelDescription
 
 Batch = Mapping[str, "Tensor"]
 """Name -> tensor with one row per sample; always `index` (B,), the samples' numbers, and `length` (B,)."""
@@ -275,10 +274,6 @@ class Task(ABC):
         self.recipe = recipe
         self.options = options
 
-    def unread(self) -> Mapping[str, str]:
-        """Common recipe fields that change nothing here, and why: they are refused, and in no new recipe."""
-        return {}
-
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:  # noqa: ARG003  for tasks to use
         """Recipe values that follow from those asked for; what was asked for itself comes first."""
@@ -291,10 +286,6 @@ class Task(ABC):
     def check(self) -> None:
         """Raise UserError with one line if the recipe cannot be had; called before anything heavy."""
         return
-
-    def check_for_plan(self) -> None:
-        """As `check`, where only the size is wanted: what only training reads may be missing."""
-        self.check()
 
     def fetch(self) -> None:
         """Bring here what `build_model` opens; called once, before any process trains."""
@@ -327,71 +318,6 @@ class Task(ABC):
         means = {name: float(part.value) / float(part.weight) for name, part in parts.items()}
         return means if "loss" in means else {"loss": sum(means.values()), **means}
 
-    def teacher(self) -> Teacher | None:
-        """A frozen model to learn from beside the data."""
-        return None
-
-    def begin_phase(self, model: nn.Module, phase: str, first: Callable[[int], Iterable[Batch]]) -> None:
-        """Before a phase: change what trains, or the model itself. `first(n)` gives training samples.
-
-        They are the same on every machine and process, so what is measured on them may decide.
-        """
-        return
-
-    def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
-        """Flags under which training takes less memory -> the values of `Options` that they stand for."""
-        return {}
-
-    def sparse_parameters(self, model: nn.Module) -> Iterable[nn.Parameter]:
-        """Embedding tables that move by the rows a step reads: another optimizer, so the recipe's choice.
-
-        Work and communication then grow with the batch and not with the table. Single process or DDP only.
-        """
-        return []
-
-    def observe(self, model: nn.Module, step: StepContext) -> Mapping[str, float]:
-        """See the whole reduced gradients before the optimizer does; figures for the step's log."""
-        return {}
-
-    def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
-        """Figures for the step's row of metrics.jsonl from what `loss` recorded.
-
-        `recorded`: name -> numpy array, summed over the global batch. Called one step later, on the host:
-        nothing waits for the device.
-        """
-        return {}
-
-    def notes(self, facts: Facts) -> list[str]:
-        """Lines for the user on the data, before training."""
-        return list(facts.extra.get("notes", []))
-
-    def final_remark(self, metrics: Mapping[str, Any]) -> str:
-        """A line for the user on the metrics of the finished run, if they say that something is wrong."""
-        return ""
-
-    def after_step(self, model: nn.Module, step: StepContext) -> Change | None:
-        """After the optimizer: schedules, and changes of the model, even of its shape."""
-        return None
-
-    def match_shapes(self, model: nn.Module, shapes: Mapping[str, tuple[int, ...]]) -> bool:
-        """Bring a model as built to the shapes that were saved, by name; whether anything changed."""
-        return False
-
-    def final_metrics(
-        self, model: nn.Module, final: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
-    ) -> Mapping[str, Any]:
-        """Metrics of the exported model that need more than one pass over the held-out samples.
-
-        `batches()` gives them, test's or else valid's; `batches("valid")` those of another split.
-        """
-        return {}
-
-    def finish_unmeasured(self, model: nn.Module, final: Path) -> str:
-        """In place of `final_metrics` and `final_remark` where nothing is held out: complete `final`; a line
-        for the user.
-        """
-        return ""
-
     def make_optimizer(self, named: Mapping[str, nn.Parameter], lr: float, device: str) -> Optimizer:
         """The optimizer of the parameters that train, all of them, by name; by default --optimizer's.
 
@@ -420,13 +346,3 @@ class Task(ABC):
         from safetensors.torch import save_model
 
         save_model(model, str(folder / "model.safetensors"))
-
-    def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
-        """A line or two that shows a person what the model learnt."""
-        return None
-
-    def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
-        """What the README.md of `final`, the exported model's folder, says of it, and how to use it."""
-        from isobatch.models.model_card import ModelDescription
-
-        return ModelDescription(title=f"Model of {type(self).__name__}")

@@ -26,7 +26,7 @@ TOKENIZER_FILES = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.txt")
 
 
 def unread_revision(*names: str | None) -> dict[str, str]:
-    """See `Task.unread`: --revision, unless one of these models or tokenizers is on the hub."""
+    """--revision, unless one of these models or tokenizers is on the hub."""
     from_hub = any(name and is_id(name) for name in names)
     return {} if from_hub else {"revision": "no model here is from the hub"}
 

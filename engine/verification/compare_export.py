@@ -43,13 +43,13 @@ def compare_export(
     with tempfile.TemporaryDirectory() as temporary:
         fresh = Path(temporary)
         task.export(model, fresh, facts)
-        metrics: Mapping[str, Any] = {}
+        metrics, remark = dict[str, Any](), ""
         if batches and isinstance(task, MeasuresExport):
-            metrics = task.final_metrics(model, fresh, facts, batches)
-        finishes = not batches and isinstance(task, FinishesUnmeasured)
-        remark = task.finish_unmeasured(model, fresh) if finishes else ""
+            metrics |= task.final_metrics(model, fresh, facts, batches)
+        if not batches and isinstance(task, FinishesUnmeasured):
+            remark = task.finish_unmeasured(model, fresh)
         found = compare_folders(run.final, fresh, task.measured_files)
-        return {**found, "metrics": dict(metrics), "card": is_own_card(run, task, fresh, facts, remark)}
+        return {**found, "metrics": metrics, "card": is_own_card(run, task, fresh, facts, remark)}
 
 
 def is_own_card(run: RunFolder, task: Task, final: Path, facts: Facts, unmeasured: str = "") -> bool:

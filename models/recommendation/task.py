@@ -279,7 +279,8 @@ class Recommender(Task):
 
     def notes(self, facts: Facts) -> list[str]:
         """Without those on missing texts where none are used."""
-        return [n for n in super().notes(facts) if self.options.text != "off" or " have no text: " not in n]
+        found = facts.extra.get("notes", [])
+        return [n for n in found if self.options.text != "off" or " have no text: " not in n]
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         found: dict[str, Any] = super().metrics(parts, split, facts)

@@ -146,3 +146,12 @@ def test_a_task_that_forgets_its_base_is_told_so(tmp_path: Path) -> None:
     text = WHOLE + "    def __init__(self, recipe, options): self.width = 3\n"
     with pytest.raises(UserError, match=r"Mine.__init__ must call super\(\).__init__\(recipe, options\)"):
         complete(written(tmp_path, text), {})
+
+
+def test_a_method_that_is_nearly_a_capability_is_told(tmp_path: Path) -> None:
+    _, notes = complete(written(tmp_path, WHOLE + "    def step_figure(self, recorded): ...\n"), {})
+    assert notes[-1] == "Mine.step_figure is not step_figures, which may be meant"
+    other = tmp_path / "other"
+    other.mkdir()
+    _, notes = complete(written(other, WHOLE + "    def step_figures(self, recorded): ...\n"), {})
+    assert notes == []
