@@ -52,13 +52,10 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     if isinstance(value, dict):
-        wrong = {name: str(item) for name, item in value.items() if _is_not_finite(item)}
+        floats = {name: item for name, item in value.items() if isinstance(item, float)}
+        wrong = {name: str(item) for name, item in floats.items() if not math.isfinite(item)}
         return {name: finite(item) for name, item in value.items()} | ({NOT_FINITE: wrong} if wrong else {})
     return value
-
-
-def _is_not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -70,7 +67,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for k, (name, _) in enumerate(pairs) if name in dict(pairs[:k]))
-        raise ValueError(f"it has the key {twice!r} twice")
+        raise ValueError(f"an object has the key {twice!r} twice: keep one")
     return found
 
 

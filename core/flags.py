@@ -126,16 +126,11 @@ def flags_of(options: type) -> dict[str, Flag]:
 
 @functools.cache
 def _flags_of(options: type) -> dict[str, Flag]:
-    hints, helps = _hints(options), _field_docs(options)
+    hints, helps = typing.get_type_hints(options, include_extras=True), _field_docs(options)
     return {
-        field.name.rstrip("_"): Flag(  # a field cannot be called `from`
-            field.name.rstrip("_"),
-            hints[field.name],
-            _default(field),
-            helps.get(field.name, ""),
-        )
+        name: Flag(name, hints[field.name], _default(field), helps.get(field.name, ""))
         for field in dataclasses.fields(options)
-        if not field.metadata.get("derived")
+        if not field.metadata.get("derived") and (name := field.name.rstrip("_"))  # no field is called `from`
     }
 
 
@@ -143,12 +138,6 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
-@functools.cache
-def _hints(options: type) -> dict[str, Any]:
-    return typing.get_type_hints(options, include_extras=True)
-
-
-@functools.cache
 def _field_docs(options: type) -> dict[str, str]:
     """The string literal under each field, from the class and the dataclasses it extends."""
     docs: dict[str, str] = {}
@@ -304,16 +293,12 @@ def _text(value: Any) -> str:
     return str(value)
 
 
-def _interval(value: Any) -> Interval:
-    return value if isinstance(value, Interval) else Interval.parse(str(value))
-
-
 _SCALARS: dict[Any, Callable[[Any], Any]] = {
     int: _integer,
     float: _number,
     bool: _switch,
     str: _text,
-    Interval: _interval,
+    Interval: lambda value: value if isinstance(value, Interval) else Interval.parse(str(value)),
 }
 
 

@@ -43,7 +43,7 @@ class OptimizerTraits:
     takes_betas: bool = False
     """Whether its parameter groups may set `betas` and `eps`, as Adam's."""
     remark: str = ""
-    """How it saves memory against AdamW, for the list of alternatives; empty where it does not."""
+    """How it saves memory against AdamW, which a plan that does not fit names; empty where it does not."""
     library: str = "torch"
     """What it needs to be installed."""
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -16,12 +17,13 @@ from isobatch.core import hub_cache
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.data import readers
-from isobatch.data.readers import LocatedRows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from isobatch.data.readers import SplitFiles
+
+T = TypeVar("T")
 
 
 def require_dataset(name: str) -> None:
@@ -87,18 +89,12 @@ def drawn_rows(count: int, share: float | None) -> np.ndarray:
 
 
 def hold_out(part: SplitFiles, share: float | None = None) -> tuple[SplitFiles, SplitFiles]:
-    """(train, validation): the last twentieth is validation, or a `share`, of rows drawn at random.
+    """(train, validation) of running text: the last twentieth, or a `share`, is validation.
 
-    A single txt file is cut at the end of a line, other formats between rows. Of several txt files the last
-    one is validation. Raises UserError where there are no rows, and for a share of several txt files.
+    A single file is cut at the end of a line; of several the last one is validation. Raises UserError for a
+    share of several.
     """
     replace = partial(dataclasses.replace, part)
-    if not part.is_stream:
-        count = readers.count_rows(part)
-        if not count:
-            raise UserError(f"--data {part.files[0]}: holds no rows")
-        drawn = drawn_rows(count, share)
-        return replace(kept=~drawn), replace(kept=drawn)
     if len(part.files) > 1:
         if share is not None:
             raise UserError(f"--valid {share:g}: of several .txt files the last is held out: leave it out")
@@ -174,28 +170,18 @@ DEMO_LARGEST_FILE = 32_000
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The texts of each split."""
+    """The texts, or the rows, of each split."""
 
     splits: Mapping[str, Callable[[], Iterable[Any]]]
-    """Split -> a function that reads its texts from the beginning, at every call."""
+    """Split -> a function that reads its texts, or LocatedRows, from the beginning, at every call."""
     is_stream: bool = False
     """Whether the texts are chunks of one text; otherwise each is a document."""
     notes: tuple[str, ...] = ()
     """What the user should know, one line each."""
+    columns: tuple[str, ...] = ()
+    """Of rows the names of the columns, of training."""
     column: str | None = None
-    """The column of the texts, where `splits` read rows as those of a RowCorpus."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowCorpus:
-    """The rows of each split."""
-
-    splits: Mapping[str, Callable[[], LocatedRows]]
-    """Split -> a function that reads its rows from the beginning, at every call."""
-    columns: tuple[str, ...]
-    """The names of the training rows' columns."""
-    notes: tuple[str, ...] = ()
-    """What the user should know, one line each."""
+    """Of rows the column of the texts, where they are read as such."""
 
 
 def overlap_notes(split: str, same: int, count: int) -> list[str]:
@@ -225,7 +211,7 @@ def demo_corpus() -> Corpus:
     return Corpus({s: partial(map, partial(Path.read_text, encoding="utf-8"), fs) for s, fs in parts.items()})
 
 
-def corpus_from_files(files: dict[str, readers.SplitFiles], share: float | None = None) -> Corpus:
+def corpus_from_files(files: dict[str, SplitFiles], share: float | None = None) -> Corpus:
     """All the text of the txt files that `readers.find_splits` found.
 
     `share`: the part of the training data that is validation, where nothing else is.
@@ -234,22 +220,38 @@ def corpus_from_files(files: dict[str, readers.SplitFiles], share: float | None 
     return Corpus({split: partial(readers.read_stream, part) for split, part in files.items()}, True, notes)
 
 
-def rows_from_files(files: dict[str, readers.SplitFiles], share: float | None = None) -> RowCorpus:
-    """The rows of files that `readers.find_splits` found; `share` as of `corpus_from_files`."""
-    parts, notes = with_validation(files, share)
-    rows = {split: partial(readers.read_rows, part) for split, part in parts.items()}
-    return RowCorpus(rows, tuple(readers.column_names(files["train"])), notes)
-
-
 def with_validation(
-    files: dict[str, readers.SplitFiles], share: float | None = None
-) -> tuple[dict[str, readers.SplitFiles], tuple[str, ...]]:
-    """The files with a validation split, and a note for the user where it is taken from training."""
-    notes = tuple(readers.table_notes(files))
+    files: dict[str, SplitFiles], share: float | None = None
+) -> tuple[dict[str, SplitFiles], tuple[str, ...]]:
+    """The txt files with a validation split, and a note for the user where it is taken from training."""
     if "valid" in files:
-        return files, notes
+        return files, ()
     train, valid = hold_out(files["train"], share)
-    return {**files, "train": train, "valid": valid}, (held_out_note(share, train.is_stream), *notes)
+    return {**files, "train": train, "valid": valid}, (held_out_note(share, is_stream=True),)
+
+
+def rows_from_files(files: dict[str, SplitFiles], share: float | None = None) -> Corpus:
+    """The rows of files that `readers.find_splits` found; `share` as of `corpus_from_files`."""
+    rows, train = {s: partial(readers.read_rows, part) for s, part in files.items()}, files["train"]
+    notes, columns = tuple(readers.table_notes(files)), tuple(readers.column_names(train))
+    found = Corpus(rows, notes=notes, columns=columns)
+    if "valid" in files:
+        return found
+    if not (count := readers.count_rows(train)):
+        raise UserError(f"--data {train.files[0]}: holds no rows")
+    return _with_validation(found, count, share)
+
+
+def _with_validation(rows: Corpus, count: int, share: float | None) -> Corpus:
+    """The rows with some of the `count` training rows as validation, and a note of it for the user."""
+    drawn, read = drawn_rows(count, share), rows.splits["train"]
+    splits = dict(rows.splits) | {"train": partial(taken, read, ~drawn), "valid": partial(taken, read, drawn)}
+    return dataclasses.replace(rows, splits=splits, notes=(held_out_note(share), *rows.notes))
+
+
+def taken(read: Callable[[], Iterable[T]], kept: np.ndarray) -> Iterator[T]:
+    """What is read where the mask (n,) is true."""
+    return itertools.compress(read(), kept.tobytes())
 
 
 def hub_splits(name: str, config: str | None) -> dict[str, Any]:
@@ -261,16 +263,12 @@ def hub_splits(name: str, config: str | None) -> dict[str, Any]:
     return splits
 
 
-def rows_from_hub(name: str, config: str | None, share: float | None = None) -> RowCorpus:
+def rows_from_hub(name: str, config: str | None, share: float | None = None) -> Corpus:
     """The rows of a hub data set, with a validation split; `share` as of `corpus_from_files`."""
     splits = hub_splits(name, config)
-    columns, is_held_out = tuple(splits["train"].column_names), "valid" not in splits
-    if is_held_out:
-        rows = splits["train"]
-        drawn = drawn_rows(len(rows), share)
-        splits |= {"train": rows.select(np.flatnonzero(~drawn)), "valid": rows.select(np.flatnonzero(drawn))}
     read = {split: partial(read_hub_rows, name, rows) for split, rows in splits.items()}
-    return RowCorpus(read, columns, (held_out_note(share),) if is_held_out else ())
+    found = Corpus(read, columns=tuple(splits["train"].column_names))
+    return found if "valid" in splits else _with_validation(found, len(splits["train"]), share)
 
 
 def read_hub_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -63,7 +63,12 @@ def prepared_files(folder: Path) -> dict[str, PreparedFile]:
 
 
 def changed_file(folder: Path, seconds: float) -> Path | None:
-    """A file that is not as it was prepared, looked for in the smallest first and for so many seconds."""
+    """A file that is not as it was prepared, looked for in the smallest first and for so many seconds.
+
+    The folder itself where digests.json is gone.
+    """
+    if not (folder / DIGESTS_FILE).exists():
+        return folder
     stop = time.monotonic() + seconds
     for file in sorted(prepared_files(folder).values(), key=lambda f: len(f.digests)):
         for chunk in range(len(file.digests)):

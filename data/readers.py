@@ -14,12 +14,11 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.data.digests import file_hash
@@ -63,8 +62,6 @@ class SplitFiles:
     format: str
     start: int = 0
     stop: int | None = None
-    kept: np.ndarray | None = field(default=None, compare=False, repr=False)
-    """(rows,) bool: which rows of a table belong to it; None for all."""
     numbers: tuple[str, ...] = ()
     """The columns that flags take by number, from 1 on."""
     key: str | None = None
@@ -190,6 +187,12 @@ def read_stream(part: SplitFiles) -> Iterator[str]:
         yield from _read_stream(file, part.start, part.stop)
 
 
+def require_content(part: SplitFiles) -> None:
+    """Raise UserError where all files of a split are empty."""
+    if not any(file.stat().st_size for file in part.files):
+        raise UserError(f"--data: {part.files[0]} is empty")
+
+
 def column_names(part: SplitFiles) -> list[str]:
     """The names of the columns, from the first row; empty where there is no row."""
     return next(([str(k) for k in row] for _, row in read_rows(part)), [])
@@ -306,8 +309,7 @@ def read_rows(part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
     Raises UserError with the line for a row that cannot be read.
     """
     position.begin(part.files)
-    found = itertools.chain.from_iterable(_READERS[part.format](file, part) for file in part.files)
-    return found if part.kept is None else itertools.compress(found, part.kept.tobytes())
+    return itertools.chain.from_iterable(_READERS[part.format](file, part) for file in part.files)
 
 
 def shape_of(file: Path, usual: str, numbers: Iterable[str] = ()) -> delimited.Shape:
@@ -381,18 +383,10 @@ def _as_row(record: Any, where: str) -> tuple[str, Mapping[str, Any]]:
     return where, record
 
 
-def _json_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twin = max(found, key=[key for key, _ in pairs].count)
-        raise ValueError(f"an object has {twin} twice: keep one")
-    return found
-
-
 def parse_json(text: str, where: str) -> Any:
     """The value that a text in JSON stands for. Raises UserError."""
     try:
-        value = json.loads(text, object_pairs_hook=_json_object)
+        value = atomic_files.parse_json(text)
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode()
         return value

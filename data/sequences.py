@@ -178,18 +178,14 @@ class Sequences(TokenizedData):
         if self.recipe.data != DEMO and path is None:
             corpora.require_dataset(self.recipe.data)
             return
-        parts = self._find_files(path) if path else {}
+        parts = self._files(path) if path else {}
+        if parts:
+            readers.require_content(parts["train"])
         name, kind = self._find_column_in(parts.get("train"))
         if kind == TEXT:
             self._check_vocabulary_size()
         for part in parts.values() if name else ():
             readers.require_column(part, name, FLAGS[kind])
-
-    def _find_files(self, path: Path) -> dict[str, SplitFiles]:
-        parts = readers.find_splits(path, self.recipe.format, self.options)
-        if not any(file.stat().st_size for file in parts["train"].files):
-            raise UserError(f"--data {path}: {parts['train'].files[0]} is empty")
-        return parts
 
     def _find_column(self, rows: LocatedRows) -> tuple[str, str, list[str]]:
         """(name, kind, notes) of the column of the sequences."""
@@ -217,9 +213,7 @@ class Sequences(TokenizedData):
     def _content_identity(self) -> Any:
         if self.recipe.data == DEMO:
             return [platform.python_version(), *super()._content_identity()]
-        if (path := self._data_path()) is None:
-            return self.recipe.data
-        return readers.content_hashes(self._find_files(path))
+        return super()._content_identity()
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
         if facts.extra["kind"] == "integers":
@@ -230,11 +224,8 @@ class Sequences(TokenizedData):
     def encode_splits(self) -> Encoded:
         """Raises UserError for a split without sequences, and for ids that are not in the vocabulary."""
         corpus, kind = self._open_corpus()
-        found = {
-            s: SequenceRows(self.recipe.max_length, self.workshop.folder)
-            for s in SPLITS
-            if s in corpus.splits
-        }
+        room, folder = self.recipe.max_length - 1, self.workshop.folder
+        found = {split: SequenceRows(room, folder) for split in SPLITS if split in corpus.splits}
         tokenizer = None
         if kind == TEXT:
             tokenizer = self._collect_texts(corpus, found)
@@ -262,7 +253,7 @@ class Sequences(TokenizedData):
             rows = corpora.rows_from_hub(self.recipe.data, self.options.data_config)
             name, kind, notes = self._find_column(rows.splits["train"]())
         else:
-            parts = self._find_files(path)
+            parts = self._files(path)
             if parts["train"].is_stream:
                 parts, held_out = corpora.with_validation(parts)
                 return Corpus({s: partial(_lines, part) for s, part in parts.items()}, notes=held_out), TEXT
@@ -312,8 +303,9 @@ class Sequences(TokenizedData):
 class SequenceRows:
     """The rows of one split as they are collected on disk: cut, ended and counted."""
 
-    def __init__(self, max_length: int, folder: Path | None) -> None:
-        self.room, self.folder = max_length - 1, folder
+    def __init__(self, room: int, folder: Path | None) -> None:
+        """`room`: most ids of a row, beside the end token."""
+        self.room, self.folder = room, folder
         self.values = SpooledColumns(folder)
         self.lengths = array("q")
         self.largest = END

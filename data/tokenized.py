@@ -103,7 +103,8 @@ class TokenizedData(Data):
 
     def _files(self, path: Path) -> dict[str, readers.SplitFiles]:
         """The files of each split, with that of --valid."""
-        return corpora.find_splits(path, self.recipe.format, self.options.valid, self.options)
+        valid = getattr(self.options, "valid", None)
+        return corpora.find_splits(path, self.recipe.format, valid, self.options)
 
     def _check_tables(self, instead: str) -> dict[str, readers.SplitFiles]:
         """The files of each split, with columns; none of the demo and of hub data.

@@ -31,7 +31,7 @@ class ChecksPlan(Protocol):
 
 @runtime_checkable
 class SavesMemory(Protocol):
-    """Options under which training takes less memory, for the list of alternatives of a plan."""
+    """Options under which training takes less memory, named where a plan does not fit."""
 
     def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
         """Flags under which training takes less memory -> the values of `Options` that they stand for."""

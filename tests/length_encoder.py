@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.data.preparation.encoding import EncodedShard, Encoder
+from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder
 
 
 @dataclass(frozen=True, kw_only=True)
-class LengthEncoder(Encoder):
+class LengthEncoder(ShardEncoder):
     """Lengths of texts; refuses the text `bad`, dies of `fatal`, and counts its calls in a file."""
 
     calls: str

@@ -121,7 +121,7 @@ def delimited_table(
         parse = arrow.ParseOptions(delimiter=delimiter, quote_char='"' if delimiter in ",;|" else False)
         message = ""
         for options.use_threads in (True, False):  # pyarrow names the row of an error only on a single thread
-            source = open_utf8(file) if wide_encoding(file) else require_file(file)
+            source = open_utf8(file) if wide_encoding(file) else file
             try:
                 table = arrow.read_csv(source, options, parse, convert)
             except UnicodeDecodeError:
@@ -151,19 +151,12 @@ def parquet_table(file: Path, columns: Mapping[str, str]) -> Table:
 
 def read_text(file: Path) -> str:
     """A file's text: UTF-8 or UTF-16, or else ISO-8859-1, as MovieLens' files are."""
-    with open_utf8(require_file(file)) as stream:
+    with open_utf8(file) as stream:
         block = stream.read()
     try:
         return block.decode("utf-8-sig")
     except UnicodeDecodeError:
         return block.decode("latin-1")
-
-
-def require_file(file: Path) -> Path:
-    """The file itself. Raises UserError where it does not exist."""
-    if not file.is_file():
-        raise UserError(f"--data {file.parent}: there is no {file.name}")
-    return file
 
 
 def read_fields(file: Path, delimiter: str, count: int) -> Iterator[tuple[str, list[str]]]:
@@ -191,7 +184,7 @@ def shape_to_stream(file: Path, columns: Iterable[str | None], notes: list[str])
 
     Raises UserError with the line of a quote that is not closed: pyarrow would read on to the next.
     """
-    shape = shape_of(require_file(file), _usual_delimiter(file), numbers_in(columns))
+    shape = shape_of(file, _usual_delimiter(file), numbers_in(columns))
     with open_utf8(file) as stream:
         quoted = any(b'"' in block for block in iter(partial(stream.read, 1 << 20), b""))
         stream.seek(0)

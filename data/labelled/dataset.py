@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +27,7 @@ from isobatch.data.labelled.rows import (
     held_out_rows,
     read_examples,
 )
-from isobatch.data.preparation.encoding import EncodedShard, Encoder, encode_in_shards
+from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, encode_in_shards
 from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.tokenized import TokenizedData
 
@@ -74,7 +73,7 @@ class LabelledOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LabelledEncoder(Encoder):
+class LabelledEncoder(ShardEncoder):
     """Tokenizes texts, or pairs of texts one after the other, cut to `max_length` tokens.
 
     A shard has `tokens` (all,), for pairs `types` of the same shape, and `lengths` (rows,). Its facts: the
@@ -185,17 +184,18 @@ class Labelled(TokenizedData):
     ) -> tuple[dict[str, SplitClasses], dict[str, Examples], list[str]]:
         """(classes, and a function that reads examples, of each split; notes), with a validation split."""
         classes = {s: SplitClasses.read(read_examples(rows(), columns)) for s, rows in row_readers.items()}
-        examples: dict[str, Examples] = {
-            split: partial(_examples, rows, columns, None) for split, rows in row_readers.items()
-        }
         if self._data_path() is None:  # of a hub data set the splits are known now
             corpora.check_valid(self.options.valid, classes, self.recipe.data)
         notes, share = [], corpora.share_of(self.options.valid) or HELD_OUT_SHARE
         if "valid" not in classes:
             drawn = held_out_rows(classes["train"], share)
-            for split, rows in (("valid", drawn), ("train", ~drawn)):
-                classes[split] = classes["train"].take(rows)
-                examples[split] = partial(_examples, row_readers["train"], columns, rows)
+            whole, read = classes["train"], row_readers["train"]
+            classes |= {"train": whole.take(~drawn), "valid": whole.take(drawn)}
+            splits = {
+                "train": partial(corpora.taken, read, ~drawn),
+                "valid": partial(corpora.taken, read, drawn),
+            }
+            row_readers = {**row_readers, **splits}
             notes.append(
                 f"there is no validation split: {100 * share:g} % of the training rows of each class are it,"
                 " drawn at random (--valid)"
@@ -209,7 +209,7 @@ class Labelled(TokenizedData):
         for split, found in classes.items():
             if split != "train":
                 notes += overlap_notes(split, found.shared_with(classes["train"]), len(found))
-        return classes, examples, notes
+        return classes, {s: partial(_examples, row_readers[s], columns) for s in classes}, notes
 
     def _rows_per_split(self) -> tuple[Mapping[str, Callable[[], LocatedRows]], list[str]]:
         data = self.recipe.data
@@ -245,9 +245,5 @@ class Labelled(TokenizedData):
         return {n: Ragged.of_lengths(v, lengths, pad if n == "tokens" else 0) for n, v in found.items()}, cut
 
 
-def _examples(
-    rows: Callable[[], LocatedRows], columns: ColumnNames, kept: np.ndarray | None
-) -> Iterator[Example]:
-    """The examples in the rows; those where `kept` is true."""
-    found = read_examples(rows(), columns)
-    return found if kept is None else itertools.compress(found, kept.tobytes())
+def _examples(rows: Callable[[], LocatedRows], columns: ColumnNames) -> Iterator[Example]:
+    return read_examples(rows(), columns)

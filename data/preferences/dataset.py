@@ -15,7 +15,7 @@ from isobatch.core.number_ranges import HeldOutShare
 from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import ArraySource, Column, Ragged
 from isobatch.data.chat_formats import SkippedRowError
-from isobatch.data.corpora import DEMO, RowCorpus, overlap_notes
+from isobatch.data.corpora import DEMO, Corpus, overlap_notes
 from isobatch.data.preferences import pairs
 from isobatch.data.text import chat_templates
 from isobatch.data.text.chat_templates import VERBATIM
@@ -198,7 +198,7 @@ class Preferences(TokenizedData):
             },
         )
 
-    def _open_rows(self) -> RowCorpus:
+    def _open_rows(self) -> Corpus:
         if self.recipe.data == DEMO:
             return demo_pairs()
         share = corpora.share_of(self.options.valid)
@@ -215,7 +215,7 @@ class Preferences(TokenizedData):
             name = VERBATIM
         return name, pairs.default_template(first, VERBATIM)
 
-    def _texts(self, rows: RowCorpus, first: Mapping[str, Any]) -> Iterator[str]:
+    def _texts(self, rows: Corpus, first: Mapping[str, Any]) -> Iterator[str]:
         """The texts that a tokenizer is trained on."""
         name, default = self._template_names(first)
         template = chat_templates.tokenizer_training_template(default if name == "auto" else name)
@@ -223,7 +223,7 @@ class Preferences(TokenizedData):
             yield from (segment.text for segment in sum(pair.answers, pair.prompt))
 
 
-def demo_pairs() -> RowCorpus:
+def demo_pairs() -> Corpus:
     """Pairs with the head of a function as prompt: its next lines are chosen, the same turned round rejected.
 
     Of every other file; every tenth of those is validation.
@@ -232,7 +232,7 @@ def demo_pairs() -> RowCorpus:
     valid = files[9::10]
     train = [file for file in files if file not in valid]
     splits = {name: partial(_pairs_of_files, part) for name, part in (("train", train), ("valid", valid))}
-    return RowCorpus(splits, ("prompt", "chosen", "rejected"))
+    return Corpus(splits)
 
 
 def _pairs_of_files(files: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -247,7 +247,7 @@ def _pairs_of_files(files: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]
 
 
 def render_rows(
-    rows: RowCorpus, split: str, template: ChatTemplate, counts: RowCounts
+    rows: Corpus, split: str, template: ChatTemplate, counts: RowCounts
 ) -> Iterator[RenderedPair]:
     """Yield each pair of a split as text; count the rows that are skipped."""
     for where, row in rows.splits[split]():
@@ -276,7 +276,7 @@ class PairEncoder:
         self._known: set[int] = set()
         """Hashes of the training pairs."""
 
-    def encode(self, split: str, rows: RowCorpus) -> dict[str, Column]:
+    def encode(self, split: str, rows: Corpus) -> dict[str, Column]:
         """The columns of a split. Raises UserError where no pair is left to learn from."""
         counts, in_train = RowCounts(), 0
         kept: list[tuple[TokenRow, TokenRow]] = []

@@ -84,7 +84,7 @@ class EncodedShard:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoder(ABC):
+class ShardEncoder(ABC):
     """Makes a shard of some texts. Its fields decide all: another process gets a copy."""
 
     tokenizer: Tokenizer = field(repr=False)
@@ -115,7 +115,7 @@ class Workshop:
 
 
 def encode_in_shards(
-    encoder: Encoder, name: str, texts: Iterable[str], workshop: Workshop, texts_together: int = 1
+    encoder: ShardEncoder, name: str, texts: Iterable[str], workshop: Workshop, texts_together: int = 1
 ) -> Iterator[EncodedShard]:
     """Yield the shards of the texts, in order. `name` is what the status says.
 
@@ -154,7 +154,7 @@ def batches(texts: Iterable[str], together: int = 1) -> Iterator[list[str]]:
 class _Keeper:
     """Makes each shard once: one that a killed preparation left is taken."""
 
-    encode: Encoder
+    encode: ShardEncoder
     folder: Path | None
     job: str
     """A digest of the encoder and the name of its texts."""

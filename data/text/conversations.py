@@ -18,7 +18,7 @@ from isobatch.data.base import Column, NoSamplesError, Ragged
 from isobatch.data.chat_formats import Message, SkippedRowError
 from isobatch.data.cleaning import CleaningPipeline, CleaningStep
 from isobatch.data.corpora import overlap_notes
-from isobatch.data.preparation.encoding import EncodedShard, Encoder, encode_in_shards, text_hash
+from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, encode_in_shards, text_hash
 from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.readers import LocatedRows
 from isobatch.data.text import chat_templates, row_fields
@@ -47,7 +47,7 @@ class TokenRow(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ConversationEncoder(Encoder):
+class ConversationEncoder(ShardEncoder):
     """Renders, tokenizes and truncates conversations, each given as the JSON of [where, messages].
 
     A shard has `tokens` and `learn` (all tokens,), and `lengths`, `weights` and `hashes` of rows. Its facts:

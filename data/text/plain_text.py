@@ -15,7 +15,13 @@ from isobatch.data import tokenizers
 from isobatch.data.base import Column, NoSamplesError, Ragged
 from isobatch.data.cleaning import CleaningPipeline
 from isobatch.data.corpora import overlap_notes
-from isobatch.data.preparation.encoding import EncodedShard, Encoder, Workshop, encode_in_shards, text_hash
+from isobatch.data.preparation.encoding import (
+    EncodedShard,
+    ShardEncoder,
+    Workshop,
+    encode_in_shards,
+    text_hash,
+)
 from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.text import row_fields
 from isobatch.data.text.row_fields import RowCounts
@@ -49,7 +55,7 @@ class TokenizationSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlainTextEncoder(Encoder):
+class PlainTextEncoder(ShardEncoder):
     """Tokenizes texts and counts their words, lines and bytes; in any process.
 
     A shard has `tokens`, and of documents `hashes` (n,) uint64. Its facts: `words`, separated by white space;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections import Counter
@@ -15,7 +16,7 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, corpora, readers
 from isobatch.data.base import Column, Ragged
-from isobatch.data.corpora import DEMO, Corpus
+from isobatch.data.corpora import DEMO
 from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.text import demo_stories
 from isobatch.data.text.conversations import SHOWN_PROMPTS, Conversations
@@ -119,8 +120,7 @@ class TextSetSpec:
         if not parts:
             check_elsewhere(self.location, options.valid)
             return
-        if not any(file.stat().st_size for file in parts["train"].files):
-            raise UserError(f"--data {self.path}: {parts['train'].files[0]} is empty")
+        readers.require_content(parts["train"])
         if self.has_rows and self._detect_kind(self.columns) == TEXT:
             column = self._text_column(self.columns)
             flag = "--text-column" if options.text_column == column else ""
@@ -164,7 +164,7 @@ class TextSetSpec:
             chat_formats.require_field(
                 dict.fromkeys(table.columns), column, f"--text-column: {self.location}"
             )
-            return PlainText(self.name, Corpus(table.splits, notes=table.notes, column=column), steps)
+            return PlainText(self.name, dataclasses.replace(table, column=column), steps)
         said = f"the rows are read as conversations ({kind}): --text-column {TEXT} reads plain text"
         remarks = [*table.notes, *([said] if TEXT in table.columns else [])]
         return Conversations(self.name, table.splits, kind, self.options, folder, steps, remarks)

@@ -48,7 +48,9 @@ class GroupOrder:
         for number in np.unique(windows).tolist():
             inside = windows == number
             start, size = self._window(borders, number)
-            mixed[inside] = start + shuffle(positions[inside] - start, size, *self._key(number, epoch))
+            mixed[inside] = start + shuffle(
+                positions[inside] - start, size, self.seed + _WINDOW_SEED * (number + 1), epoch + 1
+            )
         places = np.searchsorted(borders, mixed, "right") - 1
         return self.firsts[groups[places]] + mixed - borders[places]
 
@@ -64,7 +66,3 @@ class GroupOrder:
         """(first position, samples) of a window."""
         first, last = number * self.window, min((number + 1) * self.window, len(borders) - 1)
         return int(borders[first]), int(borders[last] - borders[first])
-
-    def _key(self, number: int, epoch: int) -> tuple[int, int]:
-        """(seed, epoch) of the permutation of a window's samples."""
-        return self.seed + _WINDOW_SEED * (number + 1), epoch + 1

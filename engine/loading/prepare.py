@@ -15,7 +15,7 @@ from isobatch.core.facts import Facts
 from isobatch.core.package import cache_folder
 from isobatch.core.terminal.status import doing
 from isobatch.data.base import Data, fingerprint, length_quantiles
-from isobatch.data.digests import DIGESTS_FILE, FACTS_FILE, changed_file, write_digests
+from isobatch.data.digests import FACTS_FILE, changed_file, write_digests
 from isobatch.data.preparation.encoding import Workshop
 from isobatch.data.tokenizers import open_tokenizer, vocabulary_size
 from isobatch.engine.machine.detect import allowed_cpus
@@ -43,7 +43,7 @@ def prepare(data: Data, say: Callable[[str], None] = lambda _: None) -> Facts:
     with atomic_files.explain_write_errors(folder.parent):
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{folder}.lock"):
-            if (folder / FACTS_FILE).exists() and (changed := _changed_file(folder)):
+            if (folder / FACTS_FILE).exists() and (changed := changed_file(folder, CHECK_SECONDS)):
                 say(f"{changed} was changed after it was prepared: it is prepared again")
                 (folder / FACTS_FILE).unlink()
             if not (folder / FACTS_FILE).exists():
@@ -59,11 +59,6 @@ def folder_of(data: Data) -> Path:
     return cache_folder() / "prepared" / key
 
 
-def _changed_file(folder: Path) -> Path | None:
-    """A file of the cache that was changed."""
-    return changed_file(folder, CHECK_SECONDS) if (folder / DIGESTS_FILE).exists() else folder
-
-
 def _make(data: Data, folder: Path) -> None:
     temporary, shards = (folder.with_name(f".{folder.name}.{kind}") for kind in ("tmp", "shards"))
     shutil.rmtree(temporary, ignore_errors=True)
@@ -76,12 +71,11 @@ def _make(data: Data, folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
         temporary.replace(folder)
         shutil.rmtree(shards, ignore_errors=True)
-    except TrainingError as error:  # what ends training, such as a damaged object, is wrong input here
+    except (UserError, TrainingError) as error:
         shutil.rmtree(shards, ignore_errors=True)
-        raise UserError(str(error)) from None
-    except UserError:
-        shutil.rmtree(shards, ignore_errors=True)
-        raise
+        if isinstance(error, UserError):
+            raise
+        raise UserError(str(error)) from None  # a damaged object, for one, is wrong input here
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -101,7 +101,9 @@ def allowed_cpus(root: Path, env: Mapping[str, str]) -> int:
 def allowed_ram(root: Path, env: Mapping[str, str]) -> int:
     """Usable memory in bytes: the least of physical memory, cgroup limit and SLURM's allocation."""
     cgroups = map(positive, cgroup_values(root, "memory.max", "memory", "memory.limit_in_bytes"))
-    limits = [_physical_ram(root), _slurm_ram(env), *cgroups]
+    known = re.search(r"MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo"))
+    physical = int(known[1]) * 1024 if known else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limits = [physical, _slurm_ram(env), *cgroups]
     return int(min(limit for limit in limits if limit))
 
 
@@ -132,12 +134,6 @@ def cgroup_values(root: Path, unified: str, controller: str = "", legacy: str = 
         folders = (base.joinpath(*inside[:count]) for count in range(len(inside), -1, -1))
         found += [text for folder in folders if name and (text := _read(folder / name).strip())]
     return found
-
-
-def _physical_ram(root: Path) -> int:
-    if match := re.search(r"MemTotal:\s+(\d+) kB", _read(root / "proc/meminfo")):
-        return int(match[1]) * 1024
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _slurm_ram(env: Mapping[str, str]) -> float | None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.measures import format_bytes, format_duration
+from isobatch.core.measures import aligned, format_bytes, format_duration
 from isobatch.engine.planning.estimate import Estimate, Target, estimate, with_what_would_fit
 
 PRICES = "a price is for an hour of one GPU (of the machine, where it has none); idle ones are paid too"
@@ -71,10 +71,8 @@ def format_comparison(found: Comparison) -> str:
     heads += ["an hour", "cost"] if found.prices else []
     heads += [] if found.deadline is None else [f"within {format_duration(found.deadline)}"]
     rows = [heads, *(_cells(e, found) for e in found.estimates)]
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    aligned = (("  ".join(map(str.ljust, row, widths))).rstrip() for row in rows)
     reasons = [f"{e.target.name}: {e.why_not}" for e in found.estimates if not e.plan]
-    return "\n".join([*(f"  {line}" for line in aligned), "", *reasons, *_conclusions(found)])
+    return "\n".join([*(f"  {line}" for line in aligned(rows)), "", *reasons, *_conclusions(found)])
 
 
 def _cells(e: Estimate, found: Comparison) -> list[str]:

@@ -22,7 +22,6 @@ from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.planning.calibration import gpu_constants
 from isobatch.engine.planning.choices import compile_seconds
 from isobatch.engine.planning.cost_model import steps_per_epoch
-from isobatch.engine.planning.memory_model import ExecutionChoices, memory_footprint
 from isobatch.engine.planning.parallel_layout import length_flag
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import LoadedWorkload
@@ -76,16 +75,16 @@ class Target:
             self.recipe, self.facts, size, self.hardware, self.asked, world=world, measured=rates
         )
 
-    def smaller_recipes(self) -> Iterator[tuple[str, str, Target]]:
-        """Recipes that learn something else in less memory: (flags, remark, target)."""
+    def smaller_recipes(self) -> Iterator[tuple[str, Target]]:
+        """Recipes that learn something else in less memory, by their flags."""
         options = self.recipe.options
         if isinstance(task := self.task, SavesMemory):
             for flags, values in task.memory_saving_flags().items():
-                yield flags, "", self.with_recipe(options={**options, **values})
+                yield flags, self.with_recipe(options={**options, **values})
         if self.recipe.optimizer == "adamw":
             for name, traits in OPTIMIZERS.items():
                 if traits.remark:
-                    yield f"--optimizer {name}", traits.remark, self.with_recipe(optimizer=name)
+                    yield f"--optimizer {name}", self.with_recipe(optimizer=name)
 
     def with_recipe(self, **values: Any) -> Target:
         """The same with other fields of the recipe."""
@@ -194,50 +193,13 @@ def run_time(target: Target, plan: Plan, size: ModelSize) -> tuple[int, dict[str
     }
 
 
-def memory_alternatives(found: Estimate) -> list[dict[str, Any]]:
-    """Predicted peak bytes per process under a plan, and under each memory-saving setting it does not use.
-
-    All rows are for the plan's own micro-batch; the first is the plan itself. Each row but activation
-    checkpointing is another recipe, which learns something else.
-    """
-    target, plan, size = found.target, found.plan, found.size
-    assert plan is not None
-    assert size is not None
-    choices = ExecutionChoices(
-        **{f.name: getattr(plan, f.name) for f in dataclasses.fields(ExecutionChoices)}
-    )
-    recomputed = dataclasses.replace(choices, activation_checkpointing=True)
-    whole = dataclasses.replace(choices, strategy="single" if choices.processes == 1 else "ddp")
-    settings = [("", "as planned", target, size, choices)]
-    if not plan.activation_checkpointing and size.layers:
-        remark = "the same recipe, a third more arithmetic"
-        settings.append(("--activation-checkpointing on", remark, target, size, recomputed))
-    for flags, remark, other in target.smaller_recipes():
-        if choices.traits.flat_shards and other.recipe.optimizer != target.recipe.optimizer:
-            continue
-        if (its := other.task.model_size(other.facts)).why_unshardable and choices.traits.shards:
-            remark = f"the whole model in each process (--strategy {whole.strategy})"
-            settings.append((flags, remark, other, its, whole))
-        else:
-            settings.append((flags, remark, other, its, choices))
-    tokens, longest = plan.micro_batch_tokens, target.facts.longest
-    peaks = [memory_footprint(one.recipe, of, held, tokens, longest).peak for *_, one, of, held in settings]
-    # The plan's own figure is of a typical micro-batch.
-    offset = plan.predicted_peak_memory_bytes - peaks[0]
-    return [
-        {"flags": flags, "peak_memory_bytes": offset + peak, "remark": remark}
-        for (flags, remark, *_), peak in zip(settings, peaks, strict=True)
-        if peak < peaks[0] or flags != "--activation-checkpointing on"
-    ]
-
-
 def with_what_would_fit(found: Estimate) -> str:
     """The error of an estimate that does not fit, with the flags under which it would: other recipes.
 
     Of sample lengths only the longest that fits is named.
     """
     target, facts = found.target, found.target.facts
-    fitting = [flags for flags, _, other in target.smaller_recipes() if _fits(other)]
+    fitting = [flags for flags, other in target.smaller_recipes() if _fits(other)]
     rows = target.workload.task.rows_per_sample
     length = facts.longest // rows // 2
     while length >= SHORTEST:

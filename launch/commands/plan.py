@@ -26,7 +26,6 @@ from isobatch.engine.planning.comparison import (
 from isobatch.engine.planning.estimate import (
     Target,
     estimate,
-    memory_alternatives,
     parse_prices,
     with_what_would_fit,
 )
@@ -37,7 +36,7 @@ from isobatch.launch.sweeps.chain import parse_chain
 from isobatch.models.capabilities import notes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from isobatch.core.facts import Facts
     from isobatch.engine.machine.hardware import Hardware
@@ -50,9 +49,6 @@ TRAINING = "train"
 """The first phase of a stage that is given no trained model."""
 INTERNAL = ("predicted_step_seconds", "micro_batch_cost")
 """Fields of the plan that are for programs, or stand in a sentence below."""
-WITHIN = 0.02
-"""Of a figure of the plan: other settings that differ by less are not listed. `--json` lists all."""
-TITLE = "the same micro-batch in other ways would take (other recipes, but for --activation-checkpointing):"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,10 +136,9 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
         "reasons": found.plan.reasons,
         "invariance": found.plan.invariance,
         "run": found.to_dict(deadline),
-        "savings": memory_alternatives(found),
         "loader": {name: {"value": value, "reason": reason} for name, (value, reason) in loader.items()},
     }
-    return answer, format_plan(found, deadline, answer)
+    return answer, format_plan(found, deadline)
 
 
 def compare_machines(request: Request, options: PlanCommandOptions) -> tuple[dict[str, Any], str]:
@@ -186,8 +181,8 @@ def _prepared(request: Request) -> Facts:
     )
 
 
-def format_plan(found: Estimate, deadline: float | None, answer: Mapping[str, Any]) -> str:
-    """The text of `plan`; `answer` is that of --json."""
+def format_plan(found: Estimate, deadline: float | None) -> str:
+    """The text of `plan`."""
     recipe, facts, chosen, seconds = found.target.recipe, found.target.facts, found.plan, found.seconds
     assert chosen is not None
     assert seconds is not None
@@ -215,22 +210,8 @@ def format_plan(found: Estimate, deadline: float | None, answer: Mapping[str, An
         f"predicted: {chosen.predicted_step_seconds:.3g} s a step, {memory} per process{basis}",
         whole,
         *([f"prices: {PRICES}"] if found.price is not None else []),
-        "",
-        *format_alternatives(answer["savings"]),
     ]
     return "\n".join(lines)
-
-
-def format_alternatives(rows: list[dict[str, Any]]) -> list[str]:
-    """Lines on the first row, which is the plan itself, and those that take another peak of memory."""
-    planned = rows[0]["peak_memory_bytes"]
-    others = [row for row in rows if abs(row["peak_memory_bytes"] - planned) > WITHIN * planned]
-    width = max(len(row["flags"]) for row in rows)
-    lines = [
-        f"  {row['flags']:<{width}}  {format_bytes(row['peak_memory_bytes']):>8}  {row['remark']}".rstrip()
-        for row in (rows[0], *others)
-    ]
-    return [TITLE, *lines, ""] if others else []
 
 
 def _format_value(name: str, value: Any) -> Any:
