@@ -141,14 +141,6 @@ class _Status:
         self.activity, self.shown_at = Activity(), 0.0
         self.display: _TerminalLine | _Relay | _Lines | None = None
 
-    def start(self, mark: str) -> None:
-        if self.display is None and RELAY_VARIABLE in os.environ and mark:
-            self.display = _Relay()
-        elif self.display is None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
-            self.display = _TerminalLine()
-        elif self.display is None:
-            self.display = _Lines(mark)
-
     def change(self, activity: Activity) -> None:
         is_due = activity.text != self.activity.text or now() - self.shown_at >= _PERIOD_SECONDS
         self.activity = activity
@@ -156,18 +148,16 @@ class _Status:
             self.shown_at = now()
             self.display.show(activity)
 
-    def stop(self) -> None:
-        if self.display is not None:
-            self.display.close()
-        self.__init__()  # type: ignore[misc]
-
 
 _status = _Status()
 
 
 def start_status(mark: str = "") -> None:
     """Begin to show what this process does; `mark` is put before each line that is no terminal's."""
-    _status.start(mark)
+    if _status.display is None:
+        is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        is_child = RELAY_VARIABLE in os.environ and mark
+        _status.display = _Relay() if is_child else _TerminalLine() if is_terminal else _Lines(mark)
 
 
 @contextlib.contextmanager
@@ -176,7 +166,9 @@ def stopped_status() -> Iterator[None]:
     try:
         yield
     finally:
-        _status.stop()
+        if _status.display is not None:
+            _status.display.close()
+        _status.display, _status.activity = None, Activity()
 
 
 def doing(text: str = "", done: int = 0, total: int = 0, figures: tuple[str, ...] = ()) -> None:
