@@ -173,11 +173,10 @@ class Training:
         self.binding.positions = positions
         if self.binding.noise is None or layout.foreign_noise is not False:
             torch.manual_seed(hash((self.task.recipe.seed, step, self.world.rank, number)) & 0x7FFFFFFF)
-        before = _generator_states(self.world.device) if layout.foreign_noise is None else ()
+        before = generator_states(self.world.device) if layout.foreign_noise is None else []
         yield self.context(step, record=record, positions=positions, host=host)
         if layout.foreign_noise is None:
-            after = _generator_states(self.world.device)
-            layout.foreign_noise = any(not torch.equal(a, b) for a, b in zip(before, after, strict=True))
+            layout.foreign_noise = has_drawn(before, self.world.device)
 
     def caching_transforms(self) -> AbstractContextManager[None]:
         """Compute functions of weights, such as fake quantisation, once for all micro-batches of a step."""
@@ -234,6 +233,12 @@ def _holding(transforms: Sequence[CachedWeightTransform]) -> Iterator[None]:
             module.release(complete)
 
 
-def _generator_states(device: torch.device) -> list[Tensor]:
+def generator_states(device: torch.device) -> list[Tensor]:
+    """Of torch's own generators."""
     states = [torch.get_rng_state()]
     return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def has_drawn(before: Sequence[Tensor], device: torch.device) -> bool:
+    """Whether anything has drawn from torch's generators since `before`."""
+    return any(not torch.equal(a, b) for a, b in zip(before, generator_states(device), strict=True))

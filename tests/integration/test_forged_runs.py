@@ -21,12 +21,12 @@ from isobatch.core.atomic_files import rows_in
 from isobatch.engine.checkpointing import portable_state, writer
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
+from isobatch.engine.hooks.data_guard import DATA_WRITTEN
 from isobatch.engine.loading.sampler import make_sampler
 from isobatch.engine.optimization.schedule import learning_rate, phase_schedules
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.metrics_log import SEAL, first_seal
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.engine.training.run_context import DATA_WRITTEN
 from isobatch.tests.forgery import one_process, reseal
 from isobatch.tests.integration.helpers import launch, succeed
 from isobatch.tests.paths import ROOT
@@ -181,10 +181,13 @@ def best_value_forged(run: RunFolder) -> None:
     def edit(rows: Rows) -> None:
         next(row for row in rows if row.get("split") == "valid").update(loss=best)
 
+    def judged(state: dict[str, Any]) -> None:
+        state["hooks"]["evaluate"].update(best=best)
+
     for folder in sorted(run.checkpoints.glob("train-*")):
         step = int(folder.name.rpartition("-")[2])
         if step >= EPOCH:
-            rewrite_checkpoint(run, folder.name, edit=lambda state: state["judge"].update(best=best))
+            rewrite_checkpoint(run, folder.name, edit=judged)
     decisions = [{**row, **({"value": best} if "value" in row else {})} for row in rows_in(run.decisions)]
     run.decisions.write_text("".join(json.dumps(row) + "\n" for row in decisions))
     digest = bytes_digest(run.decisions)

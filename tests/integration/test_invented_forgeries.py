@@ -148,7 +148,7 @@ def mend(run: Path, log: list[dict[str, Any]] | None = None) -> None:
 def mend_checkpoint(folder: Path, recipe: str, seal: str, size: int, log: list[dict[str, Any]]) -> None:
     state = read(folder / "state.json")
     steps = [row for row in log if "lr" in row and row["loss"] is not None]
-    judge = state["judge"] | {"best": None, "best_step": 0, "waited": 0}
+    judge = state["hooks"]["evaluate"] | {"best": None, "best_step": 0, "waited": 0}
     for row in log:
         if "split" in row and row["loss"] is not None:
             better = judge["best"] is None or row["loss"] < judge["best"]
@@ -156,11 +156,11 @@ def mend_checkpoint(folder: Path, recipe: str, seal: str, size: int, log: list[d
             judge["waited"] = 0 if better else judge["waited"] + 1
     if judge["best"] is not None:
         judge["best"] = round(judge["best"], 6)
-    state["judge"] = judge
+    state["hooks"]["evaluate"] = judge
     state["logs"] |= {"seal": seal, "metrics": size}
     state["recipe_hash"] = recipe
     for name, key in (("losses", "loss"), ("norms", "grad_norm")):
-        state["spikes"][name] = [float(f"{row[key]:.5g}") for row in steps]
+        state["hooks"]["spikes"][name] = [float(f"{row[key]:.5g}") for row in steps]
     write(folder / "state.json", state)
     content = (folder / "node-00000.safetensors").read_bytes()
     texts = ("index.json", "state.json")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from isobatch.engine.training.run_context import RunContext
+from isobatch.engine.hooks.tracker import Tracker
 from tests.integration.helpers import ROOT, succeed
 
 LINE = f"{ROOT}/tests/tasks/failing.py:Line"
@@ -36,13 +36,11 @@ def test_training_goes_on_where_a_tracker_fails() -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ConnectionError("no server")
 
-    context: Any = SimpleNamespace(
-        tracks=True,
-        options=SimpleNamespace(tracker="mlflow"),
-        console=SimpleNamespace(say=said.append),
-        world=SimpleNamespace(accelerator=SimpleNamespace(log=fail)),
-        progress=SimpleNamespace(steps=1),
-    )
-    for _ in range(2):
-        RunContext.track(context, {"loss": 1.0})
+    world = SimpleNamespace(accelerator=SimpleNamespace(log=fail))
+    state: Any = SimpleNamespace(world=world, progress=SimpleNamespace(steps=1))
+    figures: Any = SimpleNamespace(row={"loss": 1.0})
+    tracker = Tracker("mlflow", said.append)
+    with tracker.phase(state):
+        for _ in range(2):
+            tracker.on_figures(figures)
     assert said == ["--tracker mlflow gets nothing more: ConnectionError: no server"]

@@ -69,7 +69,8 @@ class ThreadWorld(Communicator):
 
     def _record_and_gather(self, value: Any, *call: Any) -> list[Any]:
         self.calls.append(call)
-        return self.exchange.all_gather(self.rank, value)
+        with self.waiting_for(call[0]):
+            return self.exchange.all_gather(self.rank, value)
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         import torch

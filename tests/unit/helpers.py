@@ -17,6 +17,12 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from isobatch.core.recipe import Recipe
+    from isobatch.data.base import Source
+    from isobatch.engine.loading.sampler import Sampler
+    from isobatch.engine.noise.keyed_noise import KeyedNoise
+    from isobatch.engine.strategies.base import Strategy
+    from isobatch.engine.train.state import Training
+    from isobatch.models.base import Task
 
 _DEFAULTS: dict[str, Any] = {
     "device": "cpu",
@@ -52,6 +58,31 @@ def plan(**changes: Any) -> Plan:
 def optimizer_of(model: nn.Module, recipe: Recipe, sparse: Sequence[nn.Parameter] = ()) -> Optimizer:
     """The recipe's, on a CPU."""
     return make_optimizer(Line(recipe, None), model, "cpu", sparse)
+
+
+def training(
+    task: Task,
+    strategy: Strategy,
+    source: Source,
+    sampler: Sampler,
+    noise: KeyedNoise | None = None,
+    steps: int = 3,
+) -> Training:
+    """A phase of a task in which a strategy holds the model already."""
+    from isobatch.engine.optimization.schedule import PhaseSchedule
+    from isobatch.engine.runs.summary import Progress
+    from isobatch.engine.train.state import Binding, StepLayout, Training
+    from isobatch.models.base import CachedWeightTransform
+
+    layout = StepLayout(
+        transforms=[m for m in strategy.unwrapped.modules() if isinstance(m, CachedWeightTransform)]
+    )
+    facts: Any = None
+    schedule = PhaseSchedule("train", steps, sampler.steps_per_epoch, task.recipe.lr, eval_every=100)
+    return Training(
+        task, facts, strategy.plan, strategy.world, {"train": source}, sampler, Progress("train"),
+        strategy.unwrapped, Binding(noise), schedule, strategy, layout,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

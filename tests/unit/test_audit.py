@@ -76,7 +76,7 @@ def run(tmp_path: Path) -> RunFolder:
     judge = dataclasses.asdict(EarlyStopping("min", best=3.9, best_step=4, waited=1))
     progress = {"phase": "train", "step": STEPS, "chain": link, "samples": seen}
     state = {"recipe_hash": recipe.hash(), "fingerprint": facts.fingerprint, "progress": progress}
-    save(made, {**state, "logs": logs, "judge": judge})
+    save(made, {**state, "logs": logs, "hooks": {"evaluate": judge}})
     digest = recorded_digest(made.checkpoints / "train-9")
     journal.log_metrics({"phase": "train", "step": STEPS, "checkpoint": "train-9", "digest": digest})
     journal.seal("train", STEPS)
@@ -278,7 +278,10 @@ def test_changed_facts_are_found(run: RunFolder) -> None:
     ("edit", "problem"),
     [
         (lambda state: state["progress"].update(chain="0" * 16), "has seen other samples than metrics.jsonl"),
-        (lambda state: state["judge"].update(best=1.0), "judged other evaluations than metrics.jsonl has"),
+        (
+            lambda state: state["hooks"]["evaluate"].update(best=1.0),
+            "judged other evaluations than metrics.jsonl has",
+        ),
         (lambda state: state.update(world_size=9), "is not what the run wrote"),
     ],
 )

@@ -12,9 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from isobatch.core.errors import TrainingError
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.registry import TASKS, workload
-from isobatch.engine.training import step_metrics
+from isobatch.engine.train.figures import differences as moved
+from isobatch.engine.train.hooks import Hook, Hooks, Seen
+from isobatch.engine.train.loop import run_phase
+from isobatch.engine.train.step import train_step
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
@@ -22,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from isobatch.engine.training.session import ActivePhase, Session
+    from isobatch.engine.train.build import Builder
 
 BATCH, LATER = 16, 10
 """Samples of a global batch; steps after which gradients are compared again."""
@@ -73,19 +77,19 @@ def whole_plan(**changes: Any) -> Any:
     return plan(**{**values, **changes})
 
 
-def open_session(task: str, flags: Mapping[str, Any], precision: str = "fp32") -> Session:
-    """A session of one process, which holds a whole global batch at a time."""
+def build(task: str, flags: Mapping[str, Any], precision: str = "fp32") -> Builder:
+    """The training of one process, which holds a whole global batch at a time."""
     import torch
 
     from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.engine.training.session import Session
+    from isobatch.engine.train.build import Builder
 
     chosen = workload(task)
     recipe = chosen.complete({**COMMON, **flags})[0]
     world = Communicator(whole_plan())
     if precision == "bf16":  # accelerate keeps one precision for the life of a process
         world.accelerator = SimpleNamespace(autocast=partial(torch.autocast, "cpu", torch.bfloat16))  # type: ignore[assignment]
-    return Session(recipe, prepare(chosen.make(recipe)[1]), whole_plan(), world)
+    return Builder(recipe, prepare(chosen.make(recipe)[1]), whole_plan(), world)
 
 
 @pytest.fixture(scope="module")
@@ -93,34 +97,46 @@ def finished(tmp_path_factory: pytest.TempPathFactory, _cache: None) -> dict[str
     """Task -> the folder of a model of it with random weights, for tasks that start from one."""
     found = {}
     for task in ("causal-lm", "classifier"):
-        with open_session(task, {}) as session:
-            folder = tmp_path_factory.mktemp(task)
-            session.task.export(session.model, folder, session.facts)
+        with build(task, {}) as builder:
+            folder, state = tmp_path_factory.mktemp(task), builder.state
+            state.task.export(state.model, folder, state.facts)
         found[task] = str(folder)
     return found
 
 
-def cuts_of(session: Any) -> list[int]:
+def cuts_of(state: Any) -> list[int]:
     """Sizes of micro-batches to compare; a cohort is never cut."""
-    return [samples for samples in CUTS if samples >= session.task.cohort]
+    return [samples for samples in CUTS if samples >= state.task.cohort]
 
 
-def gradients(active: ActivePhase, step: int, samples: int) -> dict[str, Tensor]:
+class EnoughError(Exception):
+    """A step has its gradients."""
+
+
+class Gradients(Hook):
+    """Keeps the gradients of a step, which ends there: no weight moves."""
+
+    def on_gradients(self, state: Any, step: int) -> Mapping[str, Any]:
+        named = list(state.model.named_parameters())
+        self.found = {n: p.grad.to_dense().double() for n, p in named if p.grad is not None}
+        for _, p in named:
+            p.grad = None
+        raise EnoughError
+
+
+def gradients(builder: Builder, step: int, samples: int) -> dict[str, Tensor]:
     """Gradients of a step of a phase in micro-batches of at most so many samples, without an update."""
-    session: Any = active.session
-    session.replan(dataclasses.replace(session.plan, micro_batch_samples=samples))
-    (loaded,) = active.batches(step, step + 1)
-    active.stepper.backward(loaded)
-    assert max(len(m.positions) for m in loaded.work.micro_batches) <= samples
-    found = {n: p.grad.to_dense().double() for n, p in session.model.named_parameters() if p.grad is not None}
-    for p in session.model.parameters():
-        p.grad = None
-    return found
+    builder.replan(dataclasses.replace(builder.state.plan, micro_batch_samples=samples))
+    (batch,), hook = builder.state.batches(step, step + 1), Gradients()
+    with pytest.raises(TrainingError, match="failed in step"):
+        train_step(builder.state, batch, Hooks([hook]))
+    assert max(len(m.positions) for m in batch.work.micro_batches) <= samples
+    return hook.found
 
 
-def differences(active: ActivePhase, step: int) -> dict[str, float]:
+def differences(builder: Builder, step: int) -> dict[str, float]:
     """Parameter -> largest distance of its gradients under two cuts, over the norm of its gradient."""
-    whole, *others = (gradients(active, step, samples) for samples in cuts_of(active.session))
+    whole, *others = (gradients(builder, step, samples) for samples in cuts_of(builder.state))
     assert whole
     least = LEAST * sum(float(g.norm()) ** 2 for g in whole.values()) ** 0.5
     return {
@@ -135,13 +151,12 @@ def largest_differences(
     """Of a case: `differences` in the first step, and after LATER steps of one whole batch each."""
     task, phase, flags = CASES[name]
     starts = {k: finished[v] for k, v in flags.items() if k in ("model", "pruned", "teacher")}
-    session = open_session(task, {**flags, **starts}, precision)
-    with session, session.phase(session.schedules[phase]) as active:
-        first = differences(active, 0)
-        session.replan(whole_plan())
-        for loaded in active.batches(0, LATER):
-            active.step(loaded)
-        return first, differences(active, LATER)
+    builder = build(task, {**flags, **starts}, precision)
+    with builder, builder.phase(builder.schedules[phase]) as state:
+        first = differences(builder, 0)
+        builder.replan(whole_plan())
+        run_phase(state, Hooks(), 0, LATER)
+        return first, differences(builder, LATER)
 
 
 def assert_equal(found: dict[str, float], tolerance: float) -> None:
@@ -184,16 +199,17 @@ def test_a_rehearsal_leaves_the_model_as_it_was(finished: dict[str, str]) -> Non
     flags = {"pruned": finished["classifier"], "dropout": 0.1}
     found = []
     for rehearses in (False, True):
-        session = open_session("qat", flags)
-        (schedule,) = session.schedules
-        with session:
+        builder, seen = build("qat", flags), Seen()
+        (schedule,) = builder.schedules
+        with builder:
             if rehearses:
                 other = dataclasses.replace(whole_plan(), micro_batch_samples=3)
-                rehearsed = session.rehearse(schedule, other, LATER)
-                assert session.plan == whole_plan()
-            with session.phase(schedule) as active:
-                found.append([active.step(loaded).loss_and_norm() for loaded in active.batches(0, LATER)])
+                rehearsed = builder.rehearse(schedule, other, LATER)
+                assert builder.state.plan == whole_plan()
+            with builder.phase(schedule) as state:
+                run_phase(state, Hooks([seen]), 0, LATER)
+                found.append([(figures.loss, figures.norm) for figures in seen.figures])
     assert found[0] == found[1]
     assert len(rehearsed) == LATER
     assert rehearsed != found[0]
-    assert 0 < step_metrics.largest_differences(rehearsed, found[0])[0] < 1e-2
+    assert 0 < max(loss for loss, _ in map(moved, rehearsed, found[0])) < 1e-2

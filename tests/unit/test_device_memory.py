@@ -15,7 +15,7 @@ from isobatch.engine.distributed.device_memory import (
     forbid_spilling,
     spills_to_host_memory,
 )
-from isobatch.engine.training import memory_probe
+from isobatch.engine.train import memory_probe
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -72,6 +72,6 @@ def test_a_rehearsal_is_not_the_peak_of_the_run(fits: bool, monkeypatch: pytest.
     monkeypatch.setattr(torch.random, "fork_rng", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("give back"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: events.append("reset"))
-    session: Any = SimpleNamespace(model=nn.Linear(1, 1), world=SimpleNamespace(device=torch.device("cuda")))
-    assert memory_probe.largest_micro_batch_fits(session, "train") == fits
+    state: Any = SimpleNamespace(model=nn.Linear(1, 1), world=SimpleNamespace(device=torch.device("cuda")))
+    assert memory_probe.largest_micro_batch_fits(state) == fits
     assert events == ["rehearsal", "give back", "reset"]

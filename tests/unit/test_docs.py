@@ -106,7 +106,7 @@ def test_every_decision_is_listed() -> None:
         ("`engine/registry.py`", []),
         ("`engine/nowhere.py`", ["engine/nowhere.py"]),
         ("`nowhere/registry.py` and `NOTES.md`", ["nowhere/registry.py", "NOTES.md"]),
-        ("see `engine/training/` and `engine/strategies/*.py`", []),
+        ("see `engine/train/` and `engine/strategies/*.py`", []),
         ("`engine/strategies/*.txt`", ["engine/strategies/*.txt"]),
         ("`tests/unit/test_docs.py::test_every_decision_is_listed`", []),
         ("`tests/unit/test_docs.py::test_nothing`", ["tests/unit/test_docs.py::test_nothing"]),

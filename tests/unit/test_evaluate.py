@@ -1,7 +1,8 @@
-"""Tests of engine/training/evaluate.py: every sample once and in order, on any number of ranks."""
+"""Tests of engine/train/evaluate.py: every sample once and in order, on any number of ranks."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from isobatch.core.recipe import Recipe
 from isobatch.data.base import ArraySource, Ragged
 from isobatch.engine.train.evaluate import evaluate, held_out_samples
 from isobatch.models.base import Batch, Loss, Rows, StepContext, Sum, Task
@@ -51,7 +53,17 @@ class Counting(Task):
 def measured(world: Any, task: Task, fraction: float = 1.0) -> dict[str, Any]:
     model = task.build_model(None).train()
     chosen = plan(processes=world.size, micro_batch_samples=3, micro_batch_tokens=40, pad_multiple=4)
-    found = evaluate(task, model, source(), "valid", None, chosen, world, fraction)
+    state: Any = SimpleNamespace(
+        task=task,
+        model=model,
+        splits={"valid": source()},
+        facts=None,
+        plan=chosen,
+        world=world,
+        strategy=None,
+    )
+    state.recipe = Recipe(task="counting")
+    found = evaluate(state, "valid", fraction)
     assert model.training  # as it was before
     return found
 

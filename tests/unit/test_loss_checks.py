@@ -1,9 +1,11 @@
-"""Tests of engine/training/loss_checks.py: the first step checks what loss() returns and changes nothing."""
+"""Tests of engine/train/first_step.py: the first step checks what loss() returns and changes nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,8 @@ from torch import Tensor, nn
 from isobatch.core.errors import TrainingError
 from isobatch.core.recipe import Recipe
 from isobatch.data.base import ArraySource
-from isobatch.engine.loading.loader import BatchLoader, LoadedStep, StepWork
+from isobatch.engine.loading.device_copies import HostCopy
+from isobatch.engine.loading.loader import LoadedStep, StepWork
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
 from isobatch.engine.noise.keyed_attention import key_dropout
@@ -22,11 +25,12 @@ from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.engine.optimization.schedule import PhaseSchedule
 from isobatch.engine.runs.summary import Progress
 from isobatch.engine.strategies.replicated import ReplicatedStrategy
-from isobatch.engine.training import loss_checks
-from isobatch.engine.training.step_metrics import step_row
-from isobatch.engine.training.train_step import Stepper, StepResult
+from isobatch.engine.train import first_step, loop
+from isobatch.engine.train.figures import StepOutput
+from isobatch.engine.train.hooks import Hooks, Seen
+from isobatch.engine.train.loop import run_phase
 from isobatch.models.base import Batch, Loss, StepContext, Task
-from isobatch.tests.unit.helpers import optimizer_of, plan
+from isobatch.tests.unit.helpers import optimizer_of, plan, training
 
 COUNT, WIDTH = 24, 5
 RECIPE = Recipe(task="tiny", batch_size=12, lr=0.1, optimizer="sgd")
@@ -114,14 +118,6 @@ class Equal(ReplicatedStrategy):
     equal_counts = True
 
 
-class Half(Stepper):
-    """In 16 bits."""
-
-    def __init__(self, *words: Any) -> None:
-        super().__init__(*words)
-        self.world.accelerator.autocast = partial(torch.autocast, "cpu", torch.bfloat16)
-
-
 def source() -> ArraySource:
     values = np.random.default_rng(0).normal(size=(COUNT, WIDTH)).astype(np.float32)
     return ArraySource({"x": values})
@@ -132,7 +128,7 @@ def trained(
     task: type[Task] = Sums,
     net: type[nn.Module] = Net,
     strategy: type[ReplicatedStrategy] = ReplicatedStrategy,
-    stepper: type[Stepper] = Stepper,
+    half: bool = False,
     noise: str = "keyed",
     micro: int = 5,
     checkpointed: bool = False,
@@ -147,10 +143,12 @@ def trained(
         checkpoint_activations(model, keyed=keyed is not None)
     chosen = plan(processes=world.size, micro_batch_samples=micro)
     made = strategy(model.train(), lambda model: optimizer_of(model, recipe), chosen, world, recipe.clip)
-    runner = stepper(task(recipe, None), recipe, world, made, keyed, "train")
-    order = Sampler(COUNT, recipe.batch_size, 0, cohort=task.cohort).batch
-    loader = BatchLoader(source(), order, chosen, world.rank, task.cohort, made.equal_counts)
-    sums = [runner.run(loaded, recipe.lr).sums.read() for loaded in loader.steps(0, 3)]
+    if half:
+        world.accelerator.autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    order = Sampler(COUNT, recipe.batch_size, 0, cohort=task.cohort)
+    seen = Seen()
+    run_phase(training(task(recipe, None), made, source(), order, keyed), Hooks([seen]))
+    sums = [figures.values for figures in seen.figures]
     calls = [site.calls for site in keyed.sites.values()] if keyed else []
     state = {name: t.tolist() for name, t in model.state_dict().items()}
     return {"sums": sums, "calls": calls, "state": state, "generator": torch.get_rng_state().tolist()}
@@ -160,13 +158,13 @@ def trained(
 def looked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What was held against each other: empty where nothing was."""
     found: list[Any] = []
-    really = loss_checks.refuse_means
+    really = first_step.refuse_means
 
     def looking(*words: Any) -> None:
         found.append(words)
         really(*words)
 
-    monkeypatch.setattr(loss_checks, "refuse_means", looking)
+    monkeypatch.setattr(first_step, "refuse_means", looking)
     return found
 
 
@@ -175,7 +173,7 @@ def looked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     [
         ({}, 1),
         ({"checkpointed": True}, 1),
-        ({"stepper": Half}, 1),
+        ({"half": True}, 1),
         ({"noise": "native"}, 0),  # its dropout differs by itself
         ({"net": Grown}, 0),
         ({"task": Contrast, "micro": 8}, 1),
@@ -190,11 +188,11 @@ def test_looking_changes_nothing_that_is_learnt(
 ) -> None:
     (found,) = run_ranks(1, partial(trained, **settings)).values
     assert len(looked) == looks
-    monkeypatch.setattr(Stepper, "_refuse_means", lambda *_: None)
+    monkeypatch.setattr(loop, "check_sums", lambda *_: None)
     assert run_ranks(1, partial(trained, **settings)).values == [found]
 
 
-@pytest.mark.parametrize("settings", [{}, {"stepper": Half}, {"micro": 2}])
+@pytest.mark.parametrize("settings", [{}, {"half": True}, {"micro": 2}])
 def test_a_mean_is_refused(settings: dict[str, Any], run_ranks: Any) -> None:
     with pytest.raises(
         TrainingError, match=r"part odd is not a sum over samples: .* return the sum"
@@ -236,8 +234,11 @@ def test_a_part_has_a_name_of_its_own(names: list[str], problem: str, run_ranks:
 
 
 def test_every_field_of_a_row_is_reserved() -> None:
-    loaded = LoadedStep(StepWork(0, np.arange(3), {}, 3, [], 0.0))
-    result = StepResult(loaded, 0.1, ["loss"], torch.ones(1), torch.ones(()))
-    row = step_row(result, {"loss": 1.0}, 1.0, Progress("train"), PhaseSchedule("train", 3, 3, 0.1, 1))
-    assert row.keys() - {"loss"} <= loss_checks.RESERVED
-    loss_checks.refuse_names(["loss"])  # the only part may be called what it is
+    loaded, one = LoadedStep(StepWork(0, np.arange(3), {}, 3, [], 0.0)), HostCopy(torch.ones(1))
+    schedule = PhaseSchedule("train", 3, 3, 0.1, 1)
+    world = SimpleNamespace(waiting_for=lambda _: contextlib.nullcontext())
+    state: Any = SimpleNamespace(progress=Progress("train"), schedule=schedule, world=world)
+    figures = StepOutput(loaded, 0.1, one, one, ["loss"]).read(state)
+    assert figures is not None
+    assert figures.row.keys() - {"loss"} <= first_step.RESERVED
+    first_step.refuse_names(["loss"])  # the only part may be called what it is

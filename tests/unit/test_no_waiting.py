@@ -20,7 +20,8 @@ import isobatch
 from isobatch.core.package import ROOT
 from isobatch.engine.loading.device_copies import HostCopy
 from isobatch.engine.strategies.replicated import ReplicatedStrategy
-from isobatch.engine.training import phase_loop, train_step
+from isobatch.engine.train import loop
+from isobatch.engine.train.hooks import Hooks
 from isobatch.models import attention_functions
 
 READS = ("aten._local_scalar_dense", "aten.is_nonzero", "aten.equal.")
@@ -59,11 +60,13 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     """Counts within steps and the reading of their metrics, and what is turned into lists there."""
     found = Waits()
 
-    def counted(function: Any, steady: Any) -> Any:
-        def call(self: Any, *arguments: Any) -> Any:
-            before, found.counting = found.counting, steady(*arguments)
+    def counted(function: Any) -> Any:
+        def call(first: Any, *arguments: Any) -> Any:
+            loaded = [getattr(one, "loaded", one) for one in arguments]  # a batch, or a step's output
+            steps = [one.work.step for one in loaded if hasattr(one, "work")]
+            before, found.counting = found.counting, bool(steps) and steps[0] >= FIRST
             try:
-                return function(self, *arguments)
+                return function(first, *arguments)
             finally:
                 found.counting = before
 
@@ -83,20 +86,13 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
             found.found[f"tolist at {_place()}"] += 1
         return to_list(self)
 
-    monkeypatch.setattr(
-        train_step.Stepper,
-        "run",
-        counted(train_step.Stepper.run, lambda loaded, *_: loaded.work.step >= FIRST),
-    )
-    loop: Any = phase_loop.PhaseLoop
-    read_metrics = loop._read_metrics  # noqa: SLF001  what runs between two steps
-    monkeypatch.setattr(
-        loop, "_read_metrics", counted(read_metrics, lambda r: r is not None and r.loaded.work.step >= FIRST)
-    )
+    monkeypatch.setattr(loop, "train_step", counted(loop.train_step))
+    monkeypatch.setattr(Hooks, "figures", counted(Hooks.figures))
     monkeypatch.setattr(HostCopy, "read", uncounted)
     monkeypatch.setattr(attention_functions, "answers_late", lambda _: True)
     # Only on a CPU are gradients of embeddings sparse, which torch's own padding index filters by a mask.
-    monkeypatch.setattr(ReplicatedStrategy, "_use_sparse_gradients", lambda *_: None)
+    use_sparse = ReplicatedStrategy._use_sparse_gradients  # noqa: SLF001
+    monkeypatch.setattr(ReplicatedStrategy, "_use_sparse_gradients", lambda own, _: use_sparse(own, False))
     monkeypatch.setattr(torch.Tensor, "tolist", listed)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Interval
 from isobatch.core.recipe import Recipe
+from isobatch.engine.hooks import checkpoint
+from isobatch.engine.hooks.checkpoint import Checkpoint
 from isobatch.engine.optimization.schedule import (
+    CLOSING_STEPS,
     PhaseSchedule,
-    SaveTimer,
     learning_rate,
     phase_schedules,
 )
@@ -104,20 +107,32 @@ def test_what_a_task_has_no_phases_for(values: dict[str, Any], problem: str) -> 
         phase_schedules(recipe(**values), TWO, 10)
 
 
-def test_an_alarm_by_steps_is_the_same_on_every_rank() -> None:
-    for clock in (0.0, 1e6):
-        alarm = SaveTimer(Interval(3, "steps"), ONE, clock)
-        assert [step for step in range(1, 10) if alarm.due_at(step)] == [3, 6, 9]
-        assert not alarm.due_by(clock + 1e9)
-    assert SaveTimer(Interval(0.5, "epochs"), ONE, 0.0).due_at(5)
-    assert [s for s in range(1, 26) if SaveTimer(Interval(40, "percent"), ONE, 0.0).due_at(s)] == [10, 20]
+def saves(every: Interval, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The hook that saves so often, in a phase that began at 1,000 s."""
+    facts: Any = SimpleNamespace(rank=0, device=None, save_every=every, schedule=ONE, progress=None)
+    hook = Checkpoint(facts, facts, facts, facts, facts, [ONE], [], lambda _: False, lambda _: set())
+    monkeypatch.setattr(hook.writer, "wait", lambda: None)
+    monkeypatch.setattr(checkpoint, "now", lambda: 1000.0)
+    with hook.phase(facts):
+        yield hook
 
 
-def test_an_alarm_by_the_clock() -> None:
-    alarm = SaveTimer(Interval(10, "minutes"), ONE, clock=1000.0)
-    assert not alarm.due_at(10)
-    assert not alarm.due_by(1000 + 599)
-    assert alarm.due_by(1000 + 600)  # 10 minutes are 600 s
-    alarm.reset(1600.0)
-    assert not alarm.due_by(1600 + 599)
-    assert alarm.due_by(1600 + 600)
+def test_saves_by_steps_are_the_same_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = ONE.steps - CLOSING_STEPS
+    for every, due in (
+        (Interval(3, "steps"), [3, 6, 9, 12, 15, 18, 21, last, 24]),
+        (Interval(0.5, "epochs"), [5, 10, 15, 20, last, 25]),
+        (Interval(40, "percent"), [10, 20, last]),
+    ):
+        for hook in saves(every, monkeypatch):
+            assert [step for step in range(1, 26) if hook.due(step)] == due
+            monkeypatch.setattr(checkpoint, "now", lambda: 1e9)
+            assert hook.vote(1) == {"save": 0}
+
+
+def test_saves_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    for hook in saves(Interval(10, "minutes"), monkeypatch):
+        assert not hook.due(10)
+        for clock, votes in ((1000 + 599, 0), (1000 + 600, 1)):  # 10 minutes are 600 s
+            monkeypatch.setattr(checkpoint, "now", lambda clock=clock: clock)
+            assert hook.vote(1) == {"save": votes}

@@ -15,8 +15,8 @@ import isobatch
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.engine.checkpointing.host_buffer import HostBuffer
+from isobatch.engine.hooks.spikes import WINDOW, SpikeWatch
 from isobatch.engine.optimization.left_out import LEAVE_OUT, leave_out
-from isobatch.engine.optimization.spikes import WINDOW, SpikeWatch
 from isobatch.engine.registry import complete
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.verification.run_order import RunOrder

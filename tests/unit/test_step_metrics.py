@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from isobatch.engine.hooks.machine import flop_utilisation
 from isobatch.engine.loading.loader import BatchLoader, StepWork
-from isobatch.engine.training.step_metrics import flop_utilisation
 from isobatch.models.base import CHANGES_SHAPE, ModelSize
 from isobatch.models.causal_lm import model_sizes
 from isobatch.models.flops import flops_per_token

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from isobatch.engine.loading.loader import BatchLoader
-from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.strategies.replicated import ReplicatedStrategy
+from isobatch.engine.train.hooks import Hooks
+from isobatch.engine.train.step import train_step
 from isobatch.examples.strategy import PerParameterStrategy
 from isobatch.tests.unit.helpers import optimizer_of, plan
-from isobatch.tests.unit.test_train_step import COUNT, RECIPE, model, source, stepper
+from isobatch.tests.unit.test_train_step import RECIPE, model, state_of
 
 if TYPE_CHECKING:
     from isobatch.engine.strategies.base import Strategy
@@ -25,10 +25,9 @@ def weights_after_two_steps(kind: type[Strategy], size: int) -> Any:
     def part(world: Any) -> dict[str, torch.Tensor]:
         chosen = plan(processes=size, micro_batch_tokens=40)
         strategy: Any = kind(models[world.rank], lambda m: optimizer_of(m, RECIPE), chosen, world, clip=0.5)
-        runner = stepper(strategy)
-        sampler = Sampler(COUNT, RECIPE.batch_size, RECIPE.seed)
-        for loaded in BatchLoader(source(), sampler.batch, chosen, world.rank).steps(0, 2):
-            runner.run(loaded, RECIPE.lr)
+        state = state_of(strategy, steps=2)
+        for batch in state.batches(0):
+            train_step(state, batch, Hooks())
         return {name: p.detach().clone() for name, p in strategy.unwrapped.named_parameters()}
 
     return part

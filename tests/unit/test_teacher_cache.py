@@ -1,4 +1,4 @@
-"""Tests of engine/training/teacher_cache.py: a teacher computes each sample once."""
+"""Tests of engine/train/teacher_cache.py: a teacher computes each sample once."""
 
 from __future__ import annotations
 

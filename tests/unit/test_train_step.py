@@ -1,4 +1,4 @@
-"""Tests of engine/training/train_step.py: the same numbers and collectives for any number of ranks."""
+"""Tests of engine/train/step.py: the same numbers and collectives for any number of ranks."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from torch import Tensor, nn
 from isobatch.core.errors import TrainingError
 from isobatch.core.recipe import Recipe
 from isobatch.data.base import ArraySource, Ragged
-from isobatch.engine.loading.loader import BatchLoader
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.engine.strategies import replicated as replicas_module
 from isobatch.engine.strategies.replicated import ReplicatedStrategy
-from isobatch.engine.training.train_step import Stepper, Votes
+from isobatch.engine.train.hooks import Hook, Hooks
+from isobatch.engine.train.step import train_step
 from isobatch.models import base
 from isobatch.models.base import Batch, Loss, StepContext, Task
-from isobatch.tests.unit.helpers import optimizer_of, plan
+from isobatch.tests.unit.helpers import optimizer_of, plan, training
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
+
+    from isobatch.engine.strategies.base import Strategy
+    from isobatch.engine.train.state import Training
 
 VOCABULARY, COUNT = 11, 40
 RECIPE = Recipe(task="tiny", batch_size=16, lr=0.1, clip=0.0, optimizer="sgd", dropout=0.2)
@@ -91,11 +94,27 @@ def replicas(
     return kind(made, lambda model: optimizer_of(model, recipe), chosen, world, recipe.clip)
 
 
-def stepper(strategy: ReplicatedStrategy, recipe: Recipe = RECIPE) -> Stepper:
-    noise = KeyedNoise(recipe.seed)
-    key_dropout(strategy.unwrapped, noise)
+def state_of(
+    strategy: Strategy, recipe: Recipe = RECIPE, kind: type[Task] = Tiny, keyed: bool = True, steps: int = 3
+) -> Training:
+    noise = KeyedNoise(recipe.seed) if keyed else None
+    if noise is not None:
+        key_dropout(strategy.unwrapped, noise)
     strategy.unwrapped.train()
-    return Stepper(Tiny(recipe, None), recipe, strategy.world, strategy, noise, "train")
+    sampler = Sampler(COUNT, recipe.batch_size, recipe.seed)
+    return training(kind(recipe, None), strategy, source(), sampler, noise, steps)
+
+
+class Votes(Hook):
+    """Rank 1 asks for a stop; all say that they failed."""
+
+    votes = ("stop", "failed")
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def vote(self, step: int) -> Mapping[str, float]:
+        return {"stop": float(self.rank == 1), "failed": 1.0}
 
 
 def trained(
@@ -106,15 +125,13 @@ def trained(
 
     def part(world: Any) -> dict[str, Any]:
         strategy = replicas(world, models[world.rank], recipe, **changes)
-        runner = stepper(strategy, recipe)
-        sampler = Sampler(COUNT, recipe.batch_size, recipe.seed)
-        loader = BatchLoader(source(), sampler.batch, strategy.plan, world.rank, 1, strategy.equal_counts)
-        found: dict[str, Any] = {"sums": [], "norms": [], "votes": [], "scale": []}
-        for loaded in loader.steps(0, steps):
-            result = runner.run(loaded, recipe.lr, Votes(stop=float(world.rank == 1), failed=1.0))
-            found["sums"].append(dict(zip(result.names, result.sums.read(), strict=False)))
-            found["votes"].append(result.votes())
-            found["norms"].append(result.norm.read()[0])
+        state, hooks = state_of(strategy, recipe, steps=steps), Hooks([Votes(world.rank)])
+        found: dict[str, Any] = {"sums": [], "norms": [], "scale": []}
+        for batch in state.batches(0):
+            figures = train_step(state, batch, hooks).read(state)
+            found["sums"].append({name: figures.row[name] for name in figures.output.names})
+            assert figures.votes == {"stop": float(world.size > 1), "failed": world.size}
+            found["norms"].append(figures.norm)
             found["scale"].append(strategy.scale)
         found["weights"] = {n: p.detach().clone() for n, p in strategy.unwrapped.named_parameters()}
         return {**found, "seen": getattr(strategy, "seen", None)}
@@ -174,15 +191,16 @@ def test_every_rank_issues_the_same_collectives(size: int, run_ranks: Any) -> No
     outcome = run_ranks(size, trained(steps=2, most=size))
     first = outcome.calls[0]
     assert all(calls == first for calls in outcome.calls)
-    # Loss names once; then each step: who used which parameter, one bucket of gradients, losses and votes.
+    # Each step: who used which parameter, one bucket of gradients, losses and votes; before the first of the
+    # last kind, the names of losses.
     parameters = list(model().parameters())
     used = sum(p.numel() for n, p in model().named_parameters() if not n.startswith("idle"))
     one = [
         ("sum", (len(parameters) + 1,), torch.int32),  # and whether there was work
         ("sum", (used,), torch.float32),
-        ("sum", (6,), torch.float64),  # two losses and four votes
+        ("sum", (4,), torch.float64),  # two losses and two votes
     ]
-    assert first == [("gather",), *one, *one]
+    assert first == [*one[:2], ("gather",), one[2], *one]
 
 
 @pytest.mark.parametrize("size", [1, 3, 5])
@@ -210,10 +228,10 @@ def test_a_loss_is_its_sum_over_the_weight_of_the_whole_batch(run_ranks: Any) ->
 
     def part(world: Any) -> tuple[dict[str, float], float]:
         made = model()
-        runner = stepper(strategy := replicas(world, made, recipe), recipe)
+        state = state_of(replicas(world, made, recipe), recipe, steps=1)
         made.eval()  # without dropout, so that the sum can be taken here
-        (loaded,) = BatchLoader(rows, lambda _: samples, strategy.plan, 0).steps(0, 1)
-        result = runner.run(loaded, 0.0)
+        (batch,) = state.batches(0)
+        result = train_step(state, batch, Hooks())
         total = 0.0
         for i in samples:
             row = torch.from_numpy(rows.fetch(np.array([i]))["tokens"].astype(np.int64))
@@ -347,14 +365,13 @@ def test_native_noise_is_drawn_again_by_a_resumed_run_and_refused_to_tasks(run_r
     recipe = Recipe(task="tiny", batch_size=16, noise="native")
 
     def part(world: Any) -> list[float]:
-        strategy = replicas(world, model().train(), recipe)
-        runner = Stepper(Tiny(recipe, None), recipe, world, strategy, None, "train")
+        state = state_of(replicas(world, model(), recipe), recipe, keyed=False)
         drawn = []
         for _ in range(2):
-            runner._bind(3, np.arange(4), 1)  # noqa: SLF001  the noise alone, without a step
-            drawn.append(float(torch.rand(())))
+            with state.bound(3, 1, {}, np.arange(4), lambda *_: None):
+                drawn.append(float(torch.rand(())))
         with pytest.raises(TrainingError, match=r"draws noise \(shake\) of its own: use --noise keyed"):
-            runner.step_context(0).noise.uniform("shake", (1,))
+            state.context(0).noise.uniform("shake", (1,))
         return drawn
 
     ((one, other),) = run_ranks(1, part).values
@@ -377,12 +394,10 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize(("kind", "foreign"), [(Recurrent, True), (Model, False)])
 def test_noise_of_the_models_own_is_noticed(kind: type[nn.Module], foreign: bool, run_ranks: Any) -> None:
     def part(world: Any) -> bool | None:
-        runner = stepper(strategy := replicas(world, kind()))
-        assert runner.findings.foreign_noise is None
-        runner.backward(
-            next(iter(BatchLoader(source(), lambda step: np.arange(8), strategy.plan, 0).steps(0, 1)))
-        )
-        return runner.findings.foreign_noise
+        state = state_of(replicas(world, kind()))
+        assert state.layout.foreign_noise is None
+        train_step(state, next(state.batches(0, 1)), Hooks())
+        return state.layout.foreign_noise
 
     assert run_ranks(1, part).values == [foreign]
 
@@ -402,13 +417,13 @@ def test_what_a_loss_records_is_summed_in_the_losses_reduction(size: int, run_ra
     models = {rank: model() for rank in range(size)}
 
     def part(world: Any) -> list[dict[str, Any]]:
-        strategy = replicas(world, models[world.rank])
-        runner = Stepper(Recording(RECIPE, None), RECIPE, world, strategy, KeyedNoise(0), "train")
-        sampler = Sampler(COUNT, RECIPE.batch_size, RECIPE.seed)
-        loader = BatchLoader(source(), sampler.batch, strategy.plan, world.rank)
-        results = [runner.run(loaded, 0.1, Votes(stop=1.0)) for loaded in loader.steps(0, 2)]
-        assert [r.votes().stop for r in results] == [size, size]
-        return [{name: value.tolist() for name, value in r.recorded.items()} for r in results]
+        state = state_of(replicas(world, models[world.rank]), kind=Recording, steps=2)
+        hooks, found = Hooks([Votes(world.rank)]), []
+        for batch in state.batches(0):
+            figures = train_step(state, batch, hooks).read(state)
+            assert figures.votes["failed"] == size
+            found.append({name: value.tolist() for name, value in figures.recorded().items()})
+        return found
 
     outcome = run_ranks(size, part)
     order = Sampler(COUNT, RECIPE.batch_size, RECIPE.seed)
@@ -418,4 +433,4 @@ def test_what_a_loss_records_is_summed_in_the_losses_reduction(size: int, run_ra
             assert recorded["samples"] == len(lengths)
             assert recorded["tokens"] == [int((lengths > column).sum()) for column in range(20)]
     sums = [call for call in outcome.calls[0] if call[0] == "sum" and call[2] == torch.float64]
-    assert sums == [("sum", (2 + 21 + 4,), torch.float64)] * 2
+    assert sums == [("sum", (2 + 21 + 2,), torch.float64)] * 2

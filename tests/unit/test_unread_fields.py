@@ -17,7 +17,10 @@ from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.registry import TASKS, workload
-from isobatch.engine.training.session import Session
+from isobatch.engine.train.build import Builder
+from isobatch.engine.train.evaluate import evaluate
+from isobatch.engine.train.hooks import Hooks, Seen
+from isobatch.engine.train.loop import run_phase
 from isobatch.tests.paths import ROOT
 from isobatch.tests.unit.helpers import plan
 
@@ -81,19 +84,19 @@ def footprint(recipe: Recipe) -> dict[str, Any]:
     arrangement = plan(threads=1, micro_batch_samples=64, micro_batch_tokens=2048, micro_batch_cost=64.0)
     metrics = [0.50, 0.55, 0.50, 0.56, 0.51, 0.52, 0.50, 0.51]
     stopping = EarlyStopping("max", recipe.patience, recipe.min_delta)
-    with Session(recipe, facts, arrangement, Communicator(arrangement)) as session:
-        found: dict[str, Any] = {"schedules": session.schedules, "data": facts.fingerprint}
+    with Builder(recipe, facts, arrangement, Communicator(arrangement)) as builder:
+        found: dict[str, Any] = {"schedules": builder.schedules, "data": facts.fingerprint}
         best = [stopping.update(m, s) for s, m in enumerate(metrics) if not stopping.should_stop]
-        found["stop"] = best if recipe.patience and any(s.early_stopping for s in session.schedules) else []
-        schedule = session.schedules[0]
-        with session.phase(schedule) as active:
-            found["rates"] = [active.learning_rate(step) for step in range(schedule.steps)]
-            found["metrics"] = session.evaluate("valid", recipe.eval_fraction)
-            for loaded in active.batches(0, 3):
-                result = active.step(loaded)
-                found[f"loss {loaded.work.step}"] = (loaded.work.samples.tolist(), result.sums.read())
+        found["stop"] = best if recipe.patience and any(s.early_stopping for s in builder.schedules) else []
+        schedule, seen = builder.schedules[0], Seen()
+        with builder.phase(schedule) as state:
+            found["rates"] = [state.rate(step) for step in range(schedule.steps)]
+            found["metrics"] = evaluate(state, "valid", recipe.eval_fraction)
+            run_phase(state, Hooks([seen]), 0, min(3, schedule.steps))
+        for figures in seen.figures:
+            found[f"loss {figures.step}"] = (figures.output.loaded.work.samples.tolist(), figures.values)
         digest = hashlib.sha256()
-        for value in session.model.state_dict().values():
+        for value in builder.state.model.state_dict().values():
             digest.update(value.detach().contiguous().numpy().tobytes())
         found["weights"] = digest.hexdigest()
     return found

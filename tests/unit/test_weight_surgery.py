@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from isobatch.engine.training.session import cut_moments
+from isobatch.engine.checkpointing.portable_state import cut_moments
 from isobatch.models import saving
 from isobatch.models.encoder import encoders, export, weight_surgery
 from isobatch.tests.unit.encoders import FAMILIES, NEURONS, classifier, given, logits, some_masks
