@@ -6,24 +6,22 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from isobatch.core.measures import now
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
-from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.optimization.left_out import until
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.train.hooks import Hook, Signal, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
-    from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.engine.optimization.schedule import PhaseSchedule
+    from isobatch.engine.checkpointing.writer import CheckpointWriter
     from isobatch.engine.runs.metrics_log import MetricsLog
     from isobatch.engine.runs.peak_memory import PeakMemory
     from isobatch.engine.runs.run_folder import RunFolder
@@ -34,6 +32,16 @@ if TYPE_CHECKING:
 VERSIONED = ("torch", "accelerate", "transformers")
 
 
+class ChoosesBest(Protocol):
+    """What chooses the best checkpoint."""
+
+    def leads(self, step: int) -> bool:
+        """Whether an evaluation that may choose the best weights follows closely."""
+
+    def needed(self, step: int) -> set[int]:
+        """The steps whose checkpoints the choice needs."""
+
+
 class Checkpoint(Hook):
     """Saves by the clock of rank 0 or by the count of steps, and where a hook asks for it."""
 
@@ -42,45 +50,39 @@ class Checkpoint(Hook):
     def __init__(
         self,
         run: RunFolder,
-        world: Communicator,
+        state: Training,
+        phases: list[str],
         options: RunOptions,
         log: MetricsLog,
         peak: PeakMemory,
-        schedules: Sequence[PhaseSchedule],
+        writer: CheckpointWriter,
         others: Sequence[Hook],
-        leads: Callable[[int], bool],
-        best: Callable[[int], set[int]],
-        copy: Callable[[Path, str, str], None] = lambda *_: None,
+        judge: ChoosesBest,
     ) -> None:
-        """`others`: the hooks whose state is saved. `leads(step)`: whether an evaluation that may
-        choose the best weights follows closely. `best(step)`: the steps that this choice needs.
-        """
-        self.run, self.world, self.options, self.log, self.peak = run, world, options, log, peak
-        self.others, self.leads, self.best = others, leads, best
-        self.phases = [schedule.name for schedule in schedules]
-        self.writer = CheckpointWriter(world, self._is_complete, copy)
-        self.closing_step = schedules[-1].steps - CLOSING_STEPS
+        """`state`: of the phase that is saved. `phases`: all of the run. `others`: hooks that are saved."""
+        self.run, self.training, self.log, self.peak, self.writer = run, state, log, peak, writer
+        self.others, self.judge, self.keep = others, judge, options.keep
+        self.phases = phases
+        schedule, every = state.schedule, options.save_every
+        self.minutes, self.every = every.value, 0
+        """Between two saves, by the clock or by the count of steps."""
+        if every.unit != "minutes":
+            self.minutes, self.every = math.inf, every.steps(schedule.steps_per_epoch, schedule.steps)
+        self.closing_step = schedule.steps - CLOSING_STEPS if schedule.name == self.phases[-1] else -1
         """The step of the checkpoint from which `verify` redoes the last steps of the run."""
         self.spared: set[str] = set()
         """Those that were needed when the newest save began."""
-        self.saved_step = -1
-        self._resumed = self._is_whole = False
+        self.saved_step, self._saved_at, self._is_whole = -1, now(), False
+        writer.on_complete = self._is_complete
 
     @contextlib.contextmanager
-    def phase(self, state: Training) -> Iterator[None]:
-        self._state = state
-        schedule, every = state.schedule, self.options.save_every
-        self._saved_at, self._minutes, self._every = now(), every.value, 0
-        if every.unit != "minutes":
-            self._minutes, self._every = math.inf, every.steps(schedule.steps_per_epoch, schedule.steps)
-        self._is_last = schedule.name == self.phases[-1]
-        self.saved_step, self._resumed = state.progress.step if self._resumed else -1, False
+    def phase(self, state: Training) -> Iterator[None]:  # noqa: ARG002
         yield
         doing("saving")
         self.writer.wait()
 
     def vote(self, step: int) -> Mapping[str, float]:  # noqa: ARG002
-        save = float(self.world.rank == 0 and now() - self._saved_at >= 60 * self._minutes)
+        save = float(self.training.world.rank == 0 and now() - self._saved_at >= 60 * self.minutes)
         if not self.writer.is_writing:
             return {"save": save}
         written, failed = self.writer.rank_flags()
@@ -88,13 +90,13 @@ class Checkpoint(Hook):
 
     def on_figures(self, figures: StepFigures) -> set[Signal]:
         votes = figures.votes
-        self._is_whole = bool(votes["failed"]) or votes["written"] == self.world.size
+        self._is_whole = bool(votes["failed"]) or votes["written"] == self.training.world.size
         asked: set[Signal] = {"pause"} if self._is_whole else set()
         return asked | {"save"} if votes["save"] else asked
 
     def due(self, step: int) -> bool:
-        by_count = self._every and step % self._every == 0
-        return bool(by_count or (self._is_last and step == self.closing_step) or self.leads(step))
+        by_count = self.every and step % self.every == 0
+        return bool(by_count or step == self.closing_step or self.judge.leads(step))
 
     def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:
         if self._is_whole:
@@ -121,37 +123,27 @@ class Checkpoint(Hook):
             "versions": installed_versions(),
         }
         more = {name_of(hook): tensors for hook in self.others if (tensors := hook.tensors())}
-        self.writer.start(self.folder(state.schedule.name, step), strategy.collect_state(more), facts)
+        folder = self.run.checkpoints / checkpoint.checkpoint_name(state.schedule.name, step)
+        self.writer.start(folder, strategy.collect_state(more), facts)
         self.peak.observe("save")
         self.spared = self._needed()
         self.saved_step = step
         self._saved_at = now()
 
-    def folder(self, phase: str, step: int) -> Path:
-        """The folder of the checkpoint after a step of a phase."""
-        return self.run.checkpoints / checkpoint.checkpoint_name(phase, step)
-
     def _needed(self) -> set[str]:
-        state = self._state
-        return {
-            checkpoint.checkpoint_name(state.schedule.name, step) for step in self.best(state.progress.step)
-        }
-
-    def log_digest(self, state: Training, folder: Path) -> None:
-        """Log the digest of a checkpoint, so that it is sealed with the rows."""
-        if digest := checkpoint.recorded_digest(folder):
-            where = {"phase": state.progress.phase, "step": state.progress.step}
-            self.log.log_metrics({**where, "checkpoint": folder.name, "digest": digest})
+        state = self.training
+        steps = self.judge.needed(state.progress.step)
+        return {checkpoint.checkpoint_name(state.schedule.name, step) for step in steps}
 
     def _is_complete(self, folder: Path) -> None:
-        self.log_digest(self._state, folder)
+        self.log.log_checkpoint(self.training.progress, folder)
         # The newest best checkpoint may not be written yet: until then keep the previous best as well.
-        closing = checkpoint.checkpoint_name(self.phases[-1], self.closing_step)
+        closing = checkpoint.checkpoint_name(self.training.schedule.name, self.closing_step)
         spare = self.spared | self._needed() | {closing}
-        checkpoint.delete_old(self.run.checkpoints, self.phases, self.options.keep, spare)
+        checkpoint.delete_old(self.run.checkpoints, self.phases, self.keep, spare)
 
     def load(self, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:  # noqa: ARG002
-        self._resumed = True
+        self.saved_step = self.training.progress.step
 
 
 def installed_versions() -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from isobatch.engine.train.evaluate import evaluate, monitored
 from isobatch.engine.train.hooks import Hook, Signal, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -28,36 +27,30 @@ class Evaluate(Hook):
 
     def __init__(
         self,
+        state: Training,
         log: MetricsLog,
         peak: PeakMemory,
         say: Callable[[str], None],
         others: Sequence[Hook] = (),
-        send: Callable[[Mapping[str, Any], str], None] = lambda *_: None,
+        send: Callable[[Mapping[str, Any], int, str], None] = lambda *_: None,
     ) -> None:
-        """`others`: hooks whose tensors may be weights, which are evaluated beside. `send`: gets the figures
-        and what to put before their names.
+        """`state`: of the phase that is judged. `others`: hooks whose tensors may be weights,
+        which are evaluated beside.
+        `send`: for figures, with their place in steps and what to put before their names.
         """
-        self.log, self.peak, self.say, self.others, self.send = log, peak, say, others, send
-        self.judge = EarlyStopping("min")
-        self._resumed = False
-
-    @contextlib.contextmanager
-    def phase(self, state: Training) -> Iterator[None]:
-        self._state, self._measured_step = state, -1
-        if not self._resumed:
-            recipe, schedule = state.recipe, state.schedule
-            patience = recipe.patience if schedule.early_stopping else 0
-            self.judge = EarlyStopping(state.task.monitor[1], patience, recipe.min_delta)
-        self._resumed = False
-        yield
+        self.training, self.log, self.peak, self.say = state, log, peak, say
+        self.others, self.send = others, send
+        patience = state.recipe.patience if state.schedule.early_stopping else 0
+        self.judge = EarlyStopping(state.task.monitor[1], patience, state.recipe.min_delta)
+        self._measured_step = -1
 
     def ended(self) -> bool:
         return self.judge.should_stop
 
     def due(self, step: int) -> bool:
         """The last step is evaluated only for early stopping: the end of the run evaluates anyway."""
-        schedule = self._state.schedule
-        if "valid" not in self._state.splits:
+        schedule = self.training.schedule
+        if "valid" not in self.training.splits:
             return False
         if step == schedule.steps:
             return self.judge.patience > 0
@@ -65,7 +58,7 @@ class Evaluate(Hook):
 
     def leads(self, step: int) -> bool:
         """Whether an evaluation that may choose the best checkpoint follows, so that `verify` can redo it."""
-        chooses = self.judge.patience > 0 and step + CLOSING_STEPS <= self._state.schedule.steps
+        chooses = self.judge.patience > 0 and step + CLOSING_STEPS <= self.training.schedule.steps
         return chooses and self.due(step + CLOSING_STEPS)
 
     def needed(self, step: int) -> set[int]:
@@ -75,7 +68,7 @@ class Evaluate(Hook):
         """
         if not self.judge.patience:
             return set()
-        schedule, best = self._state.schedule, self.judge.best_step
+        schedule, best = self.training.schedule, self.judge.best_step
         coming = min((step // schedule.eval_every + 1) * schedule.eval_every, schedule.steps)
         return {best, *(one - CLOSING_STEPS for one in (best, coming, step))}
 
@@ -84,7 +77,7 @@ class Evaluate(Hook):
             return set()
         self._measured_step = step
         (name, _), judge = state.task.monitor, self.judge
-        metrics, wanted = self.measure(state, "valid", state.recipe.eval_fraction, step), set[Signal]()
+        metrics, wanted = self.measure("valid", state.recipe.eval_fraction, step), set[Signal]()
         if judge.update(monitored(metrics, name), step) and judge.patience:
             self._log_decision("best checkpoint", metric=name, value=judge.best)
             wanted.add("save")
@@ -96,8 +89,9 @@ class Evaluate(Hook):
             wanted |= {"save", "end_phase"}
         return wanted
 
-    def measure(self, state: Training, split: str, fraction: float, step: int) -> dict[str, float]:
+    def measure(self, split: str, fraction: float, step: int) -> dict[str, float]:
         """Evaluate a split, log and show its metrics; `step`: the step of the weights."""
+        state = self.training
         metrics = evaluate(state, split, fraction)
         for hook in self.others:
             if hook.weights and step == state.progress.step:
@@ -108,7 +102,7 @@ class Evaluate(Hook):
         trim_heap(state.world.device)
         self.log.log_metrics({"phase": state.schedule.name, "step": step, "split": split, **metrics})
         if step == state.progress.step:  # else they are of earlier weights: the final figures say those
-            self.send(metrics, f"{split}/")
+            self.send(metrics, state.progress.steps, f"{split}/")
         # A perplexity of words is for comparison with papers, and has many digits until a model knows words.
         shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
         shown = {name: value for name, value in shown.items() if not name.startswith(state.task.told_once)}
@@ -117,7 +111,7 @@ class Evaluate(Hook):
         return metrics
 
     def _log_decision(self, decision: str, **facts: Any) -> None:
-        progress = self._state.progress
+        progress = self.training.progress
         row = {"phase": progress.phase, "step": progress.step, "decision": decision}
         self.log.log_decision({**row, **facts})
 
@@ -125,4 +119,4 @@ class Evaluate(Hook):
         return dataclasses.asdict(self.judge)
 
     def load(self, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:  # noqa: ARG002
-        self.judge, self._resumed = EarlyStopping(**state), True
+        self.judge = EarlyStopping(**state)

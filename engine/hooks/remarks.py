@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import time
 from typing import TYPE_CHECKING
 
 from isobatch.engine.train.hooks import Hook
 from isobatch.models import fused_kernels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from isobatch.core.plan import Plan
     from isobatch.engine.train.hooks import Signal
@@ -21,18 +19,14 @@ if TYPE_CHECKING:
 class Remarks(Hook):
     """In the first pause of a phase corrects the plan where the first step says otherwise, and says so."""
 
-    def __init__(self, replan: Callable[[Plan], None], say: Callable[[str], None]) -> None:
-        self.replan, self.say = replan, say
-        self.first_step_at: float | None = None
-        """Time (seconds since 1970) at the end of this process's first step."""
-
-    @contextlib.contextmanager
-    def phase(self, state: Training) -> Iterator[None]:  # noqa: ARG002
+    def __init__(
+        self, replan: Callable[[Plan], None], mark_first_step: Callable[[], None], say: Callable[[str], None]
+    ) -> None:
+        self.replan, self.mark_first_step, self.say = replan, mark_first_step, say
         self._is_checked = False
-        yield
 
     def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:  # noqa: ARG002
-        self.first_step_at = self.first_step_at or time.time()
+        self.mark_first_step()
         if not self._is_checked and state.layout.foreign_noise is not None:
             self._is_checked = True
             self._check_foreign_noise(state)

@@ -7,7 +7,6 @@ they are to find. Values are rounded, so that float sums in another order decide
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import statistics
@@ -19,7 +18,7 @@ from isobatch.engine.optimization.left_out import leave_out, refuse_where_steps_
 from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -63,8 +62,8 @@ class SpikeWatch:
 
     def take_in(self, loss: float, norm: float) -> None:
         """Let later steps be compared with this one."""
-        self.losses = [*self.losses, _rounded(loss)][-WINDOW:]
-        self.norms = [*self.norms, _rounded(norm)][-WINDOW:]
+        self.losses = [*self.losses, float(f"{loss:.{DIGITS}g}")][-WINDOW:]
+        self.norms = [*self.norms, float(f"{norm:.{DIGITS}g}")][-WINDOW:]
 
     def _too_large(self, loss: float, norm: float) -> str:
         middle = statistics.median(self.losses)
@@ -92,17 +91,10 @@ class Spikes(Hook):
     All ranks read the same figures, so that all decide the same.
     """
 
-    def __init__(self, run: RunFolder, say: Callable[[str], None]) -> None:
-        self.run, self.say = run, say
+    def __init__(self, run: RunFolder, state: Training, say: Callable[[str], None]) -> None:
+        """`state`: of the phase that is watched."""
+        self.run, self.training, self.say, self.watch = run, state, say, SpikeWatch()
         self.mode = run.recipe.on_spike
-        self.watch = SpikeWatch()
-        self._resumed = False
-
-    @contextlib.contextmanager
-    def phase(self, state: Training) -> Iterator[None]:
-        self._state = state
-        self.watch, self._resumed = self.watch if self._resumed else SpikeWatch(), False
-        yield
 
     def on_figures(self, figures: StepFigures) -> set[Signal]:
         if why := self.watch.judge(figures.loss, figures.norm):
@@ -114,19 +106,19 @@ class Spikes(Hook):
 
     def _answer(self, step: int, why: str) -> None:
         """Warn of a spike, or decide to go back and leave it out: raises SpikeError then."""
-        phase, left_out = self._state.schedule.name, self._state.schedule.left_out
+        phase, left_out = self.training.schedule.name, self.training.schedule.left_out
         said = f"step {step} of {phase} is a spike: {why}"
         if self.mode == "warn":
             self._warn(said, step)
             return
-        refuse_where_steps_matter(self._state.task)
+        refuse_where_steps_matter(self.training.task)
         first = first_left_out(self.mode, step)
         before = {n for n in left_out if step - WINDOW < n <= step}
         if len(before | set(range(first, step + 1))) > MOST_LEFT_OUT[self.mode]:
             raise TrainingError(
                 f"{said}; {len(before)} of the {WINDOW} steps before were left out: lower --lr"
             )
-        if self._state.world.is_main:
+        if self.training.world.is_main:
             leave_out(self.run, phase, first, step, said)
         steps = f"step {step}" if first == step else f"steps {first} to {step}"
         raise SpikeError(f"{said}; {steps} will be left out")
@@ -136,11 +128,11 @@ class Spikes(Hook):
         follows = step - self.watch.warned_at < WINDOW and self.watch.warned_at
         self.watch.warned_at = step
         if not follows:
-            place = f"{self.run.folder} --phase {self._state.schedule.name} --step {step}"
+            place = f"{self.run.folder} --phase {self.training.schedule.name} --step {step}"
             self.say(f"{said}; `isobatch replay {place}` shows its samples")
 
     def state(self) -> dict[str, Any]:
         return dataclasses.asdict(self.watch)
 
     def load(self, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:  # noqa: ARG002
-        self.watch, self._resumed = SpikeWatch(**state), True
+        self.watch = SpikeWatch(**state)

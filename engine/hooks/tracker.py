@@ -2,41 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import TYPE_CHECKING, Any
 
 from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
+    from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.hooks import Signal
-    from isobatch.engine.train.state import Training
 
 
 class Tracker(Hook):
     """Sends every row. Training goes on where the tracker fails, and it gets nothing more."""
 
-    def __init__(self, name: str, say: Callable[[str], None]) -> None:
-        self.tracker, self.say = name, say
-
-    @contextlib.contextmanager
-    def phase(self, state: Training) -> Iterator[None]:
-        self._state = state
-        yield
+    def __init__(self, world: Communicator, name: str, say: Callable[[str], None]) -> None:
+        """`name`: none where there is no tracker."""
+        self.world, self.say = world, say
+        self.tracker = "" if name == "none" else name
 
     def on_figures(self, figures: StepFigures) -> set[Signal]:
-        self.send(figures.row)
+        self.send(figures.row, figures.steps)
         return set()
 
-    def send(self, row: Mapping[str, Any], prefix: str = "") -> None:
-        """Send the numbers of a row at the step where training is."""
+    def send(self, row: Mapping[str, Any], steps: int, prefix: str = "") -> None:
+        """Send the numbers of a row, whose place is so many steps of all phases."""
         if not self.tracker:
             return
         values = {f"{prefix}{name}": value for name, value in tracked_values(row).items()}
         try:
-            self._state.world.accelerator.log(values, step=self._state.progress.steps)
+            self.world.accelerator.log(values, step=steps)
         except Exception as error:  # a library's own: its server may be gone
             self.say(f"--tracker {self.tracker} gets nothing more: {type(error).__name__}: {error}")
             self.tracker = ""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.atomic_files import rows_in
+from isobatch.engine.checkpointing.checkpoint import recorded_digest
 from isobatch.engine.runs.ledger import append_step
 from isobatch.engine.runs.log_reader import last_row_before
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.runs.summary import Progress
 
 LEFT_OUT = "left_out"
 """Field of the row that stands in the place of a step that the run leaves out."""
@@ -95,12 +97,11 @@ class MetricsLog:
         """Log a step if it is due, and its samples to the ledger if there is one."""
         if not self.writes:
             return
-        due = row["step"] % self.every == 0 or row["step"] == 1
-        self.skipped = None if due else row
         if self.ledger:  # first: a kill then never leaves a logged step without its samples
             append_step(self.run.samples, row["phase"], row["step"], samples)
-        if due:
-            self._log_step(row)
+        self.skipped = row
+        if row["step"] % self.every == 0 or row["step"] == 1:
+            self.flush_skipped()
 
     def log_left_out(self, phase: str, step: int) -> None:
         """Log that a step was left out."""
@@ -110,12 +111,8 @@ class MetricsLog:
     def flush_skipped(self) -> None:
         """Log the newest step even if it was not due, as at every checkpoint and at the end."""
         if self.skipped is not None:
-            row, self.skipped = self.skipped, None
-            self._log_step(row)
-
-    def _log_step(self, row: Mapping[str, Any]) -> None:
-        self.log_metrics({**row, **self._promise})
-        self._promise = {}
+            row, promise, self.skipped, self._promise = self.skipped, self._promise, None, {}
+            self.log_metrics({**row, **promise})
 
     def log_metrics(self, row: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl."""
@@ -132,6 +129,12 @@ class MetricsLog:
             _sync(path)
         self._hash = hashlib.sha256(seal.encode())
         return {SEAL: seal, "metrics": _size(self.run.metrics), "ledger": _size(self.run.samples)}
+
+    def log_checkpoint(self, progress: Progress, folder: Path) -> None:
+        """Log the digest of a checkpoint, so that it is sealed with the rows."""
+        if digest := recorded_digest(folder):
+            where = {"phase": progress.phase, "step": progress.step}
+            self.log_metrics({**where, "checkpoint": folder.name, "digest": digest})
 
     def log_decision(self, row: Mapping[str, Any]) -> None:
         """Append a row to decisions.jsonl."""

@@ -99,7 +99,9 @@ class StepOutput:
             **self.more,
         }
         votes = dict(zip(self.votes, values[len(values) - len(self.votes) :], strict=True))
-        figures = StepFigures(self, progress.step, row["loss"], norm, row, votes, values)
+        figures = StepFigures(
+            self, progress.step, progress.steps_before + progress.step, row["loss"], norm, row, votes, values
+        )
         if self.recorded and isinstance(state.task, RecordsFigures) and math.isfinite(row["loss"] + norm):
             row |= state.task.step_figures(figures.recorded())
         return figures
@@ -112,6 +114,8 @@ class StepFigures:
     output: StepOutput
     step: int
     """Of the phase, from 1."""
+    steps: int
+    """Of all phases so far."""
     loss: float
     """Of the global batch, the sum of its parts."""
     norm: float

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.train.figures import StepFigures, StepOutput
     from isobatch.engine.train.state import Training
-    from isobatch.models.base import Task
 
 Signal = Literal["pause", "save", "stop", "end_phase"]
 """What a hook may ask for. `pause`: its `at_pause` has something to do; the others pause as well."""
@@ -143,6 +142,8 @@ class Hooks:
         """When the step that runs began, without pauses; a clock of `now`."""
         self._first = -1
         """The first step after the phase began or was resumed: it pauses."""
+        self.see_gradients = False
+        """Whether a hook or the task looks at gradients in this phase."""
 
     @contextlib.contextmanager
     def phase(self, state: Training, start: int) -> Iterator[None]:
@@ -157,6 +158,7 @@ class Hooks:
                 " them whole: use ddp, or leave the hook out"
             )
         self._first, self._began = start + 1, now()
+        self.see_gradients = bool(self._asked["on_gradients"]) or isinstance(state.task, SeesGradients)
         with contextlib.ExitStack() as open_phases:
             for hook in self.all:
                 open_phases.enter_context(hook.phase(state))
@@ -186,10 +188,6 @@ class Hooks:
                 raise TrainingError(f"hook {name_of(hook)} votes {undeclared}, which its `votes` do not name")
             given |= votes
         return [given.get(vote, 0.0) for vote in self.votes]
-
-    def sees(self, task: Task) -> bool:
-        """Whether the task or a hook looks at gradients."""
-        return bool(self._asked["on_gradients"]) or isinstance(task, SeesGradients)
 
     def gradients(self, state: Training, step: int) -> dict[str, Any]:
         """StepFigures about whole gradients before they are clipped."""

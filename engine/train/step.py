@@ -42,7 +42,7 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
     work, step, part = batch.work, batch.work.step, world.recorder.part
     dtype = torch.float32 if world.device.type == "mps" else torch.float64
     rate, more = state.rate(step), dict[str, Any]()
-    see_gradients = partial(_see_gradients, state, step, hooks, more) if hooks.sees(task) else _see_nothing
+    see_gradients = partial(_see_gradients, state, step, hooks, more) if hooks.see_gradients else _see_nothing
 
     norm = None
     while norm is None:  # fp16 overflowed: the same step again, with a smaller loss scale

@@ -1,11 +1,12 @@
-"""Trains a run: makes its hooks, trains all phases from the newest checkpoint on, and finishes it."""
+"""Trains a run: all phases from the newest checkpoint on, each with the hooks of a run; then finishes it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from isobatch.core.terminal.console import Console
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.remote_copy import RemoteCopies
+from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.distributed.liveness import Watchdog
 from isobatch.engine.distributed.stop_signals import StopFlag
@@ -45,7 +47,7 @@ from isobatch.engine.train.first_step import preserve_state
 from isobatch.engine.train.hooks import Hook, Hooks
 from isobatch.engine.train.loop import run_phase
 from isobatch.engine.train.memory_probe import probe_memory
-from isobatch.engine.trainer.finish import Finish
+from isobatch.engine.trainer.finish import finish, stop
 from isobatch.engine.trainer.resume import newest_checkpoint
 from isobatch.models.capabilities import notes_of
 
@@ -60,9 +62,9 @@ TRIED_SAMPLES = 64
 """Held-out samples with which a user's own task is tried before its first step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RunOnRank:
-    """A run on one rank: its folder and options, and where its messages go."""
+    """A run on one rank: its folder, logs and messages, which last over all phases."""
 
     folder: RunFolder
     world: Communicator
@@ -75,92 +77,107 @@ class RunOnRank:
     catch_signals: bool = True
     draw_plots: Callable[[], None] = lambda: None
     """Called when the run's figures are to be drawn; it must not wait."""
+    stop: StopFlag = field(init=False)
+    log: MetricsLog = field(init=False)
+    tracker: Tracker = field(init=False)
+    peak: PeakMemory = field(init=False)
+    first_step_at: float | None = None
+    """Time (seconds since 1970) at the end of this process's first step."""
+    resumed_from: str | None = None
+    """Name of the checkpoint."""
+
+    def __post_init__(self) -> None:
+        options, main = self.options, self.world.is_main
+        self.stop = StopFlag(
+            self.catch_signals, others_wait=self.world.size > 1, answers=main and not options.quiet
+        )
+        self.log = MetricsLog(self.folder, main, options.log_every, options.ledger)
+        self.tracker = Tracker(self.world, options.tracker, self.say)
+        self.peak = PeakMemory(self.world.device)
+
+    def say(self, line: str) -> None:
+        """A line for the user, on the main rank."""
+        self.console.say(line)
+
+    def mark_first_step(self) -> None:
+        """Note the time of the first step, once."""
+        self.first_step_at = self.first_step_at or time.time()
 
 
-def train_run(run: RunOnRank) -> tuple[Training, bool]:
+def train_run(run: RunOnRank) -> Training:
     """Train every phase, evaluate held-out splits, export to final/ and write summary.json.
 
-    Returns the training, and whether a tracker still gets figures. Raises StopRequestedError where a stop was
-    asked for, with a checkpoint and a summary written.
+    Raises StopRequestedError where a stop was asked for, with a checkpoint and a summary written.
     """
-    folder, world, say = run.folder, run.world, run.console.say
-    record = folder.write_plan if world.is_main else lambda _: None
+    folder, world = run.folder, run.world
     # Of one rank: the file may be a shared one, which another node sees a moment later.
     left_out = world.broadcast_object(left_out_steps(folder) if world.is_main else {})
-    builder = Builder(folder.recipe, folder.facts, folder.plan, world, say, record, left_out)
-    state = builder.state
-    answers = world.is_main and not run.options.quiet
-    stop = StopFlag(run.catch_signals, others_wait=world.size > 1, answers=answers)
-    copies = _remote_copies(run)
-    log = MetricsLog(folder, world.is_main, run.options.log_every, run.options.ledger)
-    peak = PeakMemory(world.device)
-    tracker = Tracker(run.options.tracker if run.options.tracker != "none" else "", say)
-    remarks, guard = Remarks(builder.replan, say), DataGuard(folder, builder.prepared, say)
-    evaluation = Evaluate(log, peak, say, run.own_hooks, tracker.send)
-    # In this order they see figures and act in a pause: what ends a run comes before what writes of it.
-    others: list[Hook] = [Spikes(folder, say), NonFinite(folder.folder), Stop(stop), remarks, Memory(peak)]
-    others += [Machine(state)] if world.is_main and world.device.type == "cuda" else []
-    others += [*run.own_hooks, Log(log, say)]
-    others += [Plots(every, run.draw_plots)] if (every := state.task.plot_every) else []
-    others += [tracker] if tracker.tracker else []
-    others += [ShowSteps(run.console), guard, evaluation]
-    saving = Checkpoint(
-        folder, world, run.options, log, peak, builder.schedules, others, evaluation.leads,
-        evaluation.needed, copies.add if copies is not None else lambda *_: None,
-    )  # fmt: skip
-    hooks = Hooks([*others, saving])
-    finish = Finish(
-        folder, builder, log, say, peak, stop, guard.check, evaluation.measure, saving.folder, remarks,
-        run.own_hooks,
-    )  # fmt: skip
+    record = folder.write_plan if world.is_main else lambda _: None
+    builder = Builder(folder.recipe, folder.facts, folder.plan, world, run.say, record, left_out)
+    state, copies = builder.state, _remote_copies(run)
     if world.is_main:  # only there: for its size a task may have to build its model on the meta device
         for line in (_headline(state, builder), *notes_of(state.task, state.facts)):
-            say(line)
-    watchdog = Watchdog(world, stop, run.options.hang_timeout, run.end_process, folder.rank_record)
-    with stop, watchdog, copies or contextlib.nullcontext(), builder:
+            run.say(line)
+    watchdog = Watchdog(world, run.stop, run.options.hang_timeout, run.end_process, folder.rank_record)
+    with run.stop, watchdog, copies or contextlib.nullcontext(), builder:
         if world.is_main:
             checkpoint.remove_leftovers(folder.checkpoints)
-        phases = [schedule.name for schedule in builder.schedules]
-        saved = newest_checkpoint(folder, builder, say)
+        saved = newest_checkpoint(folder, builder, run.say)
         if saved is None:
-            log.begin(phases)
-        first = phases.index(saved.state["progress"]["phase"]) if saved else 0
+            run.log.begin(builder.phases)
+        first = builder.phases.index(saved.state["progress"]["phase"]) if saved else 0
         for schedule in builder.schedules[first:]:
-            done = state.progress
-            previous = folder.checkpoints / checkpoint.checkpoint_name(done.phase, done.step)
+            previous = folder.checkpoints / checkpoint.checkpoint_name(
+                state.progress.phase, state.progress.step
+            )
             if saved is None and state.plan.invariance == "rounding":
                 _measure_rounding(run, builder, schedule, previous)
             with builder.phase(schedule, saved, previous, partial(_probe_memory, run, builder)):
+                guard = DataGuard(folder, builder.prepared, run.say)
+                evaluation = Evaluate(state, run.log, run.peak, run.say, run.own_hooks, run.tracker.send)
+                hooks = Hooks(_hooks(run, builder, guard, evaluation, copies))
                 if saved is not None:
-                    finish.resumed_from = saved.folder.name
-                    _continue(run, state, hooks, saved, log, phases, saving)
+                    _continue(run, builder, hooks, saved)
                 elif folder.recipe.task not in TASKS and world.size == 1 and "valid" in state.splits:
                     _try_monitor(state)
                 if run_phase(state, hooks, state.progress.step) == "stopped":
-                    finish.stop()
+                    stop(run, state)
                 if schedule is builder.schedules[-1]:
-                    finish.finish(evaluation.judge)
+                    finish(run, builder, evaluation, guard)
             saved = None
-    return state, bool(tracker.tracker)
+    return state
 
 
-def _continue(
-    run: RunOnRank,
-    state: Training,
-    hooks: Hooks,
-    saved: SavedCheckpoint,
-    log: MetricsLog,
-    phases: list[str],
-    saving: Checkpoint,
-) -> None:
+def _hooks(
+    run: RunOnRank, builder: Builder, guard: DataGuard, evaluation: Evaluate, copies: RemoteCopies | None
+) -> list[Hook]:
+    """The hooks of a phase. In this order they see figures and act in a pause: what may end the run comes
+    before what writes of it, and the checkpoint, which holds the state of all others, last.
+    """
+    state, say, world = builder.state, run.say, run.world
+    hooks: list[Hook] = [Spikes(run.folder, state, say), NonFinite(run.folder.folder), Stop(run.stop)]
+    hooks += [Remarks(builder.replan, run.mark_first_step, say), Memory(run.peak)]
+    hooks += [Machine(state)] if world.is_main and world.device.type == "cuda" else []
+    hooks += [*run.own_hooks, Log(run.log, say)]
+    hooks += [Plots(every, run.draw_plots)] if (every := state.task.plot_every) else []
+    hooks += [run.tracker] if run.tracker.tracker else []
+    hooks += [ShowSteps(state, run.console), guard, evaluation]
+    copy = copies.add if copies is not None else lambda *_: None
+    writer, phases = CheckpointWriter(world, on_node=copy), builder.phases
+    saves = Checkpoint(run.folder, state, phases, run.options, run.log, run.peak, writer, hooks, evaluation)
+    return [*hooks, saves]
+
+
+def _continue(run: RunOnRank, builder: Builder, hooks: Hooks, saved: SavedCheckpoint) -> None:
     """Give the hooks what a checkpoint holds of them; the strategy has loaded its tensors already."""
+    state, progress = builder.state, builder.state.progress
     hooks.load(state, saved)
-    say, progress = run.console.say, state.progress
-    if lost := log.resume(saved.state["logs"], phases, progress.phase, progress.step):
-        say(f"{lost}; training goes on, and `verify` will name it")
+    run.resumed_from = saved.folder.name
+    if lost := run.log.resume(saved.state["logs"], builder.phases, progress.phase, progress.step):
+        run.say(f"{lost}; training goes on, and `verify` will name it")
     if run.world.is_main:
-        saving.log_digest(state, saved.folder)
-    say(f"resumed from {saved.folder.name}: {progress.samples:,} samples seen")
+        run.log.log_checkpoint(progress, saved.folder)
+    run.say(f"resumed from {saved.folder.name}: {progress.samples:,} samples seen")
 
 
 def _remote_copies(run: RunOnRank) -> RemoteCopies | None:

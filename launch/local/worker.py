@@ -113,14 +113,13 @@ def _train(
             begin_tracking(run, world)
         plotter = Plotter(run, draws=world.is_main and has("matplotlib"))
         with peers, torch.autograd.set_detect_anomaly(options.anomaly):
-            state, tracks = trainer.train_run(
-                trainer.RunOnRank(
-                    run, world, options, console, end_process, own_hooks, owns_process, plotter.start
-                )
+            on_rank = trainer.RunOnRank(
+                run, world, options, console, end_process, own_hooks, owns_process, plotter.start
             )
+            state = trainer.train_run(on_rank)
         if state.task.plot_every:
             plotter.finish()
-        if world.is_main and tracks:
+        if world.is_main and on_rank.tracker.tracker:
             end_tracking(run, world, state.progress.steps, console.say)
         return Verdict(DONE, "")
     except Exception as caught:
