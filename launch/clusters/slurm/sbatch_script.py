@@ -6,6 +6,7 @@ sbatch passes the submitter's environment on to the job. Where it does not, the 
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import shlex
 from dataclasses import dataclass
@@ -19,12 +20,7 @@ MAX_CHARACTERS = 1000
 """Characters of an #SBATCH line that sbatch reads."""
 DEFAULT_LEAD_SECONDS = 120
 """Seconds before the time limit at which a job saves, where nothing was measured and the limit is long."""
-PRELUDE = (
-    'export PATH="${PATH:-/usr/local/bin:/usr/bin:/bin}"',
-    'say() { echo "isobatch: ${SLURMD_NODENAME:-$HOSTNAME}: $1"; }',
-    'missing() { echo "isobatch: ${SLURMD_NODENAME:-$HOSTNAME} does not see $1: $2"; exit 2; }',
-)
-"""The first lines of bash. Slurm gives a job no PATH where it cannot load the user's environment."""
+TEMPLATE = Path(__file__).with_name("job.sh.jinja")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,11 +55,17 @@ class JobScript:
 
 def render(script: JobScript) -> str:
     """The text of the script. Raises UserError for control characters and lines too long for sbatch."""
+    from jinja2 import Environment, StrictUndefined
+
     words = [[f"--{name}" + (f"={value}" if value else "")] for name, value in options_of(script)]
     lines = ["#SBATCH " + " ".join(map(sbatch_word, line)) for line in [*words, script.raw_options] if line]
     if too_long := [line for line in lines if len(line) > MAX_CHARACTERS]:
         raise UserError(f"{too_long[0][:60]}...: sbatch reads {MAX_CHARACTERS} characters a line: shorten it")
-    return "\n".join(["#!/bin/bash", *lines, "", *_body(script), ""])
+    environment = Environment(finalize=_bash_word, undefined=StrictUndefined, keep_trailing_newline=True)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    values = {f.name: getattr(script, f.name) for f in dataclasses.fields(script)}
+    body = template.render(**values, program=own_command("job"), root=ROOT)
+    return "\n".join(["#!/bin/bash", *lines, "", body])
 
 
 def options_of(script: JobScript) -> list[tuple[str, str]]:
@@ -89,47 +91,9 @@ def options_of(script: JobScript) -> list[tuple[str, str]]:
     ]
 
 
-def _body(script: JobScript) -> list[str]:
-    """The lines of bash. What is missing on this node is said in the first line of the job's output."""
-    start, run = (_bash_word(path) for path in (script.start_folder, next(iter(script.runs.values()))))
-    program = own_command("job")
-    lines = [
-        *PRELUDE,
-        _require("-d", start, "submit from a folder that all nodes share"),
-        f"cd -- {start} || exit 2",
-    ]
-    if script.setup:
-        setup = _bash_word(script.setup)
-        # Before `set -u`: activation scripts read unset variables.
-        lines += [
-            _require("-f", setup, "keep --setup on a file system that all nodes share"),
-            f"source {setup} || {{ say {shlex.quote(f'--setup {script.setup} failed')}; exit 2; }}",
-        ]
-    # A signal while Python starts must not end the job.
-    lines += ["set -u", "trap '' USR1 TERM"]
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in script.environment]
-    if script.array:
-        lines += ['case "$SLURM_ARRAY_TASK_ID" in']
-        lines += [f"  {task}) run={_bash_word(folder)} ;;" for task, folder in script.runs.items()]
-        lines += ["  *) exit 2 ;;", "esac"]
-        run = '"$run"'
-    return [
-        *lines,
-        _require("-d", run, "choose an --out on a file system that all nodes share"),
-        _require("-x", _bash_word(program[0]), "keep the Python environment where all nodes see it"),
-        _require("-d", _bash_word(ROOT), "keep isobatch's code where all nodes see it"),
-        f"exec {shlex.join(program)} {run}",
-    ]
-
-
-def _require(test: str, word: str, way_out: str) -> str:
-    """A line of bash that ends the job with a sentence where a file is not there; `word` is quoted."""
-    return f"[ {test} {word} ] || missing {word} {shlex.quote(way_out)}"
-
-
-def _bash_word(path: object) -> str:
-    """A path quoted for bash. Raises UserError for control characters."""
-    return shlex.quote(refuse_control_characters(str(path)))
+def _bash_word(value: object) -> str:
+    """A value quoted for bash. Raises UserError for control characters."""
+    return shlex.quote(refuse_control_characters(str(value)))
 
 
 def sbatch_word(word: str) -> str:
