@@ -75,7 +75,7 @@ class Place(NamedTuple):
 
 CLUSTERS = {
     "slurm": Place("slurm.job", "Slurm", "slurm.options", "a Slurm job that trains until done"),
-    "k8s": Place("kubernetes.pod", "Kubernetes", "kubernetes.command", "the same as a Kubernetes job"),
+    "k8s": Place("kubernetes.job", "Kubernetes", "kubernetes.job", "the same as a Kubernetes job"),
     "ray": Place("ray.driver", "Ray", "ray.driver", "the same on a Ray cluster"),
     "local": Place("local.here", "Local", "local.here", "the same on this machine, as `auto`"),
 }

@@ -16,7 +16,7 @@ from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import cluster
-from isobatch.launch.control.run_state import RunView, look
+from isobatch.launch.control.runs import RunView, look
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import open_single_run
 

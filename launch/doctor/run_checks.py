@@ -12,7 +12,7 @@ from isobatch.core.errors import TrainingError, UserError, WorkerLostError
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.log_reader import damaged_rows, newest_rows
 from isobatch.engine.runs.run_folder import RunFolder, refuse_links
-from isobatch.launch.control.run_state import look
+from isobatch.launch.control.runs import look
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.doctor.machine import check_space
 

@@ -21,10 +21,12 @@ from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.train.figures import differences, step_rows
 from isobatch.engine.verification.run_order import RunOrder
 from isobatch.engine.verification.tolerance import TOLERANCE, rounding_tolerance
-from isobatch.launch.control.runs import differing
+from isobatch.engine.verification.windows import window_to
+from isobatch.launch.control.runs import differing, differing_plans
 from isobatch.launch.forensics.diff_text import lines_of, verdict_of
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.process_state import preserve_process_state
+from isobatch.launch.local.redo_steps import plan_to_redo
 from isobatch.launch.local.run_setup import AnswerOptions, locate_data, open_run
 
 if TYPE_CHECKING:
@@ -40,11 +42,6 @@ if TYPE_CHECKING:
     from isobatch.engine.verification.replay import Replay
     from isobatch.engine.verification.windows import Window
 
-PLAN = (
-    *("device", "processes", "strategy", "precision", "attention", "compile", "pack", "pad_multiple"),
-    *("micro_batch_samples", "micro_batch_tokens", "activation_checkpointing", "reduction"),
-)
-"""Fields of a plan that may move results by rounding, or beyond."""
 AT_A_TIME = 1024
 """Rows of data."""
 MOST_NAMED = 10
@@ -84,11 +81,10 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[s
         raise UserError(f"{empty[0].folder}: no step is logged, so there is nothing to compare")
     parted = compare_logs(logs[0], logs[1], *_explained(runs))
     versions = [_versions(run) for run in runs]
-    plans = [run.plan.to_dict() if run.has_plan else {} for run in runs]
     found: dict[str, Any] = {
         "runs": [str(run.folder) for run in runs],
         "recipe": differing([run.recipe.to_compare() for run in runs]),
-        "plan": differing([{name: plan.get(name) for name in PLAN} for plan in plans]),
+        "plan": differing_plans(runs),
         "versions": differing(versions) if all(versions) else {},
         "data_differs": one.facts.fingerprint != other.facts.fingerprint,
         "log": dataclasses.asdict(parted),
@@ -198,8 +194,6 @@ def parted_step(runs: Runs, parted: LogDifference, level: str) -> dict[str, Any]
     Each side is redone from its own weights, and the second also from the first one's: then what still
     differs comes from its data, its code or its arithmetic alone.
     """
-    from isobatch.launch.local.redo_steps import plan_to_redo
-
     micro_batch = min(run.plan.micro_batch_samples for run in runs)
     plans = [plan_to_redo(run, micro_batch) for run in runs]
     if parted.step - parted.previous > 1:
@@ -250,7 +244,6 @@ def _replay_to(
     another.
     """
     from isobatch.engine.verification.replay import Replay
-    from isobatch.engine.verification.windows import window_to
 
     with preserve_process_state():  # accelerate keeps one precision for the whole process
         replay = Replay(weights, plan, recipe.recipe)

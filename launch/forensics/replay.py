@@ -16,6 +16,8 @@ from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.train.figures import is_step
 from isobatch.engine.verification.run_order import require_step
+from isobatch.engine.verification.windows import window_to
+from isobatch.launch.local.redo_steps import plan_to_redo
 from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run
 from isobatch.launch.report.tables import text_table
 
@@ -63,8 +65,6 @@ def replay(words: Sequence[str]) -> int:
 def open_replay(run: RunFolder, options: ReplayOptions) -> tuple[Replay, Window]:
     """What redoes a step of one run as the flags say, and the steps that lead to it. Raises UserError."""
     from isobatch.engine.verification.replay import Replay
-    from isobatch.engine.verification.windows import window_to
-    from isobatch.launch.local.redo_steps import plan_to_redo
 
     last: dict[str, Any] = next((row for row in reversed(newest_rows(run.metrics)) if is_step(row)), {})
     phase, step = options.phase or last.get("phase"), options.step or last.get("step")

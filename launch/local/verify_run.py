@@ -34,8 +34,7 @@ from isobatch.engine.verification.windows import (
     other_windows,
     trusted_weights,
 )
-from isobatch.launch.local.redo_steps import plan_to_redo, redo
-from isobatch.launch.local.replay_in_full import replay_in_full
+from isobatch.launch.local.redo_steps import plan_to_redo, redo, replay_in_full
 from isobatch.launch.local.run_setup import (
     DataOptions,
     compare_source,

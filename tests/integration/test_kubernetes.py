@@ -14,7 +14,7 @@ import psutil
 import pytest
 import yaml
 
-from isobatch.launch.clusters.kubernetes.command import k8s
+from isobatch.launch.clusters.kubernetes.job import k8s
 from isobatch.tests.integration.helpers import RAGGED, rows, succeed, summary
 
 if TYPE_CHECKING:

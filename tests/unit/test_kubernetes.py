@@ -19,8 +19,7 @@ from isobatch.core.errors import (
     WorkerLostError,
 )
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
-from isobatch.launch.clusters.kubernetes.command import k8s
-from isobatch.launch.clusters.kubernetes.pod import exit_code, pod
+from isobatch.launch.clusters.kubernetes.job import exit_code, k8s, pod
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:

@@ -1,35 +1,45 @@
-"""`k8s`: print the manifest of a run on a Kubernetes cluster, or give it to kubectl.
+"""Kubernetes as a cluster: the manifest of a run, which `k8s` prints or gives to kubectl, and `pod`, which a
+pod runs: torchrun for its processes, and then the exit code that the Job acts on.
 
-It is an Indexed Job of a pod per node, the name by which pods find the first, and the recipe.
+The manifest is an Indexed Job of a pod per node, the name by which pods find the first, and the recipe.
 Only kinds of every cluster, without operators: ConfigMap, headless Service, Job (batch/v1, Kubernetes 1.29 or
 newer). A pod that fails or is evicted is replaced, its world ends and comes together again with the new pod,
-and the run goes on from its last checkpoint on the shared volume.
+and the run goes on from its last checkpoint on the shared volume. torchrun itself ends with 0 where all
+processes were asked to save and stop: the Job would take the run for done.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import yaml
 
-from isobatch.core.errors import DONE, FAILED, STOPPED, WRONG_INPUT, UserError
+from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, OutOfMemoryError, UserError
 from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Count, Positive
-from isobatch.engine.runs.run_folder import run_name
+from isobatch.engine.distributed.stop_signals import StopFlag
+from isobatch.engine.runs.run_folder import RunFolder, run_name
 from isobatch.engine.task_files import imported_files, is_task_file, task_file
-from isobatch.launch.local.arguments import request_text
+from isobatch.launch.clusters.local.here import Local
+from isobatch.launch.local.arguments import parse_request, request_text
 from isobatch.launch.local.placement import on_device, parse, processes_each
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from isobatch.engine.runs.run_folder import Verdict
     from isobatch.launch.local.arguments import Request
 
 TEMPLATE = Path(__file__).with_name("manifest.yaml.jinja")
@@ -187,3 +197,90 @@ def _flags_text(request: Request) -> str:
 def _key(place: str) -> str:
     """Of a file in a ConfigMap, which has no folders."""
     return place.replace("/", "..")
+
+
+LINGER_SECONDS = 10.0
+"""How long torchrun may wait for those of other pods, where all processes of this one have saved: it would
+wait for five minutes where another pod is evicted."""
+INDEX = "JOB_COMPLETION_INDEX"
+"""Environment variable with a pod's number, from 0; Kubernetes sets it."""
+POLL_SECONDS = 0.5
+FOR_GOOD = ("", OutOfMemoryError.cause)
+"""Causes of a failure that another start would not mend."""
+
+
+class Kubernetes(Local):
+    """Kubernetes. An attempt is what a pod runs; the cluster makes the next one, and `kubectl` ends it."""
+
+    config: str
+    """The file with the recipe, in a pod."""
+    world: Sequence[str]
+    """torchrun's words for the pods of the run."""
+
+    @staticmethod
+    def submit(words: Sequence[str]) -> int:
+        """Usage: k8s --task TASK --image IMAGE --claim CLAIM --nodes N --gpus-per-node G [flags] [--submit]
+
+        flags: --cpu --cpus N --mem 64Gi --node-selector gpu=h100 --namespace NAME --secret NAME, and those of
+               `auto`; --data is a path under /isobatch, where pods see the claim, or a name on the hub
+        """
+        return k8s(words)
+
+    def attempt(self, run: RunFolder) -> Verdict | None:
+        before = _verdict_time(run)
+        with StopFlag() as stop:
+            command = [
+                *(sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=static"),
+                *(f"--node-rank={os.environ[INDEX]}", *self.world),
+                *("-m", "isobatch.launch.train", "--config", self.config),
+                *("--out", str(run.folder.parent), "--name", run.folder.name),
+            ]
+            _run_torchrun(command, stop, lambda: _verdict_time(run) != before)
+        return run.read_exit() if _verdict_time(run) != before else None
+
+
+def pod(words: Sequence[str]) -> int:
+    """Usage: pod RUN CONFIG WORDS, in a pod of a job that `k8s` made; WORDS: those of torchrun"""
+    if len(words) < 2 or INDEX not in os.environ:
+        raise UserError("pod: runs in a pod of a Kubernetes job; `k8s` makes one")
+    cluster, run = Kubernetes(), RunFolder(Path(words[0]))
+    cluster.config, cluster.world = words[1], words[2:]
+    parse_request(["--config", cluster.config], "pod")  # what is wrong is said before torch is imported
+    return exit_code(run, cluster.attempt(run))
+
+
+def _run_torchrun(command: list[str], stop: StopFlag, has_verdict: Callable[[], bool]) -> None:
+    """Run torchrun to its end, pass a request to stop on to it, and end it where it only waits for others."""
+    import psutil
+
+    child = subprocess.Popen(command)
+    idle_since: float | None = None
+    while child.poll() is None:
+        if stop.requested:
+            child.send_signal(signal.SIGTERM)  # it hands that on, and waits until they have saved
+            child.wait()
+            return
+        idle = has_verdict() and not psutil.Process(child.pid).children()
+        idle_since = (idle_since or time.monotonic()) if idle else None
+        if idle_since is not None and time.monotonic() - idle_since > LINGER_SECONDS:
+            child.kill()  # it is blocked where it answers no other signal, and has no processes any more
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(POLL_SECONDS)
+
+
+def exit_code(run: RunFolder, verdict: Verdict | None) -> int:
+    """What the Job acts on: done; wrong input and failures that another start would not mend; asked to stop;
+    else a failure after which the pod is replaced. `verdict`: of this attempt.
+    """
+    if run.status_or_none() == "done":
+        return DONE
+    if verdict is None:
+        return BUG
+    is_for_good = verdict.code in (WRONG_INPUT, FAILED) and verdict.cause in FOR_GOOD
+    return verdict.code if is_for_good or verdict.code == STOPPED else BUG
+
+
+def _verdict_time(run: RunFolder) -> int:
+    """When exit.json was written; 0 where there is none."""
+    path = run.folder / "exit.json"
+    return path.stat().st_mtime_ns if path.exists() else 0
