@@ -14,6 +14,7 @@ from isobatch.core.recipe import Recipe
 from isobatch.core.terminal.console import format_metrics, print_answer
 from isobatch.data.streaming.store import refuse_secrets
 from isobatch.engine import consent
+from isobatch.engine.optimization.left_out import ASKED, leave_out
 from isobatch.engine.registry import CHAINS, workload_of
 from isobatch.engine.runs.run_folder import RunFolder, refuse_links
 from isobatch.engine.runs.run_options import RunOptions
@@ -30,7 +31,6 @@ from isobatch.launch.local.launch_run import (
     ResumeOptions,
     find_or_train,
     launch_run,
-    skip_steps,
     steps_to_skip,
 )
 from isobatch.launch.local.run_setup import (
@@ -104,7 +104,7 @@ def resume(words: Sequence[str]) -> int:
         run.refuse_if_training()
         recipe = run.recipe
         if options.skip_step is not None:
-            skip_steps(run, options.skip_step)
+            leave_out(run, *steps_to_skip(run, options.skip_step), ASKED)
         locate_data(run, recipe, values["recipe"].get("data"), mend=True)
         asked = workload_of(recipe).plan_options(recipe.preset, values["plan"])
         store_plan(run, plan_for_training(recipe, run.facts, asked, run_options.quiet, run))

@@ -1,7 +1,6 @@
 """`auto --task compress`: trains classifier, pruning and qat, exports each, and writes the report.
 
-Each stage is a run of its own in --out. Typed again, the command goes on where it was stopped; a stage that
-an earlier chain has trained by the same recipe is not trained again.
+Each stage is a run of its own in --out. Typed again, the command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -13,12 +12,10 @@ from isobatch.core.errors import DONE, STOPPED, UserError
 from isobatch.core.extras import need
 from isobatch.core.flags import build_options
 from isobatch.core.terminal.console import print_answer
-from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.commands.plan import PlanCommandOptions, plan_stages
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
-from isobatch.launch.local.run_setup import find_run, prepare_facts
 from isobatch.launch.report.page import text_of, write_report
 from isobatch.launch.sweeps.chain import parse_chain
 
@@ -26,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.launch.local.arguments import Request
 
 EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": ("onnx-int4",)}
 """The stages in order -> what each exports."""
@@ -49,14 +45,11 @@ def compress(words: Sequence[str]) -> int:
         print(f"compress: stage {number} of {len(EXPORTS)}, {stage}", file=sys.stderr)
         source = {SOURCES[stage]: str(runs[-1].folder)} if runs else {}
         request = parse_request(chain.words(stage, source), "auto", AutoOptions)
-        done = _same_stage(request) if number < len(EXPORTS) else None
-        run, verdict = (done, Verdict(DONE, "")) if done else find_or_train(request)
+        run, verdict = find_or_train(request)
         if verdict.code == STOPPED:
             print("compress: the same command again begins where this one stopped", file=sys.stderr)
         if verdict.code != DONE:
             return verdict.code
-        if done:
-            print(f"compress: {run.folder} has this recipe and is done: it is this stage", file=sys.stderr)
         runs.append(run)
         if number == 1:
             refuse_chance(run)
@@ -66,13 +59,6 @@ def compress(words: Sequence[str]) -> int:
     folder = runs[-1].folder / "report"
     contents = write_report(runs, folder)
     return print_answer(contents.to_dict(), text_of(contents, folder), options.json)
-
-
-def _same_stage(request: Request) -> RunFolder | None:
-    """The newest run of this recipe and data that is done under another name, where none has its own."""
-    facts = prepare_facts(request)
-    found = find_run(request, facts, any_name=True) if find_run(request, facts) is None else None
-    return found if found is not None and found.status() == "done" else None
 
 
 def refuse_chance(run: RunFolder) -> None:

