@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListingOptions:
-    """Flags of `describe` and `inspect`."""
+    """The flag of commands that answer, and read no run's code."""
 
     json: bool = False
     """One JSON object on standard output."""
@@ -45,7 +45,9 @@ def describe(words: Sequence[str]) -> int:
     if not name:
         return _print_tasks(options.json)
     if name in COMMANDS:
-        groups, notes = _command_groups(name)
+        groups = {name: [_flag(flag, {}) for flag in flags_of(COMMANDS[name].options).values()]}
+        of_task = f"and the flags of its task: describe TASK (`{name} --task TASK`)"
+        notes = [of_task] if name.split()[0] in OF_A_RECIPE else []
     elif name in CHAINS:
         notes = [f"the flags of its stages: {', '.join(f'describe {s}' for s in CHAINS[name])}"]
     elif name == HARDWARE:
@@ -84,12 +86,6 @@ def _task_groups(name: str) -> tuple[Groups, list[str]]:
 
 def _in_words(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{name.replace('_', '-')} {value_text(value)}" for name, value in values.items())
-
-
-def _command_groups(name: str) -> tuple[Groups, list[str]]:
-    rows = [_flag(flag, {}) for flag in flags_of(COMMANDS[name].options).values()]
-    of_task = f"and the flags of its task: describe TASK (`{name} --task TASK`)"
-    return {name: rows}, [of_task] if name.split()[0] in OF_A_RECIPE else []
 
 
 def _print_tasks(as_json: bool) -> int:

@@ -16,6 +16,7 @@ from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import cluster
+from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.control.runs import RunView, look
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import open_single_run
@@ -29,13 +30,11 @@ WAIT_SECONDS, LOOK_SECONDS = 600.0, 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CancelOptions:
+class CancelOptions(ListingOptions):
     """Flags of `runs cancel`."""
 
     now: bool = False
     """Do not wait for a save: what was saved before is kept."""
-    json: bool = False
-    """One JSON object on standard output."""
 
 
 def cancel(words: Sequence[str]) -> int:

@@ -21,6 +21,7 @@ from isobatch.engine.registry import TASKS, workload_of
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_folder import RunFolder, list_runs
 from isobatch.launch.clusters.cluster import JobState, job_states
+from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.local.arguments import read_command
 
 if TYPE_CHECKING:
@@ -107,11 +108,9 @@ def _phase_lengths(run: RunFolder) -> dict[str, int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunsOptions:
-    """Flags of `runs`."""
+class RunsOptions(ListingOptions):
+    """Flags of `runs`, and of `doctor`."""
 
-    json: bool = False
-    """One JSON object on standard output."""
     out: str = "runs"
     """Folder that holds the runs."""
 
@@ -210,20 +209,12 @@ TOO_FEW = "runs compare: give two runs or more, as in: runs compare runs/a runs/
 FIGURES = ("steps", "train_seconds", "peak_memory_bytes")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompareOptions:
-    """Flags of `runs compare`."""
-
-    json: bool = False
-    """One JSON object on standard output."""
-
-
 def compare(words: Sequence[str]) -> int:
     """Usage: runs compare RUN RUN... [--json]: what differs between runs, and their metrics side by side.
 
     A folder of runs stands for all of them.
     """
-    positional, options = read_command(words, CompareOptions, "runs compare")
+    positional, options = read_command(words, ListingOptions, "runs compare")
     runs = [run for place in positional for run in _runs_at(place)]
     if len(runs) < 2:
         raise UserError(TOO_FEW)

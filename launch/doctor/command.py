@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import DONE, FAILED
 from isobatch.core.measures import printable
 from isobatch.core.terminal.console import print_answer
+from isobatch.launch.control.runs import RunsOptions
 from isobatch.launch.doctor.machine import check_machine
 from isobatch.launch.doctor.run_checks import check_run
 from isobatch.launch.local.arguments import read_command
@@ -23,23 +24,13 @@ if TYPE_CHECKING:
 NAME_WIDTH, STATE_WIDTH = 22, 9
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DoctorOptions:
-    """Flags of `doctor`."""
-
-    json: bool = False
-    """One JSON object on standard output."""
-    out: str = "runs"
-    """Folder that holds the runs: its disk is tried."""
-
-
 def doctor(words: Sequence[str]) -> int:
     """Usage: doctor [--out FOLDER] [--json]: what is wrong with this machine; each check really tries.
     doctor RUN [--json]: why a run failed or hangs, and whether its files are whole.
 
     Each line is ok, warning or broken, with what mends it. Exit 3 where something is broken.
     """
-    positional, options = read_command(words, DoctorOptions, "doctor")
+    positional, options = read_command(words, RunsOptions, "doctor")
     run = Path(one_run(positional, "doctor")).expanduser() if positional else None
     checks = check_run(run) if run else check_machine(Path(options.out))
     found = []

@@ -26,16 +26,25 @@ def preserve_process_state() -> Iterator[None]:
     """
     import numpy as np
     import torch
+    from accelerate.state import AcceleratorState, GradientState, PartialState
 
     if not _one_run.acquire(blocking=False):
         raise UserError("another run is at work in this process: wait for it, or use a process of its own")
     environment, threads = dict(os.environ), torch.get_num_threads()
     python, numpy = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    kinds = (PartialState, AcceleratorState, GradientState)
+    shared = [kind._shared_state for kind in kinds]  # noqa: SLF001  accelerate has no public way to keep it
+    before: list[dict[str, Any]] = [dict(state) for state in shared]
+    for state in shared:
+        state.clear()
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices), _fresh_accelerate_state():
+        with warnings.catch_warnings(), torch.random.fork_rng(devices):
             yield
     finally:
+        for state, content in zip(shared, before, strict=True):
+            state.clear()
+            state.update(content)
         torch.set_num_threads(threads)
         random.setstate(python)
         np.random.set_state(numpy)
@@ -43,23 +52,3 @@ def preserve_process_state() -> Iterator[None]:
             del os.environ[name]
         os.environ.update(environment)
         _one_run.release()
-
-
-@contextlib.contextmanager
-def _fresh_accelerate_state() -> Iterator[None]:
-    """accelerate keeps one state for the whole process, which the surrounding program may use, too."""
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
-    shared: list[dict[str, Any]] = [
-        kind._shared_state  # noqa: SLF001  accelerate has no public way to keep and restore it
-        for kind in (PartialState, AcceleratorState, GradientState)
-    ]
-    before = [dict(state) for state in shared]
-    for state in shared:
-        state.clear()
-    try:
-        yield
-    finally:
-        for state, content in zip(shared, before, strict=True):
-            state.clear()
-            state.update(content)

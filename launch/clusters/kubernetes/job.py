@@ -184,14 +184,10 @@ def _files(request: Request) -> dict[str, str]:
         }
         there = dataclasses.replace(request.recipe, task=f"{FILES}/{file.name}:{task.rpartition(':')[2]}")
         request = dataclasses.replace(request, recipe=there)
-    return {RECIPE: _flags_text(request), **files}
-
-
-def _flags_text(request: Request) -> str:
-    """The recipe, the plan's and the run's options as a file for --config; as many processes as there are."""
-    plan = dataclasses.replace(request.plan, processes=None)
+    plan = dataclasses.replace(request.plan, processes=None)  # as many as there are
     lines = request_text(dataclasses.replace(request, plan=plan)).splitlines()
-    return "\n".join([*(line.rstrip() for line in lines if line and not line.startswith("#")), ""])
+    flags = [line.rstrip() for line in lines if line and not line.startswith("#")]
+    return {RECIPE: "\n".join([*flags, ""]), **files}
 
 
 def _key(place: str) -> str:

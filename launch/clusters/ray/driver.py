@@ -10,7 +10,6 @@ import importlib.util
 import os
 import re
 import secrets
-import shlex
 import sys
 import threading
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from isobatch.core.flags import check_fields, flags_of, options_to_dict
 from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.engine.distributed.stop_signals import StopFlag
-from isobatch.engine.runs.run_folder import Verdict, run_name
+from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job
 from isobatch.launch.clusters.local.here import Local
 from isobatch.launch.commands.auto import print_outcome
@@ -69,9 +68,9 @@ class RayOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         if not re.fullmatch(HERE, self.address):
+            said = f"--address {self.address}: give auto, local or HOST:PORT of a cluster's head"
             raise UserError(
-                f"--address {self.address}: give auto, local or HOST:PORT of a cluster's head; elsewhere hand"
-                " it in: ray job submit --address URL -- sh -c 'cd FOLDER && isobatch ray ... --submit'"
+                f"{said}; `isobatch ray` without --submit prints the `ray job submit` for another"
             )
 
 
@@ -89,25 +88,17 @@ def ray(words: Sequence[str]) -> int:
     return train_until_done(request, options, processes)
 
 
-def as_file(request: Request, options: RayOptions) -> str:
-    """A file for --config: the recipe, the plan's and the run's options, and those of `ray`.
+HEAD = """# isobatch ray --config FILE --submit trains this on a Ray cluster until it is done.
+# Every node has isobatch[ray] and sees FOLDER, in which the run and its data lie. From elsewhere:
+#   ray job submit --address http://HEAD:8265 -- sh -c 'cd FOLDER && isobatch ray --config FILE --submit'
+"""
 
-    Raises UserError for a name that no line can hold.
-    """
-    name, folder = f"{request.run.name or run_name(request.recipe)}.yaml", str(Path.cwd())
-    if not f"{folder}/{name}".isprintable():  # its end would be no remark any more
-        raise UserError(f"--name: {f'{folder}/{name}'!r} holds a control character, which no remark may")
-    own = f"isobatch ray --config {shlex.quote(name)} --submit"
-    there = shlex.quote(f"cd {shlex.quote(folder)} && {own}")
+
+def as_file(request: Request, options: RayOptions) -> str:
+    """A file for --config: the recipe, the plan's and the run's options, and those of `ray`."""
     flags = {n: f for n, f in flags_of(RayOptions).items() if getattr(options, n) != f.default}
-    words = [
-        f"# {name}: isobatch trains this on a Ray cluster until it is done. Every node has isobatch[ray]",
-        f"# and sees this folder, in which the run and its data lie.\n#   {own}",
-        f"#   ray job submit --address http://HEAD:8265 -- sh -c {there}\n",
-        request_text(request),
-        config_text([("ray", flags, {name: getattr(options, name) for name in flags})] if flags else []),
-    ]
-    return "\n".join(words)
+    own = [("ray", flags, {name: getattr(options, name) for name in flags})] if flags else []
+    return "\n".join([HEAD, request_text(request), config_text(own)])
 
 
 OWN_RESTARTS = {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_TRAIN_METRICS_ENABLED": "0"}

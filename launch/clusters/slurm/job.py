@@ -33,10 +33,11 @@ from isobatch.launch.clusters.slurm.legs import (
     JobRequest,
     LegClock,
     furthest_checkpoint,
-    requeue_or_stop,
+    requeue,
     seconds_to_stop,
     should_save_now,
     was_preempted,
+    why_not_requeue,
 )
 from isobatch.launch.clusters.slurm.node import meeting_folder, wait_for
 from isobatch.launch.clusters.slurm.step import Step, explain_end, srun_command, unreachable_nodes
@@ -79,7 +80,7 @@ def job(words: Sequence[str]) -> int:
             slurm.begin(run, allocation, request)
             verdict = launch_run.train_with_restarts(run, slurm)
         if verdict.code == STOPPED:
-            requeue_or_stop(run, allocation, stop.reason, request.max_legs, slurm.clock.left)
+            slurm.requeue_or_stop(run, stop.reason)
         elif verdict.code != DONE:
             run.mark_failed(verdict.reason)
             print(f"failed: {verdict.reason}", flush=True)
@@ -153,6 +154,25 @@ class Slurm(Cluster):
         self._listener = socket.create_server(("", 0))
         """Open as long as this process is there, for nodes that ask whether it is."""
         locate_data(run, run.recipe, None, mend=True)
+
+    def requeue_or_stop(self, run: RunFolder, reason: str) -> None:
+        """After a stop: requeue the job if it made progress, and say so. `reason`: as JobStop says it."""
+        job, leg = self.allocation.job, self.allocation.restarts + 1
+        now, record = furthest_checkpoint(run), client.job_record(run)
+        step, before = now[1] if now else 0, record.get("requeued_at")
+        if record.get("cancel"):
+            saved = f"saved at step {step} and cancelled: `resume` goes on"
+            print(saved if now else "cancelled before anything was saved", flush=True)
+            client.run_slurm("scancel", job)
+            return
+        shown = client.show_job(job)
+        if why_not := why_not_requeue(reason, leg, self.request.max_legs, before, now, shown):
+            print(f"stopped at step {step} and not requeued: {why_not}", flush=True)
+            return
+        update_job_record(run, requeued_at=now)
+        print(f"{'preempted: ' * was_preempted(shown)}requeueing at step {step} (leg {leg})", flush=True)
+        if problem := requeue(job, self.clock.left):
+            print(f"Slurm does not requeue the job: {problem}", flush=True)
 
     def _available_nodes(self) -> tuple[str, ...]:
         found = client.available_nodes(self.allocation.job, self.allocation.nodes)

@@ -11,7 +11,7 @@ from isobatch.core import atomic_files
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.launch.clusters.slurm import client
-from isobatch.launch.clusters.slurm.client import job_record, run_slurm, update_job_record
+from isobatch.launch.clusters.slurm.client import run_slurm
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -121,31 +121,6 @@ class LegClock:
             if left is not None:
                 self._end, self.limit = self._asked + left, max(left, self.limit)
         self._looked = self._now()
-
-
-def requeue_or_stop(
-    run: RunFolder,
-    allocation: client.Allocation,
-    reason: str,
-    max_legs: int | None,
-    seconds_left: Callable[[], float],
-) -> None:
-    """After a stop: requeue the job if it made progress, and say so. `reason`: as JobStop says it."""
-    now, record, leg = furthest_checkpoint(run), job_record(run), allocation.restarts + 1
-    step = now[1] if now else 0
-    if record.get("cancel"):
-        saved = f"saved at step {step} and cancelled: `resume` goes on"
-        print(saved if now else "cancelled before anything was saved", flush=True)
-        run_slurm("scancel", allocation.job)
-        return
-    shown = client.show_job(allocation.job)
-    if why_not := why_not_requeue(reason, leg, max_legs, record.get("requeued_at"), now, shown):
-        print(f"stopped at step {step} and not requeued: {why_not}", flush=True)
-        return
-    update_job_record(run, requeued_at=now)
-    print(f"{'preempted: ' * was_preempted(shown)}requeueing at step {step} (leg {leg})", flush=True)
-    if problem := requeue(allocation.job, seconds_left):
-        print(f"Slurm does not requeue the job: {problem}", flush=True)
 
 
 def why_not_requeue(
