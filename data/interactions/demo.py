@@ -5,6 +5,9 @@ All is drawn as whole numbers from a seeded generator, so that every machine mak
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 
 from isobatch.data.interactions.formats import ItemText, RawInteractions
@@ -12,16 +15,8 @@ from isobatch.data.interactions.tables import Table
 
 READERS, BOOKS, LOANS = 600, 400, 24
 """LOANS is the average number of loans of a reader."""
-_GENRES = """cooking: bread kitchen pepper table oven salt feast broth: baker nurse
-crime: murder knife alibi detective corpse theft witness trial: clerk lawyer
-fantasy: dragon sword wizard crown spell quest giant castle: student programmer
-gardens: rose hedge orchard seed spade moss pond lawn: teacher retired
-history: empire king siege treaty bronze abbey revolt archive: teacher lawyer
-poems: moon sorrow swallow silence autumn verse mirror shore: student nurse
-science: atom comet enzyme proof orbit neuron crystal wave: engineer programmer
-travel: harbour desert railway border island caravan monsoon map: engineer retired"""
-"""Genre: words of its books: the occupations of readers whose first taste it is."""
-GENRES, GENRE_WORDS, GENRE_JOBS = zip(*(line.split(": ") for line in _GENRES.split("\n")), strict=True)
+GENRES = json.loads(Path(__file__).with_suffix(".json").read_text())
+"""Of each the `name`, `words` of its books, and `jobs`: the occupations of its readers."""
 TITLE_PATTERNS = ["The {} and the {}", "A {} without {}", "{} of the {}", "Notes on {} and {}"]
 TITLE_PATTERNS += ["The last {}, the {}"]
 AGES = ("young", "middle-aged", "old")
@@ -56,7 +51,7 @@ def demo_interactions() -> RawInteractions:
 def _reader_texts(taste: np.ndarray, rng: np.random.Generator) -> dict[str, str]:
     found = {}
     for reader, (first, _) in enumerate(taste):
-        job = GENRE_JOBS[first].split()[rng.integers(2)]
+        job = GENRES[first]["jobs"][rng.integers(2)]
         found[str(reader)] = f"{AGES[rng.integers(len(AGES))]} {job}"
     return found
 
@@ -64,10 +59,8 @@ def _reader_texts(taste: np.ndarray, rng: np.random.Generator) -> dict[str, str]
 def _book_texts(genre: np.ndarray, rng: np.random.Generator) -> dict[str, ItemText]:
     found = {}
     for book, number in enumerate(genre):
-        words = GENRE_WORDS[number].split()
-        title = TITLE_PATTERNS[rng.integers(len(TITLE_PATTERNS))].format(
-            *(words[w] for w in rng.choice(8, 2, replace=False))
-        )
+        pattern, words = TITLE_PATTERNS[rng.integers(len(TITLE_PATTERNS))], GENRES[number]["words"]
+        title = pattern.format(*(words[w] for w in rng.choice(8, 2, replace=False)))
         shown = title[0].upper() + title[1:]
-        found[str(book)] = ItemText(shown, f"{shown}. {GENRES[number]}")
+        found[str(book)] = ItemText(shown, f"{shown}. {GENRES[number]['name']}")
     return found

@@ -275,11 +275,7 @@ def _cannot_split_error(where: str) -> UserError:
 
 
 def choose_template(
-    name: str,
-    default: str,
-    tokenizer: Tokenizer,
-    special: Mapping[str, int | None],
-    folder: Path | None,
+    name: str, default: str, tokenizer: Tokenizer, special: Mapping[str, int | None], folder: Path | None
 ) -> ChatTemplate:
     """The template called `name`; `auto` is the tokenizer's own where it has one, else `default`.
 

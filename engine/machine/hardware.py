@@ -9,12 +9,7 @@ from typing import Literal
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import format_bytes
-from isobatch.engine.machine.gpu_table import (
-    MACHINES,
-    Gpu,
-    named_model,
-    squeezed,
-)
+from isobatch.engine.machine.gpu_table import MACHINES, Gpu, named_model, squeezed
 
 Kind = Literal["cuda", "mps", "cpu"]
 GIB = 2**30

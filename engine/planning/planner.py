@@ -14,11 +14,7 @@ from isobatch.core.strategies import traits_of
 from isobatch.engine.planning import choices as choose
 from isobatch.engine.planning import parallel_layout as layout
 from isobatch.engine.planning.calibration import MEASURED
-from isobatch.engine.planning.cost_model import (
-    PlanningCase,
-    fixed_tokens,
-    micro_batch_seconds,
-)
+from isobatch.engine.planning.cost_model import PlanningCase, fixed_tokens, micro_batch_seconds
 from isobatch.models.head_chunks import chunk_bytes
 
 if TYPE_CHECKING:
