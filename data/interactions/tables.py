@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +14,6 @@ from isobatch.core.errors import UserError
 from isobatch.data import readers
 from isobatch.data.readers import numbers_in, open_utf8, read_lines, shape_of, wide_encoding
 from isobatch.data.tables import delimited
-from isobatch.data.tables.delimited import find_shape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -174,17 +172,12 @@ def read_fields(file: Path, delimiter: str, count: int) -> Iterator[tuple[str, l
             yield f"{file} line {number}", row
 
 
-def _usual_delimiter(file: Path) -> str:
-    """What is between the fields of a file of this name."""
-    return "," if file.suffix == ".csv" else "\t"
-
-
 def shape_to_stream(file: Path, columns: Iterable[str | None], notes: list[str]) -> Shape:
     """The shape of a table, of which flags name these columns; `notes` grow.
 
     Raises UserError with the line of a quote that is not closed: pyarrow would read on to the next.
     """
-    shape = shape_of(file, _usual_delimiter(file), numbers_in(columns))
+    shape = shape_of(file, "," if file.suffix == ".csv" else "\t", numbers_in(columns))
     with open_utf8(file) as stream:
         quoted = any(b'"' in block for block in iter(partial(stream.read, 1 << 20), b""))
         stream.seek(0)
@@ -201,13 +194,8 @@ def read_rows(file: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
     Raises UserError for a row that does not fit the header.
     """
-    if file.suffix == ".parquet":
-        yield from readers.read_rows(readers.SplitFiles((file,), "parquet"))
-        return
-    text = io.StringIO(read_text(file), newline="")
-    shape = find_shape(text, file, _usual_delimiter(file))
-    text.seek(0)
-    for where, row in delimited.read(text, file, shape):
-        if None in row.values():
+    form = {".parquet": "parquet", ".csv": "csv"}.get(file.suffix, "tsv")
+    for where, row in readers.read_rows(readers.SplitFiles((file,), form)):
+        if form != "parquet" and None in row.values():
             raise UserError(f"{where}: has another number of fields than the header")
         yield where, row

@@ -44,11 +44,6 @@ def planned(machine: str | Hardware, shape: ModelSize = GPT2, facts: Facts = TEX
     return make_plan(recipe, facts, shape, hardware, PlanOptions(**asked), **extra)
 
 
-CHUNKED = dataclasses.replace(GPT2, head_bytes=CHUNK_BYTES)
-"""GPT-2 as `causal-lm` trains it."""
-WITH_LORA = dataclasses.replace(
-    CHUNKED, parameters=GPT2.parameters + 811_008, trainable=811_008, adapter_inputs=6 * 768
-)
 LLAMA_7B = dataclasses.replace(SEVEN_B, gated=True, head_bytes=CHUNK_BYTES)
 ADAPTED = dataclasses.replace(  # Llama's 7B with LoRA of rank 8 on all its matrices
     LLAMA_7B,
@@ -63,26 +58,6 @@ WITH_QLORA = dataclasses.replace(  # embeddings, head and norms are not rounded:
     frozen_bytes=(BYTES_PER_WEIGHT[4] * ROUNDED + 2 * (SEVEN_B.parameters - ROUNDED)) / SEVEN_B.parameters,
     why_unshardable="bitsandbytes' weights cannot be cut",
 )
-CARDS = [
-    # machine, GB, model, samples of 1,024 tokens at a time, activation checkpointing
-    ("rtx3050-laptop", 4, WITH_LORA, 2, False),
-    ("rtx4060", 8, CHUNKED, 7, False),
-    ("rtx4060", 8, WITH_QLORA, 1, True),
-    ("rtx4080-laptop", 12, CHUNKED, 15, False),
-    ("rtx4080", 16, WITH_QLORA, 9, True),
-    ("rtx4090", 24, CHUNKED, 32, False),
-]
-
-
-@pytest.mark.parametrize("row", CARDS, ids=lambda row: f"{row[0]}-{row[2].trainable}")
-def test_small_cards(row: tuple[Any, ...]) -> None:
-    machine, memory, shape, samples, recompute = row
-    plan = planned(machine, shape, BLOCKS, recipe={"max_length": 1024})
-    assert plan.strategy == "single"
-    assert (plan.micro_batch_tokens // 1024, plan.activation_checkpointing) == (samples, recompute)
-    assert plan.predicted_peak_memory_bytes < memory * GIB
-
-
 LLAMA_70B = sized(
     68_976_648_192, 80, 8192, 64, 28672, 32000, key_width=1024, gated=True, head_bytes=CHUNK_BYTES
 )
