@@ -407,11 +407,9 @@ def open_parquet(file: Path) -> ParquetFile:
 
 @contextlib.contextmanager
 def explain_parquet_errors(file: Path, what: str = "is no whole parquet file") -> Iterator[None]:
-    """Raise UserError that says `what` of the file where pyarrow cannot read it, or is not installed."""
-    try:
-        import pyarrow
-    except ImportError:
-        raise UserError(f"{file}: parquet needs pyarrow: pip install pyarrow") from None
+    """Raise UserError that says `what` of the file where pyarrow cannot read it."""
+    import pyarrow
+
     try:
         yield
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
