@@ -318,8 +318,11 @@ class Task(ABC):
         means = {name: float(part.value) / float(part.weight) for name, part in parts.items()}
         return means if "loss" in means else {"loss": sum(means.values()), **means}
 
-    def make_optimizer(self, named: Mapping[str, nn.Parameter], lr: float, device: str) -> Optimizer:
-        """The optimizer of the parameters that train, all of them, by name; by default --optimizer's.
+    def make_optimizer(
+        self, named: Mapping[str, nn.Parameter], lr: float, device: str
+    ) -> Optimizer | Sequence[Optimizer]:
+        """The optimizer of the parameters that train, all of them, by name; by default --optimizer's. Or
+        several, each of some of them.
 
         `lr`: the recipe's peak rate; in each step a group gets the schedule's, in proportion to the `lr` that
         it was made with. `device`: cpu, cuda or mps. What it keeps in `state`, tensors and numbers by

@@ -190,7 +190,7 @@ def device_of_steps(optimizer: Optimizer, p: Tensor) -> torch.device:
     """
     import torch
 
-    group = optimizer.param_groups[0]
+    group = next(one for one in optimizer.param_groups if any(p is other for other in one["params"]))
     return p.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 

@@ -30,7 +30,7 @@ def make_optimizer(
     named = {name: p for name, p in trained.items() if id(p) not in excluded}
     if not trained:
         raise UserError("nothing to train: every parameter of the model is frozen")
-    parts = [_checked(task.make_optimizer(named, recipe.lr, device), named)] if named else []
+    parts = _checked(task.make_optimizer(named, recipe.lr, device), named) if named else []
     if tables := [p for p in sparse if p.requires_grad]:
         adam = {"betas": (recipe.adam_beta1, recipe.adam_beta2), "eps": recipe.adam_eps}
         parts.append(torch.optim.SparseAdam([{"params": tables, **adam}], lr=recipe.lr))
@@ -44,15 +44,16 @@ SHARE = "share_of_lr"
 """In a parameter group: its learning rate over the recipe's, where it has one of its own."""
 
 
-def _checked(optimizer: Any, named: Mapping[str, nn.Parameter]) -> Optimizer:
-    """Raises UserError where a task returned no optimizer of the parameters that it was given."""
+def _checked(made: Any, named: Mapping[str, nn.Parameter]) -> list[Optimizer]:
+    """Raises UserError where a task returned no optimizers of the parameters that it was given."""
     import torch
 
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(
-            f"make_optimizer() returned a {type(optimizer).__name__}: return a torch.optim.Optimizer"
-        )
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    parts = [*made] if isinstance(made, list | tuple) else [made]
+    for part in parts:
+        if not isinstance(part, torch.optim.Optimizer):
+            kind = type(part).__name__
+            raise UserError(f"make_optimizer() returned a {kind}: return a torch.optim.Optimizer, or a list")
+    held = {id(p) for part in parts for group in part.param_groups for p in group["params"]}
     if left := [name for name, p in named.items() if id(p) not in held]:
         raise UserError(
             f"make_optimizer() leaves out {left[0]}: put it into a group, or freeze it in build_model"
@@ -60,7 +61,7 @@ def _checked(optimizer: Any, named: Mapping[str, nn.Parameter]) -> Optimizer:
         )
     if len(held) > len(named):
         raise UserError("make_optimizer() holds a parameter that it was not given: it gets all that train")
-    return optimizer
+    return parts
 
 
 class OptimizerGroup:

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 OWN_TASKS = (ROOT / "docs" / "own-tasks.md").read_text(encoding="utf-8")
-CODE, DATA, FROM_PYTHON = re.findall(r"```python\n(.*?)```", OWN_TASKS, re.S)
+BLOCKS = re.findall(r"```python\n(.*?)```", OWN_TASKS, re.S)
+NAMED = ("class Sine(", "def make_optimizer", "class Table(", "isobatch.plan(")
+CODE, OPTIMIZER, DATA, FROM_PYTHON = (next(b for b in BLOCKS if text in b) for text in NAMED)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -138,6 +140,16 @@ def test_a_users_own_task(folder: Path) -> None:
     described = launch("describe", "./mine.py:Sine", cwd=folder).stdout
     assert "--batch-size" in described
     assert "Units of the hidden layer." in described
+
+
+def test_an_optimizer_of_ones_own(folder: Path) -> None:
+    (folder / "mine.py").write_text(CODE + OPTIMIZER)
+    words = ["auto", "--task", "./mine.py:SineByMuon", "--epochs", "3", "--name", "r", "--quiet"]
+    run(words, folder)
+    assert losses(folder / "runs" / "r")[-1] < 0.5 * losses(folder / "runs" / "r")[0]
+    assert "verified" in run(["verify", "runs/r"], folder)
+    refused = launch(*words, "--weight-decay", "0.5", cwd=folder)
+    assert "--weight-decay 0.5: no file of this task names it; leave it out" in refused.stderr
 
 
 def test_isobatch_from_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

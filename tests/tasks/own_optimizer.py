@@ -55,6 +55,12 @@ class LeavesOut(OwnOptimizer):
         return super().make_optimizer({name: p for name, p in named.items() if name != "0.bias"}, lr, device)
 
 
+class TwoOptimizers(OwnOptimizer):
+    def make_optimizer(self, named: Any, lr: float, device: str) -> list[torch.optim.Optimizer]:
+        matrices, rest = ([p for p in named.values() if (p.ndim == 2) == wanted] for wanted in (True, False))
+        return [torch.optim.Muon(matrices, lr=lr), torch.optim.AdamW(rest, lr=lr / 10, fused=True)]
+
+
 class NoOptimizer(OwnOptimizer):
     def make_optimizer(self, named: Any, lr: float, device: str) -> Any:
         return list(named)
