@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from isobatch.core.plan import Plan, PlanOptions
     from isobatch.data.base import ArraySource, Columns, Data, Ragged, Source
     from isobatch.engine.runs.run_options import RunOptions
+    from isobatch.engine.train.hooks import Hook
     from isobatch.launch.api.functions import Recipe, Run, Verification, load, plan, replay, train, verify
     from isobatch.models.base import (
         Batch,
@@ -51,6 +52,7 @@ __all__ = [
     "Columns",
     "Data",
     "Facts",
+    "Hook",
     "IsobatchError",
     "Loss",
     "ModelSize",
@@ -89,6 +91,7 @@ _PLACES = {
     "core.plan": ("Plan", "PlanOptions"),
     "data.base": ("ArraySource", "Columns", "Data", "Ragged", "Source"),
     "engine.runs.run_options": ("RunOptions",),
+    "engine.train.hooks": ("Hook",),
     "launch.api.functions": ("Recipe", "Run", "Verification", "load", "plan", "replay", "train", "verify"),
     "models.base": (
         *("Batch", "CachedWeightTransform", "Change", "Loss", "ModelSize", "Noise", "Phase", "Rows"),

@@ -35,6 +35,8 @@ DERIVED = {"options", "starts_from"}
 """Fields of a recipe that are no flags."""
 TASK_CODE = "code"
 """Among the options of a user's own task: the hash of its files. It is no flag."""
+HOOK_CODE = "hook_code"
+"""Among the options: name -> hash of the files of each hook that changes what is learnt. It is no flag."""
 SHORT_MODEL_NAMES = {
     **{name: f"openai-community/{name}" for name in ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")},
     "distilgpt2": "distilbert/distilgpt2",

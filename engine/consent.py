@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Mapping
 
     from isobatch.core.recipe import Recipe
+    from isobatch.engine.runs.run_options import RunOptions
 
 VARIABLE = "ISOBATCH_TRUST"
 """Environment variable with what a launch has agreed to, for the processes that it starts."""
@@ -143,10 +144,10 @@ def check(recipe: Recipe) -> None:
 
 
 def require(
-    recipe: Recipe, run: Path | None = None, trust: bool = False, sends: Collection[str] = ()
+    recipe: Recipe, run: Path | None = None, trust: bool = False, options: RunOptions | None = None
 ) -> None:
     """Let a recipe's code, and that in a run's folder, run in this process where this user agreed to it; so
-    for the base model that final/ names, and for where a launch would send, see `RunOptions.sends`.
+    for the base model that final/ names, and for the hooks that a launch has and where it sends (`options`).
 
     With `trust` the user does so now, and to what `require_reading` asks. Raises UserError where the user has
     not, or where a task file is not the one that was trained.
@@ -154,8 +155,8 @@ def require(
     if _names(recipe) and (changed := task_file_problem(recipe)):
         raise UserError(changed)
     if trust:
-        _remember(recipe, run, sends)
-    asked = asks(recipe, run, sends)
+        _remember(recipe, run, options)
+    asked = asks(recipe, run, options)
     if asked.keys() - {READING}:  # all that --trust agrees to is named with it
         raise _refusal(run or recipe.task, asked)
     _allowed.update(_names(recipe))
@@ -170,17 +171,17 @@ def require_reading(recipe: Recipe, run: Path | None, but_for: Collection[str] =
         raise _refusal(run or recipe.task, {READING: unknown})
 
 
-def asks(recipe: Recipe, run: Path | None, sends: Collection[str] = ()) -> dict[str, list[str]]:
+def asks(recipe: Recipe, run: Path | None, options: RunOptions | None = None) -> dict[str, list[str]]:
     """What this user has not agreed to: CODE -> files of `code_of`, BASE -> the base model of the adapter in
-    a run's final/, SENDING -> those of `sends`, READING -> addresses and paths outside the run. Without a
-    run, only places that came from a run's folder count.
+    a run's final/, SENDING -> where the options send, READING -> addresses and paths outside the run. Without
+    a run, only places that came from a run's folder count.
     """
     known = _known()
     outside = _unknown_places(recipe, run, known)
     found = {
-        CODE: code_of(recipe, run),
+        CODE: code_of(recipe, run) | (hook_code(options) if options else {}),
         BASE: {base: f"{BASE} {base}" for base in _foreign_bases(recipe, run, bool(outside))},
-        SENDING: {target: target for target in sends},
+        SENDING: {target: target for target in (options.sends() if options else ())},
     }
     unknown = {
         what: [shown for shown, content in named.items() if _digest(recipe, content) not in known]
@@ -209,12 +210,12 @@ def _unknown_places(
     return [one for one in named if one not in _allowed and (run is not None or one in _received)]
 
 
-def remember(recipe: Recipe, sends: Collection[str] = ()) -> None:
-    """Keep that the user typed this recipe, and where it sends, for later commands and for the processes that
+def remember(recipe: Recipe, options: RunOptions) -> None:
+    """Keep that the user typed this recipe and these options, for later commands and for the processes that
     this one starts.
     """
     if is_allowed(recipe):
-        _remember(recipe, None, sends)
+        _remember(recipe, None, options)
 
 
 def environment() -> dict[str, str]:
@@ -225,13 +226,23 @@ def environment() -> dict[str, str]:
 
 def code_of(recipe: Recipe, run: Path | None) -> dict[str, str]:
     """File -> hash of its content, for the code that this recipe, and the model of a run, would execute."""
-    found: dict[str, str] = {}
-    if is_task_file(recipe.task) and task_file(recipe.task).is_file():
-        found |= {str(p): _hash(p.read_bytes()) for p in imported_files(task_file(recipe.task).resolve())}
+    found = _code_of_file(recipe.task)
     if recipe.options.get("remote_code"):
         for name, folder in _models(recipe, run and run / "final"):
             found |= _code_in(folder, str(recipe.model)) if folder else {name: _hash(name.encode())}
     return found
+
+
+def hook_code(options: RunOptions) -> dict[str, str]:
+    """As `code_of`, for the hooks of a launch."""
+    return {file: content for hook in options.hook for file, content in _code_of_file(hook).items()}
+
+
+def _code_of_file(location: str) -> dict[str, str]:
+    """As `code_of`, for ./file.py:Class; nothing for another word, or where there is no file."""
+    if not is_task_file(location) or not task_file(location).is_file():
+        return {}
+    return {str(p): _hash(p.read_bytes()) for p in imported_files(task_file(location).resolve())}
 
 
 def _models(recipe: Recipe, final: Path | None) -> Iterator[tuple[str, Path | None]]:
@@ -269,19 +280,25 @@ def _names(recipe: Recipe) -> set[str]:
     return names | ({f"{recipe.model} {recipe.revision}"} if recipe.options.get("remote_code") else set())
 
 
-def _remember(recipe: Recipe, run: Path | None, sends: Collection[str]) -> None:
-    agreed = {*code_of(recipe, run).values(), *sends}
+def _remember(recipe: Recipe, run: Path | None, options: RunOptions | None) -> None:
+    agreed = {*code_of(recipe, run).values()}
     if recipe.options.get("remote_code"):  # its names as well: a model's folder may be gone later
         agreed |= {_hash(name.encode()) for name, _ in _models(recipe, run and run / "final")}
     if named_texts(recipe):
         agreed.add(READING)
     if base := adapter_base(run) if run else whole_path(recipe.model):  # as an adapter will name it
         agreed.add(f"{BASE} {base}")
-    keep(recipe, agreed)
+    _keep(recipe, agreed)
+    if options is not None:
+        remember_options(recipe, options)
 
 
-def keep(recipe: Recipe, agreed: Collection[str]) -> None:
-    """Keep that this user agrees to so much for a recipe: hashes of code, places where it sends."""
+def remember_options(recipe: Recipe, options: RunOptions) -> None:
+    """Keep that the user typed these options for a recipe: the hooks' code, where it sends."""
+    _keep(recipe, {*hook_code(options).values(), *options.sends()})
+
+
+def _keep(recipe: Recipe, agreed: Collection[str]) -> None:
     digests = [_digest(recipe, content) for content in agreed]
     new = [digest for digest in digests if digest not in _known()]
     _granted.update(dict.fromkeys(digests))

@@ -10,7 +10,7 @@ import inspect
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from isobatch.core.errors import USER_MODULE, IsobatchError, UserCodeError, UserError
 from isobatch.core.flags import nearest, nearest_hint
@@ -99,28 +99,41 @@ def task_file_problem(recipe: Recipe) -> str | None:
 
 def load_task_class(location: str) -> type[Task]:
     """The Task subclass at `./file.py:Class`. Raises UserError or UserCodeError."""
-    path, _, name = location.rpartition(":") if ".py:" in location else (location, "", "")
-    file = task_file(location).resolve()
-    if not file.is_file():
-        raise UserError(f"--task {location}: there is no file {file}")
-    module = _import_file(location, file)
-    own = {k: v for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task)}
-    found = own.get(name)
-    if found is None:
-        known = [k for k, v in own.items() if v is not Task]
-        there = f"no Task called {name} there{nearest_hint(name, known)}"
-        problem = there if name else f"which class? Write {path}:Class"
-        raise UserError(f"--task {location}: {problem}; found: {', '.join(known) or 'none'}")
-    for contract in (Task, *all_protocols()):
-        _refuse_other_parameters(location, found, contract)
+    folder = task_file(location).resolve().parent
+    _forget_neighbours_elsewhere(folder)
+    _modules_before.setdefault(folder, set(sys.modules))
+    found = load_class(f"--task {location}", location, Task)
+    for contract in all_protocols():
+        _refuse_other_parameters(f"--task {location}", found, contract)
     if problem := part_of_protocol(found):
         raise UserError(f"--task {location}: {problem}")
     if isinstance(found.data, type):
-        _refuse_other_parameters(location, found.data, Data)
+        _refuse_other_parameters(f"--task {location}", found.data, Data)
     return found
 
 
-def _import_file(location: str, file: Path) -> ModuleType:
+T = TypeVar("T")
+
+
+def load_class(typed: str, location: str, contract: type[T]) -> type[T]:
+    """The class at `./file.py:Class`. `typed`: the flag with it."""
+    path, _, name = location.rpartition(":") if ".py:" in location else (location, "", "")
+    file = task_file(location).resolve()
+    if not file.is_file():
+        raise UserError(f"{typed}: there is no file {file}")
+    module = _import_file(typed, file)
+    own = {k: v for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, contract)}
+    found = own.get(name)
+    if found is None:
+        known = [k for k, v in own.items() if v is not contract]
+        there = f"no {contract.__name__} called {name} there{nearest_hint(name, known)}"
+        problem = there if name else f"which class? Write {path}:Class"
+        raise UserError(f"{typed}: {problem}; found: {', '.join(known) or 'none'}")
+    _refuse_other_parameters(typed, found, contract)
+    return found
+
+
+def _import_file(typed: str, file: Path) -> ModuleType:
     """Import a file as a module. Its folder is put last on sys.path, so it can import its neighbours."""
     module_name = f"{USER_MODULE}{file.stem}"
     spec = importlib.util.spec_from_file_location(module_name, file)
@@ -128,17 +141,15 @@ def _import_file(location: str, file: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
-    _forget_neighbours_elsewhere(file.parent)
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
-        _modules_before[file.parent] = set(sys.modules)
     try:
         spec.loader.exec_module(module)
     except IsobatchError:
         raise
     except Exception as error:
         del sys.modules[module_name]
-        raise _import_error(location, file, error) from None
+        raise import_error(typed, file, error) from None
     return module
 
 
@@ -153,20 +164,20 @@ def _forget_neighbours_elsewhere(folder: Path) -> None:
         sys.path[:] = [place for place in sys.path if place != str(other)]
         for name in sys.modules.keys() - before:
             place = getattr(sys.modules[name], "__file__", None)
-            if place and Path(place).is_relative_to(other):
+            if place and Path(place).is_relative_to(other) and not name.startswith(USER_MODULE):
                 del sys.modules[name]
                 package, _, child = name.rpartition(".")
                 if package in sys.modules:  # a folder without __init__.py, which would still have the module
                     vars(sys.modules[package]).pop(child, None)
 
 
-def _import_error(location: str, file: Path, error: Exception) -> UserError:
+def import_error(typed: str, file: Path, error: Exception) -> UserError:
     """With the traceback from the user's file on, without the frames of isobatch and importlib before it."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename != str(file):
         frames = frames.tb_next
     shown = "".join(traceback.format_exception(type(error), error, frames))
-    return UserCodeError(f"--task {location}: cannot be imported: {type(error).__name__}: {error}", shown)
+    return UserCodeError(f"{typed}: cannot be imported: {type(error).__name__}: {error}", shown)
 
 
 def part_of_protocol(task: type[Task]) -> str:
@@ -189,14 +200,14 @@ def misnamed_methods(task: type[Task]) -> list[str]:
     return [f"{task.__name__}.{n} is not {like}, which may be meant" for n, like in meant.items() if like]
 
 
-def _refuse_other_parameters(location: str, found: type, contract: type) -> None:
+def _refuse_other_parameters(typed: str, found: type, contract: type) -> None:
     """Raise UserError for a method that cannot be called as the contract says."""
     for name, method in vars(contract).items():
         own = getattr(found, name, None)
         if name.startswith("_") or own is None or not inspect.isfunction(method):
             continue
         if not callable(own):
-            raise UserError(f"--task {location}: {found.__name__}.{name} must be a method: rename it")
+            raise UserError(f"{typed}: {found.__name__}.{name} must be a method: rename it")
         if not inspect.isfunction(own):
             continue
         expected, has = inspect.signature(method).parameters, inspect.signature(own)
@@ -204,4 +215,4 @@ def _refuse_other_parameters(location: str, found: type, contract: type) -> None
             has.bind(*expected)
         except TypeError:
             takes = f"takes ({', '.join(expected)}), not ({', '.join(has.parameters)})"
-            raise UserError(f"--task {location}: {found.__name__}.{name} {takes}") from None
+            raise UserError(f"{typed}: {found.__name__}.{name} {takes}") from None

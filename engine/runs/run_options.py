@@ -40,6 +40,9 @@ class RunOptions:
     """Also report metrics there."""
     ledger: bool = False
     """Write the sample numbers of every step to samples.bin."""
+    hook: tuple[str, ...] = ()
+    """Your own hooks: ./file.py:Class, several with commas between them. They see every step and may stop the
+    run; none changes what is learnt, unless its class says so."""
     anomaly: bool = False
     """Find the operation that made a NaN; slow."""
     hang_timeout: Count = 1800

@@ -33,6 +33,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.train.figures import is_step
+from isobatch.engine.train.own_hooks import hooks_given, with_learning_hooks
 from isobatch.launch.local.arguments import Request, check_request
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
     from isobatch.engine.forensics.observed_step import StepParts
+    from isobatch.engine.train.hooks import Hook
 
 
 class Run:
@@ -217,13 +219,15 @@ def plan(recipe: CompleteRecipe, *, hardware: str | None = None, **options: Any)
     return make_plan(recipe, facts, task.model_size(facts), machine, request.plan)
 
 
-def train(recipe: CompleteRecipe, *, trust: bool = False, **options: Any) -> Run:
+def train(
+    recipe: CompleteRecipe, *, hooks: Sequence[Hook | type[Hook]] = (), trust: bool = False, **options: Any
+) -> Run:
     """Train a recipe here to its end, as `isobatch auto` does; returns the run.
 
     A finished run of the same recipe and data is returned as it is, a stopped one goes on. One process
     trains in this one, several are started as children. `options`: fields of `isobatch.PlanOptions` and
-    `isobatch.RunOptions`, such as processes=2, out="runs", again=True, quiet=True. `trust`: code that
-    somebody else's recipe brings may be executed.
+    `isobatch.RunOptions`, such as processes=2, out="runs", again=True, quiet=True. `hooks`: classes in files,
+    or objects, which one process can have. `trust`: code that somebody else's recipe brings may be executed.
 
     Raises UserError for wrong input, TrainingError where the training fails for a named reason, and
     StopRequestedError where it was stopped from outside. Interrupted, it can be called again.
@@ -231,10 +235,12 @@ def train(recipe: CompleteRecipe, *, trust: bool = False, **options: Any) -> Run
     from isobatch.launch.local.launch_run import find_or_train
     from isobatch.launch.local.process_state import preserve_process_state
 
-    request = _request(recipe, options, (PlanOptions, RunOptions), trust)
-    with preserve_process_state():
-        os.environ["ISOBATCH_STARTED"] = str(time.time())
-        run, verdict = find_or_train(request, owns_process=False, trust=trust)
+    with hooks_given(hooks) as words:
+        options |= {"hook": (*options.get("hook", ()), *words)} if words else {}
+        request = _request(recipe, options, (PlanOptions, RunOptions), trust)
+        with preserve_process_state():
+            os.environ["ISOBATCH_STARTED"] = str(time.time())
+            run, verdict = find_or_train(request, owns_process=False, trust=trust)
     if verdict.code != DONE:
         raise _error(verdict.code, verdict.reason or f"see {run.folder}/launcher.log")
     return Run(run)
@@ -307,7 +313,7 @@ def _request(
     values, planned = known_options(options, kinds), flags_of(PlanOptions)
     asked = chosen.plan_options(recipe.preset, {k: v for k, v in values.items() if k in planned})
     kept = RunOptions(**{k: v for k, v in values.items() if k not in planned})
-    request = Request(chosen, recipe, asked, kept, {}, [])
+    request = Request(chosen, with_learning_hooks(recipe, kept.hook), asked, kept, {}, [])
     check_request(request)
     return request
 

@@ -99,7 +99,7 @@ def resume(words: Sequence[str]) -> int:
         print_unless_quiet(f"{run.folder} is done", run_options.quiet)
         return _print_result(run, DONE, options)
     refuse_if_in_a_job(run)
-    consent.require(run.recipe, run.folder, options.trust, run_options.sends())
+    consent.require(run.recipe, run.folder, options.trust, run_options)
     with run.lock("launch"):
         run.refuse_if_training()
         recipe = run.recipe
@@ -130,7 +130,7 @@ def _here(named: str, typed: Mapping[str, Any], trust: bool) -> RunFolder:
         _remember_typed(run, typed)
         if options.checkpoint_copy is None or is_here or run.status() == "done":
             return run
-        consent.require(run.recipe, run.folder, trust, options.sends())
+        consent.require(run.recipe, run.folder, trust, options)
         url = f"{options.checkpoint_copy.rstrip('/')}/{folder.name}"
     before = RunFolder(folder) if folder.is_dir() else None
     if before is not None and before.status() == "done":
@@ -146,9 +146,9 @@ def _here(named: str, typed: Mapping[str, Any], trust: bool) -> RunFolder:
 
 
 def _remember_typed(run: RunFolder, typed: Mapping[str, Any]) -> None:
-    """Where it sends, as far as the user has typed that."""
-    named = {name: typed[name] for name in ("checkpoint_copy", "tracker") if name in typed}
-    consent.keep(run.recipe, RunOptions(**named).sends())
+    """Its hooks and where it sends, as far as the user has typed that."""
+    named = {name: typed[name] for name in ("checkpoint_copy", "tracker", "hook") if name in typed}
+    consent.remember_options(run.recipe, RunOptions(**named))
 
 
 LINE = 110

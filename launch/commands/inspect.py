@@ -30,8 +30,9 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
     """What the run's files say, as JSON. Raises UserError where they are damaged."""
     recipe, summary = run.recipe, run.summary() or {}
     metrics = summary.get("metrics")
-    code, base, targets = consent.code_of(recipe, run.folder), adapter_base(run.folder), run.options().sends()
-    asked = consent.asks(recipe, run.folder, targets)
+    options, base = run.options(), adapter_base(run.folder)
+    code = consent.code_of(recipe, run.folder) | consent.hook_code(options)
+    asked = consent.asks(recipe, run.folder, options)
     unknown = asked.pop(consent.CODE, ())
     return {
         **{"folder": str(run.folder), "task": recipe.task, "status": run.status()},
@@ -42,7 +43,7 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
         "code": [{"file": f, "sha256": code[f], "agreed": f not in unknown} for f in code],
         "reads": {**dict(places(recipe)), "prepared data": run.facts.folder}
         | ({"base of final/": base} if base else {}),
-        "sends": targets,
+        "sends": options.sends(),
         "asks": [one for named in asked.values() for one in named],
     }
 

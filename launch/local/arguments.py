@@ -255,7 +255,12 @@ def _request(
         recipe = _starting_from(RunFolder.open(start), recipe, chosen, found.flags)
     recipe, batch_notes = _with_batch_scaling(recipe, scaling, values["plan"].get("processes"))
     notes = [*found.notes.values(), *preset_notes, *batch_notes]
-    request = Request(chosen, recipe, plan, RunOptions(**values["run"]), values["command"], notes)
+    run = RunOptions(**values["run"])
+    if run.hook:
+        from isobatch.engine.train.own_hooks import with_learning_hooks
+
+        recipe = with_learning_hooks(recipe, run.hook)
+    request = Request(chosen, recipe, plan, run, values["command"], notes)
     check_request(request, getattr(options_class, "data_is_elsewhere", False))
     return request
 

@@ -24,11 +24,13 @@ from isobatch.core.errors import (
     UserError,
     WorkerLostError,
 )
+from isobatch.core.recipe import HOOK_CODE
 from isobatch.engine import consent
 from isobatch.engine.optimization.left_out import refuse_where_steps_matter
 from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
+from isobatch.engine.train.own_hooks import with_learning_hooks
 from isobatch.launch.clusters.cluster import cluster, refuse_if_in_a_job
 from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS
 from isobatch.launch.local.run_setup import (
@@ -112,7 +114,13 @@ def find_or_train(
 
 def launch_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -> Verdict:
     """Train by the run's plan, with restarts; the verdict of the last attempt."""
-    consent.require(run.recipe, run.folder, sends=options.sends())
+    consent.require(run.recipe, run.folder, options=options)
+    if with_learning_hooks(run.recipe, options.hook) != run.recipe:
+        trained = ", ".join(run.recipe.options.get(HOOK_CODE, {})) or "none"
+        raise UserError(
+            f"{run.folder} was trained with these hooks that change what is learnt, as they were: {trained};"
+            " give the same ones, or train a new run"
+        )
     run.write_options(options)
     return train_with_restarts(run, cluster("local", owns_process=owns_process))
 

@@ -151,7 +151,7 @@ def plan_for_training(
 def known_run(request: Request) -> tuple[Facts, RunFolder | None]:
     """The facts of a request that the user typed, and its run, if there is one."""
     facts = prepare_facts(request)
-    consent.remember(request.recipe, request.run.sends())
+    consent.remember(request.recipe, request.run)
     return facts, find_run(request, facts)
 
 

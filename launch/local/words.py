@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.flags import ON_WORDS, BareValue, Flag, convert, spelling, value_text
-from isobatch.core.recipe import TASK_CODE, Recipe
+from isobatch.core.recipe import HOOK_CODE, TASK_CODE, Recipe
 from isobatch.engine import consent
 
 if TYPE_CHECKING:
@@ -196,7 +196,7 @@ def _as_text(where: str, value: Any) -> str:
 def flags_of_recipe(recipe: Recipe) -> dict[str, str]:
     """The recipe's values as text; those that are open are left out."""
     values = {**recipe.values(), "from": (recipe.starts_from or {}).get("run")}
-    return {k: value_text(v) for k, v in values.items() if v is not None and k != TASK_CODE}
+    return {k: value_text(v) for k, v in values.items() if v is not None and k not in (TASK_CODE, HOOK_CODE)}
 
 
 def config_text(groups: Iterable[tuple[str, Mapping[str, Flag], Mapping[str, Any]]]) -> str:

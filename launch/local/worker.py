@@ -27,6 +27,7 @@ from isobatch.core.terminal.status import RELAY_VARIABLE, doing, start_status
 from isobatch.engine import consent
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
+from isobatch.engine.train.own_hooks import load_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from isobatch.core.plan import PlanOptions
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.run_options import RunOptions
-    from isobatch.engine.train.hooks import Hook
     from isobatch.launch.local.arguments import Request
 
 KERNEL_CACHES, MOST_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), "64"
@@ -46,9 +46,7 @@ PROJECT, FINAL = "isobatch", "final"
 LOWEST_PRIORITY = "19"
 
 
-def train_run(
-    run: RunFolder, options: RunOptions, owns_process: bool = True, own_hooks: Sequence[Hook] = ()
-) -> int:
+def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) -> int:
     """Train a run by its plan in this process group; returns the exit code and writes exit.json.
 
     With `owns_process` False no signal is handled and no watchdog ends the process.
@@ -69,7 +67,7 @@ def train_run(
         world = Communicator(run.plan, options.hang_timeout, options.tracker, str(run.folder))
         verdict: Verdict | None = Verdict(BUG, "a bug: see the traceback")
         try:
-            verdict = _train(run, options, world, owns_process, own_hooks)
+            verdict = _train(run, options, world, owns_process)
         except KeyboardInterrupt:  # a second one: who asked for the first knows the verdict
             verdict = None
             raise
@@ -86,9 +84,7 @@ def train_run(
     return code
 
 
-def _train(
-    run: RunFolder, options: RunOptions, world: Communicator, owns_process: bool, own_hooks: Sequence[Hook]
-) -> Verdict:
+def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_process: bool) -> Verdict:
     doing("loading the libraries")
     import torch
 
@@ -113,8 +109,9 @@ def _train(
             begin_tracking(run, world)
         plotter = Plotter(run, draws=world.is_main and has("matplotlib"))
         with peers, torch.autograd.set_detect_anomaly(options.anomaly):
+            own = load_hooks(options.hook)
             on_rank = trainer.RunOnRank(
-                run, world, options, console, end_process, own_hooks, owns_process, plotter.start
+                run, world, options, console, end_process, own, owns_process, plotter.start
             )
             state = trainer.train_run(on_rank)
         if state.task.plot_every:
@@ -235,7 +232,7 @@ def main(words: Sequence[str]) -> int:
         if words[2:3] == ["--plan"]:
             _plan_for_this_world(run, plan_options_from_request(json.loads(words[3])))
         options = run.options()
-        consent.require(run.recipe, run.folder, sends=options.sends())
+        consent.require(run.recipe, run.folder, options=options)
         return train_run(run, options)
     return _train_from_flags(words)
 
@@ -294,7 +291,7 @@ def _train_from_flags(words: Sequence[str]) -> int:
             run = run or run_setup.create_run(request, facts)
             run_setup.store_plan(run, plan)
             run.write_options(request.run)
-        consent.remember(request.recipe, request.run.sends())
+        consent.remember(request.recipe, request.run)
         return str(run.folder.resolve())
 
     run = RunFolder.open(_agreed(choose_run, request.plan, request.run.hang_timeout))

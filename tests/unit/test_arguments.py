@@ -36,7 +36,7 @@ FLAGS = {
     "plan": """micro_batch processes workers prefetch pin_memory precision strategy compile
         activation_checkpointing attention pack device memory_limit stream_cache""",
     "run": """out name resume again save_every keep checkpoint_copy log_every
-        tracker ledger anomaly hang_timeout max_restarts debug quiet""",
+        tracker ledger hook anomaly hang_timeout max_restarts debug quiet""",
     "causal-lm": """lora_r lora_alpha lora_dropout lora_targets lora_bias adapter load_bits frozen_dtype
         also_train generate_tokens remote_code text_column
         template response_only mix clean stride vocab_size data_config valid""",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import sys
 from typing import TYPE_CHECKING
@@ -11,6 +12,8 @@ import pytest
 from isobatch.core.errors import UserCodeError, UserError
 from isobatch.engine.registry import complete
 from isobatch.engine.task_files import load_task_class, task_file_hash
+from isobatch.engine.train.hooks import Hook, name_of
+from isobatch.engine.train.own_hooks import BUILT_IN, load_hooks, with_learning_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -155,3 +158,74 @@ def test_a_method_that_is_nearly_a_capability_is_told(tmp_path: Path) -> None:
     other.mkdir()
     _, notes = complete(written(other, WHOLE + "    def step_figures(self, recorded): ...\n"), {})
     assert notes == []
+
+
+HOOK = """
+from isobatch import Hook
+
+class Mine(Hook):
+    {}
+"""
+
+
+def hook(folder: Path, body: str = "pass", name: str = "Mine") -> str:
+    (folder / "hooks.py").write_text(HOOK.format(body).replace("Mine", name))
+    return f"{folder}/hooks.py:{name}"
+
+
+def test_hooks_are_loaded_in_their_order(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    words = [hook(tmp_path), hook(tmp_path / "other", "name = 'second'")]
+    assert [name_of(one) for one in load_hooks(words)] == ["mine", "second"]
+
+
+@pytest.mark.parametrize(
+    ("body", "name", "said"),
+    [
+        ("def due(self): ...", "Mine", r"Mine.due takes \(self, step\), not \(self\)"),
+        ("votes = 1\n    def __init__(self, size): ...", "Mine", "missing 1 required positional argument"),
+        ("pass", "Checkpoint", "another hook is called checkpoint: give its class a `name`"),
+        ("pass", "DataGuard", "another hook is called dataguard"),
+        ("name = 'a/b'", "Mine", "another hook is called a/b"),
+    ],
+)
+def test_a_hook_that_cannot_be_one_is_refused_by_name(
+    body: str, name: str, said: str, tmp_path: Path
+) -> None:
+    word = hook(tmp_path, body, name)
+    with pytest.raises(UserError, match=f"^--hook {re.escape(word)}: .*{said}"):
+        load_hooks([word])
+
+
+def test_what_is_no_hook_is_said_before_data_is_read(tmp_path: Path, cli: Cli) -> None:
+    word = hook(tmp_path)
+    gone, other = word.replace("hooks", "gone"), word.replace("Mine", "Min")
+    for words, said in (
+        ((gone,), "there is no file"),
+        ((other,), "no Hook called Min there (did you mean Mine?); found: Mine"),
+        ((word, word), "another hook is called mine"),
+        (("mine",), "is no file; several processes, or a resume, need ./file.py:Class"),
+    ):
+        done = cli("auto", "--task", "causal-lm", "--data", "nowhere", "--hook", ",".join(words))
+        assert done.code == 2
+        assert done.err.count("\n") == 1
+        assert f"--hook {words[-1]}: {said}" in done.err
+
+
+def test_only_a_hook_that_says_so_is_in_the_recipe(tmp_path: Path) -> None:
+    recipe = complete("causal-lm", {})[0]
+    assert with_learning_hooks(recipe, [hook(tmp_path)]) == recipe
+    named = with_learning_hooks(recipe, [hook(tmp_path, "changes_learning = True")])
+    assert named.hash() != recipe.hash()
+    other = with_learning_hooks(recipe, [hook(tmp_path, "changes_learning = True  # another")])
+    assert len({recipe.hash(), named.hash(), other.hash()}) == 3
+    assert with_learning_hooks(named, []) == recipe
+
+
+def test_built_in_hooks_are_called_as_their_files_and_change_nothing() -> None:
+    for path in BUILT_IN.glob("[!_]*.py"):
+        module = vars(importlib.import_module(f"isobatch.engine.hooks.{path.stem}"))
+        own = [v for v in module.values() if isinstance(v, type) and issubclass(v, Hook)]
+        own = [kind for kind in own if kind.__module__.endswith(f".{path.stem}")]
+        assert path.stem.replace("_", "") in {kind.name or kind.__name__.lower() for kind in own}
+        assert not any(kind.changes_learning for kind in own)

@@ -176,6 +176,8 @@ _Dumper.add_representer(str, _text)
 def _files(request: Request) -> dict[str, str]:
     """The recipe as a file for --config; of a user's own task its code as well. Place in FILES -> content."""
     task, files = request.recipe.task, {}
+    if request.run.hook:
+        raise UserError(f"--hook {request.run.hook[0]}: pods do not get its file: leave it out, or use slurm")
     if is_task_file(task):
         file = task_file(task).resolve()
         files = {

@@ -38,7 +38,6 @@ from isobatch.launch.local.run_setup import environment_elsewhere
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from isobatch.core.recipe import Recipe
     from isobatch.launch.local.arguments import Point, Request
 
 DEFAULT_CPUS, DEFAULT_CPUS_PER_GPU = 4, 8
@@ -68,7 +67,7 @@ def slurm(words: Sequence[str]) -> int:
     name, out = points[0][0].run.name, Path(points[0][0].run.out).expanduser().resolve()
     draft = RunFolder(out / (name or "run"))  # for what no script may hold: nothing is written yet
     render(_script(dict.fromkeys(requests, draft), name, options, in_array))
-    _container(points[0][0].recipe, draft.folder, options)
+    _container(points[0][0], draft.folder, options)
     for note in dict.fromkeys(note for request in requests.values() for note in request.notes):
         print(note, file=sys.stderr)
     if options.submit and (silent := client.job_states(["1"]).get("1")) and silent.stage == "unknown":
@@ -116,7 +115,7 @@ def _hand_in(
             seconds=parse_time_limit(script.time),
             max_legs=options.max_legs,
             srun=step_words(options),
-            container=_container(run.recipe, run.folder, options),
+            container=_container(requests[task], run.folder, options),
         ).write(run.folder)
     script.folder.mkdir(exist_ok=True)
     atomic_files.write_text(path, text)
@@ -176,7 +175,7 @@ def _fair_cpus(options: SlurmOptions) -> int:
     return max(1, cpus * gpus // has) if has and gpus else cpus
 
 
-def _container(recipe: Recipe, folder: Path, options: SlurmOptions) -> dict[str, Any] | None:
+def _container(request: Request, folder: Path, options: SlurmOptions) -> dict[str, Any] | None:
     """The container of a run in `folder`, for request.json. Raises UserError."""
     if options.container is None:
         return None
@@ -184,7 +183,7 @@ def _container(recipe: Recipe, folder: Path, options: SlurmOptions) -> dict[str,
         image=containers.checked_image(options.container),
         python=options.container_python,
         folder=str(Path.cwd()),
-        mounts=containers.checked_mounts(containers.needed_paths(recipe, folder)),
+        mounts=containers.checked_mounts(containers.needed_paths(request.recipe, folder, request.run.hook)),
     )
     return dataclasses.asdict(made)
 

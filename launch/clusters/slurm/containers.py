@@ -53,11 +53,10 @@ def checked_image(image: str) -> str:
     return image
 
 
-def needed_paths(recipe: Recipe, folder: Path) -> Iterator[Path]:
+def needed_paths(recipe: Recipe, folder: Path, hooks: Iterable[str] = ()) -> Iterator[Path]:
     """What a node reads or writes for a run in `folder`: run, caches, code, files that the recipe names."""
     yield from (folder, cache_folder(), hub_cache.cache_home(), consent.state_folder(), ROOT, Path.cwd())
-    if is_task_file(recipe.task):
-        yield task_file(recipe.task).parent
+    yield from (task_file(name).parent for name in (recipe.task, *hooks) if is_task_file(name))
     for value in (recipe.data, recipe.model, recipe.tokenizer, *recipe.options.values()):
         # Path.exists raises where a text is too long for a file's name.
         if isinstance(value, str) and os.path.exists(path := Path(value).expanduser()):  # noqa: PTH110

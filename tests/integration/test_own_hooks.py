@@ -1,0 +1,98 @@
+"""A user's own hook in a run: what it holds goes on with the run, and its mistakes are said in a line."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+from safetensors.torch import load_file
+
+import isobatch
+from isobatch.core.errors import UserError
+from isobatch.examples.ema import Ema
+from isobatch.tests.integration.helpers import RAGGED, ROOT, launch, rows, succeed, summary
+from isobatch.tests.integration.test_bad_input import complaint
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+EMA = f"{ROOT}/examples/ema.py:Ema"
+HOOKS = f"{ROOT}/tests/tasks/hooks.py"
+LINE = f"{ROOT}/tests/tasks/failing.py:Line"
+WORDS = ["auto", "--task", RAGGED, "--quiet", "--steps", "20", "--eval-every", "10"]
+
+
+@pytest.mark.parametrize(
+    "strategy", ["zero3", *(pytest.param(s, marks=pytest.mark.slow) for s in ("ddp", "fsdp2"))]
+)
+def test_an_average_of_the_weights_goes_on_elsewhere(strategy: str, tmp_path: Path) -> None:
+    succeed(*WORDS, "--hook", EMA, "--name", "one", "--processes", "1", cwd=tmp_path)
+    succeed(*WORDS, "--name", "without", "--processes", "1", cwd=tmp_path)
+    both = f"{EMA},{HOOKS}:StopsOnce"
+    assert launch(*WORDS, "--hook", both, "--name", "two", "--processes", "1", cwd=tmp_path).returncode == 75
+    two = tmp_path / "runs" / "two"
+    assert json.loads((two / "run.json").read_text())["hook"] == both.split(",")
+    succeed("resume", "runs/two", "--processes", "2", "--strategy", strategy, cwd=tmp_path)
+
+    one, without = tmp_path / "runs" / "one", tmp_path / "runs" / "without"
+    final = (one / "final" / "model.safetensors").read_bytes()
+    assert final == (without / "final" / "model.safetensors").read_bytes()
+    averages = [load_file(run / "final" / "ema" / "model.safetensors") for run in (one, two)]
+    own = load_file(two / "final" / "model.safetensors")
+    for name, average in averages[0].items():
+        assert float((average - averages[1][name]).abs().max()) < 1e-5
+    assert any(not own[name].equal(averages[1][name]) for name in own)
+    metrics = [summary(run)["metrics"] for run in (one, two, without)]
+    assert metrics[0]["ema_loss"] == pytest.approx(metrics[1]["ema_loss"], rel=1e-5)
+    assert metrics[0]["ema_loss"] != metrics[0]["loss"] == metrics[2]["loss"]
+    beside = [row["ema_loss"] for row in rows(two) if "split" in row]
+    assert len(beside) == 2
+
+
+def test_a_hook_that_raises_ends_the_run_and_names_itself(tmp_path: Path) -> None:
+    words = ["auto", "--task", LINE, "--quiet", "--name", "run", "--save-every", "5"]
+    said = launch(*words, "--hook", f"{HOOKS}:Raises", cwd=tmp_path)
+    assert said.returncode == 3
+    line = "hook raises failed in step 19 of train: ValueError: as it was told to"
+    assert line in said.stderr
+    run = tmp_path / "runs" / "run"
+    assert summary(run)["status"] == "failed"
+    assert line in summary(run)["reason"]
+    assert "train-10" in {path.name for path in (run / "checkpoints").iterdir()}
+    succeed("resume", "runs/run", "--hook", f"{HOOKS}:Looks", cwd=tmp_path)
+    assert all(row["gradients_seen"] == 2 for row in rows(run) if row.get("step", 0) > 15 and "lr" in row)
+
+
+@pytest.mark.parametrize(
+    ("hook", "said"),
+    [
+        ("VotesMore", "hook votesmore votes yours, which its `votes` do not name"),
+        ("AsksForMore", "hook asksformore asks for sleep: known are end_phase, pause, save, stop"),
+        ("Talks", "hook talks"),
+    ],
+)
+def test_what_a_hook_may_not_do_is_named(hook: str, said: str, tmp_path: Path) -> None:
+    words = ["auto", "--task", LINE, "--quiet", "--name", "run", "--processes", "2"]
+    done = launch(*words, "--hook", f"{HOOKS}:{hook}", cwd=tmp_path)
+    assert done.returncode == 3
+    assert said in done.stderr
+
+
+def test_gradients_that_are_never_whole_are_refused_before_the_first_step(tmp_path: Path) -> None:
+    words = ["auto", "--task", LINE, "--quiet", "--name", "run", "--processes", "2", "--strategy", "fsdp2"]
+    done = launch(*words, "--hook", f"{HOOKS}:Looks", cwd=tmp_path)
+    assert "hook looks looks at gradients, and --strategy fsdp2 never has them whole" in complaint(done)
+    assert not (tmp_path / "runs" / "run").exists()
+
+
+def test_from_python_an_object_is_a_hook_of_one_process(tmp_path: Path) -> None:
+    recipe = isobatch.Recipe(task=LINE)
+    hook = Ema()
+    run = isobatch.train(recipe, hooks=[hook], out=str(tmp_path), quiet=True, processes=1)
+    assert set(hook.average) == {"weight", "bias"}
+    assert "ema_loss" in run.metrics
+    with pytest.raises(UserError, match="--hook ema: is no file; several processes, or a resume, need"):
+        isobatch.train(recipe, hooks=[hook], out=str(tmp_path), quiet=True, processes=2, again=True)
+    run = isobatch.train(recipe, hooks=[Ema], out=str(tmp_path), quiet=True, processes=2, again=True)
+    assert "ema_loss" in run.metrics
