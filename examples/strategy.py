@@ -43,11 +43,12 @@ class PerParameterStrategy(Strategy):
         self.named = dict(self.model.named_parameters())
         self.dense = [p for p in self.model.parameters() if p.requires_grad]
 
-    def step_optimizer(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor:
+    def step_optimizer(self, rate: float, observe: Callable[[], None] | None = None) -> Tensor:
         self._reduce()
         gradients = [p.grad for p in self.dense if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients) if gradients else torch.zeros((), device=self.world.device)
-        observe()
+        if observe is not None:
+            observe()
         set_rate(self.optimizer, rate)
         if self.clip:
             nn.utils.clip_grads_with_norm_(self.dense, self.clip, norm)

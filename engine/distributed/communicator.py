@@ -19,6 +19,7 @@ from isobatch.engine.distributed.recorder import Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     import torch
     from accelerate import Accelerator
@@ -143,6 +144,15 @@ class Communicator:
         """The hook that is asked outside of a pause: ranks might not meet in a collective of it."""
         self.is_finishing = False
         """Whether rank 0 exports the model while the others wait: a request to stop changes nothing then."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Context of a forward pass, in the plan's precision."""
+        if self.plan.precision == "fp32":
+            return contextlib.nullcontext()
+        import torch
+
+        kind = torch.bfloat16 if self.plan.precision == "bf16" else torch.float16
+        return torch.autocast(self.device.type, kind)
 
     def mark_progress(self, position: str) -> None:
         """Tell the watchdog that this process makes progress, and what it is doing."""

@@ -131,7 +131,7 @@ def losses_alone(state: Training, step: int) -> list[tuple[np.ndarray, dict[str,
                 part = {name: column[rows] for name, column in host.items()}
                 places, sums = micro.positions[rows], Sums(state.layout, state.world.device, torch.float64)
                 with state.bound(step, number, part, places, sums.record) as context:
-                    with state.world.accelerator.autocast():
+                    with state.world.autocast():
                         losses = state.task.loss(model, to_device(part, state.world.device), context)
                     sums.add(losses, work.unit_weights)
                 found.append((places, {name: float(share) for name, share in sums.losses.items()}))

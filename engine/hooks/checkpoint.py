@@ -72,7 +72,8 @@ class Checkpoint(Hook):
         """The step of the checkpoint from which `verify` redoes the last steps of the run."""
         self.spared: set[str] = set()
         """Those that were needed when the newest save began."""
-        self.saved_step, self._saved_at, self._is_whole = -1, now(), False
+        self.saved_step, self._saved_at = -1, now()
+        self._is_whole = self._is_reserved = False
         writer.on_complete = self._is_complete
 
     @contextlib.contextmanager
@@ -104,7 +105,13 @@ class Checkpoint(Hook):
             self.writer.complete()
         if (asked - {"pause"} or self.due(step)) and self.saved_step != step:
             self._save(state, step)
+        elif not self._is_reserved:
+            self.writer.reserve(state.strategy.collect_state(self._tensors()))
+        self._is_reserved = True
         return set()
+
+    def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
+        return {name_of(hook): tensors for hook in self.others if (tensors := hook.tensors())}
 
     def _save(self, state: Training, step: int) -> None:
         strategy = state.strategy
@@ -122,9 +129,8 @@ class Checkpoint(Hook):
             "strategy": state.plan.strategy,
             "versions": installed_versions(),
         }
-        more = {name_of(hook): tensors for hook in self.others if (tensors := hook.tensors())}
         folder = self.run.checkpoints / checkpoint.checkpoint_name(state.schedule.name, step)
-        self.writer.start(folder, strategy.collect_state(more), facts)
+        self.writer.start(folder, strategy.collect_state(self._tensors()), facts)
         self.peak.observe("save")
         self.spared = self._needed()
         self.saved_step = step

@@ -152,7 +152,7 @@ class Strategy(ABC):
         loss.backward()
 
     @abstractmethod
-    def step_optimizer(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor | None:
+    def step_optimizer(self, rate: float, observe: Callable[[], None] | None = None) -> Tensor | None:
         """Reduce, clip and update at learning rate `rate`; gradients are then gone.
 
         Returns the norm of the whole gradient before clipping (0-d, on the device), or None where fp16

@@ -64,7 +64,7 @@ class FullyShardStrategy(Strategy):
         with self.world.waiting_for("FSDP's forward or backward"):
             yield
 
-    def step_optimizer(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor:
+    def step_optimizer(self, rate: float, observe: Callable[[], None] | None = None) -> Tensor:
         norm = self.reduced_norm()
         set_rate(self.optimizer, rate)
         if self.clip and (gradients := self._gradients()):

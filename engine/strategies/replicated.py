@@ -104,11 +104,12 @@ class ReplicatedStrategy(Strategy):
         if self._graphs:
             self._copy_gradients()
 
-    def step_optimizer(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor | None:
+    def step_optimizer(self, rate: float, observe: Callable[[], None] | None = None) -> Tensor | None:
         norm = self.reduce()
         if self.plan.precision == "fp16" and self._overflowed(norm):
             return None
-        observe()
+        if observe is not None:
+            observe()
         set_rate(self.optimizer, rate)
         if self.clip:
             nn.utils.clip_grads_with_norm_(self.dense, self.clip, norm)

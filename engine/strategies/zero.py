@@ -95,7 +95,7 @@ class ZeroStrategy(Strategy):
         # DeepSpeed averages over ranks; the losses of all ranks are to be summed.
         self.engine.backward(loss * self.world.size, scale_wrt_gas=False)
 
-    def step_optimizer(self, rate: float, observe: Callable[[], None] = lambda: None) -> Tensor:
+    def step_optimizer(self, rate: float, observe: Callable[[], None] | None = None) -> Tensor:
         set_rate(self.engine.optimizer, rate)
         self.engine.set_gradient_accumulation_boundary(True)
         with self.world.waiting_for("ZeRO's update"):

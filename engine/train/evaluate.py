@@ -58,7 +58,7 @@ def evaluate(state: Training, split: str, fraction: float = 1.0) -> dict[str, fl
             doing(f"evaluating {split}", min(seen * world.size, len(chosen)), len(chosen))
             seen += len(samples) * counts
             world.mark_progress(f"evaluation of {split}")
-            with world.accelerator.autocast():
+            with world.autocast():
                 noise.bind(EVALUATION_STEP, samples, world.device)
                 context = StepContext(0, EVALUATION_PHASE, noise, host=host)
                 with world.waiting_for("evaluation's forward") if equal_counts else nullcontext():

@@ -50,7 +50,7 @@ def check_sums(state: Training, batch: LoadedStep) -> None:
     middle = middle_row(micro.positions, state.task.cohort)
     if not middle or state.strategy.equal_counts:  # then no rank may compute more than others
         return
-    device, autocast = state.world.device, state.world.accelerator.autocast
+    device, autocast = state.world.device, state.world.autocast
 
     def compute(rows: slice) -> LossValues:
         part = {name: column[rows] for name, column in host.items()}

@@ -130,6 +130,7 @@ class Hooks:
         self.all = tuple(hooks)
         self.votes = tuple(vote for hook in hooks for vote in hook.votes)
         """The layout of the votes."""
+        self._no_votes = dict.fromkeys(self.votes, 0.0)
         names = [name_of(hook) for hook in hooks]
         for what, many in (("name", names), ("vote", self.votes)):
             if twice := [one for one in many if many.count(one) > 1]:
@@ -187,7 +188,7 @@ class Hooks:
                 undeclared = ", ".join(sorted(votes.keys() - set(hook.votes)))
                 raise TrainingError(f"hook {name_of(hook)} votes {undeclared}, which its `votes` do not name")
             given |= votes
-        return [given.get(vote, 0.0) for vote in self.votes]
+        return list((self._no_votes | given).values())
 
     def gradients(self, state: Training, step: int) -> dict[str, Any]:
         """StepFigures about whole gradients before they are clipped."""

@@ -96,7 +96,7 @@ def _run_largest(state: Training) -> None:
     state_bytes = int(OPTIMIZERS[state.recipe.optimizer].state_bytes * trained)
     moments = torch.empty(state_bytes, dtype=torch.uint8, device=device)
     model.train()
-    with state.world.accelerator.autocast():
+    with state.world.autocast():
         losses = state.task.loss(model, batch, _context(state, samples))
     check_loss_form(losses)
     sum((loss.sum for loss in losses.values()), torch.zeros((), device=device)).backward()
@@ -117,7 +117,7 @@ def longest_samples(source: Source, count: int) -> np.ndarray:
 def _evaluate(state: Training, batch: dict[str, torch.Tensor], samples: np.ndarray) -> None:
     model = state.model
     model.eval()
-    with torch.no_grad(), state.world.accelerator.autocast():
+    with torch.no_grad(), state.world.autocast():
         state.task.evaluate(model, batch, _context(state, samples))
     model.train()
 

@@ -42,7 +42,7 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
     work, step, part = batch.work, batch.work.step, world.recorder.part
     dtype = torch.float32 if world.device.type == "mps" else torch.float64
     rate, more = state.rate(step), dict[str, Any]()
-    see_gradients = partial(_see_gradients, state, step, hooks, more) if hooks.see_gradients else _see_nothing
+    see_gradients = partial(_see_gradients, state, step, hooks, more) if hooks.see_gradients else None
 
     norm = None
     while norm is None:  # fp16 overflowed: the same step again, with a smaller loss scale
@@ -63,7 +63,7 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
                     strategy.forward_backward(number == last),
                 ):
                     with part("forward"):
-                        with world.accelerator.autocast():
+                        with world.autocast():
                             losses = task.loss(strategy.model, to_device(host, world.device), context)
                         total = sums.add(losses, work.unit_weights)
                     with part("backward"):
@@ -105,7 +105,7 @@ class Sums:
         """
         if self.layout.names is None:
             check_loss_form(losses)
-        total = torch.zeros((), device=self.device)
+        total = None
         for name, loss in losses.items():
             if loss.unit not in unit_weights:
                 raise TrainingError(
@@ -113,10 +113,10 @@ class Sums:
                 )
             weight = unit_weights[loss.unit]
             share = loss.sum * (1 / weight if weight else 0.0) * self.weight
-            before = self.losses.get(name)
-            own = share.detach()
-            self.losses[name] = torch.zeros_like(own) + own if before is None else before + own
-            total = total + share
+            before, own = self.losses.get(name), share.detach()
+            self.losses[name] = own if before is None else before + own
+            total = share if total is None else total + share
+        assert total is not None
         return total
 
     def record(self, name: str, value: Tensor) -> None:
@@ -153,10 +153,6 @@ class Sums:
             flat.append(zeros(math.prod(shape)) if own is None else own.reshape(-1))
         flat.append(numbers_to_device(votes, self.dtype, self.device))
         return world.all_reduce_sum(torch.cat(flat))
-
-
-def _see_nothing() -> None:
-    pass
 
 
 def _see_gradients(state: Training, step: int, hooks: Hooks, figures: dict[str, Any]) -> None:

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from isobatch.core.plan import Precision
     from isobatch.engine.train.hooks import Hook
     from isobatch.engine.train.state import Training
 
@@ -146,7 +145,6 @@ class TrialSession:
         self.variant = variant
         self.world = copy.copy(world)
         self.world.plan = variant.plan
-        self.world.accelerator = _OwnPrecision(world.accelerator, variant.plan.precision)
         self.state: Training
         self.warm_seconds = 0.0
         """Of the first steps, with what is compiled in them."""
@@ -225,19 +223,3 @@ class Timed(Seen):
             self.began = now()
         self._begun += 1
         return contextlib.nullcontext()
-
-
-class _OwnPrecision:
-    """An accelerator with a precision of its own: accelerate has one for the whole process."""
-
-    def __init__(self, accelerator: Any, precision: Precision) -> None:
-        self._accelerator, self._precision = accelerator, precision
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._accelerator, name)
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        if self._precision == "fp32":
-            return contextlib.nullcontext()
-        kind = {"bf16": torch.bfloat16, "fp16": torch.float16}[self._precision]
-        return torch.autocast(self._accelerator.device.type, kind)
