@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from isobatch.core import measures
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.data import digests
 from isobatch.data.preparation import encoding
@@ -19,8 +16,7 @@ from isobatch.data.preparation.encoding import Workshop, encode_in_shards
 from isobatch.data.tokenizers import train_byte_level_bpe
 from isobatch.engine.loading import prepare as preparing
 from isobatch.tests.length_encoder import LengthEncoder
-from isobatch.tests.paths import REGISTER
-from isobatch.tests.unit.test_prepared_bytes import RECORDED, prepared, vocabulary
+from isobatch.tests.unit.test_prepared_bytes import RECORDED, prepared
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -132,43 +128,3 @@ def test_a_file_that_was_just_changed_is_read_again(raw: Path, monkeypatch: pyte
     digests.file_hash(raw)
     digests.file_hash(raw)
     assert len(read) == 3
-
-
-MEMORY = """
-import os, sys
-import numpy as np
-from pathlib import Path
-from isobatch.core.measures import peak_resident_bytes
-from isobatch.core.recipe import Recipe
-from isobatch.data.labelled.dataset import Labelled, LabelledOptions
-from isobatch.data.preparation import encoding, spooled_array
-from isobatch.engine.loading import prepare as preparing
-
-spooled_array.CHUNK_BYTES, encoding.SHARD_CHARACTERS = 1 << 17, 1 << 18
-preparing.allowed_cpus = lambda *_: 1
-folder = Path(sys.argv[1])
-os.environ["ISOBATCH_CACHE"] = str(folder / "cache")
-
-
-def labelled(rows):
-    lines = [f"{n} a film of some length, and of some wit, by {n}\\t{n % 3}" for n in range(rows)]
-    (folder / "train.tsv").write_text("\\n".join(["text\\tlabel", *lines]))
-    recipe = Recipe(task="classifier", data=str(folder), tokenizer=sys.argv[2])
-    return Labelled(recipe, LabelledOptions())
-
-
-peaks = []
-for size in (5_000, 25_000):
-    preparing.prepare(labelled(size))
-    peaks.append(peak_resident_bytes())
-print((peaks[1] - peaks[0]) / 20_000)
-"""
-
-
-@pytest.mark.skipif(not measures.STATUS.exists(), reason="needs Linux")
-def test_memory_a_row_of_labelled_text_is_small(tmp_path: Path) -> None:
-    """Bytes by which the peak of a process grows for each row."""
-    words = [sys.executable, "-c", f"{REGISTER}\n{MEMORY}", str(tmp_path), vocabulary(tmp_path / "v", "film")]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1200

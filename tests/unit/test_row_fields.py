@@ -383,12 +383,6 @@ ASK, SAY = {"role": "user", "content": "Zask"}, {"role": "assistant", "content":
 EARLIER = {"role": "assistant", "content": "Zold"}
 PAIR = {"chosen": "Zgood", "rejected": "Zbad"}
 READ: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "an object of lists": (
-        "causal-lm",
-        {"messages": {"role": ["user", "assistant"], "content": ["Zask", "Zsay"]}},
-        "Zsay",
-        "Zask",
-    ),
     "a system text beside a prompt": (
         "dpo",
         {"system": "Zsystem", "prompt": "Zask", **PAIR},

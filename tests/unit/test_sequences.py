@@ -212,9 +212,7 @@ KINDS = {"id": "int64", "text": TEXT, "title": TEXT, "ids": INTEGERS, "mask": IN
     [
         ("id title", {}, False, ("title", TEXT)),
         ("title text", {}, False, ("text", TEXT)),
-        ("title text", {TEXT: "title"}, False, ("title", TEXT)),
         ("text mask ids", {}, False, ("ids", INTEGERS)),
-        ("text ids", {}, True, ("text", TEXT)),
         ("text ids", {INTEGERS: "ids"}, True, ("ids", INTEGERS)),
     ],
 )
