@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -32,7 +31,7 @@ from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.tokenized import TokenizedData
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from tokenizers import Tokenizer
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from isobatch.data.readers import LocatedRows
     from isobatch.data.tokenized import Encoded
 
-Examples = Callable[[], Iterator[Example]]
-"""Reads the examples of a split from the beginning, at every call."""
 CLASS_WEIGHT = f"class{WEIGHT}"
 """The column of a training sample's weight in the loss, by its class; there with --class-weights."""
 HELD_OUT_SHARE = 0.1
@@ -117,13 +114,7 @@ class Labelled(TokenizedData):
             raise UserError(f"--vocab-size {size}: must be at least 300: characters and special tokens")
         splits = self._check_tables("labels: give tsv, csv, jsonl, json or parquet")
         if splits:
-            self._find_columns(readers.column_names(splits["train"]))
-
-    def _find_columns(self, available: Sequence[str]) -> ColumnNames:
-        options = self.options
-        return find_columns(
-            self.recipe.data, available, options.text_column, options.pair_column, options.label_column
-        )
+            find_columns(self.recipe.data, readers.column_names(splits["train"]), self.options)
 
     def demo_files(self) -> list[Path]:
         return [file for files in demo_files().values() for file in files]
@@ -136,19 +127,19 @@ class Labelled(TokenizedData):
 
     def encode_splits(self) -> Encoded:
         """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
-        row_readers, notes = self._rows_per_split()
-        first = next(iter(row_readers["train"]()), None)
+        rows, notes = self._rows_per_split()
+        first = next(iter(rows["train"]()), None)
         if first is None:
             raise UserError(f"--data {self.recipe.data}: the train split is empty")
-        columns = self._find_columns([str(k) for k in first[1]])
+        columns = find_columns(self.recipe.data, [str(k) for k in first[1]], self.options)
         if {columns.text, columns.label} - {"text", "sentence", "label"}:
             notes.append(f"texts are those of the column {columns.text}, classes those of {columns.label}")
         if unread := [str(name) for name in first[1] if name not in columns]:
             notes.append(f"not read: {', '.join(name or 'a column without a name' for name in unread[:8])}")
-        classes, examples, found_notes = self._read_classes(row_readers, columns)
+        classes, found_notes = self._read_classes(rows, columns)
         notes += found_notes
         labels = class_names(classes, columns, self.recipe.data)
-        tokenizer, special = self._open_tokenizer(examples["train"]())
+        tokenizer, special = self._open_tokenizer(read_examples(rows["train"](), columns))
         encoder = LabelledEncoder(
             tokenizer=tokenizer,
             dtype=tokenizers.token_dtype(tokenizer),
@@ -157,8 +148,9 @@ class Labelled(TokenizedData):
         )
         found: dict[str, Any] = {}
         for split, known in classes.items():
-            rows, cut = self._encode_split(split, examples[split](), encoder, special["pad"] or 0)
-            found[split] = {**rows, "label": known.numbers(labels)}
+            examples = read_examples(rows[split](), columns)
+            encoded, cut = self._encode_split(split, examples, encoder, special["pad"] or 0)
+            found[split] = {**encoded, "label": known.numbers(labels)}
             if cut:
                 notes.append(
                     f"{split}: {cut} of {len(known)} texts are cut to {self.recipe.max_length} tokens"
@@ -180,22 +172,18 @@ class Labelled(TokenizedData):
         return found, tokenizer, extra
 
     def _read_classes(
-        self, row_readers: Mapping[str, Callable[[], LocatedRows]], columns: ColumnNames
-    ) -> tuple[dict[str, SplitClasses], dict[str, Examples], list[str]]:
-        """(classes, and a function that reads examples, of each split; notes), with a validation split."""
-        classes = {s: SplitClasses.read(read_examples(rows(), columns)) for s, rows in row_readers.items()}
+        self, rows: dict[str, Callable[[], LocatedRows]], columns: ColumnNames
+    ) -> tuple[dict[str, SplitClasses], list[str]]:
+        """(classes of each split; notes). A validation split is taken from training, in `rows` too."""
+        classes = {s: SplitClasses.read(read_examples(read(), columns)) for s, read in rows.items()}
         if self._data_path() is None:  # of a hub data set the splits are known now
             corpora.check_valid(self.options.valid, classes, self.recipe.data)
         notes, share = [], corpora.share_of(self.options.valid) or HELD_OUT_SHARE
         if "valid" not in classes:
             drawn = held_out_rows(classes["train"], share)
-            whole, read = classes["train"], row_readers["train"]
-            classes |= {"train": whole.take(~drawn), "valid": whole.take(drawn)}
-            splits = {
-                "train": partial(corpora.taken, read, ~drawn),
-                "valid": partial(corpora.taken, read, drawn),
-            }
-            row_readers = {**row_readers, **splits}
+            whole, read = classes["train"], rows["train"]
+            for split, mask in (("train", ~drawn), ("valid", drawn)):
+                classes[split], rows[split] = whole.take(mask), partial(corpora.taken, read, mask)
             notes.append(
                 f"there is no validation split: {100 * share:g} % of the training rows of each class are it,"
                 " drawn at random (--valid)"
@@ -209,9 +197,9 @@ class Labelled(TokenizedData):
         for split, found in classes.items():
             if split != "train":
                 notes += overlap_notes(split, found.shared_with(classes["train"]), len(found))
-        return classes, {s: partial(_examples, row_readers[s], columns) for s in classes}, notes
+        return classes, notes
 
-    def _rows_per_split(self) -> tuple[Mapping[str, Callable[[], LocatedRows]], list[str]]:
+    def _rows_per_split(self) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
         data = self.recipe.data
         if data == DEMO:
             return demo_rows(), []
@@ -243,7 +231,3 @@ class Labelled(TokenizedData):
         found = spooled.arrays()
         lengths = found.pop("lengths")
         return {n: Ragged.of_lengths(v, lengths, pad if n == "tokens" else 0) for n, v in found.items()}, cut
-
-
-def _examples(rows: Callable[[], LocatedRows], columns: ColumnNames) -> Iterator[Example]:
-    return read_examples(rows(), columns)

@@ -53,17 +53,12 @@ class Example(NamedTuple):
     """The class as written; None where the row has none."""
 
 
-def find_columns(
-    data: str,
-    available: Sequence[str],
-    text: str | None = None,
-    pair: str | None = None,
-    label: str | None = None,
-) -> ColumnNames:
-    """The columns asked for, else the first of the usual names among those available.
+def find_columns(data: str, available: Sequence[str], options: Any) -> ColumnNames:
+    """The columns that `options`, LabelledOptions, name; else the first of the usual names that is available.
 
     Raises UserError where one is missing.
     """
+    text, pair, label = options.text_column, options.pair_column, options.label_column
     for flag, asked in {"--text-column": text, "--pair-column": pair, "--label-column": label}.items():
         if asked is not None:
             readers.require_name(asked, available, data, flag)

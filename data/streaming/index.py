@@ -108,51 +108,44 @@ def divide(objects: list[StoredObject]) -> dict[str, list[int]]:
     return splits
 
 
-def build(
-    folder: Path,
-    data: str,
-    objects: list[StoredObject],
-    splits: Mapping[str, list[int]],
-    encoder: TextGroupEncoder,
-    cache: GroupCache,
-) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Write the index of every split into `folder`. `data`: --data, for errors.
-
-    Returns (split -> sums of what the encoder counts, notes).
-    """
-    builder = _Builder(objects, encoder, cache)
-    parts = builder.index_all()
-    found: dict[str, dict[str, int]] = {}
-    notes: list[str] = []
-    groups = {split: [group for n in numbers for group in parts[n]] for split, numbers in splits.items()}
-    if "valid" not in groups:
-        held_out = builder.hold_out(groups, data)
-        notes.append(f"there is no validation split: the last {held_out:,} rows are it")
-    total = RowCounts()
-    for split, members in groups.items():
-        kept = [group for group in members if group.samples]
-        if not kept:
-            raise UserError(f"--data {data}: the {split} split has nothing to learn from")
-        save(folder / split, _joined(kept))
-        builder.table(kept).write(folder / split)
-        sizes: Counter[str] = Counter()
-        for group in members:
-            sizes.update(group.sizes)
-        noted = RowCounts({n: count for n, count in sizes.items() if n.startswith((LEFT_OUT, FIELD))})
-        found[split] = {name: count for name, count in sizes.items() if name not in noted}
-        notes += noted.notes(split, 0)
-        total.update(noted)
-    return found, [*notes, *total.field_notes()]
-
-
-class _Builder:
-    """Indexes shards in threads."""
+class IndexBuilder:
+    """Indexes shards in threads, and writes the index of every split."""
 
     def __init__(self, objects: list[StoredObject], encoder: TextGroupEncoder, cache: GroupCache) -> None:
         self.objects, self.encoder, self.cache = objects, encoder, cache
         self.encoding, self.store = encoder.identity(), Store()
         self.folder = cache_folder() / "shards"
         self._kept, self._large = 0, threading.Lock()
+
+    def build(
+        self, folder: Path, splits: Mapping[str, list[int]]
+    ) -> tuple[dict[str, dict[str, int]], list[str]]:
+        """Write the index of every split into `folder`.
+
+        Returns (split -> sums of what the encoder counts, notes). Raises UserError.
+        """
+        parts = self.index_all()
+        found: dict[str, dict[str, int]] = {}
+        notes: list[str] = []
+        groups = {split: [group for n in numbers for group in parts[n]] for split, numbers in splits.items()}
+        if "valid" not in groups:
+            held_out = self.hold_out(groups)
+            notes.append(f"there is no validation split: the last {held_out:,} rows are it")
+        total = RowCounts()
+        for split, members in groups.items():
+            kept = [group for group in members if group.samples]
+            if not kept:
+                raise UserError(f"--data {self.encoder.name}: the {split} split has nothing to learn from")
+            save(folder / split, _joined(kept))
+            self.table(kept).write(folder / split)
+            sizes: Counter[str] = Counter()
+            for group in members:
+                sizes.update(group.sizes)
+            noted = RowCounts({n: count for n, count in sizes.items() if n.startswith((LEFT_OUT, FIELD))})
+            found[split] = {name: count for name, count in sizes.items() if name not in noted}
+            notes += noted.notes(split, 0)
+            total.update(noted)
+        return found, [*notes, *total.field_notes()]
 
     def index_all(self) -> list[list[IndexedGroup]]:
         """The groups of every shard."""
@@ -211,12 +204,14 @@ class _Builder:
             digest=digests.reshape(len(groups), -1),
         )
 
-    def hold_out(self, groups: dict[str, list[IndexedGroup]], data: str) -> int:
+    def hold_out(self, groups: dict[str, list[IndexedGroup]]) -> int:
         """Take the last rows of training as validation; how many. A group may be divided."""
         total = sum(group.rows for group in groups["train"])
         wanted = left = max(1, min(total // readers.VALIDATION_ONE_IN, MOST_HELD_OUT))
         if total < 2:
-            raise UserError(f"--data {data}: holds {total} rows: training and validation need one each")
+            raise UserError(
+                f"--data {self.encoder.name}: holds {total} rows: training and validation need one each"
+            )
         groups["valid"] = []
         while left:
             last = groups["train"].pop()

@@ -99,9 +99,8 @@ class StreamedText(Text):
         first = self.objects[0]
         is_read = kind != TEXT or not first.address.endswith(".parquet")  # of which one column is read
         unread = [] if is_read else [n for n in shard_of(Store(), first).columns() if n != column]
-        sizes, notes = index.build(
-            folder, self.recipe.data, self.objects, splits, encoder, GroupCache(groups_folder())
-        )
+        builder = index.IndexBuilder(self.objects, encoder, GroupCache(groups_folder()))
+        sizes, notes = builder.build(folder, splits)
         return {
             **self._tokenizer_facts(tokenizer, special),
             "splits": sizes,

@@ -141,10 +141,10 @@ def test_all_missing_columns_are_named_at_once() -> None:
     with pytest.raises(
         UserError, match=r"^--data d: which columns\? --text-column and --label-column say; it"
     ):
-        find_columns("d", ["id", "note"])
+        find_columns("d", ["id", "note"], LabelledOptions())
     said = r"^--label-column strs: d has no such column \(did you mean stars\?\)"
     with pytest.raises(UserError, match=said):
-        find_columns("d", ["id", "stars"], label="strs")
+        find_columns("d", ["id", "stars"], LabelledOptions(label_column="strs"))
 
 
 @pytest.mark.parametrize(
