@@ -1,4 +1,4 @@
-"""Recipes from a few flags, and training sessions in one process; for all benchmarks."""
+"""Recipes from a few flags, and training in one process; for all benchmarks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload
-from isobatch.engine.training.session import Session
+from isobatch.engine.train.build import Builder
+from isobatch.engine.train.hooks import Hook, Hooks
+from isobatch.engine.train.loop import run_phase
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from isobatch.engine.train.figures import StepFigures
+    from isobatch.engine.train.hooks import Signal
 
 
 def prepare_workload(name: str, values: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
@@ -31,29 +36,37 @@ def prepare_workload(name: str, values: dict[str, Any]) -> tuple[Any, Any, Any, 
 ON_A_CPU = PlanOptions(device="cpu", precision="fp32", processes=1)
 
 
-def make_session(
+def make_builder(
     name: str, values: dict[str, Any], options: PlanOptions = ON_A_CPU, **forced: Any
-) -> Session:
-    """A session of a task with these flags; `with` ends it, and none of its phases has begun.
+) -> Builder:
+    """The training of a task with these flags; `with` ends it, and none of its phases has begun.
 
     `forced`: fields of the plan that the planner would refuse.
     """
     recipe, task, facts, _ = prepare_workload(name, values)
     plan = make_plan(recipe, facts, task.model_size(facts), detect(), options)
     plan = dataclasses.replace(plan, **forced)
-    return Session(recipe, facts, plan, Communicator(plan))
+    return Builder(recipe, facts, plan, Communicator(plan))
 
 
-def train(session: Session, after: Callable[[str, float], None] = lambda *_: None) -> None:
-    """Train all phases; `after` gets the phase and the seconds of each step."""
-    for schedule in session.schedules:
-        with session.phase(schedule) as active:
-            began = time.perf_counter()
-            for loaded in active.batches(0, schedule.steps):
-                active.step(loaded)
-                now = time.perf_counter()
-                after(schedule.name, now - began)
-                began = now
+class Seconds(Hook):
+    """The seconds of each step, with the wait for its data."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_figures(self, figures: StepFigures) -> set[Signal]:
+        self.seconds.append(figures.output.seconds)
+        return set()
+
+
+def train(builder: Builder) -> list[float]:
+    """Train all phases; the seconds of each step."""
+    hook = Seconds()
+    for schedule in builder.schedules:
+        with builder.phase(schedule) as state:
+            run_phase(state, Hooks([hook]))
+    return hook.seconds
 
 
 @contextlib.contextmanager

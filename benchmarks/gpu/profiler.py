@@ -12,6 +12,7 @@ import re
 import traceback
 import warnings
 from collections import Counter
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -19,8 +20,13 @@ from isobatch.benchmarks.gpu.runner import COMMAND_LINE, FOLDER, GPU, Part, Tria
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from isobatch.benchmarks.report import Row
+    from isobatch.engine.loading.loader import LoadedStep
+    from isobatch.engine.train.figures import StepOutput
+    from isobatch.engine.train.hooks import Hooks
+    from isobatch.engine.train.state import Training
 
 ATTENTION = re.compile(r"flash|fmha|attention|attn|sdpa|cudnn.*(fprop|bprop)", re.IGNORECASE)
 """Names of attention's kernels: FlashAttention, CUTLASS's memory-efficient one, cuDNN's."""
@@ -61,22 +67,27 @@ def kernels(compiled: str, model: str = "gpt2-124m", length: str = "1024") -> Ro
     from torch.profiler import ProfilerActivity, profile, record_function
 
     from isobatch.benchmarks.gpu import runs
-    from isobatch.benchmarks.sessions import make_session
+    from isobatch.benchmarks.sessions import make_builder
     from isobatch.core.plan import PlanOptions
+    from isobatch.engine.train.hooks import Hook, Hooks
+    from isobatch.engine.train.loop import run_phase
+
+    class Traced(Hook):
+        def around(self, state: Training, step: int) -> AbstractContextManager[Any]:  # noqa: ARG002
+            if step == SETTLED + 1:
+                torch.cuda.synchronize()
+                profiled.start()
+            return record_function(STEP) if step > SETTLED else nullcontext()
 
     os.environ |= {"BENCHMARK_VOCABULARY": "50257", "BENCHMARK_ROWS": "1024"}
     values = {"model": model, "max_length": int(length), "batch_size": 32, "steps": 30, "dropout": 0.0}
     options: Any = PlanOptions(precision="bf16", compile=compiled, processes=1, micro_batch=16)  # type: ignore[arg-type]
-    with make_session(runs.TOKENS, values, options) as session, session.phase(session.schedules[0]) as active:
-        loaded = iter(active.batches(0, SETTLED + TRACED))
-        for step in itertools.islice(loaded, SETTLED):
-            active.step(step)
+    profiled = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+    builder = make_builder(runs.TOKENS, values, options)
+    with builder, builder.phase(builder.schedules[0]) as state:
+        run_phase(state, Hooks([Traced()]), 0, SETTLED + TRACED)
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-            for step in loaded:
-                with record_function(STEP):
-                    active.step(step)
-            torch.cuda.synchronize()
+        profiled.stop()
     file = Path(os.environ[FOLDER]) / f"trace-{compiled}.json"
     profiled.export_chrome_trace(str(file))
     return trace_figures(json.loads(file.read_text())["traceEvents"])
@@ -148,24 +159,23 @@ def waits(compiled: str) -> Row:
     import torch
 
     from isobatch.benchmarks.gpu import runs
-    from isobatch.engine.training.train_step import Stepper
+    from isobatch.engine.train import loop
 
     words = ("--model", "gpt2-124m", "--max-length", "512", "--batch-size", "16", "--micro-batch", "8")
     more = ("--steps", "30", "--precision", "bf16", "--compile", compiled)
     places: Counter[str] = Counter()
     first, last = 6, 26
-    step = Stepper.run
+    step = loop.train_step
 
-    def watched(self: Stepper, loaded: Any, *arguments: Any) -> Any:
-        number = loaded.work.step
-        torch.cuda.set_sync_debug_mode("warn" if first <= number < last else "default")
-        return step(self, loaded, *arguments)
+    def watched(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
+        torch.cuda.set_sync_debug_mode("warn" if first <= batch.work.step < last else "default")
+        return step(state, batch, hooks)
 
     def note(message: Warning | str, *_: Any, **__: Any) -> None:
         if "synchroniz" in str(message):
             places[_place()] += 1
 
-    with warnings.catch_warnings(), mock.patch.object(Stepper, "run", watched):
+    with warnings.catch_warnings(), mock.patch.object(loop, "train_step", watched):
         warnings.simplefilter("always")
         warnings.showwarning = note
         runs.train_here(f"waits-{compiled}", *words, *more)

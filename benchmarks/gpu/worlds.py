@@ -95,27 +95,30 @@ def offload() -> Row:
 def alone(strategy: str) -> Row:
     """An engine of several processes in a world of one, where the planner would refuse it."""
     os.environ |= world(0, 1)
-    plain = _losses_in_session("single")
-    found = _losses_in_session(strategy)
+    plain = _losses_here("single")
+    found = _losses_here(strategy)
     worst = max(abs(a - b) for a, b in zip(plain, found, strict=True))
     if worst > LIMIT:
         raise RuntimeError(f"losses of {strategy} differ by {worst:.2g} from those of one process")
     return {"loss difference": worst}
 
 
-def _losses_in_session(strategy: str) -> list[float]:
+def _losses_here(strategy: str) -> list[float]:
     from isobatch.benchmarks.gpu import runs
-    from isobatch.benchmarks.sessions import make_session
+    from isobatch.benchmarks.sessions import make_builder
     from isobatch.core.plan import PlanOptions
+    from isobatch.engine.train.hooks import Hooks, Seen
+    from isobatch.engine.train.loop import run_phase
 
     os.environ |= {"BENCHMARK_VOCABULARY": "512", "BENCHMARK_ROWS": "256"}
     values = {"model": "tiny", "max_length": 64, "batch_size": 16, "steps": STEPS, "dropout": 0.0}
     options = PlanOptions(processes=1, compile="off", precision="fp32", micro_batch=4)
     with (
-        make_session(runs.TOKENS, values, options, strategy=strategy) as session,
-        session.phase(session.schedules[0]) as active,
+        make_builder(runs.TOKENS, values, options, strategy=strategy) as builder,
+        builder.phase(builder.schedules[0]) as state,
     ):
-        return [float(active.step(loaded).sums.read()[0]) for loaded in active.batches(0, STEPS)]
+        run_phase(state, Hooks([seen := Seen()]), 0, STEPS)
+    return [figures.loss for figures in seen.figures]
 
 
 def shared_device(strategy: str) -> Row:

@@ -13,8 +13,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from unittest import mock
 
 from isobatch.benchmarks import child_process
 from isobatch.core.package import ROOT
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from isobatch.core.plan import Precision
-    from isobatch.engine.training.session import ActivePhase, Session
+    from isobatch.engine.train.build import Builder
+    from isobatch.engine.train.state import Training
 
 TASK = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
@@ -154,14 +157,14 @@ def _write_config(folder: Path, strategy: str) -> None:
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
 
 
-def _session(strategy: Any, precision: Precision = "fp32") -> Session:
+def _builder(strategy: Any, precision: Precision = "fp32") -> Builder:
     from isobatch.core.plan import PlanOptions
     from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
     from isobatch.engine.loading.prepare import prepare
     from isobatch.engine.machine import hardware
     from isobatch.engine.planning.planner import make_plan
     from isobatch.engine.registry import workload
-    from isobatch.engine.training.session import Session
+    from isobatch.engine.train.build import Builder
 
     chosen = workload(TASK)
     recipe, _ = chosen.complete({"steps": [lengths()[0]]})
@@ -173,13 +176,34 @@ def _session(strategy: Any, precision: Precision = "fp32") -> Session:
         recipe, facts, task.model_size(facts), hardware.parse_hardware("cpu:2x24gb"), options, world=size
     )
     plan = dataclasses.replace(plan, threads=1, strategy=strategy, precision=precision)
-    return Session(recipe, facts, plan, Communicator(plan, hang_timeout=60))
+    return Builder(recipe, facts, plan, Communicator(plan, hang_timeout=60))
 
 
-def _steps(active: ActivePhase, start: int, stop: int) -> list[tuple[float, float]]:
+def _steps(state: Training, start: int, stop: int) -> list[tuple[float, float]]:
     """Loss and gradient norm of every step."""
-    results = [active.step(loaded) for loaded in active.batches(start, stop)]
-    return [(sum(r.sums.read()[: len(r.names)]), r.norm.read()[0]) for r in results]
+    from isobatch.engine.train.hooks import Hooks, Seen
+    from isobatch.engine.train.loop import run_phase
+
+    run_phase(state, Hooks([seen := Seen()]), start, stop)
+    return [(figures.loss, figures.norm) for figures in seen.figures]
+
+
+def first_gradient(state: Training) -> Any:
+    """The reduced gradient of all parameters in the first step of a phase, flat; no weight moves."""
+    import torch
+
+    from isobatch.engine.train.hooks import Hooks
+    from isobatch.engine.train.step import train_step
+
+    found = []
+
+    def keep(*_: Any) -> Any:
+        found.append(reduced(state.strategy))
+        return torch.zeros(())
+
+    with mock.patch.object(state.strategy, "step_optimizer", keep):
+        train_step(state, next(state.batches(0, 1)), Hooks())
+    return found[0]
 
 
 def _train(folder: Path, strategy: str, mode: str) -> None:
@@ -188,18 +212,17 @@ def _train(folder: Path, strategy: str, mode: str) -> None:
     from isobatch.engine.checkpointing import writer
 
     steps, middle, _ = lengths()
-    with _session(strategy, "bf16" if mode == "half" else "fp32") as session:
-        world, schedule = session.world, session.schedules[0]
+    with _builder(strategy, "bf16" if mode == "half" else "fp32") as builder:
+        world, schedule = builder.state.world, builder.schedules[0]
         name = f"{world.size}-{strategy}"
-        with session.phase(schedule) as active:
-            active.stepper.backward(next(iter(active.batches(0, 1))))
-            gradient = reduced(active.strategy)
-        with session.phase(schedule) as active:
-            found = _steps(active, 0, middle)
+        with builder.phase(schedule) as state:
+            gradient = first_gradient(state)
+        with builder.phase(schedule) as state:
+            found = _steps(state, 0, middle)
             if mode == "train":
-                facts = {"scaling": active.strategy.loss_scale()}
-                writer.save(folder / f"saved-{name}", active.strategy.collect_state(), facts, world)
-            found += _steps(active, middle, steps)
+                facts = {"scaling": state.strategy.loss_scale(), "progress": asdict(state.progress)}
+                writer.save(folder / f"saved-{name}", state.strategy.collect_state(), facts, world)
+            found += _steps(state, middle, steps)
     if world.is_main:
         _write(folder / f"{mode}-{name}.json", found)
         torch.save(gradient, folder / f"{mode}-{name}.pt")
@@ -210,12 +233,13 @@ def _resume(folder: Path, strategy: str, saved: Path) -> None:
 
     _, middle, kept_on = lengths()
     with (
-        _session(strategy) as session,
-        session.phase(session.schedules[0], SavedCheckpoint(saved)) as active,
+        _builder(strategy) as builder,
+        builder.phase(builder.schedules[0], SavedCheckpoint(saved)) as state,
     ):
-        found = _steps(active, middle, middle + kept_on)
-    if session.world.is_main:
-        reader = f"{session.world.size}-{strategy}"
+        found = _steps(state, middle, middle + kept_on)
+    world = builder.state.world
+    if world.is_main:
+        reader = f"{world.size}-{strategy}"
         path = folder / f"resume-{saved.name.removeprefix('saved-')}+{reader}.json"
         _write(path, found)
 

@@ -19,8 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from isobatch.benchmarks import child_process
-from isobatch.benchmarks.sessions import make_session
+from isobatch.benchmarks.sessions import make_builder
 from isobatch.core.measures import now
+from isobatch.engine.train.hooks import Hooks
+from isobatch.engine.train.step import train_step
 from isobatch.tests.object_store import object_store
 
 BUCKET = "corpus"
@@ -101,8 +103,8 @@ def _values(data: str) -> dict[str, Any]:
 def prepared(data: str) -> dict[str, Any]:
     """Seconds to prepare, or to index."""
     began, busy = now(), time.process_time()
-    with make_session("causal-lm", _values(data)) as session:
-        samples = len(session.splits["train"])
+    with make_builder("causal-lm", _values(data)) as builder:
+        samples = len(builder.state.splits["train"])
     return {
         "seconds": round(now() - began, 1),
         "CPU s": round(time.process_time() - busy, 1),
@@ -113,17 +115,17 @@ def prepared(data: str) -> dict[str, Any]:
 def epoch(data: str, kind: str) -> dict[str, Any]:
     """An epoch of batches, or the first steps of training."""
     tokens, waited, first = 0, 0.0, 0.0
-    with make_session("causal-lm", _values(data)) as session:
-        schedule = session.schedules[0]
-        with session.phase(schedule) as active:
+    with make_builder("causal-lm", _values(data)) as builder:
+        schedule, hooks = builder.schedules[0], Hooks()
+        with builder.phase(schedule) as state:
             began, busy = now(), time.process_time()
             steps = TRAINED_STEPS if kind == "training" else schedule.steps
-            for loaded in active.batches(0, steps):
+            for loaded in state.batches(0, steps):
                 first = first or now() - began
                 waited += loaded.wait_seconds
                 tokens += loaded.work.tokens
                 if kind == "training":
-                    active.step(loaded)
+                    train_step(state, loaded, hooks)
             seconds = now() - began
     return {
         "tokens/s": round(tokens / seconds),

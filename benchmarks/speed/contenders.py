@@ -7,6 +7,7 @@ between steps, and peak memory.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import resource
@@ -14,7 +15,6 @@ import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from isobatch.benchmarks.peers import StepClock, bare_loop, trainer_loop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from contextlib import AbstractContextManager
+
+    from isobatch.engine.train.state import Training
 
 IGNORED = -100
 Spec = dict[str, Any]
@@ -128,20 +131,18 @@ def isobatch(spec: Spec) -> Found:
     from isobatch.engine import consent
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.runs.run_options import RunOptions
-    from isobatch.engine.training.train_step import Stepper
+    from isobatch.engine.train.hooks import Hook
     from isobatch.launch.local.worker import train_run
+
+    class Processor(Hook):
+        def around(self, state: Training, step: int) -> AbstractContextManager[Any]:  # noqa: ARG002
+            processor.append(time.process_time())
+            return contextlib.nullcontext()
 
     run = RunFolder.open(spec["run"])
     consent.allow_task_file(run.recipe.task)
     processor: list[float] = []
-    step = Stepper.run
-
-    def clocked(self: Stepper, *arguments: Any) -> Any:
-        processor.append(time.process_time())
-        return step(self, *arguments)
-
-    with mock.patch.object(Stepper, "run", clocked):
-        code = train_run(run, RunOptions(quiet=True))
+    code = train_run(run, RunOptions(quiet=True), own_hooks=[Processor()])
     assert code == 0, f"the run ended with {code}"
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     steps = [row for row in rows if "step_seconds" in row]

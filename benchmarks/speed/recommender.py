@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from isobatch.benchmarks.peers import StepClock, bare_loop
-from isobatch.benchmarks.sessions import make_session, prepare_workload, train
+from isobatch.benchmarks.sessions import make_builder, prepare_workload, train
 from isobatch.models.recommendation.catalogue import Catalogue
 from isobatch.models.recommendation.network import RecommenderNet
 from isobatch.models.recommendation.text_encoder import TextEncoder, add_lora, load_text_model
@@ -121,10 +121,8 @@ def ids_alone(quick: bool, data: str) -> Iterator[Row]:
 
 def _engine(data: str, batch: int, steps: int) -> float:
     values = {"data": data, "text": "off", "loss": "bce", "negatives": NEGATIVES, "dim": DIM, "head": "neumf"}
-    taken: list[float] = []
-    with make_session("recommender", {**values, "batch_size": batch, "steps": steps}) as session:
-        train(session, lambda _, seconds: taken.append(seconds))
-    return batch / median(taken[2:])
+    with make_builder("recommender", {**values, "batch_size": batch, "steps": steps}) as builder:
+        return batch / median(train(builder)[2:])
 
 
 def _rows_loop(data: str, batch: int, steps: int) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import TYPE_CHECKING
 
-from isobatch.benchmarks.sessions import make_session, stopwatch, train
+from isobatch.benchmarks.sessions import make_builder, stopwatch, train
 from isobatch.models.sequence_vae import monitor as monitoring
 
 if TYPE_CHECKING:
@@ -20,12 +20,11 @@ def measure(quick: bool, data: str) -> Iterator[Row]:
     values = {"data": data, "max_length": 128, "steps": steps, **({"hidden": 64} if quick else {})}
     methods = [(monitoring.PosteriorMonitor, name) for name in ("record", "add")]
     for pace in ("full", "fast"):
-        seconds: list[float] = []
         with (
-            make_session("sequence-vae", {**values, "monitor": pace}) as session,
-            stopwatch(*methods, (session.task, "_report")) as inside,
+            make_builder("sequence-vae", {**values, "monitor": pace}) as builder,
+            stopwatch(*methods, (builder.state.task, "_report")) as inside,
         ):
-            train(session, lambda _, took: seconds.append(took))  # noqa: B023
+            seconds = train(builder)
         yield {
             "monitor": pace,
             "steps": steps,

@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 WATCHED = f"""{REGISTER}
 import sys
 import torch
-from isobatch.engine.training.train_step import Stepper
+from isobatch.engine.train import loop
 from isobatch.launch.cli import main
 
-step = Stepper.run
+step = loop.train_step
 
-def watched(self, loaded, *arguments):
+def watched(state, batch, hooks):
     if {DEVICE == "cuda"}:
-        steady = 8 <= loaded.work.step < 28
+        steady = 8 <= batch.work.step < 28
         torch.cuda.set_sync_debug_mode("error" if steady else "default")
-    return step(self, loaded, *arguments)
+    return step(state, batch, hooks)
 
-Stepper.run = watched
+loop.train_step = watched
 sys.exit(main(sys.argv[1:]))
 """
 """The command line, in which a steady step that waits for the GPU raises an error."""

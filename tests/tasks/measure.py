@@ -17,33 +17,21 @@ from typing import Any
 runpy.run_path(str(Path(__file__).resolve().parents[2] / "launch" / "_root.py"))
 
 
-def reduced(strategy: Any) -> Any:
-    """The whole reduced gradient, flat, and no update."""
-    import torch
-
-    if hasattr(strategy, "reduce"):
-        strategy.reduce()
-        found = [p.grad for _, p in strategy.trained() if p.grad is not None]
-        strategy.optimizer.zero_grad()
-    else:
-        from deepspeed.utils import safe_get_full_grad
-
-        found = [safe_get_full_grad(p).clone() for p in strategy.unwrapped.parameters()]
-    return torch.cat([g.flatten() for g in found])
-
-
 def measure(settings: dict[str, Any]) -> None:
     """One rank's part; rank 0 writes."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
+    from isobatch.benchmarks.quality.strategies import first_gradient
     from isobatch.core.plan import PlanOptions
     from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
     from isobatch.engine.loading.prepare import prepare
     from isobatch.engine.machine import hardware
     from isobatch.engine.planning.planner import make_plan
     from isobatch.engine.registry import workload
-    from isobatch.engine.training.session import Session
+    from isobatch.engine.train.build import Builder
+    from isobatch.engine.train.hooks import Hooks, Seen
+    from isobatch.engine.train.loop import run_phase
 
     world_size = rank_and_world_size(os.environ)[1]
     chosen = workload(settings["task"])
@@ -55,22 +43,20 @@ def measure(settings: dict[str, Any]) -> None:
         recipe, facts, task.model_size(facts), machine, PlanOptions(device="cpu"), world=world_size
     )
     world = Communicator(dataclasses.replace(plan, threads=1, **settings.get("plan", {})), hang_timeout=120)
-    session = Session(recipe, facts, world.plan, world)
-    losses, samples, micros = [], [], []
-    with session:
-        schedule = session.schedules[0]
-        with session.phase(schedule) as active:
-            active.stepper.backward(next(iter(active.batches(0, 1))))
-            gradient = reduced(active.strategy)
-        with session.phase(schedule) as active:
-            for loaded in active.batches(0, settings["steps"]):
-                losses.append(active.step(loaded).loss_and_norm()[0])
-                samples.append(loaded.work.samples.tolist())
-                micros.append([len(m.positions) for m in loaded.work.micro_batches])
-    everyone = world.all_gather_objects(micros)
+    builder, seen = Builder(recipe, facts, world.plan, world), Seen()
+    with builder:
+        schedule = builder.schedules[0]
+        with builder.phase(schedule) as state:
+            gradient = first_gradient(state)
+        with builder.phase(schedule) as state:
+            run_phase(state, Hooks([seen]), 0, settings["steps"])
+    done = [figures.output.loaded.work for figures in seen.figures]
+    everyone = world.all_gather_objects([[len(m.positions) for m in work.micro_batches] for work in done])
     if world.is_main:
         torch.save(gradient, settings["out"] + ".pt")
-        report = {"losses": losses, "samples": samples, "micros": everyone}
+        samples = [work.samples.tolist() for work in done]
+        report = {"losses": [figures.loss for figures in seen.figures], "samples": samples}
+        report["micros"] = everyone
         Path(settings["out"]).write_text(json.dumps(report))
     world.barrier()
     world.close()

@@ -22,6 +22,7 @@ from isobatch.engine.loading.device_copies import HostCopy
 from isobatch.engine.strategies.replicated import ReplicatedStrategy
 from isobatch.engine.train import loop
 from isobatch.engine.train.hooks import Hooks
+from isobatch.engine.train.state import Training
 from isobatch.models import attention_functions
 
 READS = ("aten._local_scalar_dense", "aten.is_nonzero", "aten.equal.")
@@ -72,14 +73,17 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 
         return call
 
-    def uncounted(self: HostCopy) -> list[float]:
-        before, found.counting = found.counting, False
-        try:
-            return read(self)
-        finally:
-            found.counting = before
+    def uncounted(function: Any) -> Any:
+        def call(*arguments: Any) -> Any:
+            before, found.counting = found.counting, False
+            try:
+                return function(*arguments)
+            finally:
+                found.counting = before
 
-    read, to_list = HostCopy.read, torch.Tensor.tolist
+        return call
+
+    to_list = torch.Tensor.tolist
 
     def listed(self: torch.Tensor) -> Any:
         if found.counting:
@@ -88,7 +92,9 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
 
     monkeypatch.setattr(loop, "train_step", counted(loop.train_step))
     monkeypatch.setattr(Hooks, "figures", counted(Hooks.figures))
-    monkeypatch.setattr(HostCopy, "read", uncounted)
+    monkeypatch.setattr(HostCopy, "read", uncounted(HostCopy.read))
+    # Of a task that changes its model, which reads what it decides by.
+    monkeypatch.setattr(Training, "after_step", uncounted(Training.after_step))
     monkeypatch.setattr(attention_functions, "answers_late", lambda _: True)
     # Only on a CPU are gradients of embeddings sparse, which torch's own padding index filters by a mask.
     use_sparse = ReplicatedStrategy._use_sparse_gradients  # noqa: SLF001
