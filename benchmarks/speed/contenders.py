@@ -132,6 +132,7 @@ def isobatch(spec: Spec) -> Found:
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.runs.run_options import RunOptions
     from isobatch.engine.train.hooks import Hook
+    from isobatch.engine.train.own_hooks import hooks_given
     from isobatch.launch.local.worker import train_run
 
     class Processor(Hook):
@@ -142,7 +143,8 @@ def isobatch(spec: Spec) -> Found:
     run = RunFolder.open(spec["run"])
     consent.allow_task_file(run.recipe.task)
     processor: list[float] = []
-    code = train_run(run, RunOptions(quiet=True), own_hooks=[Processor()])
+    with hooks_given([Processor()]) as hook:
+        code = train_run(run, RunOptions(quiet=True, hook=hook))
     assert code == 0, f"the run ended with {code}"
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     steps = [row for row in rows if "step_seconds" in row]
