@@ -255,13 +255,14 @@ def workload(name: str) -> LoadedWorkload:
         valid = [*TASKS, *CHAINS]
         known = f"{nearest_hint(key, valid)}; valid: {', '.join(valid)}, or ./file.py:Class"
         raise UserError(f"--task {name}: there is no such task{known}")
-    entry = TASKS[key]
-    streamed = _load(entry.streamed) if entry.streamed else None
-    return LoadedWorkload(key, _load(entry.task), _load(entry.data), streamed)
+    task = _load(TASKS[key].task)
+    return LoadedWorkload(key, task, _load(task.data), _load(task.streamed or None))
 
 
-def _load(path: str) -> Any:
-    """The class at `module:Class`, within isobatch."""
+def _load(path: Any) -> Any:
+    """The class at `module:Class` within isobatch; what is no text as it is."""
+    if not isinstance(path, str):
+        return path
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(f"isobatch.{module}"), name)
 

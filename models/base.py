@@ -237,7 +237,9 @@ class Task(ABC):
     Options: ClassVar[type] = NoOptions
     """A frozen dataclass of this workload's recipe fields; each becomes a flag."""
     data: ClassVar[type | str | None] = None
-    """The kind of data: a class from data/ or your own. The registry names it for the project's tasks."""
+    """The kind of data: a class from data/ or your own; or `module:Class` within isobatch."""
+    streamed: ClassVar[str] = ""
+    """The kind where data stays in a store, if there is one; its options are those of `data`."""
     defaults: ClassVar[Mapping[str, Any]] = {}
     """Recipe values that differ from the common defaults."""
     measured_files: ClassVar[tuple[str, ...]] = ()

@@ -20,11 +20,7 @@ SPECIAL_TOKEN_ROLES = ("eos", "bos", "pad", "unk")
 
 
 def save(
-    model: Any,
-    facts: Facts,
-    folder: Path,
-    weights: Mapping[str, Tensor] | None = None,
-    whole: bool = True,
+    model: Any, facts: Facts, folder: Path, weights: Mapping[str, Tensor] | None = None, whole: bool = True
 ) -> None:
     """Write model.safetensors (of `weights` if given), config.json and the prepared data's tokenizer.
 

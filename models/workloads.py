@@ -11,29 +11,33 @@ from typing import NamedTuple
 
 
 class Workload(NamedTuple):
-    """A workload's name, its classes as `module:Class` within isobatch, and what it does in a line."""
+    """A workload's name, and what it does in a line."""
 
     name: str
     task: str
-    data: str
+    """The class, as `module:Class` within the package."""
     summary: str
-    streamed: str = ""
-    """The data class for data that stays in a store, where there is one."""
     place: int = 100
     """Where it stands in lists: the lowest first."""
 
 
-def _packages() -> list[object]:
+def _packages() -> dict[str, object]:
     folders = sorted(file.parent.name for file in Path(__file__).parent.glob("*/__init__.py"))
-    return [importlib.import_module(f"isobatch.models.{name}") for name in folders]
+    return {name: importlib.import_module(f"isobatch.models.{name}") for name in folders}
 
 
 def list_workloads() -> dict[str, Workload]:
-    """Name -> workload."""
-    found = [one for package in _packages() for one in getattr(package, "WORKLOADS", ())]
+    """Name -> workload, whose task is `module:Class` within isobatch."""
+    found = [
+        one._replace(task=f"models.{name}.{one.task}")
+        for name, package in _packages().items()
+        for one in getattr(package, "WORKLOADS", ())
+    ]
     return {one.name: one for one in sorted(found, key=lambda one: one.place)}
 
 
 def list_chains() -> dict[str, tuple[str, ...]]:
     """Names of sequences of workloads that `auto` runs one after the other -> their stages."""
-    return {name: stages for one in _packages() for name, stages in getattr(one, "CHAINS", {}).items()}
+    return {
+        name: stages for one in _packages().values() for name, stages in getattr(one, "CHAINS", {}).items()
+    }

@@ -86,6 +86,8 @@ class CausalLM(Task):
     """
 
     Options: ClassVar = CausalLMOptions
+    data: ClassVar[type | str | None] = "data.text.dataset:Text"
+    streamed: ClassVar = "data.streaming.text:StreamedText"
     exports: ClassVar = ("merged", "adapter")
     defaults: ClassVar = {
         "model": "small",
@@ -115,9 +117,9 @@ class CausalLM(Task):
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """What --adapter and the model imply, and a loaded model's rate."""
-        implied = implied_by_model(values, cls.defaults["max_length"])
-        is_loaded = values.get("model", cls.defaults["model"]) not in PRESETS
-        if is_loaded and not {"lr", "preset"} & values.keys():
+        implied = implied_by_model(values, cls.defaults)
+        is_loaded = values.get("model", cls.defaults.get("model")) not in PRESETS
+        if is_loaded and "lr" not in cls.defaults and not {"lr", "preset"} & values.keys():
             implied["lr"] = FINETUNING_LR if values.get("adapter", "none") == "none" else ADAPTER_LR
         return implied
 
@@ -332,11 +334,11 @@ class CausalLM(Task):
         return _answer_prompts(saving.load_tokenizer(facts), prompts, sampling, model)
 
 
-def implied_by_model(values: Mapping[str, Any], usual_length: int) -> dict[str, Any]:
+def implied_by_model(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """What --adapter implies; and a model that reads less than the usual --max-length limits it."""
     implied = adapters.implied_options(values)
     context = _context_on_disk(values.get("model"), values.get("revision"))
-    if "max_length" not in values and context and context < usual_length:
+    if "max_length" not in values and context and context < defaults["max_length"]:
         implied["max_length"] = context
     return implied
 

@@ -4,10 +4,6 @@ from isobatch.models.workloads import Workload
 
 WORKLOADS = (
     Workload(
-        name="classifier",
-        task="models.classification.adapted:AdaptedClassifier",
-        data="data.labelled.dataset:Labelled",
-        summary="fine-tune an encoder to classify texts or pairs",
-        place=30,
+        "classifier", "adapted:AdaptedClassifier", "fine-tune an encoder to classify texts or pairs", place=30
     ),
 )

@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core import atomic_files
 from isobatch.models import lora, saving
-from isobatch.models.classification.task import (
-    PRESETS,
-    Classifier,
-    ClassifierOptions,
-    summary_of,
-)
+from isobatch.models.classification.task import PRESETS, Classifier, ClassifierOptions, summary_of
 from isobatch.models.encoder import encoders, evaluation
 from isobatch.models.encoder import export as exporting
 from isobatch.models.model_card import ModelDescription

@@ -65,6 +65,7 @@ class Classifier(Task):
     """
 
     Options: ClassVar[type] = ClassifierOptions
+    data: ClassVar[type | str | None] = "data.labelled.dataset:Labelled"
     defaults: ClassVar[Mapping[str, Any]] = {
         "model": "distilbert/distilbert-base-uncased",
         "max_length": 128,

@@ -70,12 +70,7 @@ class QAT(DistilledClassifier):
     initial_model_option: ClassVar[str] = "pruned"
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx", "onnx-int4")
     defaults: ClassVar[Mapping[str, Any]] = {**DistilledClassifier.defaults, "epochs": [2], "batch_size": 16}
-    fast: ClassVar[Mapping[str, Any]] = {
-        **FAST,
-        "epochs": [0.3],
-        "batch_size": 32,
-        "distill_hidden": False,
-    }
+    fast: ClassVar[Mapping[str, Any]] = {**FAST, "epochs": [0.3], "batch_size": 32, "distill_hidden": False}
     demo: ClassVar[Mapping[str, Any]] = {**DistilledClassifier.demo, "epochs": [4], "batch_size": 32}
 
     def phases(self) -> list[Phase]:
@@ -155,11 +150,7 @@ class QAT(DistilledClassifier):
         return exporting.check_int4(model, file, batches)
 
     def final_metrics(
-        self,
-        model: nn.Module,
-        final: Path,
-        facts: Facts,
-        batches: Callable[[], Iterable[Batch]],
+        self, model: nn.Module, final: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """The exported file compared with the trained model, and with the teacher."""
         file = final / exporting.ONNX_INT4_FILE

@@ -55,11 +55,7 @@ class ClassifierReport(ModelComparison):
         for variant in self.variants(final, exports):
             found = evaluation.predict(evaluation.open_runner(variant.runtime, variant.model_path), batches())
             right, path = found.is_correct, str(variant.model_path.resolve())
-            opened = {
-                "runtime": variant.runtime,
-                "model_path": path,
-                "vocabulary": facts.extra["vocabulary"],
-            }
+            opened = {"runtime": variant.runtime, "model_path": path, "vocabulary": facts.extra["vocabulary"]}
             row = {
                 "form": variant.name,
                 "runtime": variant.runtime,

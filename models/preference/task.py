@@ -54,6 +54,7 @@ class PreferenceTask(Task):
     """
 
     rows_per_sample: ClassVar = 2
+    data: ClassVar = "data.preferences.dataset:Preferences"
     defaults: ClassVar = {
         "model": "openai-community/gpt2",
         "max_length": 512,
@@ -75,7 +76,7 @@ class PreferenceTask(Task):
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """As for any causal language model; an adapter trains at ten times the rate, without dropout."""
-        found = implied_by_model(values, cls.defaults["max_length"])
+        found = implied_by_model(values, cls.defaults)
         if values.get("adapter", "none") != "none":
             found |= {k: v for k, v in {"lr": 1e-5, "lora_dropout": 0.0}.items() if k not in values}
         return found

@@ -102,6 +102,7 @@ class Recommender(Task):
     """
 
     Options: ClassVar = RecommenderOptions
+    data: ClassVar = "data.interactions.dataset:Interactions"
     measured_files: ClassVar = (BASELINES_FILE,)
     told_once: ClassVar = ("popularity_", "full_popularity_", "protocol")
     set_beside: ClassVar = (*(f"full_{one}" for one in OTHERS), "full", *OTHERS)

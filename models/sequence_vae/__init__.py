@@ -4,10 +4,9 @@ from isobatch.models.workloads import Workload
 
 WORKLOADS = (
     Workload(
-        name="sequence-vae",
-        task="models.sequence_vae.task:SequenceVAE",
-        data="data.sequences:Sequences",
-        summary="a variational autoencoder over sequences, watched for posterior collapse",
+        "sequence-vae",
+        "task:SequenceVAE",
+        "a variational autoencoder over sequences, watched for posterior collapse",
         place=60,
     ),
 )

@@ -129,6 +129,7 @@ class SequenceVAE(Task):
     """
 
     Options: ClassVar = SequenceVAEOptions
+    data: ClassVar = "data.sequences:Sequences"
     forms: ClassVar = ("torch",)
     defaults: ClassVar = {
         "batch_size": 32,
