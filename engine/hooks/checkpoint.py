@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any, Protocol
 from isobatch.core.measures import now
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
+from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.optimization.left_out import until
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.train.hooks import Hook, Signal, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
-    from isobatch.engine.checkpointing.writer import CheckpointWriter
     from isobatch.engine.runs.metrics_log import MetricsLog
     from isobatch.engine.runs.peak_memory import PeakMemory
     from isobatch.engine.runs.run_folder import RunFolder
@@ -55,12 +55,14 @@ class Checkpoint(Hook):
         options: RunOptions,
         log: MetricsLog,
         peak: PeakMemory,
-        writer: CheckpointWriter,
+        copy: Callable[[Path, str, str], None],
         others: Sequence[Hook],
         judge: ChoosesBest,
     ) -> None:
-        """`state`: of the phase that is saved. `phases`: all of the run. `others`: hooks that are saved."""
-        self.run, self.training, self.log, self.peak, self.writer = run, state, log, peak, writer
+        """`state`: of the phase that is saved. `phases`: all of the run. `others`: hooks that are saved.
+        `copy`: see `CheckpointWriter.on_node`.
+        """
+        self.run, self.training, self.log, self.peak = run, state, log, peak
         self.others, self.judge, self.keep = others, judge, options.keep
         self.phases = phases
         schedule, every = state.schedule, options.save_every
@@ -74,7 +76,7 @@ class Checkpoint(Hook):
         """Those that were needed when the newest save began."""
         self.saved_step, self._saved_at = -1, now()
         self._is_whole = self._is_reserved = False
-        writer.on_complete = self._is_complete
+        self.writer = CheckpointWriter(state.world, self._is_complete, copy)
 
     @contextlib.contextmanager
     def phase(self, state: Training) -> Iterator[None]:  # noqa: ARG002

@@ -17,7 +17,6 @@ from isobatch.core.terminal.console import Console
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.remote_copy import RemoteCopies
-from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.distributed.liveness import Watchdog
 from isobatch.engine.distributed.stop_signals import StopFlag
@@ -163,8 +162,8 @@ def _hooks(
     hooks += [run.tracker] if run.tracker.tracker else []
     hooks += [ShowSteps(state, run.console), guard, evaluation]
     copy = copies.add if copies is not None else lambda *_: None
-    writer, phases = CheckpointWriter(world, on_node=copy), builder.phases
-    saves = Checkpoint(run.folder, state, phases, run.options, run.log, run.peak, writer, hooks, evaluation)
+    phases = builder.phases
+    saves = Checkpoint(run.folder, state, phases, run.options, run.log, run.peak, copy, hooks, evaluation)
     return [*hooks, saves]
 
 
