@@ -268,9 +268,6 @@ class Task(ABC):
     """Rows that the model gets for each sample, one after the other: 2 for pairs of texts. Noise has a row
     for each, and the length of a sample counts all of them."""
 
-    training_device: Any = "cpu"
-    """Where the model will train; `build_model` may load there what cannot be moved afterwards."""
-
     def __init__(self, recipe: Recipe, options: Any) -> None:
         """`recipe`: the common fields, read by attribute; `options`: an instance of `Options`."""
         self.recipe = recipe

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
+    import torch
     from torch import nn
 
     from isobatch.core.facts import Facts
@@ -59,6 +60,14 @@ class HasTeacher(Protocol):
 
     def teacher(self) -> Teacher | None:
         """A frozen model to learn from beside the data."""
+
+
+@runtime_checkable
+class BuildsOnDevice(Protocol):
+    """Its model has parts that cannot be moved after they are loaded, such as 4-bit weights."""
+
+    def build_model_on(self, facts: Facts, device: torch.device) -> nn.Module:
+        """As `build_model`; what can be moved may be on the CPU."""
 
 
 @runtime_checkable
@@ -172,6 +181,11 @@ def all_protocols() -> Mapping[type, tuple[str, ...]]:
     asked = [one for one in known if isinstance(one, type) and getattr(one, "_is_runtime_protocol", False)]
     own = {one: {**vars(one), **vars(one).get("__annotations__", {})} for one in asked}
     return {one: tuple(n for n in names if not n.startswith("_")) for one, names in own.items()}
+
+
+def build_model(task: Task, facts: Facts, device: torch.device) -> nn.Module:
+    """The task's model, for training on a device."""
+    return task.build_model_on(facts, device) if isinstance(task, BuildsOnDevice) else task.build_model(facts)
 
 
 def notes_of(task: Task, facts: Facts) -> list[str]:

@@ -13,6 +13,7 @@ from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
 from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.models.activations import fuse_gelu
+from isobatch.models.capabilities import build_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,8 +38,7 @@ def prepare_model(
     where the model computes batch statistics.
     """
     torch.manual_seed(recipe.seed)
-    task.training_device = device
-    model = (build or task.build_model)(facts)
+    model = build(facts) if build else build_model(task, facts, device)
     fuse_gelu()
     if traits_of(plan.strategy).shards:  # shards are of one number format
         _hold_in_fp32(model)

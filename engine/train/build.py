@@ -39,7 +39,7 @@ from isobatch.engine.train.loop import run_phase
 from isobatch.engine.train.state import Binding, StepLayout, Training
 from isobatch.engine.train.teacher_cache import samples_used, with_teacher_outputs
 from isobatch.models.attention_functions import unregister_attention
-from isobatch.models.capabilities import BeginsPhase, HasTeacher, MatchesShapes
+from isobatch.models.capabilities import BeginsPhase, HasTeacher, MatchesShapes, build_model
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -86,7 +86,6 @@ class Builder:
             for schedule in phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
         ]
         first = self.schedules[0]
-        task.training_device = world.device
         none_yet: Any = None
         self.state = Training(
             task, facts, plan, world, splits, sampler, Progress(first.name), none_yet, Binding(), first,
@@ -180,7 +179,7 @@ class Builder:
 
     def _build(self, facts: Facts) -> nn.Module:
         """The task's model with the weights that the recipe begins with."""
-        model = self.state.task.build_model(facts)
+        model = build_model(self.state.task, facts, self.state.world.device)
         if self.state.recipe.starts_from:
             load_start_weights(self.state.recipe.starts_from, model)
         return model

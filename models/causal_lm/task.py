@@ -177,6 +177,9 @@ class CausalLM(Task):
             hub.fetch_weights(self.model_name, self.recipe.revision)
 
     def build_model(self, facts: Facts) -> nn.Module:
+        return self.build_model_on(facts, "cpu")
+
+    def build_model_on(self, facts: Facts, device: Any) -> nn.Module:
         from transformers import GPT2LMHeadModel
 
         from isobatch.models.causal_lm import chunked_cross_entropy
@@ -187,7 +190,7 @@ class CausalLM(Task):
             model: nn.Module = GPT2LMHeadModel(config)
         else:
             kind = options.load_bits, options.remote_code, options.frozen_dtype
-            where, tables = self.training_device, options.also_train or ()
+            where, tables = device, options.also_train or ()
             path = hub.fetch_weights(self.model_name, revision)
             model = adapters.load_base_model(path, config, revision, *kind, where, tables)
             if options.adapter != "none":

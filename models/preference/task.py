@@ -97,8 +97,10 @@ class PreferenceTask(Task):
         self.language.fetch()
 
     def build_model(self, facts: Facts) -> nn.Module:
-        self.language.training_device = self.training_device
         return self.language.build_model(facts)
+
+    def build_model_on(self, facts: Facts, device: Any) -> nn.Module:
+        return self.language.build_model_on(facts, device)
 
     def model_size(self, facts: Facts) -> ModelSize:
         return dataclasses.replace(self.language.model_size(facts), packs=False)
