@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -71,7 +72,7 @@ class LabelledOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledEncoder(ShardEncoder):
-    """Tokenizes texts, or pairs of texts one after the other, cut to `max_length` tokens.
+    """Tokenizes texts, or pairs of texts, each given as JSON, cut to `max_length` tokens.
 
     A shard has `tokens` (all,), for pairs `types` of the same shape, and `lengths` (rows,). Its facts: the
     number of rows that are `cut`.
@@ -82,7 +83,7 @@ class LabelledEncoder(ShardEncoder):
     max_length: int
 
     def __call__(self, texts: list[str]) -> EncodedShard:
-        rows: list[Any] = list(zip(texts[::2], texts[1::2], strict=True)) if self.pairs else texts
+        rows: list[Any] = [tuple(json.loads(text)) for text in texts] if self.pairs else texts
         self.tokenizer.enable_truncation(self.max_length, strategy="longest_first")
         found = self.tokenizer.encode_batch(rows, add_special_tokens=True)
         self.tokenizer.no_truncation()
@@ -223,9 +224,9 @@ class Labelled(TokenizedData):
         self, split: str, examples: Iterable[Example], encoder: LabelledEncoder, pad: int
     ) -> tuple[dict[str, Ragged], int]:
         """(`tokens`, and `types` of pairs; the rows of which something is cut off)."""
-        texts = (text for e in examples for text in ((e.text, e.pair or "") if encoder.pairs else (e.text,)))
+        texts = (json.dumps([e.text, e.pair]) if encoder.pairs else e.text for e in examples)
         spooled, cut = SpooledColumns(self.workshop.folder), 0
-        for shard in encode_in_shards(encoder, split, texts, self.workshop, 1 + encoder.pairs):
+        for shard in encode_in_shards(encoder, split, texts, self.workshop):
             spooled.add(shard.arrays)
             cut += shard.facts["cut"]
         found = spooled.arrays()

@@ -68,11 +68,7 @@ def _droppable(prompt: Sequence[ChatSegment], tokenizer: Tokenizer) -> np.ndarra
 
 
 def fit_pair(
-    prompt: np.ndarray,
-    chosen: TokenRow,
-    rejected: TokenRow,
-    find_questions: Callable[[], np.ndarray],
-    max_length: int,
+    prompt: np.ndarray, answers: Sequence[TokenRow], find_questions: Callable[[], np.ndarray], max_length: int
 ) -> tuple[tuple[TokenRow, TokenRow], set[str]]:
     """(both rows with at most `max_length` tokens and the same prompt, the names of CUTS that this took).
 
@@ -81,7 +77,7 @@ def fit_pair(
     whole where it fits.
     """
     half = max_length - min(len(prompt), max_length // 2)
-    lengths = [len(answer.tokens) for answer in (chosen, rejected)]
+    lengths = [len(answer.tokens) for answer in answers]
     wanted = max(half if length >= max_length else length for length in lengths)
     whole = np.concatenate([prompt, np.zeros(wanted, prompt.dtype)])
     is_answer = np.arange(len(whole)) >= len(prompt)
@@ -98,7 +94,7 @@ def fit_pair(
             np.concatenate([prompt, answer.tokens[:room]]),
             np.concatenate([np.zeros(len(prompt), np.uint8), answer.answer_mask[:room]]),
         )
-        for answer in (chosen, rejected)
+        for answer in answers
     )
     return (one, other), cuts - {"answers_cut"} | ({"answers_cut"} if max(lengths) > room else set())
 
@@ -170,7 +166,6 @@ class Preferences(TokenizedData):
             pairs.require_columns(readers.column_names(part), str(part.files[0]))
 
     def open(self, folder: Path, split: str) -> ArraySource:
-        """The pairs of a prepared split, as a PairSource."""
         return PairSource.open(folder / split)
 
     def encode_splits(self) -> Encoded:
@@ -187,16 +182,13 @@ class Preferences(TokenizedData):
         encoder = PairEncoder(self.recipe.data, template, settings)
         order = sorted(rows.splits, key=lambda split: split != "train")
         columns = {split: encoder.encode(split, rows) for split in order}
-        return (
-            columns,
-            tokenizer,
-            {
-                **self._tokenizer_facts(tokenizer, special),
-                "template": template.to_dict(),
-                "prompts": encoder.shown,
-                "notes": [*rows.notes, *encoder.notes, *encoder.total.field_notes()],
-            },
-        )
+        extra = {
+            **self._tokenizer_facts(tokenizer, special),
+            "template": template.to_dict(),
+            "prompts": encoder.shown,
+            "notes": [*rows.notes, *encoder.notes, *encoder.total.field_notes()],
+        }
+        return columns, tokenizer, extra
 
     def _open_rows(self) -> Corpus:
         if self.recipe.data == DEMO:
@@ -309,9 +301,9 @@ class PairEncoder:
             parts = [part for pair in batch for part in (pair.prompt, *pair.answers)]
             rows = token_rows(parts, tokenizer, end_id, self.settings.dtype)
             for pair in batch:
-                prompt, chosen, rejected = next(rows), next(rows), next(rows)
+                prompt, *answers = itertools.islice(rows, 3)
                 find_questions = partial(_droppable, pair.prompt, tokenizer)
-                yield pair, fit_pair(prompt.tokens, chosen, rejected, find_questions, width)
+                yield pair, fit_pair(prompt.tokens, answers, find_questions, width)
 
     def _columns(self, kept: list[tuple[TokenRow, TokenRow]]) -> dict[str, Column]:
         columns: dict[str, Column] = {}

@@ -115,15 +115,15 @@ class Workshop:
 
 
 def encode_in_shards(
-    encoder: ShardEncoder, name: str, texts: Iterable[str], workshop: Workshop, texts_together: int = 1
+    encoder: ShardEncoder, name: str, texts: Iterable[str], workshop: Workshop
 ) -> Iterator[EncodedShard]:
     """Yield the shards of the texts, in order. `name` is what the status says.
 
-    `texts_together`: a shard ends behind so many texts, or a multiple. Raises UserError as the encoder does.
+    Raises UserError as the encoder does.
     """
     described = f"{encoder} {name}".encode()
     keeper = _Keeper(encoder, workshop.folder, short_digest(described, encoder.tokenizer.to_str().encode()))
-    numbered: Iterator[tuple[int, list[str]]] = enumerate(batches(texts, texts_together))
+    numbered: Iterator[tuple[int, list[str]]] = enumerate(batches(texts))
     first = list(itertools.islice(numbered, SHARDS_IN_THREADS))
     numbered = itertools.chain(first, numbered)
     if workshop.workers == 1 or len(first) < SHARDS_IN_THREADS:
@@ -136,14 +136,14 @@ def encode_in_shards(
             position.show(f"tokenizing {name}")
 
 
-def batches(texts: Iterable[str], together: int = 1) -> Iterator[list[str]]:
+def batches(texts: Iterable[str]) -> Iterator[list[str]]:
     """The texts in lists of SHARD_CHARACTERS or a little more."""
     batch: list[str] = []
     characters = 0
     for text in texts:
         batch.append(text)
         characters += len(text)
-        if characters >= SHARD_CHARACTERS and len(batch) % together == 0:
+        if characters >= SHARD_CHARACTERS:
             yield batch
             batch, characters = [], 0
     if batch:

@@ -226,16 +226,14 @@ class Mixture:
     def facts(self) -> dict[str, Any]:
         """What Facts should know: the template that all share, prompts of all sets, and each set's own."""
         chats = self._conversation_sets
-        shared: dict[str, Any] = chats[0].facts() if chats else {}
+        shared = ("eos", "template", "response_only")
+        common = {name: chats[0].facts()[name] for name in shared} if chats else {}
         groups = itertools.zip_longest(*(s.prompts for s in chats))
         prompts = [prompt for group in groups for prompt in group if prompt is not None][:SHOWN_PROMPTS]
         sets = []
         for one, samples, sizes in zip(self.sets, self.samples, self.sizes, strict=True):
             own = {key: value for key, value in one.facts().items() if key in ("template", "prompts")}
             sets.append({"name": one.name, "form": one.form, "samples": samples, "splits": sizes, **own})
-        common: dict[str, Any] = {
-            key: shared[key] for key in ("eos", "template", "response_only") if key in shared
-        }
         return {"form": "mixture", **common, "prompts": prompts, "sets": sets}
 
     @property

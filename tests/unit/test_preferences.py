@@ -140,13 +140,8 @@ def test_the_prompt_loses_its_beginning_and_both_rows_keep_the_same(
     length: int, prompt: list[int], chosen: list[int], rejected: list[int], cut: tuple[bool, bool]
 ) -> None:
     """Of the prompt 1 2 3 4 5 the middle three are a message's; 1 and 5 are the template's."""
-    rows, cuts = fit_pair(
-        np.arange(1, 6),
-        row_of(7, 8, 9),
-        row_of(6, 9),
-        lambda: np.array([0, 1, 1, 1, 0], bool),
-        length,
-    )
+    question = np.array([0, 1, 1, 1, 0], bool)
+    rows, cuts = fit_pair(np.arange(1, 6), (row_of(7, 8, 9), row_of(6, 9)), lambda: question, length)
     found = [row.tokens.tolist() for row in rows]
     assert found == [prompt + chosen, prompt + rejected]
     assert [int(row.answer_mask.sum()) for row in rows] == [len(chosen), len(rejected)]
@@ -160,7 +155,7 @@ def test_an_answer_longer_than_the_row_leaves_the_other_whole(
     """Rows of 8 tokens: the long answer is cut to what the other and half of the row leave."""
     rejected = [6] * (short - 1) + [9]
     question = np.array([0, 1, 1, 1, 0], bool)
-    rows, cuts = fit_pair(np.arange(1, 6), row_of(*[7] * 20), row_of(*rejected), lambda: question, 8)
+    rows, cuts = fit_pair(np.arange(1, 6), (row_of(*[7] * 20), row_of(*rejected)), lambda: question, 8)
     assert [row.tokens.tolist() for row in rows] == [prompt + [7] * kept, prompt + rejected]
     assert cuts == {"prompts_cut", "answers_cut"}
 
