@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest_hint
 from isobatch.data.interactions.tables import (
     Table,
     delimited_table,
@@ -18,7 +17,7 @@ from isobatch.data.interactions.tables import (
     some_ids,
     whole_ids,
 )
-from isobatch.data.readers import name_columns, open_parquet
+from isobatch.data.readers import name_columns, open_parquet, require_name
 from isobatch.data.tables.delimited import ATOMIC
 
 if TYPE_CHECKING:
@@ -187,12 +186,13 @@ def _choose_columns(
         column = given or next((u for u in usual if u in available), None)
         if column is None and name in ("rating", "time"):
             continue
-        if column not in available:
-            flag, there = f"--{name}-column", f"(there are {name_columns(available[:8])})"
-            if given:
-                hint = nearest_hint(given, available)
-                raise UserError(f"{file}: {flag} {given}: is no column {there}{hint}")
-            raise UserError(f"{file}: has no column {' or '.join(usual[:3])} {there}: say which with {flag}")
+        flag = f"--{name}-column"
+        if column is None:
+            has = name_columns(available)
+            raise UserError(
+                f"{file}: has no column {' or '.join(usual[:3])}; {flag} says which; it has: {has}"
+            )
+        require_name(column, available, file, flag)
         chosen[name] = column
     renamed = [f"{column} as {name}" for name, column in chosen.items() if column != name]
     unread = [name for name in available if name not in chosen.values()]

@@ -74,13 +74,10 @@ def _read_ml_100k(path: Path) -> RawInteractions:
 
 
 def _ncf_files(path: Path) -> tuple[Path, Path, Path]:
-    """The files of training, test and negatives. Raises UserError where one is missing."""
+    """The files of training, test and negatives, which may be missing."""
     negatives = next(iter(sorted(path.glob("*.test.negative"))), path / "*.test.negative")
     stem = negatives.name.removesuffix(".test.negative")
     train = next(iter(sorted(path.glob(f"{stem}.train.*"))), path / f"{stem}.train.rating")
-    for file in (train, path / f"{stem}.test.rating", negatives):
-        if not file.is_file():
-            raise UserError(f"--data {path}: there is no {file.name}")
     return train, path / f"{stem}.test.rating", negatives
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 
-from isobatch.core.errors import UserError, refuse
+from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import HeldOutShare
 from isobatch.data import tokenizers
 from isobatch.data.base import ArraySource
@@ -79,21 +79,17 @@ class Text(TokenizedData):
         self._check_vocabulary_size()
         self._cleaning_steps()
         self._tokenizer_source()
+        stride, length = options.stride, self.recipe.max_length
+        if not 0 <= stride <= length:
+            raise UserError(f"--stride {stride}: must be at least 1 and at most --max-length {length}")
         mix, sets = options.mix or (1.0,) * len(set_specs), len(set_specs)
         typed = f"--mix {','.join(f'{share:g}' for share in mix)}"
-        refuse(
-            {
-                f"--stride {options.stride}: must be at least 1 and at most --max-length"
-                f" {self.recipe.max_length}": not 0 <= options.stride <= self.recipe.max_length,
-                f"{typed}: --data {data} is one set: name several, as in --data a,b": bool(options.mix)
-                and sets == 1,
-                f"{typed}: {len(mix)} shares for the {sets} sets of --data: give one for each": len(mix)
-                != sets,
-                f"{typed}: every share must be above 0; leave a set out of --data to do without": not all(
-                    share > 0 and math.isfinite(share) for share in mix
-                ),
-            }
-        )
+        if options.mix and sets == 1:
+            raise UserError(f"{typed}: --data {data} is one set: name several, as in --data a,b")
+        if len(mix) != sets:
+            raise UserError(f"{typed}: {len(mix)} shares for the {sets} sets of --data: give one for each")
+        if not all(share > 0 and math.isfinite(share) for share in mix):
+            raise UserError(f"{typed}: every share must be above 0; leave a set out of --data to do without")
         for spec in set_specs:
             spec.check()
         column = options.text_column  # a single set checks it itself

@@ -264,7 +264,7 @@ ALL_TAKEN = "user,item\n" + "".join(f"{user},{item}\n" for user in "ab" for item
 REFUSED: list[tuple[Callable[[Path], Path], str, str, dict[str, Any], str]] = [
     (ml_1m, "ratings.dat", "1::10::5::100\n1::20::3\n1::30::4::200\n", {}, "ratings.dat line 2: "),
     (ml_1m, "ratings.dat", "1::10::5::1\n1::20::3::4\nx::30::4::2\n", {}, "ratings.dat line 3: .*'x'"),
-    (tables, "", "", {"item_column": "itm"}, "--item-column itm: is no column .*did you mean item"),
+    (tables, "", "", {"item_column": "itm"}, "--item-column itm: .*has no such column .*did you mean item"),
     (tables, "interactions.csv", "user,item\n1,2\n\n,3\n", {}, "interactions.csv line 4: has no user"),
     (tables, "interactions.csv", ALL_TAKEN, {"catalogue": "taken"}, "took all 3 items.*--split none"),
     (ncf, "x.test.negative", "(0,2)\t3\t4\n(5,2)\t1\t4\n", {}, "its rows are not those of the test file"),
