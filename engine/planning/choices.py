@@ -115,35 +115,33 @@ def _has_flash(hardware: Hardware, device: DeviceKind, precision: str) -> bool:
     return device == "cuda" and precision != "fp32" and hardware.gpu.native_bf16
 
 
-def choose_pack(case: PlanningCase, asked: PlanOptions) -> tuple[bool, str]:
+def choose_pack(case: PlanningCase) -> tuple[bool, str]:
     """Whether to pack samples. Raises UserError where packing was asked for and cannot run."""
-    if asked.pack != "on":
+    if case.asked.pack != "on":
         offer = "; --pack on lays samples end to end, without any" if case.model_size.packs else ""
         return False, f"samples are cut by length, so little is padding{offer}"
     if not case.model_size.packs:
         raise UserError("--pack on: this model's attention cannot be told where a sample ends: leave it out")
-    if asked.compile not in ("auto", "off"):
-        raise UserError(f"--pack on: rows change their length, so --compile {asked.compile} never ends")
+    if case.asked.compile not in ("auto", "off"):
+        raise UserError(f"--pack on: rows change their length, so --compile {case.asked.compile} never ends")
     if case.device == "cpu":
-        return True, f"{asked.why('pack')}; attention alone is padded, as CPUs have no kernel for it"
+        return True, f"{case.asked.why('pack')}; attention alone is padded, as CPUs have no kernel for it"
     if not _has_flash(case.hardware, case.device, case.precision):
         raise UserError("--pack on: needs an NVIDIA GPU of compute capability 8.0 and bf16 or fp16, or a CPU")
-    return True, asked.why("pack")
+    return True, case.asked.why("pack")
 
 
-def choose_compile(
-    case: PlanningCase, asked: PlanOptions, eager: float, compiled: float | None
-) -> tuple[CompileMode, str]:
+def choose_compile(case: PlanningCase, eager: float, compiled: float | None) -> tuple[CompileMode, str]:
     """Whether to torch.compile the model: where the time it saves in the run is more than it takes.
 
     `eager`, `compiled`: seconds of a step without and with it; None where the strategy cannot be compiled.
     """
     if compiled is None:
         return "off", "the strategy gathers weights in hooks, which the compiler cannot follow"
-    if asked.pack == "on" and asked.compile == "auto":
+    if case.asked.pack == "on" and case.asked.compile == "auto":
         return "off", "packed rows have another length each time, and each would be compiled anew"
-    if asked.compile != "auto":
-        return asked.compile, asked.why("compile")
+    if case.asked.compile != "auto":
+        return case.asked.compile, case.asked.why("compile")
     if case.device != "cuda":
         return "off", "compiling costs more than it saves on this kind of device"
     if case.hardware.gpu.compute_capability < (7, 0):
@@ -175,16 +173,16 @@ def choose_padding(case: PlanningCase, compiled: bool) -> tuple[int, str]:
     return base, "no alignment helps here, so nothing is padded beyond the longest of a micro-batch"
 
 
-def choose_loading(case: PlanningCase, asked: PlanOptions, processes: int) -> PlanFields:
+def choose_loading(case: PlanningCase, processes: int) -> PlanFields:
     """The loader's fields, and the compute threads: the cores of a node divided by its processes."""
     thread = "data is memory-mapped and gathered by one vectorised fetch in a thread, which beats workers"
     ready = "one micro-batch in use and one ready hide the loading"
     kept = "as tokens; what is still there is not read again"
-    cpus, local = case.hardware.cpus, case.local(processes)
+    cpus, local, asked = case.hardware.cpus, case.local(processes), case.asked
     fields: PlanFields = {
         "workers": (0, thread) if asked.workers is None else (asked.workers, asked.why("workers")),
         "prefetch": (2, ready) if asked.prefetch is None else (asked.prefetch, asked.why("prefetch")),
-        "pin_memory": _choose_pin_memory(case, asked),
+        "pin_memory": _choose_pin_memory(case),
         "threads": (max(1, cpus // local), f"{cpus} cores for {local} processes on a node"),
     }
     if case.facts.is_streamed:
@@ -193,12 +191,12 @@ def choose_loading(case: PlanningCase, asked: PlanOptions, processes: int) -> Pl
     return fields
 
 
-def _choose_pin_memory(case: PlanningCase, asked: PlanOptions) -> tuple[bool, str]:
+def _choose_pin_memory(case: PlanningCase) -> tuple[bool, str]:
     """Whether batches are copied from page-locked memory."""
     if case.device != "cuda":
         return False, "only copies to an NVIDIA GPU gain from it, so it stays off"
-    if asked.pin_memory != "auto":
-        return asked.pin_memory == "on", asked.why("pin_memory")
+    if case.asked.pin_memory != "auto":
+        return case.asked.pin_memory == "on", case.asked.why("pin_memory")
     if case.hardware.wsl:
         return False, "page-locked memory is scarce under WSL"
     return True, "copies to the GPU overlap with its work"

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from isobatch.core.facts import Facts
 from isobatch.core.optimizers import OPTIMIZERS
-from isobatch.core.plan import Precision
+from isobatch.core.plan import PlanOptions, Precision
 from isobatch.core.recipe import Recipe
 from isobatch.engine.loading.microbatching import BatchCut, MicroBatchBudget, cut_batch
 from isobatch.engine.machine.ceilings import Ceilings
@@ -45,8 +45,9 @@ class PlanningCase:
     attention: Literal["sdpa", "eager", "flash"]
     pad_multiple: int = 1
     compile: bool = False
-    world_nodes: int | None = None
-    """Number of nodes where the processes were started already; else None."""
+    asked: PlanOptions = field(default_factory=PlanOptions)
+    world: int | None = None
+    """The number of processes, where a launcher started them already."""
     measured: Ceilings | None = None
     """Rates that were measured on this machine."""
 
@@ -66,8 +67,8 @@ class PlanningCase:
 
     def nodes(self, processes: int) -> int:
         """Nodes that this many processes use: one process per GPU; on CPUs they are spread over all nodes."""
-        if self.world_nodes:
-            return min(self.world_nodes, processes)
+        if self.world and self.hardware.source == "detected":
+            return min(self.hardware.nodes, processes)
         if self.device == "cpu":
             return min(self.hardware.nodes, processes)
         return math.ceil(processes / max(1, len(self.hardware.gpus)))

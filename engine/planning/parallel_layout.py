@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core.measures import format_bytes
 from isobatch.core.optimizers import OPTIMIZERS, OWN
-from isobatch.core.plan import PlanOptions, StrategyName, size_of
+from isobatch.core.plan import StrategyName, size_of
 from isobatch.core.strategies import STRATEGIES, traits_of
 from isobatch.engine.planning.cost_model import PlanningCase, largest_micro_batch, step_seconds
 from isobatch.engine.planning.memory_model import ExecutionChoices, MemoryFootprint, memory_footprint
@@ -65,21 +65,20 @@ def device_memory(case: PlanningCase, processes: int) -> int:
     return case.hardware.gpu.memory_bytes
 
 
-def memory_limit(case: PlanningCase, asked: PlanOptions, processes: int) -> float:
+def memory_limit(case: PlanningCase, processes: int) -> float:
     """Bytes a process may use: 80 % of its memory, or --memory-limit, a size of which is for the machine."""
-    memory, text = device_memory(case, processes), asked.memory_limit
+    memory, text = device_memory(case, processes), case.asked.memory_limit
     if text is None:
         return 0.8 * memory
     sharing = case.local(processes) if case.device == "cpu" and "%" not in text else 1
     return min(float(memory), size_of(text, memory) / sharing)
 
 
-def strategies_to_try(
-    case: PlanningCase, asked: PlanOptions, processes: int
-) -> list[tuple[StrategyName, bool]]:
+def strategies_to_try(case: PlanningCase, processes: int) -> list[tuple[StrategyName, bool]]:
     """Pairs of (strategy, activation checkpointing) to compare, the simplest first."""
     plain: StrategyName = "single" if processes == 1 else "ddp"
     strategies: list[StrategyName] = [plain]
+    asked = case.asked
     if asked.strategy != "auto" and traits_of(asked.strategy).least_processes <= processes:
         strategies = [asked.strategy]
     elif asked.strategy == "auto" and case.device == "cuda":
@@ -120,19 +119,19 @@ def saves_enough(case: PlanningCase, choices: ExecutionChoices) -> bool:
     return unsharded - _footprint(case, choices, 0).state >= LEAST_SAVING * unsharded
 
 
-def find_layout(case: PlanningCase, asked: PlanOptions, processes: int) -> ParallelLayout | None:
+def find_layout(case: PlanningCase, processes: int) -> ParallelLayout | None:
     """The fastest layout that fits the longest sample; None where none does.
 
     The simplest is taken of those that are as good.
     """
     found = []
     most = case.recipe.batch_size
-    samples = min(most, asked.micro_batch or most)
-    for strategy, recompute in strategies_to_try(case, asked, processes):
+    samples = min(most, case.asked.micro_batch or most)
+    for strategy, recompute in strategies_to_try(case, processes):
         choices = _choices(case, processes, strategy, recompute)
-        tokens, bound = token_budget(case, asked, choices)
+        tokens, bound = token_budget(case, choices)
         offloaded = offloaded_bytes(case, processes) if choices.traits.offloads else 0.0
-        useful = asked.strategy != "auto" or saves_enough(case, choices)
+        useful = case.asked.strategy != "auto" or saves_enough(case, choices)
         if not useful or tokens < case.longest or offloaded > HOST_SHARE * case.hardware.ram_bytes:
             continue
         typical = min(tokens, round(OVER_A_RUN * largest_micro_batch(case, choices, samples, tokens)))
@@ -160,12 +159,12 @@ def _choices(case: PlanningCase, processes: int, strategy: StrategyName, recompu
     return ExecutionChoices(case.device, processes, strategy, case.precision, case.attention, recompute)
 
 
-def token_budget(case: PlanningCase, asked: PlanOptions, choices: ExecutionChoices) -> tuple[int, str]:
+def token_budget(case: PlanningCase, choices: ExecutionChoices) -> tuple[int, str]:
     """(largest padded tokens of a micro-batch, what limits them).
 
     A budget below the length of the longest sample means that it does not fit.
     """
-    limit = memory_limit(case, asked, choices.processes)
+    limit = memory_limit(case, choices.processes)
     empty, per_token, full = (_footprint(case, choices, tokens) for tokens in (0, 1, MANY))
     free = limit - empty.resident - empty.activations - empty.tables
     token_bytes = per_token.activations - empty.activations
@@ -178,8 +177,8 @@ def token_budget(case: PlanningCase, asked: PlanOptions, choices: ExecutionChoic
         (max(longest, INDEX_LIMIT // widest), "index"),
         (longest * math.ceil(case.recipe.batch_size / choices.processes), "batch"),
     ]
-    if asked.micro_batch:
-        bounds.append((longest * asked.micro_batch, "asked"))
+    if case.asked.micro_batch:
+        bounds.append((longest * case.asked.micro_batch, "asked"))
     elif case.device == "cpu":
         low, high = CPU_TOKENS
         cached = min(high, max(low, CPU_TENSOR_BYTES // (4 * widest)))
@@ -194,11 +193,11 @@ def offloaded_bytes(case: PlanningCase, processes: int) -> float:
     return whole / case.nodes(processes)
 
 
-def candidate_process_counts(case: PlanningCase, asked: PlanOptions, world: int | None) -> list[int]:
+def candidate_process_counts(case: PlanningCase) -> list[int]:
     """Numbers of processes to compare: powers of two within a node and of nodes, and all of both."""
-    if fixed := world or asked.processes:
+    if fixed := case.world or case.asked.processes:
         return [fixed]
-    traits = None if asked.strategy == "auto" else traits_of(asked.strategy)
+    traits = None if case.asked.strategy == "auto" else traits_of(case.asked.strategy)
     if case.device != "cuda" or (traits and traits.most_processes == 1):
         return [1]
     node = len(case.hardware.gpus)
@@ -224,10 +223,10 @@ def length_flag(facts: Facts) -> str:
     return "--assume-length" if facts.extra.get("assumed") else "--max-length"
 
 
-def does_not_fit(case: PlanningCase, asked: PlanOptions, processes: int) -> str:
+def does_not_fit(case: PlanningCase, processes: int) -> str:
     """The error message where the longest sample does not fit on this many processes."""
-    limit = memory_limit(case, asked, processes)
-    settings = (_choices(case, processes, *one) for one in strategies_to_try(case, asked, processes))
+    limit = memory_limit(case, processes)
+    settings = (_choices(case, processes, *one) for one in strategies_to_try(case, processes))
     need = min(_footprint(case, choices, case.longest).peak for choices in settings)
     if need <= limit:
         return (
@@ -243,17 +242,11 @@ def does_not_fit(case: PlanningCase, asked: PlanOptions, processes: int) -> str:
     )
 
 
-def why_processes(
-    case: PlanningCase,
-    asked: PlanOptions,
-    chosen: ParallelLayout,
-    layouts: list[ParallelLayout],
-    world: int | None,
-) -> str:
-    """The reason for the number of processes. `layouts`: all that were compared; `world`: see `make_plan`."""
+def why_processes(case: PlanningCase, chosen: ParallelLayout, layouts: list[ParallelLayout]) -> str:
+    """The reason for the number of processes. `layouts`: all that were compared."""
     count, batch, have = chosen.choices.processes, case.recipe.batch_size, case.hardware.devices
-    if world or asked.processes:
-        why = "the launcher formed this world" if world else asked.why("processes")
+    if case.world or case.asked.processes:
+        why = "the launcher formed this world" if case.world else case.asked.why("processes")
         idle = f"; {count - batch} of them idle, as a batch of {batch} has fewer samples"
         return why + (idle if count > batch else "")
     if case.device == "cpu":
@@ -268,14 +261,16 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
-def why_strategy(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> str:
+def why_strategy(case: PlanningCase, chosen: ParallelLayout) -> str:
     """The reason for the strategy."""
     strategy, processes = chosen.choices.strategy, chosen.choices.processes
     if strategy == "single":
-        wish = "; --strategy ddp takes effect with --processes 2 or more" if asked.strategy == "ddp" else ""
+        wish = (
+            "; --strategy ddp takes effect with --processes 2 or more" if case.asked.strategy == "ddp" else ""
+        )
         return f"one process needs no wrapper{wish}"
-    if asked.strategy == strategy:
-        return asked.why("strategy")
+    if case.asked.strategy == strategy:
+        return case.asked.why("strategy")
     if strategy == "ddp":
         return f"the whole model fits on each of {processes} processes"
     memory = format_bytes(device_memory(case, processes))
@@ -283,25 +278,25 @@ def why_strategy(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout)
     return f"weights, gradients and moments {then}: whole they do not fit into {memory}, or are slower"
 
 
-def why_checkpointing(asked: PlanOptions, chosen: ParallelLayout) -> str:
+def why_checkpointing(case: PlanningCase, chosen: ParallelLayout) -> str:
     """The reason for or against activation checkpointing."""
-    if asked.activation_checkpointing != "auto":
-        return asked.why("activation_checkpointing")
+    if case.asked.activation_checkpointing != "auto":
+        return case.asked.why("activation_checkpointing")
     if not chosen.choices.activation_checkpointing:
         return "activations fit, so nothing need be computed twice"
     return "without it the longest sample does not fit, or micro-batches are smaller and a step is slower"
 
 
-def why_samples(case: PlanningCase, asked: PlanOptions) -> str:
+def why_samples(case: PlanningCase) -> str:
     """The reason for the most samples of a micro-batch."""
-    batch, wish = case.recipe.batch_size, asked.micro_batch
+    batch, wish = case.recipe.batch_size, case.asked.micro_batch
     if wish is None:
         return f"up to all {batch} of the global batch at once, as far as micro_batch_tokens allows"
-    return asked.why("micro_batch") + (f"; {wish} is more than the global batch" if wish > batch else "")
+    return case.asked.why("micro_batch") + (f"; {wish} is more than the global batch" if wish > batch else "")
 
 
-def why_tokens(case: PlanningCase, asked: PlanOptions, chosen: ParallelLayout) -> str:
-    limit = format_bytes(memory_limit(case, asked, chosen.choices.processes))
+def why_tokens(case: PlanningCase, chosen: ParallelLayout) -> str:
+    limit = format_bytes(memory_limit(case, chosen.choices.processes))
     memory = format_bytes(device_memory(case, chosen.choices.processes))
     return {
         "memory": f"fills the {limit} that may be used of {memory}",

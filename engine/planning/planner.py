@@ -65,19 +65,16 @@ def make_plan(
         device=device,
         precision=precision,
         attention=fields["attention"][0],
-        world_nodes=hardware.nodes if world and hardware.source == "detected" else None,
+        asked=asked,
+        world=world,
         measured=measured,
     )
-    _check_processes(case, asked, world)
+    _check_processes(case)
     eager, compiled = _with_compile(case, False), _with_compile(case, True)
-    layouts, others = _layouts(eager, asked, world), _layouts(compiled, asked, world)
+    layouts, others = _layouts(eager), _layouts(compiled)
     fastest = layout.fastest_layout(others)
-    fields["compile"] = choose.choose_compile(
-        compiled,
-        asked,
-        layout.fastest_layout(layouts).seconds,
-        fastest.seconds if fastest.choices.traits.compiles else None,
-    )
+    seconds = fastest.seconds if fastest.choices.traits.compiles else None
+    fields["compile"] = choose.choose_compile(compiled, layout.fastest_layout(layouts).seconds, seconds)
     compiles, graphs = fields["compile"][0] != "off", fields["compile"][0] == "reduce-overhead"
     case, layouts = (compiled, others) if compiles else (eager, layouts)
     chosen = layout.fastest_layout(layouts)
@@ -87,9 +84,9 @@ def make_plan(
             " graphs; use --compile on, or --strategy ddp"
         )
     fields["pad_multiple"] = choose.choose_padding(case, compiles)
-    fields |= _layout_fields(case, asked, chosen, layouts, world)
-    fields |= choose.choose_loading(case, asked, chosen.choices.processes)
-    fields["pack"] = choose.choose_pack(case, asked)
+    fields |= _layout_fields(case, chosen, layouts)
+    fields |= choose.choose_loading(case, chosen.choices.processes)
+    fields["pack"] = choose.choose_pack(case)
     fields["reduction"] = choose.choose_reduction(case, chosen.choices, graphs)
     fields["invariance"] = choose.choose_invariance(
         recipe, precision, compiles, foreign_noise, model_size.rounds
@@ -104,7 +101,8 @@ def _with_compile(case: PlanningCase, compiled: bool) -> PlanningCase:
     return dataclasses.replace(case, compile=compiled, pad_multiple=padding)
 
 
-def _check_processes(case: PlanningCase, asked: PlanOptions, world: int | None) -> None:
+def _check_processes(case: PlanningCase) -> None:
+    asked, world = case.asked, case.world
     processes = world or asked.processes
     if world and asked.processes not in (None, world):
         raise UserError(
@@ -132,34 +130,28 @@ def _check_processes(case: PlanningCase, asked: PlanOptions, world: int | None) 
         raise UserError(f"--strategy {asked.strategy}: {library} does not run on Apple GPUs; use single")
 
 
-def _layouts(case: PlanningCase, asked: PlanOptions, world: int | None) -> list[ParallelLayout]:
-    counts = layout.candidate_process_counts(case, asked, world)
-    layouts = [found for count in counts if (found := layout.find_layout(case, asked, count))]
+def _layouts(case: PlanningCase) -> list[ParallelLayout]:
+    counts = layout.candidate_process_counts(case)
+    layouts = [found for count in counts if (found := layout.find_layout(case, count))]
     if not layouts:
-        raise UserError(layout.does_not_fit(case, asked, counts[-1]))
+        raise UserError(layout.does_not_fit(case, counts[-1]))
     return layouts
 
 
-def _layout_fields(
-    case: PlanningCase,
-    asked: PlanOptions,
-    chosen: ParallelLayout,
-    layouts: list[ParallelLayout],
-    world: int | None,
-) -> PlanFields:
+def _layout_fields(case: PlanningCase, chosen: ParallelLayout, layouts: list[ParallelLayout]) -> PlanFields:
     choices, processes = chosen.choices, chosen.choices.processes
     nodes, remark = case.nodes(processes), case.model_size.remark
     per_node = f"{case.local(processes)} processes a node" if nodes > 1 else "everything runs on one node"
-    strategy = layout.why_strategy(case, asked, chosen)
+    strategy = layout.why_strategy(case, chosen)
     recompute = choices.activation_checkpointing
     launch = f"{micro_batch_seconds(case, choices) * 1e3:.1f} ms to launch a micro-batch, and for exchange"
     return {
-        "processes": (processes, layout.why_processes(case, asked, chosen, layouts, world)),
+        "processes": (processes, layout.why_processes(case, chosen, layouts)),
         "nodes": (nodes, per_node),
         "strategy": (choices.strategy, f"{strategy}; {remark}" if remark else strategy),
-        "activation_checkpointing": (recompute, layout.why_checkpointing(asked, chosen)),
-        "micro_batch_samples": (chosen.samples, layout.why_samples(case, asked)),
-        "micro_batch_tokens": (chosen.tokens, layout.why_tokens(case, asked, chosen)),
+        "activation_checkpointing": (recompute, layout.why_checkpointing(case, chosen)),
+        "micro_batch_samples": (chosen.samples, layout.why_samples(case)),
+        "micro_batch_tokens": (chosen.tokens, layout.why_tokens(case, chosen)),
         "micro_batch_cost": (round(fixed_tokens(case, choices), 1), launch),
     }
 
