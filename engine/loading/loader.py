@@ -74,6 +74,10 @@ class LoadedStep:
     """Whether the run leaves this step out: it has no batches."""
 
 
+_Cut = tuple[int, list[MicroBatch], float, float]
+"""The fields of StepWork that follow from the lengths alone."""
+
+
 class BatchLoader:
     """Loads one rank's micro-batches from `source` in the order of `order`.
 
@@ -94,19 +98,28 @@ class BatchLoader:
         self.source, self.order, self.plan, self.rank, self.cohort = source, order, plan, rank, cohort
         self.equal_counts, self.left_out = equal_counts, left_out
         self.budget = training_budget(plan)
+        self._cut_lengths: np.ndarray | None = None
+        """Of the batch that was cut last: one of equal lengths is cut alike, which is most of a small step's
+        planning."""
+        self._cut: _Cut
 
     def plan_step(self, step: int) -> StepWork:
         """Divide global batch `step` into micro-batches; all ranks compute the same and take their own."""
         samples = self.order(step)
         lengths = self.source.lengths(samples)
-        cut = cut_batch(lengths, self.plan.processes, self.budget, self.cohort)
-        own = cut.of_rank(self.rank, at_least=cut.most if self.equal_counts else 1)
+        if not np.array_equal(lengths, self._cut_lengths):
+            self._cut_lengths, self._cut = lengths, self._cut_batch(lengths)
         weights = {"sample": float(len(samples)), "cohort": float(-(-len(samples) // self.cohort))}
         weights |= {unit: float(w[samples].sum(dtype=np.float64)) for unit, w in self.source.weights.items()}
+        return StepWork(step, samples, weights, *self._cut)
+
+    def _cut_batch(self, lengths: np.ndarray) -> _Cut:
+        cut = cut_batch(lengths, self.plan.processes, self.budget, self.cohort)
+        own = cut.of_rank(self.rank, at_least=cut.most if self.equal_counts else 1)
         tokens = int(lengths.sum())
         padding = 0.0 if self.plan.pack else cut.padding(lengths)
         token_length = float(np.square(lengths, dtype=np.float64).sum()) / max(1, tokens)
-        return StepWork(step, samples, weights, tokens, own, padding, token_length)
+        return tokens, own, padding, token_length
 
     def steps(self, start: int, stop: int) -> Iterator[LoadedStep]:
         """Steps start..stop-1 with their batches, loaded ahead of the training loop."""

@@ -287,4 +287,11 @@ def gradient_norm(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), device=device)
     if device.type != "cpu":
         return nn.utils.get_total_norm(gradients)
-    return nn.utils.get_total_norm([block for g in gradients for block in g.reshape(-1).split(BLOCK)])
+    return nn.utils.get_total_norm([block for g in gradients for block in _blocks(g)])
+
+
+def _blocks(gradient: Tensor) -> Sequence[Tensor]:
+    """Splitting costs a small one more than its norm."""
+    if gradient.numel() <= BLOCK and gradient.is_contiguous():
+        return (gradient,)
+    return gradient.reshape(-1).split(BLOCK)
