@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.local.arguments import parse_request
-from isobatch.launch.local.run_setup import create_run, find_run, known_run
+from isobatch.launch.local.run_setup import create_run, find_run, known_run, say_notes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,8 +22,7 @@ LOG_TAIL_CHARACTERS = 2500
 def parse(words: Sequence[str], command: str, kind: type) -> tuple[Request, Any]:
     """The request in a command's words, and its own flags as a `kind`. Raises UserError."""
     request = parse_request(words, command, kind)
-    for note in request.notes:
-        print(note, file=sys.stderr)
+    say_notes(request)
     return request, kind(**request.extra)
 
 

@@ -16,7 +16,6 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import printable
-from isobatch.core.package import ROOT
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.machine.detect import detect
@@ -40,7 +39,6 @@ from isobatch.models.protocols import Drawing, ModelComparison, ReportRow
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-TEMPLATE = ROOT / "launch" / "report" / "page.html.jinja"
 MOST_COLUMNS = 1000
 """Characters of a line where no terminal limits them."""
 
@@ -86,8 +84,8 @@ def write_report(runs: Sequence[RunFolder], folder: Path) -> Contents:
         folder.mkdir(parents=True, exist_ok=True)
     doing("drawing the report")
     atomic_files.write_json(folder / "report.json", contents.to_dict())
-    atomic_files.write_text(folder / "report.md", render_markdown(contents))
-    atomic_files.write_text(folder / "report.html", render_page(contents))
+    for ending in ("md", "html"):
+        atomic_files.write_text(folder / f"report.{ending}", render(contents, ending))
     return contents
 
 
@@ -211,11 +209,14 @@ def parts_of(contents: Contents) -> Iterator[PagePart]:
             yield PagePart("note", "No step is logged yet.")
 
 
-def render_page(contents: Contents) -> str:
-    """The text of report.html."""
+def render(contents: Contents, ending: str) -> str:
+    """The text of report.html, or of report.md, which is the page without its figures."""
     from jinja2 import Environment, StrictUndefined
 
-    template = Environment(autoescape=True, undefined=StrictUndefined).from_string(TEMPLATE.read_text())
+    is_page = ending == "html"
+    environment = Environment(autoescape=is_page, trim_blocks=not is_page, undefined=StrictUndefined)
+    environment.filters["md"] = _escaped
+    template = environment.from_string(Path(__file__).with_name(f"page.{ending}.jinja").read_text())
     return printable(template.render(parts=parts_of(contents), svg=_svg))
 
 
@@ -226,21 +227,6 @@ def _svg(drawing: Drawing) -> str:
         text = io.StringIO()
         draw_figure(drawing).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
-
-
-def render_markdown(contents: Contents) -> str:
-    """The text of report.md: the page without its figures."""
-    lines = ["# Report"]
-    for kind, text, rows, _ in parts_of(contents):
-        mark = {"h2": "## ", "h3": "### "}.get(kind, "")
-        if rows:
-            head, *body = ("| " + " | ".join(map(_escaped, cells)) + " |" for cells in rows)
-            lines += ["", head, "|" + "---|" * len(rows[0]), *body]
-        elif kind == "sample":
-            lines += ["", *(f"    {line}" for line in text.splitlines())]
-        elif text:
-            lines += ["", mark + _escaped(text)]
-    return printable("\n".join(lines) + "\n")
 
 
 def _escaped(text: str) -> str:
