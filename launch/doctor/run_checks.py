@@ -1,24 +1,33 @@
-"""Checks of one run: what it does or why it ended, who waits for whom, and whether its records are whole."""
+"""`doctor`: tries what training needs on this machine (machine.py), or looks at one run: what it does or why
+it ended, who waits for whom, and whether its records are whole.
+"""
 
 from __future__ import annotations
 
 import re
 import shutil
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core.errors import TrainingError, UserError, WorkerLostError
+from isobatch.core.errors import DONE, FAILED, TrainingError, UserError, WorkerLostError
+from isobatch.core.measures import printable
+from isobatch.core.terminal.console import print_answer
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.log_reader import damaged_rows, newest_rows
 from isobatch.engine.runs.run_folder import RunFolder, refuse_links
-from isobatch.launch.control.runs import look
+from isobatch.launch.control.runs import RunsOptions, look
 from isobatch.launch.doctor.check import Check, broken, ok, warning
-from isobatch.launch.doctor.machine import check_space
+from isobatch.launch.doctor.machine import check_machine, check_space
+from isobatch.launch.local.arguments import read_command
+from isobatch.launch.local.run_setup import one_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
+
+    from isobatch.launch.doctor.check import Check
 
 TRACES = ("recipe.json", "metrics.jsonl", "checkpoints", "launcher.log", "plan.json", "summary.json")
 """Files by which a damaged run is still known as one."""
@@ -180,3 +189,34 @@ def last_error(folder: Path) -> tuple[str, Path] | None:
             rank = f"rank {chosen[0]['rank']}: " if chosen[0]["rank"] else ""
             return f"{rank}{chosen[0]['error'][:300]}", path
     return None
+
+
+NAME_WIDTH, STATE_WIDTH = 22, 9
+
+
+def doctor(words: Sequence[str]) -> int:
+    """Usage: doctor [--out FOLDER] [--json]: what is wrong with this machine; each check really tries.
+    doctor RUN [--json]: why a run failed or hangs, and whether its files are whole.
+
+    Each line is ok, warning or broken, with what mends it. Exit 3 where something is broken.
+    """
+    positional, options = read_command(words, RunsOptions, "doctor")
+    run = Path(one_run(positional, "doctor")).expanduser() if positional else None
+    checks = check_run(run) if run else check_machine(Path(options.out))
+    found = []
+    for check in checks:
+        found.append(check)
+        if not options.json:  # as soon as it is known
+            print(printable(line(check)), flush=True)
+    count = Counter(check.state for check in found)
+    text = f"{count['broken']} broken, {count['warning']} warnings, of {len(found)} checks"
+    print_answer({"checks": [asdict(check) for check in found]}, text, options.json)
+    return FAILED if count["broken"] else DONE
+
+
+def line(check: Check) -> str:
+    """A check as aligned text; what mends it stands under it."""
+    state = check.state.ljust(STATE_WIDTH)
+    text = " ".join(check.text.split())
+    remedy = f"\n{'':<{STATE_WIDTH + NAME_WIDTH}}-> {check.remedy}" if check.remedy else ""
+    return f"{state}{check.name:<{NAME_WIDTH}}{text}{remedy}"

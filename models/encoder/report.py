@@ -85,11 +85,9 @@ class ClassifierReport(ModelComparison):
         """
         first, baselines = rows[0], {row["runtime"]: row for row in reversed(rows)}
         for row in rows:
-            both = (
-                [np.array(one["right"]) for one in (row, first)] if row["labels"] == first["labels"] else None
-            )
-            row["mcnemar_p"] = p = mcnemar(*both) if both else None
-            row["accuracy_difference_ci95"] = paired_difference(*both) if both else None
+            is_same, both = row["labels"] == first["labels"], [np.array(r["right"]) for r in (row, first)]
+            row["mcnemar_p"] = p = mcnemar(*both) if is_same else None
+            row["accuracy_difference_ci95"] = paired_difference(*both) if is_same else None
             row["accuracy_verdict"] = "better" if row["accuracy"] > first["accuracy"] else "worse"
             if row is first:
                 row["accuracy_verdict"] = "baseline"
@@ -111,10 +109,8 @@ class ClassifierReport(ModelComparison):
         if row["speed_verdict"] == "baseline":
             speed = f"baseline of {RUNTIMES[row['runtime']]}"
         if points != "baseline" and row["mcnemar_p"] is not None:
-            difference = "{:+.1f} ({:+.1f} to {:+.1f})".format(
-                *(100 * x for x in row["accuracy_difference_ci95"])
-            )
-            points = f"{difference}, p {format_p_value(row['mcnemar_p'])}"
+            apart = (100 * x for x in row["accuracy_difference_ci95"])
+            points = "{:+.1f} ({:+.1f} to {:+.1f})".format(*apart) + f", p {format_p_value(row['mcnemar_p'])}"
         return [
             f"{row['run']}, {row['form']}",
             f"{100 * row['accuracy']:.2f} ({low:.1f} to {high:.1f})",

@@ -26,7 +26,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.task_files import imported_files, task_file_hash
 from isobatch.launch.cli import main
-from isobatch.launch.commands.inspect import describe_run
+from isobatch.launch.control.one_run import describe_run
 from isobatch.launch.local.arguments import Request
 from isobatch.launch.local.run_setup import find_run, locate_data
 from isobatch.launch.local.words import flags_of_files

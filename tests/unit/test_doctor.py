@@ -12,7 +12,7 @@ import pytest
 
 from isobatch.engine.machine.detect import make_gpu
 from isobatch.engine.machine.hardware import Hardware
-from isobatch.launch.doctor import command, machine, probes
+from isobatch.launch.doctor import machine, probes, run_checks
 from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.doctor.probes import Probe
 
@@ -191,7 +191,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("healthy")
 def test_a_healthy_machine_raises_no_alarm(say: Say, tmp_path: Path) -> None:
-    code, out, _ = say(command.doctor, "--out", str(tmp_path / "runs"), "--json")
+    code, out, _ = say(run_checks.doctor, "--out", str(tmp_path / "runs"), "--json")
     checks = json.loads(out)["checks"]
     assert [check for check in checks if check["state"] != "ok"] == []
     assert code == 0
@@ -203,8 +203,8 @@ def test_a_line_names_the_remedy_and_a_warning_is_no_failure(
     say: Say, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [broken("gloo", "fails", "unset X"), warning("cores", "one\x1b[2J", "taskset")]
-    monkeypatch.setattr(command, "check_machine", lambda _: iter(found))
-    code, out, _ = say(command.doctor)
+    monkeypatch.setattr(run_checks, "check_machine", lambda _: iter(found))
+    code, out, _ = say(run_checks.doctor)
     assert code == 3
     assert out.splitlines() == [
         "broken   gloo                  fails",
@@ -213,8 +213,8 @@ def test_a_line_names_the_remedy_and_a_warning_is_no_failure(
         "                               -> taskset",
         "1 broken, 1 warnings, of 2 checks",
     ]
-    monkeypatch.setattr(command, "check_machine", lambda _: iter(found[1:]))
-    assert say(command.doctor)[0] == 0
+    monkeypatch.setattr(run_checks, "check_machine", lambda _: iter(found[1:]))
+    assert say(run_checks.doctor)[0] == 0
 
 
 @pytest.mark.slow

@@ -11,8 +11,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.doctor import run_checks
-from isobatch.launch.doctor.command import doctor
-from isobatch.launch.doctor.run_checks import check_ranks, describe_ranks
+from isobatch.launch.doctor.run_checks import check_ranks, describe_ranks, doctor
 from isobatch.tests.unit.test_slurm_commands import make_run
 
 if TYPE_CHECKING:

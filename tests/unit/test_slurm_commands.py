@@ -298,7 +298,6 @@ def test_a_run_that_trains_here_is_interrupted(
 )
 def test_why_a_new_job_waits(squeue: str, remark: str, slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "WATCH_SECONDS", 0.1)
-    monkeypatch.setattr(client, "WATCH_EVERY_SECONDS", 0.01)
     slurm(squeue=squeue)
     found = client.waiting_remark(["7"])
     assert found.startswith(remark)

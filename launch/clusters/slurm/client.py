@@ -128,8 +128,8 @@ def last_job_of(run: RunFolder) -> str:
 
 UNUSABLE_STATES = ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING", "UNKNOWN", "POWER", "REBOOT", "MAINT")
 """Words in a node's state under which no new step can run there."""
-WATCH_SECONDS, WATCH_EVERY_SECONDS = 1.5, 0.3
-"""How long after its submission a job's reason is looked for."""
+WATCH_SECONDS = 1.0
+"""How long after its submission Slurm has looked at a job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,9 +181,8 @@ def hostnames(nodes: str) -> tuple[str, ...]:
 def is_usable(state: str) -> bool:
     """Whether a step can run on a node in this state of sinfo."""
     # A star is Slurm's mark for a node that does not answer; a draining one still serves its jobs.
-    return state.upper() == "DRAINING" or not (
-        "*" in state or any(w in state.upper() for w in UNUSABLE_STATES)
-    )
+    is_away = "*" in state or any(word in state.upper() for word in UNUSABLE_STATES)
+    return state.upper() == "DRAINING" or not is_away
 
 
 def address_of(node: str) -> str:
@@ -232,13 +231,7 @@ def seconds_left(job: str) -> float | None:
 
 
 def waiting_remark(jobs: Sequence[str]) -> str:
-    """Why jobs that were just submitted wait; empty where they run. Waits for Slurm's first look at them."""
-    deadline = time.monotonic() + WATCH_SECONDS
-    while time.monotonic() < deadline:
-        waiting = [state for state in job_states(jobs).values() if state.stage == "queued"]
-        if said := [f"job {state.job} waits: {state.reason}" for state in waiting if state.reason]:
-            return said[0]
-        if not waiting:
-            return ""
-        time.sleep(WATCH_EVERY_SECONDS)
-    return ""
+    """Why jobs that were just submitted wait; empty where they run."""
+    time.sleep(WATCH_SECONDS)
+    waiting = [state for state in job_states(jobs).values() if state.stage == "queued" and state.reason]
+    return next((f"job {state.job} waits: {state.reason}" for state in waiting), "")

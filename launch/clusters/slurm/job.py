@@ -245,10 +245,6 @@ class Slurm(Cluster):
         if should_save_now(self.clock.left(), self.stop.warned, self.request.lead, self._seconds_to_stop):
             self.stop.request("limit")
 
-    def _is_ended(self) -> bool:
-        shown = client.show_job(self.allocation.job)
-        return was_preempted(shown) or shown.get("JobState", "RUNNING") != "RUNNING"
-
     def _verdict(self, run: RunFolder, nonce: str, step: Step) -> Verdict | None:
         if self.stop.requested:
             wait_for(lambda: run.read_exit(nonce) is not None, VERDICT_WAIT_SECONDS)
@@ -256,7 +252,9 @@ class Slurm(Cluster):
         if verdict and verdict.code == DONE:
             return verdict
         # Slurm, or somebody through it, stops the job: it is preempted, requeued or cancelled.
-        if self.stop.requested or self._is_ended():
+        shown = {} if self.stop.requested else client.show_job(self.allocation.job)
+        is_ended = was_preempted(shown) or shown.get("JobState", "RUNNING") != "RUNNING"
+        if self.stop.requested or is_ended:
             return verdict or Verdict(STOPPED, "ended by Slurm before it could save")
         is_stopped = verdict is not None and verdict.code == STOPPED
         is_lost = verdict is None or is_stopped or verdict.cause == WorkerLostError.cause
