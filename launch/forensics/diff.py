@@ -30,7 +30,7 @@ from isobatch.launch.local.redo_steps import plan_to_redo
 from isobatch.launch.local.run_setup import AnswerOptions, locate_data, open_run
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
@@ -89,10 +89,16 @@ def diff_runs(one: RunFolder, other: RunFolder, level: str = "module") -> dict[s
         "data_differs": one.facts.fingerprint != other.facts.fingerprint,
         "log": dataclasses.asdict(parted),
     }
-    if parted.kind == "samples" or found["data_differs"]:
-        found["samples"] = _or_why_not(runs, lambda: parted_samples(runs, parted))
-    elif level != "step" and parted.kind in ("jump", "drift"):
-        found["step"] = _or_why_not(runs, lambda: parted_step(runs, parted, level))
+    part = "samples" if parted.kind == "samples" or found["data_differs"] else "step"
+    if part == "samples" or (level != "step" and parted.kind in ("jump", "drift")):
+        try:
+            for run in runs:
+                locate_data(run, run.recipe, None)
+            found[part] = (
+                parted_samples(runs, parted) if part == "samples" else parted_step(runs, parted, level)
+            )
+        except IsobatchError as error:  # the data is not at hand, or the step cannot be redone
+            found[part] = {"why_not": " ".join(str(error).split())}
     found["verdict"], found["equal"] = verdict_of(found)
     return found
 
@@ -112,16 +118,6 @@ def _versions(run: RunFolder) -> dict[str, Any]:
     states = [path / "state.json" for path in run.checkpoints.glob("*-*")]
     kept = sorted((path for path in states if path.is_file()), key=lambda path: path.stat().st_mtime)
     return atomic_files.read_json(kept[-1]).get("versions") or {} if kept else {}
-
-
-def _or_why_not(runs: Runs, compare: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What a comparison finds; `why_not` where a run's data is not at hand, or a step cannot be redone."""
-    try:
-        for run in runs:
-            locate_data(run, run.recipe, None)
-        return compare()
-    except IsobatchError as error:
-        return {"why_not": " ".join(str(error).split())}
 
 
 def parted_samples(runs: Runs, parted: LogDifference) -> dict[str, Any]:

@@ -20,20 +20,11 @@ from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.choices import choose_invariance
 from isobatch.engine.registry import workload_of
 from isobatch.engine.train.first_step import RESERVED as STEP_FIELDS
+from isobatch.engine.verification import windows
 from isobatch.engine.verification.audit import audit_records, recipe_problems
 from isobatch.engine.verification.proof import Proof
 from isobatch.engine.verification.tolerance import FEW, HELD_OUT, NEAR, tolerances
-from isobatch.engine.verification.windows import (
-    CHOICE,
-    INITIAL,
-    Job,
-    Window,
-    closing_windows,
-    leading_windows,
-    longest,
-    other_windows,
-    trusted_weights,
-)
+from isobatch.engine.verification.windows import CHOICE, INITIAL, Job, Window
 from isobatch.launch.local.redo_steps import plan_to_redo, redo, replay_in_full
 from isobatch.launch.local.run_setup import (
     DataOptions,
@@ -151,16 +142,17 @@ def _verify_steps(
     it can be had.
     """
     finished = run.status() == "done"
-    closing, windows = closing_windows(log), other_windows(run, log, steps)
+    closing, others = windows.closing_windows(log), windows.other_windows(run, log, steps)
     missing = _missing_checkpoint(run, log, closing) if finished else ""
     proof.unproven += [missing] if missing else []
     ending = [] if missing else closing
     if own is not None and run.plan.invariance == "rounding":  # long windows say more under the same plan
-        ending = [*windows, *ending]
-        windows = [dataclasses.replace(w, count=min(w.count, NEAR)) for w in windows]
+        ending = [*others, *ending]
+        others = [dataclasses.replace(w, count=min(w.count, NEAR)) for w in others]
     if not missing:
-        ending = longest([*leading_windows(run, log, _leading_steps(own, plan)), *ending])
-    jobs = [(plan, Job(windows)), (own or plan, Job(ending, finished and not missing))]
+        leading = windows.leading_windows(run, log, _leading_steps(own, plan))
+        ending = windows.longest([*leading, *ending])
+    jobs = [(plan, Job(others)), (own or plan, Job(ending, finished and not missing))]
     shown = _distance_of_fp32(run, log)
     found = redo(run, jobs, owns_process)
     for (used, _), redone in zip(jobs, found, strict=True):
@@ -177,7 +169,7 @@ def _verify_steps(
         looser = max(run.plan.invariance, (own or plan).invariance, key=INVARIANCES.index)
         proof.add_export(found[-1])
         proof.add_metrics(log, found[-1], run.facts.samples, HELD_OUT[looser])
-    if said := trusted_weights(log, proof.redone):
+    if said := windows.trusted_weights(log, proof.redone):
         proof.trusted.insert(0, said)
     named = STEP_FIELDS.union({"loss"}, *(r.parts for r in found))
     if unknown := sorted(log.fields.get("step", set()) - named):

@@ -27,18 +27,8 @@ from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.cluster import Cluster, JobState, refuse_if_in_a_job
-from isobatch.launch.clusters.slurm import client
+from isobatch.launch.clusters.slurm import client, legs
 from isobatch.launch.clusters.slurm.client import NO_ANSWER, update_job_record
-from isobatch.launch.clusters.slurm.legs import (
-    JobRequest,
-    LegClock,
-    furthest_checkpoint,
-    requeue,
-    seconds_to_stop,
-    should_save_now,
-    was_preempted,
-    why_not_requeue,
-)
 from isobatch.launch.clusters.slurm.node import meeting_folder, wait_for
 from isobatch.launch.clusters.slurm.step import Step, explain_end, srun_command, unreachable_nodes
 from isobatch.launch.local import launch_run
@@ -67,7 +57,7 @@ def job(words: Sequence[str]) -> int:
     """Usage: job RUN, inside a Slurm job; `slurm` writes the script that runs it."""
     run = RunFolder.open(one_run(words, "job"))
     allocation = client.Allocation.from_environment(os.environ)
-    request = JobRequest.read(run.folder)
+    request = legs.JobRequest.read(run.folder)
     slurm = Slurm()
     with slurm.stop as stop:
         if run.status() == "done":
@@ -87,7 +77,7 @@ def job(words: Sequence[str]) -> int:
         return verdict.code
 
 
-def plan_for_nodes(run: RunFolder, nodes: int, request: JobRequest) -> Plan:
+def plan_for_nodes(run: RunFolder, nodes: int, request: legs.JobRequest) -> Plan:
     """The plan for `nodes` nodes like this one."""
     recipe, facts = run.recipe, run.facts
     task, _ = workload_of(recipe).make(recipe)
@@ -142,12 +132,12 @@ class Slurm(Cluster):
         if done.code or done.err.strip():
             raise UserError(f"scancel {job.job}: {done.error or done.err.strip()}")
 
-    def begin(self, run: RunFolder, allocation: client.Allocation, request: JobRequest) -> None:
+    def begin(self, run: RunFolder, allocation: client.Allocation, request: legs.JobRequest) -> None:
         """Inside a job, before its first attempt."""
         self.allocation, self.request = allocation, request
         self.nodes: tuple[str, ...] = ()
         """Of the newest attempt."""
-        self.clock = LegClock(lambda: client.seconds_left(allocation.job), request.seconds)
+        self.clock = legs.LegClock(lambda: client.seconds_left(allocation.job), request.seconds)
         self._seconds_to_stop = self._measure_again = 0.0
         self.unreachable: set[str] = set()
         """Nodes on which srun could start nothing; Slurm may not have noticed yet."""
@@ -158,7 +148,7 @@ class Slurm(Cluster):
     def requeue_or_stop(self, run: RunFolder, reason: str) -> None:
         """After a stop: requeue the job if it made progress, and say so. `reason`: as JobStop says it."""
         job, leg = self.allocation.job, self.allocation.restarts + 1
-        now, record = furthest_checkpoint(run), client.job_record(run)
+        now, record = legs.furthest_checkpoint(run), client.job_record(run)
         step, before = now[1] if now else 0, record.get("requeued_at")
         if record.get("cancel"):
             saved = f"saved at step {step} and cancelled: `resume` goes on"
@@ -166,12 +156,12 @@ class Slurm(Cluster):
             client.run_slurm("scancel", job)
             return
         shown = client.show_job(job)
-        if why_not := why_not_requeue(reason, leg, self.request.max_legs, before, now, shown):
+        if why_not := legs.why_not_requeue(reason, leg, self.request.max_legs, before, now, shown):
             print(f"stopped at step {step} and not requeued: {why_not}", flush=True)
             return
         update_job_record(run, requeued_at=now)
-        print(f"{'preempted: ' * was_preempted(shown)}requeueing at step {step} (leg {leg})", flush=True)
-        if problem := requeue(job, self.clock.left):
+        print(f"{'preempted: ' * legs.was_preempted(shown)}requeueing at step {step} (leg {leg})", flush=True)
+        if problem := legs.requeue(job, self.clock.left):
             print(f"Slurm does not requeue the job: {problem}", flush=True)
 
     def _available_nodes(self) -> tuple[str, ...]:
@@ -210,7 +200,7 @@ class Slurm(Cluster):
             port = str(self._listener.getsockname()[1])
             address = client.address_of(self.nodes[0]) if len(self.nodes) > 1 else ""
             words = (nonce, ",".join(self.nodes), port, *([address] if address else ()))
-            saved = furthest_checkpoint(run)
+            saved = legs.furthest_checkpoint(run)
             where = f"from step {saved[1]}" if saved else "from the beginning"
             leg = f"job {self.allocation.job}, leg {self.allocation.restarts + 1}"
             print(f"{leg}: {', '.join(self.nodes)}, {where}", file=sys.stderr, flush=True)
@@ -241,8 +231,10 @@ class Slurm(Cluster):
         now = time.monotonic()
         if now >= self._measure_again:
             self._measure_again = now + MEASURE_SECONDS
-            self._seconds_to_stop = min(seconds_to_stop(run), self.clock.limit / 2)
-        if should_save_now(self.clock.left(), self.stop.warned, self.request.lead, self._seconds_to_stop):
+            self._seconds_to_stop = min(legs.seconds_to_stop(run), self.clock.limit / 2)
+        if legs.should_save_now(
+            self.clock.left(), self.stop.warned, self.request.lead, self._seconds_to_stop
+        ):
             self.stop.request("limit")
 
     def _verdict(self, run: RunFolder, nonce: str, step: Step) -> Verdict | None:
@@ -253,7 +245,7 @@ class Slurm(Cluster):
             return verdict
         # Slurm, or somebody through it, stops the job: it is preempted, requeued or cancelled.
         shown = {} if self.stop.requested else client.show_job(self.allocation.job)
-        is_ended = was_preempted(shown) or shown.get("JobState", "RUNNING") != "RUNNING"
+        is_ended = legs.was_preempted(shown) or shown.get("JobState", "RUNNING") != "RUNNING"
         if self.stop.requested or is_ended:
             return verdict or Verdict(STOPPED, "ended by Slurm before it could save")
         is_stopped = verdict is not None and verdict.code == STOPPED
