@@ -14,12 +14,7 @@ from isobatch.core.plan import PlanOptions
 from isobatch.core.terminal.console import format_metrics, print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.registry import workload_of
-from isobatch.launch.local.run_setup import (
-    DataOptions,
-    locate_data,
-    open_single_run,
-    plan_for_this_machine,
-)
+from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run, plan_for_this_machine
 from isobatch.models.protocols import EncodesLatents, KeepsBaselines
 
 if TYPE_CHECKING:

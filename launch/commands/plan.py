@@ -15,20 +15,9 @@ from isobatch.engine.loading.prepare import assumed_facts
 from isobatch.engine.loading.prepare import prepare as prepare_data
 from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import parse_hardware
+from isobatch.engine.planning import comparison
 from isobatch.engine.planning.choices import fixed_loader_settings
-from isobatch.engine.planning.comparison import (
-    PRICES,
-    compare,
-    format_comparison,
-    format_cost,
-    short_duration,
-)
-from isobatch.engine.planning.estimate import (
-    Target,
-    estimate,
-    parse_prices,
-    with_what_would_fit,
-)
+from isobatch.engine.planning.estimate import Target, estimate, parse_prices, with_what_would_fit
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.local.arguments import Request, parse_request, task_name
 from isobatch.launch.local.run_setup import AnswerOptions, print_unless_quiet, say_notes
@@ -98,7 +87,7 @@ def plan_stages(chain: Chain, options: PlanCommandOptions) -> int:
         found[stage]["recipe"] = {**request.recipe.to_dict(), "hash": request.recipe.hash()}
         texts.append(f"stage {number} of {len(chain.stages)}, {stage}:\n\n{text}\n\n")
     seconds = sum(plan["run"]["run_seconds"] or 0.0 for plan in found.values())
-    whole = f"all {len(found)} stages: {short_duration(seconds)}"
+    whole = f"all {len(found)} stages: {comparison.short_duration(seconds)}"
     texts.append(f"{whole}, without what is exported and measured between them")
     return print_answer({"stages": found, "run_seconds": seconds}, "".join(texts), options.json)
 
@@ -149,8 +138,8 @@ def compare_machines(request: Request, options: PlanCommandOptions) -> tuple[dic
         raise UserError(f"{flag}: give names of machines, each once, as in rtx4080-laptop,8xh100,here")
     if options.hardware:
         raise UserError(f"--hardware {options.hardware}: --compare names the machines; leave one of them out")
-    found = compare(flag, _targets(request, options, names, "--compare"), prices, deadline)
-    return {"machines": found.to_dict()}, format_comparison(found)
+    found = comparison.compare(flag, _targets(request, options, names, "--compare"), prices, deadline)
+    return {"machines": found.to_dict()}, comparison.format_comparison(found)
 
 
 def _targets(request: Request, options: PlanCommandOptions, names: Sequence[str], flag: str) -> list[Target]:
@@ -195,10 +184,10 @@ def format_plan(found: Estimate, deadline: float | None) -> str:
     width = max(map(len, shown))
     basis = "" if chosen.calibrated else f" ({chosen.reasons['calibrated']})"
     memory = format_bytes(chosen.predicted_peak_memory_bytes)
-    parts = (f"{n} {short_duration(p)}" for n, p in found.parts.items() if p >= 0.01 * seconds)
-    whole = f"the whole run: {found.steps:,} steps, {short_duration(seconds)} ({', '.join(parts)})"
+    parts = (f"{n} {comparison.short_duration(p)}" for n, p in found.parts.items() if p >= 0.01 * seconds)
+    whole = f"the whole run: {found.steps:,} steps, {comparison.short_duration(seconds)} ({', '.join(parts)})"
     if found.cost is not None and found.price is not None:
-        whole += f", {format_cost(found.cost)} at {found.price:.2f} an hour"
+        whole += f", {comparison.format_cost(found.cost)} at {found.price:.2f} an hour"
     if deadline is not None:
         whole += f"; {'within' if found.meets(deadline) else 'NOT within'} {format_duration(deadline)}"
     lines = [
@@ -209,7 +198,7 @@ def format_plan(found: Estimate, deadline: float | None) -> str:
         "",
         f"predicted: {chosen.predicted_step_seconds:.3g} s a step, {memory} per process{basis}",
         whole,
-        *([f"prices: {PRICES}"] if found.price is not None else []),
+        *([f"prices: {comparison.PRICES}"] if found.price is not None else []),
     ]
     return "\n".join(lines)
 

@@ -11,14 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core import atomic_files
 from isobatch.core.package import LOOPBACK_SCRIPT, ROOT
+from isobatch.core.terminal import status
 from isobatch.core.terminal.console import LINE_MARK
-from isobatch.core.terminal.status import (
-    RELAY_VARIABLE,
-    STATUS_MARK,
-    doing,
-    on_terminal,
-    show_status_of_child,
-)
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import signals_to_catch
 from isobatch.launch.local.interfaces import loopback_interface
@@ -72,9 +66,9 @@ def launch_workers(
         "OMP_NUM_THREADS": str(max(1, plan.threads)),
         **consent.environment(),
         **(extra_environment or {}),
-        **({RELAY_VARIABLE: "1"} if on_terminal() else {}),
+        **({status.RELAY_VARIABLE: "1"} if status.on_terminal() else {}),
     }
-    doing(f"starting {plan.processes} processes")
+    status.doing(f"starting {plan.processes} processes")
     forwarded: set[int] = set()
 
     def forward(number: int, _: FrameType | None) -> None:
@@ -131,13 +125,13 @@ def relay_output(child: subprocess.Popen[bytes], log: Any) -> None:
     assert child.stderr is not None
     for line in child.stderr:
         if line.startswith(LINE_MARK.encode()):
-            if not on_terminal():  # the workers say themselves what takes long
-                doing()
+            if not status.on_terminal():  # the workers say themselves what takes long
+                status.doing()
             with contextlib.suppress(OSError):  # the terminal may be closed; training goes on
                 sys.stderr.write(line[len(LINE_MARK.encode()) :].decode(errors="replace"))
                 sys.stderr.flush()
-        elif line.startswith(STATUS_MARK.encode()):
-            show_status_of_child(line.decode(errors="replace"))
+        elif line.startswith(status.STATUS_MARK.encode()):
+            status.show_status_of_child(line.decode(errors="replace"))
         else:
             with contextlib.suppress(OSError):  # a full disk must not end the run because of its log
                 log.write(line)

@@ -12,18 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from isobatch.core.errors import (
-    BUG,
-    DONE,
-    FAILED,
-    WRONG_INPUT,
-    JobMemoryError,
-    OutOfMemoryError,
-    SpikeError,
-    TrainingError,
-    UserError,
-    WorkerLostError,
-)
+from isobatch.core import errors
+from isobatch.core.errors import BUG, DONE, FAILED, WRONG_INPUT, TrainingError, UserError
 from isobatch.core.recipe import HOOK_CODE
 from isobatch.engine import consent
 from isobatch.engine.optimization.left_out import refuse_where_steps_matter
@@ -135,17 +125,17 @@ def train_with_restarts(run: RunFolder, where: Cluster) -> Verdict:
     restarts, reduced = 0, False
     while True:
         verdict = _verdict_of(run, where.attempt(run))
-        if verdict.cause == JobMemoryError.cause and reduced:
+        if verdict.cause == errors.JobMemoryError.cause and reduced:
             return _fail(run, f"{verdict.reason}, with smaller micro-batches, too: ask for more with --mem")
-        if verdict.cause in (OutOfMemoryError.cause, JobMemoryError.cause):
+        if verdict.cause in (errors.OutOfMemoryError.cause, errors.JobMemoryError.cause):
             reduced = True
             try:
                 _reduce_budget(run, verdict)
             except TrainingError as error:
                 return _fail(run, str(error))
-        elif verdict.cause == SpikeError.cause:
+        elif verdict.cause == errors.SpikeError.cause:
             print(f"isobatch: {verdict.reason}; going on from the checkpoint before", file=sys.stderr)
-        elif verdict.cause == WorkerLostError.cause:
+        elif verdict.cause == errors.WorkerLostError.cause:
             restarts += 1
             if restarts > options.max_restarts:
                 return _fail(run, f"{verdict.reason}; ended after --max-restarts {options.max_restarts}")
@@ -178,7 +168,7 @@ def _verdict_of(run: RunFolder, verdict: Verdict | None) -> Verdict:
             verdict = Verdict(WRONG_INPUT, reason)
         elif dead:
             reason = "rank {} was ended by signal {}".format(*dead[-1])
-            verdict = Verdict(FAILED, reason, WorkerLostError.cause)
+            verdict = Verdict(FAILED, reason, errors.WorkerLostError.cause)
         if verdict is not None:
             print(f"isobatch: {verdict.reason}", file=sys.stderr)
     if verdict is None or verdict.code == BUG:

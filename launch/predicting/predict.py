@@ -28,16 +28,9 @@ from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import is_prepared, open_run
 from isobatch.launch.predicting import tables
 from isobatch.launch.predicting.recommend import ListOptions, print_lines, restrict
+from isobatch.models import protocols
 from isobatch.models.encoder import prediction
 from isobatch.models.encoder.evaluation import has_text_pairs
-from isobatch.models.protocols import (
-    EncodesLatents,
-    Generates,
-    OpensItemLists,
-    Predictor,
-    Predicts,
-    PredictsBatches,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -46,7 +39,7 @@ if TYPE_CHECKING:
     """The ONNX file of a classifier, a language model that is no run's, or a run."""
 
 REFUSAL = "predicts nothing: give its task a method predict(model, batch) and train again"
-READS_TEXTS: tuple[type, ...] = (Generates, OpensItemLists, Predicts)
+READS_TEXTS: tuple[type, ...] = (protocols.Generates, protocols.OpensItemLists, protocols.Predicts)
 LISTS = ("top", "by", "only", "without", "with_seen")
 DRAWS = ("tokens", "temperature", "top_k", "top_p", "seed", "load_bits")
 
@@ -122,7 +115,7 @@ def _answers(found: Found, texts: Sequence[str], options: PredictOptions) -> Ite
 class Answerer:
     """A model that is read once, and how its samples are read. Its methods raise UserError."""
 
-    predict: Predictor
+    predict: protocols.Predictor
     rows: tables.RowReader
     write_text: Any = None
     """Of a language model: (prompt, sampling) -> the text behind it, in pieces."""
@@ -205,7 +198,7 @@ def find_model(where: str, trust: bool) -> Found:
 def task_of(run: RunFolder) -> Any:
     """The task of a run. Raises UserError where it is not finished or predicts in no way."""
     task, _ = workload_of(run.recipe).make(run.recipe)
-    kind = next((kind for kind in READS_TEXTS if isinstance(task, kind)), PredictsBatches)
+    kind = next((kind for kind in READS_TEXTS if isinstance(task, kind)), protocols.PredictsBatches)
     return require_capability(run, kind, "predict", REFUSAL)
 
 
@@ -219,17 +212,17 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
     run, task, asked = found, task_of(found), found.recipe.options
     text, pair = (getattr(options, name) or asked.get(name) for name in prediction.COLUMNS)
     what = f"a {run.recipe.task} run"
-    if isinstance(task, Generates):
+    if isinstance(task, protocols.Generates):
         return _writer(language_model_of(run, task), text, options)
-    if isinstance(task, OpensItemLists):
+    if isinstance(task, protocols.OpensItemLists):
         _refuse_unread(options, what, "text_column", *LISTS)
         lists = task.open_lists(run.final, options.by)
         print_lines(restrict(lists, options, asked.get("item_column")))
         users = tables.UserReader(text or asked.get("user_column"), lists=lists)
         return Answerer(partial(_recommend, lists, options.top), users)
-    if not isinstance(task, Predicts):
+    if not isinstance(task, protocols.Predicts):
         raise UserError(f"{run.folder}: {run.recipe.task} reads files and no texts: use `predict --file`")
-    if isinstance(task, EncodesLatents):
+    if isinstance(task, protocols.EncodesLatents):
         _refuse_unread(options, what, "text_column")
         sequences = tables.SequenceReader(text or asked.get("sequence_column"))
         return Answerer(task.open_predictor(run.final, run.folder, "torch"), sequences)
