@@ -16,13 +16,7 @@ from isobatch.core.measures import counted, printable
 from isobatch.core.terminal.status import doing
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.commands.chat import (
-    LanguageModel,
-    SamplingOptions,
-    language_model_of,
-    plain_model,
-    sampling,
-)
+from isobatch.launch.commands import chat
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import is_prepared, open_run
@@ -35,7 +29,7 @@ from isobatch.models.encoder.evaluation import has_text_pairs
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    Found = Path | LanguageModel | RunFolder
+    Found = Path | chat.LanguageModel | RunFolder
     """The ONNX file of a classifier, a language model that is no run's, or a run."""
 
 REFUSAL = "predicts nothing: give its task a method predict(model, batch) and train again"
@@ -45,7 +39,7 @@ DRAWS = ("tokens", "temperature", "top_k", "top_p", "seed", "load_bits")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelOptions(ListOptions, SamplingOptions):
+class ModelOptions(ListOptions, chat.SamplingOptions):
     """Flags that say which model answers, and how. Each kind of model reads some of them."""
 
     form: Literal["torch", "onnx", "onnx-int4"] = "torch"
@@ -192,7 +186,7 @@ def find_model(where: str, trust: bool) -> Found:
         return file
     if path.suffix == ".onnx":
         raise UserError(f"{where}: there is no such file")
-    return plain_model(where) or open_run(where, trust)
+    return chat.plain_model(where) or open_run(where, trust)
 
 
 def task_of(run: RunFolder) -> Any:
@@ -207,13 +201,13 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
     doing("loading the model")
     if isinstance(found, Path):
         return _open_onnx(found, options)
-    if isinstance(found, LanguageModel):
+    if isinstance(found, chat.LanguageModel):
         return _writer(found, options.text_column, options)
     run, task, asked = found, task_of(found), found.recipe.options
     text, pair = (getattr(options, name) or asked.get(name) for name in prediction.COLUMNS)
     what = f"a {run.recipe.task} run"
     if isinstance(task, protocols.Generates):
-        return _writer(language_model_of(run, task), text, options)
+        return _writer(chat.language_model_of(run, task), text, options)
     if isinstance(task, protocols.OpensItemLists):
         _refuse_unread(options, what, "text_column", *LISTS)
         lists = task.open_lists(run.final, options.by)
@@ -250,10 +244,10 @@ def _refuse_unread(options: ModelOptions, what: str, *read: str) -> None:
             raise UserError(f"{flag.spelling}: changes nothing of {what}; leave it out")
 
 
-def _writer(model: LanguageModel, column: str | None, options: ModelOptions) -> Answerer:
+def _writer(model: chat.LanguageModel, column: str | None, options: ModelOptions) -> Answerer:
     """One prompt after the other: in a batch, padding would change float sums, and greedy answers."""
     _refuse_unread(options, "a language model", "text_column", *DRAWS)
-    write_text, drawn = model.writer(options.load_bits), sampling(options, model.template)
+    write_text, drawn = model.writer(options.load_bits), chat.sampling(options, model.template)
     name = "continuation" if model.template is None else "answer"
 
     def write(prompts: Sequence[Any]) -> list[dict[str, Any]]:

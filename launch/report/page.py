@@ -24,15 +24,8 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import AnswerOptions, locate_data, open_run
+from isobatch.launch.report import records
 from isobatch.launch.report.child_process import call_in_child
-from isobatch.launch.report.records import (
-    draw_figure,
-    drawings_of,
-    read_records,
-    report_of,
-    task_of,
-    write_plots,
-)
 from isobatch.launch.report.tables import baselines_tables, runs_table, text_table
 from isobatch.models.protocols import Drawing, ModelComparison, ReportRow
 
@@ -66,7 +59,7 @@ def report(words: Sequence[str]) -> int:
     if options.png:
         for run in runs:
             to = Path(options.to).expanduser() if options.to else run.folder / "plots"
-            for file in write_plots(run, to / run.folder.name if options.to and runs[1:] else to):
+            for file in records.write_plots(run, to / run.folder.name if options.to and runs[1:] else to):
                 print(printable(file))
         return 0
     need("matplotlib", "report")  # said before minutes of measuring
@@ -123,8 +116,8 @@ class Contents:
 
 def collect(runs: Sequence[RunFolder]) -> Contents:
     """Read the runs' records; compare the models of those that are done on this machine."""
-    tasks = [task_of(run) for run in runs]
-    reports = [report_of(task) for task in tasks]
+    tasks = [records.task_of(run) for run in runs]
+    reports = [records.report_of(task) for task in tasks]
     measured: dict[type[ModelComparison], Group] = {}
     for run, report in zip(runs, reports, strict=True):
         if isinstance(report, ModelComparison) and run.status() == "done" and (rows := _measure(run, report)):
@@ -135,8 +128,8 @@ def collect(runs: Sequence[RunFolder]) -> Contents:
         for report, rows in measured.values()
     ]
     doing("reading the runs")
-    records = [read_records(run, task) for run, task in zip(runs, tasks, strict=True)]
-    return Contents(detect().describe(), records, groups, drawings_of(records, reports))
+    read = [records.read_records(run, task) for run, task in zip(runs, tasks, strict=True)]
+    return Contents(detect().describe(), read, groups, records.drawings_of(read, reports))
 
 
 def _measure(run: RunFolder, report: ModelComparison) -> list[ReportRow]:
@@ -225,7 +218,7 @@ def _svg(drawing: Drawing) -> str:
 
     with rc_context({"svg.fonttype": "none"}):
         text = io.StringIO()
-        draw_figure(drawing).savefig(text, format="svg", metadata={"Date": None})
+        records.draw_figure(drawing).savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()[text.getvalue().index("<svg") :]
 
 
