@@ -139,11 +139,9 @@ def share_of(valid: float | str | None) -> float | None:
     return valid if isinstance(valid, float) else None
 
 
-def find_splits(
-    path: Path, file_format: str | None, valid: float | str | None, options: Any = None
-) -> dict[str, SplitFiles]:
+def find_splits(path: Path, file_format: str | None, options: Any) -> dict[str, SplitFiles]:
     """As `readers.find_splits`, with the file of --valid. Raises UserError where --valid cannot be had."""
-    splits = readers.find_splits(path, file_format, options)
+    splits, valid = readers.find_splits(path, file_format, options), getattr(options, "valid", None)
     check_valid(valid, splits, str(path))
     if not isinstance(valid, str):
         return splits

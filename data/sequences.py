@@ -178,8 +178,7 @@ class Sequences(TokenizedData):
         if self.recipe.data != DEMO and path is None:
             corpora.require_dataset(self.recipe.data)
             return
-        parts = self._files(path) if path else {}
-        if parts:
+        if parts := self._files():
             readers.require_content(parts["train"])
         name, kind = self._find_column_in(parts.get("train"))
         if kind == TEXT:
@@ -249,14 +248,13 @@ class Sequences(TokenizedData):
         """(the texts, or places and ids, of each split; their kind)."""
         if self.recipe.data == DEMO:
             return open_demo(), TEXT
-        if (path := self._data_path()) is None:
+        if not (parts := self._files()):
             rows = corpora.rows_from_hub(self.recipe.data, self.options.data_config)
             name, kind, notes = self._find_column(rows.splits["train"]())
+        elif parts["train"].is_stream:
+            parts, held_out = corpora.with_validation(parts)
+            return Corpus({s: partial(_lines, part) for s, part in parts.items()}, notes=held_out), TEXT
         else:
-            parts = self._files(path)
-            if parts["train"].is_stream:
-                parts, held_out = corpora.with_validation(parts)
-                return Corpus({s: partial(_lines, part) for s, part in parts.items()}, notes=held_out), TEXT
             name, kind, notes = self._find_column(readers.read_rows(parts["train"]))
             parts = {split: dataclasses.replace(part, only=name) for split, part in parts.items()}
             rows = corpora.rows_from_files(parts)

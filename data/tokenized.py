@@ -93,18 +93,18 @@ class TokenizedData(Data):
         """What the content depends on: hashes of the files, or the name of a hub data set."""
         if self.recipe.data == DEMO:
             return [file_hash(file) for file in self.demo_files()]
-        if (path := self._data_path()) is None:
-            return [self.recipe.data, self.options.data_config]
-        return readers.content_hashes(self._files(path))
+        if files := self._files():
+            return readers.content_hashes(files)
+        return [self.recipe.data, self.options.data_config]
 
     def demo_files(self) -> list[Path]:
         """The files that the demo is made of."""
         return corpora.demo_files()
 
-    def _files(self, path: Path) -> dict[str, readers.SplitFiles]:
-        """The files of each split, with that of --valid."""
-        valid = getattr(self.options, "valid", None)
-        return corpora.find_splits(path, self.recipe.format, valid, self.options)
+    def _files(self) -> dict[str, readers.SplitFiles]:
+        """The files of each split, with that of --valid; none of the demo and of hub data."""
+        path = self._data_path()
+        return corpora.find_splits(path, self.recipe.format, self.options) if path else {}
 
     def _check_tables(self, instead: str) -> dict[str, readers.SplitFiles]:
         """The files of each split, with columns; none of the demo and of hub data.
@@ -112,12 +112,10 @@ class TokenizedData(Data):
         Raises UserError where they cannot be had; `instead`: what is said of a .txt file.
         """
         self._tokenizer_source()
-        if (path := self._data_path()) is None:
+        if not (files := self._files()):
             check_elsewhere(self.recipe.data, self.options.valid)
-            return {}
-        files = self._files(path)
         if any(part.is_stream for part in files.values()):
-            raise UserError(f"--data {path}: a .txt file has no {instead}")
+            raise UserError(f"--data {self.recipe.data}: a .txt file has no {instead}")
         return files
 
     def _tokenizer_source(self) -> tokenizers.TokenizerSource:

@@ -204,11 +204,11 @@ class Labelled(TokenizedData):
         data = self.recipe.data
         if data == DEMO:
             return demo_rows(), []
-        if (path := self._data_path()) is None:
-            splits = corpora.hub_splits(data, self.options.data_config)
-            return {s: partial(corpora.read_hub_rows, data, rows) for s, rows in splits.items()}, []
-        parts = self._files(path)
-        return {s: partial(readers.read_rows, part) for s, part in parts.items()}, readers.table_notes(parts)
+        if parts := self._files():
+            notes = readers.table_notes(parts)
+            return {split: partial(readers.read_rows, part) for split, part in parts.items()}, notes
+        splits = corpora.hub_splits(data, self.options.data_config)
+        return {s: partial(corpora.read_hub_rows, data, rows) for s, rows in splits.items()}, []
 
     def _open_tokenizer(self, examples: Iterable[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
         """The tokenizer, which may be trained on the examples, and the ids of its special tokens."""

@@ -194,11 +194,11 @@ class Preferences(TokenizedData):
         if self.recipe.data == DEMO:
             return demo_pairs()
         share = corpora.share_of(self.options.valid)
-        if (path := self._data_path()) is None:
-            rows = corpora.rows_from_hub(self.recipe.data, self.options.data_config, share)
-            pairs.require_columns(rows.columns, f"--data {self.recipe.data}")
-            return rows
-        return corpora.rows_from_files(self._files(path), share)
+        if files := self._files():
+            return corpora.rows_from_files(files, share)
+        rows = corpora.rows_from_hub(self.recipe.data, self.options.data_config, share)
+        pairs.require_columns(rows.columns, f"--data {self.recipe.data}")
+        return rows
 
     def _template_names(self, first: Mapping[str, Any]) -> tuple[str, str]:
         """(--template, what `auto` takes where the tokenizer has none) for rows like the first one."""

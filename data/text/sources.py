@@ -99,7 +99,7 @@ class TextSetSpec:
         if self.path is None:
             return {}
         if self.is_only_set:
-            return corpora.find_splits(self.path, self.file_format, valid, self.options)
+            return corpora.find_splits(self.path, self.file_format, self.options)
         if isinstance(valid, str):
             raise UserError(f"--valid {valid}: --data names several sets: give a share such as 0.1")
         return readers.find_splits(self.path, self.file_format, self.options)
