@@ -12,12 +12,15 @@ from safetensors import SafetensorError, safe_open
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing.checkpoint import CHECKSUMS, SavedCheckpoint
 from isobatch.engine.checkpointing.digests import bytes_digest
-from isobatch.engine.checkpointing.portable_state import WEIGHT, saved_weight_names
+from isobatch.engine.checkpointing.portable_state import HOOK, WEIGHT, saved_weight_names
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor, nn
+
+    from isobatch.core.facts import Facts
+    from isobatch.models.base import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +90,23 @@ def load_start_weights(origin: Mapping[str, Any], model: nn.Module) -> None:
 def _layer_kind(name: str) -> str:
     """The name without the numbers of layers."""
     return re.sub(r"\d+", "#", name)
+
+
+def export_beside(task: Task, model: nn.Module, saved: SavedCheckpoint, folder: Path, facts: Facts) -> None:
+    """Export to `folder`/NAME the weights that a hook of this name had saved in a checkpoint.
+
+    The model has its own weights again afterwards.
+    """
+    for name in saved.state["weights"]:
+        held = [
+            (p, key) for n, p in model.named_parameters() if (key := f"{HOOK}{name}/{n}") in saved.entries
+        ]
+        own = [p.detach().clone() for p, _ in held]
+        (folder / name).mkdir()
+        for p, key in held:
+            p.data.copy_(saved.read(key))
+        try:
+            task.export(model, folder / name, facts)
+        finally:
+            for (p, _), values in zip(held, own, strict=True):
+                p.data.copy_(values)

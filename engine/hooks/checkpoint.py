@@ -123,6 +123,7 @@ class Checkpoint(Hook):
             "logs": self.log.seal(state.schedule.name, step),
             "progress": dataclasses.asdict(state.progress),
             "hooks": {name_of(hook): found for hook in self.others if (found := hook.state())},
+            "weights": [name_of(hook) for hook in self.others if hook.weights and hook.tensors()],
             "left_out": until(state.schedule.left_out, step),
             "scaling": strategy.loss_scale(),
             "recipe_hash": state.recipe.hash(),

@@ -9,7 +9,7 @@ from isobatch.core.terminal.console import format_metrics
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.peak_memory import trim_heap
-from isobatch.engine.train.evaluate import evaluate, monitored
+from isobatch.engine.train.evaluate import evaluate_beside, monitored
 from isobatch.engine.train.hooks import Hook, Signal, name_of
 
 if TYPE_CHECKING:
@@ -77,7 +77,9 @@ class Evaluate(Hook):
             return set()
         self._measured_step = step
         (name, _), judge = state.task.monitor, self.judge
-        metrics, wanted = self.measure("valid", state.recipe.eval_fraction, step), set[Signal]()
+        beside = {name_of(hook): hook.tensors() for hook in self.others if hook.weights}
+        metrics = self.measure("valid", state.recipe.eval_fraction, step, beside)
+        wanted: set[Signal] = set()
         if judge.update(monitored(metrics, name), step) and judge.patience:
             self._log_decision("best checkpoint", metric=name, value=judge.best)
             wanted.add("save")
@@ -89,15 +91,14 @@ class Evaluate(Hook):
             wanted |= {"save", "end_phase"}
         return wanted
 
-    def measure(self, split: str, fraction: float, step: int) -> dict[str, float]:
-        """Evaluate a split, log and show its metrics; `step`: the step of the weights."""
+    def measure(
+        self, split: str, fraction: float, step: int, beside: Mapping[str, Mapping[str, Tensor]]
+    ) -> dict[str, float]:
+        """Evaluate a split, log and show its metrics; `step`: that of the weights. `beside`: see
+        `evaluate_beside`.
+        """
         state = self.training
-        metrics = evaluate(state, split, fraction)
-        for hook in self.others:
-            if hook.weights and step == state.progress.step:
-                with state.strategy.holding(hook.tensors()):
-                    found = evaluate(state, split, fraction)
-                metrics |= {f"{name_of(hook)}_{name}": value for name, value in found.items()}
+        metrics = evaluate_beside(state, split, fraction, beside)
         self.peak.observe("evaluate")
         trim_heap(state.world.device)
         self.log.log_metrics({"phase": state.schedule.name, "step": step, "split": split, **metrics})

@@ -37,6 +37,17 @@ EVALUATION_PHASE = "evaluate"
 _EVALUATION_SEED = 0xE7A1
 
 
+def evaluate_beside(
+    state: Training, split: str, fraction: float, beside: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, float]:
+    """Metrics of the model's weights and, as NAME_METRIC, of those that hooks hold: `beside`, by name."""
+    metrics = evaluate(state, split, fraction)
+    for name, weights in beside.items():
+        with state.strategy.holding(weights):
+            metrics |= {f"{name}_{metric}": v for metric, v in evaluate(state, split, fraction).items()}
+    return metrics
+
+
 def evaluate(state: Training, split: str, fraction: float = 1.0) -> dict[str, float]:
     """Metrics over a `fraction` of a split (of each set, if it has several); the same on every rank.
 

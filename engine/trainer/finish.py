@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shutil
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import StopRequestedError, TrainingError
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
-from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
-from isobatch.engine.checkpointing.portable_state import HOOK
+from isobatch.engine.checkpointing.weight_files import export_beside
 from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS, metrics_fields, startup_seconds, summarize
 from isobatch.engine.train.evaluate import host_batches, refuse_nonfinite_metrics
-from isobatch.engine.train.hooks import name_of
 from isobatch.models import model_card
 from isobatch.models.capabilities import (
     FinalRemark,
@@ -30,11 +25,9 @@ from isobatch.models.capabilities import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from torch import nn
 
+    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.hooks.data_guard import DataGuard
     from isobatch.engine.hooks.evaluate import Evaluate
     from isobatch.engine.train.build import Builder
@@ -64,15 +57,18 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
     state, judge, world = builder.state, evaluation.judge, run.world
     phase, step = state.progress.phase, state.progress.step
     exported = judge.best_step if judge.patience and judge.best_step else step
-    saved = run.folder.checkpoints / checkpoint.checkpoint_name(phase, exported)
+    saved = checkpoint.open_on_all(
+        run.folder.checkpoints / checkpoint.checkpoint_name(phase, exported), world
+    )
     if exported != step:
-        state.strategy.load_weights(checkpoint.open_on_all(saved, world))
-        run.say(f"final/ is the best checkpoint, {saved.name}")
+        state.strategy.load_weights(saved)
+        run.say(f"final/ is the best checkpoint, {saved.folder.name}")
+    beside = {name: state.strategy.read_held(saved, name) for name in saved.state["weights"]}
     _refuse_nonfinite_weights(state)
     held_out: dict[str, dict[str, Any]] = {}
     for split in (s for s in reversed(HELD_OUT_SPLITS) if s in state.splits):
         _stop_if_asked(run, state)
-        held_out[split] = evaluation.measure(split, 1.0, exported)
+        held_out[split] = evaluation.measure(split, 1.0, exported, beside)
         refuse_nonfinite_metrics(held_out[split], split)
     _stop_if_asked(run, state)
     if not held_out:
@@ -83,7 +79,7 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
     if world.is_main:
         doing("writing final/")
         world.mark_progress("the export")
-        model = builder.gather_full_model(saved, phase)
+        model = builder.gather_full_model(saved.folder, phase)
         _write_final(run, state, model, saved)
         summary |= _sample(run, state, model)
         remark = _measure_export(run, state, model, exported, held_out)
@@ -96,7 +92,7 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
         atomic_files.write_text(run.folder.final / model_card.FILE, card)
         run.peak.observe("export")
         summary |= metrics_fields(held_out) | run.peak.fields()
-        _seal(run, state, saved.name, summary)
+        _seal(run, state, saved.folder.name, summary)
         run.folder.write_summary(summary)
     world.barrier()
 
@@ -127,17 +123,14 @@ def _summarize(
     }
 
 
-def _write_final(run: RunOnRank, state: Training, model: nn.Module, saved: Path) -> None:
+def _write_final(run: RunOnRank, state: Training, model: nn.Module, saved: SavedCheckpoint) -> None:
     """Export the model to final/ atomically, and to final/NAME the weights that hooks hold."""
     folder, temporary = run.folder, run.folder.folder / ".final.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     with atomic_files.explain_write_errors(temporary):
         temporary.mkdir(parents=True)
         state.task.export(model, temporary, state.facts)
-        for hook in (hook for hook in run.own_hooks if hook.weights):
-            (beside := temporary / name_of(hook)).mkdir()
-            with _holding(model, SavedCheckpoint(saved), f"{HOOK}{name_of(hook)}/"):
-                state.task.export(model, beside, state.facts)
+        export_beside(state.task, model, saved, temporary, state.facts)
         atomic_files.share_as_umask_allows(temporary)
     shutil.rmtree(folder.final, ignore_errors=True)
     temporary.replace(folder.final)
@@ -199,18 +192,3 @@ def _seal(run: RunOnRank, state: Training, exported: str, summary: dict[str, Any
     }
     run.log.log_metrics(found)
     run.log.seal(**where)
-
-
-@contextlib.contextmanager
-def _holding(model: nn.Module, saved: SavedCheckpoint, prefix: str) -> Iterator[None]:
-    """Inside, the model has the weights that a checkpoint holds under a prefix of keys."""
-    own = {name: p for name, p in model.named_parameters() if prefix + name in saved.entries}
-    before = {name: p.detach().clone() for name, p in own.items()}
-    with torch.no_grad():
-        for name, p in own.items():
-            p.copy_(saved.read(prefix + name))
-        try:
-            yield
-        finally:
-            for name, p in own.items():
-                p.copy_(before[name])

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.atomic_files import rows_in
 from isobatch.engine.checkpointing.checkpoint import phase_and_step
 from isobatch.engine.checkpointing.digests import folder_digests
+from isobatch.engine.checkpointing.weight_files import export_beside
 from isobatch.models import model_card
 from isobatch.models.capabilities import FinalRemark, FinishesUnmeasured, MeasuresExport, description_of
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
+    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.models.base import Task
 
@@ -32,17 +34,23 @@ CONFIGURATIONS = (".json", ".jinja", ".txt", ".model")
 
 
 def compare_export(
-    run: RunFolder, task: Task, model: nn.Module, facts: Facts, batches: Callable[..., Iterable[Any]] | None
+    run: RunFolder,
+    task: Task,
+    model: nn.Module,
+    saved: SavedCheckpoint,
+    facts: Facts,
+    batches: Callable[..., Iterable[Any]] | None,
 ) -> dict[str, Any]:
     """Export into a temporary folder, and compare it with the run's final/ as `compare_folders` does.
 
-    `batches`: the held-out samples, where there are any, from which the task measures its export again: see
-    `MeasuresExport`, whose result is added as `metrics`. `card` says whether the model card is that of
-    the logged figures.
+    `saved`: the checkpoint of the model. `batches`: the held-out samples, where there are any, from which the
+    task measures its export again: see `MeasuresExport`, whose result is added as `metrics`. `card` says
+    whether the model card is that of the logged figures.
     """
     with tempfile.TemporaryDirectory() as temporary:
         fresh = Path(temporary)
         task.export(model, fresh, facts)
+        export_beside(task, model, saved, fresh, facts)
         metrics, remark = dict[str, Any](), ""
         if batches and isinstance(task, MeasuresExport):
             metrics |= task.final_metrics(model, fresh, facts, batches)

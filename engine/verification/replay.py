@@ -20,7 +20,7 @@ from isobatch.engine.hooks.checkpoint import installed_versions
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.train.build import Builder
-from isobatch.engine.train.evaluate import evaluate, host_batches
+from isobatch.engine.train.evaluate import evaluate, evaluate_beside, host_batches
 from isobatch.engine.train.figures import step_rows
 from isobatch.engine.train.hooks import Hook, Hooks, Seen
 from isobatch.engine.train.loop import run_phase
@@ -227,8 +227,9 @@ class Replay:
         saved = SavedCheckpoint(folder)
         phase, step = saved.state["progress"]["phase"], saved.state["progress"]["step"]
         with builder.phase(self._schedule(saved), saved):
+            beside = {name: state.strategy.read_held(saved, name) for name in saved.state["weights"]}
             for split in (s for s in HELD_OUT_SPLITS if s in state.splits):
-                redone.metrics[split] = evaluate(state, split)
+                redone.metrics[split] = evaluate_beside(state, split, 1.0, beside)
             judge = saved.state["hooks"]["evaluate"]
             if judge["patience"] and judge["best_step"] == step:
                 found = evaluate(state, "valid", self.run.recipe.eval_fraction)
@@ -237,7 +238,7 @@ class Replay:
                 model = builder.gather_full_model(folder, phase)
                 first = next(iter(redone.metrics), None)
                 batches = (lambda name=first: host_batches(state.splits[name])) if first else None
-                redone.export = compare_export(self.run, state.task, model, state.facts, batches)
+                redone.export = compare_export(self.run, state.task, model, saved, state.facts, batches)
                 if first:
                     redone.metrics[first] |= redone.export["metrics"]
                 redone.export["same_versions"] = saved.state.get("versions") == installed_versions()
