@@ -96,7 +96,7 @@ class LoadedWorkload:
         task, data = self._options(self.task.Options, recipe), self._options(self.data.Options, recipe)
         made = self.task(recipe, task), self._data_class(recipe.data)(recipe, data)
         for one in made:
-            if getattr(one, "recipe", None) is not recipe:
+            if not hasattr(one, "recipe"):
                 how = "must call super().__init__(recipe, options)"
                 raise UserError(f"--task {self.name}: {type(one).__name__}.__init__ {how}")
         return made

@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from isobatch.models import protocols
-from isobatch.models.model_card import ModelDescription
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.models.base import Batch, Change, StepContext, Task, Teacher
+    from isobatch.models.model_card import ModelDescription
 
 
 @runtime_checkable
@@ -195,6 +195,8 @@ def notes_of(task: Task, facts: Facts) -> list[str]:
 
 def description_of(task: Task, final: Path, facts: Facts) -> ModelDescription:
     """What the model card says of the model: as the task does, or how its weights are opened."""
+    from isobatch.models.model_card import ModelDescription
+
     if isinstance(task, Describes):
         return task.describe_model(final, facts)
     return ModelDescription(title=f"Model of {type(task).__name__}")
