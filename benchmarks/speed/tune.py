@@ -32,10 +32,9 @@ def _tune(task: str, minutes: str) -> list[Row]:
         done = subprocess.run(own_command(*words), capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     rows = [_row(task, row) for row in found["rows"]]
-    keep = {"measure": "together", **(found["keep"] or {"flags": ""})}
+    keep = {**(found["keep"] or {"flags": ""}), "measure": "together"}
     whole = {"measure": "the time asked for", "flags": f"{minutes} minutes", "ratio": found["seconds"] / 60}
-    noise = {"measure": "the recipe itself", "flags": "", **found["noise"]}
-    return [*rows, *(_row(task, row) for row in (keep, noise, whole))]
+    return [*rows, *(_row(task, row) for row in (keep, found["noise"], whole))]
 
 
 def _row(task: str, row: Row) -> Row:

@@ -21,7 +21,7 @@ import shutil
 import threading
 import time
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import StopRequestedError, UserError
 from isobatch.core.extras import need
@@ -48,43 +48,52 @@ Record = dict[str, Any]
 """Of a copy: its `checkpoint` and `folder`, `files` {name: bytes}, `saved_at` and whether it is `whole`."""
 
 
-class CheckpointStore(NamedTuple):
+class CheckpointStore:
     """The folder of a store that holds the copies of a run's checkpoints. Raises the store's own errors."""
 
-    files: Any
-    """fsspec's file system."""
-    root: str
+    def __init__(self, url: str, run: str) -> None:
+        """`run`: the run's name. Raises UserError where the URL or what it needs is wrong."""
+        import fsspec
+
+        if run in ("", ".", ".."):
+            raise UserError(
+                f"{url}/{run}: give the URL of the copies with the run's name: s3://bucket/prefix/RUN"
+            )
+        try:
+            # Other nodes write there too: what was listed before says nothing.
+            self.files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            if library := {"s3": "s3fs", "gs": "gcsfs"}.get(url.partition("://")[0]):
+                need(library, f"--checkpoint-copy {url}")
+            raise UserError(f"--checkpoint-copy {url}: {error}") from None
+        if "file" in self.files.protocol:  # others have no folders
+            self.files = fsspec.filesystem("file", auto_mkdir=True)
+        self.root = f"{root.rstrip('/')}/{run}"
 
     def path(self, name: str) -> str:
         """Of an object. Raises UserError for one that lies elsewhere: a record may say anything."""
         path = f"{self.root}/{name}"
-        inside = ".." not in PurePosixPath(name).parts and not name.startswith("/")
+        inside = not {"", ".."} & {*name.split("/")}
         if inside and "file" in self.files.protocol:  # where links may lead anywhere
             inside = Path(os.path.realpath(path)).is_relative_to(os.path.realpath(self.root))
         if not inside:
             raise UserError(f"{self.root} names a file elsewhere: {name}")
         return path
 
-    def write(self, name: str, text: str) -> None:
-        self.files.pipe_file(self.path(name), text.encode())
-
     def read(self, name: str) -> str | None:
         """None where there is no such object."""
-        self.files.invalidate_cache()
         try:
             return str(self.files.cat_file(self.path(name)).decode())
         except FileNotFoundError:
             return None
 
-    def has(self, name: str, size: int) -> bool:
-        """Whether an object of so many bytes is there."""
-        self.files.invalidate_cache()
+    def size(self, name: str) -> int:
+        """Bytes of an object; -1 where there is no such one."""
         path = self.path(name)
-        return bool(self.files.exists(path) and self.files.size(path) == size)
+        return int(self.files.size(path)) if self.files.exists(path) else -1
 
     def names(self) -> list[str]:
         """Names of all objects in the folder, those in its folders too."""
-        self.files.invalidate_cache()
         paths = (str(path).lstrip("/") for path in self.files.find(self.root))
         return sorted(path.removeprefix(f"{self.root.lstrip('/')}/") for path in paths)
 
@@ -103,39 +112,19 @@ class CheckpointStore(NamedTuple):
 
     def record(self, said: Record) -> None:
         """Write the record of a copy."""
-        self.write(f"{said['folder']}.json", json.dumps(said, indent=2))
+        self.files.pipe_file(self.path(f"{said['folder']}.json"), json.dumps(said, indent=2).encode())
 
     def remove(self, said: Record) -> None:
         """Remove the files of a copy, then its record, and folders that are empty then."""
         self.record({**said, "whole": False})
-        paths = [self.path(f"{said['folder']}/{name}") for name in said["files"]]
-        for path in (*paths, self.path(f"{said['folder']}.json")):
+        names = [*(f"{said['folder']}/{name}" for name in said["files"]), f"{said['folder']}.json"]
+        for path in [self.path(name) for name in names]:
             with contextlib.suppress(FileNotFoundError):  # it was never sent
                 self.files.rm_file(path)
-        parents = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
-        for folder in sorted(parents, key=len, reverse=True):
-            if folder.startswith(f"{self.root}/"):
-                with contextlib.suppress(OSError):  # not empty, or a store without folders
-                    self.files.rmdir(folder)
-
-
-def open_store(url: str, run: str) -> CheckpointStore:
-    """The folder of a run in a store. Raises UserError where the URL or what it needs is wrong."""
-    import fsspec
-
-    if run in ("", ".", ".."):
-        raise UserError(
-            f"{url}/{run}: give the URL of the copies with the run's name: s3://bucket/prefix/RUN"
-        )
-    try:
-        files, root = fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        if library := {"s3": "s3fs", "gs": "gcsfs"}.get(url.partition("://")[0]):
-            need(library, f"--checkpoint-copy {url}")
-        raise UserError(f"--checkpoint-copy {url}: {error}") from None
-    if "file" in files.protocol:  # others have no folders
-        files = fsspec.filesystem("file", auto_mkdir=True)
-    return CheckpointStore(files, f"{root.rstrip('/')}/{run}")
+        folders = {str(folder) for name in names for folder in PurePosixPath(name).parents} - {"."}
+        for folder in sorted(folders, key=len, reverse=True):
+            with contextlib.suppress(OSError):  # not empty, or a store without folders
+                self.files.rmdir(self.path(folder))
 
 
 class RemoteCopies:
@@ -163,7 +152,7 @@ class RemoteCopies:
 
     @functools.cached_property
     def _store(self) -> CheckpointStore:
-        return open_store(self._url, self._run.resolve().name)
+        return CheckpointStore(self._url, self._run.resolve().name)
 
     def _claim(self) -> None:
         """Write whose copies these are. Raises UserError where the place is somebody else's."""
@@ -175,7 +164,7 @@ class RemoteCopies:
             what = f"{self._store.root} holds {foreign[0]}, which no copy wrote"
             raise UserError(f"--checkpoint-copy {self._url}: {what}: give another --name or URL")
         if owner is None:
-            self._store.write(OWNER_FILE, self._identity)
+            self._store.files.pipe_file(self._store.path(OWNER_FILE), self._identity.encode())
 
     def __enter__(self) -> RemoteCopies:
         self._thread.start()
@@ -206,27 +195,29 @@ class RemoteCopies:
 
     def _copy(self, folder: Path, file: str, save: str) -> None:
         store, copy = self._store, f"{folder.name}-{save}"
-        if not self._is_main:  # the main rank gives the folder its name, and may have removed it since
-            self._await((folder / file).exists, file, APPEARS_SECONDS)
-        paths = [folder / file]
         if self._is_main:
             self._claim()
             paths = [*_small_files(self._run), *sorted(folder.iterdir())]
+        else:  # the main rank gives the folder its name, and may have removed it since
+            self._await((folder / file).exists, file, APPEARS_SECONDS)
+            paths = [folder / file]
         files = {path.relative_to(self._run).as_posix(): path.stat().st_size for path in paths}
         saved_at = (folder / "index.json").stat().st_mtime
-        said = {"checkpoint": folder.name, "folder": copy, "saved_at": saved_at}
+        said = {"checkpoint": folder.name, "folder": copy, "saved_at": saved_at, "files": files}
         if self._is_main:
-            store.record({**said, "files": files, "whole": False})
-        for name, path in zip(files, paths, strict=True):
-            is_others = path.parent == folder and path.name.startswith("node-") and path.name != file
-            if not is_others:
-                store.files.put_file(str(path), store.path(f"{copy}/{name}"))
-            if path.parent == folder:
-                self._await(functools.partial(store.has, f"{copy}/{name}", files[name]), name)
-            else:
-                files[name] = store.files.size(store.path(f"{copy}/{name}"))  # a log has grown since
+            store.record({**said, "whole": False})
+        of_others = f"checkpoints/{folder.name}/node-"
+        own = [name for name in files if not name.startswith(of_others) or name.endswith(f"/{file}")]
+        store.files.put(
+            [f"{self._run}/{name}" for name in own], [store.path(f"{copy}/{name}") for name in own]
+        )
         if self._is_main:
-            store.record({**said, "files": files, "whole": True})
+            for name, size in files.items():
+                if name in own:
+                    files[name] = store.size(f"{copy}/{name}")  # a log has grown since
+                else:
+                    self._await(lambda name=name, size=size: store.size(f"{copy}/{name}") == size, name)
+            store.record({**said, "whole": True})
             self._remove_old(folder.name, copy)
 
     def _await(self, is_there: Callable[[], bool], name: str, seconds: float | None = None) -> None:
@@ -263,7 +254,7 @@ def fetch_run(url: str, out: Path, here: str | None = None) -> Path:
     also where it is another run.
     """
     parent, _, name = url.rstrip("/").rpartition("/")
-    folder, store = out / name, open_store(parent, name)
+    folder, store = out / name, CheckpointStore(parent, name)
     # When the newest checkpoint here was written, in seconds since 1970.
     saves = (path.stat().st_mtime for path in (folder / "checkpoints").glob("[!.]*/index.json"))
     newest_here = max(saves, default=0.0)
@@ -271,8 +262,9 @@ def fetch_run(url: str, out: Path, here: str | None = None) -> Path:
         owner, records = store.read(OWNER_FILE), store.records()
     except Exception as error:  # a store's own
         raise UserError(f"{url} cannot be read: {_in_a_line(error)}") from None
-    newest = {said["checkpoint"]: said for said in records if said.get("whole")}  # a run may save one again
-    found = sorted(newest.values(), key=lambda said: said["saved_at"])
+    # The newest last; a run may save a checkpoint again.
+    found = [*{said["checkpoint"]: said for said in records if said.get("whole")}.values()]
+    found.sort(key=lambda said: said["saved_at"])
     if not found and not newest_here:
         raise UserError(f"{url} holds no whole copy: give --checkpoint-copy's URL and the run's name")
     if found and None not in (owner, here) and owner != here:
@@ -281,25 +273,19 @@ def fetch_run(url: str, out: Path, here: str | None = None) -> Path:
         return folder
     fresh = folder.with_name(f".{name}.fetched")
     shutil.rmtree(fresh, ignore_errors=True)
-    for said in reversed(found):
+    for said in found:
         for file, size in said["files"].items():
             if said is found[-1] or file.startswith("checkpoints/"):
-                _fetch(store, f"{said['folder']}/{file}", fresh / file, fresh, size)
+                source, path = store.path(f"{said['folder']}/{file}"), fresh / file
+                path.parent.mkdir(parents=True, exist_ok=True)
+                try:
+                    store.files.get_file(source, str(path))
+                except Exception as error:  # a store's own
+                    raise UserError(f"{source} cannot be read: {_in_a_line(error)}") from None
+                if path.stat().st_size != size:
+                    raise UserError(f"{source} has not the {size} bytes that its record says")
     _move_into(fresh, folder)
     return folder
-
-
-def _fetch(store: CheckpointStore, name: str, path: Path, fresh: Path, size: int) -> None:
-    source = store.path(name)
-    if not path.is_relative_to(fresh):
-        raise UserError(f"{store.root} names a file elsewhere: {name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        store.files.get_file(source, str(path))
-    except Exception as error:  # a store's own
-        raise UserError(f"{source} cannot be read: {_in_a_line(error)}") from None
-    if path.stat().st_size != size:
-        raise UserError(f"{source} has {path.stat().st_size} bytes, and its record says otherwise")
 
 
 def _move_into(fresh: Path, folder: Path) -> None:
@@ -307,10 +293,11 @@ def _move_into(fresh: Path, folder: Path) -> None:
     if not folder.exists():
         fresh.rename(folder)
         return
-    (folder / "checkpoints").mkdir(exist_ok=True)
-    for path in sorted((fresh / "checkpoints").iterdir()):
-        shutil.rmtree(folder / "checkpoints" / path.name, ignore_errors=True)
-        path.rename(folder / "checkpoints" / path.name)
+    for path in sorted(fresh.glob("checkpoints/*")):
+        place = folder / "checkpoints" / path.name
+        shutil.rmtree(place, ignore_errors=True)
+        place.parent.mkdir(exist_ok=True)
+        path.rename(place)
     for path in sorted(p for p in fresh.rglob("*") if p.is_file()):
         place = folder / path.relative_to(fresh)
         place.parent.mkdir(parents=True, exist_ok=True)

@@ -45,6 +45,15 @@ class Setting:
         """What it makes faster: a sample or, where a change draws other samples, a token."""
         return "tokens" if "group_by_length" in self.recipe else "samples"
 
+    @property
+    def fields(self) -> set[str]:
+        """What it sets."""
+        return {*self.plan, *self.recipe}
+
+    def __or__(self, other: Setting) -> Setting:
+        """Both together."""
+        return Setting("together", {**self.plan, **other.plan}, {**self.recipe, **other.recipe})
+
 
 def settings(base: Variant) -> Iterator[Setting]:
     """Every way to take a measure here, or to do without it where the plan has it; the slow ones last."""

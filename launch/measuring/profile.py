@@ -6,30 +6,24 @@ Python's stacks with the modules.
 
 from __future__ import annotations
 
-import contextlib
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.measures import now
 from isobatch.core.number_ranges import Positive
 from isobatch.engine.machine.detect import allowed_cpus
 from isobatch.engine.runs.peak_memory import peak_bytes
-from isobatch.engine.train.hooks import Seen
 from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.measuring.measures import settings
-from isobatch.launch.measuring.trial import TrialSession, answer_in_world
+from isobatch.launch.measuring.trial import answer_in_world, trial
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Mapping, Sequence
 
     from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.engine.train.state import Training
-    from isobatch.launch.measuring.trial import Variant
+    from isobatch.launch.measuring.trial import Stopwatch, Variant
 
 FILE, TRACE_FILE = "profile.json", "trace.json"
 OPERATORS = 10
@@ -63,14 +57,14 @@ def profile(words: Sequence[str]) -> int:
 def measure(base: Variant, world: Communicator, options: ProfileOptions, folder: Path) -> Findings:
     """The findings with the advice, written on rank 0. JSON."""
     recipe, plan, hardware = base.target.recipe, base.plan, base.target.hardware
-    with TrialSession(base, world) as session:
-        session.warm_up()
-        found, trace = profile_steps(session, options.timed_steps)
+    with trial(base, world) as session:
+        watch, trace = session.round(options.timed_steps), session.traced()
         phase = session.state.schedule.name
     if not world.is_main:
         return {}
     capacity = hardware.gpu.memory_bytes if plan.device == "cuda" else hardware.ram_bytes // plan.processes
-    found |= {
+    found = {
+        **step_findings(watch, trace, options.timed_steps),
         "task": recipe.task,
         "recipe_hash": recipe.hash(),
         "phase": phase,
@@ -87,14 +81,10 @@ def measure(base: Variant, world: Communicator, options: ProfileOptions, folder:
     return found
 
 
-def profile_steps(session: TrialSession, steps: int) -> tuple[Findings, Any]:
-    """What so many steps say, and the trace of one more."""
-    on_gpu = session.world.device.type == "cuda"
-    cores = max(1, allowed_cpus(Path("/"), {}) // session.world.size)
-    watch = ProfileHook(session, steps)
-    session.run(steps + 2, watch)
-    trace, wall, busy = watch.trace, watch.wall, watch.busy
-    works = [figures.output.loaded.work for figures in watch.figures[1:-1]]
+def step_findings(watch: Stopwatch, trace: Any, steps: int) -> Findings:
+    """What so many steps that were timed say, and the trace of one."""
+    world, works = watch.session.world, watch.works
+    on_gpu, cores = world.device.type == "cuda", max(1, allowed_cpus(Path("/"), {}) // world.size)
     own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     operators = [
         {"operator": row.key, "seconds": getattr(row, own) * 1e-6, "calls": row.count}
@@ -103,55 +93,17 @@ def profile_steps(session: TrialSession, steps: int) -> tuple[Findings, Any]:
     ]
     micro_batches = fmean(len(work.micro_batches) for work in works)
     own_samples = fmean(sum(len(m.positions) for m in work.micro_batches) for work in works)
-    found = {
+    return {
         "steps": steps,
-        "step_seconds": wall / steps,
+        "step_seconds": watch.wall / steps,
         "parts": {name: seconds / steps for name, seconds in watch.parts.items()},
-        "device": session.world.device.type,
-        "device_use": gpu_busy(trace.events()) if on_gpu else min(1.0, busy / wall / cores),
+        "device": world.device.type,
+        "device_use": gpu_busy(trace.events()) if on_gpu else min(1.0, watch.busy / watch.wall / cores),
         "padding": fmean(work.padding for work in works),
         "micro_batches": micro_batches,
         "samples_per_micro_batch": own_samples / micro_batches,
         "operators": sorted(operators, key=lambda row: -float(row["seconds"]))[:OPERATORS],
     }
-    return found, trace
-
-
-class ProfileHook(Seen):
-    """Lets one step pass, times the parts of so many, and traces the next by torch.profiler."""
-
-    def __init__(self, session: TrialSession, steps: int) -> None:
-        super().__init__()
-        self.session, self.steps, self._begun = session, steps, 0
-        self.parts: dict[str, float] = {}
-        """Part of a step -> seconds in all timed steps."""
-        self.wall = self.busy = 0.0
-        """Seconds of the timed steps, by the clock and of the processor."""
-        self.trace: Any = None
-
-    def around(self, state: Training, step: int) -> AbstractContextManager[None]:  # noqa: ARG002
-        begun, recorder = self._begun, self.session.world.recorder
-        self._begun += 1
-        if begun == 1:
-            self.session.synchronize()
-            recorder.start(self.session.world.device)
-            self.wall, self.busy = now(), time.process_time()
-        if begun <= self.steps:
-            return contextlib.nullcontext()
-        self.parts = recorder.stop()  # waits for the device
-        self.wall, self.busy = now() - self.wall, time.process_time() - self.busy
-        return self._traced()
-
-    @contextlib.contextmanager
-    def _traced(self) -> Iterator[None]:
-        import torch
-
-        world, kinds = self.session.world, torch.profiler.ProfilerActivity
-        activities = [kinds.CPU, *([kinds.CUDA] if world.device.type == "cuda" else [])]
-        with torch.profiler.profile(activities=activities, acc_events=True, with_stack=True) as self.trace:
-            world.recorder.start(world.device, annotate=True)
-            yield
-            world.recorder.stop()
 
 
 def gpu_busy(events: Any) -> float:

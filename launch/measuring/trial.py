@@ -1,8 +1,7 @@
 """Trials: the steps of a variant, in rounds that alternate with those of the base.
 
-    with TrialSession(base, world) as session:
-        session.warm_up()
-        found = compare(session, base.changed({"prefetch": 8}), end=now() + 10)
+    with trial(base, world) as session:
+        seconds = session.round(steps=4).seconds_for("samples")
 
 A round loads its data anew, so that nothing is fetched ahead of it while another trial runs.
 """
@@ -16,6 +15,7 @@ import gc
 import os
 import sys
 import tempfile
+import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,9 +44,10 @@ from isobatch.models.attention_functions import register_again, registered_atten
 from isobatch.models.base import ModelSize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
+    from isobatch.engine.loading.loader import StepWork
     from isobatch.engine.train.hooks import Hook
     from isobatch.engine.train.state import Training
 
@@ -138,66 +139,49 @@ def _in_processes(words: Sequence[str], command: str, plan: Plan) -> int:
     return DONE
 
 
-class TrialSession:
-    """The training of a variant, which stands in its last phase and runs steps when asked."""
-
-    def __init__(self, variant: Variant, world: Communicator) -> None:
-        self.variant = variant
-        self.world = copy.copy(world)
-        self.world.plan = variant.plan
-        self.state: Training
-        self.warm_seconds = 0.0
-        """Of the first steps, with what is compiled in them."""
-        self._step = 0
-        self._open = contextlib.ExitStack()
-
-    def __enter__(self) -> TrialSession:
-        plan = self.variant.plan
-        target = self.variant.target
-        builder = Builder(target.recipe, target.facts, plan, self.world)
-        self._open.callback(builder.__exit__)
+@contextlib.contextmanager
+def trial(variant: Variant, world: Communicator) -> Iterator[TrialSession]:
+    """The training of a variant in its last phase, warm: its buffers are made and its graphs compiled."""
+    gc.collect()  # what an earlier trial has left
+    if world.device.type == "cuda":
+        torch.cuda.empty_cache()
+    world = copy.copy(world)
+    world.plan = variant.plan
+    with Builder(variant.target.recipe, variant.target.facts, variant.plan, world) as builder:
         for schedule in builder.schedules[:-1]:
             builder.prepare_phase(schedule)
-        self.state = self._open.enter_context(builder.phase(builder.schedules[-1]))
+        with builder.phase(builder.schedules[-1]) as state:
+            yield TrialSession(state)
+
+
+class TrialSession:
+    """A phase of which steps are run when asked."""
+
+    def __init__(self, state: Training) -> None:
+        self.state, self.world = state, state.world
+        self._step = 0
         self._attention = registered_attention()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._open.__exit__(*error)
-        self.__dict__.pop("state", None)
-        gc.collect()
-        if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def warm_up(self) -> None:
-        """First steps: buffers are made, graphs compiled."""
         began = now()
-        self.run(WARM_STEPS)
+        self._run(WARM_STEPS)
         self.synchronize()
         self.warm_seconds = now() - began
+        """Of the first steps, with what is compiled in them."""
 
-    def round(self, steps: int, unit: str = "samples") -> float:
-        """So many steps: seconds for a sample, or for a token without padding.
+    def round(self, steps: int) -> Stopwatch:
+        """So many steps, timed. The loader begins in steps before them: its processes bring a batch each."""
+        watch = Stopwatch(self, skip=1 + self.state.plan.workers, steps=steps)
+        self._run(watch.stop + 1, watch)
+        return watch
 
-        The first steps do not count: the loader begins, and its processes bring a batch each.
-        """
-        timed = Timed(self, skip=1 + self.variant.plan.workers)
-        self.run(timed.skip + steps, timed)
-        self.synchronize()
-        seconds, works = now() - timed.began, [f.output.loaded.work for f in timed.figures[timed.skip :]]
-        return seconds / max(1, sum(len(w.samples) if unit == "samples" else w.tokens for w in works))
-
-    def run(self, count: int, *hooks: Hook) -> None:
-        """The next `count` steps; from the phase's first again where it has no more. No more is fetched."""
-        whole = self.state.schedule.steps
-        torch.set_num_threads(self.variant.plan.threads or torch.get_num_threads())
-        register_again(self._attention)
-        if self._step + count > whole:
-            self._step = 0
-        while count:
-            taken = min(count, whole - self._step)
-            run_phase(self.state, Hooks(hooks), self._step, self._step + taken)
-            self._step, count = (self._step + taken) % whole, count - taken
+    def traced(self) -> Any:
+        """One more step in torch.profiler, which names the step's parts and has Python's stacks."""
+        device, kinds = self.world.device, torch.profiler.ProfilerActivity
+        activities = [kinds.CPU, *([kinds.CUDA] if device.type == "cuda" else [])]
+        with torch.profiler.profile(activities=activities, acc_events=True, with_stack=True) as trace:
+            self.world.recorder.start(device, annotate=True)
+            self._run(1)
+            self.world.recorder.stop()
+        return trace
 
     def steps_per_round(self) -> int:
         """As many steps as fit into ROUND_SECONDS by the warm steps; the same on every rank."""
@@ -209,17 +193,46 @@ class TrialSession:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize(self.world.device)
 
+    def _run(self, count: int, *hooks: Hook) -> None:
+        """The next `count` steps; from the phase's first again where it has no more. No more is fetched."""
+        whole = self.state.schedule.steps
+        torch.set_num_threads(self.state.plan.threads or torch.get_num_threads())
+        register_again(self._attention)
+        if self._step + count > whole:
+            self._step = 0
+        while count:
+            taken = min(count, whole - self._step)
+            run_phase(self.state, Hooks(hooks), self._step, self._step + taken)
+            self._step, count = (self._step + taken) % whole, count - taken
 
-class Timed(Seen):
-    """Notes when the steps that count begin, behind the first `skip`, with an idle device."""
 
-    def __init__(self, session: TrialSession, skip: int) -> None:
+class Stopwatch(Seen):
+    """Times `steps` steps behind the first `skip`, with an idle device at both ends; one more must follow."""
+
+    def __init__(self, session: TrialSession, skip: int, steps: int) -> None:
         super().__init__()
-        self.session, self.skip, self.began, self._begun = session, skip, 0.0, 0
+        self.session, self.start, self.stop, self._begun = session, skip, skip + steps, 0
+        self.wall = self.busy = 0.0
+        """Seconds of the steps, by the clock and of the processor."""
+        self.parts: dict[str, float] = {}
+        """Part of a step -> seconds in all of them."""
+
+    @property
+    def works(self) -> list[StepWork]:
+        """What this rank did in the steps."""
+        return [figures.output.loaded.work for figures in self.figures[self.start : self.stop]]
+
+    def seconds_for(self, unit: str) -> float:
+        """For one of the batch's `samples`, or of its `tokens` without padding."""
+        return self.wall / max(1, sum(len(w.samples) if unit == "samples" else w.tokens for w in self.works))
 
     def around(self, state: Training, step: int) -> AbstractContextManager[None]:  # noqa: ARG002
-        if self._begun == self.skip:
+        if self._begun == self.start:
             self.session.synchronize()
-            self.began = now()
+            state.world.recorder.start(state.world.device)
+            self.wall, self.busy = now(), time.process_time()
+        if self._begun == self.stop:
+            self.parts = state.world.recorder.stop()  # waits for the device
+            self.wall, self.busy = now() - self.wall, time.process_time() - self.busy
         self._begun += 1
         return contextlib.nullcontext()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
 import sys
 import time
@@ -16,14 +18,14 @@ from isobatch.core.plan import INVARIANCES
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.measuring.measures import QUOTED, Setting, settings
-from isobatch.launch.measuring.trial import TrialSession, answer_in_world
+from isobatch.launch.measuring.trial import answer_in_world, trial
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.launch.measuring.trial import Variant
+    from isobatch.launch.measuring.trial import TrialSession, Variant
 
 FILE = "tune.json"
 RESERVED_SECONDS = 2.0
@@ -44,10 +46,10 @@ class TuneOptions(TrustOptions):
 
 
 @dataclass(slots=True)
-class PairedRounds:
-    """Settings together beside the recipe as it is: of each round, how many times as fast they were."""
+class Tried:
+    """A setting beside the recipe as it is: of each round, how many times as fast it was."""
 
-    settings: tuple[Setting, ...] = ()
+    setting: Setting
     ratios: list[float] = field(default_factory=list)
     """Of each round: time of the base over that of the variant, for a sample (or a token)."""
     problem: str = ""
@@ -68,15 +70,11 @@ class PairedRounds:
         return median(abs(r - self.ratio) for r in self.ratios) / self.ratio if self.ratios else 0.0
 
     @property
-    def flags(self) -> str:
-        return " ".join(setting.flags for setting in self.settings)
-
-    @property
     def learns_the_same(self) -> bool:
         """Whether it is of the plan alone, and as exact."""
-        return not self.invariance and not any(setting.recipe for setting in self.settings)
+        return not self.invariance and not self.setting.recipe
 
-    def beats(self, noise: PairedRounds) -> bool:
+    def beats(self, noise: Tried) -> bool:
         """Whether it is faster, beyond the noise of its rounds, and of the base beside itself."""
         if self.problem or len(self.ratios) < LEAST_ROUNDS:
             return False
@@ -85,8 +83,16 @@ class PairedRounds:
     def to_dict(self) -> dict[str, Any]:
         """As JSON."""
         rounds = {"ratio": self.ratio, "spread": self.spread, "rounds": len(self.ratios)}
-        found = {"problem": self.problem} if self.problem else rounds
-        return {**found, "memory": self.memory, "invariance": self.invariance}
+        return {
+            "measure": self.setting.measure,
+            "flags": self.setting.flags,
+            "quoted": QUOTED.get(self.setting.measure),
+            "changes": "recipe" if self.setting.recipe else "plan",
+            "per": self.setting.unit.removesuffix("s"),
+            **({"problem": self.problem} if self.problem else rounds),
+            "memory": self.memory,
+            "invariance": self.invariance,
+        }
 
 
 def tune(words: Sequence[str]) -> int:
@@ -102,22 +108,18 @@ def measure(base: Variant, world: Communicator, options: TuneOptions, folder: Pa
     """The table of measures, in every process of the world. JSON."""
     limit = now() + 60 * options.minutes - _seconds_since_start() - RESERVED_SECONDS
     wanted = list(settings(base))
-    tried: list[PairedRounds] = []
-    helping: dict[str, PairedRounds] = {}
-    with TrialSession(base, world) as session:
-        session.warm_up()
-        noise = try_settings(session, (), len(wanted) + 2, limit)
-        for number, setting in enumerate(wanted):
-            tried.append(found := try_settings(session, (setting,), len(wanted) - number + 1, limit))
-            best = helping.get(setting.measure)
-            if found.beats(noise) and (best is None or found.ratio > best.ratio):
-                helping[setting.measure] = found
-        fastest = sorted(helping.values(), key=lambda one: -one.ratio)
+    with trial(base, world) as session:
+        noise = try_setting(base, session, Setting("the recipe itself"), len(wanted) + 2, limit)
+        tried = [
+            try_setting(base, session, setting, len(wanted) - number + 1, limit)
+            for number, setting in enumerate(wanted)
+        ]
+        fastest = sorted((one for one in tried if one.beats(noise)), key=lambda one: -one.ratio)
         same = compatible(one for one in fastest if one.learns_the_same)
-        keep = same[0] if same else None
-        if keep and len(same) > 1:
-            together = try_settings(session, tuple(one.settings[0] for one in same), 1, limit)
-            keep = together if together.ratio > keep.ratio else keep
+        if len(same) > 1:
+            all_of_them = functools.reduce(operator.or_, (one.setting for one in same))
+            same.append(try_setting(base, session, all_of_them, 1, limit))
+        keep = max(same, key=lambda one: one.ratio, default=None)
         phase = session.state.schedule.name
     answer = {
         "task": base.target.recipe.task,
@@ -125,9 +127,9 @@ def measure(base: Variant, world: Communicator, options: TuneOptions, folder: Pa
         "phase": phase,
         "machine": base.target.hardware.describe(),
         "noise": noise.to_dict(),
-        "rows": [_row(one) for one in tried],
-        "keep": keep and {"flags": keep.flags, **keep.to_dict()},
-        "other": [one.flags for one in compatible(fastest) if not one.learns_the_same],
+        "rows": [one.to_dict() for one in tried],
+        "keep": keep and keep.to_dict(),
+        "other": [one.setting.flags for one in compatible(fastest) if not one.learns_the_same],
         "minutes": options.minutes,
         "seconds": _seconds_since_start(),
     }
@@ -142,31 +144,25 @@ def _seconds_since_start() -> float:
     return time.time() - float(os.environ.get("ISOBATCH_STARTED", time.time()))
 
 
-def try_settings(
-    session: TrialSession, together: tuple[Setting, ...], shares: int, limit: float
-) -> PairedRounds:
-    """Rounds of the base, which is open and warm, and of the settings together (none: the base again).
+def try_setting(base: Variant, session: TrialSession, setting: Setting, shares: int, limit: float) -> Tried:
+    """Rounds of the base, whose `session` is open, and of the base with a setting.
 
     They take about one of so many shares of the time until `limit` (as of `now`), at least LEAST_ROUNDS; none
     begins that would end after the limit. What goes wrong is told and not raised: others are tried after it.
     """
-    base, found, began = session.variant, PairedRounds(together), now()
+    found, began = Tried(setting), now()
     try:
         if session.world.broadcast_object(began >= limit):
             raise TimeoutError("no time was left to measure it")
-        variant = base.changed(
-            {name: value for setting in together for name, value in setting.plan.items()},
-            {name: value for setting in together for name, value in setting.recipe.items()},
-        )
+        variant = base.changed(setting.plan, setting.recipe)
         before, after = base.plan, variant.plan
         found.memory = after.predicted_peak_memory_bytes / max(1, before.predicted_peak_memory_bytes)
         if INVARIANCES.index(after.invariance) > INVARIANCES.index(before.invariance):
             found.invariance = after.invariance
-        if session.world.is_main and together:
-            print(printable(f"trying {found.flags}"), file=sys.stderr)
-        with TrialSession(variant, session.world) as trial:
-            trial.warm_up()
-            alternate(session, trial, found, began + (limit - began) / shares, limit)
+        if session.world.is_main and setting.fields:
+            print(printable(f"trying {setting.flags}"), file=sys.stderr)
+        with trial(variant, session.world) as other:
+            alternate(session, other, found, began + (limit - began) / shares, limit)
         if not found.ratios:
             raise TimeoutError("no time was left to measure it")
     except Exception as error:
@@ -176,41 +172,28 @@ def try_settings(
     return found
 
 
-def alternate(base: TrialSession, trial: TrialSession, found: PairedRounds, end: float, limit: float) -> None:
+def alternate(base: TrialSession, other: TrialSession, found: Tried, end: float, limit: float) -> None:
     """Add rounds of both to `found`, in turn, which of them is first too, until about `end`."""
-    steps, length, unit = base.steps_per_round(), 0.0, found.settings[0].unit if found.settings else "samples"
+    steps, length = base.steps_per_round(), 0.0
     while True:
         began, rounds = now(), len(found.ratios)
         goes_on = rounds < MOST_ROUNDS and began + length <= (end if rounds >= LEAST_ROUNDS else limit)
         if not base.world.broadcast_object(goes_on):  # every rank takes as many as rank 0's clock allows
             return
-        order = (base, trial) if rounds % 2 == 0 else (trial, base)
-        costs = {one: one.round(steps, unit) for one in order}
-        found.ratios.append(costs[base] / costs[trial])
+        order = (base, other) if rounds % 2 == 0 else (other, base)
+        costs = {one: one.round(steps).seconds_for(found.setting.unit) for one in order}
+        found.ratios.append(costs[base] / costs[other])
         length = now() - began
 
 
-def compatible(tried: Iterable[PairedRounds]) -> list[PairedRounds]:
-    """Those that set no field which an earlier one sets, too."""
-    found: list[PairedRounds] = []
-    fields: set[str] = set()
+def compatible(tried: Iterable[Tried]) -> list[Tried]:
+    """Those of other measures, and other fields, than all that come before them."""
+    found: list[Tried] = []
     for one in tried:
-        own = {name for setting in one.settings for name in (*setting.plan, *setting.recipe)}
-        if not own & fields:
-            found, fields = [*found, one], fields | own
+        taken = {name for other in found for name in (*other.setting.fields, other.setting.measure)}
+        if not taken & {*one.setting.fields, one.setting.measure}:
+            found.append(one)
     return found
-
-
-def _row(tried: PairedRounds) -> dict[str, Any]:
-    (setting,) = tried.settings
-    return {
-        "measure": setting.measure,
-        "flags": setting.flags,
-        "quoted": QUOTED.get(setting.measure),
-        "changes": "recipe" if setting.recipe else "plan",
-        "per": setting.unit.removesuffix("s"),
-        **tried.to_dict(),
-    }
 
 
 def table_lines(found: dict[str, Any]) -> list[str]:

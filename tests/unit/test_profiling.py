@@ -61,20 +61,6 @@ def test_an_inner_part_is_not_the_outer_ones(clock: Clock) -> None:
     }
 
 
-def test_waiting_for_data_is_a_part(clock: Clock) -> None:
-    def slow() -> Any:
-        for number in range(2):
-            clock.wait(3)
-            yield number
-
-    found = Recorder()
-    found.start(CPU)
-    for _ in found.waiting_for_data(slow()):
-        clock.wait(1)
-    parts = found.stop()
-    assert (parts["data wait"], parts["host"]) == (6.0, 2.0)
-
-
 HEALTHY: dict[str, Any] = {
     "parts": {**dict.fromkeys(PARTS, 0.0), "forward": 0.4, "backward": 0.5, "optimizer": 0.04},
     "device": "cpu",

@@ -15,7 +15,7 @@ import torch
 from isobatch.core.errors import StopRequestedError, UserError
 from isobatch.engine.checkpointing import checkpoint, portable_state, remote_copy, writer
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-from isobatch.engine.checkpointing.remote_copy import RemoteCopies, fetch_run, open_store
+from isobatch.engine.checkpointing.remote_copy import CheckpointStore, RemoteCopies, fetch_run
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.tests.unit.helpers import same
 
@@ -101,7 +101,7 @@ def test_a_run_goes_on_elsewhere_from_its_copy(
     size: int, run_ranks: Any, run: Path, url: str, tmp_path: Path
 ) -> None:
     assert train(run_ranks, run, url, [3, 6, 9], size) == []
-    assert set(whole(open_store(url, run.name))) == {"train-6", "train-9"}  # as here
+    assert set(whole(CheckpointStore(url, run.name))) == {"train-6", "train-9"}  # as here
     folder = fetch_run(f"{url}/{run.name}", tmp_path / "elsewhere")
     assert folder == tmp_path / "elsewhere" / run.name
     for step in (6, 9):
@@ -115,14 +115,14 @@ def test_a_run_goes_on_elsewhere_from_its_copy(
 
 def test_a_copy_is_whole_by_its_record_alone(run_ranks: Any, run: Path, url: str, tmp_path: Path) -> None:
     train(run_ranks, run, url, [3, 6])
-    store = open_store(url, run.name)
+    store = CheckpointStore(url, run.name)
     store.record({**whole(store)["train-6"], "whole": False})
     folder = fetch_run(f"{url}/{run.name}", tmp_path)
     assert [p.name for p in (folder / "checkpoints").iterdir()] == ["train-3"]
 
 
 def test_saving_a_step_again_replaces_its_copy(run_ranks: Any, run: Path, url: str) -> None:
-    store = open_store(url, run.name)
+    store = CheckpointStore(url, run.name)
     train(run_ranks, run, url, [3])
     before = whole(store)["train-3"]["folder"]
     train(run_ranks, run, url, [3], size=2)
@@ -158,7 +158,7 @@ def test_a_store_that_fails_while_it_is_fetched_is_one_line(
     def fail(*_: object) -> None:
         raise OSError("503")
 
-    monkeypatch.setattr(type(open_store(url, run.name).files), "get_file", fail)
+    monkeypatch.setattr(type(CheckpointStore(url, run.name).files), "get_file", fail)
     with pytest.raises(UserError, match="cannot be read: OSError: 503"):
         fetch_run(f"{url}/{run.name}", tmp_path)
 
@@ -173,7 +173,7 @@ def test_a_run_of_the_same_name_does_not_replace_the_copies_of_another(
         RemoteCopies(url, other, "another", True, print)
     with pytest.raises(UserError, match="elsewhere/it's 日本 is another run than that of memory://"):
         fetch_run(f"{url}/{run.name}", tmp_path / "elsewhere", "another")
-    assert set(whole(open_store(url, run.name))) == {"train-3"}
+    assert set(whole(CheckpointStore(url, run.name))) == {"train-3"}
 
 
 def test_a_newer_copy_replaces_what_is_here(run_ranks: Any, run: Path, url: str, tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_a_record_names_no_file_elsewhere(
     name: str, run_ranks: Any, run: Path, url: str, tmp_path: Path
 ) -> None:
     train(run_ranks, run, url, [3])
-    store = open_store(url, run.name)
+    store = CheckpointStore(url, run.name)
     said = whole(store)["train-3"]
     said["files"][name] = 1
     store.record(said)
@@ -280,7 +280,7 @@ def put(store: Any, name: str, content: bytes = b'{"folder": "2025-thesis", "fil
 def test_a_place_with_anything_else_in_it_is_refused_by_name(
     kind: str, run: Path, url: str, tmp_path: Path
 ) -> None:
-    store = open_store(url if kind == "memory" else f"file://{tmp_path}/store", run.name)
+    store = CheckpointStore(url if kind == "memory" else f"file://{tmp_path}/store", run.name)
     put(store, "2025-thesis/w.bin")
     with pytest.raises(UserError, match=r"holds 2025-thesis/w\.bin, which no copy wrote: give another"):
         RemoteCopies(url if kind == "memory" else f"file://{tmp_path}/store", run, "a run", True, print)
@@ -293,7 +293,7 @@ def test_only_what_a_copy_wrote_is_removed(
 ) -> None:
     """What came since the run began, in any folder, stays; of a copy that was cut off nothing does."""
     url = url if kind == "memory" else f"file://{tmp_path}/store"
-    store = open_store(url, run.name)
+    store = CheckpointStore(url, run.name)
     foreign = {"2025-thesis/w.bin": b"precious", "train-0-notes/mine.txt": b"precious"}
     remove = RemoteCopies._remove_old  # noqa: SLF001
 
@@ -331,7 +331,7 @@ def test_a_record_removes_nothing_elsewhere(
     """It may have come with a store that somebody sent."""
     (tmp_path / "precious").write_text("precious")
     url = f"file://{tmp_path}/store"
-    store = open_store(url, run.name)
+    store = CheckpointStore(url, run.name)
     train(run_ranks, run, url, [3])
     folder = tmp_path / "store" / run.name
     (folder / "train-1-x").mkdir()
@@ -376,14 +376,14 @@ def test_what_a_store_says_is_shown_without_its_password(run: Path, url: str, mo
 def test_a_run_has_a_name_in_its_store(name: str) -> None:
     """Else all of the store would be taken for its copies."""
     with pytest.raises(UserError, match="with the run's name"):
-        open_store("memory://x", name)
+        CheckpointStore("memory://x", name)
 
 
 def test_urls_that_cannot_be_used_have_a_line(url: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds no whole copy"):
         fetch_run(f"{url}/no-run", tmp_path)
     with pytest.raises(UserError, match="--checkpoint-copy nonsense://x: Protocol not known"):
-        open_store("nonsense://x", "run")
+        CheckpointStore("nonsense://x", "run")
 
 
 def test_an_s3_server(run_ranks: Any, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,7 +409,7 @@ def test_an_s3_server(run_ranks: Any, run: Path, tmp_path: Path, monkeypatch: py
         saved.verify_checksums()
         assert same({name: saved.read(name) for name in saved.entries}, tensors(9))
         assert not any(
-            name.startswith("train-3") for name in open_store("s3://bucket/prefix", run.name).names()
+            name.startswith("train-3") for name in CheckpointStore("s3://bucket/prefix", run.name).names()
         )
     finally:
         server.stop()
