@@ -111,6 +111,14 @@ def rows_in(path: Path) -> Iterator[dict[str, Any]]:
     return (row for line in lines_in(path) if (row := parse_row(line)) is not None)
 
 
+def append_row(path: Path, row: Mapping[str, Any]) -> bytes:
+    """Append a row to a log; returns its line. Raises UserError where it cannot be written."""
+    line = (json_text(row, ensure_ascii=False) + "\n").encode()
+    with explain_write_errors(path), path.open("ab") as stream:
+        stream.write(line)
+    return line
+
+
 def share_as_umask_allows(folder: Path) -> None:
     """Give the files under a folder the permissions of new ones: safetensors lets their owner alone read."""
     umask = os.umask(0o077)

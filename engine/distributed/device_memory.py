@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,20 +19,15 @@ OUTSIDE_ALLOCATOR_BYTES = 512 << 20
 def spills_to_host_memory(root: Path = Path("/")) -> bool:
     """Whether a GPU whose memory is full goes on in host memory, many times slower, in place of an error.
 
-    The drivers of Windows do so, also for Linux under WSL.
+    The drivers of Windows do so for Linux under WSL, which reaches a GPU by this device.
     """
-    if sys.platform == "win32" or (root / "dev" / "dxg").exists():
-        return True
-    try:
-        return "microsoft" in (root / "proc" / "version").read_text().lower()
-    except OSError:
-        return False
+    return (root / "dev" / "dxg").exists()
 
 
 def allocator_settings(environment: Mapping[str, str], root: Path = Path("/")) -> dict[str, str]:
     """Variables to set before torch is imported: segments that grow, so that varying lengths waste less.
 
-    Empty where the user has set any of them, and on Windows and WSL, which do not support such segments.
+    Empty where the user has set any of them, and on WSL, which does not support such segments.
     """
     if any(name in environment for name in ALLOCATOR_VARIABLES) or spills_to_host_memory(root):
         return {}

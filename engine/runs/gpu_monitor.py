@@ -26,19 +26,18 @@ class GpuMonitor:
     """Utilisation (percent), power (watts), temperature (Celsius) and memory in use (bytes) of one GPU.
 
     `with` runs a thread that reads them once a second: a call may take long, and on MIG slices, virtual GPUs
-    and WSL many fail. What cannot be read is left out of `latest()`; without a GPU there is no thread.
+    and WSL many fail. What cannot be read is left out of `latest()`.
     """
 
-    def __init__(self, device: torch.device | None) -> None:
-        self._device = device if device is not None and device.type == "cuda" else None
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._figures: dict[str, float] = {}
         self._read_at = 0.0
         self._end = threading.Event()
 
     def __enter__(self) -> GpuMonitor:
         self._end.clear()
-        if self._device is not None:
-            threading.Thread(target=self._run, name="gpu monitor", daemon=True).start()
+        threading.Thread(target=self._run, name="gpu monitor", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:

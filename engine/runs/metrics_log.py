@@ -9,7 +9,6 @@ resumed run cuts them there without reading them.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -117,14 +116,14 @@ class MetricsLog:
     def log_metrics(self, row: Mapping[str, Any]) -> None:
         """Append a row to metrics.jsonl."""
         if self.writes:
-            self._hash.update(self._append(self.run.metrics, row))
+            self._hash.update(atomic_files.append_row(self.run.metrics, row))
 
     def seal(self, phase: str, step: int) -> dict[str, Any]:
         """Seal the rows so far. Returns the seal and the sizes of the logs in bytes, for a checkpoint."""
         if not self.writes:
             return {}
         seal = self._hash.hexdigest()[:32]
-        self._append(self.run.metrics, {"phase": phase, "step": step, SEAL: seal})
+        atomic_files.append_row(self.run.metrics, {"phase": phase, "step": step, SEAL: seal})
         for path in (self.run.metrics, self.run.samples):  # else a checkpoint might outlive its rows
             _sync(path)
         self._hash = hashlib.sha256(seal.encode())
@@ -139,21 +138,7 @@ class MetricsLog:
     def log_decision(self, row: Mapping[str, Any]) -> None:
         """Append a row to decisions.jsonl."""
         if self.writes:
-            self._append(self.run.decisions, row)
-
-    def _append(self, path: Path, row: Mapping[str, Any]) -> bytes:
-        try:
-            text = json.dumps(row, ensure_ascii=False, allow_nan=False)
-        except ValueError:
-            text = atomic_files.json_text(row, ensure_ascii=False)
-        line = (text + "\n").encode()
-        try:
-            with path.open("ab") as stream:
-                stream.write(line)
-        except OSError:
-            with atomic_files.explain_write_errors(path):
-                raise
-        return line
+            atomic_files.append_row(self.run.decisions, row)
 
 
 def first_seal(recipe_hash: str, fingerprint: str) -> str:

@@ -262,11 +262,7 @@ class RunFolder:
 
     def log_decision(self, decision: str, **facts: Any) -> None:
         """Append a decision of a launch to decisions.jsonl; resuming does not remove it."""
-        with (
-            atomic_files.explain_write_errors(self.decisions),
-            self.decisions.open("a", encoding="utf-8") as stream,
-        ):
-            stream.write(atomic_files.json_text({"decision": decision, **facts}, ensure_ascii=False) + "\n")
+        atomic_files.append_row(self.decisions, {"decision": decision, **facts})
 
 
 def _is_locked(path: Path) -> bool:

@@ -58,10 +58,3 @@ def test_a_call_that_hangs_holds_up_nothing_and_its_figures_grow_old(monkeypatch
         wait_until(lambda: not monitor.latest())
     assert time.monotonic() - began < 5
     free.set()
-
-
-@pytest.mark.parametrize("device", [None, torch.device("cpu")])
-def test_without_a_gpu_there_are_no_figures(device: torch.device | None) -> None:
-    with GpuMonitor(device) as monitor:
-        time.sleep(0.1)
-        assert monitor.latest() == {}
