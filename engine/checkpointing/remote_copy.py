@@ -87,10 +87,10 @@ class CheckpointStore:
         except FileNotFoundError:
             return None
 
-    def size(self, name: str) -> int:
-        """Bytes of an object; -1 where there is no such one."""
+    def has(self, name: str, size: int) -> bool:
+        """Whether an object of so many bytes is there."""
         path = self.path(name)
-        return int(self.files.size(path)) if self.files.exists(path) else -1
+        return bool(self.files.exists(path) and self.files.size(path) == size)
 
     def names(self) -> list[str]:
         """Names of all objects in the folder, those in its folders too."""
@@ -214,9 +214,9 @@ class RemoteCopies:
         if self._is_main:
             for name, size in files.items():
                 if name in own:
-                    files[name] = store.size(f"{copy}/{name}")  # a log has grown since
+                    files[name] = store.files.size(store.path(f"{copy}/{name}"))  # a log has grown since
                 else:
-                    self._await(lambda name=name, size=size: store.size(f"{copy}/{name}") == size, name)
+                    self._await(functools.partial(store.has, f"{copy}/{name}", size), name)
             store.record({**said, "whole": True})
             self._remove_old(folder.name, copy)
 

@@ -229,10 +229,10 @@ class Stopwatch(Seen):
     def around(self, state: Training, step: int) -> AbstractContextManager[None]:  # noqa: ARG002
         if self._begun == self.start:
             self.session.synchronize()
+            self.busy = time.process_time()
             state.world.recorder.start(state.world.device)
-            self.wall, self.busy = now(), time.process_time()
         if self._begun == self.stop:
             self.parts = state.world.recorder.stop()  # waits for the device
-            self.wall, self.busy = now() - self.wall, time.process_time() - self.busy
+            self.wall, self.busy = sum(self.parts.values()), time.process_time() - self.busy
         self._begun += 1
         return contextlib.nullcontext()
