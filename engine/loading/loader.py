@@ -98,7 +98,7 @@ class BatchLoader:
         self.source, self.order, self.plan, self.rank, self.cohort = source, order, plan, rank, cohort
         self.equal_counts, self.left_out = equal_counts, left_out
         self.budget = training_budget(plan)
-        self._cut_lengths: np.ndarray | None = None
+        self._cut_lengths = np.empty(0, np.int64)
         """Of the batch that was cut last: one of equal lengths is cut alike, which is most of a small step's
         planning."""
         self._cut: _Cut
