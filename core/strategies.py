@@ -6,7 +6,7 @@ process; the others hold shards of it (Rajbhandari et al. 2020, "ZeRO").
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,50 +56,43 @@ class StrategyTraits:
         return self.shards_weights or self.shards_moments or self.offloads
 
 
-def _zero(**traits: bool | int) -> StrategyTraits:
-    """Traits of a ZeRO stage: DeepSpeed updates an fp32 copy of the weights in flat partitions."""
-    common = {"least_processes": 2, "shards_moments": True, "flat_shards": True, "ends_model": True, **traits}
-    return StrategyTraits(
-        implementation="engine.strategies.zero:ZeroStrategy",
-        copy_bytes=4.0,
-        takes_fp16=False,
-        library="DeepSpeed",
-        devices=("cpu", "cuda"),
-        **common,  # type: ignore[arg-type]
-    )
-
-
 _REPLICATED = "engine.strategies.replicated:ReplicatedStrategy"
-_STAGE_3 = {
-    "shards_weights": True,
-    "whole_gradients": False,
-    "gathers_half": True,
-    "equal_counts": True,
-    "compiles": False,
-    "tried": True,
-}
+_ZERO_1 = StrategyTraits(
+    implementation="engine.strategies.zero:ZeroStrategy",
+    least_processes=2,
+    shards_moments=True,
+    flat_shards=True,
+    copy_bytes=4.0,
+    ends_model=True,
+    takes_fp16=False,
+    library="DeepSpeed",
+    devices=("cpu", "cuda"),
+)
+"""DeepSpeed updates an fp32 copy of the weights in flat partitions."""
+_ZERO_2 = replace(_ZERO_1, tried=True)
+_ZERO_3 = replace(
+    _ZERO_2,
+    shards_weights=True,
+    whole_gradients=False,
+    gathers_half=True,
+    equal_counts=True,
+    compiles=False,
+)
 STRATEGIES = {
     "single": StrategyTraits(implementation=_REPLICATED, most_processes=1, sees_gradients=True),
     "ddp": StrategyTraits(
         implementation=_REPLICATED, least_processes=2, sees_gradients=True, overlaps_reduction=True
     ),
-    "zero1": _zero(),
-    "zero2": _zero(tried=True),
-    "zero3": _zero(**_STAGE_3),
-    "zero3-offload": _zero(**{**_STAGE_3, "offloads": True, "least_processes": 1}),
-    "fsdp2": StrategyTraits(
+    "zero1": _ZERO_1,
+    "zero2": _ZERO_2,
+    "zero3": _ZERO_3,
+    "zero3-offload": replace(_ZERO_3, offloads=True, least_processes=1),
+    "fsdp2": replace(  # its shards are flat in that a process has only some rows of a matrix
+        _ZERO_3,
         implementation="engine.strategies.fsdp2:FullyShardStrategy",
-        least_processes=2,
-        shards_weights=True,
-        whole_gradients=False,
-        gathers_half=True,
-        shards_moments=True,
-        equal_counts=True,
-        flat_shards=True,  # a process has only some rows of a matrix
-        ends_model=True,
-        takes_fp16=False,
-        compiles=False,
-        devices=("cpu", "cuda"),
+        copy_bytes=0.0,
+        library="torch",
+        tried=False,
     ),
 }
 """Name -> traits."""

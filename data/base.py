@@ -62,11 +62,6 @@ class Ragged:
         values = np.concatenate(rows) if rows else np.empty(0, np.int32)
         return cls.of_lengths(values, [len(row) for row in rows], pad)
 
-    @classmethod
-    def from_blocks(cls, values: np.ndarray, width: int, pad: int = 0) -> Ragged:
-        """Rows of `width` values each; the last may be shorter."""
-        return cls(values, np.append(np.arange(0, len(values), width), len(values)).astype(np.int64), pad)
-
     def __len__(self) -> int:
         return len(self.offsets) - 1
 

@@ -224,15 +224,18 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     It reads the first 20 million characters. The same texts give the same tokenizer.
     """
-    from tokenizers import pre_tokenizers, trainers
+    from tokenizers import pre_tokenizers
 
-    tokenizer = _byte_level_bpe(None, None)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    return _trained(_byte_level_bpe(None, None), texts, vocab_size, [END_OF_TEXT], initial_alphabet=alphabet)
+
+
+def _trained(
+    tokenizer: Tokenizer, texts: Iterable[str], vocab_size: int, special_tokens: list[str], **more: Any
+) -> Tokenizer:
+    from tokenizers.trainers import BpeTrainer
+
+    trainer = BpeTrainer(vocab_size=vocab_size, special_tokens=special_tokens, show_progress=False, **more)
     tokenizer.train_from_iterator(_first_characters(texts, TRAINING_CHARACTERS), trainer)
     return tokenizer
 
@@ -243,16 +246,12 @@ def train_lowercase_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     It reads the first 20 million characters. It is not WordPiece, because that trainer numbers the alphabet
     in the order of a hash map: two runs give different ids (tokenizers 0.22).
     """
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(BERT_TOKENS), show_progress=False
-    )
-    tokenizer.train_from_iterator(_first_characters(texts, TRAINING_CHARACTERS), trainer)
-    return tokenizer
+    return _trained(tokenizer, texts, vocab_size, list(BERT_TOKENS))
 
 
 def ensure_special_tokens(tokenizer: Tokenizer) -> None:

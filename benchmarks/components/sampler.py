@@ -52,10 +52,8 @@ def _width(width: int, count: int, repeats: int) -> Iterator[Row]:
 
 def _source(folder: Path, form: str, width: int, count: int) -> ArraySource:
     tokens = np.random.default_rng(0).integers(0, 50_000, count * width, dtype=np.uint16)
-    column = Ragged.from_blocks(tokens, width) if form == "blocks" else tokens.reshape(count, width)
-    if isinstance(column, Ragged):
-        column = Ragged(tokens, column.offsets[: count + 1])
-    save(folder, {"tokens": column})
+    blocks = Ragged.of_lengths(tokens, np.full(count, width))
+    save(folder, {"tokens": blocks if form == "blocks" else tokens.reshape(count, width)})
     return ArraySource(load(folder))
 
 

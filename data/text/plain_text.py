@@ -191,7 +191,7 @@ def blocks(tokens: np.ndarray, width: int) -> dict[str, Any]:
     """The columns of blocks of `width` tokens. A last block of one token predicts nothing and is dropped."""
     if len(tokens) % width == 1:
         tokens = tokens[:-1]
-    ragged = Ragged.from_blocks(tokens, width)
+    ragged = Ragged(tokens, np.append(np.arange(0, len(tokens), width), len(tokens)))
     return {"tokens": ragged, "token.weight": (ragged.lengths - 1).astype(np.int32)}
 
 

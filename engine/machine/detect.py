@@ -37,8 +37,9 @@ except Exception as error:
     failure = str(error)
 print(json.dumps({
     "architectures": torch.cuda.get_arch_list(),
-    "devices": [[q.name, q.total_memory, q.major, q.minor] for q in p],
-    "chips": [getattr(q, "gcnArchName", "").split(":")[0] for q in p],
+    "devices": [
+        [q.name, q.total_memory, q.major, q.minor, getattr(q, "gcnArchName", "").split(":")[0]] for q in p
+    ],
     "failure": failure,
     "build": torch.version.cuda or torch.version.hip or "",
 }))
@@ -162,10 +163,9 @@ class VisibleDevices:
     """What torch sees, asked in another process because importing torch here would be slow."""
 
     architectures: list[str] = field(default_factory=list)
-    devices: list[tuple[str, int, int, int]] = field(default_factory=list)
-    """(name, memory in bytes, major, minor) of each visible device, MIG slices included."""
-    chips: list[str] = field(default_factory=list)
-    """AMD's name of each device's architecture; empty for NVIDIA's."""
+    devices: list[tuple[str, int, int, int, str]] = field(default_factory=list)
+    """(name, memory in bytes, major, minor, chip) of each visible device, MIG slices included. `chip`: AMD's
+    name of the architecture; empty for NVIDIA's."""
     failure: str = ""
     """Why torch cannot use a GPU, in its own words."""
     build: str = ""
@@ -198,10 +198,9 @@ def detect_gpus(env: Mapping[str, str], execute: CommandRunner, root: Path = Pat
     answer = execute([sys.executable, "-c", PROBE])
     seen = VisibleDevices(**json.loads(answer.splitlines()[-1])) if answer else None
     if seen and seen.devices:  # its order differs from nvidia-smi's, and CUDA_VISIBLE_DEVICES selects
-        chips = seen.chips or [""] * len(seen.devices)
         return tuple(
             make_gpu(name, memory, (major, minor), seen.architectures, chip)
-            for (name, memory, major, minor), chip in zip(seen.devices, chips, strict=True)
+            for name, memory, major, minor, chip in seen.devices
         )
     architectures, why = (seen.architectures, seen.why_unusable) if seen else (None, "")
     found = [

@@ -162,7 +162,10 @@ def test_gpus_from_nvidia_smi() -> None:
 
 
 def test_what_torch_sees_comes_first_and_a_build_without_kernels_is_noticed(tmp_path: Path) -> None:
-    probe = {"architectures": ["sm_80", "sm_90"], "devices": [["NVIDIA H100 MIG 1g.10gb", 10 * GIB, 9, 0]]}
+    probe = {
+        "architectures": ["sm_80", "sm_90"],
+        "devices": [["NVIDIA H100 MIG 1g.10gb", 10 * GIB, 9, 0, ""]],
+    }
     (slice_,) = detect.detect_gpus({}, answers(SMI, probe))
     assert (slice_.memory_bytes, slice_.supported) == (10 * GIB, True)
     cpu_build = answers(SMI, {"architectures": [], "devices": []})
@@ -195,7 +198,7 @@ def test_a_machine_without_gpu_asks_torch_nothing(tmp_path: Path) -> None:
 
 
 BUILD = {"architectures": ["sm_80", "sm_90"], "build": "13.0"}
-H200 = {**BUILD, "devices": [["NVIDIA H200", 141 * 10**9, 9, 0]]}
+H200 = {**BUILD, "devices": [["NVIDIA H200", 141 * 10**9, 9, 0, ""]]}
 OLD_DRIVER = (
     "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver by"
     " downloading and installing a new version."
@@ -209,7 +212,7 @@ def test_without_nvidia_smi_torch_is_asked_where_there_is_a_device_file(tmp_path
 
 
 def test_amds_architectures_are_names(tmp_path: Path) -> None:
-    seen = {"devices": [["AMD Instinct MI300X", 192 * GIB, 9, 4]], "chips": ["gfx942"], "build": "6.4"}
+    seen = {"devices": [["AMD Instinct MI300X", 192 * GIB, 9, 4, "gfx942"]], "build": "6.4"}
     for built, kind in ((["gfx90a", "gfx942"], "cuda"), (["gfx90a"], "cpu")):
         execute = answers(None, {**seen, "architectures": built})
         machine = detect.detect(root=fixture(tmp_path, **{"dev/kfd": ""}), env={}, execute=execute)
