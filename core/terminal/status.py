@@ -137,16 +137,8 @@ class _Lines:
 class _Status:
     """What this process is doing, and what shows it."""
 
-    def __init__(self) -> None:
-        self.activity, self.shown_at = Activity(), 0.0
-        self.display: _TerminalLine | _Relay | _Lines | None = None
-
-    def change(self, activity: Activity) -> None:
-        is_due = activity.text != self.activity.text or now() - self.shown_at >= _PERIOD_SECONDS
-        self.activity = activity
-        if is_due and self.display is not None:
-            self.shown_at = now()
-            self.display.show(activity)
+    activity, shown_at = Activity(), 0.0
+    display: _TerminalLine | _Relay | _Lines | None = None
 
 
 _status = _Status()
@@ -173,7 +165,11 @@ def stopped_status() -> Iterator[None]:
 
 def doing(text: str = "", done: int = 0, total: int = 0, figures: tuple[str, ...] = ()) -> None:
     """Say what this process is doing from now on; without a text, nothing that a person waits for."""
-    _status.change(Activity(text, done, total, figures))
+    is_due = text != _status.activity.text or now() - _status.shown_at >= _PERIOD_SECONDS
+    _status.activity = Activity(text, done, total, figures)
+    if is_due and _status.display is not None:
+        _status.shown_at = now()
+        _status.display.show(_status.activity)
 
 
 def show_status_of_child(line: str) -> None:

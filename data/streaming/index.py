@@ -168,12 +168,10 @@ class IndexBuilder:
     def _keep(self, number: int) -> None:
         one, folder = self.objects[number], self.part_of(number)
         if not (folder / "index.json").exists():
-            shard, columns = shard_of(self.store, one), self.encoder.columns
-            is_large = shard.largest_group(columns) > LARGE_BYTES
+            shard = shard_of(self.store, one, self.encoder.columns)
+            is_large = shard.largest_group() > LARGE_BYTES
             with self._large if is_large else contextlib.nullcontext():
-                found = [
-                    self.indexed(GroupPlace(number, extent), rows) for extent, rows in shard.groups(columns)
-                ]
+                found = [self.indexed(GroupPlace(number, extent), rows) for extent, rows in shard.groups()]
             self.store.require_unchanged(one)
             lost = f"{LEFT_OUT}no column `{self.encoder.column}`"
             if found and all(group.sizes.get(lost) == group.rows for group in found):
@@ -225,7 +223,7 @@ class IndexBuilder:
     def _divided(self, group: IndexedGroup, border: int) -> list[IndexedGroup]:
         """The rows of a group before a border and those behind it, as groups of their own."""
         shard, extent, _, _ = group.place
-        rows = shard_of(self.store, self.objects[shard]).rows(extent, self.encoder.columns)
+        rows = shard_of(self.store, self.objects[shard], self.encoder.columns).rows(extent)
         parts = ((0, border), (border, len(rows)))
         return [self.indexed(GroupPlace(shard, extent, a, b), rows[a:b]) for a, b in parts]
 

@@ -36,24 +36,24 @@ class Extent(NamedTuple):
 
 
 class Shard(ABC):
-    """An object that holds rows. Threads may read its groups at the same time. `columns` None: all."""
+    """An object that holds rows. Threads may read its groups at once. `wanted`: columns; None: all."""
 
-    def __init__(self, store: Store, stored: StoredObject) -> None:
-        self.store, self.stored = store, stored
+    def __init__(self, store: Store, stored: StoredObject, wanted: Sequence[str] | None = None) -> None:
+        self.store, self.stored, self.wanted = store, stored, wanted
 
     @abstractmethod
-    def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:
+    def groups(self) -> Iterator[tuple[Extent, Rows]]:
         """Its groups from the first to the last, with their rows."""
 
     @abstractmethod
-    def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:
+    def rows(self, extent: Extent) -> Rows:
         """The rows of a group."""
 
     @abstractmethod
     def columns(self) -> list[str]:
         """The names of its columns, of lines those of the first; none where it has no rows."""
 
-    def largest_group(self, columns: Sequence[str] | None) -> int:  # noqa: ARG002  of Parquet alone
+    def largest_group(self) -> int:
         """Bytes of its largest group, about."""
         return min(GROUP_BYTES, self.stored.size)
 
@@ -61,15 +61,15 @@ class Shard(ABC):
 class Lines(Shard):
     """A file of JSON objects, one a line. All columns are given: what is not read is counted."""
 
-    def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:  # noqa: ARG002
+    def groups(self) -> Iterator[tuple[Extent, Rows]]:
         for extent, block in self._blocks():
             yield extent, self._parse(block, extent.start)
 
-    def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:  # noqa: ARG002
+    def rows(self, extent: Extent) -> Rows:
         return self._parse(self._read(*extent), extent.start)
 
     def columns(self) -> list[str]:
-        _, rows = next(self.groups(None), (None, []))
+        _, rows = next(self.groups(), (None, []))
         return list(rows[0]) if rows else []
 
     def _read(self, start: int, stop: int) -> bytes:
@@ -101,10 +101,10 @@ class Lines(Shard):
 class GzippedLines(Lines):
     """The same, compressed: one group."""
 
-    def largest_group(self, columns: Sequence[str] | None) -> int:  # noqa: ARG002
+    def largest_group(self) -> int:
         return USUAL_COMPRESSION * self.stored.size
 
-    def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:  # noqa: ARG002
+    def rows(self, extent: Extent) -> Rows:  # noqa: ARG002  it has one
         return self._parse(self._unpacked(), 0)
 
     def _blocks(self) -> Iterator[tuple[Extent, bytes]]:
@@ -124,9 +124,9 @@ class ParquetShard(Shard):
 
     _metadata: FileMetaData | None = None
 
-    def rows(self, extent: Extent, columns: Sequence[str] | None) -> Rows:
+    def rows(self, extent: Extent) -> Rows:
         with self._opened() as file:
-            rows: Rows = file.read_row_groups(range(*extent), columns=columns).to_pylist()
+            rows: Rows = file.read_row_groups(range(*extent), columns=self.wanted).to_pylist()
             return rows
 
     def columns(self) -> list[str]:
@@ -134,26 +134,27 @@ class ParquetShard(Shard):
             names: list[str] = file.schema_arrow.names
             return names
 
-    def groups(self, columns: Sequence[str] | None) -> Iterator[tuple[Extent, Rows]]:
+    def groups(self) -> Iterator[tuple[Extent, Rows]]:
         """Consecutive row groups that together have GROUP_BYTES."""
-        sizes = self._row_group_bytes(columns)
+        sizes = self._row_group_bytes()
         start = size = 0
         for number, of_this in enumerate(sizes):
             size += of_this
             if size >= GROUP_BYTES or number == len(sizes) - 1:
                 extent = Extent(start, number + 1)
-                yield extent, self.rows(extent, columns)
+                yield extent, self.rows(extent)
                 start, size = number + 1, 0
 
-    def largest_group(self, columns: Sequence[str] | None) -> int:
-        return max(GROUP_BYTES, *self._row_group_bytes(columns), 0)
+    def largest_group(self) -> int:
+        return max(GROUP_BYTES, *self._row_group_bytes(), 0)
 
-    def _row_group_bytes(self, columns: Sequence[str] | None) -> list[int]:
+    def _row_group_bytes(self) -> list[int]:
         """Bytes in the file of the columns of each row group that are read."""
         with self._opened() as file:
             groups = [file.metadata.row_group(number) for number in range(file.metadata.num_row_groups)]
         parts = [[group.column(place) for place in range(group.num_columns)] for group in groups]
-        is_read = (lambda part: part.path_in_schema.partition(".")[0] in columns) if columns else bool
+        wanted = self.wanted
+        is_read = (lambda part: part.path_in_schema.partition(".")[0] in wanted) if wanted else bool
         return [sum(part.total_compressed_size for part in filter(is_read, ones)) for ones in parts]
 
     @contextmanager
@@ -175,9 +176,9 @@ class ParquetShard(Shard):
 SHARDS: dict[str | None, type[Shard]] = {"parquet": ParquetShard, "jsonl": Lines, "jsonl.gz": GzippedLines}
 
 
-def shard_of(store: Store, stored: StoredObject) -> Shard:
-    """The shard that an object is."""
-    return SHARDS[file_format(stored.address)](store, stored)
+def shard_of(store: Store, stored: StoredObject, wanted: Sequence[str] | None = None) -> Shard:
+    """The shard that an object is; of Parquet only the `wanted` columns are read."""
+    return SHARDS[file_format(stored.address)](store, stored, wanted)
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:

@@ -220,7 +220,7 @@ class StreamedSource(Source):
         place = self.table.place(group)
         shard = self._shard_of(place.shard)
         address = shard.stored.address
-        columns = self.encoder.encode(rows_of_group(shard, place, self.encoder), address)[0]
+        columns = self.encoder.encode(rows_of_group(shard, place), address)[0]
         if group_digest(columns) != digest:
             self._store.require_unchanged(shard.stored)
             raise ChangedObjectError(address, " (or the library tokenizers has another version)")
@@ -229,10 +229,10 @@ class StreamedSource(Source):
     def _shard(self, number: int) -> Shard:
         """A shard, which is asked for its size and version before it is first read."""
         self._store.require_unchanged(self.table.shards[number])
-        return shard_of(self._store, self.table.shards[number])
+        return shard_of(self._store, self.table.shards[number], self.encoder.columns)
 
 
-def rows_of_group(shard: Shard, place: GroupPlace, encoder: TextGroupEncoder) -> Rows:
+def rows_of_group(shard: Shard, place: GroupPlace) -> Rows:
     """The rows of a group, from its shard."""
-    rows = shard.rows(place.extent, encoder.columns)
+    rows = shard.rows(place.extent)
     return rows[place.first : len(rows) if place.stop == TO_THE_END else place.stop]

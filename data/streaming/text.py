@@ -112,8 +112,8 @@ class StreamedText(Text):
     def _texts(self, encoder: TextGroupEncoder, splits: Mapping[str, list[int]]) -> Iterator[str]:
         """Training texts from the first object on."""
         for number in splits["train"]:
-            shard = shard_of(Store(), self.objects[number])
-            for _, rows in shard.groups(encoder.columns):
+            shard = shard_of(Store(), self.objects[number], encoder.columns)
+            for _, rows in shard.groups():
                 yield from encoder.texts(rows, shard.stored.address)
 
     def _bind(self, encoder: TextGroupEncoder, tokenizer: Tokenizer, special: dict[str, int | None]) -> None:
@@ -123,8 +123,8 @@ class StreamedText(Text):
         """What Facts should know of the first groups: a prompt; of conversations their template and turns."""
         rows: dict[str, Rows] = {}
         for table in (GroupTable.open(folder / split) for split in ("train", "valid")):
-            shard = shard_of(Store(), table.shards[table.place(0).shard])
-            rows["valid" if rows else "train"] = rows_of_group(shard, table.place(0), encoder)
+            shard = shard_of(Store(), table.shards[table.place(0).shard], encoder.columns)
+            rows["valid" if rows else "train"] = rows_of_group(shard, table.place(0))
         found = encoder.text_set(rows, self.recipe.data)
         assert encoder.tokenization is not None
         found.bind_tokenizer(encoder.tokenization)

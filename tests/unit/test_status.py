@@ -87,7 +87,7 @@ def test_a_child_process_relays_what_it_does(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_steps_are_lines_where_no_terminal_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
     row = {"phase": "train", "step": 9, "loss": 1.5, "lr": 1e-3, "data_seconds": 0.0, "step_seconds": 1.0}
-    Console(None).show_step({**row, "memory_bytes": 5_000_000}, 9, 0.0)
+    Console(None).show_step({**row, "memory_bytes": 5_000_000}, 9, 0.0, writes=True)
     assert capsys.readouterr().err.startswith("train 9/9  loss 1.5000  0:00 left  ")
     status.doing()
 
