@@ -58,13 +58,13 @@ def measure(base: Variant, world: Communicator, options: ProfileOptions, folder:
     """The findings with the advice, written on rank 0. JSON."""
     recipe, plan, hardware = base.target.recipe, base.plan, base.target.hardware
     with trial(base, world) as session:
-        watch, trace = session.round(options.timed_steps), session.traced()
+        watch = session.round(options.timed_steps, traces=True)
         phase = session.state.schedule.name
     if not world.is_main:
         return {}
     capacity = hardware.gpu.memory_bytes if plan.device == "cuda" else hardware.ram_bytes // plan.processes
     found = {
-        **step_findings(watch, trace, options.timed_steps),
+        **step_findings(watch, options.timed_steps),
         "task": recipe.task,
         "recipe_hash": recipe.hash(),
         "phase": phase,
@@ -76,14 +76,14 @@ def measure(base: Variant, world: Communicator, options: ProfileOptions, folder:
     for row in found["advice"]:
         row["flags"] = [one.flags for one in settings(base) if one.measure == row["measure"]]
     folder.mkdir(parents=True, exist_ok=True)
-    trace.export_chrome_trace(str(folder / TRACE_FILE))
+    watch.trace.export_chrome_trace(str(folder / TRACE_FILE))
     atomic_files.write_json(folder / FILE, found)
     return found
 
 
-def step_findings(watch: Stopwatch, trace: Any, steps: int) -> Findings:
+def step_findings(watch: Stopwatch, steps: int) -> Findings:
     """What so many steps that were timed say, and the trace of one."""
-    world, works = watch.session.world, watch.works
+    trace, world, works = watch.trace, watch.session.world, watch.works
     on_gpu, cores = world.device.type == "cuda", max(1, allowed_cpus(Path("/"), {}) // world.size)
     own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     operators = [

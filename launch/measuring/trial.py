@@ -167,21 +167,11 @@ class TrialSession:
         self.warm_seconds = now() - began
         """Of the first steps, with what is compiled in them."""
 
-    def round(self, steps: int) -> Stopwatch:
+    def round(self, steps: int, traces: bool = False) -> Stopwatch:
         """So many steps, timed. The loader begins in steps before them: its processes bring a batch each."""
-        watch = Stopwatch(self, skip=1 + self.state.plan.workers, steps=steps)
+        watch = Stopwatch(self, skip=1 + self.state.plan.workers, steps=steps, traces=traces)
         self._run(watch.stop + 1, watch)
         return watch
-
-    def traced(self) -> Any:
-        """One more step in torch.profiler, which names the step's parts and has Python's stacks."""
-        device, kinds = self.world.device, torch.profiler.ProfilerActivity
-        activities = [kinds.CPU, *([kinds.CUDA] if device.type == "cuda" else [])]
-        with torch.profiler.profile(activities=activities, acc_events=True, with_stack=True) as trace:
-            self.world.recorder.start(device, annotate=True)
-            self._run(1)
-            self.world.recorder.stop()
-        return trace
 
     def steps_per_round(self) -> int:
         """As many steps as fit into ROUND_SECONDS by the warm steps; the same on every rank."""
@@ -209,9 +199,12 @@ class TrialSession:
 class Stopwatch(Seen):
     """Times `steps` steps behind the first `skip`, with an idle device at both ends; one more must follow."""
 
-    def __init__(self, session: TrialSession, skip: int, steps: int) -> None:
+    def __init__(self, session: TrialSession, skip: int, steps: int, traces: bool) -> None:
+        """`traces`: whether the one that follows is traced by torch.profiler."""
         super().__init__()
-        self.session, self.start, self.stop, self._begun = session, skip, skip + steps, 0
+        self.session, self.start, self.stop, self.traces = session, skip, skip + steps, traces
+        self._begun = 0
+        self.trace: Any = None
         self.wall = self.busy = 0.0
         """Seconds of the steps, by the clock and of the processor."""
         self.parts: dict[str, float] = {}
@@ -235,4 +228,14 @@ class Stopwatch(Seen):
             self.parts = state.world.recorder.stop()  # waits for the device
             self.wall, self.busy = sum(self.parts.values()), time.process_time() - self.busy
         self._begun += 1
-        return contextlib.nullcontext()
+        return self._traced() if self.traces and self._begun > self.stop else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _traced(self) -> Iterator[None]:
+        """The trace names the parts of the step, and has Python's stacks with the modules."""
+        world, kinds = self.session.world, torch.profiler.ProfilerActivity
+        activities = [kinds.CPU, *([kinds.CUDA] if world.device.type == "cuda" else [])]
+        with torch.profiler.profile(activities=activities, acc_events=True, with_stack=True) as self.trace:
+            world.recorder.start(world.device, annotate=True)
+            yield
+            world.recorder.stop()
