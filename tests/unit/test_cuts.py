@@ -128,8 +128,9 @@ def gradients(builder: Builder, step: int, samples: int) -> dict[str, Tensor]:
     """Gradients of a step of a phase in micro-batches of at most so many samples, without an update."""
     builder.replan(dataclasses.replace(builder.state.plan, micro_batch_samples=samples))
     (batch,), hook = builder.state.batches(step, step + 1), Gradients()
-    with pytest.raises(TrainingError, match="failed in step"):
-        train_step(builder.state, batch, Hooks([hook]))
+    hooks = Hooks([hook])
+    with pytest.raises(TrainingError, match="failed in step"), hooks.phase(builder.state, step):
+        train_step(builder.state, batch, hooks)
     assert max(len(m.positions) for m in batch.work.micro_batches) <= samples
     return hook.found
 
