@@ -210,7 +210,7 @@ def _unknown_places(
     return [one for one in named if one not in _allowed and (run is not None or one in _received)]
 
 
-def remember(recipe: Recipe, options: RunOptions) -> None:
+def remember(recipe: Recipe, options: RunOptions | None = None) -> None:
     """Keep that the user typed this recipe and these options, for later commands and for the processes that
     this one starts.
     """

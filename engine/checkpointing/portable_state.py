@@ -190,7 +190,8 @@ def device_of_steps(optimizer: Optimizer, p: Tensor) -> torch.device:
     """
     import torch
 
-    group = next(one for one in optimizer.param_groups if any(p is other for other in one["params"]))
+    groups = optimizer.param_groups  # DeepSpeed puts a partition into its group for its update alone
+    group = next((one for one in groups if any(p is other for other in one["params"])), groups[0])
     return p.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 

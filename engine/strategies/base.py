@@ -115,10 +115,6 @@ class Strategy(ABC):
         finally:
             self.set_held(own)
 
-    def local_weights(self) -> Iterable[Tensor]:
-        """What this rank holds of the weights."""
-        return (values for _, values in self.held())
-
     @property
     def equal_counts(self) -> bool:
         """Every rank must compute the same number of micro-batches, in training and evaluation."""

@@ -99,7 +99,7 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
 
 def _refuse_nonfinite_weights(state: Training) -> None:
     """Raise TrainingError on every rank if a weight is NaN or infinite: no loss has seen the last update."""
-    finite = all(bool(part.isfinite().all()) for part in state.strategy.local_weights())
+    finite = all(bool(part.isfinite().all()) for _, part in state.strategy.held())
     if not all(state.world.all_gather_objects(finite)):
         raise TrainingError(
             f"weights are not finite after step {state.progress.step} of {state.progress.phase}: training"

@@ -6,7 +6,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import isobatch
 from isobatch.core.errors import UserError
@@ -48,6 +48,11 @@ def test_an_average_of_the_weights_goes_on_elsewhere(strategy: str, tmp_path: Pa
     assert metrics[0]["ema_loss"] != metrics[0]["loss"] == metrics[2]["loss"]
     beside = [row["ema_loss"] for row in rows(two) if "split" in row]
     assert len(beside) == 2
+    verified = succeed("verify", "runs/two", cwd=tmp_path)
+    assert "; the weights that hooks came to in final/ema" in verified.stdout
+    changed = load_file(two / "final" / "ema" / "model.safetensors")
+    save_file({k: v + 0.1 for k, v in changed.items()}, two / "final" / "ema" / "model.safetensors")
+    assert "final/ema/model.safetensors is not" in launch("verify", "runs/two", cwd=tmp_path).stdout
 
 
 def test_a_hook_that_raises_ends_the_run_and_names_itself(tmp_path: Path) -> None:

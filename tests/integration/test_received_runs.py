@@ -431,3 +431,30 @@ def test_names_reach_no_terminal_and_break_no_page(home: Path, capfd: pytest.Cap
     assert "<b>" not in page
     assert "\x1b" not in text + page
     assert (named / "plots" / "training.png").is_file()
+
+
+def test_a_received_runs_hook_is_not_imported_without_consent(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run, file = received(home), home / "sent" / "mine.py"
+    file.parent.mkdir()
+    file.write_text(f"import beside\n{CODE}\nfrom isobatch import Hook\nclass Mine(Hook): ...\n")
+    (file.parent / "beside.py").touch()
+    atomic_files.write_json(
+        run / "run.json", {**atomic_files.read_json(run / "run.json"), "hook": [f"{file}:Mine"]}
+    )
+    stop(run)
+    assert in_place(["resume", str(run)]) == 2
+    assert f"execute code that this user has not trained here: {file}, " in capfd.readouterr().err
+    assert in_place(["inspect", str(run)]) == 0
+    assert re.search(rf"executes {file} .*: only with --trust", capfd.readouterr().out)
+    assert not list(home.rglob(CANARY))
+
+    opened = RunFolder.open(run)
+    assert not consent.asks(opened.recipe, run)  # what runs no hook asks for none
+    consent.require(opened.recipe, run, trust=True, options=opened.options())
+    another_process(monkeypatch)
+    consent.require(opened.recipe, run, options=opened.options())
+    (file.parent / "beside.py").write_text("# another\n")
+    with pytest.raises(UserError, match=f"trained here: {file.parent}/beside.py: "):
+        consent.require(opened.recipe, run, options=opened.options())

@@ -101,11 +101,13 @@ def test_an_image_is_a_file_or_a_name(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_what_the_recipe_names_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("model", "teacher", "tasks"):
+    for name in ("model", "teacher", "tasks", "hooks"):
         (tmp_path / name).mkdir()
     task = tmp_path / "tasks" / "mine.py"
     task.touch()
     options = {"teacher": f"{tmp_path}/teacher", "prompt": "long " * 999, "size": 3}
     recipe = Recipe(task=f"{task}:Mine", model=f"{tmp_path}/model", options=options)
-    found = set(containers.needed_paths(recipe, tmp_path / "run"))
-    assert {ROOT, tmp_path / "run", *(tmp_path / n for n in ("model", "teacher", "tasks"))} <= found
+    found = set(
+        containers.needed_paths(recipe, tmp_path / "run", [f"{tmp_path}/hooks/mine.py:Mine", "object"])
+    )
+    assert {ROOT, tmp_path / "run", *(tmp_path / n for n in ("model", "teacher", "tasks", "hooks"))} <= found
