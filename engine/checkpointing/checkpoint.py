@@ -109,6 +109,13 @@ class SavedCheckpoint:
         """File -> descriptor."""
         weakref.finalize(self, _close, self._opened)
 
+    def hooks_with_weights(self) -> list[str]:
+        """Names of the hooks whose tensors are weights; they name folders. Raises TrainingError."""
+        found = self.state.get("weights")
+        if not isinstance(found, list) or not all(isinstance(n, str) and n.isidentifier() for n in found):
+            raise TrainingError(f"checkpoint {self.folder} is damaged: it does not name its hooks")
+        return found
+
     def verify_checksums(self, rank: int = 0, world: int = 1) -> None:
         """Compare the checksums of this rank's share of the files. Raises TrainingError."""
         with _naming_damage(self.folder):

@@ -97,7 +97,7 @@ def export_beside(task: Task, model: nn.Module, saved: SavedCheckpoint, folder: 
 
     The model has its own weights again afterwards.
     """
-    for name in saved.state["weights"]:
+    for name in saved.hooks_with_weights():
         held = [
             (p, key) for n, p in model.named_parameters() if (key := f"{HOOK}{name}/{n}") in saved.entries
         ]

@@ -48,8 +48,9 @@ def load_hooks(words: Sequence[str]) -> list[Hook]:
         {p.stem.replace("_", "") for p in BUILT_IN.glob("*.py")},
     )
     for word, name in zip(words, map(name_of, found), strict=True):
-        if name in taken or "/" in name:
-            raise UserError(f"--hook {word}: another hook is called {name}: give its class a `name`")
+        if name in taken or not name.isidentifier():
+            said = "another hook is called" if name in taken else "no word is"
+            raise UserError(f"--hook {word}: {said} {name}: give its class another `name`")
         taken.add(name)
     return found
 

@@ -63,7 +63,7 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
     if exported != step:
         state.strategy.load_weights(saved)
         run.say(f"final/ is the best checkpoint, {saved.folder.name}")
-    beside = {name: state.strategy.read_held(saved, name) for name in saved.state["weights"]}
+    beside = {name: state.strategy.read_held(saved, name) for name in saved.hooks_with_weights()}
     _refuse_nonfinite_weights(state)
     held_out: dict[str, dict[str, Any]] = {}
     for split in (s for s in reversed(HELD_OUT_SPLITS) if s in state.splits):

@@ -134,6 +134,8 @@ class Proof:
             why = "the run names other versions of the libraries than are here"
             self.unproven += [f"final/{name} is not what is written here: {why}" for name in excused]
         self.problems += [f"final/{name} is not the export of the last weights" for name in wrong]
+        if hooks := ", ".join(f"final/{name}" for name in redone.export["hooks"]):
+            self.trusted.append(f"what hooks made of the weights for {hooks}")
         if not redone.export["card"]:
             self.problems.append(f"final/{model_card.FILE} is not the card of these figures and this data")
 

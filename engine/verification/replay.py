@@ -227,7 +227,7 @@ class Replay:
         saved = SavedCheckpoint(folder)
         phase, step = saved.state["progress"]["phase"], saved.state["progress"]["step"]
         with builder.phase(self._schedule(saved), saved):
-            beside = {name: state.strategy.read_held(saved, name) for name in saved.state["weights"]}
+            beside = {name: state.strategy.read_held(saved, name) for name in saved.hooks_with_weights()}
             for split in (s for s in HELD_OUT_SPLITS if s in state.splits):
                 redone.metrics[split] = evaluate_beside(state, split, 1.0, beside)
             judge = saved.state["hooks"]["evaluate"]
@@ -239,6 +239,7 @@ class Replay:
                 first = next(iter(redone.metrics), None)
                 batches = (lambda name=first: host_batches(state.splits[name])) if first else None
                 redone.export = compare_export(self.run, state.task, model, saved, state.facts, batches)
+                redone.export["hooks"] = list(beside)
                 if first:
                     redone.metrics[first] |= redone.export["metrics"]
                 redone.export["same_versions"] = saved.state.get("versions") == installed_versions()

@@ -90,9 +90,8 @@ def equal(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
 def strategies(world: Communicator, folder: Path) -> Iterator[tuple[str, Strategy]]:
     """(name, strategy after a step), one after another."""
     from isobatch.core.recipe import Recipe
-    from isobatch.engine.optimization.parameter_groups import make_optimizer
     from isobatch.engine.strategies.base import strategy_class
-    from isobatch.tests.unit.helpers import plan
+    from isobatch.tests.unit.helpers import optimizer_of, plan
 
     for name in SHARDED if world.size > 1 else ("single",):
         kind, *gathered = name.split("-")
@@ -104,7 +103,7 @@ def strategies(world: Communicator, folder: Path) -> Iterator[tuple[str, Strateg
             os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(own)
         strategy = strategy_class(kind)(
             network(),
-            lambda model: make_optimizer(model, Recipe(task="t"), "cpu"),
+            lambda model: optimizer_of(model, Recipe(task="t")),
             plan(processes=world.size, strategy=kind),
             world,
             clip=1.0,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,7 +15,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from isobatch.core.errors import TrainingError
 from isobatch.core.recipe import Recipe
 from isobatch.engine.checkpointing import portable_state
+from isobatch.engine.checkpointing.checkpoint import CheckpointTexts, SavedCheckpoint
 from isobatch.tests.unit.helpers import InMemoryState, network, optimizer_of, same, train
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SIZES = st.dictionaries(st.text("abc/.", min_size=1, max_size=6), st.integers(0, 97), min_size=1, max_size=8)
 
@@ -103,3 +108,12 @@ def test_shares_do_not_depend_on_the_order_of_an_optimizers_state() -> None:
         given = portable_state.rank_share(tensors, rank, 2)
         loaded = portable_state.rank_share(dict(sorted(tensors.items())), rank, 2)
         assert [(p.name, p.start) for p in given.pieces] == [(p.name, p.start) for p in loaded.pieces]
+
+
+@pytest.mark.parametrize("weights", [None, "ema", ["../ema"], ["/ema"], [".."], [""], [1]])
+def test_a_checkpoint_that_names_a_folder_elsewhere_is_damaged(weights: Any, tmp_path: Path) -> None:
+    """A hook's weights are exported to final/NAME, also by who verifies a received run."""
+    layout: Any = SimpleNamespace(entries={})
+    saved = SavedCheckpoint(tmp_path, CheckpointTexts(layout, {"weights": weights}, []))
+    with pytest.raises(TrainingError, match="does not name its hooks"):
+        saved.hooks_with_weights()

@@ -184,9 +184,9 @@ def test_hooks_are_loaded_in_their_order(tmp_path: Path) -> None:
     [
         ("def due(self): ...", "Mine", r"Mine.due takes \(self, step\), not \(self\)"),
         ("votes = 1\n    def __init__(self, size): ...", "Mine", "missing 1 required positional argument"),
-        ("pass", "Checkpoint", "another hook is called checkpoint: give its class a `name`"),
+        ("pass", "Checkpoint", "another hook is called checkpoint: give its class another `name`"),
         ("pass", "DataGuard", "another hook is called dataguard"),
-        ("name = 'a/b'", "Mine", "another hook is called a/b"),
+        ("name = 'a/b'", "Mine", "no word is a/b"),
     ],
 )
 def test_a_hook_that_cannot_be_one_is_refused_by_name(
