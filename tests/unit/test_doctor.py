@@ -56,10 +56,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         lambda _: machine.check_versions(["torches>=2.11", "torch>=2", "onnxes>=1; extra == 'onnx'"]),
         *("torches", "broken", 'install "torches>=2.11"'),
     ),
-    "a version is too old": (
-        lambda _: machine.check_versions(["torch>=99"]),
-        *("torch", "broken", 'install "torch>=99"'),
-    ),
     "a clone that is not installed": (
         lambda _: machine.check_versions([]),
         *("versions", "warning", "install -e ."),
@@ -84,10 +80,6 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str, str, str]] = {
         *("CUDA_VISIBLE_DEVICES", "warning", "unset CUDA_VISIBLE_DEVICES"),
     ),
     "one thread": (lambda _: variables_of(OMP_NUM_THREADS="1"), "OMP_NUM_THREADS", "warning", "unset OMP"),
-    "processes do not meet": (
-        fails(machine.GLOO, "no answer within 60 s"),
-        *("gloo", "broken", "GLOO_SOCKET_IFNAME"),
-    ),
     "no nvcc": (
         fails(machine.library_probe("deepspeed"), "MissingCUDAException"),
         *("deepspeed", "warning", "export CUDA_HOME"),
@@ -148,7 +140,6 @@ SLURM_FAULTS = {
         "broken",
         "scontrol ping",
     ),
-    "munge": ("echo 'sinfo: error: Munge encode failed: Failed to connect' >&2; exit 1", "broken", "munge"),
     "nodes": ("echo n1 down*; echo n2 drained", "warning", "sinfo -R"),
 }
 

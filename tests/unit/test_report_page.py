@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import re
 import shutil
 import subprocess
@@ -17,7 +16,7 @@ from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.report.page import report, write_report
-from isobatch.launch.report.records import draw_figure, drawings_of, smoothed, training_panels
+from isobatch.launch.report.records import draw_figure, drawings_of, training_panels
 from isobatch.tests.unit.helpers import plan
 
 if TYPE_CHECKING:
@@ -150,13 +149,6 @@ def test_no_curve_runs_back(run: RunFolder, tmp_path: Path) -> None:
     (drawing,) = drawings_of([found], [None])
     axes = draw_figure(drawing).axes[0]
     assert all(list(line.get_xdata()) == sorted(line.get_xdata()) for line in axes.lines)
-
-
-def test_a_smoothed_loss_neither_lags_nor_jumps() -> None:
-    assert smoothed([float(v) for v in range(100)]) == pytest.approx(list(range(100)))
-    noisy = [3.0 + (-1) ** i for i in range(400)]
-    assert max(abs(value - 3) for value in smoothed(noisy)[50:-50]) < 0.1
-    assert [math.isnan(value) for value in smoothed([None, math.nan, 1.0])] == [True, True, False]
 
 
 def test_a_recommender_shows_its_held_out_curve(tmp_path: Path) -> None:

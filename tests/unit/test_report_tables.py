@@ -2,11 +2,7 @@
 
 import pytest
 
-from isobatch.launch.report.tables import (
-    runs_table,
-    table_beside,
-    text_table,
-)
+from isobatch.launch.report.tables import runs_table, table_beside, text_table
 
 ROWS = [["model", "accuracy", "speed"], ["a long name", "0.91", "2.00x"], ["b", "0.9", "baseline of torch"]]
 

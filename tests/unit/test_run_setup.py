@@ -35,17 +35,13 @@ class Line(failing.Line):
 
 def ask(folder: Path, *words: str):  # type: ignore[no-untyped-def]
     (folder / "own.py").write_text(OWN)
-    return parse_request(
-        ["--task", f"{folder / 'own.py'}:Line", "--out", str(folder / "runs"), *words], "auto"
-    )
+    own = ["--task", f"{folder / 'own.py'}:Line", "--out", str(folder / "runs")]
+    return parse_request([*own, *words], "auto")
 
 
 def made(folder: Path) -> RunFolder:
     asked = ask(folder)
-    return create_run(
-        asked,
-        prepare_facts(asked),
-    )
+    return create_run(asked, prepare_facts(asked))
 
 
 def test_patience_needs_a_split_to_watch(tmp_path: Path) -> None:
