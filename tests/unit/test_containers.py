@@ -55,10 +55,8 @@ OCI = "      --container             Path to OCI container bundle\n"
     ("image", "srun", "there", "chosen"),
     [
         ("docker://ubuntu", PYXIS, ["apptainer"], "pyxis"),
-        ("docker://ubuntu", OCI, ["apptainer"], "/bin/apptainer"),
-        ("/", "", ["singularity"], "/bin/singularity"),
+        ("/", OCI, ["singularity"], "/bin/singularity"),
         ("/images/torch.sif", PYXIS, ["apptainer"], "/bin/apptainer"),
-        ("/images/torch.sif", PYXIS, [], "this node has no apptainer"),
         ("docker://ubuntu", OCI, [], "this node has no pyxis in srun, or apptainer"),
     ],
 )

@@ -91,14 +91,6 @@ def test_the_last_error_is_that_of_the_rank_that_failed_first(tmp_path: Path) ->
     assert "Connection closed by peer" in found_in(run)["last error"].text, "where nothing else is told"
 
 
-def test_what_slurm_wrote_when_it_ended_a_job(tmp_path: Path) -> None:
-    run = run_of(tmp_path, job="7")
-    (run.folder / "slurm" / "7.out").write_text(
-        "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 0 DUE TO TIME LIMIT"
-    )
-    assert "DUE TO TIME LIMIT" in found_in(run)["last error"].text
-
-
 @pytest.mark.parametrize("record", ["recipe.json", "facts.json", "plan.json", "run.json", "summary.json"])
 @pytest.mark.parametrize("content", ["[]", "\x00\xff"])
 def test_damaged_records_are_shown_with_what_there_is(record: str, content: str, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from isobatch.core.errors import (
     FAILED,
     STOPPED,
     WRONG_INPUT,
-    OutOfMemoryError,
     UserError,
     WorkerLostError,
 )
@@ -111,7 +110,6 @@ def test_secrets_stay_in_the_cluster(
         ("done", Verdict(STOPPED, "asked by an eviction when all was done"), DONE),
         ("stopped", Verdict(STOPPED, "asked to stop by a signal"), STOPPED),
         ("failed", Verdict(FAILED, "the loss is NaN"), FAILED),
-        ("failed", Verdict(FAILED, "out of memory", OutOfMemoryError.cause), FAILED),
         ("failed", Verdict(FAILED, "rank 1 is lost", WorkerLostError.cause), BUG),
         (None, Verdict(WRONG_INPUT, "no such data"), WRONG_INPUT),
         ("stopped", None, BUG),
