@@ -14,7 +14,7 @@ from isobatch.core.package import LOOPBACK_SCRIPT, ROOT
 from isobatch.core.terminal import status
 from isobatch.core.terminal.console import LINE_MARK
 from isobatch.engine import consent
-from isobatch.engine.distributed.stop_signals import signals_to_catch
+from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, signals_to_catch
 from isobatch.launch.local.interfaces import loopback_interface
 
 if TYPE_CHECKING:
@@ -118,6 +118,12 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+
+
+def ignore_stop_signals() -> None:
+    """In the child: a launcher, and its workers until they install handlers, ignore stop signals."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def relay_output(child: subprocess.Popen[bytes], log: Any) -> None:

@@ -25,10 +25,9 @@ from ray.train.torch import TorchConfig
 
 from isobatch.core.errors import BUG
 from isobatch.core.package import TRAIN_SCRIPT
-from isobatch.engine.distributed.stop_signals import STOP_SIGNALS
 from isobatch.engine.machine.detect import GRANTED_CPUS
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
-from isobatch.launch.local.accelerate_launcher import die_with_parent, relay_output
+from isobatch.launch.local.accelerate_launcher import die_with_parent, ignore_stop_signals, relay_output
 from isobatch.launch.local.interfaces import gloo_interface, local_address, loopback_interface, serve_store
 
 if TYPE_CHECKING:
@@ -127,8 +126,7 @@ def _prepare_child() -> None:
     By SIGKILL: until a world is formed, a process is blocked where it answers no other signal.
     """
     die_with_parent(signal.SIGKILL)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    ignore_stop_signals()
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]], asked_to_stop: Callable[[], bool]) -> list[int]:

@@ -19,17 +19,9 @@ from isobatch.core.measures import printable
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job, whose_job
 from isobatch.launch.clusters.slurm import client, containers
+from isobatch.launch.clusters.slurm import options as slurm_options
 from isobatch.launch.clusters.slurm.legs import JobRequest, seconds_to_stop
-from isobatch.launch.clusters.slurm.options import (
-    SlurmOptions,
-    join_sbatch_value,
-    option_words,
-    parse_array,
-    parse_time_limit,
-    refuse_control_characters,
-    step_words,
-    validated,
-)
+from isobatch.launch.clusters.slurm.options import SlurmOptions
 from isobatch.launch.clusters.slurm.sbatch_script import JobScript, default_lead, render
 from isobatch.launch.local.arguments import distinct, labelled, parse_sweep
 from isobatch.launch.local.placement import find_or_create, processes_each
@@ -50,16 +42,16 @@ TAKEN_OVER = ("partition", "account", "qos", "constraint", "mem")
 
 def slurm(words: Sequence[str]) -> int:
     """Print the script of the request in these words, or submit it; its runs are made."""
-    words = join_sbatch_value(words)
+    words = slurm_options.join_sbatch_value(words)
     points = parse_sweep(words, "slurm", SlurmOptions)
     options = SlurmOptions(**points[0][0].extra)
     if options.array:
         if points[0][0].recipe.seed or "seed" in points[0][1]:
             raise UserError("--seed: each task of --array is a seed of its own; leave one out")
-        seeds, limit = parse_array(options.array)
+        seeds, limit = slurm_options.parse_array(options.array)
         options = dataclasses.replace(options, parallel=options.parallel or int(limit or 0) or None)
         points = parse_sweep([*words, f"--seed={seeds}"], "slurm", SlurmOptions)
-    points = distinct([(validated(request, options), swept) for request, swept in points])
+    points = distinct([(slurm_options.validated(request, options), swept) for request, swept in points])
     in_array = bool(options.array) or len(points) > 1
     if options.parallel and not in_array:
         raise UserError(f"--parallel {options.parallel}: limits the runs of an array: give several values")
@@ -112,9 +104,9 @@ def _hand_in(
             local=processes_each(requests[task], "--nodes", script.nodes, script.gpus),
             lead=script.lead,
             plan={**options_to_dict(requests[task].plan), "processes": None},
-            seconds=parse_time_limit(script.time),
+            seconds=slurm_options.parse_time_limit(script.time),
             max_legs=options.max_legs,
-            srun=step_words(options),
+            srun=slurm_options.step_words(options),
             container=_container(requests[task], run.folder, options),
         ).write(run.folder)
     script.folder.mkdir(exist_ok=True)
@@ -142,7 +134,7 @@ def _script(
 ) -> JobScript:
     first = next(iter(runs.values())).folder
     time, name = (options.time or "").strip(), asked_name or first.name
-    seconds = parse_time_limit(time)
+    seconds = slurm_options.parse_time_limit(time)
     measured = max(round(seconds_to_stop(run)) for run in runs.values())
     extra = [(flag, str(value)) for flag in TAKEN_OVER if (value := getattr(options, flag))]
     if options.after:
@@ -150,7 +142,7 @@ def _script(
         jobs = options.after.replace(",", ":")
         extra += [("dependency", f"afterok:{jobs}"), ("kill-on-invalid-dep", "yes")]
     return JobScript(
-        name=refuse_control_characters(name, "--name"),
+        name=slurm_options.refuse_control_characters(name, "--name"),
         runs={number: run.folder for number, run in runs.items()},
         folder=first.parent / f"slurm-{name}" if in_array else first / "slurm",
         nodes=options.nodes,
@@ -160,7 +152,7 @@ def _script(
         gpus=options.gpus_per_node,
         array=array_text(runs, options.parallel) if in_array else "",
         extra_options=tuple(extra),
-        raw_options=option_words("--sbatch", options.sbatch),
+        raw_options=slurm_options.option_words("--sbatch", options.sbatch),
         setup=Path(options.setup).expanduser().resolve() if options.setup else None,
         start_folder=Path.cwd(),
         environment=tuple(environment_elsewhere().items()),

@@ -22,10 +22,10 @@ from typing import IO, TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import BUG, DONE, WRONG_INPUT, UserError
 from isobatch.core.package import TORCHRUN_SCRIPT, TRAIN_SCRIPT
-from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, StopFlag
+from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.clusters.slurm.step import ORPHANED
-from isobatch.launch.local.accelerate_launcher import relay_output
+from isobatch.launch.local.accelerate_launcher import ignore_stop_signals, relay_output
 from isobatch.launch.local.interfaces import gloo_interface, is_loopback, local_address, serve_store
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _environment(plan: Plan, local: str, alone: bool) -> dict[str, str]:
 def _run_torchrun(command: list[str], environment: dict[str, str], log: IO[bytes], stop: StopFlag) -> int:
     """Run torchrun for this node's workers: its marked lines go to the job's output, others to `log`."""
     child = subprocess.Popen(
-        command, env=environment, stdout=log, stderr=subprocess.PIPE, preexec_fn=_ignore_stop_signals
+        command, env=environment, stdout=log, stderr=subprocess.PIPE, preexec_fn=ignore_stop_signals
     )
     relay = threading.Thread(target=relay_output, args=(child, log), daemon=True)
     relay.start()
@@ -190,12 +190,6 @@ def _run_torchrun(command: list[str], environment: dict[str, str], log: IO[bytes
         time.sleep(0.1)
     relay.join(timeout=5)
     return DONE if child.returncode == 0 else BUG
-
-
-def _ignore_stop_signals() -> None:
-    """In the child: torchrun, and its workers until they install handlers, ignore stop signals."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _signal_workers(pid: int) -> None:
