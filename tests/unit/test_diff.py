@@ -59,11 +59,8 @@ PLANTED: dict[str, tuple[dict[str, Any], str, int, str | None]] = {
     "a dropout site unkeyed": ({"plant": "unkeyed"}, "jump", 1, "drop"),
     "other initial weights": ({"plant": "start"}, "jump", 1, None),
     "a scaled loss": ({"plant": "scale"}, "jump", 1, "head"),
-    "a frozen layer": ({"plant": "frozen"}, "jump", 1, None),
-    "another weight decay": ({"weight_decay": 0.5}, "jump", 2, None),
     "another optimizer": ({"optimizer": "sgd"}, "jump", 2, None),
     "another rate": ({"lr": 2e-2}, "rate", 1, None),
-    "another schedule": ({"schedule": "constant"}, "rate", 2, None),
     "another order": ({"seed": 1}, "samples", 1, None),
     "another batch size": ({"batch_size": 8}, "samples", 1, None),
 }

@@ -74,11 +74,8 @@ def test_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=expected):
             tables.read_table(str(tmp_path / name))
     file = write(tmp_path / "rows.jsonl")
-    for out, expected in (
-        ("a.txt", "must end in"),
-        ("no/a.csv", "no such folder"),
-        ("rows.jsonl", "another name"),
-    ):
+    wrong = {"a.txt": "must end in", "no/a.csv": "no such folder", "rows.jsonl": "another name"}
+    for out, expected in wrong.items():
         with pytest.raises(UserError, match=expected):
             tables.check_out(str(tmp_path / out), str(file))
 
@@ -88,7 +85,6 @@ READ: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "usual": (TextReader(), {"id": 1, "text": "a"}, "a"),
     "named": (TextReader("body"), {"text": "b", "body": "a"}, "a"),
     "usual pair": (TextReader(), {"premise": "a", "hypothesis": "b"}, ("a", "b")),
-    "named pair": (TextReader("x", "y"), {"x": "a", "y": "b"}, ("a", "b")),
     "ids": (SequenceReader(), {"tokens": [1, 2]}, [1, 2]),
     "user": (UserReader(), {"user_id": 7}, "7"),
     "a new user": (UserReader(), {"items": [3, "b"]}, ["3", "b"]),
@@ -108,7 +104,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "missing": (TextReader(), {"txt": "a"}, "here: has no column sentence or text"),
     "misspelt": (TextReader("texts"), {"text": "a"}, r"no column texts \(did you mean text\?\)"),
     "empty": (TextReader(), {"text": ""}, "here: text: is empty"),
-    "a number": (TextReader(), {"text": 3}, "holds int, not text"),
     "nothing taken": (UserReader(), {"items": []}, "here: items: is empty"),
     "no ids": (SequenceReader(), {"tokens": ["a"]}, "a list of whole numbers"),
 }

@@ -72,9 +72,7 @@ def test_plots_go_where_they_are_wanted(run: RunFolder, tmp_path: Path) -> None:
     ("file", "content"),
     [
         ("plan.json", None),
-        ("plan.json", "{"),
         ("summary.json", "[]"),
-        ("metrics.jsonl", None),
         ("metrics.jsonl", '{"step": '),
         ("facts.json", None),
     ],
