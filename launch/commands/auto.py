@@ -145,10 +145,6 @@ def _remember_typed(run: RunFolder, typed: Mapping[str, Any]) -> None:
     consent.remember_options(run.recipe, RunOptions(**named))
 
 
-LINE = 110
-"""Most characters of a line of a table."""
-
-
 def _print_result(run: RunFolder, code: int, options: AutoOptions | ResumeOptions) -> int:
     if options.json:
         print_answer(run.summary() or {"status": run.status()}, "", as_json=True)
@@ -168,4 +164,4 @@ def print_outcome(run: RunFolder) -> None:
     measured = f", {split}: {figures}" if split else ", nothing was measured" if status == "done" else ""
     print(printable(f"{run.folder}: {status}, {steps} steps{measured}"))
     if beside:
-        print(printable(text_table(beside, LINE)))
+        print(printable(text_table(beside, 110)))

@@ -18,7 +18,7 @@ from isobatch.launch.cli import ALIASES, COMMANDS, no_command
 from isobatch.launch.local.arguments import BatchScaling, FlagFiles, read_command
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,11 +81,11 @@ def _task_groups(name: str) -> tuple[Groups, list[str]]:
     }
     defaults = dict(chosen.task.defaults)
     rows = {title: [_flag(f, defaults) for f in found.values()] for title, found in groups.items()}
-    return rows, [f"--preset {n}: {_in_words(values)}" for n, values in chosen.task.presets.items()]
-
-
-def _in_words(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name.replace('_', '-')} {value_text(value)}" for name, value in values.items())
+    notes = []
+    for preset, values in chosen.task.presets.items():
+        said = (f"{flag.replace('_', '-')} {value_text(value)}" for flag, value in values.items())
+        notes.append(f"--preset {preset}: {', '.join(said)}")
+    return rows, notes
 
 
 def _print_tasks(as_json: bool) -> int:

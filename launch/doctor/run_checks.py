@@ -206,17 +206,12 @@ def doctor(words: Sequence[str]) -> int:
     found = []
     for check in checks:
         found.append(check)
+        text = f"{check.state:<{STATE_WIDTH}}{check.name:<{NAME_WIDTH}}{' '.join(check.text.split())}"
+        if check.remedy:  # under it
+            text += f"\n{'':<{STATE_WIDTH + NAME_WIDTH}}-> {check.remedy}"
         if not options.json:  # as soon as it is known
-            print(printable(line(check)), flush=True)
+            print(printable(text), flush=True)
     count = Counter(check.state for check in found)
     text = f"{count['broken']} broken, {count['warning']} warnings, of {len(found)} checks"
     print_answer({"checks": [asdict(check) for check in found]}, text, options.json)
     return FAILED if count["broken"] else DONE
-
-
-def line(check: Check) -> str:
-    """A check as aligned text; what mends it stands under it."""
-    state = check.state.ljust(STATE_WIDTH)
-    text = " ".join(check.text.split())
-    remedy = f"\n{'':<{STATE_WIDTH + NAME_WIDTH}}-> {check.remedy}" if check.remedy else ""
-    return f"{state}{check.name:<{NAME_WIDTH}}{text}{remedy}"

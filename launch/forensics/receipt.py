@@ -33,14 +33,8 @@ from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.verification.audit import audit_records
 from isobatch.engine.verification.log_audit import WrongRecordError, check
 from isobatch.engine.verification.proof import within
+from isobatch.launch.local import run_setup
 from isobatch.launch.local.arguments import read_command
-from isobatch.launch.local.run_setup import (
-    DataOptions,
-    OtherDataError,
-    compare_source,
-    locate_data,
-    open_single_run,
-)
 from isobatch.launch.local.verify_run import VerifyOptions, redo_first_steps, verify_run
 
 if TYPE_CHECKING:
@@ -53,7 +47,7 @@ Content = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReceiptOptions(DataOptions):
+class ReceiptOptions(run_setup.DataOptions):
     """Flags of `receipt make`."""
 
     sign: str | None = None
@@ -63,7 +57,7 @@ class ReceiptOptions(DataOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AuditOptions(DataOptions):
+class AuditOptions(run_setup.DataOptions):
     """Flags of `receipt check`."""
 
     run: str | None = None
@@ -91,8 +85,8 @@ def receipt(words: Sequence[str]) -> int:
 
     The run's records are checked first: a receipt of a run that `verify --level records` refuses is not made.
     """
-    run, options = open_single_run(words, "receipt", ReceiptOptions)
-    locate_data(run, run.recipe, options.data)
+    run, options = run_setup.open_single_run(words, "receipt", ReceiptOptions)
+    run_setup.locate_data(run, run.recipe, options.data)
     file = Path(options.out).expanduser() if options.out else run.folder / FILE
     content = receipt_of(run)
     text = atomic_files.json_text(content, ensure_ascii=False) + "\n"
@@ -151,13 +145,13 @@ def audit_receipt(file: Path, options: AuditOptions) -> Finding:
         with _folder(file, content, options) as (run, handed_over):
             consent.require(recipe, run.folder, options.trust)
             doing("looking for the data")
-            locate_data(run, recipe, options.data)
+            run_setup.locate_data(run, recipe, options.data)
             doing("comparing the samples of every step")
             receipts.check_order(content, recipe, run.facts)
             steps = sum(content["phases"].values())
             found.checked.append(f"recipe and data, the samples of all {steps:,} steps")
             (_check_against_run if handed_over else _check_first_steps)(run, content, options, found)
-    except OtherDataError as error:
+    except run_setup.OtherDataError as error:
         found.problems.append(f"the data here is not the receipt's: {error.what}")
     except (WrongRecordError, TrainingError) as error:
         found.problems.append(str(error))
@@ -206,7 +200,7 @@ def _check_against_run(run: RunFolder, content: Content, options: AuditOptions, 
 
 def _check_first_steps(run: RunFolder, content: Content, options: AuditOptions, found: Finding) -> None:
     """Without checkpoints only the steps from the beginning can be made again."""
-    found.unknown += [said for part in compare_source(run, options.data) for said in part]
+    found.unknown += [said for part in run_setup.compare_source(run, options.data) for said in part]
     steps = content["phases"]
     decided = [{**row, "last": min(row["last"], steps[row["of"]])} for row in content["left_out"]]
     for path, rows in ((run.metrics, receipts.log_rows(content)), (run.decisions, decided)):

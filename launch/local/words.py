@@ -267,10 +267,6 @@ def _value(flag: Flag, text: str) -> Any:
 def label(recipe: Recipe, swept: Iterable[str]) -> str:
     """What a run of a sweep is called: lr0.001-seed0, the seed last, whatever the order of the flags."""
     names = sorted(swept, key=lambda name: (name == "seed", name))
-    values = {name: getattr(recipe, name, recipe.options.get(name)) for name in names}
-    return "-".join(name.replace("_", "-") + _as_file_name(value) for name, value in values.items())
-
-
-def _as_file_name(value: Any) -> str:
-    text = repr(value) if isinstance(value, float) else str(value)
-    return re.sub(r"[^\w.+-]", "_", text.removesuffix(".0"))
+    values = [str(getattr(recipe, name, recipe.options.get(name))).removesuffix(".0") for name in names]
+    pairs = zip(names, values, strict=True)
+    return "-".join(name.replace("_", "-") + re.sub(r"[^\w.+-]", "_", value) for name, value in pairs)

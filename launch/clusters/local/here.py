@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import secrets
 import signal
 import sys
@@ -46,13 +47,8 @@ class Local(Cluster):
 
     def attempt(self, run: RunFolder) -> Verdict | None:
         # DeepSpeed forms a process group even for one process, which would stay in a process not ours.
-        if run.plan.processes == 1 and (self.owns_process or not traits_of(run.plan.strategy).shards):
-            return self._in_process(run)
-        return self._in_children(run)
-
-    def _in_process(self, run: RunFolder) -> Verdict | None:
-        import gc
-
+        if run.plan.processes > 1 or (not self.owns_process and traits_of(run.plan.strategy).shards):
+            return self._in_children(run)
         from isobatch.launch.local.worker import train_run
 
         train_run(run, run.options(), self.owns_process)
