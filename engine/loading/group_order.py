@@ -47,10 +47,10 @@ class GroupOrder:
         mixed = np.empty_like(positions)
         for number in np.unique(windows).tolist():
             inside = windows == number
-            start, size = self._window(borders, number)
-            mixed[inside] = start + shuffle(
-                positions[inside] - start, size, self.seed + _WINDOW_SEED * (number + 1), epoch + 1
-            )
+            first, last = number * self.window, min((number + 1) * self.window, len(borders) - 1)
+            start, size = int(borders[first]), int(borders[last] - borders[first])
+            seed = self.seed + _WINDOW_SEED * (number + 1)
+            mixed[inside] = start + shuffle(positions[inside] - start, size, seed, epoch + 1)
         places = np.searchsorted(borders, mixed, "right") - 1
         return self.firsts[groups[places]] + mixed - borders[places]
 
@@ -61,8 +61,3 @@ class GroupOrder:
 
     def _permuted(self, count: int, epoch: int) -> np.ndarray:
         return shuffle(np.arange(count), count, self.seed + _GROUP_SEED, epoch)
-
-    def _window(self, borders: np.ndarray, number: int) -> tuple[int, int]:
-        """(first position, samples) of a window."""
-        first, last = number * self.window, min((number + 1) * self.window, len(borders) - 1)
-        return int(borders[first]), int(borders[last] - borders[first])
