@@ -230,7 +230,7 @@ class Communicator:
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sum over ranks, in place; returns `values`."""
-        if self.size > 1:
+        if self.size > 1 or self.barred:
             import torch.distributed as dist
 
             with self.waiting_for("an all-reduce"), self.recorder.part("communication"):
@@ -292,7 +292,7 @@ class Communicator:
 
     def all_gather_objects(self, value: Any) -> list[Any]:
         """Every rank's object, in the order of ranks, on every rank. Objects are pickled."""
-        if self.size == 1:
+        if self.size == 1 and not self.barred:
             return [value]
         import torch.distributed as dist
 
@@ -303,7 +303,7 @@ class Communicator:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """On rank 0 every rank's object, in the order of ranks; nothing elsewhere. Objects are pickled."""
-        if self.size == 1:
+        if self.size == 1 and not self.barred:
             return [value]
         import torch.distributed as dist
 
@@ -314,7 +314,7 @@ class Communicator:
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's object, on every rank."""
-        if self.size == 1:
+        if self.size == 1 and not self.barred:
             return value
         import torch.distributed as dist
 
@@ -325,7 +325,7 @@ class Communicator:
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
-        if self.size > 1:
+        if self.size > 1 or self.barred:
             with self.waiting_for("a barrier"):
                 self.accelerator.wait_for_everyone()
 

@@ -14,7 +14,7 @@ from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.optimization.left_out import until
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
-from isobatch.engine.train.hooks import Hook, Signal, name_of
+from isobatch.engine.train.hooks import Hook, Signal, name_of, saved_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,22 +108,20 @@ class Checkpoint(Hook):
         if (asked - {"pause"} or self.due(step)) and self.saved_step != step:
             self._save(state, step)
         elif not self._is_reserved:
-            self.writer.reserve(state.strategy.collect_state(self._tensors()))
+            self.writer.reserve(state.strategy.collect_state(saved_of(self.others, state, step)[1]))
         self._is_reserved = True
         return set()
-
-    def _tensors(self) -> dict[str, Mapping[str, Tensor]]:
-        return {name_of(hook): tensors for hook in self.others if (tensors := hook.tensors())}
 
     def _save(self, state: Training, step: int) -> None:
         strategy = state.strategy
         self.writer.wait()  # the log of this checkpoint holds the digest of the one before
         self.log.flush_skipped()
+        hooks, tensors = saved_of(self.others, state, step)
         facts = {
             "logs": self.log.seal(state.schedule.name, step),
             "progress": dataclasses.asdict(state.progress),
-            "hooks": {name_of(hook): found for hook in self.others if (found := hook.state())},
-            "weights": [name_of(hook) for hook in self.others if hook.weights and hook.tensors()],
+            "hooks": hooks,
+            "weights": [name_of(hook) for hook in self.others if hook.weights and name_of(hook) in tensors],
             "left_out": until(state.schedule.left_out, step),
             "scaling": strategy.loss_scale(),
             "recipe_hash": state.recipe.hash(),
@@ -133,7 +131,7 @@ class Checkpoint(Hook):
             "versions": installed_versions(),
         }
         folder = self.run.checkpoints / checkpoint.checkpoint_name(state.schedule.name, step)
-        self.writer.start(folder, strategy.collect_state(self._tensors()), facts)
+        self.writer.start(folder, strategy.collect_state(tensors), facts)
         self.peak.observe("save")
         self.spared = self._needed()
         self.saved_step = step

@@ -7,6 +7,7 @@ Only `at_pause` may run collectives: everywhere else the ranks may stand in diff
 from __future__ import annotations
 
 import contextlib
+import json
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from isobatch.core.errors import IsobatchError, TrainingError, UserError
@@ -162,7 +163,8 @@ class Hooks:
         self.see_gradients = bool(self._asked["on_gradients"]) or isinstance(state.task, SeesGradients)
         with contextlib.ExitStack() as open_phases:
             for hook in self.all:
-                open_phases.enter_context(hook.phase(state))
+                with blaming(hook, state, start + 1):
+                    open_phases.enter_context(hook.phase(state))
             yield
 
     def ended(self) -> bool:
@@ -173,10 +175,13 @@ class Hooks:
         """Context of a step's computation."""
         if not self._asked["around"]:
             return contextlib.nullcontext()
-        stack = contextlib.ExitStack()
-        for context in self._ask("around", state, step, state, step):
-            stack.enter_context(context)
-        return stack
+        return self._around(state, step)
+
+    @contextlib.contextmanager
+    def _around(self, state: Training, step: int) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            self._ask("around", state, step, state, step, enter=stack.enter_context)
+            yield
 
     def vote(self, state: Training, step: int) -> list[float]:
         """This rank's votes in the order of `self.votes`."""
@@ -194,7 +199,7 @@ class Hooks:
         """StepFigures about whole gradients before they are clipped."""
         figures: dict[str, Any] = {}
         for found in self._ask("on_gradients", state, step, state, step):
-            figures |= found
+            figures |= found or {}
         return figures
 
     def load(self, state: Training, saved: SavedCheckpoint) -> None:
@@ -202,10 +207,9 @@ class Hooks:
         for hook in self.all:
             name = name_of(hook)
             if overrides(hook, "load"):
-                hook.load(
-                    saved.state["hooks"].get(name, {}),
-                    state.strategy.read_held(saved, name),
-                )
+                own, tensors = saved.state["hooks"].get(name, {}), state.strategy.read_held(saved, name)
+                with blaming(hook, state, state.progress.step):
+                    hook.load(own, tensors)
 
     def cut(self, keep: Mapping[str, Sequence[tuple[int, Tensor]]]) -> None:
         """Cut the hooks' tensors as a task has cut its model: parameter -> (dimension, indices that stay)."""
@@ -247,20 +251,23 @@ class Hooks:
         """Let every hook do what is due; returns all that was asked for. The step's clock stands still."""
         began = now()
         for _, hook, at_pause in self._asked["at_pause"]:
-            try:
+            with blaming(hook, state, step):
                 asked = asked | _known(hook, at_pause(state, step, asked))
-            except Exception as error:
-                raise blamed(hook, state, step, error) from error
         self._began += now() - began
         return asked
 
-    def _ask(self, method: str, state: Training, step: int, *arguments: Any) -> list[Any]:
-        """Each hook's answer, outside a pause: a collective in it raises TrainingError."""
+    def _ask(self, method: str, state: Training, step: int, *arguments: Any, enter: Any = None) -> list[Any]:
+        """Each hook's answer, outside a pause: a collective in it raises TrainingError.
+
+        `enter`: called with each answer, as if the hook did it.
+        """
         answers, world = [], state.world
         for name, hook, ask in self._asked[method]:
             world.barred = name
             try:
                 answers.append(ask(*arguments))
+                if enter is not None:
+                    enter(answers[-1])
             except Exception as error:
                 raise blamed(hook, state, step, error) from error
             finally:
@@ -268,14 +275,14 @@ class Hooks:
         return answers
 
 
-def _known(hook: Hook, asked: set[Signal]) -> set[Signal]:
+def _known(hook: Hook, asked: set[Signal] | None) -> set[Signal]:
     """What a hook asks for. Raises TrainingError where that is no signal."""
-    if not asked <= SIGNALS:
-        unknown = ", ".join(sorted(set(asked) - SIGNALS))
+    if unknown := set(asked or ()) - SIGNALS:
         raise TrainingError(
-            f"hook {name_of(hook)} asks for {unknown}: known are {', '.join(sorted(SIGNALS))}"
+            f"hook {name_of(hook)} asks for {', '.join(sorted(unknown))}: known are"
+            f" {', '.join(sorted(SIGNALS))}"
         )
-    return asked
+    return asked or set()
 
 
 def overrides(hook: Hook, method: str) -> bool:
@@ -289,3 +296,26 @@ def blamed(hook: Hook, state: Training, step: int, error: Exception) -> Exceptio
         return error
     said = f"{type(error).__name__}: {error}"
     return TrainingError(f"hook {name_of(hook)} failed in step {step} of {state.schedule.name}: {said}")
+
+
+@contextlib.contextmanager
+def blaming(hook: Hook, state: Training, step: int) -> Iterator[None]:
+    """Inside, an error is the hook's: see `blamed`."""
+    try:
+        yield
+    except Exception as error:
+        raise blamed(hook, state, step, error) from error
+
+
+def saved_of(
+    hooks: Sequence[Hook], state: Training, step: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, Mapping[str, Tensor]]]:
+    """By their names the states and the tensors of those that have any, for a checkpoint."""
+    states, tensors = {}, {}
+    for hook in hooks:
+        with blaming(hook, state, step):
+            if own := hook.state():
+                states[name_of(hook)] = json.loads(json.dumps(own))
+            if held := hook.tensors():
+                tensors[name_of(hook)] = held
+    return states, tensors

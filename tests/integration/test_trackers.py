@@ -36,11 +36,9 @@ def test_training_goes_on_where_a_tracker_fails() -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise ConnectionError("no server")
 
-    world = SimpleNamespace(accelerator=SimpleNamespace(log=fail))
-    state: Any = SimpleNamespace(world=world, progress=SimpleNamespace(steps=1))
-    figures: Any = SimpleNamespace(row={"loss": 1.0})
-    tracker = Tracker("mlflow", said.append)
-    with tracker.phase(state):
-        for _ in range(2):
-            tracker.on_figures(figures)
+    world: Any = SimpleNamespace(accelerator=SimpleNamespace(log=fail))
+    figures: Any = SimpleNamespace(row={"loss": 1.0}, steps=1)
+    tracker = Tracker(world, "mlflow", said.append)
+    for _ in range(2):
+        tracker.on_figures(figures)
     assert said == ["--tracker mlflow gets nothing more: ConnectionError: no server"]

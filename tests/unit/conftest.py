@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -60,7 +59,7 @@ class ThreadWorld(Communicator):
 
         self.rank, self.size, self.exchange = rank, size, exchange
         self.device = torch.device("cpu")
-        self.accelerator: Any = SimpleNamespace(autocast=contextlib.nullcontext)
+        self.plan: Any = SimpleNamespace(precision="fp32")
         self.calls: list[Call] = []
 
     def on_nodes_of(self, ranks: int) -> None:

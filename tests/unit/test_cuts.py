@@ -6,13 +6,10 @@ Losses alone would not show it: a factor that the cut decides may reach one para
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from isobatch.core.errors import TrainingError
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.registry import TASKS, workload
 from isobatch.engine.train.figures import differences as moved
@@ -79,8 +76,6 @@ def whole_plan(**changes: Any) -> Any:
 
 def build(task: str, flags: Mapping[str, Any], precision: str = "fp32") -> Builder:
     """The training of one process, which holds a whole global batch at a time."""
-    import torch
-
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.train.build import Builder
 
@@ -88,7 +83,7 @@ def build(task: str, flags: Mapping[str, Any], precision: str = "fp32") -> Build
     recipe = chosen.complete({**COMMON, **flags})[0]
     world = Communicator(whole_plan())
     if precision == "bf16":  # accelerate keeps one precision for the life of a process
-        world.accelerator = SimpleNamespace(autocast=partial(torch.autocast, "cpu", torch.bfloat16))  # type: ignore[assignment]
+        world.plan = whole_plan(precision="bf16")
     return Builder(recipe, prepare(chosen.make(recipe)[1]), whole_plan(), world)
 
 

@@ -144,7 +144,7 @@ def trained(
     chosen = plan(processes=world.size, micro_batch_samples=micro)
     made = strategy(model.train(), lambda model: optimizer_of(model, recipe), chosen, world, recipe.clip)
     if half:
-        world.accelerator.autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+        world.plan.precision = "bf16"
     order = Sampler(COUNT, recipe.batch_size, 0, cohort=task.cohort)
     seen = Seen()
     run_phase(training(task(recipe, None), made, source(), order, keyed), Hooks([seen]))

@@ -107,14 +107,14 @@ def test_what_a_task_has_no_phases_for(values: dict[str, Any], problem: str) -> 
         phase_schedules(recipe(**values), TWO, 10)
 
 
-def saves(every: Interval, monkeypatch: pytest.MonkeyPatch) -> Any:
+def saves(every: Interval, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     """The hook that saves so often, in a phase that began at 1,000 s."""
-    facts: Any = SimpleNamespace(rank=0, device=None, save_every=every, schedule=ONE, progress=None)
-    hook = Checkpoint(facts, facts, facts, facts, facts, [ONE], [], lambda _: False, lambda _: set())
-    monkeypatch.setattr(hook.writer, "wait", lambda: None)
     monkeypatch.setattr(checkpoint, "now", lambda: 1000.0)
-    with hook.phase(facts):
-        yield hook
+    writer = SimpleNamespace(is_writing=False)
+    facts: Any = SimpleNamespace(save_every=every, keep=1, schedule=ONE, world=SimpleNamespace(rank=0))
+    facts.leads = lambda _: False
+    words: Any = (facts, facts, ["train"], facts, facts, facts, writer, [], facts)
+    return Checkpoint(*words)
 
 
 def test_saves_by_steps_are_the_same_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,15 +124,15 @@ def test_saves_by_steps_are_the_same_on_every_rank(monkeypatch: pytest.MonkeyPat
         (Interval(0.5, "epochs"), [5, 10, 15, 20, last, 25]),
         (Interval(40, "percent"), [10, 20, last]),
     ):
-        for hook in saves(every, monkeypatch):
-            assert [step for step in range(1, 26) if hook.due(step)] == due
-            monkeypatch.setattr(checkpoint, "now", lambda: 1e9)
-            assert hook.vote(1) == {"save": 0}
+        hook = saves(every, monkeypatch)
+        assert [step for step in range(1, 26) if hook.due(step)] == due
+        monkeypatch.setattr(checkpoint, "now", lambda: 1e9)
+        assert hook.vote(1) == {"save": 0}
 
 
 def test_saves_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    for hook in saves(Interval(10, "minutes"), monkeypatch):
-        assert not hook.due(10)
-        for clock, votes in ((1000 + 599, 0), (1000 + 600, 1)):  # 10 minutes are 600 s
-            monkeypatch.setattr(checkpoint, "now", lambda clock=clock: clock)
-            assert hook.vote(1) == {"save": votes}
+    hook = saves(Interval(10, "minutes"), monkeypatch)
+    assert not hook.due(10)
+    for clock, votes in ((1000 + 599, 0), (1000 + 600, 1)):  # 10 minutes are 600 s
+        monkeypatch.setattr(checkpoint, "now", lambda clock=clock: clock)
+        assert hook.vote(1) == {"save": votes}
