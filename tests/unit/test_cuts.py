@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from isobatch.core.errors import TrainingError
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.registry import TASKS, workload
 from isobatch.engine.train.figures import differences as moved

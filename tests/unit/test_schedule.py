@@ -110,10 +110,9 @@ def test_what_a_task_has_no_phases_for(values: dict[str, Any], problem: str) -> 
 def saves(every: Interval, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     """The hook that saves so often, in a phase that began at 1,000 s."""
     monkeypatch.setattr(checkpoint, "now", lambda: 1000.0)
-    writer = SimpleNamespace(is_writing=False)
-    facts: Any = SimpleNamespace(save_every=every, keep=1, schedule=ONE, world=SimpleNamespace(rank=0))
-    facts.leads = lambda _: False
-    words: Any = (facts, facts, ["train"], facts, facts, facts, writer, [], facts)
+    world = SimpleNamespace(rank=0, device=None)
+    facts: Any = SimpleNamespace(save_every=every, keep=1, schedule=ONE, world=world, leads=lambda _: False)
+    words: Any = (facts, facts, ["train"], facts, facts, facts, print, [], facts)
     return Checkpoint(*words)
 
 
