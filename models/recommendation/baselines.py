@@ -147,7 +147,7 @@ def final_figures(
     return found | kept_metrics(net, final, batches, k) | chance_metrics(net, batches(), k)
 
 
-class Tried(NamedTuple):
+class TriedSetting(NamedTuple):
     """A baseline with a value of its setting, and its figures on the validation data."""
 
     ndcg: float
@@ -156,7 +156,7 @@ class Tried(NamedTuple):
     weights: ItemWeights
 
 
-def _fitted(net: Any, validation: Batches | None, k: int) -> dict[str, tuple[Tried, Tried]]:
+def _fitted(net: Any, validation: Batches | None, k: int) -> dict[str, tuple[TriedSetting, TriedSetting]]:
     """Each baseline as it ranks best among the sampled negatives, and among all items; without `validation`
     with the first value of its setting.
     """
@@ -171,7 +171,7 @@ def _fitted(net: Any, validation: Batches | None, k: int) -> dict[str, tuple[Tri
             scorer = _linear_scorer(net, weights := fit.make(gram, value))
             figures = _measure(net, scorer, validation(), k).figures if validation else {}
             sampled, full = (figures.get(f"{prefix}ndcg@{k}", 0.0) for prefix in ("", "full_"))
-            tried.append(Tried(sampled, full, value, weights))
+            tried.append(TriedSetting(sampled, full, value, weights))
         found[name] = max(tried, key=lambda t: t.ndcg), max(tried, key=lambda t: t.full_ndcg)
     return found
 
