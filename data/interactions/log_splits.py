@@ -21,10 +21,10 @@ from isobatch.data.interactions.log import (
     split_leave_one_out,
     unique_pair_keys,
 )
-from isobatch.data.interactions.tables import NUMBERS, whole_ids
+from isobatch.data.interactions.tables import NUMBERS, some_ids, whole_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from isobatch.core.recipe import Recipe
     from isobatch.data.base import Columns
@@ -121,6 +121,8 @@ class LogSplits:
         self.users, of_users = users.finish()
         described = raw.items if self.options.catalogue == "all" else ()
         self.items, of_items = items.finish([*described, *given])
+        self.notes += _join_notes("users", [self.users[n] for n in of_users], raw.users)
+        self.notes += _join_notes("items", [self.items[n] for n in of_items], raw.items)
         least = self.options.min_rating
         if least > 0 and any("rating" not in log.columns for log in logs.values()):
             raise UserError(f"--min-rating {least}: {self.recipe.data} has no ratings")
@@ -236,3 +238,15 @@ class LogSplits:
                 " users had: they are rivals all the same"
             )
         return found
+
+
+def _join_notes(what: str, own: list[str], described: Collection[str]) -> Iterator[str]:
+    """What the ids of interactions and those of the table of texts look like, where few are equal."""
+    alone = [name for name in own if name not in described]
+    if described and 2 * len(alone) > len(own):
+        others = set(described).difference(own)
+        there = some_ids(name for name in described if name in others)
+        yield (
+            f"{len(own) - len(alone):,} of {len(own):,} {what} with interactions are in the table of {what}:"
+            f" ids such as {some_ids(alone)} are not, and the table has {there}"
+        )
