@@ -19,9 +19,15 @@ def newest_rows(path: Path) -> list[dict[str, Any]]:
     """The rows in the last TAIL_BYTES of a log, oldest first; one that is being written is left out."""
     if not path.exists():
         return []
+    lines = _tail(path, path.stat().st_size).splitlines()
+    return [row for line in lines if (row := parse_row(line)) is not None]
+
+
+def _tail(path: Path, stop: int) -> bytes:
+    """The last TAIL_BYTES of a log's first `stop` bytes."""
     with path.open("rb") as stream:
-        stream.seek(max(0, stream.seek(0, 2) - TAIL_BYTES))
-        return [row for line in stream.read().splitlines() if (row := parse_row(line)) is not None]
+        start = stream.seek(max(0, stop - TAIL_BYTES))
+        return stream.read(stop - start)
 
 
 def damaged_rows(path: Path) -> int:
@@ -37,10 +43,7 @@ def last_row_before(path: Path, offset: int) -> dict[str, Any] | None:
     """The row that ends at byte `offset`; None where none does."""
     if not path.exists() or path.stat().st_size < offset:
         return None
-    with path.open("rb") as stream:
-        start = max(0, offset - TAIL_BYTES)
-        stream.seek(start)
-        block = stream.read(offset - start)
+    block = _tail(path, offset)
     return parse_row(block[block.rfind(b"\n", 0, -1) + 1 :]) if block.endswith(b"\n") else None
 
 

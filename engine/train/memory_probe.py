@@ -95,12 +95,18 @@ def _run_largest(state: Training) -> None:
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     state_bytes = int(OPTIMIZERS[state.recipe.optimizer].state_bytes * trained)
     moments = torch.empty(state_bytes, dtype=torch.uint8, device=device)
+    if (noise := state.binding.noise) is not None:
+        noise.bind(0, samples, device)
+    context = StepContext(0, state.schedule.name, noise or NativeNoise())  # of a step that is never taken
     model.train()
     with state.world.autocast():
-        losses = state.task.loss(model, batch, _context(state, samples))
+        losses = state.task.loss(model, batch, context)
     check_loss_form(losses)
     sum((loss.sum for loss in losses.values()), torch.zeros((), device=device)).backward()
-    _evaluate(state, batch, samples)
+    model.eval()
+    with torch.no_grad(), state.world.autocast():
+        state.task.evaluate(model, batch, context)
+    model.train()
     del moments
 
 
@@ -112,18 +118,3 @@ def longest_samples(source: Source, count: int) -> np.ndarray:
         most = min(count, len(candidates))
         longest = candidates[np.argpartition(-source.lengths(candidates), most - 1)[:most]]
     return longest[np.argsort(-source.lengths(longest), kind="stable")]
-
-
-def _evaluate(state: Training, batch: dict[str, torch.Tensor], samples: np.ndarray) -> None:
-    model = state.model
-    model.eval()
-    with torch.no_grad(), state.world.autocast():
-        state.task.evaluate(model, batch, _context(state, samples))
-    model.train()
-
-
-def _context(state: Training, samples: np.ndarray) -> StepContext:
-    """Of a step that is never taken."""
-    if (noise := state.binding.noise) is not None:
-        noise.bind(0, samples, state.world.device)
-    return StepContext(0, state.schedule.name, noise or NativeNoise())

@@ -24,8 +24,6 @@ from isobatch.engine.loading.device_copies import to_device, to_tensors
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from torch import nn
-
     from isobatch.core.facts import Facts
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.loading.sampler import Sampler
@@ -137,29 +135,27 @@ def _fill(
     world: Communicator,
 ) -> None:
     model = teacher.build(facts).to(world.device).eval()
+
+    @torch.no_grad()
+    def answer(batch: np.ndarray) -> dict[str, np.ndarray]:
+        host = to_tensors(source.fetch(batch), pin=False)
+        found = teacher.answers(model, to_device(host, world.device))
+        return {name: values.cpu().numpy() for name, values in found.items()}
+
     if world.is_main and not (folder / INDEX).exists():
-        _create(folder, len(source), _answer(source, missing[0], teacher, model, world))
+        _create(folder, len(source), answer(missing[0]))
     world.barrier()
     answers, digests = _open(folder, "r+")
     for done, batch in enumerate(missing[world.rank :: world.size]):
         doing("asking the teacher", done * world.size, len(missing))
         world.mark_progress("the teacher's answers")
-        found = _answer(source, batch, teacher, model, world)
+        found = answer(batch)
         for name, values in found.items():
             answers[name][batch] = values
         digests[batch] = row_digests(found, len(batch))
     for array in (*answers.values(), digests):
         array.flush()
     world.barrier()
-
-
-def _answer(
-    source: Source, batch: np.ndarray, teacher: Teacher, model: nn.Module, world: Communicator
-) -> dict[str, np.ndarray]:
-    host = to_tensors(source.fetch(batch), pin=False)
-    with torch.no_grad():
-        found = teacher.answers(model, to_device(host, world.device))
-    return {name: values.cpu().numpy() for name, values in found.items()}
 
 
 def _create(folder: Path, count: int, example: dict[str, np.ndarray]) -> None:

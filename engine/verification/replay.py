@@ -265,26 +265,25 @@ def compare_weights(
     bit for bit) and `elements`.
     """
     buffers = {WEIGHT + name for name in strategy.buffers()}
-    largest, beyond, far, different, elements = 0.0, 0, 0, 0, 0
+    largest, counts = 0.0, dict.fromkeys(("beyond", "far", "different", "elements"), 0)
     for piece in strategy.collect_state().pieces:
         if not piece.name.startswith(WEIGHT) or piece.name not in saved.entries:
             continue
         wanted = saved.read_slice(piece.name, piece.start, piece.start + piece.values.numel())
         found = piece.values.detach().to("cpu", wanted.dtype)
-        elements += found.numel()
+        counts["elements"] += found.numel()
         if torch.equal(found, wanted):
             continue
         difference = (found.double() - wanted.double()).abs()
         allowed = _allowed(piece, found, bound, origin) + ROUNDING * float(wanted.double().abs().max())
-        different += int((difference != 0).sum())
+        counts["different"] += int((difference != 0).sum())
         if piece.name not in buffers:  # a buffer moves by no rate; the losses show what it does
-            beyond += int((~(difference <= allowed)).sum())
-            far += int((~(difference <= FAR * allowed)).sum())
+            counts["beyond"] += int((~(difference <= allowed)).sum())
+            counts["far"] += int((~(difference <= FAR * allowed)).sum())
             largest = max(largest, float(difference.max()))
-    shares = world.all_gather_objects((largest, beyond, far, different, elements))
-    worst = max((share[0] for share in shares), key=lambda x: math.inf if math.isnan(x) else x)
-    names = ("beyond", "far", "different", "elements")
-    return {"largest": worst, **{n: sum(share[k] for share in shares) for k, n in enumerate(names, 1)}}
+    shares = world.all_gather_objects((largest, counts))
+    worst = max((share for share, _ in shares), key=lambda x: math.inf if math.isnan(x) else x)
+    return {"largest": worst, **{name: sum(share[name] for _, share in shares) for name in counts}}
 
 
 def _allowed(piece: TensorPiece, found: Tensor, bound: float | None, origin: SavedCheckpoint | None) -> float:

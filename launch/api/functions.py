@@ -92,8 +92,7 @@ class Run:
     @property
     def metrics(self) -> dict[str, Any]:
         """Metrics of the held-out split by name."""
-        found: dict[str, Any] = self.summary.get("metrics", {})
-        return found
+        return dict(self.summary.get("metrics", {}))
 
     @property
     def history(self) -> list[dict[str, Any]]:

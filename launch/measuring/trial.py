@@ -26,9 +26,10 @@ import torch
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import flags_of
-from isobatch.core.measures import now, printable
+from isobatch.core.measures import now
 from isobatch.core.package import ROOT
 from isobatch.core.plan import Plan
+from isobatch.core.terminal.console import print_answer
 from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
 from isobatch.engine.loading.prepare import prepare
 from isobatch.engine.machine.detect import detect
@@ -119,8 +120,7 @@ def answer_in_world(
     with atomic_files.explain_write_errors(folder):
         found = measure(base, world, options, folder)
     if world.is_main:
-        text = atomic_files.json_text(found, ensure_ascii=False) if options.json else "\n".join(lines(found))
-        print(text if options.json else printable(text))
+        print_answer(found, "\n".join(lines(found)), as_json=options.json)
     if world_size > 1:
         sys.stdout.flush()
         world.close()
