@@ -55,12 +55,6 @@ class StepOutput:
     seconds: float = 0.0
     """From the end of the previous step to the end of this one, on the host's clock, without pauses."""
 
-    def loss_and_norm(self) -> LossAndNorm:
-        """The sum of the losses, and the norm of the gradient; waits for the device."""
-        assert self.sums is not None
-        assert self.norm is not None
-        return sum(self.sums.read()[: len(self.names)]), self.norm.read()[0]
-
     def read(self, state: Training) -> StepFigures | None:
         """The figures on the host, counted into the run's progress; None where the step was left out.
 

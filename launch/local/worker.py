@@ -41,7 +41,7 @@ KERNEL_CACHES, MOST_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAP
 """oneDNN and ideep below torch keep 1,024 kernels each, one for every shape, with memory of its own: in bf16
 on a CPU 0.5 GB within twelve steps of rows of many lengths, and no step was faster for it (measured)."""
 RANK_0_REPORTS_FIRST_SECONDS = 3
-PROJECT, FINAL = "isobatch", "final"
+PROJECT, FINAL = "isobatch", "final/"
 """The project of all runs in a tracker, and what stands before their final metrics."""
 LOWEST_PRIORITY = "19"
 
@@ -116,8 +116,8 @@ def _train(run: RunFolder, options: RunOptions, world: Communicator, owns_proces
             state = trainer.train_run(on_rank)
         if state.task.plot_every:
             plotter.finish()
-        if world.is_main and on_rank.tracker.tracker:
-            end_tracking(run, world, state.progress.steps, console.say)
+        if world.is_main:
+            on_rank.tracker.send((run.summary() or {}).get("metrics", {}), state.progress.steps, FINAL)
         return Verdict(DONE, "")
     except Exception as caught:
         error = classify(caught)
@@ -173,21 +173,6 @@ def begin_tracking(run: RunFolder, world: Communicator) -> None:
     except Exception as error:  # each library has errors of its own: no server, no key, no database
         tracker = run.options().tracker
         raise UserError(f"--tracker {tracker}: cannot begin: {type(error).__name__}: {error}") from error
-
-
-def end_tracking(run: RunFolder, world: Communicator, step: int, say: Callable[[str], None]) -> None:
-    """Give the trackers the final metrics.
-
-    `say` is told where that fails: the run is done without it.
-    """
-    from isobatch.engine.hooks.tracker import tracked_values
-
-    metrics = tracked_values((run.summary() or {}).get("metrics", {}))
-    for tracker in world.accelerator.trackers:
-        try:
-            tracker.log({f"{FINAL}/{name}": value for name, value in metrics.items()}, step=step)
-        except Exception as error:
-            say(f"--tracker {tracker.name}: the final figures did not arrive: {error}")
 
 
 class Plotter:
