@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from isobatch.core.strategies import STRATEGIES
 from isobatch.tests.paths import REGISTER, ROOT
 
 if TYPE_CHECKING:
@@ -159,6 +161,36 @@ def test_no_small_file_has_one_importer() -> None:
     small = {file for file in small if not file.startswith("engine/hooks/")}  # one hook, one file
     assert sorted(small - SMALL.keys()) == []
     assert [path for path in SMALL if not (ROOT / path).is_file()] == []
+
+
+def test_the_loop_knows_no_hook_and_no_hook_another() -> None:
+    """What two of them need stands in `Training`."""
+    hooks = ROOT / "engine" / "hooks"
+    files = [*(ROOT / "engine" / "train").glob("*.py"), *hooks.glob("*.py")]
+    assert [name(f) for f in files if hooks in {other.parent for other in files_imported(f)}] == []
+
+
+def members(file: str, kind: str) -> list[ast.stmt]:
+    """The body of a class, without private methods."""
+    (found,) = [n for n in tree(ROOT / file).body if isinstance(n, ast.ClassDef) and n.name == kind]
+    return [n for n in found.body if not getattr(n, "name", "").startswith("_")]
+
+
+def test_contracts_stay_short() -> None:
+    state = members("engine/train/state.py", "Training")
+    assert sum(isinstance(n, ast.AnnAssign) for n in state) <= 12
+    task = [n.name for n in members("models/base.py", "Task") if isinstance(n, ast.FunctionDef)]
+    assert len(task) <= 12, task
+
+
+def test_the_engine_asks_traits_and_protocols() -> None:
+    """Never which strategy it has, nor whose method a task's is."""
+    strategies = {traits.implementation.partition(":")[2] for traits in STRATEGIES.values()}
+    engine = [f for f in PACKAGE if name(f).startswith("engine/")]
+    asked = [(name(f), c.args[1]) for f in engine for c in calls(f) if ast.unparse(c.func) == "isinstance"]
+    assert [file for file, kind in asked if strategies & set(ast.unparse(kind).split(" | "))] == []
+    compared = [(name(f), ast.unparse(n)) for f in engine for n in nodes(f) if isinstance(n, ast.Compare)]
+    assert [(file, text) for file, text in compared if re.match(r"type\(.*task\)\.\w+ is", text)] == []
 
 
 def test_the_package_holds_every_room() -> None:
