@@ -46,7 +46,7 @@ class TuneOptions(TrustOptions):
 
 
 @dataclass(slots=True)
-class TriedSetting:
+class PairedRounds:
     """A setting beside the recipe as it is: of each round, how many times as fast it was."""
 
     setting: Setting
@@ -74,7 +74,7 @@ class TriedSetting:
         """Whether it is of the plan alone, and as exact."""
         return not self.invariance and not self.setting.recipe
 
-    def beats(self, noise: TriedSetting) -> bool:
+    def beats(self, noise: PairedRounds) -> bool:
         """Whether it is faster, beyond the noise of its rounds, and of the base beside itself."""
         if self.problem or len(self.ratios) < LEAST_ROUNDS:
             return False
@@ -146,13 +146,13 @@ def _seconds_since_start() -> float:
 
 def try_setting(
     base: Variant, session: TrialSession, setting: Setting, shares: int, limit: float
-) -> TriedSetting:
+) -> PairedRounds:
     """Rounds of the base, whose `session` is open, and of the base with a setting.
 
     They take about one of so many shares of the time until `limit` (as of `now`), at least LEAST_ROUNDS; none
     begins that would end after the limit. What goes wrong is told and not raised: others are tried after it.
     """
-    found, began = TriedSetting(setting), now()
+    found, began = PairedRounds(setting), now()
     try:
         if session.world.broadcast_object(began >= limit):
             raise TimeoutError("no time was left to measure it")
@@ -174,7 +174,7 @@ def try_setting(
     return found
 
 
-def alternate(base: TrialSession, other: TrialSession, found: TriedSetting, end: float, limit: float) -> None:
+def alternate(base: TrialSession, other: TrialSession, found: PairedRounds, end: float, limit: float) -> None:
     """Add rounds of both to `found`, in turn, which of them is first too, until about `end`."""
     steps, length = base.steps_per_round(), 0.0
     while True:
@@ -188,9 +188,9 @@ def alternate(base: TrialSession, other: TrialSession, found: TriedSetting, end:
         length = now() - began
 
 
-def compatible(tried: Iterable[TriedSetting]) -> list[TriedSetting]:
+def compatible(tried: Iterable[PairedRounds]) -> list[PairedRounds]:
     """Those of other measures, and other fields, than all that come before them."""
-    found: list[TriedSetting] = []
+    found: list[PairedRounds] = []
     for one in tried:
         taken = {name for other in found for name in (*other.setting.fields, other.setting.measure)}
         if not taken & {*one.setting.fields, one.setting.measure}:

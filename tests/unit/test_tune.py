@@ -20,7 +20,7 @@ from isobatch.engine.planning.planner import make_plan
 from isobatch.launch.measuring import trial, tune
 from isobatch.launch.measuring.measures import Setting, settings
 from isobatch.launch.measuring.trial import Variant
-from isobatch.launch.measuring.tune import TriedSetting
+from isobatch.launch.measuring.tune import PairedRounds
 from isobatch.models.base import ModelSize
 from isobatch.tests.paths import ROOT
 
@@ -64,7 +64,7 @@ def test_a_measure_is_tried_only_where_it_applies() -> None:
 
 
 NOTHING = Setting("the recipe itself")
-QUIET = TriedSetting(NOTHING, [1.0] * 3)
+QUIET = PairedRounds(NOTHING, [1.0] * 3)
 
 
 class Steps:
@@ -81,7 +81,7 @@ class Steps:
 
 
 def test_rounds_are_paired_and_their_median_counts() -> None:
-    found = TriedSetting(NOTHING)
+    found = PairedRounds(NOTHING)
     base: Any = Steps([2.0, 20.0, 2.0])  # another program took the cores in the second round
     faster: Any = Steps([1.0, 10.0, 1.1])
     tune.alternate(base, faster, found, 0.0, math.inf)
@@ -102,12 +102,12 @@ def test_rounds_are_paired_and_their_median_counts() -> None:
     ],
 )
 def test_only_what_is_beyond_the_noise_helps(ratios: list[float], noise: list[float], beats: bool) -> None:
-    assert TriedSetting(NOTHING, ratios).beats(TriedSetting(NOTHING, noise)) is beats
-    assert not TriedSetting(NOTHING, ratios, problem="out of memory").beats(QUIET)
+    assert PairedRounds(NOTHING, ratios).beats(PairedRounds(NOTHING, noise)) is beats
+    assert not PairedRounds(NOTHING, ratios, problem="out of memory").beats(QUIET)
 
 
 def test_no_round_begins_after_the_limit() -> None:
-    found, none = TriedSetting(NOTHING), Steps([])
+    found, none = PairedRounds(NOTHING), Steps([])
     tune.alternate(none, none, found, math.inf, time.perf_counter() - 1)  # type: ignore[arg-type]
     assert not found.ratios
 
@@ -119,10 +119,10 @@ def few(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
 def test_of_two_settings_of_one_field_the_faster_is_named() -> None:
     tried = [
-        TriedSetting(Setting("batch", recipe={"batch_size": 128})),
-        TriedSetting(Setting("loading", plan={"prefetch": 8})),
-        TriedSetting(Setting("accumulation", recipe={"batch_size": 64}, plan={"micro_batch": 4})),
-        TriedSetting(Setting("loading", plan={"workers": 4})),
+        PairedRounds(Setting("batch", recipe={"batch_size": 128})),
+        PairedRounds(Setting("loading", plan={"prefetch": 8})),
+        PairedRounds(Setting("accumulation", recipe={"batch_size": 64}, plan={"micro_batch": 4})),
+        PairedRounds(Setting("loading", plan={"workers": 4})),
     ]
     assert tune.compatible(tried) == tried[:2]
 
@@ -133,7 +133,7 @@ def test_only_plan_choices_that_learn_as_exactly_are_to_be_typed(
     """Rounds that are made up: prefetching 1.3 times as fast, bf16 2 times, a larger batch 1.5 times."""
     gains = {"prefetch": 1.3, "precision": 2.0, "batch_size": 1.5}
 
-    def made_up(base: Any, other: Any, found: TriedSetting, *_: Any) -> None:
+    def made_up(base: Any, other: Any, found: PairedRounds, *_: Any) -> None:
         (plan, recipe), (old_plan, old) = ((one.state.plan, one.state.recipe) for one in (other, base))
         changed = {
             "prefetch": plan.prefetch != old_plan.prefetch,
