@@ -129,6 +129,13 @@ def votes(world: Any, writer: CheckpointWriter) -> list[float]:
     return world.all_reduce_sum(torch.tensor(writer.rank_flags())).tolist()
 
 
+def complete_if_written(world: Any, writer: CheckpointWriter, counted: list[float]) -> None:
+    """As the loop does in a pause that these votes ask for."""
+    written, failed = counted
+    if failed or written == world.size:
+        writer.complete()
+
+
 def await_vote(writer: CheckpointWriter) -> list[float]:
     """This rank's, once its writing has ended."""
     until = time.monotonic() + PATIENCE
@@ -149,15 +156,15 @@ def test_a_checkpoint_is_complete_only_when_every_rank_has_voted(
         assert writer.rank_flags() == [0.0, 0.0]  # it has returned, and no rank may write yet
         for slow in (0, 2, 1):
             counted.append(votes(world, writer))
-            writer.complete_if_written(*counted[-1])
+            complete_if_written(world, writer, counted[-1])
             world.barrier()
             assert not folder.exists()
             gate[slow].set()
             if world.rank == slow:
                 await_vote(writer)
         counted.append(votes(world, writer))
-        writer.complete_if_written(*counted[-1])
-        writer.complete_if_written(*counted[-1])  # as the next step does, whose votes were cast before
+        complete_if_written(world, writer, counted[-1])
+        complete_if_written(world, writer, counted[-1])  # as the next step does, whose votes were cast before
         return counted
 
     assert run_ranks(3, part).values == [[[0.0, 0.0], [1.0, 0.0], [2.0, 0.0], [3.0, 0.0]]] * 3
@@ -190,13 +197,12 @@ def test_a_writer_issues_the_same_collectives_on_every_rank(
             calls.append([name for (name,) in world.calls[before:]])
 
         record(writer.wait)
-        record(writer.complete_if_written, 3.0, 0.0)
+        record(writer.complete)
         record(writer.start, tmp_path / "train-3", share(world), FACTS)
         gate[world.rank].set()
         if world.rank:  # the main rank may still be writing: what it is doing must not matter
             await_vote(writer)
-        record(writer.complete_if_written, 2.0, 0.0)
-        record(writer.complete_if_written, 3.0, 0.0)
+        record(writer.complete)
         record(writer.start, tmp_path / "train-6", share(world), FACTS)
         record(writer.start, tmp_path / "train-9", share(world), FACTS)
         record(writer.wait)
@@ -205,7 +211,7 @@ def test_a_writer_issues_the_same_collectives_on_every_rank(
 
     ended = ["gather", "barrier"]
     outcome = run_ranks(3, part)  # pieces are exchanged at the first start alone
-    assert outcome.values == [[[], [], ["gather"], [], ["gather"], [], ended, ended, []]] * 3
+    assert outcome.values == [[[], [], ["gather"], ["gather"], [], ended, ended, []]] * 3
     assert all(calls == outcome.calls[0] for calls in outcome.calls)
 
 
@@ -262,7 +268,7 @@ def test_one_vote_of_failure_ends_the_save_while_others_still_write(
         found = votes(world, writer)
         threading.Timer(0.05, gate[world.rank].set).start()
         with pytest.raises(UserError, match="No space left on device"):
-            writer.complete_if_written(*found)
+            complete_if_written(world, writer, found)
         return found
 
     assert run_ranks(3, part).values == [[1.0, 1.0]] * 3
