@@ -40,7 +40,7 @@ from isobatch.engine.train.hooks import Hooks, Seen
 from isobatch.engine.train.loop import run_phase
 from isobatch.launch.local.accelerate_launcher import launch_workers
 from isobatch.launch.local.arguments import parse_request
-from isobatch.launch.local.run_setup import print_unless_quiet
+from isobatch.launch.local.run_setup import prepare_facts, say_notes
 from isobatch.models.attention_functions import register_again, registered_attention
 from isobatch.models.base import ModelSize
 
@@ -101,13 +101,11 @@ def answer_in_world(
     the same words. `folder`: OUT/`kind`/NAME, for the answer. Raises UserError.
     """
     request = parse_request(words, command, options_class)
-    quiet, (rank, world_size) = request.run.quiet, rank_and_world_size(os.environ)
-    for note in request.notes if rank == 0 else ():
-        print_unless_quiet(note, quiet)
-    task, data = request.workload.make(request.recipe)
-    facts = prepare(data, lambda text: print_unless_quiet(text, quiet))
-    task.fetch()
-    size = task.model_size(facts)
+    rank, world_size = rank_and_world_size(os.environ)
+    if rank == 0:
+        say_notes(request)
+    facts = prepare_facts(request)
+    size = request.workload.make(request.recipe)[0].model_size(facts)
     formed = world_size if world_size > 1 else None
     target = Target(command, request.workload, request.recipe, facts, detect(), request.plan, formed)
     base = Variant(target=target, size=size, plan=target.plan(size))
