@@ -12,14 +12,16 @@ if TYPE_CHECKING:
 
 CAUSAL = "-causal"
 """Ends the name under which an attention function is registered a second time, without a mask function."""
-_registered: set[str] = set()
+_registered: dict[str, tuple[Any, Any]] = {}
+"""Name -> (attention function, mask function or None)."""
 
 
 def register_attention(name: str, attention: Any, mask: Any) -> None:
     """Register an attention function and its mask function under `name`, for `set_attn_implementation`."""
+    _registered[name] = attention, mask
     for table, function in zip(_tables(), (attention, mask), strict=True):
-        table[name] = function
-    _registered.add(name)
+        if function is not None:
+            table[name] = function
 
 
 def _tables() -> tuple[Any, Any]:
@@ -70,8 +72,7 @@ def causal_attention_alone(config: Any, length: int) -> Iterator[None]:
         yield
         return
     # Registered again under a name without a mask function: transformers then makes no mask.
-    _tables()[0][kernel + CAUSAL] = known_attention(kernel)[0]
-    _registered.add(kernel + CAUSAL)
+    register_attention(kernel + CAUSAL, known_attention(kernel)[0], None)
     config._attn_implementation = kernel + CAUSAL  # noqa: SLF001  set_attn_implementation reloads kernels
     try:
         yield
@@ -81,16 +82,13 @@ def causal_attention_alone(config: Any, length: int) -> Iterator[None]:
 
 def registered_attention() -> dict[str, tuple[Any, Any]]:
     """Name -> (attention function, mask function) of all that is registered here."""
-    return {name: tuple(table.get(name) for table in _tables()) for name in _registered}
+    return dict(_registered)
 
 
 def register_again(found: dict[str, tuple[Any, Any]]) -> None:
     """Register what `registered_attention` found: another model may have taken the names since."""
     for name, functions in found.items():
-        _registered.add(name)
-        for table, function in zip(_tables(), functions, strict=True):
-            if function is not None:
-                table[name] = function
+        register_attention(name, *functions)
 
 
 def unregister_attention() -> None:

@@ -63,20 +63,15 @@ def check_options(options: Any, pretrained: bool) -> None:
     adapter, bits = options.adapter, options.load_bits
     tables, biases = options.also_train or (), options.lora_bias
     lora.check_options(options, pretrained)
-    if adapter == "none":
-        refuse(
-            {
-                f"--also-train {','.join(tables)}: without an adapter all weights train: leave it out, or add"
-                " --adapter lora": tables,
-                f"--load-bits {bits}: rounded weights cannot train: add --adapter lora (which is --adapter"
-                " qlora with 4 bits)": bits != 16,
-                "--frozen-dtype bf16: without an adapter nothing is frozen: add --adapter lora, or leave it"
-                " out": options.frozen_dtype != "fp32",
-            }
-        )
-        return
+    trains_all = adapter == "none"
     refuse(
         {
+            f"--also-train {','.join(tables)}: without an adapter all weights train: leave it out, or add"
+            " --adapter lora": trains_all and tables,
+            f"--load-bits {bits}: rounded weights cannot train: add --adapter lora (which is --adapter"
+            " qlora with 4 bits)": trains_all and bits != 16,
+            "--frozen-dtype bf16: without an adapter nothing is frozen: add --adapter lora, or leave it"
+            " out": trains_all and options.frozen_dtype != "fp32",
             "--adapter dora: needs the weights' norms, which 8 bits do not give: use --load-bits 4": (
                 adapter == "dora" and bits == 8
             ),

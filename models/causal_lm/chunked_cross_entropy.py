@@ -23,7 +23,7 @@ from isobatch.models.fused_kernels import fused_on_gpu
 from isobatch.models.head_chunks import chunk_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 IGNORE_INDEX = -100
 """The target of a token that is not predicted."""
@@ -67,8 +67,7 @@ def next_token_loss(
             reduction="sum",
             label_smoothing=smoothing,
         )
-    with bypass(head):
-        states = run_model(model, tokens)
+    states = states_before(head, model, tokens)
     return chunked_loss(states.flatten(0, 1), targets.flatten(), head.weight, head.bias, count, smoothing)
 
 
@@ -127,14 +126,37 @@ def predicted_rows(targets: Tensor, count: int | None) -> Tensor:
     return torch.zeros(count + 1, dtype=torch.int64, device=targets.device).scatter_(0, place, rows)[:count]
 
 
-@contextlib.contextmanager
-def bypass(head: BypassableHead) -> Iterator[None]:
-    """Inside, the model returns the head's input in place of logits."""
+def states_before(head: BypassableHead, model: Any, tokens: Tensor) -> Tensor:
+    """(B, T, D): what the model's head reads."""
     head.bypassed = True
     try:
-        yield
+        return run_model(model, tokens)
     finally:
         head.bypassed = False
+
+
+class HeadGradients:
+    """Gradients of states, weight and bias, added up over chunks; None of what needs none."""
+
+    def __init__(self, needed: Sequence[bool], states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.formats = [None if w is None else w.dtype for w in (weight, bias)]
+        self.states = torch.empty_like(states) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needed[2] else None
+
+    def add(self, chunk: slice, errors: Tensor, chunk_states: Tensor, cast_weight: Tensor) -> None:
+        """errors (n, V'): of the chunk's logits; the others as of `logit_chunks`."""
+        if self.states is not None:
+            self.states[chunk] = errors @ cast_weight
+        if self.bias is not None:
+            self.bias += errors[:, : len(self.bias)].sum(0, dtype=torch.float32)
+        if self.weight is not None:
+            add_product(self.weight, errors[:, : len(self.weight)].T, chunk_states)
+
+    def found(self) -> list[Tensor | None]:
+        """In the number formats of what they are of."""
+        parts = zip((self.weight, self.bias), self.formats, strict=True)
+        return [self.states, *(None if g is None else g.to(dtype) for g, dtype in parts)]
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
@@ -149,9 +171,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         needs_grad, vocabulary = ctx.needs_input_grad, len(weight)
         nll_sum = torch.zeros((), device=states.device)
-        grad_states = torch.empty_like(states) if needs_grad[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_grad[1] else None
-        grad_bias = torch.zeros_like(bias) if bias is not None and needs_grad[2] else None
+        gradients = HeadGradients(needs_grad, states, weight, bias)
         for chunk, chunk_states, logits, cast_weight in logit_chunks(states, weight, bias):
             chunk_targets = targets[chunk, None]
             if smoothing:
@@ -159,21 +179,13 @@ class ChunkedCrossEntropy(torch.autograd.Function):
             if not any(needs_grad):
                 nll_sum -= (1 - smoothing) * logits.log_softmax(-1).gather(1, chunk_targets).sum()
                 continue
-            nll, grad_logits = softmax_errors(logits, chunk_targets, chunk_states.dtype)
+            nll, errors = softmax_errors(logits, chunk_targets, chunk_states.dtype)
             nll_sum += (1 - smoothing) * nll
-            errors = grad_logits[:, :vocabulary]
             if smoothing:  # softmax - one-hot becomes softmax - smoothed one-hot
-                errors -= smoothing / vocabulary
+                errors[:, :vocabulary] -= smoothing / vocabulary
                 errors.scatter_add_(1, chunk_targets, errors.new_full(chunk_targets.shape, smoothing))
-            if grad_bias is not None:
-                grad_bias += errors.sum(0, dtype=torch.float32)
-            if grad_states is not None:
-                grad_states[chunk] = grad_logits @ cast_weight
-            if grad_weight is not None:
-                add_product(grad_weight, errors.T, chunk_states)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        ctx.save_for_backward(grad_states, grad_weight, grad_bias)
+            gradients.add(chunk, errors, chunk_states, cast_weight)
+        ctx.save_for_backward(*gradients.found())
         return nll_sum
 
     @staticmethod
@@ -188,9 +200,7 @@ def token_log_probs(model: Any, tokens: Tensor, targets: Tensor, count: int | No
     if head is None:
         logits = run_model(model, tokens).float().transpose(1, 2)
         return -F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="none")
-    with bypass(head):
-        states = run_model(model, tokens).flatten(0, 1)
-    flat = targets.flatten()
+    states, flat = states_before(head, model, tokens).flatten(0, 1), targets.flatten()
     rows, weights = predicted_rows(flat, count), _weights(head.weight, head.bias)
     found = ChunkedLogProbs.apply(states.index_select(0, rows), *weights, flat.index_select(0, rows))
     # Added up row by row, and not by index_add, whose order on a GPU is any.
@@ -215,22 +225,12 @@ class ChunkedLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         states, weight, bias, targets = ctx.saved_tensors
-        needs = ctx.needs_input_grad
-        grad_states = torch.empty_like(states) if needs[0] else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if needs[1] else None
-        grad_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and needs[2] else None
+        gradients = HeadGradients(ctx.needs_input_grad, states, weight, bias)
         for chunk, chunk_states, logits, cast_weight in logit_chunks(states, weight, bias, ctx.dtype):
             _, errors = softmax_errors(logits, targets[chunk, None], torch.float32)
             errors = errors.mul_(-gradient[chunk, None]).to(ctx.dtype)
-            if grad_states is not None:
-                grad_states[chunk] = errors @ cast_weight
-            own = errors[:, : len(weight)]
-            if grad_weight is not None:
-                add_product(grad_weight, own.T, chunk_states)
-            if grad_bias is not None:
-                grad_bias += own.sum(0, dtype=torch.float32)
-        weights = [None if g is None else g.to(weight.dtype) for g in (grad_weight, grad_bias)]
-        return grad_states, *weights, None
+            gradients.add(chunk, errors, chunk_states, cast_weight)
+        return *gradients.found(), None
 
 
 def logit_chunks(

@@ -314,7 +314,7 @@ class Classifier(Task):
         if form == "torch":
             run = evaluation.torch_runner(self._open_trained(final))
         else:
-            run = prediction.open_onnx_runner(self._onnx_file(final, exports, form))
+            run = evaluation.onnx_runner(self._onnx_file(final, exports, form))
         return TextClassifier.open(final, run, self.recipe.max_length)
 
     def _open_trained(self, final: Path) -> Any:

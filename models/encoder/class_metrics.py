@@ -23,15 +23,12 @@ LARGEST_CONFUSION = 100
 
 
 class ClassFigures(NamedTuple):
-    """Figures of each class, all (C,)."""
+    """Figures of each class."""
 
-    precision: np.ndarray
-    recall: np.ndarray
-    f1: np.ndarray
-    samples: np.ndarray
-    """Samples whose label it is."""
-    occurs: np.ndarray
-    """bool: whether it is any sample's label or answer; a macro figure is the mean over such classes."""
+    shares: np.ndarray
+    """(3, C): precision, recall and F1."""
+    macro: list[float]
+    """Their means over the classes that are any sample's label or answer."""
 
 
 def confusion_matrix(labels: np.ndarray, answers: np.ndarray, classes: int) -> np.ndarray:
@@ -43,14 +40,9 @@ def confusion_matrix(labels: np.ndarray, answers: np.ndarray, classes: int) -> n
 def class_figures(confusion: np.ndarray) -> ClassFigures:
     """Precision, recall and F1 of each class, from a confusion matrix (C, C)."""
     right, labelled, answered = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-    both = labelled + answered
-    return ClassFigures(
-        _shares(right, answered), _shares(right, labelled), _shares(2 * right, both), labelled, both > 0
-    )
-
-
-def _shares(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
-    return np.divide(part, whole, out=np.zeros(len(part)), where=whole > 0)
+    parts, wholes = np.stack([right, right, 2 * right]), np.stack([answered, labelled, labelled + answered])
+    shares = np.divide(parts, wholes, out=np.zeros(parts.shape), where=wholes > 0)
+    return ClassFigures(shares, shares[:, wholes[2] > 0].mean(1).tolist())
 
 
 def matthews_correlation(confusion: np.ndarray) -> float:
@@ -77,10 +69,9 @@ def class_metrics(confusion: np.ndarray, names: Sequence[str]) -> dict[str, Any]
 
     And `classes`, the names, with `confusion`, whose rows (labels) and columns (answers) are in their order.
     """
-    figures = class_figures(confusion)
-    found: dict[str, Any] = {"f1": float(figures.f1[1])} if len(confusion) == 2 else {}
-    for name in ("f1", "precision", "recall"):
-        found[f"{name}_macro"] = float(getattr(figures, name)[figures.occurs].mean())
+    shares, (precision, recall, f1) = class_figures(confusion)
+    found: dict[str, Any] = {"f1": float(shares[2, 1])} if len(confusion) == 2 else {}
+    found |= {"f1_macro": f1, "precision_macro": precision, "recall_macro": recall}
     found["mcc"] = matthews_correlation(confusion)
     if len(confusion) <= LARGEST_CONFUSION:
         found |= {"classes": list(names), "confusion": confusion.tolist()}
@@ -114,10 +105,6 @@ def paired_difference(one: np.ndarray, other: np.ndarray) -> tuple[float, float,
 def wilson_interval(num_correct: float, count: int) -> list[float]:
     """[low, high]: 95 % confidence interval of a proportion (Wilson 1927)."""
     proportion, z_squared = num_correct / count, Z_95**2
-    center = (proportion + z_squared / (2 * count)) / (1 + z_squared / count)
-    half_width = (
-        Z_95
-        / (1 + z_squared / count)
-        * math.sqrt(proportion * (1 - proportion) / count + z_squared / (4 * count**2))
-    )
-    return [center - half_width, center + half_width]
+    center, shrink = proportion + z_squared / (2 * count), 1 + z_squared / count
+    half_width = Z_95 * math.sqrt(proportion * (1 - proportion) / count + z_squared / (4 * count**2))
+    return [(center - half_width) / shrink, (center + half_width) / shrink]

@@ -133,11 +133,6 @@ def layers(model: Any) -> list[EncoderLayer]:
     return [EncoderLayer(model, f"{names.layers}.{number}", names, head) for number in range(count)]
 
 
-def classifier_dense(model: Any) -> str:
-    """Name of the linear layer between the encoder and the output layer of the classification head."""
-    return FAMILIES[model.config.model_type].dense
-
-
 def pruned_inputs(model: Any) -> list[tuple[Any, int]]:
     """(linear layer, how many of its inputs go together) of all layers whose inputs are pruned."""
     return [pair for one in layers(model) for pair in ((one.output, one.head_size), (one.down, 1))]
@@ -146,19 +141,6 @@ def pruned_inputs(model: Any) -> list[tuple[Any, int]]:
 def heads_and_neurons(model: Any) -> list[tuple[int, int]]:
     """(heads, neurons) of each layer, as they are now."""
     return [(one.query.out_features // one.head_size, one.up.out_features) for one in layers(model)]
-
-
-def count_macs(model: Any, tokens: int) -> int:
-    """Multiply-adds of one text's forward: of linear layers, attention and the head."""
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-
-    counter = FlopCounterMode(display=False)
-    # The other kernels of attention are not counted on a CPU.
-    with torch.inference_mode(), sdpa_kernel(SDPBackend.MATH), counter:
-        model(input_ids=torch.ones(1, tokens, dtype=torch.int64))
-    return int(counter.get_total_flops()) // 2
 
 
 def write_layer_sizes(model: Any, folder: Path) -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from isobatch.core.errors import UserError
+from isobatch.core.extras import need
 from isobatch.core.measures import peak_resident_bytes
 from isobatch.models.encoder.class_metrics import mcnemar
 
@@ -73,17 +75,6 @@ class ModelVariant:
     final: Path
     """The run's final/, whose number of parameters it has."""
 
-    def size_metrics(self) -> dict[str, int]:
-        """parameters, file_bytes, and macs: multiply-adds of a text of LATENCY_TOKENS tokens."""
-        from isobatch.models.encoder import encoders
-
-        model = encoders.open_classifier(str(self.final))
-        return {
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "macs": encoders.count_macs(model, LATENCY_TOKENS),
-            "file_bytes": self.file.stat().st_size,
-        }
-
 
 def open_runner(runtime: Runtime, path: Path | str, threads: int = 0) -> Runner:
     """Load a model. `threads` of onnxruntime; 0 lets it choose."""
@@ -137,7 +128,7 @@ def torch_runner(model: nn.Module) -> Runner:
 
 def onnx_runner(file: Path, threads: int = 0, names: Sequence[str] = ()) -> Runner:
     """Run an ONNX file with onnxruntime on the CPU; 0 `threads` lets onnxruntime choose. `names`: the inputs
-    that are given, by default those that the file has.
+    that are given, by default those that the file has. Raises UserError as `onnx_session` does.
     """
     session = onnx_session(file, threads)
     given = names or [i.name for i in session.get_inputs()]
@@ -154,16 +145,22 @@ def named_inputs(names: Iterable[str], inputs: dict[str, np.ndarray]) -> dict[st
     return {name: inputs.get(name, np.zeros_like(inputs["input_ids"])) for name in names}
 
 
-def onnx_session(file: Path, threads: int = 0, optimized: Path | None = None) -> Any:
-    """An onnxruntime session on the CPU; `optimized`: where to save the graph after fusion."""
+def onnx_session(file: Path, threads: int = 0) -> Any:
+    """An onnxruntime session on the CPU.
+
+    Raises UserError where onnxruntime is missing, or cannot read the file.
+    """
+    need("onnxruntime", f"{file}:")
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    if optimized is not None:
-        options.optimized_model_filepath = str(optimized)
-    return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    try:
+        return onnxruntime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+    except Exception as error:  # the library's exceptions have no base of their own
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{file} cannot be opened by onnxruntime: {reason}") from None
 
 
 def example_inputs(rows: int, vocabulary: int, tokens: int = LATENCY_TOKENS) -> dict[str, np.ndarray]:

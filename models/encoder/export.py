@@ -56,22 +56,19 @@ def check_agreement(kind: str, trained: Predictions, exported: Predictions) -> d
     return {"max_logit_difference": float(differences.max()), "samples": len(differences)}
 
 
-def predict_with_onnx_levels(
-    model: nn.Module, levels_file: Path, batches: Iterable[Batch]
-) -> tuple[Predictions, float]:
+def predict_with_onnx_levels(model: nn.Module, batches: Iterable[Batch]) -> tuple[Predictions, float]:
     """The trained model's predictions with its activations rounded as onnxruntime rounded them.
 
     A value halfway between two levels is rounded up or down by float noise of 1e-7, and that one level then
-    moves many others. So each of the file's roundings (`levels_file` has them as outputs) is compared with
-    the model's own value, in levels, and then taken over. Returns the predictions, and the most by which a
-    rounding was off beyond half a level.
+    moves many others. So each of the file's roundings is compared with the model's own value, in levels, and
+    then taken over. Returns the predictions, and the most by which a rounding was off beyond half a level.
     """
     import torch
 
-    session = evaluation.onnx_session(levels_file, threads=1)
-    names = [i.name for i in session.get_inputs()]
-    quantizers = quantizers_in_order(model)
-    run = evaluation.torch_runner(model)
+    with tempfile.TemporaryDirectory() as folder:  # not beside the file: a killed export leaves nothing there
+        quantizers = onnx_graph.write_onnx(model, file := Path(folder) / "levels.onnx", expose_levels=True)
+        session = evaluation.onnx_session(file, threads=1)
+    names, run = [i.name for i in session.get_inputs()], evaluation.torch_runner(model)
 
     def run_with_levels(inputs: dict[str, np.ndarray]) -> np.ndarray:
         _, *levels = session.run(None, evaluation.named_inputs(names, inputs))
@@ -85,16 +82,6 @@ def predict_with_onnx_levels(
     return found, float(np.max([quantizer.max_rounding_excess for quantizer in quantizers]))
 
 
-def quantizers_in_order(model: Any) -> list[Any]:
-    """The quantizers in the order in which a forward uses them."""
-    from isobatch.models.encoder.quantization import QuantLinear
-
-    parts = ("query", "output", "up", "down")
-    linears = [getattr(layer, part) for layer in encoders.layers(model) for part in parts]
-    linears.append(model.get_submodule(encoders.classifier_dense(model)))
-    return [linear.input_quantizer for linear in linears if isinstance(linear, QuantLinear)]
-
-
 def tokenizer_runner(file: Path) -> Runner:
     """Run an ONNX file on exactly the inputs that the tokenizer beside it makes.
 
@@ -103,12 +90,12 @@ def tokenizer_runner(file: Path) -> Runner:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(file.parent)
-    session = evaluation.onnx_session(file, threads=1)
+    run = evaluation.onnx_runner(file, 1, tokenizer.model_input_names)
     try:
-        session.run(None, dict(tokenizer(["a text", "another"], padding=True, return_tensors="np")))
+        run(dict(tokenizer(["a text", "another"], padding=True, return_tensors="np")))
     except Exception as error:  # the library's exceptions have no base of their own
         raise ExportError(f"{file.name} does not take what its tokenizer makes: {error}") from None
-    return evaluation.onnx_runner(file, 1, tokenizer.model_input_names)
+    return run
 
 
 def check_int4(model: nn.Module, file: Path, batches: Batches) -> dict[str, Any]:
@@ -118,10 +105,7 @@ def check_int4(model: nn.Module, file: Path, batches: Batches) -> dict[str, Any]
     """
     unforced = evaluation.predict(evaluation.torch_runner(model), batches())
     exported = evaluation.predict(tokenizer_runner(file), batches())
-    with tempfile.TemporaryDirectory() as folder:  # not beside the file: a killed export leaves nothing there
-        levels_file = Path(folder) / "levels.onnx"
-        onnx_graph.write_onnx(model, levels_file, expose_levels=True)
-        trained, rounding_excess = predict_with_onnx_levels(model, levels_file, batches())
+    trained, rounding_excess = predict_with_onnx_levels(model, batches())
     if not rounding_excess <= TIE_TOLERANCE:
         raise ExportError(
             f"--to onnx-int4: an activation is rounded to a level {0.5 + rounding_excess:.3f} away from the"

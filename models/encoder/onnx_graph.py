@@ -38,8 +38,8 @@ class OnnxGraphBuilder:
     def __init__(self) -> None:
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
-        self.quantized_activations: list[tuple[str, int]] = []
-        """(name, number of dimensions) of each activation that is rounded to 8 bits."""
+        self.quantized_activations: list[tuple[str, int, Any]] = []
+        """(name, number of dimensions, quantizer) of each activation that is rounded to 8 bits."""
         self._count = 0
 
     def new_name(self) -> str:
@@ -82,11 +82,12 @@ class OnnxGraphBuilder:
         return names
 
 
-def write_onnx(model: Any, file: Path, expose_levels: bool = False) -> None:
+def write_onnx(model: Any, file: Path, expose_levels: bool = False) -> list[Any]:
     """Write a classifier, quantized or not, as an ONNX file.
 
     Inputs: those that this model's tokenizer makes, all (batch, tokens) int64. Output: logits (batch,
-    classes). With `expose_levels` all rounded activations are outputs too, in the order of the quantizers.
+    classes). With `expose_levels` all rounded activations are outputs too. Returns the quantizers, in their
+    order.
     """
     import onnx
     from onnx import TensorProto, helper
@@ -103,7 +104,7 @@ def write_onnx(model: Any, file: Path, expose_levels: bool = False) -> None:
     rounded = graph.quantized_activations if expose_levels else []
     inputs = [helper.make_tensor_value_info(n, TensorProto.INT64, ["batch", "tokens"]) for n in names]
     outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", model.config.num_labels])]
-    outputs += [helper.make_tensor_value_info(n, TensorProto.UINT8, [None] * rank) for n, rank in rounded]
+    outputs += [helper.make_tensor_value_info(n, TensorProto.UINT8, [None] * rank) for n, rank, _ in rounded]
     onnx_model = helper.make_model(
         helper.make_graph(graph.nodes, "classifier", inputs, outputs, graph.constants),
         opset_imports=[helper.make_opsetid("", OPSET)],
@@ -112,6 +113,7 @@ def write_onnx(model: Any, file: Path, expose_levels: bool = False) -> None:
     )
     onnx.checker.check_model(onnx_model)
     onnx.save(onnx_model, str(file))
+    return [quantizer for *_, quantizer in graph.quantized_activations]
 
 
 def activation_of(config: Mapping[str, Any]) -> str:
@@ -229,7 +231,7 @@ def _quantized_matmul(graph: OnnxGraphBuilder, x: str, modules: tuple[Any, ...],
     scale = graph.constant(np.float32(_to_numpy(quantizer.scale)[0]))
     zero = graph.constant(np.uint8(round(float(quantizer.zero_point[0]))))
     x_levels = graph.node("QuantizeLinear", x, scale, zero)
-    graph.quantized_activations.append((x_levels, rank))
+    graph.quantized_activations.append((x_levels, rank, quantizer))
     rounded = graph.node("DequantizeLinear", x_levels, scale, zero)
     levels = np.concatenate([_to_numpy(m.levels()) for m in modules]).T.astype(np.int8)
     scales = np.concatenate([_to_numpy(m.weight_scale) for m in modules])

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.core.extras import need
 from isobatch.models import hub, saving
 from isobatch.models.encoder import evaluation
 from isobatch.models.encoder.evaluation import Runner
@@ -95,15 +94,11 @@ class TextClassifier:
 
     def _inputs(self, encodings: Sequence[Any], width: int) -> dict[str, np.ndarray]:
         """Each (B, width) int64, padded on the right."""
-
-        def padded(rows: list[list[int]], pad: int = 0) -> np.ndarray:
-            return np.array([row + [pad] * (width - len(row)) for row in rows], np.int64)
-
-        return {
-            "input_ids": padded([e.ids for e in encodings], self.pad),
-            "attention_mask": padded([[1] * len(e.ids) for e in encodings]),
-            "token_type_ids": padded([e.type_ids for e in encodings]),
-        }
+        for encoding in encodings:
+            encoding.pad(width, pad_id=self.pad)
+        rows = [(e.ids, e.attention_mask, e.type_ids) for e in encodings]
+        names = ("input_ids", "attention_mask", "token_type_ids")
+        return dict(zip(names, np.array(rows, np.int64).swapaxes(0, 1), strict=True))
 
 
 def batches_of_one_width(widths: Sequence[int]) -> Iterator[list[int]]:
@@ -132,14 +127,4 @@ def open_onnx(file: Path, max_length: int | None) -> TextClassifier:
     for name in (TOKENIZER_FILE, CONFIG_FILE):
         if not (file.parent / name).is_file():
             raise UserError(f"{file}: needs {name} beside it, as `export` writes them: copy the whole folder")
-    return TextClassifier.open(file.parent, open_onnx_runner(file), max_length)
-
-
-def open_onnx_runner(file: Path) -> Runner:
-    """Raises UserError where onnxruntime is missing, or cannot read the file."""
-    need("onnxruntime", f"{file}:")
-    try:
-        return evaluation.onnx_runner(file)
-    except Exception as error:  # the library's exceptions have no base of their own
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{file} cannot be opened by onnxruntime: {reason}") from None
+    return TextClassifier.open(file.parent, evaluation.onnx_runner(file), max_length)

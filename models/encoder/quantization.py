@@ -57,7 +57,8 @@ class ActivationQuantizer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Training: x fake-quantized. Evaluation: whole numbers that make x when multiplied by `scale`."""
         if self.collected is not None:
-            self.collected.append(_subsample(x.detach()))
+            flat = x.detach().reshape(-1)
+            self.collected.append(flat[:: max(1, flat.numel() // MAX_VALUES_PER_CALL)].clone())
             return x
         if self.training:
             gradient_scale = 1.0 / (x.shape[-1] * MAX_ACTIVATION_LEVEL) ** 0.5
@@ -88,12 +89,6 @@ class ActivationQuantizer(nn.Module):
             best = min(best, (error, scale, float(zero)))
         self.scale.data.fill_(best[1])
         self.zero_point.fill_(best[2])
-
-
-def _subsample(x: Tensor) -> Tensor:
-    """At most MAX_VALUES_PER_CALL of the elements, evenly spaced, as a copy."""
-    flat = x.reshape(-1)
-    return flat[:: max(1, flat.numel() // MAX_VALUES_PER_CALL)].clone()
 
 
 class QuantLinear(nn.Linear, CachedWeightTransform):
@@ -234,7 +229,7 @@ def quantize_model(model: Any, bits: int, embedding_bits: int) -> None:
             _quantize_attention(layer, bits)
         for part in ("up", "down"):
             layer.replace(part, QuantLinear(getattr(layer, part), bits, ActivationQuantizer(), own=True))
-    dense = encoders.classifier_dense(model)
+    dense = encoders.FAMILIES[model.config.model_type].dense
     model.set_submodule(dense, QuantLinear(model.get_submodule(dense), 8, ActivationQuantizer(), own=True))
     if embedding_bits < 32:
         for name, module in list(model.named_modules()):

@@ -18,6 +18,7 @@ from isobatch.models.encoder.class_metrics import (
     paired_difference,
     wilson_interval,
 )
+from isobatch.models.encoder.encoders import open_classifier
 from isobatch.models.protocols import Batches, ModelComparison, ReportRow, ReportTable
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class ClassifierReport(ModelComparison):
 
     columns = (
         "model", "accuracy, % (95 %)", "file", "ms, 1 text", "speed (95 %)",
-        "points against the first (95 %, p)", "parameters", "MACs", "ms, 16 texts", "texts/s", "memory",
+        "points against the first (95 %, p)", "parameters", "ms, 16 texts", "texts/s", "memory",
         "training",
     )  # fmt: skip
     curves = ("accuracy", "sparsity")
@@ -62,7 +63,8 @@ class ClassifierReport(ModelComparison):
                 "samples": len(right),
                 "accuracy": int(right.sum()) / len(right),
                 "accuracy_ci95": wilson_interval(int(right.sum()), len(right)),
-                **variant.size_metrics(),
+                "parameters": sum(p.numel() for p in open_classifier(str(variant.final)).parameters()),
+                "file_bytes": variant.file.stat().st_size,
                 "opened": opened,
                 "peak_memory_bytes": in_child("models.encoder.evaluation:peak_memory", model=opened),
                 "class_names": classes,
@@ -119,7 +121,6 @@ class ClassifierReport(ModelComparison):
             speed,
             points,
             f"{row['parameters']:,}",
-            f"{row['macs'] / 1e6:,.0f} M",
             f"{many['p50']:.1f} / {many['p95']:.1f}",
             f"{row['samples_per_second']:,.0f}",
             format_bytes(row["peak_memory_bytes"]),
@@ -130,7 +131,7 @@ class ClassifierReport(ModelComparison):
         where = f"{machine}, {row['threads']} thread, texts of {row['tokens']} tokens"
         return (
             f"Measured on {where}; accuracy on all {row['samples']} samples of the {row['split']} split with"
-            " its 95 % interval, MACs of one text; ms are the median and the 95th percentile of the thread's"
+            " its 95 % interval; ms are the median and the 95th percentile of the thread's"
             " own time; memory is a process's peak. Speed is that of one text against the first model in the"
             " same runtime, measured in turn."
             " Accuracies whose difference McNemar's exact test does not tell from chance (p at least"
@@ -193,15 +194,12 @@ def _worth_against(row: ReportRow, first: ReportRow, alike: ReportRow) -> str:
 def _table_of_classes(name: str, row: ReportRow) -> ReportTable:
     """A line for each class and one for their mean; how often it was answered with which, of few classes."""
     names, confusion = row["class_names"], np.array(row["confusion"])
-    figures = class_figures(confusion)
-    shares = np.stack([figures.precision, figures.recall, figures.f1], axis=1)
+    shares, means = class_figures(confusion)
     answers = names if len(names) <= MOST_ANSWERS else []
-    counts = confusion if answers else np.zeros((len(names), 0), int)
     rows = [
-        [label, f"{samples:,}", *(f"{share:.3f}" for share in parts), *(f"{n:,}" for n in line)]
-        for label, samples, parts, line in zip(names, figures.samples, shares, counts, strict=True)
+        [label, f"{line.sum():,}", *(f"{share:.3f}" for share in parts), *(f"{n:,}" for n in line if answers)]
+        for label, parts, line in zip(names, shares.T, confusion, strict=True)
     ]
-    means = shares[figures.occurs].mean(0)
     rows.append(["mean", f"{confusion.sum():,}", *(f"{mean:.3f}" for mean in means), *("" for _ in answers)])
     note = (
         f"Matthews correlation {matthews_correlation(confusion):.3f}; expected calibration error"

@@ -10,7 +10,7 @@ import numpy as np
 
 CATALOGUE_FOLDER, NAMES_FILE = "catalogue", "names.json"
 MIN_MAPPED_BYTES = 4096
-"""Arrays in larger files are memory-mapped."""
+"""Arrays in larger files are memory-mapped; an empty file cannot be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +35,9 @@ class Catalogue:
     @classmethod
     def read(cls, folder: str | Path) -> Catalogue:
         """The catalogue of a prepared folder."""
-        return cls(
-            **{name: _load_array(Path(folder) / CATALOGUE_FOLDER / f"{name}.npy") for name in cls.__slots__}
-        )
-
-
-def _load_array(file: Path) -> np.ndarray:
-    """Memory-mapped if it is large; an empty file cannot be mapped."""
-    found: np.ndarray = np.load(file, mmap_mode="r" if file.stat().st_size > MIN_MAPPED_BYTES else None)
-    return found
+        files = {name: Path(folder) / CATALOGUE_FOLDER / f"{name}.npy" for name in cls.__slots__}
+        large = {name for name, file in files.items() if file.stat().st_size > MIN_MAPPED_BYTES}
+        return cls(**{n: np.load(file, mmap_mode="r" if n in large else None) for n, file in files.items()})
 
 
 def read_names(folder: str | Path) -> dict[str, list[str]]:

@@ -77,7 +77,6 @@ class RecommenderNet(nn.Module):
         """Whether training uses `text_vectors` too, so that the encoder gets no gradient."""
         self.text_vectors: Tensor | None = None
         """(texts, hidden) vectors of all texts while the encoder does not change, else None."""
-        self.deduplicate = True
         if encoder is not None:
             self.user_meta_proj = nn.Linear(encoder.hidden, dim)
             self.item_meta_proj = nn.Linear(encoder.hidden, dim)
@@ -117,9 +116,7 @@ class RecommenderNet(nn.Module):
         return found
 
     def vectors(self, user: Tensor, item: Tensor) -> tuple[Tensor, Tensor]:
-        """(n, d) of users and (m, d) of items; a repeated id is computed once if `deduplicate`."""
-        if not self.deduplicate:
-            return self._fused_vectors(user, item)
+        """(n, d) of users and (m, d) of items; a repeated id is computed once."""
         users, user_position = torch.unique(user, return_inverse=True)
         items, item_position = torch.unique(item, return_inverse=True)
         user_vectors, item_vectors = self._fused_vectors(users, items)
@@ -146,9 +143,6 @@ class RecommenderNet(nn.Module):
             self.text_vectors = self.encoder.vectors()  # constant until the next training step
         if self.text_vectors is not None:
             return self.text_vectors[texts]
-        if not self.deduplicate:
-            repeated: Tensor = self.encoder(texts)
-            return repeated
         unique_texts, position = torch.unique(texts, return_inverse=True)
         return embedding(position, self.encoder(unique_texts))
 

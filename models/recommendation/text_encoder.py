@@ -1,20 +1,19 @@
 """The text encoder of recommenders: vectors of a catalogue's texts, at the cost of what is trained.
 
-Three savings, all of them exact, and each may be switched off: a text is encoded once however many rows of a
-batch use it; the states that enter the lowest trained block are computed once for the whole catalogue; and
-the backward runs in chunks from the gradient of the outputs (Gao et al. 2021, GradCache), so that memory does
-not grow with the number of texts.
+Three savings, all of them exact: a text is encoded once however many rows of a batch use it; the states that
+enter the lowest trained block are computed once for the whole catalogue; and the backward encodes a chunk of
+texts at a time again, as in GradCache (Gao et al. 2021), so that memory does not grow with their number.
 """
 
 from __future__ import annotations
 
 import hashlib
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from isobatch.core.errors import UserError
 from isobatch.models import hub
@@ -23,7 +22,6 @@ from isobatch.models.lora import quiet_bitsandbytes
 from isobatch.models.recommendation.model_size import CHUNK_TOKENS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from isobatch.models.recommendation.catalogue import Catalogue
@@ -73,11 +71,11 @@ class TextEncoder(nn.Module):
         """(n,) different numbers of texts -> (n, hidden)."""
         order = torch.argsort(self.lengths[numbers.cpu()], stable=True).to(numbers.device)
         chunks = self.split_into_chunks(numbers[order].cpu())
-        trained = [p for p in self.net.parameters() if p.requires_grad and torch.is_grad_enabled()]
-        if trained and len(chunks) > 1:
-            vectors = ChunkedEncoding.apply(self._encode, chunks, numbers.device, *trained)
-        else:
-            vectors = torch.cat([self._encode(chunk, numbers.device) for chunk in chunks])
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in self.net.parameters())
+        encode = self._encode_again_in_backward if trains and len(chunks) > 1 else self._encode
+        # From the last one on: the backward adds up gradients in the other order.
+        parts = [encode(chunk, numbers.device) for chunk in reversed(chunks)]
+        vectors = torch.cat(parts[::-1])
         return nn.functional.embedding(torch.argsort(order), vectors)
 
     def split_into_chunks(self, numbers: Tensor) -> list[Tensor]:
@@ -90,21 +88,39 @@ class TextEncoder(nn.Module):
                 start = stop
         return [*found, numbers[start:]]
 
+    def _encode_again_in_backward(self, numbers: Tensor, device: torch.device) -> Tensor:
+        kind = device.type
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        # With autocast's cache chunks would share the cast weights, whose gradients add up in 16 bits.
+        with torch.autocast(kind, dtype, enabled, cache_enabled=False):
+            vectors: Tensor = checkpoint(
+                self._encode, numbers, device, use_reentrant=False, preserve_rng_state=False
+            )
+        return vectors
+
     def _encode(self, numbers: Tensor, device: torch.device) -> Tensor:
+        """(n, hidden): the mean over each text's tokens."""
+        positions, is_token = self._positions(numbers)
+        mask = is_token.to(device)
+        if self.prefix is None:
+            states = self._run_network(mask, input_ids=self.tokens[positions].to(device)).last_hidden_state
+        else:
+            rows = self.prefix[positions.to(self.prefix.device)].to(device)
+            states = self._run_upper_blocks(rows, mask)
+        weights = mask.to(states.dtype)[:, :, None]
+        mean: Tensor = (states * weights).sum(1) / weights.sum(1)
+        return mean
+
+    def _positions(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        """(n, T) places in `tokens` of padded texts, and (n, T) bool: what is no padding."""
         lengths = self.lengths[numbers]
         columns = torch.arange(int(lengths.max()))
-        mask = columns < lengths[:, None]
-        positions = (self.starts[numbers][:, None] + columns).masked_fill(~mask, 0)
-        mask = mask.to(device)
-        if self.prefix is None:
-            return self._pool(self._run_network(mask, input_ids=self.tokens[positions].to(device)), mask)
-        rows = self.prefix[positions.to(self.prefix.device)].to(device)
-        return self._pool(self._run_upper_blocks(rows, mask), mask)
+        is_token = columns < lengths[:, None]
+        return (self.starts[numbers][:, None] + columns).masked_fill(~is_token, 0), is_token
 
-    def _run_network(self, mask: Tensor, **arguments: Tensor) -> Any:
-        """(n, T, hidden) states."""
+    def _run_network(self, mask: Tensor, **arguments: Any) -> Any:
         cache = {"use_cache": False} if getattr(self.config, "use_cache", None) is not None else {}
-        return self.net(attention_mask=mask.long(), **cache, **arguments).last_hidden_state
+        return self.net(attention_mask=mask.long(), **cache, **arguments)
 
     def _run_upper_blocks(self, states: Tensor, mask: Tensor) -> Any:
         """Run the model from the states that enter block `num_prefix_blocks`.
@@ -121,15 +137,10 @@ class TextEncoder(nn.Module):
         handle = blocks[self.num_prefix_blocks].register_forward_pre_hook(replace_input, with_kwargs=True)
         setattr(parent, name, blocks[self.num_prefix_blocks :])
         try:
-            return self._run_network(mask, inputs_embeds=states)
+            return self._run_network(mask, inputs_embeds=states).last_hidden_state
         finally:
             setattr(parent, name, blocks)
             handle.remove()
-
-    def _pool(self, states: Tensor, mask: Tensor) -> Tensor:
-        """(n, hidden) of (n, T, hidden) states: the mean over tokens."""
-        weights = mask.to(states.dtype)[:, :, None]
-        return (states * weights).sum(1) / weights.sum(1)
 
     @torch.no_grad()
     def vectors(self) -> Tensor:
@@ -161,19 +172,11 @@ class TextEncoder(nn.Module):
     def _compute_prefix(self, num_prefix_blocks: int, device: torch.device) -> Tensor:
         """(all tokens, hidden) fp32 states that enter a block."""
         found = torch.empty(len(self.tokens), self.hidden)
-        seen: list[Tensor] = []
-
-        def record_input(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-            seen[:] = [arguments[0] if arguments else named["hidden_states"]]
-
-        block = self.blocks[2][num_prefix_blocks]
-        handle = block.register_forward_pre_hook(record_input, with_kwargs=True)
         for chunk in self.split_into_chunks(torch.argsort(self.lengths, stable=True)):
-            self._encode(chunk, device)
-            for text, states in zip(chunk.tolist(), seen[0].float().cpu(), strict=True):
-                start, length = int(self.starts[text]), int(self.lengths[text])
-                found[start : start + length] = states[:length]
-        handle.remove()
+            positions, is_token = self._positions(chunk)
+            ids = self.tokens[positions].to(device)
+            output = self._run_network(is_token.to(device), input_ids=ids, output_hidden_states=True)
+            found[positions[is_token]] = output.hidden_states[num_prefix_blocks].float().cpu()[is_token]
         return found
 
     def _prefix_identity(self, num_prefix_blocks: int) -> str:
@@ -186,38 +189,6 @@ class TextEncoder(nn.Module):
                 digest.update(name.encode())
                 digest.update(p.detach().float().cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()
-
-
-class ChunkedEncoding(torch.autograd.Function):
-    """Encodes without a graph; the backward encodes each chunk again, with one (GradCache)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        encode: Callable[..., Tensor],
-        chunks: Sequence[Tensor],
-        device: torch.device,
-        *trained: Tensor,
-    ) -> Tensor:
-        ctx.encode, ctx.chunks, ctx.device, ctx.trained = encode, chunks, device, trained
-        kind = device.type
-        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        ctx.precision = partial(torch.autocast, kind, dtype=dtype, enabled=enabled)
-        with torch.no_grad():
-            return torch.cat([encode(chunk, device) for chunk in chunks])
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        totals = [torch.zeros_like(p) for p in ctx.trained]
-        parts = gradient.split([len(chunk) for chunk in ctx.chunks])
-        for chunk, output_gradient in zip(ctx.chunks, parts, strict=True):
-            with torch.enable_grad(), ctx.precision():
-                vectors = ctx.encode(chunk, ctx.device)
-            found = torch.autograd.grad(vectors, ctx.trained, output_gradient, allow_unused=True)
-            for total, weight_gradient in zip(totals, found, strict=True):
-                if weight_gradient is not None:
-                    total += weight_gradient
-        return (None, None, None, *totals)
 
 
 def add_lora(encoder: TextEncoder, blocks: int, rank: int, alpha: int) -> int:

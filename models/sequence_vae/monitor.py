@@ -241,9 +241,6 @@ class PosteriorMonitor(nn.Module):
         until_report = min(-(step + 1) % self.pace.report_every, max(0, total - step - 1))
         return until_report < max(self.pace.window, self.blocks)
 
-    def _posteriors(self, rows: Tensor) -> Posterior:
-        return Posterior(rows[:, : self.latent], rows[:, self.latent : 2 * self.latent])
-
     def record(self, found: Posterior, kl: Tensor, step: StepContext) -> None:
         """Record what the window needs of a micro-batch. `kl` (B, L)."""
         assert step.positions is not None
@@ -299,7 +296,8 @@ class PosteriorMonitor(nn.Module):
         total = sums.sum(0)
         mean, _, squares = sums[:, 4 : 4 + 3 * self.latent].view(len(sums), 3, self.latent).unbind(1)
         variance = variance_within(mean, squares, sums[:, :1])
-        means, logvar = self._posteriors(self.rows[_present(self.rows)[:, 0]].to(self._double))
+        samples = self.rows[_present(self.rows)[:, 0]].to(self._double)
+        means, logvar, *_ = samples.split(self.latent, dim=1)
         drawn = np.random.default_rng([seed, step]).standard_normal(tuple(means.shape))
         information = mutual_information(means, logvar, torch.from_numpy(drawn).to(means))
         flat = torch.cat([total[:4], total[4 + 3 * self.latent :], variance]).tolist()

@@ -50,7 +50,7 @@ def test_matthews_of_many_classes_is_the_correlation_of_their_indicators() -> No
 def test_what_is_undefined_is_0_and_what_never_occurs_has_no_part() -> None:
     never_answered = np.array([[8, 0, 0], [2, 0, 0], [0, 0, 0]])
     found = class_metrics(never_answered, "abc")
-    assert class_figures(never_answered).precision.tolist() == [0.8, 0, 0]
+    assert class_figures(never_answered).shares[0].tolist() == [0.8, 0, 0]
     assert found["f1_macro"] == pytest.approx((2 * 8 / (8 + 10) + 0) / 2), "the third class occurs nowhere"
     assert found["mcc"] == 0
 
