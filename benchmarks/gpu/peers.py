@@ -52,10 +52,10 @@ class Gpt(nn.Module):
 
     def __init__(self, preset: model_sizes.Preset, vocabulary: int, length: int) -> None:
         super().__init__()
-        width = preset.hidden
+        width = preset["n_embd"]
         self.tokens = nn.Embedding(-(-vocabulary // 64) * 64, width)
         self.positions = nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*(Block(width, preset.heads) for _ in range(preset.layers)))
+        self.blocks = nn.Sequential(*(Block(width, preset["n_head"]) for _ in range(preset["n_layer"])))
         self.norm = nn.LayerNorm(width)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):

@@ -20,31 +20,19 @@ if TYPE_CHECKING:
 MIN_CONTEXT = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """A GPT-2 to train from scratch; `context` 0 takes the recipe's --max-length."""
-
-    layers: int
-    hidden: int
-    heads: int
-    context: int = 0
+class Preset(dict[str, int]):
+    """Numbers of a GPT-2's config.json, to train it from scratch."""
 
     def config(self, vocabulary: int, max_length: int) -> dict[str, Any]:
-        """The numbers of a GPT-2 config.json."""
-        return {
-            "model_type": "gpt2",
-            "vocab_size": vocabulary,
-            "n_positions": self.context or max(max_length, MIN_CONTEXT),
-            "n_embd": self.hidden,
-            "n_layer": self.layers,
-            "n_head": self.heads,
-        }
+        """All of config.json; without a context of its own it reads what the recipe's --max-length says."""
+        context = max(max_length, MIN_CONTEXT)
+        return {"model_type": "gpt2", "vocab_size": vocabulary, "n_positions": context, **self}
 
 
 PRESETS = {
-    "tiny": Preset(layers=2, hidden=128, heads=4),
-    "small": Preset(layers=4, hidden=128, heads=4),
-    "gpt2-124m": Preset(layers=12, hidden=768, heads=12, context=1024),
+    "tiny": Preset(n_layer=2, n_embd=128, n_head=4),
+    "small": Preset(n_layer=4, n_embd=128, n_head=4),
+    "gpt2-124m": Preset(n_layer=12, n_embd=768, n_head=12, n_positions=1024),
 }
 
 LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")

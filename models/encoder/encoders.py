@@ -57,16 +57,6 @@ class EncoderSizes(NamedTuple):
     heads: int
     neurons: int
 
-    @property
-    def weights_per_head(self) -> int:
-        """Weights of one head: its rows of query, key and value, its columns of the output."""
-        return 4 * self.hidden * (self.hidden // self.heads)
-
-    @property
-    def weights_per_neuron(self) -> int:
-        """Weights of one neuron: its row of the up, its column of the down projection."""
-        return 2 * self.hidden
-
 
 def sizes_from_config(config: Mapping[str, Any], name: str) -> EncoderSizes:
     """Sizes from a config.json. Raises UserError for a model type that cannot be pruned."""

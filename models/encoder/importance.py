@@ -70,13 +70,14 @@ class PruningBudget:
 
     @property
     def weights_per_head(self) -> int:
-        """0 where heads stay."""
-        return self.sizes.weights_per_head if self.granularity != "neurons" else 0
+        """Of its rows of query, key and value, and its columns of the output; 0 where heads stay."""
+        hidden, heads = self.sizes.hidden, self.sizes.heads
+        return 4 * hidden * (hidden // heads) if self.granularity != "neurons" else 0
 
     @property
     def weights_per_neuron(self) -> int:
-        """0 where neurons stay."""
-        return self.sizes.weights_per_neuron if self.granularity != "heads" else 0
+        """Of its row of the up, and its column of the down projection; 0 where neurons stay."""
+        return 2 * self.sizes.hidden if self.granularity != "heads" else 0
 
     @property
     def prunable_weights(self) -> int:

@@ -58,12 +58,8 @@ class OnnxGraphBuilder:
         """Levels in -8..7, stored two to a byte; other nodes see an INT8 tensor."""
         from onnx import TensorProto, helper
 
-        flat = levels.reshape(-1).astype(np.int8).view(np.uint8) & 0xF
-        flat = np.append(flat, np.zeros(len(flat) % 2, np.uint8))
-        packed = (flat[0::2] | (flat[1::2] << 4)).tobytes()
-        name = self.new_name()
-        self.constants.append(helper.make_tensor(name, TensorProto.INT4, levels.shape, packed, raw=True))
-        return self.cast(name, "INT8")
+        int4 = helper.tensor_dtype_to_np_dtype(TensorProto.INT4)
+        return self.cast(self.constant(levels.astype(int4)), "INT8")
 
     def cast(self, x: str, kind: str) -> str:
         """`kind`: a name of onnx's TensorProto."""

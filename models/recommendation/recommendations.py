@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
 VECTORS_FILE = "model.safetensors"
 NAMES_FILE = "names.json"
@@ -33,8 +33,6 @@ BASELINES = {POPULARITY: "popularity alone", KNN: "item-kNN", EASE: "EASE"}
 """Baselines of the same interactions -> their names in a sentence."""
 UNTRAINED = "nobody took it in training, and no text of it was read"
 WAY_OUT = "train again when it has interactions, or with texts of items"
-SCORES_AT_ONCE = 4_000_000
-"""Numbers in memory where lists are made for all users."""
 NEWTON_STEPS = 30
 TOLERANCE = 1e-6
 """The largest step at which a new user's vector is found."""
@@ -152,19 +150,9 @@ class Recommendations:
         return self._best(self.scores(number), top, self._had(number))
 
     def recommend_to_all(self, top: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-        """(user, what `recommend` gives) of every user, computed in blocks."""
-        rows = max(1, SCORES_AT_ONCE // max(1, len(self.items)))
-        for start in range(0, len(self.users), rows):
-            numbers = range(start, min(start + rows, len(self.users)))
-            for number, scores in zip(numbers, self._block_scores(numbers), strict=True):
-                yield self.users[number], self._best(scores, top, self._had(number))
-
-    def _block_scores(self, users: range) -> Iterable[Any]:
-        """(items,) scores of each of these users by number: as `scores`, up to float rounding."""
-        if self.head != "dot":
-            return map(self.scores, users)
-        found = self.arrays["users"][users.start : users.stop] @ self.arrays["items"].T
-        return found + self.arrays["bias"]
+        """(user, what `recommend` gives) of every user."""
+        for number, user in enumerate(self.users):
+            yield user, self._best(self.scores(number), top, self._had(number))
 
     def for_items(self, items: Sequence[str], top: int) -> list[dict[str, Any]]:
         """What `recommend` gives, for a user who was not in training and took these items (ids or titles).
@@ -334,9 +322,6 @@ class BaselineRecommendations(Recommendations):
 
     def scores(self, user: int) -> Any:
         return self._scores_for(self._had(user))
-
-    def _block_scores(self, users: range) -> Iterable[Any]:
-        return map(self.scores, users)
 
     def _scores_for(self, taken: np.ndarray) -> Any:
         if self.by == POPULARITY:

@@ -32,7 +32,7 @@ def test_the_target_sparsity_is_reached_and_hardly_exceeded(sparsity: float, gra
         pytest.skip("cannot be had")
     kept = importance.choose_kept(scores(), keep_all(), budget, sparsity)
     found = budget.sparsity(*(sum(int(k.sum()) for k in part) for part in kept))
-    dearest = max(SIZES.weights_per_head, 32 * SIZES.weights_per_neuron) / budget.prunable_weights
+    dearest = max(budget.weights_per_head, 32 * budget.weights_per_neuron) / budget.prunable_weights
     assert sparsity <= found + 1e-9 <= sparsity + dearest
     assert all(int(k.sum()) % 32 == 0 and int(k.sum()) >= 32 for k in kept.neurons)
 
