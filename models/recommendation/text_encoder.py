@@ -88,6 +88,7 @@ class TextEncoder(nn.Module):
                 start = stop
         return [*found, numbers[start:]]
 
+    @torch.compiler.disable  # the backward computes it again, where nothing is compiled
     def _encode_again_in_backward(self, numbers: Tensor, device: torch.device) -> Tensor:
         kind = device.type
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
