@@ -40,7 +40,7 @@ class ClassifierReport(ModelComparison):
 
     columns = (
         "model", "accuracy, % (95 %)", "file", "ms, 1 text", "speed (95 %)",
-        "points against the first (95 %, p)", "parameters", "ms, 16 texts", "texts/s", "memory",
+        "points against the first (95 %, p)", "parameters", "texts/s", "memory",
         "training",
     )  # fmt: skip
     curves = ("accuracy", "sparsity")
@@ -106,7 +106,7 @@ class ClassifierReport(ModelComparison):
 
     def cells(self, row: ReportRow) -> list[str]:
         low, high = (100 * x for x in row["accuracy_ci95"])
-        one, many, (least, most) = row["batch_1"], row["batch_16"], row["speedup_ci95"]
+        one, (least, most) = row["batch_1"], row["speedup_ci95"]
         speed, points = f"{row['speedup']:.2f}x ({least:.2f} to {most:.2f})", row["accuracy_verdict"]
         if row["speed_verdict"] == "baseline":
             speed = f"baseline of {RUNTIMES[row['runtime']]}"
@@ -121,7 +121,6 @@ class ClassifierReport(ModelComparison):
             speed,
             points,
             f"{row['parameters']:,}",
-            f"{many['p50']:.1f} / {many['p95']:.1f}",
             f"{row['samples_per_second']:,.0f}",
             format_bytes(row["peak_memory_bytes"]),
             f"{row['train_seconds']:,.0f} s",
