@@ -43,10 +43,8 @@ def _word_for(hook: Hook | type[Hook]) -> str:
 
 def load_hooks(words: Sequence[str]) -> list[Hook]:
     """The hooks of --hook, in this order. Raises UserError or UserCodeError."""
-    found, taken = (
-        [_load_hook(word) for word in words],
-        {p.stem.replace("_", "") for p in BUILT_IN.glob("*.py")},
-    )
+    found = [_load_hook(word) for word in words]
+    taken = {path.stem.replace("_", "") for path in BUILT_IN.glob("*.py")}
     for word, name in zip(words, map(name_of, found), strict=True):
         if name in taken or not name.isidentifier():
             said = "another hook is called" if name in taken else "no word is"

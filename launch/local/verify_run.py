@@ -13,6 +13,7 @@ from isobatch.core.errors import DONE, FAILED, TrainingError
 from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import INVARIANCES, Plan, StrategyChoice
+from isobatch.core.recipe import HOOK_CODE
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine import consent
@@ -110,6 +111,8 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
         proof.unproven += log.unproven
         if options.level == "records":
             proof.trusted.insert(0, "losses, weights, final/ and metrics (--level steps computes them again)")
+        elif HOOK_CODE in run.recipe.options:
+            proof.unproven.append("a hook changes what is learnt, and no step is redone with it")
         else:
             plan, own = _other_plan(run, options), _own_plan(run, options)
             cut = {"world_size": plan.processes, "micro_batch_samples": plan.micro_batch_samples}

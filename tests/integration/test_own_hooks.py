@@ -101,3 +101,18 @@ def test_from_python_an_object_is_a_hook_of_one_process(tmp_path: Path) -> None:
         isobatch.train(recipe, hooks=[hook], out=str(tmp_path), quiet=True, processes=2, again=True)
     run = isobatch.train(recipe, hooks=[Ema], out=str(tmp_path), quiet=True, processes=2, again=True)
     assert "ema_loss" in run.metrics
+
+
+def test_a_run_that_a_hook_taught_goes_on_with_it_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import isobatch\nclass Mine(isobatch.Hook):\n    changes_learning = True\n"
+    )
+    words = ["auto", "--task", LINE, "--quiet", "--name", "run", "--hook"]
+    both = f"./mine.py:Mine,{HOOKS}:StopsOnce"
+    assert launch(*words, both, cwd=tmp_path).returncode == 75
+    done = launch("resume", "runs/run", "--hook", f"{HOOKS}:StopsOnce", cwd=tmp_path)
+    assert "trained with these hooks that change what is learnt, as they were: mine" in complaint(done)
+    succeed("resume", "runs/run", cwd=tmp_path)
+    verified = launch("verify", "runs/run", cwd=tmp_path)
+    assert verified.returncode == 3
+    assert "a hook changes what is learnt, and no step is redone with it" in verified.stdout
