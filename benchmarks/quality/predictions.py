@@ -114,7 +114,7 @@ def _figures(folder: Path, wall: float) -> dict[str, Any]:
         "predicted MB": round(plan.predicted_peak_memory_bytes / 1e6),
         "bound MB": round(plan.memory_bound_bytes / 1e6),
         "measured MB": round(summary["peak_memory_bytes"] / 1e6),
-        "stage": f"{worst}/{summary['peak_memory_stage']}",
+        "stage": worst,
         "predicted step": round(plan.predicted_step_seconds, 4),
         "measured step": round(step_seconds(run, 2), 4),
         "predicted run": round(whole, 1),

@@ -132,7 +132,7 @@ class Checkpoint(Hook):
         }
         folder = self.run.checkpoints / checkpoint.checkpoint_name(state.schedule.name, step)
         self.writer.start(folder, strategy.collect_state(tensors), facts)
-        self.peak.observe("save")
+        self.peak.observe()
         self.spared = self._needed()
         self.saved_step = step
         self._saved_at = now()

@@ -99,7 +99,7 @@ class Evaluate(Hook):
         """
         state = self.training
         metrics = evaluate_beside(state, split, fraction, beside)
-        self.peak.observe("evaluate")
+        self.peak.observe()
         trim_heap(state.world.device)
         self.log.log_metrics({"phase": state.schedule.name, "step": step, "split": split, **metrics})
         if step == state.progress.step:  # else they are of earlier weights: the final figures say those

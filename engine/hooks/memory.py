@@ -31,10 +31,10 @@ class Memory(Hook):
     @contextlib.contextmanager
     def phase(self, state: Training) -> Iterator[None]:
         self._looks = FIRST_STEPS
-        self.peak.observe("load")
+        self.peak.observe()
         trim_heap(state.world.device)
         yield
-        self.peak.observe("train")
+        self.peak.observe()
 
     def on_figures(self, figures: StepFigures) -> set[Signal]:
         if self._looks or figures.step % EVERY == 1:
@@ -49,5 +49,5 @@ class Memory(Hook):
         return set()
 
     def _look(self) -> None:
-        self.peak.observe("train")
+        self.peak.observe()
         self._bytes = self.peak.bytes

@@ -1,4 +1,4 @@
-"""Peak memory of this process, in each stage of the run."""
+"""Peak memory of this process."""
 
 from __future__ import annotations
 
@@ -19,39 +19,18 @@ RESET_PEAK = "5"
 
 
 class PeakMemory:
-    """The peak of each stage of a run: load, train, save, evaluate, export."""
+    """The peak of a run, of all that its process does."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.by_stage: dict[str, int] = {}
+        self.bytes = 0
+        """The peak that was observed last."""
         trim_heap(device)
         reset_peak(device)  # preparing data may have taken more, in this process
 
-    @property
-    def bytes(self) -> int:
-        """The largest peak."""
-        return max(self.by_stage.values(), default=0)
-
-    @property
-    def stage(self) -> str:
-        """The stage of the largest peak."""
-        return max(self.by_stage, key=lambda stage: self.by_stage[stage], default="load")
-
-    def observe(self, stage: str) -> None:
-        """At the end of a stage, or of a part of one: take in the peak since the last call."""
-        self.by_stage[stage] = max(self.by_stage.get(stage, 0), peak_bytes(self.device))
-        reset_peak(self.device)
-
-    def merge(self, ranks: list[dict[str, int]]) -> None:
-        """Take in `by_stage` of every rank."""
-        for found in ranks:
-            for stage, peak in found.items():
-                self.by_stage[stage] = max(self.by_stage.get(stage, 0), peak)
-
-    def fields(self) -> dict[str, Any]:
-        """The fields of summary.json."""
-        peaks = {"peak_memory_bytes": self.bytes, "peak_memory_stage": self.stage}
-        return {**peaks, "peak_memory_by_stage": dict(self.by_stage)}
+    def observe(self) -> None:
+        """Take in the peak so far."""
+        self.bytes = max(self.bytes, peak_bytes(self.device))
 
 
 def peak_bytes(device: torch.device) -> int:

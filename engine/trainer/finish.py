@@ -90,8 +90,8 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
         described = description_of(state.task, run.folder.final, state.facts)
         card = model_card.render(described, state.recipe, state.facts, measured)
         atomic_files.write_text(run.folder.final / model_card.FILE, card)
-        run.peak.observe("export")
-        summary |= metrics_fields(held_out) | run.peak.fields()
+        run.peak.observe()
+        summary |= metrics_fields(held_out) | {"peak_memory_bytes": run.peak.bytes}
         _seal(run, state, saved.folder.name, summary)
         run.folder.write_summary(summary)
     world.barrier()
@@ -111,13 +111,13 @@ def _summarize(
     run: RunOnRank, state: Training, status: str, reason: str, held_out: dict[str, dict[str, float]]
 ) -> dict[str, Any]:
     """The content of summary.json. All ranks call this."""
-    run.peak.merge(run.world.all_gather_objects(run.peak.by_stage))
+    run.peak.bytes = max(run.world.all_gather_objects(run.peak.bytes))
     return {
         "status": status,
         "reason": reason,
         **summarize(state.recipe, state.plan, state.progress, state.model, held_out),
         "startup_seconds": startup_seconds(run.first_step_at),
-        **run.peak.fields(),
+        "peak_memory_bytes": run.peak.bytes,
         "monitor": state.task.monitor[0],
         "resumed_from": run.resumed_from,
     }
