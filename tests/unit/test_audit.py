@@ -195,7 +195,7 @@ def test_a_step_is_in_the_ledger_before_it_is_in_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[str] = []
-    monkeypatch.setattr(atomic_files, "append_row", lambda path, _: written.append(path.name) or b"")
+    monkeypatch.setattr(metrics_log, "_append", lambda path, _: written.append(path.name) or b"")
     monkeypatch.setattr(metrics_log, "append_step", lambda path, *_: written.append(path.name))
     journal = MetricsLog(RunFolder(tmp_path), writes=True, ledger=True)
     journal.log_step({"phase": "train", "step": 1}, np.arange(3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,10 +145,11 @@ def test_json_has_every_sample_and_every_module(run: RunFolder, capsys: pytest.C
 def test_outputs_of_one_norm_and_another_direction_are_told_apart() -> None:
     torch = pytest.importorskip("torch")
     records = []
+    binding, task = SimpleNamespace(positions=np.array([1, 0])), SimpleNamespace(rows_per_sample=1)
+    state: Any = SimpleNamespace(binding=binding, task=task)
     for rows in ([[3.0, 4.0], [1.0, 0.0]], [[4.0, 3.0], [1.0, 0.0]]):
-        model, recorder = torch.nn.Sequential(torch.nn.Identity()), ModuleRecorder(2)
+        model, recorder = torch.nn.Sequential(torch.nn.Identity()), ModuleRecorder(state, 2)
         with recorder.hooked(model):
-            recorder.bind(np.array([1, 0]))
             model(torch.tensor(rows))
         records.append(recorder.outputs()["0", FORWARD])
     (norms, products), (other_norms, other_products) = records

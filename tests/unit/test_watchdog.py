@@ -208,7 +208,7 @@ COLLECTIVES: dict[str, Any] = {
 }
 NO_COLLECTIVES = {
     *("mark_progress", "waiting_for", "waiting", "store", "is_main", "close", "exit_process", "recorder"),
-    *("node", "nodes"),
+    *("node", "nodes", "autocast", "barred"),
 }
 
 
