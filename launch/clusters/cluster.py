@@ -1,21 +1,21 @@
 """What is asked of a cluster, whichever it is, and which there are.
 
-A new one is a folder beside this file with a `Cluster` in it, and a line in CLUSTERS. Its flags are a
-dataclass named after the class, as SlurmOptions; what runs inside its jobs is a row without help in
-launch/commands.csv; its folder stands among the packages of pyproject.toml.
+A new one is a folder beside this file with a `Cluster` in it, named in the `PLACE` of its `__init__.py`. Its flags
+are a dataclass named after the class, as SlurmOptions; what runs inside its jobs may be a row without help in
+launch/commands.csv.
 """
 
 from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from isobatch.core.errors import UserError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from isobatch.engine.runs.run_folder import RunFolder, Verdict
 
@@ -65,20 +65,26 @@ class Cluster(Protocol):
 
 
 class Place(NamedTuple):
-    """Where a cluster stands in launch/clusters: module, class, module of its flags, and what it is for."""
+    """A cluster's name, its module in launch/clusters, its class, the module of its flags, what it is for."""
 
+    name: str
     module: str
     kind: str
     options: str
     help: str
+    order: int = 100
+    """Where it stands in lists: the lowest first."""
 
 
-CLUSTERS = {
-    "slurm": Place("slurm.job", "Slurm", "slurm.options", "a Slurm job that trains until done"),
-    "k8s": Place("kubernetes.job", "Kubernetes", "kubernetes.job", "the same as a Kubernetes job"),
-    "ray": Place("ray.driver", "Ray", "ray.driver", "the same on a Ray cluster"),
-    "local": Place("local.here", "Local", "local.here", "the same on this machine, as `auto`"),
-}
+def _found() -> dict[str, Place]:
+    """By name, the `PLACE` of each folder beside this file."""
+    folders = (file.parent.name for file in Path(__file__).parent.glob("*/__init__.py"))
+    modules = (importlib.import_module(f"isobatch.launch.clusters.{name}") for name in folders)
+    places = sorted((Place(*module.PLACE) for module in modules), key=lambda place: place.order)
+    return {place.name: place for place in places}
+
+
+CLUSTERS = _found()
 
 
 def cluster(name: str, **settings: Any) -> Cluster:

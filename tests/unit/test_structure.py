@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import time
-import tomllib
 from collections import Counter
 from graphlib import TopologicalSorter
 from typing import TYPE_CHECKING, Any
@@ -191,13 +190,6 @@ def test_the_engine_asks_traits_and_protocols() -> None:
     assert [file for file, kind in asked if strategies & set(ast.unparse(kind).split(" | "))] == []
     compared = [(name(f), ast.unparse(n)) for f in engine for n in nodes(f) if isinstance(n, ast.Compare)]
     assert [(file, text) for file, text in compared if re.match(r"type\(.*task\)\.\w+ is", text)] == []
-
-
-def test_the_package_holds_every_room() -> None:
-    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    configs = {"isobatch.configs.accelerate", "isobatch.configs.deepspeed"}
-    rooms = {f"isobatch.{room_of(f)}" for f in PACKAGE}
-    assert set(settings["packages"]) == {"isobatch", *rooms, *configs}
 
 
 def test_optional_libraries_are_imported_in_the_branch_that_needs_them() -> None:
