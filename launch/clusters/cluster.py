@@ -1,8 +1,8 @@
 """What is asked of a cluster, whichever it is, and which there are.
 
-A new one is a folder beside this file with a `Cluster` in it, named in the `PLACE` of its `__init__.py`. Its flags
-are a dataclass named after the class, as SlurmOptions; what runs inside its jobs may be a row without help in
-launch/commands.csv.
+A new one is a folder beside this file with a `Cluster` in it, named in the `PLACE` of its `__init__.py`. Its
+flags are a dataclass named after the class, as SlurmOptions; what runs inside its jobs may be a row without
+help in launch/commands.csv.
 """
 
 from __future__ import annotations
