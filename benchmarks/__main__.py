@@ -31,9 +31,7 @@ BENCHMARKS = {
     "soak": ("soak.command", "a hundred faults at random moments; the runs must end as if there were none"),
 }
 """Name -> its module, which has a `measure(quick)`, and what it measures."""
-COMMANDS = {
-    "gpu": ("gpu.command", "all that a GPU should show first, in parts: `make gpu`"),
-}
+COMMANDS = {"gpu": ("gpu.command", "all that a GPU should show first, in parts: `make gpu`")}
 """Name -> its module, which has a `main(words)` with flags of its own, and what it measures."""
 
 

@@ -37,11 +37,7 @@ def runs_folder() -> Path:
 def launch(*words: str) -> str:
     """What `isobatch WORDS` printed. Raises RuntimeError with the end of its stderr where it failed."""
     ended = subprocess.run(
-        own_command(*words),
-        cwd=shared_folder(),
-        capture_output=True,
-        text=True,
-        check=False,
+        own_command(*words), cwd=shared_folder(), capture_output=True, text=True, check=False
     )
     if ended.returncode:
         raise RuntimeError(f"{words[0]} ended with {ended.returncode}: {ended.stderr[-2000:]}")
@@ -101,10 +97,7 @@ def speed(run: RunFolder) -> Row:
     seconds = sum(row["step_seconds"] for row in counted)
     tokens = sum(row["tokens_per_second"] * row["step_seconds"] for row in counted)
     used = [row["mfu"] * row["step_seconds"] for row in counted if "mfu" in row]
-    return {
-        "tokens/s": round(tokens / seconds),
-        "MFU": round(sum(used) / seconds, 3) if used else "-",
-    }
+    return {"tokens/s": round(tokens / seconds), "MFU": round(sum(used) / seconds, 3) if used else "-"}
 
 
 def memory(run: RunFolder) -> Row:

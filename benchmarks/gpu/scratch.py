@@ -32,10 +32,7 @@ class Size:
     steps: int
 
 
-SIZES = {
-    "whole": Size("gpt2-124m", 50257, 1024, 64, 40),
-    "quick": Size("tiny", 512, 64, 8, 14),
-}
+SIZES = {"whole": Size("gpt2-124m", 50257, 1024, 64, 40), "quick": Size("tiny", 512, 64, 8, 14)}
 RATE = 6e-4
 LONG = 20_000
 """Steps of the run whose plan is measured: a plan of the few steps here would compile nothing."""

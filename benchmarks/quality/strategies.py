@@ -232,10 +232,7 @@ def _resume(folder: Path, strategy: str, saved: Path) -> None:
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 
     _, middle, kept_on = lengths()
-    with (
-        _builder(strategy) as builder,
-        builder.phase(builder.schedules[0], SavedCheckpoint(saved)) as state,
-    ):
+    with _builder(strategy) as builder, builder.phase(builder.schedules[0], SavedCheckpoint(saved)) as state:
         found = _steps(state, middle, middle + kept_on)
     world = builder.state.world
     if world.is_main:

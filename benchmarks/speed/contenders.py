@@ -165,9 +165,4 @@ def contend(kind: str, spec: str) -> Found:
         return isobatch(asked)
     clock = StepClock()
     losses = {"bare": bare, "trainer": trainer}[kind](asked, clock)
-    return {
-        "seconds": clock.seconds(),
-        "losses": losses,
-        "peak": peak_bytes(),
-        "processor": clock.processor,
-    }
+    return {"seconds": clock.seconds(), "losses": losses, "peak": peak_bytes(), "processor": clock.processor}

@@ -105,10 +105,7 @@ def losses(run: Path) -> list[float]:
 def killed_at_random(words: list[str], run: Path, generator: random.Random, steps: int = 1) -> int:
     """Start, wait for so many new steps and a random moment more, kill; returns how many were logged."""
     process = subprocess.Popen(
-        warm_command(*words),
-        cwd=run.parent.parent,
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
+        warm_command(*words), cwd=run.parent.parent, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL
     )
     before, deadline = logged(run), time.monotonic() + 60
     while logged(run) < before + steps and process.poll() is None and time.monotonic() < deadline:

@@ -20,11 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 HUB = ROOT / "tests" / "fixtures" / "hub"
-DATA = {
-    "classifier": ("reviews", "encoder"),
-    "recommender": ("films", ""),
-    "sequence-vae": ("text", ""),
-}
+DATA = {"classifier": ("reviews", "encoder"), "recommender": ("films", ""), "sequence-vae": ("text", "")}
 """Benchmark -> its data and its model, by the names of `made`."""
 USERS, ITEMS, EACH = 900, 150, 45
 

@@ -403,9 +403,7 @@ BY_LEVEL: dict[tuple[str, str], dict[str, Attack]] = {
         "invented metric": invents("valid", accuracy=0.99),
         "claims rounding": looser("rounding"),
     },
-    ("plain", "full"): {
-        "invented metric while it trained, in full": log(award),
-    },
+    ("plain", "full"): {"invented metric while it trained, in full": log(award)},
     ("plain", "trusted"): {"field of steps": of_rows("chain", accuracy=0.99)},
     ("plain", "refused"): {"older rules": lambda run: edit_json(run.folder / "recipe.json", rules=1)},
     ("other_seed", "records"): {"samples of another seed": claims(seed=0)},
@@ -413,10 +411,7 @@ BY_LEVEL: dict[tuple[str, str], dict[str, Attack]] = {
         # the last evaluation was the best, so that the weights of the end are the export
         "forged best": log(lambda rows: next(r for r in rows if "split" in r).update(loss=20.0))
     },
-    ("stopped_early", "steps"): {
-        "best replaced": best_replaced,
-        "best value forged": best_value_forged,
-    },
+    ("stopped_early", "steps"): {"best replaced": best_replaced, "best value forged": best_value_forged},
 }
 """(which run, the level that finds it) -> attack -> what it does."""
 ATTACKS = {name: (attack, *to) for to, attacks in BY_LEVEL.items() for name, attack in attacks.items()}

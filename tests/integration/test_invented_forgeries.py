@@ -165,10 +165,7 @@ def mend_checkpoint(folder: Path, recipe: str, seal: str, size: int, log: list[d
     content = (folder / "node-00000.safetensors").read_bytes()
     texts = ("index.json", "state.json")
     sums: dict[str, Any] = {n: hashlib.sha256((folder / n).read_bytes()).hexdigest() for n in texts}
-    part = {
-        "bytes": len(content),
-        "sha256": hashlib.sha256(content).hexdigest(),
-    }
+    part = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     write(folder / "checksums.json", {**sums, "parts": [part]})
 
 

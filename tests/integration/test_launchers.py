@@ -31,7 +31,7 @@ LAUNCHERS = {
         *("--config_file", str(ROOT / "configs/accelerate/cpu.yaml"), "--main_process_port", "0", TRAIN),
     ],
     "torchrun": [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", TRAIN)
     ],
     "auto": [],
     "plain": [sys.executable, TRAIN],

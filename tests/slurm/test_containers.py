@@ -47,17 +47,7 @@ def test_nodes_train_inside_a_container(cluster: Cluster, tmp_path: Path) -> Non
     setup.write_text(f"export PATH={shlex.quote(str(tools))}:$PATH PYTHONPATH=/nowhere/outside\n")
     (work / "beside.txt").touch()
     (work / "inside.py").write_text(INSIDE.replace("HIDDEN", repr(str(setup))))
-    flags = [
-        "--task",
-        "./inside.py:Inside",
-        "--cpu",
-        "--nodes",
-        "2",
-        "--time",
-        "5",
-        "--name",
-        "r",
-    ]
+    flags = ["--task", "./inside.py:Inside", "--cpu", "--nodes", "2", "--time", "5", "--name", "r"]
     words = ["--setup", str(setup), "--container", str(image), "--container-python", sys.executable]
     done = cluster.slurm(*flags, *words, "--submit", cwd=work)
     assert done.returncode == 0, done.stderr

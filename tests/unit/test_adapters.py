@@ -13,12 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from isobatch.core.errors import ExportError, UserError
 from isobatch.models import lora, saving
-from isobatch.models.causal_lm import (
-    adapter_sizes,
-    adapters,
-    chunked_cross_entropy,
-    model_sizes,
-)
+from isobatch.models.causal_lm import adapter_sizes, adapters, chunked_cross_entropy, model_sizes
 from isobatch.models.causal_lm.task import CausalLMOptions
 
 if TYPE_CHECKING:

@@ -17,13 +17,7 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.registry import LoadedWorkload, workload
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.commands.chat import ChatOptions
-from isobatch.launch.local.arguments import (
-    BatchScaling,
-    Request,
-    command_options,
-    parse_request,
-    split_words,
-)
+from isobatch.launch.local.arguments import BatchScaling, Request, command_options, parse_request, split_words
 from isobatch.launch.local.verify_run import VerifyOptions
 
 FLAGS = {

@@ -17,13 +17,7 @@ from isobatch.data.text.dataset import Text, TextOptions
 if TYPE_CHECKING:
     from pathlib import Path
 
-TOKENIZER = {
-    "model": "tiny",
-    "tokenizer": None,
-    "revision": None,
-    "format": None,
-    "max_length": 64,
-}
+TOKENIZER = {"model": "tiny", "tokenizer": None, "revision": None, "format": None, "max_length": 64}
 
 
 def make(data: Path, *clean: str, **changes: Any) -> Text:

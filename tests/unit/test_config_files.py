@@ -111,11 +111,7 @@ def test_a_file_may_hold_a_sweep(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words", "said"),
     [
-        (
-            "learning_rte: 3",
-            ("--task", "qat"),
-            "has no such flag (did you mean --learning-rate?)",
-        ),
+        ("learning_rte: 3", ("--task", "qat"), "has no such flag (did you mean --learning-rate?)"),
         ("lr: 1: 2", ("--task", "qat"), "cannot be read: mapping values are not allowed here"),
         ("a list", ("--task", "qat"), "holds no lines such as lr: 1e-3"),
         ("lr: {a: 1}", ("--task", "qat"), "lr: holds names of its own"),

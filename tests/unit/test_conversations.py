@@ -58,14 +58,7 @@ def make(folder: Path, rows: list[Any], tokenizer: Path | None = None, **changes
     options = {k: changes.pop(k) for k in list(changes) if k in TextOptions.__dataclass_fields__}
     if tokenizer is None:
         tokenizer = byte_tokenizer(folder / "tokenizer", END)
-    values = {
-        "model": "tiny",
-        "revision": None,
-        "format": None,
-        "max_length": 400,
-        "seed": 0,
-        **changes,
-    }
+    values = {"model": "tiny", "revision": None, "format": None, "max_length": 400, "seed": 0, **changes}
     return Text(SimpleNamespace(data=str(folder), tokenizer=str(tokenizer), **values), TextOptions(**options))
 
 

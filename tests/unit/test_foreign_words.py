@@ -63,11 +63,7 @@ BECOMES = [
     ("--fast_dev_run", "--steps 3", ""),
 ]
 """Words, the same in our flags, and what is said beside."""
-NO_EFFECT = [
-    "--devices auto",
-    "--do_train",
-    "--eval_strategy steps",
-]
+NO_EFFECT = ["--devices auto", "--do_train", "--eval_strategy steps"]
 REFUSED = [
     ("--limit_val_batches few", "has no meaning here"),
     ("--val_check_interval", "needs a value"),

@@ -222,11 +222,7 @@ def test_amds_architectures_are_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("smi", "probe", "why"),
     [
-        (
-            None,
-            {**BUILD, "failure": OLD_DRIVER},
-            r"driver \(CUDA 12\.4\) is too old .*CUDA 13",
-        ),
+        (None, {**BUILD, "failure": OLD_DRIVER}, r"driver \(CUDA 12\.4\) is too old .*CUDA 13"),
         (None, {"failure": "Torch not compiled with CUDA enabled"}, "this torch is a build for CPUs"),
         (SMI, {"architectures": ["sm_90"], "build": "13.0"}, "no kernels for it"),
         (None, {**BUILD, "failure": "CUDA unknown error\nsecond line"}, "cannot use it: CUDA unknown error;"),

@@ -25,10 +25,7 @@ PUBLISHED = {
     "Qwen/Qwen2.5-72B": 72.7,
     "Qwen/Qwen3-32B": 32.8,
 }
-BUILT = {
-    "google/gemma-2-9b": 9.24,
-    "EleutherAI/pythia-12b": 11.85,
-}
+BUILT = {"google/gemma-2-9b": 9.24, "EleutherAI/pythia-12b": 11.85}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -71,11 +68,7 @@ def test_a_folder_needs_its_config_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("llama2-7b", "meta-llama/Llama-2-7b-hf"),
-        ("Qwen/Qwen2.5-7b-Base", "Qwen/Qwen2.5-7B"),
-    ],
+    ("name", "near"), [("llama2-7b", "meta-llama/Llama-2-7b-hf"), ("Qwen/Qwen2.5-7b-Base", "Qwen/Qwen2.5-7B")]
 )
 def test_an_unknown_name_is_answered_with_near_ones(
     name: str, near: str, monkeypatch: pytest.MonkeyPatch

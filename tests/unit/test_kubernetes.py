@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
-from isobatch.core.errors import (
-    BUG,
-    DONE,
-    FAILED,
-    STOPPED,
-    WRONG_INPUT,
-    UserError,
-    WorkerLostError,
-)
+from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserError, WorkerLostError
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.kubernetes.job import exit_code, k8s, pod
 from isobatch.tests.paths import ROOT

@@ -23,13 +23,7 @@ ROWS = [("a good film", "pos"), ("a bad film", "neg"), ("good , good", "pos"), (
 
 
 def make(data: Path | str, max_length: int = 16, seed: int = 0, **options: Any) -> Labelled:
-    values = {
-        "format": None,
-        "tokenizer": None,
-        "model": "tiny",
-        "revision": None,
-        "seed": seed,
-    }
+    values = {"format": None, "tokenizer": None, "model": "tiny", "revision": None, "seed": seed}
     recipe = SimpleNamespace(data=str(data), max_length=max_length, **values)
     return Labelled(recipe, LabelledOptions(vocab_size=300, **options))
 

@@ -28,14 +28,7 @@ LINES = "".join(f"line {i} of the text with a few words\n" for i in range(200))
 
 def make(data: Path | str, tokenizer: Path | str | None = None, **changes: Any) -> Text:
     options = {k: changes.pop(k) for k in ("text_column", "vocab_size", "data_config") if k in changes}
-    values = {
-        "model": "tiny",
-        "revision": None,
-        "format": None,
-        "max_length": 16,
-        "seed": 0,
-        **changes,
-    }
+    values = {"model": "tiny", "revision": None, "format": None, "max_length": 16, "seed": 0, **changes}
     recipe = SimpleNamespace(data=str(data), tokenizer=tokenizer and str(tokenizer), **values)
     return Text(recipe, TextOptions(**options))
 

@@ -12,14 +12,7 @@ import torch
 
 from isobatch.core.errors import ExportError
 from isobatch.models import saving
-from isobatch.models.encoder import (
-    encoders,
-    evaluation,
-    export,
-    onnx_graph,
-    quantization,
-    weight_surgery,
-)
+from isobatch.models.encoder import encoders, evaluation, export, onnx_graph, quantization, weight_surgery
 from isobatch.tests.unit.encoders import FAMILIES, classifier, given, logits, some_masks
 
 if TYPE_CHECKING:

@@ -145,10 +145,7 @@ FORGERIES: dict[str, tuple[Callable[[Content], Any], str]] = {
     "fewer steps": (put("phases/train", 8), "it claims 8 steps, and the recipe has 12"),
     "endless steps": (put("phases/train", 10**15), f"it claims {10**15} steps, and the recipe has 12"),
     "other data": (put("facts/fingerprint", "0" * 16), "the data here is not the receipt's: fingerprint"),
-    "other lengths": (
-        put("facts/lengths/0", less(-1)),
-        "the receipt's: lengths differs",
-    ),
+    "other lengths": (put("facts/lengths/0", less(-1)), "the receipt's: lengths differs"),
     "the end left out": (leaves_out(12, 10**12), "step 12: it has figures of what is no step"),
     "all left out": (all_of(leaves_out(1, 12), put("steps", [])), "it leaves out every step"),
     "the first figures": (put("steps", lambda s: s[:3]), "step 4: it lacks the figures of this step"),

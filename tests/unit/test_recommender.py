@@ -181,11 +181,7 @@ def test_nan_counts_against_the_model() -> None:
 def test_full_ranking_leaves_out_what_the_user_had() -> None:
     model = net(text=False)
     user = torch.tensor([0, 3])
-    batch = {
-        "user": user,
-        "item": torch.tensor([2, 7]),
-        "rivals": torch.tensor([[1, 4, -1], [2, 3, 9]]),
-    }
+    batch = {"user": user, "item": torch.tensor([2, 7]), "rivals": torch.tensor([[1, 4, -1], [2, 3, 9]])}
     found = ranking.metric_parts(model, batch, 10)
     every = scores(model)[user]
     hits = 0

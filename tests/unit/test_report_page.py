@@ -70,12 +70,7 @@ def test_plots_go_where_they_are_wanted(run: RunFolder, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("file", "content"),
-    [
-        ("plan.json", None),
-        ("summary.json", "[]"),
-        ("metrics.jsonl", '{"step": '),
-        ("facts.json", None),
-    ],
+    [("plan.json", None), ("summary.json", "[]"), ("metrics.jsonl", '{"step": '), ("facts.json", None)],
 )
 def test_a_damaged_run_is_shown_with_what_there_is(
     run: RunFolder, file: str, content: str | None, tmp_path: Path

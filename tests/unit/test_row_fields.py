@@ -67,9 +67,7 @@ SMALL = {
         + _ASK
     ),
 }
-REFUSED = {
-    "refuses a system message": {"system"},
-}
+REFUSED = {"refuses a system message": {"system"}}
 """Template -> what a row may be refused for, in a line with a way out."""
 
 Word = Callable[[str], str]

@@ -24,13 +24,7 @@ def epoch(sampler: Sampler, number: int) -> list[np.ndarray]:
     return [sampler.batch(step) for step in range(first, first + sampler.steps_per_epoch)]
 
 
-@given(
-    st.integers(1, 500),
-    st.integers(1, 64),
-    st.integers(0, 2**63 - 1),
-    st.integers(0, 3),
-    st.booleans(),
-)
+@given(st.integers(1, 500), st.integers(1, 64), st.integers(0, 2**63 - 1), st.integers(0, 3), st.booleans())
 def test_every_sample_comes_once_an_epoch(count: int, size: int, seed: int, number: int, like: bool) -> None:
     lengths = np.random.default_rng(0).integers(1, 50, count) if like else None
     batches = epoch(Sampler(count, size, seed, lengths=by_number(lengths)), number)
@@ -135,14 +129,7 @@ def test_the_order_is_frozen() -> None:
     assert Sampler(93, 6, seed=0).batch(20).tolist() == [47, 3, 4, 69, 11, 77]
     assert Sampler(93, 6, seed=0, fraction=0.5).batch(20).tolist() == [17, 80, 71, 16, 27, 32]
     like = Sampler(93, 6, seed=0, lengths=by_number(np.arange(93) % 7))
-    assert like.batch(20).tolist() == [
-        25,
-        88,
-        81,
-        32,
-        18,
-        39,
-    ]
+    assert like.batch(20).tolist() == [25, 88, 81, 32, 18, 39]
     parts = ((33, 0.7), (60, 0.3))
     assert Sampler(93, 6, seed=0, parts=parts).batch(20).tolist() == [1, 25, 79, 7, 12, 92]
     assert extend_chain("", np.arange(3)) == "ab25350e3e65efeb"

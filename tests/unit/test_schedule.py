@@ -13,12 +13,7 @@ from isobatch.core.flags import Interval
 from isobatch.core.recipe import Recipe
 from isobatch.engine.hooks import checkpoint
 from isobatch.engine.hooks.checkpoint import Checkpoint
-from isobatch.engine.optimization.schedule import (
-    CLOSING_STEPS,
-    PhaseSchedule,
-    learning_rate,
-    phase_schedules,
-)
+from isobatch.engine.optimization.schedule import CLOSING_STEPS, PhaseSchedule, learning_rate, phase_schedules
 from isobatch.models.base import Phase
 
 TWO = [Phase(name="freeze", epochs=1.0), Phase(name="tune", epochs=0.5, lr=1e-5)]

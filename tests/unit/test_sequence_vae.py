@@ -209,10 +209,7 @@ def test_an_export_opens_again(backbone: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "said"),
-    [
-        ({"max_length": 1}, "the end token"),
-        ({"monitor": "off", "on_collapse": "stop"}, "the monitor is off"),
-    ],
+    [({"max_length": 1}, "the end token"), ({"monitor": "off", "on_collapse": "stop"}, "the monitor is off")],
 )
 def test_what_cannot_be_had_is_said(asked: dict[str, Any], said: str) -> None:
     recipe, _ = complete("sequence-vae", asked)

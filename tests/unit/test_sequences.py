@@ -99,10 +99,7 @@ def test_each_line_of_a_text_file_is_a_sequence(tmp_path: Path) -> None:
     # "= Heading =" 11, "one two" 7, "three" 5, and three end tokens
     counts = {"sequences": 3, "tokens": 26, "words": 6, "cut": 0, "empty": 2}
     assert extra["splits"]["train"] == counts
-    assert extra["notes"] == [
-        "train: empty sequences left out: 2",
-        "valid: empty sequences left out: 1",
-    ]
+    assert extra["notes"] == ["train: empty sequences left out: 2", "valid: empty sequences left out: 1"]
 
 
 @pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "json", "parquet"])

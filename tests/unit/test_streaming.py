@@ -301,10 +301,7 @@ def test_what_cannot_be_had_is_one_line(data: str, said: str) -> None:
         ({"clean": "duplicates"}, "--clean duplicates: needs data on this machine"),
         ({"stride": 8}, "--stride 8: needs"),
         ({"mix": "1,2"}, "--mix: needs"),
-        (
-            {"text_column": "txt"},
-            r"--text-column txt: .*part-0.jsonl: has no txt \(did you mean text\?\)",
-        ),
+        ({"text_column": "txt"}, r"--text-column txt: .*part-0.jsonl: has no txt \(did you mean text\?\)"),
         ({"format": "csv"}, "--format csv: an object in a store says by its ending what it is"),
     ],
 )

@@ -62,10 +62,7 @@ TABLE: dict[str, dict[str, list[tuple[str, str]]]] = {
             ("--use_cache False", "--text-cache off"),
         ],
     },
-    "pruning": {
-        "batch_size": [("--batch_size 96", "--batch-size 96")],
-        "fast": [("--fast", "--mode fast")],
-    },
+    "pruning": {"batch_size": [("--batch_size 96", "--batch-size 96")], "fast": [("--fast", "--mode fast")]},
     "qat": {
         "batch_size": [("--batch_size 48", "--batch-size 48")],
         "fast": [("--fast", "--mode fast")],
@@ -146,10 +143,7 @@ TABLE: dict[str, dict[str, list[tuple[str, str]]]] = {
 """Task -> word -> (a use of it, the same in our flags; nothing where it has no effect)."""
 REFUSED = {
     "causal-lm": {"device_ids 0,1": "--processes says how many GPUs", "strategy dp": "use ddp"},
-    "sequence-vae": {
-        "drop_last True": "leave it out",
-        "shuffle False": "leave it out",
-    },
+    "sequence-vae": {"drop_last True": "leave it out", "shuffle False": "leave it out"},
 }
 """Task -> word with a value whose meaning cannot be had -> the way out that the refusal names."""
 NO_FLAGS = {
