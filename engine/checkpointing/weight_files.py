@@ -102,6 +102,8 @@ def export_beside(task: Task, model: nn.Module, saved: SavedCheckpoint, folder: 
             (p, key) for n, p in model.named_parameters() if (key := f"{HOOK}{name}/{n}") in saved.entries
         ]
         own = [p.detach().clone() for p, _ in held]
+        if (folder / name).exists():
+            raise UserError(f"hook {name}: the export has files of that name: give it another `name`")
         (folder / name).mkdir()
         for p, key in held:
             p.data.copy_(saved.read(key))

@@ -275,12 +275,21 @@ class Hooks:
         return answers
 
 
+def _is_ours(hook: Hook) -> bool:
+    return type(hook).__module__.startswith("isobatch.")
+
+
 def _known(hook: Hook, asked: set[Signal] | None) -> set[Signal]:
-    """What a hook asks for. Raises TrainingError where that is no signal."""
+    """What a hook asks for. Raises TrainingError where that is no signal, or not for it to ask."""
     if unknown := set(asked or ()) - SIGNALS:
         raise TrainingError(
             f"hook {name_of(hook)} asks for {', '.join(sorted(unknown))}: known are"
             f" {', '.join(sorted(SIGNALS))}"
+        )
+    if asked and "end_phase" in asked and not (hook.changes_learning or _is_ours(hook)):
+        raise TrainingError(
+            f"hook {name_of(hook)} ends the phase, which changes what is learnt: say changes_learning = True,"
+            ' so that the recipe names it, or ask for "stop", behind which the run can be resumed'
         )
     return asked or set()
 
@@ -292,7 +301,7 @@ def overrides(hook: Hook, method: str) -> bool:
 
 def blamed(hook: Hook, state: Training, step: int, error: Exception) -> Exception:
     """What an error in a hook is for the user; the project's own errors, and its bugs, stay what they are."""
-    if isinstance(error, IsobatchError) or type(hook).__module__.startswith("isobatch."):
+    if isinstance(error, IsobatchError) or _is_ours(hook):
         return error
     said = f"{type(error).__name__}: {error}"
     return TrainingError(f"hook {name_of(hook)} failed in step {step} of {state.schedule.name}: {said}")

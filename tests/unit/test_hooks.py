@@ -177,6 +177,7 @@ def test_votes_are_summed_by_name_over_ranks(size: int, run_ranks: Any) -> None:
         ({"vote": lambda _: {"mine": 1.0}}, "hook own votes mine, which its `votes` do not name"),
         ({"on_figures": lambda _: {"sleep"}}, "hook own asks for sleep: known are end_phase, pause, save"),
         ({"at_pause": lambda *_: {"halt"}}, "hook own asks for halt: known are end_phase, pause, save, stop"),
+        ({"on_figures": lambda _: {"end_phase"}}, "hook own ends the phase, which changes what is learnt"),
     ],
 )
 def test_what_is_not_known_is_refused(methods: dict[str, Any], said: str, run_ranks: Any) -> None:
@@ -321,7 +322,7 @@ def test_what_figures_ask_for_is_done_one_step_later(
     signal: str, ending: str, steps: int, run_ranks: Any
 ) -> None:
     pauses: list[Any] = []
-    asking = hook(on_figures=lambda figures: {signal} if figures.step == 2 else set())
+    asking = hook(on_figures=lambda figures: {signal} if figures.step == 2 else set(), changes_learning=True)
     pausing = hook(name="late", at_pause=lambda _, step, asked: pauses.append((step, asked)) or set())
     found, state, seen = run(run_ranks, asking, pausing, steps=6)
     assert (found, state.progress.step, len(seen)) == (ending, steps, steps)
@@ -330,10 +331,10 @@ def test_what_figures_ask_for_is_done_one_step_later(
 
 def test_a_pause_hands_on_what_hooks_before_ask_for(run_ranks: Any) -> None:
     heard: list[Any] = []
-    first = hook(at_pause=lambda _, step, asked: {"end_phase"} if step == 2 else set(), due=lambda s: s == 2)
+    first = hook(at_pause=lambda _, step, asked: {"stop"} if step == 2 else set(), due=lambda s: s == 2)
     last = hook(name="last", at_pause=lambda _, step, asked: heard.append((step, asked)) or set())
-    assert run(run_ranks, first, last)[0] == "early"
-    assert heard[:2] == [(1, set()), (2, {"end_phase"})]
+    assert run(run_ranks, first, last)[0] == "stopped"
+    assert heard[:2] == [(1, set()), (2, {"stop"})]
 
 
 def test_steps_that_are_left_out_keep_their_rows_and_pauses(run_ranks: Any) -> None:
