@@ -1,13 +1,10 @@
-"""Weights as they lie on disk: those of a folder of transformers, and those that a run begins from."""
+"""Weights of checkpoints: those that a run begins from, and those that hooks have saved."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from safetensors import SafetensorError, safe_open
 
 from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing.checkpoint import CHECKSUMS, SavedCheckpoint
@@ -17,43 +14,10 @@ from isobatch.engine.checkpointing.portable_state import HOOK, WEIGHT, saved_wei
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from isobatch.core.facts import Facts
     from isobatch.models.base import Task
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a safetensors file."""
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-
-    def read(self) -> Tensor:
-        """Its values; the file is open while they are used, and no longer."""
-        with safe_open(str(self.file), framework="pt") as opened:
-            values: Tensor = opened.get_tensor(self.name)
-            return values
-
-
-NAME = "model.safetensors"
-"""The file that save_pretrained writes; a large model has parts in its place."""
-
-
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Name -> tensor in the safetensors of a folder of transformers; empty where it holds no such files."""
-    whole, found = folder / NAME, dict[str, StoredTensor]()
-    try:
-        files = [whole] if whole.is_file() else sorted(folder.glob("model-*-of-*.safetensors"))
-        for file in files:
-            with safe_open(str(file), framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    found[name] = StoredTensor(file, name, tuple(opened.get_slice(name).get_shape()))
-    except (OSError, SafetensorError):
-        return {}
-    return found
 
 
 def load_start_weights(origin: Mapping[str, Any], model: nn.Module) -> None:

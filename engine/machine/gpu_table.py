@@ -65,7 +65,7 @@ class GpuModel:
     """A row of the table: a GPU and its share of the host that it is usually part of."""
 
     pattern: str
-    """Regular expression for its name in nvidia-smi."""
+    """Regular expression for the name that the driver gives it."""
     gpu: Gpu
     cpus: int
     """Cores of the host per GPU."""
@@ -106,7 +106,7 @@ with Path(__file__).with_name("gpus.csv").open(newline="") as _table:
 
 
 def find_gpu_model(name: str) -> GpuModel | None:
-    """The row that a name of this table or of nvidia-smi belongs to; a MIG slice has none."""
+    """The row that a name of this table or of a driver belongs to; a MIG slice has none."""
     found = (m for m in MACHINES.values() if re.search(m.pattern, name, re.IGNORECASE))
     return None if " MIG " in name else MACHINES.get(name) or next(found, None)
 

@@ -1,7 +1,13 @@
-"""Build the model of a recipe on its device and set it up as the plan says."""
+"""Build the model of a recipe on its device and set it up as the plan says; or without values.
+
+A hollow model has all of a model but its values, for ranks that get their shards from rank 0's model: a host
+does not hold a whole model for each of its processes. A hollow parameter has its shape, type and place among
+the modules, and the memory of a single element.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +22,7 @@ from isobatch.models.activations import fuse_gelu
 from isobatch.models.capabilities import build_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
@@ -73,3 +79,64 @@ def _refuse_batch_statistics(model: nn.Module) -> None:
                 f"{name} is a {type(module).__name__}: its statistics follow the micro-batch, so no two"
                 " machines would learn the same; use GroupNorm or LayerNorm"
             )
+
+
+Outline = list[tuple[str, tuple[int, ...], str, bool]]
+"""(name, shape, type, whether it trains) of a model's parameters and buffers, a shared one by every name."""
+
+
+def build_hollow(build: Callable[[], nn.Module]) -> nn.Module | None:
+    """The model that `build` makes, hollow; None where it cannot be built without values."""
+    try:
+        with torch.device("meta"), _pretrained_from_configs():
+            model = build()
+    except Exception:  # whatever a task computes from values: such a model is built whole
+        return None
+    return model if _hollow_out(model) else None
+
+
+def outline(model: nn.Module) -> Outline:
+    """What two models must have in common for the values of one to fit the other."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    tensors = (*parameters, *model.named_buffers(remove_duplicate=False))
+    return [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in tensors]
+
+
+def _hollow_out(model: nn.Module) -> bool:
+    """Make what lies on the meta device hollow; whether that is all.
+
+    A shared parameter is replaced by one, with its attributes; buffers become zeros on the host.
+    """
+    replaced: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+            if p.is_meta:
+                if id(p) not in replaced:
+                    values = torch.zeros((), dtype=p.dtype).expand(p.shape)
+                    replaced[id(p)] = nn.Parameter(values, requires_grad=p.requires_grad)
+                    replaced[id(p)].__dict__.update(vars(p))
+                module.register_parameter(name, replaced[id(p)])
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.is_meta:
+                module._buffers[name] = torch.zeros_like(buffer, device="cpu")  # noqa: SLF001  keeps persistence
+    attributes = (v for module in model.modules() for v in vars(module).values())
+    return not any(isinstance(v, torch.Tensor) and v.is_meta for v in attributes)
+
+
+@contextlib.contextmanager
+def _pretrained_from_configs() -> Iterator[None]:
+    """Let transformers' `from_pretrained`, which refuses the meta device, make models of their configs."""
+    import transformers
+
+    base: Any = transformers.PreTrainedModel
+    before = vars(base)["from_pretrained"]
+
+    def made(kind: Any, *_: Any, config: Any, dtype: Any = None, **__: Any) -> Any:
+        kept = None if dtype == "auto" else dtype  # a file's own types are known only from its values
+        return kind._from_config(config, dtype=kept)  # noqa: SLF001  what AutoModel.from_config calls
+
+    base.from_pretrained = classmethod(made)
+    try:
+        yield
+    finally:
+        base.from_pretrained = before

@@ -13,7 +13,6 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.package import ROOT
-from isobatch.engine.model_setup.deferred_materialization import read_late
 from isobatch.engine.model_setup.layer_blocks import layer_blocks
 
 if TYPE_CHECKING:
@@ -88,9 +87,7 @@ def _shard(model: nn.Module, config: dict[str, Any], world: Communicator) -> Non
 
     world.broadcast_onto_device(model.buffers())
     for module in (*layer_blocks(model), model):
-        if world.is_main:
-            read_late(module.parameters())
-        else:
+        if not world.is_main:
             for p in (p for p in module.parameters() if not is_zero_param(p)):
                 p.data = torch.empty(p.shape, dtype=p.dtype, device=world.device)
         with world.waiting_for("the broadcast of the initial weights"):

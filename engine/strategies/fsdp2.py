@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, Held, TensorEntry, TensorPiece
-from isobatch.engine.model_setup.deferred_materialization import read_late
 from isobatch.engine.model_setup.layer_blocks import layer_blocks, matmul_parameters
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy, gradient_norm, set_rate
 
@@ -45,10 +44,8 @@ class FullyShardStrategy(Strategy):
         mesh = DeviceMesh.from_group(dist.group.WORLD, world.device.type)
         half = set(matmul_parameters(model)) if self.plan.precision == "bf16" else set()
         for block in layer_blocks(model):
-            read_late(block.parameters())
             world.broadcast_onto_device(_unsharded(block))
             shard_block(block, mesh, half)
-        read_late(model.parameters())
         world.broadcast_onto_device(_unsharded(model))
         fully_shard(model, mesh=mesh)
         for module in model.modules():

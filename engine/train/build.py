@@ -27,10 +27,9 @@ from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, open_on_al
 from isobatch.engine.checkpointing.weight_files import load_start_weights
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.sampler import make_sampler
-from isobatch.engine.model_setup.deferred_materialization import build_hollow, build_late, outline
 from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
 from isobatch.engine.model_setup.packing import SamplePacking
-from isobatch.engine.model_setup.prepare_model import prepare_model
+from isobatch.engine.model_setup.prepare_model import build_hollow, outline, prepare_model
 from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import Progress
@@ -159,23 +158,16 @@ class Builder:
         return shards and not isinstance(state.task, BeginsPhase)
 
     def _build_on_rank_0(self, facts: Facts) -> nn.Module:
-        """The model on rank 0, and a hollow one of the same outline on the others, if it can be had.
-
-        Rank 0 reads a pretrained model's values when they are sharded, if that can be.
-        """
+        """The model on rank 0, and a hollow one of the same outline on the others, if it can be had."""
         if self.state.world.is_main:
-            model = build_late(partial(self._build, facts))
-            model = self._build_anew(facts) if model is None else model
+            model: nn.Module | None = self._build(facts)
         else:
             model = build_hollow(partial(self.state.task.build_model, facts))
         wanted = self.state.world.broadcast_object(outline(model) if model is not None else None)
         if model is None or outline(model) != wanted:
-            return self._build_anew(facts)
+            torch.manual_seed(self.state.recipe.seed)
+            return self._build(facts)
         return model
-
-    def _build_anew(self, facts: Facts) -> nn.Module:
-        torch.manual_seed(self.state.recipe.seed)
-        return self._build(facts)
 
     def _build(self, facts: Facts) -> nn.Module:
         """The task's model with the weights that the recipe begins with."""
