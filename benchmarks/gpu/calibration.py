@@ -17,32 +17,23 @@ if TYPE_CHECKING:
     from isobatch.benchmarks.report import Row
 
 QUANTISED = (*COMMAND_LINE, "peft", "bitsandbytes")
-LLAMA_TYPE: dict[str, Any] = {"model_type": "llama", "max_position_embeddings": 2048}
-SMALL = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
-SMALL |= {"intermediate_size": 128, "vocab_size": 512}
+WIDTHS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+WIDTHS += ("intermediate_size", "vocab_size")
+
+
+def _config(kind: str, *widths: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        **dict(zip(WIDTHS, widths, strict=False)),
+        "max_position_embeddings": 2048,
+        **more,
+    }
+
+
 GPT2, LLAMA, QWEN = "gpt2-124m", "llama-1b", "qwen2-500m"
-SHAPES: dict[str, dict[str, Any]] = {
-    LLAMA: {
-        "model_type": "llama",
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 5632,
-        "vocab_size": 32000,
-        "max_position_embeddings": 2048,
-    },
-    QWEN: {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "intermediate_size": 4864,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 2048,
-    },
+SHAPES = {
+    LLAMA: _config("llama", 2048, 16, 32, 8, 5632, 32000),
+    QWEN: _config("qwen2", 896, 24, 14, 2, 4864, 151936, tie_word_embeddings=True),
 }
 VOCABULARY = {GPT2: 50257, LLAMA: 32000, QWEN: 151936, "tiny": 512}
 EAGER, COMPILED = f"{GPT2}, 32 rows", f"{GPT2}, 32 rows, --compile on"
@@ -108,7 +99,7 @@ def tune(size: str, adapter: str, batch: str, limit: str) -> Row:
     from isobatch.benchmarks.gpu import runs
 
     small = size == "quick"
-    base = runs.model_folder("llama", {**LLAMA_TYPE, **(SMALL if small else {})})
+    base = runs.model_folder("llama", _config("llama", *((64, 2, 2, 2, 128, 512) if small else ())))
     words = ["--model", str(base), "--adapter", adapter, "--batch-size", batch, "--lr", "1e-4"]
     words += ["--steps", "14", "--max-length", "64" if small else "512"]
     words += ["--memory-limit", limit] if limit else []
@@ -176,11 +167,8 @@ def launches(compiled: str) -> Row:
     words += ["--steps", "30", "--precision", "bf16", "--compile", compiled]
     run = runs.train_on_tokens(f"launches-{compiled}", *words, vocabulary=50257, rows=PIECES * 30)
     seconds = median(row["step_seconds"] for row in runs.step_rows(run)[runs.WARM :]) / PIECES
-    return {"micro-batch ms": round(seconds * 1e3, 3), "predicted ms": _predicted_ms(run)}
-
-
-def _predicted_ms(run: Any) -> float:
-    return round(run.plan.predicted_step_seconds / PIECES * 1e3, 3)
+    predicted = run.plan.predicted_step_seconds / PIECES
+    return {"micro-batch ms": round(seconds * 1e3, 3), "predicted ms": round(predicted * 1e3, 3)}
 
 
 def calibration(rows: Sequence[Row], peak: float, bandwidth: float) -> dict[str, float]:
@@ -228,30 +216,22 @@ def _traffic(
 
 
 def ceilings() -> Row:
-    """Rates of a large bf16 product of random numbers and of a large copy: the medians of 20."""
+    """Rates of a large bf16 product of random numbers and of a large copy: the means of 20."""
     import torch
 
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     x = torch.randn(1 << 30, device="cuda")
-    product, copy = _median_seconds(lambda: a @ b), _median_seconds(x.clone)
+    product, copy = _mean_seconds(lambda: a @ b), _mean_seconds(x.clone)
     return {
         "matmul TFLOP/s": round(2 * 8192**3 / product / 1e12, 1),
         "copy GB/s": round(2 * x.nbytes / copy / 1e9),
     }
 
 
-def _median_seconds(work: Callable[[], object]) -> float:
-    import torch
+def _mean_seconds(work: Callable[[], object]) -> float:
+    from torch.utils.benchmark import Timer
 
-    seconds = []
-    for _ in range(25):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        seconds.append(begin.elapsed_time(end) / 1e3)
-    return median(seconds[5:])
+    return float(Timer("work()", globals={"work": work}).timeit(20).mean)  # it waits for the GPU
 
 
 def _activation_factors(done: dict[str, Row]) -> list[float]:

@@ -119,11 +119,8 @@ def trainer(spec: Spec, clock: StepClock) -> list[float]:
         "seed": spec["seed"],
     }
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
-    optimizers = (optimizer, schedule)
-    numbers = order.reshape(-1).tolist()
-    return trainer_loop(
-        model, rows_of(spec), clock, settings, numbers, data_collator=padded, optimizers=optimizers
-    )
+    more = {"data_collator": padded, "optimizers": (optimizer, schedule)}
+    return trainer_loop(model, rows_of(spec), clock, settings, order.reshape(-1).tolist(), **more)
 
 
 def isobatch(spec: Spec) -> Found:

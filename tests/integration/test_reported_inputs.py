@@ -300,38 +300,16 @@ TALK = {
         CAUSAL,
         MENDED,
     ),
-    # Filters set all weights of a bad conversation to 0. It has nothing to learn: left out, and counted.
-    "weight 0 on every answer": chats(
-        lambda n: {
-            "messages": [
-                *turns(("user", ask(n))),
-                said_by("assistant", say(n), weight=0 if n in (3, 9, 12) else 1),
-            ]
-        },
-        Taken(
-            samples=21,
-            learnt=tuple(a for n, a in enumerate(ANSWERS) if n not in (3, 9, 12)),
-            unlearnt=(ANSWERS[3], ANSWERS[9], ANSWERS[12]),
-            said=(r"\b3\b.*(left out|nothing|no answer|weight|skipped)",),
-        ),
-    ),
     # ShareGPT dumps hold an answer that goes on. ChatML can write two turns; both are answers.
     "two answers in a row": chats(
         lambda n: {"conversations": shared(n, ("gpt", f"old{n:02d}x"))},
         Taken(samples=24, learnt=(*OLD, *ANSWERS), read=QUESTIONS),
     ),
-    # Another tool's name of the text in a part.
-    "parts called value": chats(
+    # As TRL writes them, with another tool's name of the text in a part.
+    "prompt and completion in parts called value": chats(
         lambda n: {
-            "messages": turns(("user", parts(ask(n), "value")), ("assistant", parts(say(n), "value")))
-        },
-        TOLD,
-    ),
-    # As TRL writes them.
-    "prompt and completion in parts": chats(
-        lambda n: {
-            "prompt": turns(("user", parts(ask(n)))),
-            "completion": turns(("assistant", parts(say(n)))),
+            "prompt": turns(("user", parts(ask(n), "value"))),
+            "completion": turns(("assistant", parts(say(n), "value"))),
         },
         TOLD,
     ),
@@ -388,12 +366,6 @@ TALK = {
         lambda n: {"messages": told(n), "label": n % 2 == 0},
         Taken(samples=12, learnt=ANSWERS[::2], unlearnt=ANSWERS[1::2], said=(r"\b12\b.*\blabel\b",)),
         *(r"rows\.jsonl", r"\blabel\b"),
-    ),
-    # LLaMA-Factory's KTO in Alpaca form.
-    "instructions with a kto_tag": chats(
-        lambda n: {"instruction": ask(n), "output": say(n), "kto_tag": n % 2 == 0},
-        Taken(samples=12, learnt=ANSWERS[::2], unlearnt=ANSWERS[1::2], said=(r"\b12\b.*kto_tag",)),
-        *(r"rows\.jsonl", "kto_tag"),
     ),
     # grpo is no misspelt orpo.
     "the name of a method that is none here": chats(

@@ -19,6 +19,7 @@ from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.text.conversations import TokenRow
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.data.text.row_fields import CUTS
+from isobatch.tests.unit import test_plain_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,13 +38,7 @@ CHAT = [
 
 def byte_tokenizer(folder: Path, *more: str, **settings: Any) -> Path:
     """A folder with a tokenizer of the 256 bytes, `he`, and `more`; and its settings."""
-    from tokenizers import pre_tokenizers
-
-    folder.mkdir(parents=True, exist_ok=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: i for i, token in enumerate([*alphabet, "he", *more])}
-    (folder / "vocab.json").write_text(json.dumps(vocabulary))
-    (folder / "merges.txt").write_text("#version: 0.2\nh e\n")
+    test_plain_text.byte_tokenizer(folder, *more)
     if settings:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder

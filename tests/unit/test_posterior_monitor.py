@@ -113,19 +113,6 @@ def around_the_mean(mean: np.ndarray) -> np.ndarray:
     return kept
 
 
-def test_the_window_holds_the_newest_posteriors_whatever_the_batch() -> None:
-    """Batches of 4 fill a window of 1,024 samples in 256 steps; the ceiling is their logarithm."""
-    small = PosteriorMonitor(PACE, LATENT, batch_size=4)
-    assert (small.rows_per_step, small.blocks, len(small.rows)) == (4, 256, 1024)
-    large = trained(2, 60)
-    assert (large.rows_per_step, len(large.rows)) == (26, 1040)
-    newest = around_the_mean(drawn(BATCH, seed=59)[0])[: large.rows_per_step]
-    block = 59 % large.blocks * large.rows_per_step
-    found = large.rows[block : block + large.rows_per_step, :LATENT]
-    assert found.numpy() == pytest.approx(newest, abs=1e-6)
-    assert large.report(59, TOTAL, 0).ceiling == pytest.approx(math.log(1040))
-
-
 def test_a_mean_that_drifts_is_no_information() -> None:
     """Posteriors that are one within every batch, and move from step to step."""
     found = PosteriorMonitor(PACE, LATENT, BATCH)

@@ -411,6 +411,12 @@ NOTED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"prompt": "Zask", "completion": "Zsay", "history": [["Zq", None]]},
         "rows left out: 1 with an empty answer in `history`",
     ),
+    # Filters set all weights of a bad conversation to 0.
+    "weights of 0": (
+        "causal-lm",
+        {"messages": [ASK, SAY | {"weight": 0}]},
+        "rows left out: 1 with no answer to learn, as their weights are 0",
+    ),
     "a weight of 0 of a pair": (
         "dpo",
         {"prompt": "Zask", "chosen": SAY | {"weight": 0}, "rejected": EARLIER},

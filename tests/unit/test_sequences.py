@@ -15,6 +15,7 @@ from pyarrow import parquet
 from isobatch.core.errors import UserError
 from isobatch.data import corpora, sequences, tokenizers
 from isobatch.data.sequences import INTEGERS, TEXT, SequenceOptions, Sequences
+from isobatch.tests.unit.test_plain_text import byte_tokenizer, write
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -30,27 +31,11 @@ def make(data: Path | str, max_length: int = 16, tokenizer: Path | None = None, 
     return Sequences(recipe, SequenceOptions(**options))
 
 
-def write(folder: Path, **files: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in files.items():
-        (folder / name.replace("__", ".")).write_text(content, encoding="utf-8")
-    return folder
-
-
 def write_parquet(file: Path, rows: int | None = None, **columns: Any) -> Path:
     """A Parquet file of these columns with so many rows a row group."""
     file.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pa.table(columns), file, row_group_size=rows, write_page_checksum=True)
     return file
-
-
-def byte_tokenizer(folder: Path) -> Path:
-    """The 256 bytes and one merge (h e): every text has a known number of tokens."""
-    from tokenizers import pre_tokenizers
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = json.dumps({token: i for i, token in enumerate([*alphabet, "he"])})
-    return write(folder, vocab__json=vocabulary, merges__txt="#version: 0.2\nh e\n")
 
 
 def prepared(data: Sequences, folder: Path) -> tuple[dict[str, list[list[int]]], dict[str, Any]]:

@@ -198,15 +198,7 @@ def test_the_shell_ends_as_its_launcher_does(tmp_path: Path) -> None:
     (tmp_path / "slurm").mkdir()
     (tmp_path / "facts.json").touch()
     for script, code in (("exit 3", 3), ("kill -9 $$", -9)):
-        words = [
-            "/bin/bash",
-            "-c",
-            STEP_SHELL,
-            str(tmp_path / "slurm"),
-            str(tmp_path),
-            "/bin/sh",
-            "-c",
-            script,
-        ]
+        shell = ["/bin/bash", "-c", STEP_SHELL, str(tmp_path / "slurm"), str(tmp_path)]
+        words = [*shell, "/bin/sh", "-c", script]
         done = subprocess.run(words, env={"SLURMD_NODENAME": "n2"}, timeout=20, check=False)
         assert done.returncode == code
