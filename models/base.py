@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import NoOptions
-from isobatch.core.optimizers import of_recipe
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import numpy as np  # noqa: TC004  as of Tensor
     from torch import Tensor, nn  # noqa: TC004  heavy, and no class here has flags
-    from torch.optim import Optimizer
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
@@ -316,18 +314,6 @@ class Task(ABC):
         """
         means = {name: float(part.value) / float(part.weight) for name, part in parts.items()}
         return means if "loss" in means else {"loss": sum(means.values()), **means}
-
-    def make_optimizer(
-        self, named: Mapping[str, nn.Parameter], lr: float, device: str
-    ) -> Optimizer | Sequence[Optimizer]:
-        """The optimizer of the parameters that train, all of them, by name; by default --optimizer's. Or
-        several, each of some of them.
-
-        `lr`: the recipe's peak rate; in each step a group gets the schedule's, in proportion to the `lr` that
-        it was made with. `device`: cpu, cuda or mps. What it keeps in `state`, tensors and numbers by
-        parameter, is saved, and comes back on resume.
-        """
-        return of_recipe(self.recipe, named, lr, device)
 
     def model_size(self, facts: Facts) -> ModelSize:
         """The model's size, by default counted on a model without storage."""

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from isobatch.models import protocols
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     import torch
     from torch import nn
+    from torch.optim import Optimizer
 
     from isobatch.core.facts import Facts
     from isobatch.models.base import Batch, Change, StepContext, Task, Teacher
@@ -68,6 +69,21 @@ class BuildsOnDevice(Protocol):
 
     def build_model_on(self, facts: Facts, device: torch.device) -> nn.Module:
         """As `build_model`; what can be moved may be on the CPU."""
+
+
+@runtime_checkable
+class MakesOptimizer(Protocol):
+    """Its optimizer is its own, in place of --optimizer's."""
+
+    def make_optimizer(
+        self, named: Mapping[str, nn.Parameter], lr: float, device: str
+    ) -> Optimizer | Sequence[Optimizer]:
+        """The optimizer of the parameters that train, all of them, by name; or several, each of some of them.
+
+        `lr`: the recipe's peak rate; in each step a group gets the schedule's, in proportion to the `lr` that
+        it was made with. `device`: cpu, cuda or mps. What it keeps in `state`, tensors and numbers by
+        parameter, is saved, and comes back on resume.
+        """
 
 
 @runtime_checkable

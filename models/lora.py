@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from isobatch.core.errors import UserError, refuse
+from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import Positive, Probability
 
 if TYPE_CHECKING:
@@ -25,9 +25,9 @@ PEFT_PREFIX = "base_model.model."
 """What peft's wrapper model puts before the names of a model's parameters."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LoRAOptions:
-    """The flags of an adapter's matrices. Without slots, so that it can be one of two bases."""
+    """The flags of an adapter's matrices."""
 
     lora_r: Positive = 8
     """Rank of the adapter's matrices."""
@@ -41,45 +41,19 @@ class LoRAOptions:
     """Which biases train too."""
 
 
-def check_options(options: Any, pretrained: bool) -> None:
-    """Raise UserError where flags mean nothing without an adapter, or there is nothing to adapt.
-
-    `pretrained`: whether the model is loaded, not trained from scratch.
-    """
-    adapter = options.adapter
-    given = [
-        f"--{f.name.replace('_', '-')}" for f in fields(LoRAOptions) if getattr(options, f.name) != f.default
-    ]
-    refuse(
-        {
-            f"{', '.join(given)}: means nothing without an adapter: add --adapter lora": (
-                adapter == "none" and given
-            ),
-            f"--adapter {adapter}: a model from scratch has nothing to adapt; give --model a folder or hub"
-            " id": adapter != "none" and not pretrained,
-        }
-    )
-
-
 def add_adapter(
-    model: nn.Module,
-    options: Any,
-    base: str,
-    revision: str | None,
-    task_type: str = "CAUSAL_LM",
-    head: Sequence[str] = (),
+    model: nn.Module, options: Any, base: str, revision: str | None, head: Sequence[str] = ()
 ) -> None:
     """Add adapters to a model in place; its other weights are frozen, except the biases of --lora-bias.
 
-    `base`: the model's folder or hub id, which a saved adapter names; `task_type` is peft's name for what the
-    model does; modules of `head` train as they are.
+    `base`: the model's folder or hub id, which a saved adapter names; modules of `head` train as they are.
     """
     quiet_bitsandbytes()
     from peft import LoraConfig, inject_adapter_in_model
 
     folder = Path(base).expanduser()
     config = LoraConfig(
-        task_type=task_type,
+        task_type="CAUSAL_LM",
         base_model_name_or_path=str(folder.resolve()) if folder.is_dir() else base,
         revision=revision,
         r=options.lora_r,

@@ -1,10 +1,12 @@
-"""The optimizer of a phase, which the task makes, and embedding tables that have another."""
+"""The optimizer of a phase, the recipe's or the task's own, and embedding tables that have another."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
 from isobatch.core.errors import UserError
+from isobatch.core.optimizers import of_recipe
+from isobatch.models.capabilities import MakesOptimizer
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 def make_optimizer(
     task: Task, model: nn.Module, device: str, sparse: Sequence[nn.Parameter] = ()
 ) -> Optimizer:
-    """The task's optimizer over the model's trainable parameters; `device` is the device type.
+    """The optimizer over the model's trainable parameters; `device` is the device type.
 
     `sparse`: embedding tables that SparseAdam updates, only in the rows that a step read. Raises UserError
     where nothing is trainable, or where the task's optimizer holds other parameters.
@@ -30,7 +32,11 @@ def make_optimizer(
     named = {name: p for name, p in trained.items() if id(p) not in excluded}
     if not trained:
         raise UserError("nothing to train: every parameter of the model is frozen")
-    parts = _checked(task.make_optimizer(named, recipe.lr, device), named) if named else []
+    parts: list[Optimizer] = []
+    if named and isinstance(task, MakesOptimizer):
+        parts = _checked(task.make_optimizer(named, recipe.lr, device), named)
+    elif named:
+        parts = [of_recipe(recipe, named, recipe.lr, device)]
     if tables := [p for p in sparse if p.requires_grad]:
         adam = {"betas": (recipe.adam_beta1, recipe.adam_beta2), "eps": recipe.adam_eps}
         parts.append(torch.optim.SparseAdam([{"params": tables, **adam}], lr=recipe.lr))

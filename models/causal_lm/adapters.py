@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.errors import ExportError, refuse
 from isobatch.core.extras import need
+from isobatch.core.flags import spelling
 from isobatch.models import hub, lora
 
 if TYPE_CHECKING:
@@ -62,10 +63,13 @@ def check_options(options: Any, pretrained: bool) -> None:
     """
     adapter, bits = options.adapter, options.load_bits
     tables, biases = options.also_train or (), options.lora_bias
-    lora.check_options(options, pretrained)
-    trains_all = adapter == "none"
+    trains_all, own = adapter == "none", fields(lora.LoRAOptions)
+    given = [spelling(field.name) for field in own if getattr(options, field.name) != field.default]
     refuse(
         {
+            f"{', '.join(given)}: means nothing without an adapter: add --adapter lora": trains_all and given,
+            f"--adapter {adapter}: a model from scratch has nothing to adapt; give --model a folder or hub"
+            " id": not (trains_all or pretrained),
             f"--also-train {','.join(tables)}: without an adapter all weights train: leave it out, or add"
             " --adapter lora": trains_all and tables,
             f"--load-bits {bits}: rounded weights cannot train: add --adapter lora (which is --adapter"

@@ -3,7 +3,5 @@
 from isobatch.models.workloads import Workload
 
 WORKLOADS = (
-    Workload(
-        "classifier", "adapted:AdaptedClassifier", "fine-tune an encoder to classify texts or pairs", place=30
-    ),
+    Workload("classifier", "task:Classifier", "fine-tune an encoder to classify texts or pairs", place=30),
 )

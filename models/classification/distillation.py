@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError, refuse
 from isobatch.core.number_ranges import Share, Temperature
-from isobatch.models import hub, lora
+from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, StepContext, Teacher
 from isobatch.models.classification.task import Classifier, ClassifierOptions
 from isobatch.models.encoder import encoders, evaluation
@@ -195,14 +195,9 @@ def resolve_model(name_or_path: str, flag: str) -> str:
     """
     folder = Path(name_or_path).expanduser()
     if all((folder / name).is_file() for name in RUN_FILES):
-        refuse(
-            {
-                f"{flag} {name_or_path}: that run trained an adapter: `export {name_or_path} --to merged` and"
-                f" give {folder}/exports/merged": (folder / "final" / lora.CONFIG_FILE).is_file(),
-                f"{flag} {name_or_path}: that run has no final/ yet: finish it with `resume"
-                f" {name_or_path}`": not (folder / "final" / "config.json").is_file(),
-            }
-        )
+        if not (folder / "final" / "config.json").is_file():
+            unfinished = f"that run has no final/ yet: finish it with `resume {name_or_path}`"
+            raise UserError(f"{flag} {name_or_path}: {unfinished}")
         return str(folder / "final")
     if not folder.is_dir():
         if not hub.is_id(name_or_path):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
-from isobatch.models import hub, lora, saving
+from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.encoder import class_metrics, encoders, evaluation, prediction
 from isobatch.models.encoder import export as exporting
@@ -20,7 +20,7 @@ from isobatch.models.encoder.report import ClassifierReport
 from isobatch.models.model_card import ModelDescription
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -154,14 +154,9 @@ class Classifier(Task):
         import torch
 
         model = self._initial_model(facts)
-        self.adapt(model)
         if (weights := facts.extra.get(CLASS_WEIGHTS)) is not None:
             model.register_buffer(CLASS_WEIGHTS, torch.tensor(weights), persistent=False)
         return model
-
-    def adapt(self, model: Any) -> None:
-        """Add what trains beside the model's weights, in place."""
-        return
 
     def _initial_model(self, facts: Facts) -> Any:
         import torch
@@ -188,29 +183,17 @@ class Classifier(Task):
 
         config = self._classifier_config(facts)
         with torch.device("meta"):
-            model = encoders.new_classifier(config)
-            self.adapt(model)
-        counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
-        total, trainable = sum(n for n, _ in counts), sum(n for n, trains in counts if trains)
-        adapted = [m for m in model.modules() if hasattr(m, "lora_A")]
-        share = f"{trainable:,} of {total:,} parameters ({trainable / total:.2%})"
+            total = sum(p.numel() for p in encoders.new_classifier(config).parameters())
+        dropouts = [value for name, value in vars(config).items() if "dropout" in name]
         return ModelSize(
             parameters=total,
-            trainable=trainable,
+            trainable=total,
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             heads=config.num_attention_heads,
             intermediate=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-            adapter_inputs=sum(m.in_features for m in adapted) // max(config.num_hidden_layers, 1),
-            keyed_dropout=self.recipe.noise == "keyed" and self._has_dropout(config),
-            remark=f"an adapter on {len(adapted)} matrices, and the head, train {share}" if adapted else "",
-        )
-
-    def _has_dropout(self, config: Any) -> bool:
-        return any(
-            isinstance(value, float) and value > 0
-            for name, value in vars(config).items()
-            if "dropout" in name
+            keyed_dropout=self.recipe.noise == "keyed"
+            and any(isinstance(value, float) and value > 0 for value in dropouts),
         )
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
@@ -294,9 +277,11 @@ class Classifier(Task):
             "its layers have different sizes, which modeling_pruned.py beside it knows: read that file before"
             " you trust it, or let `isobatch export RUN --to dense` write a folder that needs no code"
         )
+        names = facts.extra["labels"]
+        shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
         return ModelDescription(
             title="Text classifier" + (", pruned" if pruned else ""),
-            summary=summary_of(facts.extra["labels"]),
+            summary=f"Tells {len(names)} classes apart: {shown}.",
             usage=USAGE.format(
                 code=", trust_remote_code=True" if pruned else "",
                 text=evaluation.example_texts(facts),
@@ -333,8 +318,7 @@ class Classifier(Task):
 
     def variants(self, final: Path, exports: Path) -> list[ModelVariant]:
         """torch, and onnxruntime for each ONNX export that was made."""
-        adapter = final / lora.ADAPTER_FILE
-        file = adapter if adapter.is_file() else final / "model.safetensors"
+        file = final / "model.safetensors"
         return [ModelVariant("torch fp32", "torch", final, file, final), *onnx_variants(final, exports)]
 
     def export_as(
@@ -352,12 +336,6 @@ class Classifier(Task):
             run = evaluation.open_runner("torch", folder)
         trained = evaluation.predict(evaluation.torch_runner(model), batches())
         return exporting.check_agreement(kind, trained, evaluation.predict(run, batches()))
-
-
-def summary_of(names: Sequence[str]) -> str:
-    """What a model card says of a classifier with these classes."""
-    shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
-    return f"Tells {len(names)} classes apart: {shown}."
 
 
 def _has_other_classes(folder: str, config: Any) -> bool:

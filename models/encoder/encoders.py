@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
-from isobatch.models import hub, lora
+from isobatch.models import hub
 from isobatch.models.activations import fuse_gelu
 
 if TYPE_CHECKING:
@@ -45,8 +45,6 @@ UNTRACEABLE = (
 )
 """Types of which torch.onnx makes no file, or none that runs (torch 2.13, onnxscript 0.7); and those with
 a decoder beside the encoder, whose classifiers read an end token that not every tokenizer writes."""
-LABELS_FILE = "labels.json"
-"""Beside an adapter: class -> its number. A config.json there would hide the adapter from transformers."""
 
 
 class EncoderSizes(NamedTuple):
@@ -183,35 +181,15 @@ def classifier_class(config: Any) -> Any:
 
 
 def open_classifier(path: str) -> Any:
-    """A saved classifier in fp32 and evaluation mode, pruned or not; an adapter merged into its base.
-
-    Raises UserError where it is damaged.
-    """
-    folder = hub.fetch_weights(path, None)
-    if (Path(folder) / lora.CONFIG_FILE).is_file() and not hub.has_weights(Path(folder)):
-        return open_adapted(Path(folder)).merge_and_unload().eval()
-    with hub.reading(path):
-        return _from_pretrained(folder).eval()
-
-
-def open_adapted(folder: Path) -> Any:
-    """The adapted classifier in `folder`, in fp32 and evaluation mode, as peft wraps it. Raises UserError."""
-    base, revision = lora.base_model_of(folder)
-    with hub.reading(folder):
-        names = json.loads((folder / LABELS_FILE).read_text(encoding="utf-8"))
-        labels = {"id2label": {number: name for name, number in names.items()}, "label2id": names}
-        # The adapter brings the head.
-        model = _from_pretrained(hub.local_path_or_id(base, revision), labels, ignore_mismatched_sizes=True)
-        return lora.put_adapter(model, folder, base).eval()
-
-
-def _from_pretrained(place: Any, labels: Mapping[str, Any] | None = None, **more: Any) -> Any:
+    """A saved classifier in fp32 and evaluation mode, pruned or not. Raises UserError where it is damaged."""
     import torch
     from transformers import AutoConfig
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    no_code = hub.remote_code_kwargs(False)
-    config = AutoConfig.from_pretrained(place, **(labels or {}), **no_code)
-    kind = classifier_class(config)
-    return kind.from_pretrained(place, config=config, dtype=torch.float32, **no_code, **more)
+    folder, no_code = hub.fetch_weights(path, None), hub.remote_code_kwargs(False)
+    with hub.reading(path):
+        config = AutoConfig.from_pretrained(folder, **no_code)
+        kind = classifier_class(config)
+        model = kind.from_pretrained(folder, config=config, dtype=torch.float32, **no_code)
+        return model.eval()

@@ -50,7 +50,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ORPO": ("orpo", 0, {"model": "causal-lm", "dropout": 0.1}),
     "classifier": ("classifier", 0, {"dropout": 0.1}),
     "weighted classes": ("classifier", 0, {"class_weights": "balanced", "label_smoothing": 0.1}),
-    "classifier, LoRA": ("classifier", 0, {"model": "classifier", "adapter": "lora", "lora_dropout": 0.1}),
     "pruning": ("pruning", 0, {"teacher": "classifier", "prune_every": 4}),
     "pruning without distillation": ("pruning", 1, {"prune_every": 4}),
     "qat": ("qat", 0, {"pruned": "classifier"}),
