@@ -42,8 +42,6 @@ class OptimizerTraits:
     """Time of an update on a CPU over that of AdamW (measured)."""
     takes_betas: bool = False
     """Whether its parameter groups may set `betas` and `eps`, as Adam's."""
-    remark: str = ""
-    """How it saves memory against AdamW, which a plan that does not fit names; empty where it does not."""
     library: str = "torch"
     """What it needs to be installed."""
 
@@ -67,7 +65,7 @@ def _of_torch(name: str, **more: Any) -> Callable[[Groups, float, str], Optimize
     return make
 
 
-def _eight_bit(name: str, remark: str) -> OptimizerTraits:
+def _eight_bit(name: str) -> OptimizerTraits:
     def make(groups: Groups, lr: float, device: str) -> Optimizer:
         import bitsandbytes
 
@@ -80,7 +78,6 @@ def _eight_bit(name: str, remark: str) -> OptimizerTraits:
         elementwise=False,
         cpu_update=19.0,
         takes_betas=True,
-        remark=remark,
         library="bitsandbytes",
     )
 
@@ -93,15 +90,12 @@ OPTIMIZERS = {
     "adamw": OptimizerTraits(
         make=_of_torch("AdamW"), state_bytes=8.0, elementwise=True, update_bytes=0.0, takes_betas=True
     ),
-    "adamw8bit": _eight_bit("AdamW8bit", "moments in 8 bits"),
-    "paged-adamw8bit": _eight_bit("PagedAdamW8bit", "and they move to host memory when a GPU's is full"),
+    "adamw8bit": _eight_bit("AdamW8bit"),
+    # Its moments move to host memory when a GPU's is full.
+    "paged-adamw8bit": _eight_bit("PagedAdamW8bit"),
     # Its state is one row and one column per matrix.
     "adafactor": OptimizerTraits(
-        make=_of_torch("Adafactor"),
-        state_bytes=0.1,
-        elementwise=False,
-        cpu_update=6.0,
-        remark="a row and a column for each matrix's moments: another rule of update",
+        make=_of_torch("Adafactor"), state_bytes=0.1, elementwise=False, cpu_update=6.0
     ),
     "sgd": OptimizerTraits(make=_of_torch("SGD", momentum=0.9), state_bytes=4.0, elementwise=True),
     # A task's `make_optimizer`, of which nothing is known: counted as AdamW, whole matrices as Muon's.

@@ -32,14 +32,6 @@ class ChecksPlan(Protocol):
 
 
 @runtime_checkable
-class SavesMemory(Protocol):
-    """Options under which training takes less memory, named where a plan does not fit."""
-
-    def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
-        """Flags under which training takes less memory -> the values of `Options` that they stand for."""
-
-
-@runtime_checkable
 class LeavesUnread(Protocol):
     """Common recipe fields that mean nothing to the task."""
 

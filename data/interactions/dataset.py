@@ -38,10 +38,10 @@ CATALOGUE, NAMES_FILE = "catalogue", "names.json"
 class InteractionOptions:
     """The fields of interactions."""
 
-    split: Literal["leave-one-out", "random", "time", "given", "none"] | None = None
-    """leave-one-out: a user's last is test, the last but one valid. random: the same of two drawn at random.
-    time: the last fifth of all. none: all of them are trained on, and nothing is measured. By default given
-    where the files are split, else leave-one-out."""
+    split: Literal["leave-one-out", "time", "given", "none"] | None = None
+    """leave-one-out: a user's last is test, the last but one valid. time: the last
+    fifth of all. none: all of them are trained on, and nothing is measured. By default given where the files
+    are split, else leave-one-out."""
     eval_negatives: int = 99
     """Unseen items that each held-out one is ranked against; where files name them, theirs are taken."""
     catalogue: Literal["all", "taken"] = "all"

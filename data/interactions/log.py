@@ -85,12 +85,6 @@ def split_leave_one_out(
     return {"train": log.take(train), "valid": log.take(order[valid]), "test": log.take(order[test])}
 
 
-def in_random_order(log: InteractionLog) -> InteractionLog:
-    """The interactions with times drawn at random, the same whatever the recipe's seed."""
-    times = np.random.Generator(np.random.PCG64(0)).permutation(len(log))
-    return InteractionLog({**log.columns, "time": times})
-
-
 def split_by_time(log: InteractionLog) -> dict[str, InteractionLog]:
     """The earliest 80 % of all interactions are train, the next 10 % valid, the last 10 % test.
 

@@ -15,7 +15,6 @@ from isobatch.data.interactions.log import (
     draw_eval_negatives,
     drop_repeats,
     hold_out_validation,
-    in_random_order,
     pair_keys,
     split_by_time,
     split_leave_one_out,
@@ -149,8 +148,6 @@ class LogSplits:
             return parts if "valid" in parts else hold_out_validation(parts, self.notes)
         if given:
             raise UserError(f"--split {method}: {data} is split already: leave it out")
-        if method == "random":
-            return split_leave_one_out(in_random_order(parts["all"]), self.notes)
         if method == "time":
             if not self.has_times:
                 raise UserError(f"--split time: {data} has no times (see --time-column)")

@@ -56,8 +56,6 @@ class Table:
     """user and item, and perhaps rating and time -> what they are called in the file."""
     read: Callable[[], Iterable[Any]]
     """Gives the rows as pyarrow's batches, with the file's own columns."""
-    where: Callable[[int], str] = "interaction {}".format
-    """The place of a row, counted from 1, for error messages."""
 
     def batches(self) -> Iterator[pa.RecordBatch]:
         """Its rows, a block at a time. Raises UserError that names the fault."""
@@ -87,7 +85,7 @@ class Table:
         empty = values.is_null(nan_is_null=name not in NUMBERS).to_numpy(zero_copy_only=False)
         if empty.any():
             row = before + int(empty.argmax()) + 1
-            raise UserError(f"{self.where(row)}: has no {name}: fill it in, or leave the row out")
+            raise UserError(f"{self.name} row {row}: has no {name}: fill it in, or leave the row out")
 
 
 def delimited_table(
@@ -100,11 +98,6 @@ def delimited_table(
 ) -> Table:
     """A delimited text file. `names` are its columns, `skip` the lines above, `ids` are read as text."""
     chosen = dict(zip(names, names, strict=True)) if columns is None else columns
-
-    def where(row: int) -> str:
-        with open_utf8(file) as stream:  # pyarrow passes over empty lines
-            lines = (number for number, line in enumerate(stream, 1) if line.strip(b"\r\n"))
-            return f"{file} line {next(itertools.islice(lines, skip + row - 1, None), skip + row)}"
 
     def read() -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
@@ -134,7 +127,7 @@ def delimited_table(
         line = f" line {row}" if row else ""
         raise UserError(f"{file}{line}: {reason.replace('CSV conversion error to', 'cannot be read as')}")
 
-    return Table(str(file), chosen, read, where)
+    return Table(str(file), chosen, read)
 
 
 def parquet_table(file: Path, columns: Mapping[str, str]) -> Table:
@@ -144,7 +137,7 @@ def parquet_table(file: Path, columns: Mapping[str, str]) -> Table:
         with readers.open_parquet(file) as table, readers.explain_parquet_errors(file):
             yield from table.iter_batches(BATCH_ROWS, columns=[*columns.values()])
 
-    return Table(str(file), columns, read, f"{file} row {{}}".format)
+    return Table(str(file), columns, read)
 
 
 def read_text(file: Path) -> str:

@@ -119,6 +119,7 @@ class Communicator:
     node, nodes = 0, 1
     """The number of this process's node, and how many there are."""
     barred = ""
+    """The hook that is asked outside of a pause: ranks might not meet in a collective of it."""
     waiting = ""
     """The collective that this process is in; empty where it is in none."""
     recorder = Recorder()
@@ -132,16 +133,13 @@ class Communicator:
         self.plan, self.rank, self.size = plan, rank, size
         self.node, self.nodes = node_and_nodes(os.environ, rank, size)
         self.accelerator = _accelerator(plan, hang_timeout, tracker, folder)
-        if self.accelerator.num_processes != size:
-            check_world(size, self.accelerator.num_processes)
+        check_world(size, self.accelerator.num_processes)
         self.device: torch.device = self.accelerator.device
         forbid_spilling(self.device)
         self.recorder = Recorder()
         self.position = "the start"
         """What this process is doing, for the watchdog's message."""
         self.moved_at = time.monotonic()
-        self.barred = ""
-        """The hook that is asked outside of a pause: ranks might not meet in a collective of it."""
         self.is_finishing = False
         """Whether rank 0 exports the model while the others wait: a request to stop changes nothing then."""
 
@@ -330,11 +328,18 @@ class Communicator:
                 self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
-        """Finish trackers and wait for all ranks. No collective may follow."""
+        """Finish trackers and wait for all ranks. No collective may follow.
+
+        Connections stay open until every rank is done: gloo's threads abort when one is reset.
+        """
         for tracker in self.accelerator.trackers:
             tracker.finish()
-        if self.size > 1:
-            self._wait_for_all_ranks()
+        if (store := self.store()) is None:
+            return
+        with contextlib.suppress(RuntimeError):  # the process that hosts the store may have exited already
+            store.set(f"isobatch/left/{self.rank}", "1")
+            keys = [f"isobatch/left/{rank}" for rank in range(self.size)]
+            store.wait(keys, datetime.timedelta(seconds=60))
 
     def exit_process(self, code: int) -> None:
         """End this process with `code` where there are several; a single process continues.
@@ -346,14 +351,6 @@ class Communicator:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-
-    def _wait_for_all_ranks(self) -> None:
-        """Keep connections open until every rank is done: gloo's threads abort when one is reset."""
-        store = self.store()
-        with contextlib.suppress(RuntimeError):  # the process that hosts the store may have exited already
-            store.set(f"isobatch/left/{self.rank}", "1")
-            keys = [f"isobatch/left/{rank}" for rank in range(self.size)]
-            store.wait(keys, datetime.timedelta(seconds=60))
 
 
 def _padded(values: Tensor, count: int) -> Tensor:

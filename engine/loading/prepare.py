@@ -55,8 +55,9 @@ def folder_of(data: Data) -> Path:
     """The folder of the cache that has the data when it is prepared."""
     class_name = f"{type(data).__module__}.{type(data).__qualname__}"
     identity = {"kind": data.cache_name or class_name, "version": data.version}
-    key = _hash({**identity, **data.identity(), "code": data.recipe.options.get("code")})
-    return cache_folder() / "prepared" / key
+    identity |= {**data.identity(), "code": data.recipe.options.get("code")}
+    text = json.dumps(identity, sort_keys=True, default=str)
+    return cache_folder() / "prepared" / hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _make(data: Data, folder: Path) -> None:
@@ -110,7 +111,3 @@ def assumed_facts(length: int, data: type[Data], tokenizer: str | None = None) -
         lengths=(length,),
         extra={"vocabulary": vocabulary, "assumed": True, **data.assumed},
     )
-
-
-def _hash(value: object) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.measures import aligned, format_bytes, format_duration
-from isobatch.engine.planning.estimate import Estimate, Target, estimate, with_what_would_fit
+from isobatch.engine.planning.estimate import Estimate, Target, estimate
 
 PRICES = "a price is for an hour of one GPU (of the machine, where it has none); idle ones are paid too"
 """What a price means, as users read it beside a cost."""
@@ -60,7 +60,7 @@ def compare(
         found.append(estimate(target, prices, found[0].size if found else None))
     if not any(e.plan for e in found):
         largest = max(found, key=lambda e: e.memory * e.target.hardware.devices)
-        why = f"{largest.target.name}: {with_what_would_fit(largest)}"
+        why = f"{largest.target.name}: {largest.why_not}"
         raise UserError(f"{flag}: the recipe fits none of them; {why}")
     return Comparison(estimates=found, deadline=deadline, prices=prices)
 

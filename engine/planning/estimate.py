@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.facts import Facts
-from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.package import cache_folder
 from isobatch.core.plan import REHEARSED_STEPS, Plan, PlanOptions
 from isobatch.core.recipe import Recipe
@@ -22,15 +21,11 @@ from isobatch.engine.optimization.schedule import phase_schedules
 from isobatch.engine.planning.calibration import gpu_constants
 from isobatch.engine.planning.choices import compile_seconds
 from isobatch.engine.planning.cost_model import steps_per_epoch
-from isobatch.engine.planning.parallel_layout import length_flag
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import LoadedWorkload
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.models.base import ModelSize, Task
-from isobatch.models.capabilities import SavesMemory
 
-SHORTEST = 16
-"""Tokens below which nobody would cut a sample to make it fit."""
 START_SECONDS, CHILDREN_SECONDS = 5.5, 6.0
 """To import the libraries and build a small model; what a launcher of processes adds (measured)."""
 LOAD_BANDWIDTH = 1e8
@@ -74,17 +69,6 @@ class Target:
         return make_plan(
             self.recipe, self.facts, size, self.hardware, self.asked, world=world, measured=rates
         )
-
-    def smaller_recipes(self) -> Iterator[tuple[str, Target]]:
-        """Recipes that learn something else in less memory, by their flags."""
-        options = self.recipe.options
-        if isinstance(task := self.task, SavesMemory):
-            for flags, values in task.memory_saving_flags().items():
-                yield flags, self.with_recipe(options={**options, **values})
-        if self.recipe.optimizer == "adamw":
-            for name, traits in OPTIMIZERS.items():
-                if traits.remark:
-                    yield f"--optimizer {name}", self.with_recipe(optimizer=name)
 
     def with_recipe(self, **values: Any) -> Target:
         """The same with other fields of the recipe."""
@@ -191,32 +175,6 @@ def run_time(target: Target, plan: Plan, size: ModelSize) -> tuple[int, dict[str
         "save": (size.weight_bytes + 8.0 * size.trainable) / DISK_BANDWIDTH,
         "export": EXPORT_SECONDS + size.weight_bytes / DISK_BANDWIDTH,
     }
-
-
-def with_what_would_fit(found: Estimate) -> str:
-    """The error of an estimate that does not fit, with the flags under which it would: other recipes.
-
-    Of sample lengths only the longest that fits is named.
-    """
-    target, facts = found.target, found.target.facts
-    fitting = [flags for flags, other in target.smaller_recipes() if _fits(other)]
-    rows = target.workload.task.rows_per_sample
-    length = facts.longest // rows // 2
-    while length >= SHORTEST:
-        short = dataclasses.replace(facts, lengths=tuple(min(length * rows, n) for n in facts.lengths))
-        if _fits(dataclasses.replace(target.with_recipe(max_length=length), facts=short)):
-            fitting.append(f"{length_flag(facts)} {length}")
-            break
-        length //= 2
-    return found.why_not + (f"; it fits with {' or '.join(fitting)}" if fitting else "")
-
-
-def _fits(target: Target) -> bool:
-    try:
-        target.plan()
-    except UserError:
-        return False
-    return True
 
 
 def parse_prices(text: str | None) -> dict[str, float]:

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from isobatch.core.measures import format_bytes
 from isobatch.core.optimizers import OPTIMIZERS, OWN
@@ -14,9 +13,6 @@ from isobatch.core.plan import StrategyName, size_of
 from isobatch.core.strategies import STRATEGIES, traits_of
 from isobatch.engine.planning.cost_model import PlanningCase, largest_micro_batch, step_seconds
 from isobatch.engine.planning.memory_model import ExecutionChoices, MemoryFootprint, memory_footprint
-
-if TYPE_CHECKING:
-    from isobatch.core.facts import Facts
 
 CPU_TENSOR_BYTES = 24 * 2**20
 """Blocks of 32 MiB are mapped and page-faulted anew each time (glibc's DEFAULT_MMAP_THRESHOLD_MAX).
@@ -218,11 +214,6 @@ def fastest_layout(layouts: list[ParallelLayout]) -> ParallelLayout:
     return next(layout for layout in layouts if layout.seconds <= AS_GOOD * fastest)
 
 
-def length_flag(facts: Facts) -> str:
-    """The flag that says how long samples are."""
-    return "--assume-length" if facts.extra.get("assumed") else "--max-length"
-
-
 def does_not_fit(case: PlanningCase, processes: int) -> str:
     """The error message where the longest sample does not fit on this many processes."""
     limit = memory_limit(case, processes)
@@ -234,11 +225,11 @@ def does_not_fit(case: PlanningCase, processes: int) -> str:
             f" node, and there are {format_bytes(case.hardware.ram_bytes)}; take a smaller model or more"
             " memory"
         )
-    flag = length_flag(case.facts)
+    flag = "--assume-length" if case.facts.extra.get("assumed") else "--max-length"
     return (
         f"{flag}: one sample of {case.longest} tokens needs "
         f"{format_bytes(need)} on {case.device} with every measure allowed, and {format_bytes(limit)} may be "
-        f"used; lower {flag}, take a smaller model or more memory"
+        f"used; lower {flag}, take a smaller model, train fewer of its weights, or take more memory"
     )
 
 

@@ -17,7 +17,7 @@ from isobatch.engine.machine.detect import detect
 from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning import comparison
 from isobatch.engine.planning.choices import fixed_loader_settings
-from isobatch.engine.planning.estimate import Target, estimate, parse_prices, with_what_would_fit
+from isobatch.engine.planning.estimate import Target, estimate, parse_prices
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.local.arguments import Request, parse_request, task_name
 from isobatch.launch.local.run_setup import AnswerOptions, print_unless_quiet, say_notes
@@ -116,7 +116,7 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
         print_unless_quiet(note, request.run.quiet)
     found = estimate(target, prices)
     if found.plan is None:
-        raise UserError(with_what_would_fit(found))
+        raise UserError(found.why_not)
     loader = fixed_loader_settings(found.plan)
     answer = {
         "recipe": {**recipe.to_dict(), "hash": recipe.hash()},

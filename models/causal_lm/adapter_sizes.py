@@ -35,18 +35,6 @@ class AdapterCounts(NamedTuple):
     """Weights in the embeddings and the head that train whole; `trainable` holds them too."""
 
 
-def memory_saving_flags(options: Any) -> dict[str, dict[str, Any]]:
-    """Flags under which training would take less memory than with `options` -> their option values."""
-    flags: dict[str, dict[str, Any]] = {
-        "--adapter lora": {"adapter": "lora"},
-        "--adapter lora --load-bits 8": {"adapter": "lora", "load_bits": 8},
-        "--adapter qlora": {"adapter": "qlora", "load_bits": 4},
-    }
-    if options.adapter == "none":
-        return flags
-    return {k: v for k, v in flags.items() if v.get("load_bits", 16) < options.load_bits}
-
-
 def adapter_counts(shape: ModelShape, options: Any) -> AdapterCounts:
     """What an adapter adds and trains. Raises UserError where --lora-targets names no matrix.
 

@@ -229,9 +229,6 @@ class CausalLM(Task):
             return shape.size
         return adapter_sizes.adapted_model_size(shape, self.options)
 
-    def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
-        return {} if self.model_name in PRESETS else adapter_sizes.memory_saving_flags(self.options)
-
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""
         count = None if step.host is None else int(step.host["token.weight"].numpy().sum())

@@ -90,9 +90,6 @@ class PreferenceTask(Task):
     def check_for_plan(self) -> None:
         self.language.check_for_plan()
 
-    def memory_saving_flags(self) -> Mapping[str, Mapping[str, Any]]:
-        return self.language.memory_saving_flags()
-
     def fetch(self) -> None:
         self.language.fetch()
 

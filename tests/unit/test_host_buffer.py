@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import resource
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -62,20 +61,6 @@ def test_memory_is_used_again_for_larger_and_smaller_files(tmp_path: Path) -> No
         write(image, path, fill(image, tensors(count)))
         check(path, tensors(count))
         assert path.stat().st_size % SECTOR == 0
-
-
-def test_the_first_copy_into_reserved_memory_meets_no_new_page() -> None:
-    tensor = torch.ones(16 << 20)  # 64 MB: 32 huge pages, 16,384 others
-
-    def faults(image: HostBuffer) -> int:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        image.fill([tensor])
-        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-    reserved = HostBuffer()
-    reserved.reserve(64 << 20)
-    reserved.reserve(1)  # as soon as that is there
-    assert faults(reserved) < 16 <= faults(HostBuffer())
 
 
 def test_ranks_write_their_parts_of_a_file_in_any_order_over_what_a_killed_save_left(tmp_path: Path) -> None:

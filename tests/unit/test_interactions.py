@@ -205,24 +205,6 @@ def test_ties_of_time_are_broken_by_item(rows: tuple[str, ...], tmp_path: Path) 
     assert (test["ann"], valid["ann"], valid["bob"]) == ("z", "y", "y")
 
 
-def test_a_random_split_holds_out_two_of_each_user_whatever_the_times(tmp_path: Path) -> None:
-    rows = [f"u{u},i{i},{i}" for u in range(30) for i in range(10)]  # all took these in one order
-    rows.append("zoe,other,1")
-    file = tmp_path / "orders.csv"
-    file.write_text("\n".join(["customer_id,product_id,time", *rows]))
-    facts, found = made(file, split="random")
-    assert {split: len(rows["user"]) for split, rows in found.items()} == {
-        "train": 241,
-        "valid": 30,
-        "test": 30,
-    }
-    assert sorted(found["test"]["user"].tolist()) == list(range(30))
-    assert len(np.unique(found["test"]["item"])) > 5, "by time it would be the last item alone"
-    assert facts.extra["protocol"] == "random, 2 negatives"
-    assert made(file, split="random")[0].fingerprint == facts.fingerprint
-    assert "orders.csv: read customer_id as user, product_id as item" in facts.extra["notes"]
-
-
 def test_items_that_nobody_took_are_counted_in_the_protocol_and_can_be_left_out(tmp_path: Path) -> None:
     facts, _ = made(tables(tmp_path / "t"))
     assert facts.extra["items"] == 4
@@ -265,7 +247,7 @@ REFUSED: list[tuple[Callable[[Path], Path], str, str, dict[str, Any], str]] = [
     (ml_1m, "ratings.dat", "1::10::5::100\n1::20::3\n1::30::4::200\n", {}, "ratings.dat line 2: "),
     (ml_1m, "ratings.dat", "1::10::5::1\n1::20::3::4\nx::30::4::2\n", {}, "ratings.dat line 3: .*'x'"),
     (tables, "", "", {"item_column": "itm"}, "--item-column itm: .*has no such column .*did you mean item"),
-    (tables, "interactions.csv", "user,item\n1,2\n\n,3\n", {}, "interactions.csv line 4: has no user"),
+    (tables, "interactions.csv", "user,item\n1,2\n\n,3\n", {}, "interactions.csv row 2: has no user"),
     (tables, "interactions.csv", ALL_TAKEN, {"catalogue": "taken"}, "took all 3 items.*--split none"),
     (ncf, "x.test.negative", "(0,2)\t3\t4\n(5,2)\t1\t4\n", {}, "its rows are not those of the test file"),
     (tables, "interactions.csv", "user,item\n1,2\n1,3\n", {"split": "time"}, "--split time: .* no times"),
@@ -313,5 +295,5 @@ def test_a_fault_behind_the_first_megabyte_is_named_by_its_line(tmp_path: Path) 
     facts, _ = made(tmp_path / "log.csv")
     assert sum(facts.samples.values()) == 2101
     (tmp_path / "log.csv").write_text("\n".join(["user,item,timestamp", *lines, "1,,7"]))
-    with pytest.raises(UserError, match=r"log.csv line 120002: has no item"):
+    with pytest.raises(UserError, match=r"log.csv row 120001: has no item"):
         made(tmp_path / "log.csv")
