@@ -122,17 +122,10 @@ class LatentCodec(Protocol):
 
 @runtime_checkable
 class EncodesLatents(Protocol):
-    """`isobatch vae`, and `evaluate --iw-samples`."""
+    """`isobatch vae`."""
 
     def open_codec(self, final: Path) -> LatentCodec:
         """The model in `final`, read once."""
-
-    def likelihood(
-        self, model: Any, batches: Iterable[Batch], draws: int, facts: Facts, split: str
-    ) -> Mapping[str, float]:
-        """The importance-weighted likelihood of all samples of a split by so many draws of each (Burda et al.
-        2016).
-        """
 
 
 @runtime_checkable

@@ -8,12 +8,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from isobatch.core.errors import DONE, STOPPED, UserError
+from isobatch.core.errors import DONE, STOPPED
 from isobatch.core.extras import need
 from isobatch.core.flags import build_options
 from isobatch.core.terminal.console import print_answer
 from isobatch.launch.commands.export import export_form
-from isobatch.launch.commands.plan import PlanCommandOptions, plan_stages
 from isobatch.launch.local.arguments import parse_request
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.report.page import text_of, write_report
@@ -28,16 +27,12 @@ EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": (
 """The stages in order -> what each exports."""
 SOURCES = {"pruning": "teacher", "qat": "pruned"}
 """The flag that names the run of the stage before."""
-LEAST_TO_JUDGE = 30
-"""Held-out rows: fewer cannot tell a classifier from chance."""
 
 
 def compress(words: Sequence[str]) -> int:
     """Usage: auto --task compress --data FOLDER --model MODEL [--fast] [flags of the three stages]"""
-    chain = parse_chain("compress", words, {"json", "dry_run"})
+    chain = parse_chain("compress", words, {"json"})
     options = build_options(AutoOptions, chain.own)
-    if options.dry_run:
-        return plan_stages(chain, PlanCommandOptions(json=options.json))
     for library in ("onnx", "onnxruntime", "matplotlib"):
         need(library, "--task compress")
     runs: list[RunFolder] = []
@@ -51,27 +46,9 @@ def compress(words: Sequence[str]) -> int:
         if verdict.code != DONE:
             return verdict.code
         runs.append(run)
-        if number == 1:
-            refuse_chance(run)
         for kind in kinds:
             if not (run.folder / "exports" / kind).is_dir():
                 export_form(run, kind)
     folder = runs[-1].folder / "report"
     contents = write_report(runs, folder)
     return print_answer(contents.to_dict(), text_of(contents, folder), options.json)
-
-
-def refuse_chance(run: RunFolder) -> None:
-    """Raise UserError where a classifier is no better than its largest class: there is nothing to keep."""
-    summary = run.summary() or {}
-    accuracy, split = summary.get("metrics", {}).get("accuracy"), summary.get("split")
-    majority = run.facts.extra["majority"].get(split)
-    if split is None or run.facts.samples[split] < LEAST_TO_JUDGE:
-        return
-    if accuracy is None or majority is None or round(accuracy, 6) > majority:  # which has six digits
-        return
-    said = f"{accuracy:.1%}, is not above that of always answering the largest class, {majority:.1%}"
-    way = f"(`auto --task pruning --teacher {run.folder}` prunes it all the same)"
-    raise UserError(
-        f"the classifier learnt nothing: its accuracy, {said}; give more --epochs or --model {way}"
-    )

@@ -7,15 +7,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
 from isobatch.core.terminal.console import format_metrics, print_answer
-from isobatch.core.terminal.status import doing
 from isobatch.engine.registry import workload_of
 from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run, plan_for_this_machine
-from isobatch.models.protocols import EncodesLatents, KeepsBaselines
+from isobatch.models.protocols import KeepsBaselines
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,15 +29,10 @@ class EvaluateOptions(DataOptions):
 
     split: str | None = None
     """Only this split; by default every held-out one."""
-    iw_samples: number_ranges.Count = 0
-    """Also the likelihood by so many importance-weighted draws per sample, of a model with latent vectors;
-    papers take 500."""
 
 
 def evaluate(words: Sequence[str]) -> int:
-    """Usage: evaluate RUN [--split valid] [--iw-samples 500] [--json]: the newest checkpoint on the held-out
-    data.
-    """
+    """Usage: evaluate RUN [--split valid] [--json]: the newest checkpoint on the held-out data."""
     from isobatch.engine.train.evaluate import host_batches
     from isobatch.engine.verification.replay import Replay
 
@@ -53,17 +46,11 @@ def evaluate(words: Sequence[str]) -> int:
     if options.split and options.split not in run.facts.samples:
         raise UserError(f"--split {options.split}: the data has {', '.join(run.facts.samples)}")
     task, model = replay.state.task, replay.state.model
-    if options.iw_samples and not isinstance(task, EncodesLatents):
-        raise UserError(f"--iw-samples: {run.recipe.task} has no latent vectors: leave it out")
     splits = [options.split] if options.split else [s for s in run.facts.samples if s != "train"]
     metrics = {name: replay.evaluate(name) for name in splits}
     for name, found in metrics.items():
-        batches = partial(host_batches, replay.state.splits[name])
         if isinstance(task, KeepsBaselines) and run.final.is_dir():
-            found |= task.kept_metrics(model, run.final, batches)
-        if options.iw_samples and isinstance(task, EncodesLatents):
-            doing(f"the likelihood of {name}")
-            found |= task.likelihood(model.eval(), batches(), options.iw_samples, run.facts, name)
+            found |= task.kept_metrics(model, run.final, partial(host_batches, replay.state.splits[name]))
     unfinished = "" if run.status() == "done" else f"; the run is not finished ({run.status()})"
     print(printable(f"{run.folder}: checkpoint {checkpoint.name}{unfinished}"), file=sys.stderr)
     lines = (f"{name}: {format_metrics(found, '.6g')}" for name, found in metrics.items())

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import build_options, flags_of
 from isobatch.core.measures import format_bytes, format_duration, format_fields, parse_duration
 from isobatch.core.number_ranges import Positive
 from isobatch.core.terminal.console import print_answer
@@ -21,7 +19,6 @@ from isobatch.engine.planning.estimate import Target, estimate, parse_prices
 from isobatch.engine.registry import CHAINS
 from isobatch.launch.local.arguments import Request, parse_request, task_name
 from isobatch.launch.local.run_setup import AnswerOptions, print_unless_quiet, say_notes
-from isobatch.launch.sweeps.chain import parse_chain
 from isobatch.models.capabilities import notes_of
 
 if TYPE_CHECKING:
@@ -30,12 +27,9 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.engine.machine.hardware import Hardware
     from isobatch.engine.planning.estimate import Estimate
-    from isobatch.launch.sweeps.chain import Chain
 
 HERE = "here"
 """The name of the machine that this command runs on."""
-TRAINING = "train"
-"""The first phase of a stage that is given no trained model."""
 INTERNAL = ("predicted_step_seconds", "micro_batch_cost")
 """Fields of the plan that are for programs, or stand in a sentence below."""
 
@@ -66,8 +60,7 @@ class PlanCommandOptions(AnswerOptions):
 def plan(words: Sequence[str]) -> int:
     """Usage: plan --task TASK [--hardware 8xh100 | --compare A,B] [--price P] [--deadline 6h] [--json]"""
     if (chain := task_name(words)) in CHAINS:
-        found = parse_chain(chain, words, flags_of(PlanCommandOptions).keys() - {"compare"})
-        return plan_stages(found, build_options(PlanCommandOptions, found.own))
+        raise UserError(f"plan --task {chain}: is a chain: plan its stages, {', '.join(CHAINS[chain])}")
     request = parse_request(words, "plan", PlanCommandOptions)
     return show_plan(request, PlanCommandOptions(**request.extra))
 
@@ -76,35 +69,6 @@ def show_plan(request: Request, options: PlanCommandOptions) -> int:
     """Print the plan of a request, or what --compare sets side by side."""
     result, text = (compare_machines if options.compare else plan_of)(request, options)
     return print_answer(result, text, options.json)
-
-
-def plan_stages(chain: Chain, options: PlanCommandOptions) -> int:
-    """Print the plan of every stage, each with the first stage's model: none has trained yet."""
-    found, texts = {}, []
-    for number, stage in enumerate(chain.stages, start=1):
-        request = parse_request(chain.words(stage, chain.start), "plan", PlanCommandOptions)
-        found[stage], text = plan_of(request if number == 1 else _without_training(request), options)
-        found[stage]["recipe"] = {**request.recipe.to_dict(), "hash": request.recipe.hash()}
-        texts.append(f"stage {number} of {len(chain.stages)}, {stage}:\n\n{text}\n\n")
-    seconds = sum(plan["run"]["run_seconds"] or 0.0 for plan in found.values())
-    whole = f"all {len(found)} stages: {comparison.short_duration(seconds)}"
-    texts.append(f"{whole}, without what is exported and measured between them")
-    return print_answer({"stages": found, "run_seconds": seconds}, "".join(texts), options.json)
-
-
-def _without_training(request: Request) -> Request:
-    """Without the phase that trains the model where there is none: the stage before has trained it."""
-    phases = request.workload.make(request.recipe)[0].phases()
-    recipe, shares = request.recipe, [phase.share for phase in phases[1:]]
-    given: tuple[float, ...] = recipe.steps or recipe.epochs or (1.0,)
-    if phases[0].name != TRAINING or not shares or len(given) > 1:
-        return request
-    own = [given[0] * share / sum(shares) for share in shares]
-    if recipe.steps is None:  # a phase has at least a step
-        recipe = dataclasses.replace(recipe, epochs=(1e-9, *own))
-    else:
-        recipe = dataclasses.replace(recipe, steps=(1, *(max(1, round(steps)) for steps in own)))
-    return dataclasses.replace(request, recipe=recipe)
 
 
 def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, Any], str]:

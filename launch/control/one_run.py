@@ -55,23 +55,17 @@ def cancel(words: Sequence[str]) -> int:
     if not seen.is_over:
         cluster(seen.job.cluster).cancel(run, seen.job, options.now)
         end = look(run.folder) if seen.state == "queued" else _wait_for_end(run)
-        text = _outcome(seen, end, options.now)
+        text = _outcome(seen, end)
     states = {"job": seen.job.job, "before": seen.state, "state": end.state, "step": end.step}
     found = {"run": str(run.folder), **states, "checkpoint": _newest_checkpoint(run), "text": text}
     return print_answer(found, f"{run.folder}: {text}", options.json)
 
 
-def _outcome(seen: RunView, end: RunView, now: bool) -> str:
+def _outcome(seen: RunView, end: RunView) -> str:
+    what = f"job {seen.job.job} was {seen.job}, and is cancelled" if seen.state == "queued" else end.state
     newest = _newest_checkpoint(end.run)
-    kept = f"{newest} is kept, and `resume {end.run.folder}` goes on from it" if newest else ""
-    if seen.state == "queued":
-        return f"job {seen.job.job} was {seen.job}, and is cancelled" + (f"; {kept}" if kept else "")
-    if end.state == "done":
-        return "it was done before it could be stopped"
-    if end.state == "stopped" and not now:
-        return f"saved at step {end.step}; `resume {end.run.folder}` goes on"
-    why = "" if now else f" ({end.job}) and did not save" if end.job.state else " and did not save"
-    return f"ended{why}; {kept or 'nothing was saved'}"
+    way = f"`resume {end.run.folder}` goes on from {newest}" if newest else "nothing was saved"
+    return what if end.state == "done" else f"{what}; {way}"
 
 
 def _newest_checkpoint(run: RunFolder) -> str:

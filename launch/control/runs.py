@@ -204,31 +204,18 @@ PLAN = (
     *("micro_batch_samples", "micro_batch_tokens", "activation_checkpointing", "reduction", "invariance"),
 )
 """Fields of a plan that may move results by rounding, or beyond."""
-SWEEP_FILE = "sweep.json"
 TOO_FEW = "runs compare: give two runs or more, as in: runs compare runs/a runs/b (`runs` lists them)"
 FIGURES = ("steps", "train_seconds", "peak_memory_bytes")
 
 
 def compare(words: Sequence[str]) -> int:
-    """Usage: runs compare RUN RUN... [--json]: what differs between runs, and their metrics side by side.
-
-    A folder of runs stands for all of them.
-    """
+    """Usage: runs compare RUN RUN... [--json]: what differs between runs, and their metrics side by side."""
     positional, options = read_command(words, ListingOptions, "runs compare")
-    runs = [run for place in positional for run in _runs_at(place)]
+    runs = [RunFolder.open(place) for place in positional]
     if len(runs) < 2:
         raise UserError(TOO_FEW)
     found = compared(runs)
     return print_answer(found, as_table(found), options.json)
-
-
-def _runs_at(place: str) -> list[RunFolder]:
-    """The run in this folder, or else the runs that lie in it. Raises UserError where there is none."""
-    folder = Path(place).expanduser()
-    if (folder / SWEEP_FILE).is_file():
-        return []  # no run, but the table of some: `compare runs/*` names it, too
-    inside = [] if (folder / "recipe.json").exists() else list(list_runs(folder))
-    return inside or [RunFolder.open(place)]
 
 
 def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:

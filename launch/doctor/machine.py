@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from isobatch.core import hub_cache
 from isobatch.core.measures import format_bytes
 from isobatch.core.package import cache_folder
-from isobatch.engine.machine.detect import OWN_FILES, detect, positive
+from isobatch.engine.machine.detect import detect
 from isobatch.launch.clusters.slurm.client import is_usable, run_slurm
 from isobatch.launch.doctor.check import Check, broken, ok, ok_if, warning
 from isobatch.launch.doctor.probes import Probe, try_out
@@ -56,13 +56,6 @@ LIBRARIES = {
 }
 """Libraries that are often broken -> what mends them, and the flags that need them."""
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SLOWS = {
-    "CUDA_LAUNCH_BLOCKING": "every kernel waits for the one before",
-    "TORCH_COMPILE_DISABLE": "--compile does nothing",
-    "NCCL_P2P_DISABLE": "GPUs exchange gradients through host memory",
-    "NCCL_IB_DISABLE": "nodes exchange gradients without InfiniBand",
-}
-"""Variables that are on with 1 -> what they do."""
 
 
 def check_machine(out: Path) -> Iterator[Check]:
@@ -75,7 +68,7 @@ def check_machine(out: Path) -> Iterator[Check]:
         tried = pool.map(try_out, probes)
         required = importlib.metadata.requires("isobatch") if installed_version("isobatch") else None
         yield from check_versions(required or ())
-        yield from check_variables(os.environ, hardware, len(list(ROOT.glob(OWN_FILES))))
+        yield check_variables(os.environ)
         yield check_cores(hardware.cpus, os.cpu_count() or 1)
         compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))), None)
         text = compiler or "none, and --compile on needs one"
@@ -154,24 +147,14 @@ def check_versions(required: Iterable[str]) -> list[Check]:
     return wrong or [ok("versions", f"all {met} packages, those of extras too, are in versions that fit")]
 
 
-def check_variables(env: Mapping[str, str], hardware: Hardware, listed_gpus: int = 0) -> list[Check]:
-    """Variables of this shell that break a run or slow it down. `listed_gpus`: that the machine has, whether
-    torch may use them or not.
-    """
-    launched = "TORCHELASTIC_RUN_ID" in env or "SLURM_PROCID" in env
-    found, cores = [], hardware.cpus
-    if (left := [name for name in WORLD if name in env]) and not launched:
-        say = broken if "RANK" in env and (positive(env.get("WORLD_SIZE")) or 1) > 1 else warning
-        text = f"{', '.join(left)} left in this shell: a run would wait for other ranks"
-        found.append(say(left[0], text, f"unset {' '.join(left)}"))
-    wrong = {n: what for n, what in SLOWS.items() if env.get(n, "").lower() in ("1", "true", "yes", "on")}
-    if listed_gpus and not hardware.gpus and "CUDA_VISIBLE_DEVICES" in env:
-        wrong["CUDA_VISIBLE_DEVICES"] = f"hides all {listed_gpus} GPUs of this machine"
-    threads = positive(env.get("OMP_NUM_THREADS"))
-    if threads and not launched and (threads > cores or threads == 1 < cores):
-        wrong["OMP_NUM_THREADS"] = f"are the threads of a process, for {cores} cores"
-    found += [warning(name, f"{env[name]!r}: {what}", f"unset {name}") for name, what in wrong.items()]
-    return found or [ok("environment", "no variable stands in the way")]
+def check_variables(env: Mapping[str, str]) -> Check:
+    """Whether this shell still has variables of a launcher, by which a run would wait for other ranks."""
+    left = [name for name in WORLD if name in env]
+    if not left or "TORCHELASTIC_RUN_ID" in env or "SLURM_PROCID" in env:
+        return ok("environment", "no variable stands in the way")
+    say = broken if "RANK" in env and env.get("WORLD_SIZE", "1") != "1" else warning
+    text = f"{', '.join(left)} left in this shell: a run would wait for other ranks"
+    return say(left[0], text, f"unset {' '.join(left)}")
 
 
 def check_cores(usable: int, total: int) -> Check:

@@ -188,15 +188,6 @@ class Decoder(nn.Module):
         total: Tensor = self.head(self.states(inputs, z).flatten(0, 1), targets.flatten(), count)
         return total
 
-    def log_likelihood(self, inputs: Tensor, z: Tensor, targets: Tensor) -> Tensor:
-        """(B,) log p(x|z) in nats."""
-        logits = self.head(self.states(inputs, z)).float()
-        # Flattened: the kernel is several times slower where the classes do not lie side by side.
-        nll = F.cross_entropy(
-            logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
-        )
-        return -nll.view_as(targets).sum(1)
-
 
 class Output(NamedTuple):
     """What the network computes for a micro-batch."""

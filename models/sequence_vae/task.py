@@ -340,17 +340,6 @@ class SequenceVAE(Task):
         """Samples are texts, or lists of ids."""
         return self.open_codec(final)
 
-    def likelihood(
-        self, model: Any, batches: Iterable[Batch], draws: int, facts: Facts, split: str
-    ) -> Mapping[str, float]:
-        """See `importance_weighted_nll`; of texts by words, too."""
-        from isobatch.models.causal_lm.perplexity import finite_exp
-        from isobatch.models.sequence_vae.generation import importance_weighted_nll
-
-        found = importance_weighted_nll(model, batches, draws, self.recipe.seed)
-        words = words_per_sequence(facts, split)
-        return {**found, "iw_word_perplexity": finite_exp(found["iw_nll"] / words)} if words else found
-
     def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
         """Three sequences from the prior."""
         return "\n".join(self.open_codec(folder).sample(3, SHOWN_TOKENS, 1.0, self.recipe.seed))

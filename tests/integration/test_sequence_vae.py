@@ -184,8 +184,5 @@ def test_the_commands_of_a_latent_space(sequences: Path, tmp_path: Path) -> None
     for text, code in zip(texts, codes, strict=True):
         assert len(code["latent"]) == SMALL["latent"]
         assert predictions(tmp_path, str(run), text)[0]["latent"] == pytest.approx(code["latent"], abs=1e-5)
-    shown = launch("evaluate", str(run), "--iw-samples", "20", "--json", cwd=tmp_path)
-    metrics = json.loads(shown.stdout)["valid"]
-    assert metrics["iw_nll"] < metrics["loss"]  # the bound is above it
     plots = sorted(file.name for file in (run / "plots").iterdir())
     assert plots == ["posterior-over-the-steps.png", "reconstruction-against-kl.png", "training.png"]

@@ -30,7 +30,7 @@ def test_two_nodes_learn_what_one_process_learns(cluster: Cluster, tmp_path: Pat
 
 
 def test_a_job_stopped_by_its_time_limit_requeues_itself_until_done(cluster: Cluster, tmp_path: Path) -> None:
-    flags = ["--nodes", "2", "--steps", "300", "--eval-every", "1000", "--lead", "20"]
+    flags = ["--nodes", "2", "--steps", "300", "--eval-every", "1000"]
     job = cluster.submit("SlowUntilRequeued", *flags, cwd=tmp_path, limit="00:01:00")
     job.finish(300)
     assert int(job.shown("Restarts")) >= 1

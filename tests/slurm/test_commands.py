@@ -33,7 +33,10 @@ def test_what_the_cluster_does_not_start_is_said(cluster: Cluster, tmp_path: Pat
     cluster.ask("scontrol", "update", "partitionname=debug", "MaxTime=60")
     try:
         late = cluster.slurm(*flags, "--name", "late", "--time", "2:00:00", cwd=tmp_path)
-        assert re.search(r"waits: Partition(TimeLimit|Config)", late.stderr)  # as Slurm names it
+        assert late.returncode == 0, late.stderr
+        waits = re.compile(r"Partition(TimeLimit|Config)")  # as Slurm names it
+        asked = ("runs", "--json")
+        wait_for(lambda: waits.search(launch(*asked, cwd=tmp_path, **cluster.environment).stdout), 10)
         refused = cluster.slurm(*flags, "--name", "r", "--time", "5", "--partition", "gpu", cwd=tmp_path)
         assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
         assert "invalid partition specified: gpu" in refused.stderr.splitlines()[-1]
@@ -69,7 +72,7 @@ def test_a_job_from_the_queue_to_its_cancellation(cluster: Cluster, tmp_path: Pa
     assert row["seconds_left"] > 10
     done = launch("cancel", str(job.run), cwd=tmp_path, **ask)
     assert done.returncode == 0, done.stderr
-    assert f"saved at step {listed(job)['step']}; `resume" in done.stdout
+    assert "stopped; `resume" in done.stdout
     assert "train 1/900" in followed.communicate(timeout=30)[0]
     assert followed.returncode == 75
     row = listed(job)

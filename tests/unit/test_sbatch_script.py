@@ -230,11 +230,7 @@ def test_times_are_slurms(text: str, seconds: int) -> None:
     assert options.parse_time_limit(text) == seconds
 
 
-def test_arrays_are_seeds() -> None:
+def test_what_is_no_time_is_said() -> None:
     for bad in ("", "0", "soon", "1:2:3:4", "-5", "1-"):
         with pytest.raises(UserError, match="--time"):
             options.parse_time_limit(bad)
-    assert options.parse_array("7,1-5%2") == ("7,1-5", "2")
-    for bad in ("", "a", "0-5%", "0-5%0", "0-4;date", "1 2"):
-        with pytest.raises(UserError, match="--array"):
-            options.parse_array(bad)

@@ -16,7 +16,6 @@ from isobatch.launch.clusters.slurm import client, command
 from isobatch.launch.clusters.slurm.command import slurm
 from isobatch.launch.clusters.slurm.job import plan_for_nodes
 from isobatch.launch.clusters.slurm.legs import JobRequest
-from isobatch.launch.local.arguments import parse_sweep
 
 if TYPE_CHECKING:
     from isobatch.tests.conftest import Cli
@@ -36,12 +35,10 @@ def test_nodes_that_can_be_used() -> None:
         "--time 5",  # needs GPUs, or --cpu
         "--cpu",  # needs --time
         "--time 5 --gpus-per-node 2 --cpu",
-        "--cpu --time 5 --lead 301",
         "--cpu --time 5 --nodes 2 --processes 3",
         "--cpu --time 5 --setup /no/such",
         "--cpu --time 5 --sbatch --ntasks=3",
         "--cpu --time 5 --nodes 2 --strategy single",
-        "--cpu --time 5 --array 9;1",
         "--cpu --time 5 --array 0-1 --seed 1",
         "--cpu --time 5 --partiton x",
         "--cpu --time 5 --max-legs 0",
@@ -83,31 +80,17 @@ def test_one_submission_of_a_run_at_a_time(cli: Cli, tmp_path: Path) -> None:
     assert "is being submitted by another process" in refused.err
 
 
-@pytest.mark.parametrize(
-    ("words", "array", "wanted"),
-    [
-        ("", False, {0: "r"}),
-        ("--seed 3", True, {3: "r"}),
-        ("--seed 2026,7", True, {0: "r-seed2026", 1: "r-seed7"}),
-        ("--seed 0-1", True, {0: "r-seed0", 1: "r-seed1"}),
-        ("--lr 1e-3,3e-3", True, {0: "r-lr0.001", 1: "r-lr0.003"}),
-    ],
-)
-def test_the_runs_of_an_array(words: str, array: bool, wanted: dict[int, str]) -> None:
-    points = parse_sweep(["--task", LINE, "--name", "r", *words.split()], "auto")
-    assert {n: request.run.name for n, request in command.numbered(points, array).items()} == wanted
-
-
 def test_the_numbers_are_written_short() -> None:
     assert command.array_text([9, 0, 1, 2, 3, 5, 6], None) == "0-3,5,6,9"
     assert command.array_text(range(1000), 8) == "0-999%8"
 
 
 def test_an_array_is_seeds_and_a_limit(cli: Cli) -> None:
-    words = ["slurm", "--task", LINE, "--cpu", "--time", "5", "--name", "r", "--json", "--array", "4,0-1%2"]
+    words = ["slurm", "--task", LINE, "--cpu", "--time", "5", "--name", "r", "--json", "--parallel", "2"]
+    words += ["--array", "4,0-1"]
     made = json.loads(cli(*words, env={"PATH": "/usr/bin/nowhere"}).out)
     assert [Path(run).name for run in made["runs"]] == ["r-seed4", "r-seed0", "r-seed1"]
-    assert "#SBATCH --array=0,1,4%2\n" in made["script"]
+    assert "#SBATCH --array=0-2%2\n" in made["script"]
 
 
 def test_a_larger_sweep_remembers_a_smaller_one(cli: Cli, tmp_path: Path) -> None:

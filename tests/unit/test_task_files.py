@@ -125,7 +125,6 @@ def test_options_that_cannot_be_had_are_one_line(field: str, problem: str, tmp_p
 @pytest.mark.parametrize(
     ("body", "problem"),
     [
-        ("    def likelihood(self, *a): ...", "Mine has likelihood and no open_codec, which belongs to it"),
         ("    forms = ('circle',)", "Mine has forms and no open_predictor, which belongs to it"),
         ("    sample = 3", "Mine.sample must be a method: rename it"),
         ("    def step_figures(self): ...", r"Mine.step_figures takes \(self, recorded\), not \(self\)"),

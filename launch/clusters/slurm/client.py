@@ -6,7 +6,6 @@ import contextlib
 import re
 import shutil
 import subprocess
-import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -128,8 +127,6 @@ def last_job_of(run: RunFolder) -> str:
 
 UNUSABLE_STATES = ("DOWN", "FAIL", "DRAIN", "NOT_RESPONDING", "UNKNOWN", "POWER", "REBOOT", "MAINT")
 """Words in a node's state under which no new step can run there."""
-WATCH_SECONDS = 1.0
-"""How long after its submission Slurm has looked at a job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,10 +225,3 @@ def seconds_left(job: str) -> float | None:
         return float(parse_time_limit(run_slurm("squeue", "-h", "-j", job, "-o", "%L").out))
     except UserError:
         return None
-
-
-def waiting_remark(jobs: Sequence[str]) -> str:
-    """Why jobs that were just submitted wait; empty where they run."""
-    time.sleep(WATCH_SECONDS)
-    waiting = [state for state in job_states(jobs).values() if state.stage == "queued" and state.reason]
-    return next((f"job {state.job} waits: {state.reason}" for state in waiting), "")

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import options_to_dict
-from isobatch.core.measures import printable
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job, whose_job
 from isobatch.launch.clusters.slurm import client, containers
@@ -30,12 +29,10 @@ from isobatch.launch.local.run_setup import environment_elsewhere
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from isobatch.launch.local.arguments import Point, Request
+    from isobatch.launch.local.arguments import Request
 
 DEFAULT_CPUS, DEFAULT_CPUS_PER_GPU = 4, 8
 """Cores of a node without GPUs, and per GPU, where neither the user nor sinfo says."""
-MAX_INDEX = 1000
-"""Largest number of an array's task where the cluster does not say otherwise (MaxArraySize)."""
 TAKEN_OVER = ("partition", "account", "qos", "constraint", "mem")
 """Flags that are sbatch's own."""
 
@@ -48,14 +45,12 @@ def slurm(words: Sequence[str]) -> int:
     if options.array:
         if points[0][0].recipe.seed or "seed" in points[0][1]:
             raise UserError("--seed: each task of --array is a seed of its own; leave one out")
-        seeds, limit = slurm_options.parse_array(options.array)
-        options = dataclasses.replace(options, parallel=options.parallel or int(limit or 0) or None)
-        points = parse_sweep([*words, f"--seed={seeds}"], "slurm", SlurmOptions)
+        points = parse_sweep([*words, f"--seed={options.array}"], "slurm", SlurmOptions)
     points = distinct([(slurm_options.validated(request, options), swept) for request, swept in points])
     in_array = bool(options.array) or len(points) > 1
     if options.parallel and not in_array:
         raise UserError(f"--parallel {options.parallel}: limits the runs of an array: give several values")
-    requests = numbered(points, in_array)
+    requests = dict(enumerate(map(labelled, points)))
     name, out = points[0][0].run.name, Path(points[0][0].run.out).expanduser().resolve()
     draft = RunFolder(out / (name or "run"))  # for what no script may hold: nothing is written yet
     render(_script(dict.fromkeys(requests, draft), name, options, in_array))
@@ -114,9 +109,8 @@ def _hand_in(
     folders = [str(run.folder) for run in runs.values()]
     if options.submit:
         number = client.submit(path)
-        jobs = {f"{number}_{task}" if script.array else number: run for task, run in runs.items()}
-        for job, run in jobs.items():
-            client.update_job_record(run, job=job)
+        for task, run in runs.items():
+            client.update_job_record(run, job=f"{number}_{task}" if script.array else number)
     if options.json:
         print(atomic_files.json_text({"job": number, "script": text, "path": str(path), "runs": folders}))
     elif number:
@@ -125,8 +119,6 @@ def _hand_in(
     else:
         print(text, end="")
         print(f"the run is ready: sbatch {path}, or --submit", file=sys.stderr)
-    if number and (remark := client.waiting_remark(list(jobs))):
-        print(printable(remark), file=sys.stderr)
 
 
 def _script(
@@ -147,7 +139,7 @@ def _script(
         folder=first.parent / f"slurm-{name}" if in_array else first / "slurm",
         nodes=options.nodes,
         time=time,
-        lead=options.lead or max(default_lead(seconds), min(measured, seconds // 2)),
+        lead=max(default_lead(seconds), min(measured, seconds // 2)),
         cpus=options.cpus_per_task or _fair_cpus(options),
         gpus=options.gpus_per_node,
         array=array_text(runs, options.parallel) if in_array else "",
@@ -178,15 +170,6 @@ def _container(request: Request, folder: Path, options: SlurmOptions) -> dict[st
         mounts=containers.checked_mounts(containers.needed_paths(request.recipe, folder, request.run.hook)),
     )
     return dataclasses.asdict(made)
-
-
-def numbered(points: Sequence[Point], in_array: bool) -> dict[int, Request]:
-    """Number -> request: its seed where nothing else differs, as far as arrays count; else counted from 0."""
-    requests = [labelled(point) for point in points]
-    seeds = [request.recipe.seed for request in requests]
-    if in_array and set(points[0][1]) <= {"seed"} and max(seeds) <= MAX_INDEX:
-        return dict(zip(seeds, requests, strict=True))
-    return dict(enumerate(requests))
 
 
 def array_text(numbers: Iterable[int], limit: int | None) -> str:

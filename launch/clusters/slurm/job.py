@@ -109,7 +109,7 @@ class Slurm(Cluster):
         """Usage: slurm --task TASK --nodes N --gpus-per-node G --time HH:MM:SS [flags] [--submit] [--json]
 
         flags: --cpu --partition --account --qos --constraint --mem --cpus-per-task --setup FILE
-               --array 0-4 (a run per seed) --parallel N --after JOB --lead SECONDS --max-legs N
+               --array 0-4 (a run per seed) --parallel N --after JOB --max-legs N
                --container IMAGE --container-python PYTHON --sbatch "OPTIONS" --srun "OPTIONS", and those of
                `auto`. A list such as --lr 1e-3,3e-3 trains a run for each value.
         """

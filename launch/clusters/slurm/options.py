@@ -57,8 +57,8 @@ class SlurmOptions:
     cpus_per_task: Positive | None = None
     """Cores on each node; by default a fair share of the smallest node that sinfo shows."""
     array: str | None = None
-    """One run per seed, as --seed 0-4 or 1,3,7 lists them; 0-99%8 for eight at a time. Lists for the recipe's
-    other flags, such as --lr 1e-3,3e-3, make an array too."""
+    """One run per seed, as --seed 0-4 or 1,3,7 lists them. Lists for the recipe's other flags, such as --lr
+    1e-3,3e-3, make an array too."""
     parallel: Positive | None = None
     """Runs of an array that train at the same time, at most."""
     after: str | None = None
@@ -73,8 +73,6 @@ class SlurmOptions:
     """Train inside this image: a .sif, a .sqsh, a folder, or a name such as docker://nvcr.io/nvidia/pytorch."""
     container_python: str = "python3"
     """The image's Python, which has torch and isobatch's other requirements."""
-    lead: Positive | None = None
-    """Seconds before the time limit at which Slurm tells the job to save; by default from measured steps."""
     max_legs: Positive | None = None
     """Starts of the job at most; by default it goes on while each leg adds a checkpoint."""
     submit: bool = False
@@ -98,8 +96,7 @@ def validated(request: Request, options: SlurmOptions) -> Request:
     request = on_device(request, "slurm", "--gpus-per-node", options.gpus_per_node, options.cpu)
     if options.time is None:
         raise UserError("slurm: needs --time, the limit of one leg, as in --time 12:00:00")
-    if (lead := options.lead) and lead >= parse_time_limit(options.time):
-        raise UserError(f"--lead {lead}: must be shorter than --time {options.time}")
+    parse_time_limit(options.time)
     if (setup := options.setup) and not Path(setup).expanduser().is_file():
         raise UserError(f"--setup {setup}: there is no such file")
     nodes, strategy = options.nodes, request.plan.strategy
@@ -161,11 +158,3 @@ def parse_time_limit(text: str) -> int:
     if total <= 0:
         raise UserError(f"--time {text}: must be above 0")
     return total
-
-
-def parse_array(array: str) -> tuple[str, str]:
-    """(seeds as --seed lists them, how many runs at once or nothing) of --array. Raises UserError."""
-    match = re.fullmatch(r"(\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*)(?:%([1-9]\d*))?", array)
-    if match is None:
-        raise UserError(f"--array {array}: is not a list of seeds such as 0-4 or 1,3,7 or 0-99%8")
-    return match[1], match[2] or ""
