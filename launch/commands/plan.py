@@ -16,8 +16,7 @@ from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning import comparison
 from isobatch.engine.planning.choices import fixed_loader_settings
 from isobatch.engine.planning.estimate import Target, estimate, parse_prices
-from isobatch.engine.registry import CHAINS
-from isobatch.launch.local.arguments import Request, parse_request, task_name
+from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import AnswerOptions, print_unless_quiet, say_notes
 from isobatch.models.capabilities import notes_of
 
@@ -59,8 +58,6 @@ class PlanCommandOptions(AnswerOptions):
 
 def plan(words: Sequence[str]) -> int:
     """Usage: plan --task TASK [--hardware 8xh100 | --compare A,B] [--price P] [--deadline 6h] [--json]"""
-    if (chain := task_name(words)) in CHAINS:
-        raise UserError(f"plan --task {chain}: is a chain: plan its stages, {', '.join(CHAINS[chain])}")
     request = parse_request(words, "plan", PlanCommandOptions)
     return show_plan(request, PlanCommandOptions(**request.extra))
 

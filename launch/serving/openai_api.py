@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 COMPLETION_TOKENS, ANSWER_TOKENS = 16, 256
 """`max_tokens` where the request has none: OpenAI's, and enough for an answer."""
 MAX_TOKENS, MAX_SEED = 1 << 20, (1 << 63) - 1
-MAX_STOPS, MAX_STOP_LENGTH, MAX_PROMPTS = 16, 256, 128
+MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 MAX_RENDERED = 1 << 25
 """Messages times characters, at least 64 of each: what stands before each answer is rendered anew."""
 CHANGES_NOTHING = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
@@ -57,13 +57,10 @@ def _number(least: float, most: float, *kinds: type) -> tuple[Callable[[Any], bo
     return is_right, f"must be a {'' if float in kinds else 'whole '}number from {least:g} to {most:g}"
 
 
-def _texts(least: int, most: int, length: range, said: str) -> tuple[Callable[[Any], bool], str]:
-    def is_right(value: Any) -> bool:
-        texts = [value] if isinstance(value, str) else value
-        number = len(texts) if isinstance(texts, list) else -1
-        return least <= number <= most and all(isinstance(t, str) and len(t) in length for t in texts)
-
-    return is_right, f"must be a text{said}, or a list of {least} to {most}"
+def _are_stops(value: Any) -> bool:
+    texts = [value] if isinstance(value, str) else value
+    is_few = isinstance(texts, list) and len(texts) <= MAX_STOPS
+    return is_few and all(isinstance(text, str) and 1 <= len(text) <= MAX_STOP_LENGTH for text in texts)
 
 
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -73,8 +70,11 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_p": _number(1e-6, 1, int, float),
     "top_k": _number(0, MAX_TOKENS, int),
     "seed": _number(-MAX_SEED - 1, MAX_SEED, int),
-    "stop": _texts(0, MAX_STOPS, range(1, MAX_STOP_LENGTH + 1), f" of 1 to {MAX_STOP_LENGTH} characters"),
-    "prompt": _texts(1, MAX_PROMPTS, range(1 << 62), ""),
+    "stop": (
+        _are_stops,
+        f"must be a text of 1 to {MAX_STOP_LENGTH} characters, or a list of {MAX_STOPS} at most",
+    ),
+    "prompt": (lambda value: isinstance(value, str), "must be a text"),
     "stream": (lambda value: isinstance(value, bool), "must be true or false"),
     "stream_options": (
         lambda value: isinstance(value, dict) and value.get("include_usage") in (None, True, False),
@@ -90,8 +90,8 @@ class Completion:
     """What is to be written, and how many tokens that took so far."""
 
     model: str
-    prompts: list[Any]
-    """Each a text, or segments of a conversation."""
+    prompt: Any
+    """A text, or segments of a conversation."""
     sampling: Sampling
     stops: list[str]
     is_chat: bool
@@ -107,17 +107,17 @@ class Completion:
         name = f"{'chatcmpl' if self.is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         return {"id": name, "object": kind, "created": int(time.time()), "model": self.model}
 
-    def choice(self, index: int, text: str, reason: str | None, **role: str) -> dict[str, Any]:
+    def choice(self, text: str, reason: str | None, **role: str) -> dict[str, Any]:
         """A text; of a conversation a whole `message`, or the `delta` to one."""
         said: dict[str, Any] = {"text": text}
         if self.is_chat:
             said = {"delta" if self.stream else "message": {**role, "content": text}}
-        return {"index": index, **said, "logprobs": None, "finish_reason": reason}
+        return {"index": 0, **said, "logprobs": None, "finish_reason": reason}
 
 
 def parse(body: Mapping[str, Any], name: str, template: ChatTemplate | None, is_chat: bool) -> Completion:
-    """A request for the text behind one prompt or several, or for the answer in a conversation. A null is as
-    no field. Raises HTTPException; UserError for messages that are none, or that the chat template refuses.
+    """A request for the text behind a prompt, or for the answer in a conversation. A null is as no field.
+    Raises HTTPException; UserError for messages that are none, or that the chat template refuses.
     """
     body = {field: value for field, value in body.items() if value is not None}
     refuse_unknown(body, FIELDS.keys() - ({"prompt"} if is_chat else {"messages", "max_completion_tokens"}))
@@ -138,17 +138,13 @@ def parse(body: Mapping[str, Any], name: str, template: ChatTemplate | None, is_
         top_k=body.get("top_k", 0),
         seed=body.get("seed", 0),
     )
-    prompts = _conversation(body, name, template) if is_chat else _as_list(body["prompt"])
+    prompt = _conversation(body, name, template) if is_chat else body["prompt"]
     usage = bool(body.get("stream_options", {}).get("include_usage"))
-    stops = _as_list(body.get("stop", []))
-    return Completion(name, prompts, sampling, stops, is_chat, body.get("stream", False), usage)
+    stops = [found] if isinstance(found := body.get("stop", []), str) else found
+    return Completion(name, prompt, sampling, stops, is_chat, body.get("stream", False), usage)
 
 
-def _as_list(value: Any) -> list[Any]:
-    return [value] if isinstance(value, str) else value
-
-
-def _conversation(body: Mapping[str, Any], name: str, template: ChatTemplate | None) -> list[Any]:
+def _conversation(body: Mapping[str, Any], name: str, template: ChatTemplate | None) -> Any:
     if template is None:
         raise HTTPException(400, f"{name} was not trained on conversations: use /v1/completions")
     messages = parse_message_list({"messages": body.get("messages")}, "messages", "the request")
@@ -156,7 +152,7 @@ def _conversation(body: Mapping[str, Any], name: str, template: ChatTemplate | N
         raise HTTPException(413, f"messages: {len(messages)} are too long together: leave out the first")
     if not messages or messages[-1]["role"] == "assistant":
         raise HTTPException(400, "messages: must be a list of messages, and the last one not the assistant's")
-    return [template.prompt_segments(messages, "messages")]
+    return template.prompt_segments(messages, "messages")
 
 
 class StopStrings:
@@ -201,47 +197,41 @@ def language_model_app(
         asked = await loop.run_in_executor(rendering, parse, body, name, template, is_chat)
         if asked.stream:
             return StreamingResponse(events(asked), media_type="text/event-stream")
-        texts, reasons = [""] * len(asked.prompts), [""] * len(asked.prompts)
-        async for index, piece, reason in written(asked):
-            texts[index] += piece
-            reasons[index] = reason or ""
+        text, reason = "", ""
+        async for piece, why in written(asked):
+            text, reason = text + piece, why or ""
             if await request.is_disconnected():
                 raise ClientDisconnect
-        choices = [
-            asked.choice(index, text, reasons[index], role="assistant") for index, text in enumerate(texts)
-        ]
-        return JSONResponse(asked.head() | {"choices": choices, "usage": asked.usage})
+        choice = asked.choice(text, reason, role="assistant")
+        return JSONResponse(asked.head() | {"choices": [choice], "usage": asked.usage})
 
     async def events(asked: Completion) -> AsyncIterator[str]:
         """Server-sent events: a JSON object for each piece of text, and [DONE]."""
-        head, begun = asked.head() | ({"usage": None} if asked.include_usage else {}), -1
+        head = asked.head() | ({"usage": None} if asked.include_usage else {})
+        role = {"role": "assistant"}
         try:
-            async for index, piece, reason in written(asked):
-                role = {"role": "assistant"} if index > begun else {}
-                begun = index
+            async for piece, reason in written(asked):
                 if piece or reason or role:
-                    yield _event(head | {"choices": [asked.choice(index, piece, reason, **role)]})
+                    yield _event(head | {"choices": [asked.choice(piece, reason, **role)]})
+                role = {}
             if asked.include_usage:
                 yield _event(head | {"choices": [], "usage": asked.usage})
         except UserError as error:
             yield _event(error_body(str(error), 400))
         yield "data: [DONE]\n\n"
 
-    async def written(asked: Completion) -> AsyncIterator[tuple[int, str, str | None]]:
-        """(number of the prompt, text, None) for each token, the text may be empty; at the end of each prompt
-        the rest of its text, and why it ended.
-        """
+    async def written(asked: Completion) -> AsyncIterator[tuple[str, str | None]]:
+        """(text, None) for each token, the text may be empty; at the end the rest, and why it ended."""
         loop = asyncio.get_running_loop()
-        for index, prompt in enumerate(asked.prompts):
-            text = await loop.run_in_executor(model, write_text, prompt, asked.sampling)
-            pieces, stops = iter(text), StopStrings(asked.stops)
-            while (piece := await loop.run_in_executor(model, next, pieces, None)) is not None:
-                yield index, stops.push(piece), None
-                if stops.found:
-                    break
-            asked.usage.update(prompt_tokens=text.prompt_tokens, completion_tokens=text.tokens)
-            asked.usage.update(total_tokens=text.prompt_tokens + text.tokens)
-            yield index, stops.rest(), "length" if text.is_full and not stops.found else "stop"
+        text = await loop.run_in_executor(model, write_text, asked.prompt, asked.sampling)
+        pieces, stops = iter(text), StopStrings(asked.stops)
+        while (piece := await loop.run_in_executor(model, next, pieces, None)) is not None:
+            yield stops.push(piece), None
+            if stops.found:
+                break
+        asked.usage.update(prompt_tokens=text.prompt_tokens, completion_tokens=text.tokens)
+        asked.usage.update(total_tokens=text.prompt_tokens + text.tokens)
+        yield stops.rest(), "length" if text.is_full and not stops.found else "stop"
 
     paths = ("/v1/completions", "/v1/chat/completions")
     posted = [Route(path, completions, methods=["POST"]) for path in paths]

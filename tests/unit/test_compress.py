@@ -51,7 +51,7 @@ def test_fast_mode_removes_what_was_measured_to_cost_nothing() -> None:
 
 
 def test_a_chain_has_no_plan_of_its_own() -> None:
-    with pytest.raises(UserError, match="plan its stages, classifier, pruning, qat"):
+    with pytest.raises(UserError, match="classifier, pruning, qat"):
         plan(["--task", "compress"])
     with pytest.raises(UserError, match="--dry-run: no stage of compress has such a flag"):
         auto(["--task", "compress", "--dry-run"])

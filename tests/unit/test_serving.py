@@ -94,14 +94,11 @@ def answers() -> Iterator[TestClient]:
 
 def test_completions_as_openai_describes_them(model: TestClient) -> None:
     assert [m["id"] for m in model.get("/v1/models").json()["data"]] == ["m"]
-    found = model.post("/v1/completions", json={"model": "m", "prompt": ["a b", "c d e"], "max_tokens": 2})
+    found = model.post("/v1/completions", json={"model": "m", "prompt": "c d e", "max_tokens": 2})
     body = found.json()
     assert body["object"] == "text_completion"
-    assert [(c["index"], c["text"], c["finish_reason"]) for c in body["choices"]] == [
-        (0, "b a ", "length"),
-        (1, "e d ", "length"),
-    ]
-    assert body["usage"] == {"prompt_tokens": 5, "completion_tokens": 4, "total_tokens": 9}
+    assert [(c["index"], c["text"], c["finish_reason"]) for c in body["choices"]] == [(0, "e d ", "length")]
+    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
     stopped = model.post("/v1/completions", json={"prompt": "a b c", "stop": "b", "max_tokens": 9}).json()
     assert stopped["choices"][0]["text"] == "c "
     assert stopped["choices"][0]["finish_reason"] == "stop"
@@ -131,7 +128,7 @@ JSON = {"Content-Type": "application/json"}
 WRONG: dict[str, list[tuple[Any, str]]] = {
     "/v1/completions": [
         (TEXT | {"temprature": 1}, "did you mean temperature?"),
-        ({"prompt": ["a"] * 129}, "prompt: must be a text"),
+        ({"prompt": ["a"]}, "prompt: must be a text"),
         (TEXT | {"temperature": 3}, "temperature: must be a number from 0 to 2"),
         (TEXT | {"n": 2}, "n: only 1 is supported"),
         *((TEXT | {"stop": stop}, "stop: must be a text") for stop in ([1], ["a"] * 17, "a" * 257)),
