@@ -28,6 +28,7 @@ THINKS = (
 """As Qwen3's: what an earlier answer thought is left out."""
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 TYPED = ["input_ids", "token_type_ids", "attention_mask"]
 """What BERT's own tokenizer makes; the others leave out the types."""
 
@@ -39,14 +40,7 @@ def build(folder: str) -> None:
 
     torch.manual_seed(0)
     pieces = _word_pieces()
-    encoder = {
-        "vocab_size": len(pieces),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 64,
-    }
+    encoder = {"vocab_size": len(pieces), **SHAPE, "num_attention_heads": 2, "max_position_embeddings": 64}
     ends = {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3}
     small = {"vocab_size": len(pieces), "dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2}
     made: dict[str, tuple[Any, Any]] = {
@@ -63,6 +57,23 @@ def build(folder: str) -> None:
     for name, (model, tokenizer) in made.items():
         model.save_pretrained(Path(folder) / name)
         tokenizer.save_pretrained(Path(folder) / name)
+
+
+def save_gpt2(folder: Path, vocabulary: int, seed: int = 0, **sizes: int) -> Any:
+    """A GPT-2 and a tokenizer of bytes that the demo's texts trained, in one folder; returns the model."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+    from isobatch.data import corpora, tokenizers
+
+    trained = tokenizers.train_byte_level_bpe(corpora.demo_corpus().splits["train"](), vocabulary)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=trained, eos_token=tokenizers.END_OF_TEXT)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(seed)
+    shape = {"n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 64, "bos_token_id": 0, "eos_token_id": 0}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=trained.get_vocab_size(), **{**shape, **sizes}))
+    model.save_pretrained(folder)
+    return model
 
 
 def _corpus() -> list[str]:
@@ -109,29 +120,15 @@ def _gpt2() -> tuple[Any, Any]:
 
     end = "<|endoftext|>"
     tokenizer = _bytes([end], eos_token=end, bos_token=end, unk_token=end)
-    sizes = {
-        "n_positions": 128,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 2,
-        "bos_token_id": 0,
-        "eos_token_id": 0,
-    }
-    return GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), **sizes)), tokenizer
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)), tokenizer
 
 
 def _qwen(config: Any, model: Any, template: str, **more: int) -> tuple[Any, Any]:
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     tokenizer = _bytes(special, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = template
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-    }
+    sizes = {**SHAPE, "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
     ends = {"bos_token_id": 0, "eos_token_id": 2}
     made = config(vocab_size=len(tokenizer) + 40, tie_word_embeddings=True, **sizes, **ends, **more)
     return model(made), tokenizer

@@ -50,19 +50,8 @@ def test_half_precision_stays_close(precision: str, tmp_path: Path) -> None:
 
 def test_without_nvidia_smi_the_gpu_is_found(tmp_path: Path) -> None:
     """As in containers without the driver's utilities: torch is asked."""
-    words = ["--compile", "off", "--dropout", "0"]
-    done = launch(
-        "auto",
-        "--task",
-        "causal-lm",
-        "--steps",
-        "5",
-        "--name",
-        "found",
-        *words,
-        cwd=tmp_path,
-        PATH="/nowhere",
-    )
+    words = ["--task", "causal-lm", "--steps", "5", "--name", "found", "--compile", "off", "--dropout", "0"]
+    done = launch("auto", *words, cwd=tmp_path, PATH="/nowhere")
     assert done.returncode == 0, done.stderr
     assert plan_of(tmp_path / "runs" / "found")["device"] == "cuda"
 

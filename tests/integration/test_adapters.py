@@ -7,15 +7,15 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
 from safetensors.torch import save_model
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from isobatch.data import corpora, tokenizers
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.tests.integration.helpers import furthest, launch, losses, run_code, succeed, summary
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.paths import REGISTER
+from isobatch.tests.tiny_models import save_gpt2
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -33,14 +33,7 @@ WAYS = {
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a pretrained model, `base`."""
     folder = tmp_path_factory.mktemp("adapters")
-    tokenizer = tokenizers.train_byte_level_bpe(corpora.demo_corpus().splits["train"](), 600)
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    torch.manual_seed(0)
-    sizes = {"n_layer": 2, "n_embd": 64, "n_head": 2, "n_positions": 64}  # bitsandbytes rounds 64 at a time
-    config = GPT2Config(vocab_size=tokenizer.get_vocab_size(), **sizes, **ends)
-    GPT2LMHeadModel(config).save_pretrained(folder / "base")
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END_OF_TEXT)
-    fast.save_pretrained(folder / "base")
+    save_gpt2(folder / "base", 600, n_layer=2, n_embd=64)  # bitsandbytes rounds 64 at a time
     return folder
 
 

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from isobatch.data import corpora, tokenizers
 from isobatch.models.hub import files_to_download, has_weights
 from isobatch.tests.integration.helpers import launch, succeed, summary
 from isobatch.tests.integration.test_bad_input import complaint
+from isobatch.tests.tiny_models import save_gpt2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -76,14 +74,7 @@ class Hub(BaseHTTPRequestHandler):
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The environment of a program that should ask this hub; its cache is empty."""
     folder = tmp_path_factory.mktemp("hub") / "model"
-    tokenizer = tokenizers.train_byte_level_bpe(corpora.demo_corpus().splits["train"](), 300)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END_OF_TEXT).save_pretrained(
-        folder
-    )
-    torch.manual_seed(0)
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "n_positions": 64, "vocab_size": 300}
-    GPT2LMHeadModel(GPT2Config(**sizes, **ends)).save_pretrained(folder)
+    save_gpt2(folder, 300)
     (folder / "pytorch_model.bin").write_bytes(b"nobody should want this")
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Ours", (Hub,), {"folder": folder}))
     threading.Thread(target=server.serve_forever, daemon=True).start()

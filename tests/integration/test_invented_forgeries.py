@@ -21,11 +21,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-from isobatch.data import corpora, tokenizers
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.tests.integration.helpers import launch, rows, succeed
+from isobatch.tests.tiny_models import save_gpt2
 
 if TYPE_CHECKING:
     import subprocess
@@ -71,14 +70,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder for the honest runs, with two small models of one shape."""
     folder = tmp_path_factory.mktemp("forger")
     (folder / "mine.py").write_text(SINE)
-    tokenizer = tokenizers.train_byte_level_bpe(corpora.demo_corpus().splits["train"](), 600)
-    ends: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "n_layer": 1, "n_embd": 32, "n_head": 2}
     for seed, name in enumerate(("base", "other")):
-        torch.manual_seed(seed)
-        config = GPT2Config(vocab_size=tokenizer.get_vocab_size(), n_positions=64, **ends)
-        GPT2LMHeadModel(config).save_pretrained(folder / name)
-        fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END_OF_TEXT)
-        fast.save_pretrained(folder / name)
+        save_gpt2(folder / name, 600, seed)
     return folder
 
 

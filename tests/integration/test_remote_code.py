@@ -6,15 +6,12 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
-from safetensors.torch import save_model
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from isobatch.core.errors import UserError
-from isobatch.data import corpora, tokenizers
 from isobatch.models import hub
 from isobatch.tests.integration.helpers import launch, losses, succeed
 from isobatch.tests.integration.test_bad_input import complaint
+from isobatch.tests.tiny_models import save_gpt2
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,16 +40,7 @@ TASK = ["auto", "--task", "causal-lm", "--model", "mine", "--max-length", "32", 
 def home(tmp_path: Path) -> Path:
     """A folder with the model, `mine`."""
     folder = tmp_path / "mine"
-    tokenizer = tokenizers.train_byte_level_bpe(corpora.demo_corpus().splits["train"](), 300)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=tokenizers.END_OF_TEXT).save_pretrained(
-        folder
-    )
-    torch.manual_seed(0)
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
-    model = GPT2LMHeadModel(
-        GPT2Config(n_layer=1, n_embd=32, n_head=2, n_positions=64, vocab_size=300, **ends)
-    )
-    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
+    model = save_gpt2(folder, 300)
     (folder / "configuration_mine.py").write_text(CONFIG)
     (folder / "modeling_mine.py").write_text(MODEL)
     mapped = {"AutoConfig": "configuration_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineLM"}

@@ -22,18 +22,9 @@ VOCABULARY = 300
 
 
 def make(model: str = "tiny", best_metric: Any = "accuracy", **changes: Any) -> Classifier:
-    values = {
-        "revision": None,
-        "tokenizer": None,
-        "max_length": 12,
-        "seed": 0,
-        "dropout": None,
-        "label_smoothing": 0.0,
-        "patience": 0,
-        **changes,
-    }
-    options = ClassifierOptions(best_metric=best_metric)
-    return Classifier(SimpleNamespace(**{"model": model, "options": {}, "max_length": 16, **values}), options)
+    values = {"model": model, "options": {}, "revision": None, "tokenizer": None, "max_length": 12, "seed": 0}
+    values |= {"dropout": None, "label_smoothing": 0.0, "patience": 0, **changes}
+    return Classifier(SimpleNamespace(**values), ClassifierOptions(best_metric=best_metric))
 
 
 def facts(labels: tuple[str, ...] = ("neg", "pos"), folder: Path | str = "") -> Any:

@@ -34,13 +34,7 @@ def cleaned(texts: list[str], *clean: str) -> tuple[list[str], list[str]]:
 
 def test_steps_have_one_order_and_their_usual_numbers() -> None:
     typed = ["duplicates", " html", "short", "unicode", "control"]
-    assert [str(step) for step in parse_steps(typed)] == [
-        "html",
-        "unicode",
-        "control",
-        "short=10",
-        "duplicates",
-    ]
+    assert " ".join(map(str, parse_steps(typed))) == "html unicode control short=10 duplicates"
     assert str(parse_steps(["short=3"])[0]) == "short=3"
     assert parse_steps([]) == ()
 

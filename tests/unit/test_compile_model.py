@@ -103,15 +103,8 @@ def test_blocks_under_activation_checkpointing_are_compiled(adapter: bool) -> No
         return graph.forward
 
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=53,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        attention_dropout=0.1,
-    )
+    sizes = {"vocab_size": 53, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, attention_dropout=0.1)
     model: Any = LlamaForCausalLM(config)
     if adapter:
         adapters.add_adapter(model, CausalLMOptions(adapter="lora", lora_dropout=0.05), "base", None)

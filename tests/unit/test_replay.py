@@ -33,15 +33,9 @@ TASK = f"{ROOT}/tests/tasks/planted.py:Planted"
 
 
 def trained(out: Path, name: str, **options: Any) -> RunFolder:
-    kept = {
-        "out": str(out),
-        "name": name,
-        "quiet": True,
-        "log_every": 1,
-        "precision": "fp32",
-        "device": "cpu",
-    }
-    return RunFolder.open(isobatch.train(isobatch.Recipe(task=TASK), **kept, **options).folder)
+    where = {"out": str(out), "name": name, "device": "cpu", "precision": "fp32"}
+    run = isobatch.train(isobatch.Recipe(task=TASK), quiet=True, log_every=1, **where, **options)
+    return RunFolder.open(run.folder)
 
 
 @pytest.fixture(scope="module")

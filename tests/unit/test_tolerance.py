@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from isobatch.core.plan import INVARIANCES, Plan
+from isobatch.core.plan import INVARIANCES
 from isobatch.engine.verification.proof import wrong_metrics
 from isobatch.engine.verification.tolerance import (
     FAR,
@@ -54,11 +53,6 @@ def test_further_from_a_common_state_flipped_levels_have_spread() -> None:
     run, other = run_of(invariance="rounding", rounding=(1e-6, 1e-6)), plan(invariance="rounding")
     assert [tolerances(run, other, n) for n in (3, 5, 6)] == [TOLERANCE["exact"], CEILING, FAR]
     assert tolerances(run_of(), plan(), 100) == TOLERANCE["exact"]
-
-
-def test_the_plan_keeps_the_measurement_in_json() -> None:
-    written = dataclasses.replace(plan(invariance="rounding"), rounding=(1e-4, 2e-3))
-    assert tuple(Plan.from_dict(written.to_dict()).rounding or ()) == (1e-4, 2e-3)
 
 
 def test_the_guarantees_have_the_same_words_and_numbers() -> None:
