@@ -44,6 +44,11 @@ class Facts:
         return sum(self.lengths) / len(self.lengths)
 
     @property
+    def notes(self) -> list[str]:
+        """Lines for the user on the data."""
+        return list(self.extra.get("notes", []))
+
+    @property
     def is_streamed(self) -> bool:
         """Whether the samples stay in a store, and the prepared arrays are an index of them."""
         return "stored_bytes" in self.extra

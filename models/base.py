@@ -254,8 +254,6 @@ class Task(ABC):
     """The metric by which finished runs are compared, as in a sweep, where it is not `monitor`."""
     plot_every: int = 0
     """Steps between drawings of the run's figures into plots/, also at the end; 0 draws none unasked."""
-    told_once: ClassVar[tuple[str, ...]] = ()
-    """What the names of metrics begin with that no training changes: shown at the end only."""
     set_beside: ClassVar[tuple[str, ...]] = ()
     """What the names of metrics of baselines begin with, and of other ways to measure, as `popularity` in
     `popularity_hr@10`: a table sets them beside the model's own. Of two with one beginning the longer comes

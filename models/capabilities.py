@@ -40,14 +40,6 @@ class LeavesUnread(Protocol):
 
 
 @runtime_checkable
-class Notes(Protocol):
-    """Lines on the data of its own, in place of those in the facts."""
-
-    def notes(self, facts: Facts) -> list[str]:
-        """Lines for the user on the data, before training."""
-
-
-@runtime_checkable
 class HasTeacher(Protocol):
     """It learns from another model's answers."""
 
@@ -194,11 +186,6 @@ def all_protocols() -> Mapping[type, tuple[str, ...]]:
 def build_model(task: Task, facts: Facts, device: torch.device) -> nn.Module:
     """The task's model, for training on a device."""
     return task.build_model_on(facts, device) if isinstance(task, BuildsOnDevice) else task.build_model(facts)
-
-
-def notes_of(task: Task, facts: Facts) -> list[str]:
-    """Lines for the user on the data, before training: the task's own or those in the facts."""
-    return task.notes(facts) if isinstance(task, Notes) else list(facts.extra.get("notes", []))
 
 
 def description_of(task: Task, final: Path, facts: Facts) -> ModelDescription:

@@ -72,9 +72,6 @@ class OpensItemLists(Protocol):
         Lists are by the model in `final`, a baseline kept beside it, or the `best` of them.
         """
 
-    def better_baseline(self, metrics: Mapping[str, Any]) -> str:
-        """A line on the baseline that ranks better than the model beyond doubt; empty where none does."""
-
 
 @runtime_checkable
 class KeepsBaselines(Protocol):

@@ -106,7 +106,6 @@ class Evaluate(Hook):
             self.send(metrics, state.progress.steps, f"{split}/")
         # A perplexity of words is for comparison with papers, and has many digits until a model knows words.
         shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
-        shown = {name: value for name, value in shown.items() if not name.startswith(state.task.told_once)}
         part = f", on {100 * fraction:g} % of its samples" if fraction < 1 else ""
         self.say(f"{split} after step {step}{part}: {format_metrics(shown, '.4f')}")
         return metrics

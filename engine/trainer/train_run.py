@@ -48,7 +48,6 @@ from isobatch.engine.train.loop import run_phase
 from isobatch.engine.train.memory_probe import probe_memory
 from isobatch.engine.trainer.finish import finish, stop
 from isobatch.engine.trainer.resume import newest_checkpoint
-from isobatch.models.capabilities import notes_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -115,7 +114,7 @@ def train_run(run: RunOnRank) -> Training:
     builder = Builder(folder.recipe, folder.facts, folder.plan, world, run.say, record, left_out)
     state, copies = builder.state, _remote_copies(run)
     if world.is_main:  # only there: for its size a task may have to build its model on the meta device
-        for line in (_headline(state, builder), *notes_of(state.task, state.facts)):
+        for line in (_headline(state, builder), *state.facts.notes):
             run.say(line)
     watchdog = Watchdog(world, run.stop, run.options.hang_timeout, run.end_process, folder.rank_record)
     with run.stop, watchdog, copies or contextlib.nullcontext(), builder:

@@ -18,7 +18,6 @@ from isobatch.engine.planning.choices import fixed_loader_settings
 from isobatch.engine.planning.estimate import Target, estimate, parse_prices
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import AnswerOptions, print_unless_quiet, say_notes
-from isobatch.models.capabilities import notes_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +72,7 @@ def plan_of(request: Request, options: PlanCommandOptions) -> tuple[dict[str, An
     prices, deadline = parse_prices(options.price), options.seconds()
     (target,) = _targets(request, options, [options.hardware or HERE], "--hardware")
     recipe, facts = target.recipe, target.facts
-    for note in notes_of(target.task, facts):
+    for note in facts.notes:
         print_unless_quiet(note, request.run.quiet)
     found = estimate(target, prices)
     if found.plan is None:

@@ -82,11 +82,8 @@ def recommend(words: Sequence[str]) -> int:
     task = require_capability(run, OpensItemLists, "recommend", "recommends nothing")
     lists = task.open_lists(run.final, options.by)
     remarks = restrict(lists, options, run.recipe.options.get("item_column"))
-    metrics = (run.summary() or {}).get("metrics", {})
-    metrics = metrics if isinstance(metrics, dict) else {}
-    ranked_by = task.better_baseline(metrics) if options.by == "model" else f"ranked by {lists.by}"
-    if ranked_by and not options.json:  # which has it inside
-        remarks.append(ranked_by)
+    if options.by != "model" and not options.json:  # which has it inside
+        remarks.append(f"ranked by {lists.by}")
     return answer(lists, options, remarks)
 
 

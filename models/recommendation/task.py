@@ -104,7 +104,6 @@ class Recommender(Task):
     Options: ClassVar = RecommenderOptions
     data: ClassVar = "data.interactions.dataset:Interactions"
     measured_files: ClassVar = (BASELINES_FILE,)
-    told_once: ClassVar = ("popularity_", "full_popularity_", "protocol")
     set_beside: ClassVar = (*(f"full_{one}" for one in OTHERS), "full", *OTHERS)
     defaults: ClassVar = {
         **{"model": "small", "batch_size": 2048, "max_length": 64},
@@ -278,11 +277,6 @@ class Recommender(Task):
 
         return {**ranking.metric_parts(model, batch, self.options.top_k)}
 
-    def notes(self, facts: Facts) -> list[str]:
-        """Without those on missing texts where none are used."""
-        found = facts.extra.get("notes", [])
-        return [n for n in found if self.options.text != "off" or " have no text: " not in n]
-
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         found: dict[str, Any] = super().metrics(parts, split, facts)
         del found["loss"]
@@ -315,17 +309,11 @@ class Recommender(Task):
         return baselines.kept_metrics(model, final, batches, self.options.top_k)
 
     def final_remark(self, metrics: Mapping[str, Any]) -> str:
-        """Which baseline ranks better, the best of them."""
+        """Which baseline ranks better, the best of them; and what to try."""
         if self.recipe.data == DEMO:
             return ""
-        name, said, is_better = _verdict(metrics, self.options.top_k)
-        tries = [] if self.recipe.preset == "ids" else ["try --preset ids"]
-        tries += [f"`isobatch recommend RUN --by {name}` gives its lists"]
-        return f"{said}: {', or '.join(tries)}" if is_better else said
-
-    def better_baseline(self, metrics: Mapping[str, Any]) -> str:
-        name, said, is_better = _verdict(metrics, self.options.top_k)
-        return f"{said}: --by {name} gives its lists" if is_better else ""
+        other = "" if self.recipe.preset == "ids" else "try --preset ids, or "
+        return _verdict(metrics, self.options.top_k, other)
 
     def open_lists(self, final: Path, by: str = MODEL) -> recommendations.Recommendations:
         with hub.reading(final):
@@ -368,8 +356,8 @@ class Recommender(Task):
         )
 
 
-def _verdict(metrics: Mapping[str, Any], k: int) -> tuple[str, str, bool]:
-    """(the best baseline, what the held-out users say of it and the model, whether it ranks better).
+def _verdict(metrics: Mapping[str, Any], k: int, other: str) -> str:
+    """What the held-out users say of the best baseline and the model; `other`: what else to try.
 
     The best is the one on the validation data, where that was no model: to choose it by the figures in which
     it is then held against the model would flatter it. Empty where a received run has no such metrics.
@@ -381,15 +369,16 @@ def _verdict(metrics: Mapping[str, Any], k: int) -> tuple[str, str, bool]:
         if isinstance(interval, list) and [*map(type, [figure, *interval])] == [float] * 3:
             figures[name] = (figure, *interval)
     if not (figures and isinstance(own, float) and isinstance(users, int)):
-        return "", "", False
+        return ""
     best = str(metrics.get("best_on_validation"))
     if best not in figures:  # the model, or nothing was tuned
         best = max(figures, key=lambda name: figures[name][0])
     figure, low, high = figures[best]
     shown = f"95 %: {low:.4f} to {high:.4f}; {metric} {figure:.4f} against {own:.4f}"
     if low > 0:
-        return best, f"{BASELINES[best]} ranks better than this model by {figure - own:.4f} ({shown})", True
+        said = f"{BASELINES[best]} ranks better than this model by {figure - own:.4f} ({shown})"
+        return f"{said}: {other}`isobatch recommend RUN --by {best}` gives its lists"
     if high < 0:
-        return best, "", False
+        return ""
     said = f"the {users:,} held-out users do not tell {BASELINES[best]} and this model apart"
-    return best, f"{said} (difference, {shown})", False
+    return f"{said} (difference, {shown})"

@@ -38,7 +38,6 @@ EVALUATED_POSTERIORS = 4096
 SHOWN_TOKENS = 40
 """Most tokens of the sequences that are shown at the end of a run."""
 FAST = {"monitor": "fast", "precision": "16-mixed"}
-COLOURS = "viridis"
 
 
 class MonitorPace(NamedTuple):
@@ -98,11 +97,11 @@ class SequenceVAEOptions:
 
 
 class SequenceVAEReport(TaskReport):
-    """KL per dimension, active units, and reconstruction against KL."""
+    """KL per dimension, active units and mutual information over the steps."""
 
     curves: ClassVar = ("reconstruction", "kl")
     reported: ClassVar = (
-        *("kl_per_dimension", "window_kl", "window_reconstruction", "active_units", "mutual_information"),
+        *("kl_per_dimension", "window_kl", "active_units", "mutual_information"),
         "mutual_information_ceiling",
     )
 
@@ -112,10 +111,7 @@ class SequenceVAEReport(TaskReport):
         if not rows:
             return []
         columns = {name: [row.get(name) for row in rows] for name in ("step", *self.reported)}
-        return [
-            Drawing("Posterior over the steps", partial(_posterior, columns), 12, 3.4, 3),
-            Drawing("Reconstruction against KL", partial(_trade, columns), 5, 3.6),
-        ]
+        return [Drawing("Posterior over the steps", partial(_posterior, columns), 12, 3.4, 3)]
 
 
 class SequenceVAE(Task):
@@ -387,7 +383,7 @@ def _posterior(columns: Mapping[str, list[Any]], *axes: Any) -> None:
     """KL per dimension as a map, active units, mutual information under its ceiling."""
     heat, units, information = axes
     steps, kl = columns["step"], list(zip(*columns["kl_per_dimension"], strict=True))
-    image = heat.pcolormesh(steps, range(len(kl)), kl, shading="nearest", cmap=COLOURS, vmin=0)
+    image = heat.pcolormesh(steps, range(len(kl)), kl, shading="nearest", cmap="viridis", vmin=0)
     heat.figure.colorbar(image, ax=heat, label="KL, nats")
     heat.set(xlabel="step", ylabel="dimension")
     units.plot(steps, columns["active_units"])
@@ -397,11 +393,3 @@ def _posterior(columns: Mapping[str, list[Any]], *axes: Any) -> None:
     information.plot(steps, columns["window_kl"], label="KL")
     information.set(xlabel="step", ylabel="nats")
     information.legend(fontsize=8, frameon=False)
-
-
-def _trade(columns: Mapping[str, list[Any]], axes: Any) -> None:
-    """Reconstruction against KL, coloured by step."""
-    kl, reconstruction = columns["window_kl"], columns["window_reconstruction"]
-    dots = axes.scatter(kl, reconstruction, c=columns["step"], cmap=COLOURS, s=14)
-    axes.figure.colorbar(dots, ax=axes, label="step")
-    axes.set(xlabel="KL, nats per sample", ylabel="reconstruction, nats per sample")
