@@ -11,7 +11,6 @@ from isobatch.core.flags import Flag, flags_of, to_json_value, value_text
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.core.terminal.console import print_answer
-from isobatch.engine.machine.gpu_table import MACHINES
 from isobatch.engine.registry import CHAINS, TASKS, workload
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.cli import ALIASES, COMMANDS, no_command
@@ -31,11 +30,10 @@ class ListingOptions:
 
 OF_A_RECIPE = ("auto", "plan", "profile", "tune", "prepare", "submit")
 """Commands that take the flags of a task as well."""
-HARDWARE = "hardware"
 
 
 def describe(words: Sequence[str]) -> int:
-    """Usage: describe [TASK | COMMAND | hardware] [--json]: every flag with type, default, meaning;
+    """Usage: describe [TASK | COMMAND] [--json]: every flag with type, default, meaning;
     without a name, the tasks there are.
     """
     positional, options = read_command(words, ListingOptions, "describe")
@@ -50,9 +48,6 @@ def describe(words: Sequence[str]) -> int:
         notes = [of_task] if name.split()[0] in OF_A_RECIPE else []
     elif name in CHAINS:
         notes = [f"the flags of its stages: {', '.join(f'describe {s}' for s in CHAINS[name])}"]
-    elif name == HARDWARE:
-        notes = [f"{name:<24}{model.gpu.memory_bytes / 2**30:g} GiB" for name, model in MACHINES.items()]
-        notes += ["8xNAME, 4x8xNAME (nodes x GPUs), mps:16gb, cpu:2x24gb, here"]
     elif any(command.startswith(f"{name} ") for command in COMMANDS):
         raise UserError(no_command(name))
     else:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.engine.machine.gpu_table import MACHINES
 from isobatch.launch.cli import ALIASES, COMMANDS, find_command
 from isobatch.launch.commands.describe import describe
 
@@ -44,9 +43,3 @@ def test_a_chain_names_its_stages(capsys: pytest.CaptureFixture[str]) -> None:
 def test_presets_are_named_with_their_values(capsys: pytest.CaptureFixture[str]) -> None:
     notes = described("recommender", capsys)["notes"]
     assert any(note.startswith("--preset ids: ") and "text off" in note for note in notes)
-
-
-def test_machines_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    notes = described("hardware", capsys)["notes"]
-    assert [note.split()[0] for note in notes[:-1]] == list(MACHINES)
-    assert "8xNAME" in notes[-1]

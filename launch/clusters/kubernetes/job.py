@@ -53,16 +53,6 @@ STOP_SECONDS = 120
 """That a pod has, from its eviction on, to save."""
 MOST_NAME = 52
 """Characters of a name, so that those of its pods are names of hosts, too (63)."""
-NODE_LABEL = r"([\w./-]+)=([\w.-]{1,63})"
-FORMS = {
-    "image": (".+", "the image that pods run, with isobatch in it"),
-    "claim": (".+", "the volume for runs and data that all pods share"),
-    "secret": (r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", "a Secret's name, which alone belongs into a manifest"),
-    "namespace": (r"(?=.{1,63}$)[a-z0-9]([-a-z0-9]*[a-z0-9])?", "at most 63 small letters, digits and -"),
-    "mem": (r"\d+(\.\d+)?([KMGT]i?)?", "an amount such as 64Gi"),
-    "node_selector": (NODE_LABEL, "a label such as gpu=h100"),
-}
-"""Flag -> the pattern of its values, and what they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,20 +80,17 @@ class KubernetesOptions:
     """A label that nodes must have: gpu=h100."""
     secret: str | None = None
     """A Secret whose entries pods get as environment variables, such as HF_TOKEN."""
-    namespace: str | None = None
-    """By default kubectl's own."""
     submit: bool = False
     """Give the manifest to kubectl."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        for name, (form, meaning) in FORMS.items():
-            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
-            if value is None and name in ("image", "claim"):
-                raise UserError(f"k8s: needs {flag}, {meaning}")
-            if value is not None and not re.fullmatch(form, value):
-                shown = f"{value.partition('=')[0]}..." if name == "secret" else value
-                raise UserError(f"{flag} {shown}: is not {meaning}")
+        if not (self.image and self.claim):
+            raise UserError("k8s: needs --image, with isobatch in it, and --claim, the volume of all pods")
+        if self.node_selector and "=" not in self.node_selector:
+            raise UserError(f"--node-selector {self.node_selector}: is not a label such as gpu=h100")
+        if self.secret and not re.fullmatch(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?", self.secret):  # not repeated
+            raise UserError("--secret: give a Secret's name, which alone belongs into a manifest")
 
 
 def k8s(words: Sequence[str]) -> int:
@@ -140,7 +127,6 @@ def render(request: Request, options: KubernetesOptions) -> str:
     world += [f"--master-addr={name}-0.{name}", f"--master-port={PORT}"]
     files = _files(request)
     metadata = {"name": name, "labels": {"app.kubernetes.io/name": "isobatch", "isobatch/run": name}}
-    metadata |= {"namespace": options.namespace} if options.namespace else {}
     limits = {"cpu": options.cpus, "memory": options.mem, "nvidia.com/gpu": options.gpus_per_node or None}
     data = {_key(place): text for place, text in files.items()}
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data}
@@ -219,8 +205,8 @@ class Kubernetes(Local):
     def submit(words: Sequence[str]) -> int:
         """Usage: k8s --task TASK --image IMAGE --claim CLAIM --nodes N --gpus-per-node G [flags] [--submit]
 
-        flags: --cpu --cpus N --mem 64Gi --node-selector gpu=h100 --namespace NAME --secret NAME, and those of
-               `auto`; --data is a path under /isobatch, where pods see the claim, or a name on the hub
+        flags: --cpu --cpus N --mem 64Gi --node-selector gpu=h100 --secret NAME, and those of `auto`;
+               --data is a path under /isobatch, where pods see the claim, or a name on the hub
         """
         return k8s(words)
 
