@@ -45,6 +45,8 @@ print(json.dumps({
 OWN_FILES = "dev/nvidia[0-9]*"
 """There is one for each NVIDIA GPU. The others may stand for a GPU that torch is not made for."""
 SHARED_FILES = ("dev/dxg", "dev/kfd")
+MODULE_FILE = "proc/driver/nvidia/version"
+"""It is there where NVIDIA's module is loaded: after a start the device files come with the first use."""
 
 
 def run_command(command: list[str]) -> str | None:
@@ -180,12 +182,13 @@ class VisibleDevices:
 def detect_gpus(env: Mapping[str, str], execute: CommandRunner, root: Path = Path("/")) -> tuple[Gpu, ...]:
     """The visible GPUs. torch is asked only where `root` has a GPU's device file."""
     own = len(list(root.glob(OWN_FILES)))
+    shared = any((root / name).exists() for name in SHARED_FILES)
     hidden = env.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
-    if hidden or not (own or any((root / name).exists() for name in SHARED_FILES)):
+    if hidden or not (own or shared or (root / MODULE_FILE).exists()):
         return ()
     answer = execute([sys.executable, "-c", PROBE]) or '{"failure": "it did not answer", "build": "unknown"}'
     seen = VisibleDevices(**json.loads(answer.splitlines()[-1]))
-    if not seen.devices and (own or "driver" in seen.why_unusable):
+    if not seen.devices and (own or (shared and "driver" in seen.why_unusable)):
         # Only the device files are known. Where none is NVIDIA's own, the GPU may be one that torch is not
         # made for: no GPU then, unless torch complains of its driver.
         return (make_gpu("NVIDIA GPU", 0, (0, 0), [], why_unusable=seen.why_unusable),) * max(1, own)

@@ -198,7 +198,7 @@ OLD_DRIVER = (
 )
 
 
-@pytest.mark.parametrize("file", ["dev/nvidia0", "dev/dxg", "dev/kfd"])
+@pytest.mark.parametrize("file", ["dev/nvidia0", "dev/dxg", "dev/kfd", "proc/driver/nvidia/version"])
 def test_torch_is_asked_where_there_is_a_device_file(tmp_path: Path, file: str) -> None:
     machine = detect.detect(root=fixture(tmp_path, **{file: ""}), env={}, execute=answers(H200))
     assert (machine.kind, machine.gpu.name, machine.gpu.card) == ("cuda", "NVIDIA H200", "h200")
@@ -234,7 +234,10 @@ def test_a_gpu_that_cannot_be_used_is_no_reason_to_train_on_the_cpu(
     assert choose_device(machine, PlanOptions(device="cpu"))[0] == "cpu"
 
 
-@pytest.mark.parametrize(("file", "env"), [("dev/nvidia0", {"CUDA_VISIBLE_DEVICES": ""}), ("dev/dxg", {})])
+@pytest.mark.parametrize(
+    ("file", "env"),
+    [("dev/nvidia0", {"CUDA_VISIBLE_DEVICES": ""}), ("dev/dxg", {}), (detect.MODULE_FILE, {})],
+)
 def test_hidden_gpus_and_those_torch_is_not_made_for_are_none(
     tmp_path: Path, file: str, env: dict[str, str]
 ) -> None:
