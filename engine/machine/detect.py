@@ -180,7 +180,7 @@ class VisibleDevices:
 
 
 def detect_gpus(env: Mapping[str, str], execute: CommandRunner, root: Path = Path("/")) -> tuple[Gpu, ...]:
-    """The visible GPUs. torch is asked only where `root` has a GPU's device file."""
+    """The visible GPUs. torch is asked only where a file of `root` speaks for one."""
     own = len(list(root.glob(OWN_FILES)))
     shared = any((root / name).exists() for name in SHARED_FILES)
     hidden = env.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
