@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from isobatch.core.errors import IsobatchError, TrainingError, UserError
@@ -186,19 +187,17 @@ class Hooks:
     def vote(self, state: Training, step: int) -> list[float]:
         """This rank's votes in the order of `self.votes`."""
         given: dict[str, float] = {}
-        for (_, hook, _), votes in zip(
-            self._asked["vote"], self._ask("vote", state, step, step), strict=True
-        ):
-            if not votes.keys() <= set(hook.votes):
-                undeclared = ", ".join(sorted(votes.keys() - set(hook.votes)))
-                raise TrainingError(f"hook {name_of(hook)} votes {undeclared}, which its `votes` do not name")
+        for hook, votes in self._ask("vote", state, step, step):
+            if undeclared := votes.keys() - set(hook.votes):
+                names = ", ".join(sorted(undeclared))
+                raise TrainingError(f"hook {name_of(hook)} votes {names}, which its `votes` do not name")
             given |= votes
         return list((self._no_votes | given).values())
 
     def gradients(self, state: Training, step: int) -> dict[str, Any]:
-        """StepFigures about whole gradients before they are clipped."""
+        """Figures about whole gradients before they are clipped."""
         figures: dict[str, Any] = {}
-        for found in self._ask("on_gradients", state, step, state, step):
+        for _, found in self._ask("on_gradients", state, step, state, step):
             figures |= found or {}
         return figures
 
@@ -237,15 +236,14 @@ class Hooks:
             self._began = now()
             return set()
         asked: set[Signal] = set()
-        found = self._ask("on_figures", state, figures.step, figures)
-        for (_, hook, _), wanted in zip(self._asked["on_figures"], found, strict=True):
+        for hook, wanted in self._ask("on_figures", state, figures.step, figures):
             if wanted:
                 asked |= _known(hook, wanted)
         return asked
 
     def due(self, state: Training, step: int) -> bool:
         """Whether to pause after this step; the first one always does."""
-        return step == self._first or any(self._ask("due", state, step, step))
+        return step == self._first or any(map(itemgetter(1), self._ask("due", state, step, step)))
 
     def pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:
         """Let every hook do what is due; returns all that was asked for. The step's clock stands still."""
@@ -256,8 +254,10 @@ class Hooks:
         self._began += now() - began
         return asked
 
-    def _ask(self, method: str, state: Training, step: int, *arguments: Any, enter: Any = None) -> list[Any]:
-        """Each hook's answer, outside a pause: a collective in it raises TrainingError.
+    def _ask(
+        self, method: str, state: Training, step: int, *arguments: Any, enter: Any = None
+    ) -> list[tuple[Hook, Any]]:
+        """Each hook with its answer, outside a pause: a collective in it raises TrainingError.
 
         `enter`: called with each answer, as if the hook did it.
         """
@@ -265,9 +265,9 @@ class Hooks:
         for name, hook, ask in self._asked[method]:
             world.barred = name
             try:
-                answers.append(ask(*arguments))
+                answers.append((hook, answer := ask(*arguments)))
                 if enter is not None:
-                    enter(answers[-1])
+                    enter(answer)
             except Exception as error:
                 raise blamed(hook, state, step, error) from error
             finally:

@@ -23,13 +23,13 @@ def run_phase(state: Training, hooks: Hooks, start: int = 0, stop: int | None = 
 
     Returns how it ended. All ranks call this, with the same hooks.
     """
+    last = state.schedule.steps if stop is None else stop
     with hooks.phase(state, start):
         # A resume may find that the phase had stopped early: then it trains nothing.
         if hooks.ended():
             return "early"
-        ending: Ending = "done"
         pending: StepOutput | None = None
-        for batch in state.batches(start, stop):
+        for batch in state.batches(start, last):
             step = batch.work.step + 1
             if batch.left_out:
                 # No weight moves; log rows, evaluations and checkpoints are what they would have been.
@@ -42,18 +42,13 @@ def run_phase(state: Training, hooks: Hooks, start: int = 0, stop: int | None = 
                 output.seconds = hooks.lap()
             # The step before, whose figures have arrived while this one was computed.
             asked, pending = hooks.figures(state, pending), output
-            if asked or hooks.due(state, step):
+            if asked or step == last or hooks.due(state, step):
                 # This step's figures first: what happens in the pause belongs behind them.
-                asked |= hooks.figures(state, pending)
+                asked |= hooks.figures(state, pending) | ({"save"} if step == last else set())
                 pending = None
-                asked = hooks.pause(state, step, asked)
-                if ended := _ending(asked):
-                    ending = ended
-                    break
-        asked = hooks.figures(state, pending)
-        if state.progress.step > start or asked:
-            hooks.pause(state, state.progress.step, asked | {"save"})
-        return ending
+                if ending := _ending(hooks.pause(state, step, asked)):
+                    return ending
+        return "done"
 
 
 def _ending(asked: set[Signal]) -> Ending | None:

@@ -69,8 +69,6 @@ class Binding:
 class StepLayout:
     """What the steps of a phase have in common; the first step finds it out, and all ranks agree on it."""
 
-    votes: tuple[str, ...] = ()
-    """Names of the numbers that each rank adds to the step's one reduction."""
     names: list[str] | None = None
     """Of the losses."""
     recorded_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
