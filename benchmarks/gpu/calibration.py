@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from isobatch.benchmarks.report import Row
 
 QUANTISED = (*COMMAND_LINE, "peft", "bitsandbytes")
-WIDTHS = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+WIDTHS: tuple[str, ...] = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 WIDTHS += ("intermediate_size", "vocab_size")
 
 
