@@ -71,12 +71,7 @@ _ZERO_1 = StrategyTraits(
 """DeepSpeed updates an fp32 copy of the weights in flat partitions."""
 _ZERO_2 = replace(_ZERO_1, tried=True)
 _ZERO_3 = replace(
-    _ZERO_2,
-    shards_weights=True,
-    whole_gradients=False,
-    gathers_half=True,
-    equal_counts=True,
-    compiles=False,
+    _ZERO_2, shards_weights=True, whole_gradients=False, gathers_half=True, equal_counts=True, compiles=False
 )
 STRATEGIES = {
     "single": StrategyTraits(implementation=_REPLICATED, most_processes=1, sees_gradients=True),

@@ -24,12 +24,7 @@ from isobatch.core.recipe import DEMO, SHORT_MODEL_NAMES, TASK_CODE, Recipe
 from isobatch.data.base import Data
 from isobatch.data.streaming.store import is_remote
 from isobatch.engine import consent
-from isobatch.engine.task_files import (
-    is_task_file,
-    load_task_class,
-    misnamed_methods,
-    task_file_hash,
-)
+from isobatch.engine.task_files import is_task_file, load_task_class, misnamed_methods, task_file_hash
 from isobatch.models.base import Task
 from isobatch.models.capabilities import ChangesModel, LeavesUnread, MakesOptimizer
 from isobatch.models.workloads import list_chains, list_workloads

@@ -109,6 +109,12 @@ def check_vocabulary(name: str, embedding_rows: int | None, vocabulary: int, oth
         )
 
 
+def check_length(name: str, most: int | None, length: int) -> None:
+    """Raise UserError if samples may be longer than what the model reads at most, where that is known."""
+    if most is not None and length > most:
+        raise UserError(f"--max-length {length}: {name} reads at most {most} tokens")
+
+
 def check_architecture(name: str, config: Mapping[str, Any], remote_code: bool, revision: str | None) -> None:
     """Raise UserError unless transformers has a causal LM of this model type or its own code may run."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as known_types

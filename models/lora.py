@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.number_ranges import Positive, Probability
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -23,22 +21,6 @@ TAKEN_FOR_EXPERTS = frozenset(
 which sees tokens without their places in a row, by which noise is drawn."""
 PEFT_PREFIX = "base_model.model."
 """What peft's wrapper model puts before the names of a model's parameters."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoRAOptions:
-    """The flags of an adapter's matrices."""
-
-    lora_r: Positive = 8
-    """Rank of the adapter's matrices."""
-    lora_alpha: Positive = 16
-    """The adapter's part is scaled by alpha / r."""
-    lora_dropout: Probability = 0.05
-    """Dropout of what the adapter reads."""
-    lora_targets: str = "auto"
-    """Which matrices get one: names such as query,value; all-linear; auto: those usual for the model."""
-    lora_bias: Literal["none", "all", "lora_only"] = "none"
-    """Which biases train too."""
 
 
 def add_adapter(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from isobatch.core.errors import ExportError, refuse
 from isobatch.core.extras import need
 from isobatch.core.flags import spelling
+from isobatch.core.number_ranges import Positive, Probability
 from isobatch.models import hub, lora
 
 if TYPE_CHECKING:
@@ -32,9 +33,19 @@ LOGIT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AdapterOptions(lora.LoRAOptions):
+class AdapterOptions:
     """The flags of adapters."""
 
+    lora_r: Positive = 8
+    """Rank of the adapter's matrices."""
+    lora_alpha: Positive = 16
+    """The adapter's part is scaled by alpha / r."""
+    lora_dropout: Probability = 0.05
+    """Dropout of what the adapter reads."""
+    lora_targets: str = "auto"
+    """Which matrices get one: names such as query,value; all-linear; auto: those usual for the model."""
+    lora_bias: Literal["none", "all", "lora_only"] = "none"
+    """Which biases train too."""
     adapter: Literal["none", "lora", "qlora", "dora"] = "none"
     """Train few weights beside the model's own, which stay as they are. qlora: lora beside 4-bit weights. By
     default --lr is then 2e-4 and --frozen-dtype bf16; without one, --lr of a loaded model is 5e-5."""
@@ -63,8 +74,9 @@ def check_options(options: Any, pretrained: bool) -> None:
     """
     adapter, bits = options.adapter, options.load_bits
     tables, biases = options.also_train or (), options.lora_bias
-    trains_all, own = adapter == "none", fields(lora.LoRAOptions)
-    given = [spelling(field.name) for field in own if getattr(options, field.name) != field.default]
+    trains_all = adapter == "none"
+    changed = [f.name for f in fields(options) if getattr(options, f.name) != f.default]
+    given = [spelling(name) for name in changed if name.startswith("lora_")]
     refuse(
         {
             f"{', '.join(given)}: means nothing without an adapter: add --adapter lora": trains_all and given,

@@ -1,7 +1,7 @@
 """The workload causal-lm: training a GPT-2 from scratch, or fine-tuning any decoder that transformers opens.
 
 isobatch auto --task causal-lm --data FOLDER --model small
-isobatch auto --task causal-lm --data FOLDER --model openai-community/gpt2 --preset finetune
+isobatch auto --task causal-lm --data FOLDER --model openai-community/gpt2
 isobatch auto --task causal-lm --data FOLDER --model FOLDER --adapter qlora
 """
 
@@ -74,7 +74,7 @@ class CausalLMOptions(adapters.AdapterOptions):
 class CausalLM(Task):
     """Next-token prediction on independent blocks of tokens.
 
-    The defaults suit training from scratch; `--preset finetune` has those for a loaded model.
+    The defaults suit training from scratch, and a loaded model has a lower rate.
 
     Metrics. Blocks are independent and the first token of each is not predicted, as in Hugging Face's
     run_clm; with --stride they overlap, and all tokens but the very first are predicted. `loss` is the mean
@@ -99,16 +99,6 @@ class CausalLM(Task):
     fast: ClassVar = {"max_length": 128, "train_fraction": 0.25, "eval_fraction": 0.25, "min_delta": 0.01}
     """`min_delta` in nats: a perplexity that is 1 % lower."""
     demo: ClassVar = {"model": "tiny", "max_length": 128, "batch_size": 16, "lr": 3e-3}
-    presets: ClassVar = {
-        "finetune": {
-            "model": "openai-community/gpt2",
-            "batch_size": 8,
-            "max_length": 512,
-            "lr": 5e-5,
-            "weight_decay": 0.01,
-            "schedule": "linear",
-        }
-    }
 
     @property
     def model_name(self) -> str:
@@ -119,7 +109,7 @@ class CausalLM(Task):
         """What --adapter and the model imply, and a loaded model's rate."""
         implied = implied_by_model(values, cls.defaults)
         is_loaded = values.get("model", cls.defaults.get("model")) not in PRESETS
-        if is_loaded and "lr" not in cls.defaults and not {"lr", "preset"} & values.keys():
+        if is_loaded and "lr" not in cls.defaults and "lr" not in values:
             implied["lr"] = FINETUNING_LR if values.get("adapter", "none") == "none" else ADAPTER_LR
         return implied
 
@@ -153,11 +143,7 @@ class CausalLM(Task):
         self._check_context(config)
 
     def _check_context(self, config: Mapping[str, Any]) -> None:
-        context = model_sizes.context_length(config)
-        if context is not None and self.recipe.max_length > context:
-            raise UserError(
-                f"--max-length {self.recipe.max_length}: {self.model_name} reads at most {context} tokens"
-            )
+        hub.check_length(self.model_name, model_sizes.context_length(config), self.recipe.max_length)
 
     def _raw_config(self, facts: Facts) -> dict[str, Any]:
         """The model's config.json as a mapping, checked against the tokenizer and the block length."""

@@ -108,9 +108,7 @@ class Classifier(Task):
         if config is None:
             return
         encoders.check_type(name, config)
-        max_tokens = saving.max_input_tokens(config)
-        if max_tokens is not None and length > max_tokens:
-            raise UserError(f"--max-length {length}: {name} reads at most {max_tokens} tokens")
+        hub.check_length(name, saving.max_input_tokens(config), length)
 
     def _initial_config(self) -> dict[str, Any] | None:
         """The config.json of --model, or as much as a preset sets; None if it is not in the cache yet."""

@@ -197,11 +197,7 @@ class Recommender(Task):
         if name in PRESETS:
             return PRESETS[name].config(vocabulary, self.recipe.max_length)
         config = hub.load_config(name, self.recipe.revision)
-        longest = model_sizes.context_length(config)
-        if longest is not None and self.recipe.max_length > longest:
-            raise UserError(
-                f"--max-length {self.recipe.max_length}: --text-model {name} reads at most {longest} tokens"
-            )
+        hub.check_length(name, model_sizes.context_length(config), self.recipe.max_length)
         hub.check_vocabulary(name, config.get("vocab_size"), vocabulary)
         return config
 

@@ -22,7 +22,7 @@ BASE = Recipe(task="causal-lm", options={"generate_tokens": 60})
 OTHER: dict[str, Any] = {
     "task": "classifier",
     "mode": "fast",
-    "preset": "finetune",
+    "preset": "ids",
     "data": "text.txt",
     "format": "jsonl",
     "model": "small",
