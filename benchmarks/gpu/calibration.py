@@ -22,12 +22,8 @@ WIDTHS += ("intermediate_size", "vocab_size")
 
 
 def _config(kind: str, *widths: int, **more: Any) -> dict[str, Any]:
-    return {
-        "model_type": kind,
-        **dict(zip(WIDTHS, widths, strict=False)),
-        "max_position_embeddings": 2048,
-        **more,
-    }
+    sizes = dict(zip(WIDTHS, widths, strict=False))
+    return {"model_type": kind, **sizes, "max_position_embeddings": 2048, **more}
 
 
 GPT2, LLAMA, QWEN = "gpt2-124m", "llama-1b", "qwen2-500m"
