@@ -160,14 +160,11 @@ class Labelled(TokenizedData):
         weights = class_weights(self.options.class_weights, labels, counts)
         if weights is not None:
             found["train"][CLASS_WEIGHT] = weights[found["train"]["label"]]
-        largest = {s: np.bincount(c["label"]).max() / len(c["label"]) for s, c in found.items()}
         extra = {
             **self._tokenizer_facts(tokenizer, special),
             "labels": labels,
             "label_counts": counts.tolist(),
             **({} if weights is None else {"class_weights": weights.tolist()}),
-            # The accuracy of always answering the largest class.
-            "majority": {split: round(float(share), 6) for split, share in largest.items()},
             "notes": notes,
         }
         return found, tokenizer, extra

@@ -111,10 +111,7 @@ def logs(words: Sequence[str]) -> int:
     run, options = open_single_run(words, "runs logs", LogsOptions, runs_code=False)
     log = LogReader(run.folder / "log.txt", sys.stdout)
     if not log.path.exists():
-        seen = look(run.folder)
-        job = f" (job {seen.job.job}: {seen.job})" if seen.job.in_job else ""
-        way = f"and nobody trains it: `resume {run.folder}` does" if seen.is_over else f"yet{job}"
-        print(f"{run.folder} has no log {way}", file=sys.stderr)
+        print(f"{run.folder} has no log yet (it is {look(run.folder).state})", file=sys.stderr)
     log.print_new(options.lines)
     return _follow(run, log) if options.follow else DONE
 

@@ -46,7 +46,6 @@ def test_texts_are_framed_by_special_tokens_and_labels_numbered_by_name(folder: 
     extra = data.prepare(tmp_path / "prepared")
     assert extra["labels"] == ["neg", "pos"]
     assert extra["label_counts"] == [2, 2]
-    assert extra["majority"] == {"train": 0.5, "valid": 0.5}
     source = data.open(tmp_path / "prepared", "train")
     batch = source.fetch(np.array([0, 3]))
     assert batch["label"].tolist() == [1, 0]

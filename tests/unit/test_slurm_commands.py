@@ -174,7 +174,7 @@ def test_all_runs_are_one_question_and_silence_is_said(tmp_path: Path, slurm: Sl
 def test_logs_are_the_last_lines_of_a_runs_own(tmp_path: Path, say: Say) -> None:
     run = make_run(tmp_path / "r")
     for words in ([], ["-f"]):
-        assert "has no log and nobody trains it" in say(one_run.logs, str(run.folder), *words)[2]
+        assert "has no log yet (it is unfinished)" in say(one_run.logs, str(run.folder), *words)[2]
     (run.folder / "log.txt").write_text("one\ntwo\n\x1b[2J\n")
     assert say(one_run.logs, str(run.folder), "--lines", "2")[1] == "two\n\\x1b[2J\n"
     for wrong in (["--lines", "0"], ["--node", "n1"], ["--tail"]):
