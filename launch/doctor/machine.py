@@ -15,7 +15,6 @@ from isobatch.core import hub_cache
 from isobatch.core.measures import format_bytes
 from isobatch.core.package import cache_folder
 from isobatch.engine.machine.detect import detect
-from isobatch.launch.clusters.slurm.client import is_usable, run_slurm
 from isobatch.launch.doctor.check import Check, broken, ok, ok_if, warning
 from isobatch.launch.doctor.probes import Probe, try_out
 from isobatch.launch.local.interfaces import loopback_interface
@@ -28,7 +27,6 @@ if TYPE_CHECKING:
 ROOT = Path("/")
 GB = 10**9
 FULL_BYTES, SCARCE_BYTES, SMALLEST_SHM = GB // 2, 5 * GB, GB
-ASK_SECONDS = 8.0
 PIP = f"{sys.executable} -m pip install"
 REINSTALL = f"{PIP} --force-reinstall"
 NEW_TORCH = f"{PIP} --upgrade torch, with the --index-url that pytorch.org names for this machine"
@@ -79,7 +77,6 @@ def check_machine(out: Path) -> Iterator[Check]:
         yield from check_folder("prepared data", cache_folder(), "ISOBATCH_CACHE")
         reached = hub_cache.is_reachable()
         yield ok("Hub", "answers" if reached else "not reachable (HTTPS_PROXY?): local files serve")
-        yield check_slurm()
         yield from check_gpus(hardware)
         yield from tried
 
@@ -206,18 +203,3 @@ def check_locks(name: str, folder: str, elsewhere: str) -> Check:
     except (OSError, NotImplementedError) as error:
         problem = str(error)
     return broken(f"{name} locks", f"{problem}; two processes could train one run", elsewhere)
-
-
-def check_slurm() -> Check:
-    """Its controller and its nodes. No Slurm is no fault."""
-    if shutil.which("sinfo") is None:
-        return ok("Slurm", "none here")
-    asked = run_slurm("sinfo", "-h", "-N", "-o", "%N %T", seconds=ASK_SECONDS)
-    if asked.no_cluster:
-        return ok("Slurm", "its commands are installed, and no cluster is configured")
-    if asked.code:
-        return broken("Slurm", f"does not answer: {asked.error}", "scontrol ping; systemctl status munge")
-    states = dict(line.split()[:2] for line in asked.out.splitlines() if len(line.split()) > 1)
-    usable = sum(map(is_usable, states.values()))
-    text = f"answers; {usable} of {len(states)} nodes can run jobs"
-    return ok_if(usable > 0, "Slurm", text, "sinfo -R says why; jobs wait until then")

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from isobatch.tests.unit.fake_slurm import Say, Slurm
+    from isobatch.tests.unit.fake_slurm import Say
 
 GB = 10**9
 NO_GPU = Hardware(kind="cpu", cpus=2, ram_bytes=GB)
@@ -118,29 +118,6 @@ def test_a_file_system_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(machine.tempfile, "mkdtemp", refuse(errno.EROFS))
     (check,) = machine.check_folder("runs", tmp_path / "runs", "--out")
     assert ("Read-only" in check.text, check.state) == (True, "broken")
-
-
-SLURM_FAULTS = {
-    "controller": (
-        "echo 'sinfo: error: Unable to contact slurm controller' >&2; exit 1",
-        "broken",
-        "scontrol ping",
-    ),
-    "nodes": ("echo n1 down*; echo n2 drained", "warning", "sinfo -R"),
-}
-
-
-@pytest.mark.parametrize("fault", SLURM_FAULTS)
-def test_faults_of_slurm(fault: str, slurm: Slurm) -> None:
-    lines, state, remedy = SLURM_FAULTS[fault]
-    slurm(sinfo=lines, srun="exit 0")
-    check = machine.check_slurm()
-    assert (check.state, remedy in check.remedy) == (state, True), check
-
-
-def test_slurm_without_a_cluster_is_no_fault(slurm: Slurm) -> None:
-    slurm(sinfo='echo "sinfo: fatal: Could not establish a configuration source" >&2; exit 1')
-    assert machine.check_slurm().state == "ok"
 
 
 def test_a_probe_answers_fails_or_is_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,11 +54,6 @@ class CommandResult:
         late = self.code == 127 and "no answer within" in self.err
         return late or (self.code != 0 and NO_ANSWER in self.err)
 
-    @property
-    def no_cluster(self) -> bool:
-        """Whether Slurm's commands are installed here, and no cluster is."""
-        return self.code != 0 and "configuration source" in self.err
-
 
 def run_slurm(*words: str, seconds: float = TIMEOUT_SECONDS) -> CommandResult:
     """Run one Slurm command, for `seconds` at most; never raises."""
@@ -79,7 +74,7 @@ def job_states(jobs: Sequence[str]) -> dict[str, JobState]:
         return {}
     words = ("squeue", "-h", "-r", "-t", "all", "-O", FIELDS, "-j", ",".join(jobs))
     listed = run_slurm(*words, seconds=SQUEUE_SECONDS)
-    if "Invalid job id" in listed.err or listed.no_cluster:
+    if "Invalid job id" in listed.err or "configuration source" in listed.err:  # no cluster is set up
         return {}
     if listed.code:
         reason = f"Slurm does not answer ({listed.error or 'squeue failed'})"
