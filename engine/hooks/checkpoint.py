@@ -75,7 +75,7 @@ class Checkpoint(Hook):
         self.spared: set[str] = set()
         """Those that were needed when the newest save began."""
         self.saved_step, self._saved_at = -1, now()
-        self._is_whole = False
+        self._is_whole = self._is_reserved = False
         self.writer = CheckpointWriter(state.world, self._is_complete, copy)
 
     @contextlib.contextmanager
@@ -107,6 +107,9 @@ class Checkpoint(Hook):
             self.writer.complete()
         if (asked - {"pause"} or self.due(step)) and self.saved_step != step:
             self._save(state, step)
+        elif not self._is_reserved:
+            self.writer.reserve(state.strategy.collect_state(saved_of(self.others, state, step)[1]))
+        self._is_reserved = True
         return set()
 
     def _save(self, state: Training, step: int) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.atomic_files import rows_in
+from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing.checkpoint import recorded_digest
 from isobatch.engine.runs.ledger import append_step
 from isobatch.engine.runs.log_reader import last_row_before
@@ -153,6 +154,8 @@ def _append(path: Path, row: Mapping[str, Any]) -> bytes:
         line = (json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n").encode()
     except ValueError:
         return atomic_files.append_row(path, row)
+    except TypeError as error:
+        raise TrainingError(f"a figure of a task or a hook is no number, text or list: {error}") from None
     try:
         with path.open("ab") as stream:
             stream.write(line)

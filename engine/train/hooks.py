@@ -15,6 +15,7 @@ from isobatch.core.errors import IsobatchError, TrainingError, UserError
 from isobatch.core.measures import now
 from isobatch.core.strategies import traits_of
 from isobatch.engine.checkpointing.portable_state import cut
+from isobatch.engine.runs.classify_errors import user_code_error
 from isobatch.models.capabilities import SeesGradients
 
 if TYPE_CHECKING:
@@ -129,6 +130,9 @@ class Hooks:
 
     def __init__(self, hooks: Sequence[Hook] = ()) -> None:
         """Raises UserError where two hooks have one name, or one vote."""
+        for hook in hooks:
+            if isinstance(hook.votes, str):
+                raise UserError(f"hook {name_of(hook)}: votes is a text: write votes = ({hook.votes!r},)")
         self.all = tuple(hooks)
         self.votes = tuple(vote for hook in hooks for vote in hook.votes)
         """The layout of the votes."""
@@ -190,7 +194,9 @@ class Hooks:
         for hook, votes in self._ask("vote", state, step, step):
             if undeclared := votes.keys() - set(hook.votes):
                 names = ", ".join(sorted(undeclared))
-                raise TrainingError(f"hook {name_of(hook)} votes {names}, which its `votes` do not name")
+                raise TrainingError(
+                    f"hook {name_of(hook)} votes {names}, which its `votes` do not name: add it there"
+                )
             given |= votes
         return list((self._no_votes | given).values())
 
@@ -303,7 +309,7 @@ def blamed(hook: Hook, state: Training, step: int, error: Exception) -> Exceptio
     """What an error in a hook is for the user; the project's own errors, and its bugs, stay what they are."""
     if isinstance(error, IsobatchError) or _is_ours(hook):
         return error
-    said = f"{type(error).__name__}: {error}"
+    said = user_code_error(error) or f"{type(error).__name__}: {error}"
     return TrainingError(f"hook {name_of(hook)} failed in step {step} of {state.schedule.name}: {said}")
 
 

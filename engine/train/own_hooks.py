@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import sys
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,11 @@ def load_hooks(words: Sequence[str]) -> list[Hook]:
             said = "another hook is called" if name in taken else "no word is"
             raise UserError(f"--hook {word}: {said} {name}: give its class another `name`")
         taken.add(name)
+    methods = [method for method in dir(Hook) if method[0] != "_"]
+    for word, hook in zip(words, found, strict=True):
+        for own in vars(type(hook)).keys() - set(methods):
+            if near := difflib.get_close_matches(own, methods, cutoff=0.85):
+                raise UserError(f"--hook {word}: nothing calls {own}; did you mean {near[0]}?")
     return found
 
 

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 def stop(run: RunOnRank, state: Training) -> None:
     """Write the summary after a request to stop. Raises StopRequestedError. All ranks call this."""
-    summary = _summarize(run, state, "stopped", run.stop.reason, {})
+    signalled = any(run.world.all_gather_objects(run.stop.requested))
+    reason = run.stop.reason if signalled else "a hook asked to stop"
+    summary = _summarize(run, state, "stopped", reason, {})
     if run.world.is_main:
         run.folder.write_summary(summary)
     raise StopRequestedError(
