@@ -76,26 +76,18 @@ class DistilledClassifier(Classifier):
             return str(self.options.teacher)
         return self._model_name if is_classifier(self._model_name, self.recipe.revision) else None
 
-    @property
-    def _teacher_flag(self) -> str:
-        """The flag by which the user chose the teacher, and its value, for messages."""
-        for name in ("teacher", "pruned"):
-            if (given := getattr(self.options, name, None)) is not None:
-                return f"--{name} {given}"
-        return f"--model {self._model_name}"
-
     def check(self) -> None:
         super().check()
-        path, student, flag = self._teacher_path(), self._model_name, self._teacher_flag
+        path, student = self._teacher_path(), self._model_name
         if path is None or (hub.is_id(path) and not Path(path).is_dir() and hub.snapshot(path) is None):
             return
         widths = {hidden_width(config) for config in (self._initial_config(), hub.load_config(path, None))}
         refuse(
             {
-                f"{flag}: has no classification head: train one with `auto --task classifier`": (
+                f"the teacher {path} has no classification head: train one with `auto --task classifier`": (
                     not is_classifier(path, None)
                 ),
-                f"{flag}: its tokenizer is not that of {student}: teacher and student must read the same"
+                f"the teacher {path}: its tokenizer is not that of {student}: both must read the same"
                 " tokens": path != student and _tokenizer_vocabulary(path) != _tokenizer_vocabulary(student),
                 f"--distill-hidden on: {self.teacher_name} and {student} have states of different width: use"
                 " --distill-hidden off": self.options.distill_hidden and len(widths) > 1,
@@ -117,7 +109,7 @@ class DistilledClassifier(Classifier):
             found = [named[k] for k in sorted(named, key=int)]
             if found != list(labels):
                 raise UserError(
-                    f"{self._teacher_flag}: knows the classes {', '.join(found[:8]) or 'LABEL_0, LABEL_1'},"
+                    f"the teacher {path} knows the classes {', '.join(found[:8]) or 'LABEL_0, LABEL_1'},"
                     f" and the data has {', '.join(labels[:8])}: give a classifier trained on this data"
                 )
         return super()._classifier_config(facts)

@@ -122,7 +122,7 @@ class Pruning(DistilledClassifier):
         neurons, most = budget.sizes.neurons, budget.max_sparsity
         refuse(
             {
-                f"{self._teacher_flag}: is pruned already; pruning starts from a dense classifier": (
+                f"{self._model_name} is pruned already; pruning starts from a dense classifier": (
                     encoders.is_pruned(config)
                 ),
                 f"--multiple {options.multiple}: does not divide the {neurons} neurons of a layer": (
