@@ -13,6 +13,8 @@ import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from isobatch.core.errors import UserError
+
 TIMEOUT_SECONDS = 1.5
 TRUE = ("1", "ON", "YES", "TRUE")
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -44,6 +46,16 @@ def is_reachable() -> bool:
     if any(os.environ.get(name, "").upper() in TRUE for name in OFFLINE):
         return False
     return answers(hub_address())
+
+
+def require_hub(what: str) -> None:
+    """Raise UserError, which begins with `what` was asked for, where the hub cannot be reached."""
+    if not is_reachable():
+        raise UserError(
+            f"{what}: there is no such file or folder; as a hub id it is not in the cache {cache_home()}, and"
+            " the hub cannot be reached: give a folder, set HF_HOME to a cache that holds it, or run"
+            " `prepare` on a machine with internet"
+        )
 
 
 def hub_address() -> str:

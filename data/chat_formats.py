@@ -51,8 +51,6 @@ ANSWERS_OF = {
     "human": ("assistant",),
 }
 """Columns of a question -> of its answer; both are texts, or lists of messages as TRL has them."""
-_NAMED_BY_QUESTION = {"prompt": "completion", "question": "answer"}
-"""Pairs of columns whose format is called by the question alone."""
 _BETWEEN = " -> "
 ACCEPTED = (
     "--text-column names that of plain text; conversations are read from `messages` or `conversations`,"
@@ -65,8 +63,8 @@ class SkippedRowError(Exception):
 
 
 def detect_chat_format(columns: Sequence[str]) -> str | None:
-    """The name of the format: the column of messages, `instruction`, the column of questions, alone or with
-    that of answers; None for plain text.
+    """The name of the format: the column of messages, `instruction`, or `question -> answer` of the columns
+    that hold them; None for plain text.
 
     One of Alpaca's two columns is enough, but where there is a `text` column both are needed.
     """
@@ -81,7 +79,7 @@ def detect_chat_format(columns: Sequence[str]) -> str | None:
     if "instruction" in columns:
         return "instruction"
     asked = (
-        name if _NAMED_BY_QUESTION.get(name) == answer else f"{name}{_BETWEEN}{answer}"
+        f"{name}{_BETWEEN}{answer}"
         for name, answers in ANSWERS_OF.items()
         for answer in answers
         if {name, answer} <= {*columns}
@@ -94,7 +92,7 @@ def main_columns(row: Mapping[str, Any], chat_format: str) -> tuple[str, ...]:
     question, _, answer = chat_format.partition(_BETWEEN)
     if chat_format == "instruction":
         answer = next((name for name in ALPACA_ANSWERS if name in row), "output")
-    return tuple(filter(None, (question, answer or _NAMED_BY_QUESTION.get(question))))
+    return (question, answer) if answer else (question,)
 
 
 def parse_messages(row: Mapping[str, Any], where: str, chat_format: str) -> list[Message]:
@@ -104,7 +102,6 @@ def parse_messages(row: Mapping[str, Any], where: str, chat_format: str) -> list
     """
     main = main_columns(row, chat_format)
     messages = with_fields(row, _parse_columns(row, main, where), main)
-    require_history(row, main)
     require_answers(messages)
     if chat_format == "instruction" and not any(map(asks_something, messages[-2:-1])):
         raise SkippedRowError("an empty instruction")
@@ -123,12 +120,6 @@ def parse_question(row: Mapping[str, Any], where: str, chat_format: str) -> list
     if not any(map(asks_something, messages[-1:])):
         raise UserError(f"{where}: asks nothing: its last message must be a question")
     return messages
-
-
-def require_history(row: Mapping[str, Any], main: Sequence[str]) -> None:
-    """Raise SkippedRowError where an answer in the history of a row is empty."""
-    if any(not m["content"].strip() for m in history_beside(row, main) if m["role"] == "assistant"):
-        raise SkippedRowError(f"an empty answer in `{HISTORY}`")
 
 
 def require_answers(messages: Sequence[Message]) -> None:
@@ -184,22 +175,21 @@ def with_fields(row: Mapping[str, Any], messages: Sequence[Message], main: Seque
 
 def _parse_columns(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[Message]:
     """The messages in the columns of a question and its answer, or in one that holds both."""
-    parts = zip(columns, ROLES[1:], strict=False)
-    return [message for name, role in parts for message in _parse_part(row, name, role, where)]
+    messages: list[Message] = []
+    for name, role in zip(columns, ROLES[1:], strict=False):
+        found = read_column(row, name, where)
+        messages += [{"role": role, "content": found}] if isinstance(found, str) else found
+    return messages
 
 
-def _parse_part(row: Mapping[str, Any], name: str, role: str, where: str) -> list[Message]:
-    """The messages in a column of questions or answers; a text is one message of this role."""
-    if isinstance(row.get(name), list | Mapping) or name in CHAT_COLUMNS:
+def read_column(row: Mapping[str, Any], name: str, where: str) -> str | list[Message]:
+    """The text in a column, or its messages. Raises UserError for what is neither."""
+    value = require_field(row, name, where)
+    if isinstance(value, list | Mapping) or name in CHAT_COLUMNS:
         return parse_message_list(row, name, where)
-    return [{"role": role, "content": _text_field(row, name, where)}]
-
-
-def _text_field(row: Mapping[str, Any], name: str, where: str) -> str:
-    text = require_field(row, name, where)
-    if not isinstance(text, str | None):
-        raise UserError(f"{where}: {name} holds {type(text).__name__}, not text")
-    return text or ""
+    if not isinstance(value, str | None):
+        raise UserError(f"{where}: {name} holds {type(value).__name__}, not text or a list of messages")
+    return value or ""
 
 
 def require_field(row: Mapping[str, Any], name: str, where: str) -> Any:

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 CLEANING_VERSION = 2
 """Part of the cache key: raise it when the same texts come out differently."""
-SAMPLE_CHARACTERS = 60
-"""Most characters of a text that a note shows."""
 MAX_BLOCK_CHARACTERS = 1 << 20
 """A script, style or comment that is not closed within so many characters is kept as text."""
 
@@ -60,7 +58,7 @@ def to_text(text: str, line_break: str = "\n") -> str:
     """The text that a browser would show; `line_break` is written where an element ends a line."""
     found = text
     if "<" in text:
-        found = _TAG.sub(_replace_tag, _DECLARATION.sub("", _split_blocks(text)[0]))
+        found = _TAG.sub(_replace_tag, _DECLARATION.sub("", _without_blocks(text)))
         if _LINE_BREAK in found:  # no empty lines, and single spaces between words
             lines = (" ".join(line.split()) for line in found.replace("\n", _LINE_BREAK).split(_LINE_BREAK))
             found = line_break.join(filter(None, lines))
@@ -72,33 +70,32 @@ def _replace_tag(tag: re.Match[str]) -> str:
     return tag[0] if name not in _ELEMENTS else _LINE_BREAK if name in _BLOCK_ELEMENTS else ""
 
 
-def remove_blocks(chunks: Iterable[str]) -> Iterator[tuple[str, list[str]]]:
-    """Yield (text without scripts, styles and comments; those that were removed) for chunks of a stream.
+def remove_blocks(chunks: Iterable[str]) -> Iterator[str]:
+    """Yield the chunks of a stream without HTML scripts, styles and comments, which may span lines.
 
     A block that is still open at the end of a chunk is kept back until the next.
     """
     pending = ""
     for chunk in chunks:
-        text, blocks = _split_blocks(pending + chunk)
-        pending = ""
+        text, pending = _without_blocks(pending + chunk), ""
         unclosed = _REMOVED_START.search(text)
         if unclosed is not None and len(text) - unclosed.start() < MAX_BLOCK_CHARACTERS:
             # Keep back its whole line, so that the lines that are yielded are whole.
             start = text.rfind("\n", 0, unclosed.start()) + 1
             text, pending = text[:start], text[start:]
-        yield text, blocks
+        yield text
     if pending:
-        yield pending, []
+        yield pending
 
 
-def _split_blocks(text: str) -> tuple[str, list[str]]:
-    """(the text without scripts, styles and comments that are closed; those).
+def _without_blocks(text: str) -> str:
+    """The text without scripts, styles and comments that are closed.
 
     A closing tag that was searched for in vain is not searched for again, so that the time stays linear.
     """
     if "<" not in text:
-        return text, []
-    kept, blocks, position, unclosed = [], [], 0, set()
+        return text
+    kept, position, unclosed = [], 0, set()
     for opening in _REMOVED_START.finditer(text):
         kind = (opening[1] or opening[2]).lower()
         if opening.start() >= position and kind not in unclosed:
@@ -107,9 +104,8 @@ def _split_blocks(text: str) -> tuple[str, list[str]]:
                 unclosed.add(kind)
             else:
                 kept.append(text[position : opening.start()])
-                blocks.append(text[opening.start() : closing.end()])
                 position = closing.end()
-    return "".join([*kept, text[position:]]), blocks
+    return "".join([*kept, text[position:]])
 
 
 # The zero-width joiners matter between letters of Persian or Hindi and in emoji; after Latin letters and
@@ -184,8 +180,6 @@ class CleaningPipeline:
         self.steps, self.unit = {step.name: step for step in steps}, unit
         self.seen, self.affected = Counter[str](), Counter[str]()
         """Step -> texts that it saw, that it changed or dropped."""
-        self.samples: dict[str, str] = {}
-        """Step -> an excerpt of the first of those."""
 
     def transforms_only(self) -> CleaningPipeline:
         """A pipeline without the steps that drop texts, with its own counts; for training a tokenizer."""
@@ -206,7 +200,7 @@ class CleaningPipeline:
         """
         is_kept = self._filter(())
         dropped = False
-        for chunk in self._without_blocks(chunks) if "html" in self.steps else chunks:
+        for chunk in remove_blocks(chunks) if "html" in self.steps else chunks:
             kept = []
             for line in re.findall("[^\n]*\n|[^\n]+", chunk):
                 if line.isspace():
@@ -244,25 +238,15 @@ class CleaningPipeline:
         for name, transform in TRANSFORMS.items():
             if name in self.steps:
                 changed = transform(text, line_break)
-                self._count(name, text, changed != text)
+                self._count(name, changed != text)
                 text = changed
         return text
 
-    def _count(self, step: str, text: str, is_affected: bool) -> bool:
+    def _count(self, step: str, is_affected: bool) -> bool:
         """Whether a step changed or dropped a text, which is counted."""
         self.seen[step] += 1
-        if is_affected:
-            self.affected[step] += 1
-            self.samples.setdefault(step, _excerpt(text))
+        self.affected[step] += is_affected
         return is_affected
-
-    def _without_blocks(self, chunks: Iterable[str]) -> Iterator[str]:
-        """The chunks of a stream without HTML scripts, styles and comments, which may span lines."""
-        for chunk, blocks in remove_blocks(chunks):
-            for block in blocks:
-                self.affected["html"] += 1
-                self.samples.setdefault("html", _excerpt(block))
-            yield chunk
 
     def _filter(self, known: Iterable[str], has_short: bool = True) -> Callable[[str], bool]:
         """A function that says whether a text is kept; to be called once for each text of a split.
@@ -274,12 +258,12 @@ class CleaningPipeline:
         seen = set(map(_hash, known)) if "duplicates" in self.steps else None
 
         def is_kept(text: str) -> bool:
-            if most_words and self._count("short", text, count_words(text) <= most_words):
+            if most_words and self._count("short", count_words(text) <= most_words):
                 return False
             if seen is None:
                 return True
             key = _hash(text)
-            is_known = self._count("duplicates", text, key in seen)
+            is_known = self._count("duplicates", key in seen)
             seen.add(key)
             return not is_known
 
@@ -287,17 +271,11 @@ class CleaningPipeline:
 
     def notes(self) -> Iterator[str]:
         """What each step did, one line each."""
-        chats = self.unit == "conversations"
         for name, step in self.steps.items():
-            unit = "fields" if chats and name in TRANSFORMS else self.unit
-            effect = f"{unit} {'changed' if name in TRANSFORMS else 'dropped'}"
-            if chats and name == "short":
-                yield f"clean {step}: does not apply to conversations"
-            elif not self.affected[name]:
-                yield f"clean {step}: nothing to do in {self.seen[name]:,} {unit}"
-            else:
-                counts = f"{self.affected[name]:,} of {self.seen[name]:,}"
-                yield f"clean {step}: {counts} {effect}, such as {self.samples[name]}"
+            changes = name in TRANSFORMS
+            unit = "fields" if changes and self.unit == "conversations" else self.unit
+            counts = f"{self.affected[name]:,} of {self.seen[name]:,}"
+            yield f"clean {step}: {counts} {unit} {'changed' if changes else 'dropped'}"
 
 
 def _hash(text: str) -> int:
@@ -307,10 +285,3 @@ def _hash(text: str) -> int:
 def _whole(messages: list[Message]) -> str:
     """All that is said in a conversation."""
     return "\n".join(v for m in messages for k, v in m.items() if k != "role" and v)
-
-
-def _excerpt(text: str) -> str:
-    """The beginning on one line; characters that are not printable are written as their code."""
-    beginning = text[:SAMPLE_CHARACTERS].replace("\n", " ")
-    shown = "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in beginning)
-    return f"«{shown.strip()}{'…' if len(text) > SAMPLE_CHARACTERS else ''}»"

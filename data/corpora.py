@@ -30,12 +30,8 @@ def require_dataset(name: str) -> None:
     """Raise UserError unless the data set `name` is in a cache, or the hub can be reached."""
     if not hub_cache.is_id(name):
         raise UserError(f"--data {name}: there is no such file or folder")
-    if not is_cached_dataset(name) and not hub_cache.is_reachable():
-        raise UserError(
-            f"--data {name}: there is no such file or folder; as a hub id it is not in the cache"
-            f" {hub_cache.cache_home()}, and the hub cannot be reached: give a folder, set HF_HOME to a cache"
-            " that holds it, or run `prepare` on a machine with internet"
-        )
+    if not is_cached_dataset(name):
+        hub_cache.require_hub(f"--data {name}")
 
 
 def is_cached_dataset(name: str) -> bool:
@@ -182,9 +178,19 @@ class Corpus:
     """Of rows the column of the texts, where they are read as such."""
 
 
-def overlap_notes(split: str, same: int, count: int) -> list[str]:
-    """A note of held-out rows that are in train as well; nothing where there are none."""
-    return [f"{split}: {same:,} of {count:,} rows are in train too"] if same else []
+class TrainingRows:
+    """What the training rows are, by hashes: rows of the other splits that are among them are noted."""
+
+    def __init__(self) -> None:
+        self.hashes = np.empty(0, np.uint64)
+
+    def compare(self, split: str, hashes: np.ndarray) -> list[str]:
+        """A note of held-out rows (n,) that are in train too, if any are; those of `train` come first."""
+        if split == "train":
+            self.hashes = np.unique(hashes)
+            return []
+        same = int(np.isin(hashes, self.hashes).sum())
+        return [f"{split}: {same:,} of {len(hashes):,} rows are in train too"] if same else []
 
 
 def demo_files() -> list[Path]:
@@ -259,6 +265,13 @@ def hub_splits(name: str, config: str | None) -> dict[str, Any]:
     if "train" not in splits:
         raise UserError(f"--data {name}: has no train split; it has: {', '.join(found)}")
     return splits
+
+
+def open_rows(
+    name: str, files: dict[str, SplitFiles], config: str | None, share: float | None = None
+) -> Corpus:
+    """The rows of these files, else those of the hub data set `name`; `share` as of `corpus_from_files`."""
+    return rows_from_files(files, share) if files else rows_from_hub(name, config, share)
 
 
 def rows_from_hub(name: str, config: str | None, share: float | None = None) -> Corpus:

@@ -40,11 +40,6 @@ FORMATS |= {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": 
 FORMATS |= dict.fromkeys(delimited.ATOMIC, "tsv")
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 GZIP = ".gz"
-_WIDE = (
-    *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")),
-    *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16")),
-)
-"""Byte order marks and what they say; the shorter ones are beginnings of the longer."""
 SPLITS = {"train": "train", "training": "train", "valid": "valid", "validation": "valid", "val": "valid"}
 SPLITS |= {"dev": "valid", "test": "test"}
 LocatedRows = Iterable[tuple[str, Mapping[str, Any]]]
@@ -233,36 +228,25 @@ def text_cell(row: Mapping[str, Any], column: str, where: str, flag: str = "--te
     return text or ""
 
 
-def wide_encoding(file: Path) -> str | None:
-    """utf-16 or utf-32, if the file's byte order mark says so."""
+def is_utf16(file: Path) -> bool:
+    """Whether the file's byte order mark says so."""
     with file.open("rb") as stream:
-        head = stream.read(4)
-    return next((name for mark, name in _WIDE if head.startswith(mark)), None)
+        return stream.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 
 
 def open_utf8(file: Path) -> io.BufferedReader:
-    """A file's bytes in UTF-8; converted in memory from UTF-16, UTF-32, gzip, or where lines end with CR.
-
-    Raises UserError.
-    """
+    """A file's bytes in UTF-8; converted in memory from UTF-16 or gzip. Raises UserError."""
     if file.suffix.lower() == GZIP:
         try:
             return io.BufferedReader(io.BytesIO(gzip.decompress(file.read_bytes())))
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise UserError(f"{file}: is no whole gzip file: {error}: fetch it again") from None
-    encoding = wide_encoding(file)
-    if encoding is None:
-        stream = file.open("rb")
-        head = stream.peek(1)
-        if b"\r" in head and b"\n" not in head and FORMATS.get(_ending(file)) in DELIMITERS:
-            with stream:  # as the first Macintoshes ended lines, and Excel can
-                content = stream.read().replace(b"\r\n", b"\n").replace(b"\r", b"\n")
-            return io.BufferedReader(io.BytesIO(content))
-        return stream
+    if not is_utf16(file):
+        return file.open("rb")
     try:
-        return io.BufferedReader(io.BytesIO(file.read_bytes().decode(encoding).encode()))
+        return io.BufferedReader(io.BytesIO(file.read_bytes().decode("utf-16").encode()))
     except UnicodeError as error:
-        raise UserError(f"{file}: is not whole {encoding}, as its first bytes say it is: {error}") from None
+        raise UserError(f"{file}: is not whole UTF-16, as its first bytes say it is: {error}") from None
 
 
 def _read_stream(file: Path, start: int, stop: int | None) -> Iterator[str]:

@@ -97,12 +97,8 @@ def _hub_source(flag: str, name: str, revision: str | None) -> TokenizerSource:
     if folder := hub_cache.snapshot("models", name, revision):
         if _existing_files(folder):
             return TokenizerSource(path=folder)
-    elif not hub_cache.is_reachable():
-        raise UserError(
-            f"{flag} {name}: no such folder, not in the cache {hub_cache.cache_home()}, and the hub cannot be"
-            " reached: give a folder, set HF_HOME to a cache that holds it, or run `prepare` on a machine"
-            " with internet"
-        )
+    else:
+        hub_cache.require_hub(f"{flag} {name}")
     return TokenizerSource(hub_id=name, revision=revision)
 
 

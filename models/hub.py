@@ -45,22 +45,13 @@ def snapshot(name: str, revision: str | None = None) -> Path | None:
 def require_available(name: str, revision: str | None, flag: str = "--model") -> None:
     """Raise UserError unless the model is in the cache or the hub can be reached."""
     if snapshot(name, revision) is None:
-        _require_hub(name, flag)
-
-
-def _require_hub(name: str, flag: str) -> None:
-    if not hub_cache.is_reachable():
-        raise UserError(
-            f"{flag} {name}: there is no such folder; as a hub id it is not whole in the cache"
-            f" {hub_cache.cache_home()}, and the hub cannot be reached: give a folder, set HF_HOME to a"
-            " cache that holds it, or run `prepare` on a machine with internet"
-        )
+        hub_cache.require_hub(f"{flag} {name}")
 
 
 @contextlib.contextmanager
 def _asking_the_hub(name: str, revision: str | None, flag: str) -> Iterator[None]:
     """Raise UserError where the hub cannot be reached, or refuses what is asked of it inside."""
-    _require_hub(name, flag)
+    hub_cache.require_hub(f"{flag} {name}")
     try:
         yield
     except Exception as error:  # network, missing repository, gated: all are one line to the user

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.data import readers
-from isobatch.data.readers import numbers_in, open_utf8, read_lines, shape_of, wide_encoding
+from isobatch.data.readers import is_utf16, numbers_in, open_utf8, read_lines, shape_of
 from isobatch.data.tables import delimited
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def delimited_table(
         parse = arrow.ParseOptions(delimiter=delimiter, quote_char='"' if delimiter in ",;|" else False)
         message = ""
         for options.use_threads in (True, False):  # pyarrow names the row of an error only on a single thread
-            source = open_utf8(file) if wide_encoding(file) else file
+            source = open_utf8(file) if is_utf16(file) else file
             try:
                 table = arrow.read_csv(source, options, parse, convert)
             except UnicodeDecodeError:

@@ -13,7 +13,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import AboveZero, HeldOutShare
 from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import WEIGHT, Ragged
-from isobatch.data.corpora import DEMO, overlap_notes
+from isobatch.data.corpora import DEMO, TrainingRows
 from isobatch.data.labelled.rows import (
     ColumnNames,
     Example,
@@ -27,8 +27,7 @@ from isobatch.data.labelled.rows import (
     held_out_rows,
     read_examples,
 )
-from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, encode_in_shards
-from isobatch.data.preparation.spooled_array import SpooledColumns
+from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, encode_whole
 from isobatch.data.tokenized import TokenizedData
 
 if TYPE_CHECKING:
@@ -192,9 +191,9 @@ class Labelled(TokenizedData):
                 " its own validation is a share of the training rows)"
             )
         notes += drop_unlabelled_test(classes)
-        for split, found in classes.items():
-            if split != "train":
-                notes += overlap_notes(split, found.shared_with(classes["train"]), len(found))
+        known = TrainingRows()
+        for split in sorted(classes, key=lambda split: split != "train"):
+            notes += known.compare(split, classes[split].hashes)
         return classes, notes
 
     def _rows_per_split(self) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
@@ -222,10 +221,7 @@ class Labelled(TokenizedData):
     ) -> tuple[dict[str, Ragged], int]:
         """(`tokens`, and `types` of pairs; the rows of which something is cut off)."""
         texts = (json.dumps([e.text, e.pair]) if encoder.pairs else e.text for e in examples)
-        spooled, cut = SpooledColumns(self.workshop.folder), 0
-        for shard in encode_in_shards(encoder, split, texts, self.workshop):
-            spooled.add(shard.arrays)
-            cut += shard.facts["cut"]
-        found = spooled.arrays()
+        found, facts = encode_whole(encoder, split, texts, self.workshop)
         lengths = found.pop("lengths")
-        return {n: Ragged.of_lengths(v, lengths, pad if n == "tokens" else 0) for n, v in found.items()}, cut
+        columns = {n: Ragged.of_lengths(v, lengths, pad * (n == "tokens")) for n, v in found.items()}
+        return columns, sum(one["cut"] for one in facts)

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
     from isobatch.data.readers import LocatedRows
 
-MAX_TEXT_CHARACTERS = 1_000_000
 TEXT_COLUMNS = (
     *("sentence", "text", "sentence1", "premise", "question1", "question"),
     *("content", "comment", "review", "message", "tweet", "body", "feedback", "description"),
@@ -62,13 +61,12 @@ def find_columns(data: str, available: Sequence[str], options: Any) -> ColumnNam
     for flag, asked in {"--text-column": text, "--pair-column": pair, "--label-column": label}.items():
         if asked is not None:
             readers.require_name(asked, available, data, flag)
-    found = text or _usual(TEXT_COLUMNS, available), label or _usual(LABEL_COLUMNS, available)
-    flags = ("--text-column", "--label-column")
-    if missing := [flag for flag, name in zip(flags, found, strict=True) if name is None]:
-        question = "which column? {} says" if len(missing) == 1 else "which columns? {} say"
-        asked, has = question.format(" and ".join(missing)), readers.name_columns(available)
-        raise UserError(f"--data {data}: {asked}; it has: {has}")
-    texts, classes = map(str, found)
+    texts, classes = text or _usual(TEXT_COLUMNS, available), label or _usual(LABEL_COLUMNS, available)
+    if texts is None or classes is None:
+        flags = " and ".join(["--text-column"] * (texts is None) + ["--label-column"] * (classes is None))
+        raise UserError(
+            f"--data {data}: which column? give {flags}; it has: {readers.name_columns(available)}"
+        )
     if pair is None and PAIR_COLUMNS.get(texts) in available:
         pair = PAIR_COLUMNS[texts]
     return ColumnNames(texts, pair, classes)
@@ -92,11 +90,6 @@ def _text_field(row: Mapping[str, Any], column: str, where: str, flag: str) -> s
     text = readers.text_cell(row, column, where, flag)
     if not text.strip():
         raise UserError(f"{where}: {column} is empty: leave the row out, or choose another {flag}")
-    if len(text) > MAX_TEXT_CHARACTERS:
-        raise UserError(
-            f"{where}: {column} has {len(text):,} characters: a quote that is never closed swallows all rows"
-            " behind it; mend it, or shorten the text"
-        )
     return text
 
 
@@ -211,10 +204,6 @@ class SplitClasses:
         of = np.array([number.get(label or "", -1) for label in self.labels], np.int64)
         found: np.ndarray = of[self.codes]
         return found
-
-    def shared_with(self, other: SplitClasses) -> int:
-        """Rows whose text the other split has too."""
-        return int(np.isin(self.hashes, other.hashes).sum())
 
 
 def held_out_rows(classes: SplitClasses, share: float) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from isobatch.core.number_ranges import HeldOutShare
 from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import ArraySource, Column, Ragged
 from isobatch.data.chat_formats import SkippedRowError
-from isobatch.data.corpora import DEMO, Corpus, overlap_notes
+from isobatch.data.corpora import DEMO, Corpus, TrainingRows
 from isobatch.data.preferences import pairs
+from isobatch.data.preparation.encoding import text_hash
 from isobatch.data.text import chat_templates
 from isobatch.data.text.chat_templates import VERBATIM
 from isobatch.data.text.conversations import (
@@ -184,7 +186,7 @@ class Preferences(TokenizedData):
         columns = {split: encoder.encode(split, rows) for split in order}
         extra = {
             **self._tokenizer_facts(tokenizer, special),
-            "template": template.to_dict(),
+            "template": dataclasses.asdict(template),
             "prompts": encoder.shown,
             "notes": [*rows.notes, *encoder.notes, *encoder.total.field_notes()],
         }
@@ -194,9 +196,7 @@ class Preferences(TokenizedData):
         if self.recipe.data == DEMO:
             return demo_pairs()
         share = corpora.share_of(self.options.valid)
-        if files := self._files():
-            return corpora.rows_from_files(files, share)
-        rows = corpora.rows_from_hub(self.recipe.data, self.options.data_config, share)
+        rows = corpora.open_rows(self.recipe.data, self._files(), self.options.data_config, share)
         pairs.require_columns(rows.columns, f"--data {self.recipe.data}")
         return rows
 
@@ -209,8 +209,7 @@ class Preferences(TokenizedData):
 
     def _texts(self, rows: Corpus, first: Mapping[str, Any]) -> Iterator[str]:
         """The texts that a tokenizer is trained on."""
-        name, default = self._template_names(first)
-        template = chat_templates.tokenizer_training_template(default if name == "auto" else name)
+        template = chat_templates.tokenizer_training_template(*self._template_names(first))
         for pair in render_rows(rows, "train", template, RowCounts()):
             yield from (segment.text for segment in sum(pair.answers, pair.prompt))
 
@@ -265,12 +264,11 @@ class PairEncoder:
         self.shown: list[list[str]] = []
         """[prompt, chosen answer] of the first validation pairs, to be answered by the trained model."""
         self.total = RowCounts()
-        self._known: set[int] = set()
-        """Hashes of the training pairs."""
+        self._known = TrainingRows()
 
     def encode(self, split: str, rows: Corpus) -> dict[str, Column]:
         """The columns of a split. Raises UserError where no pair is left to learn from."""
-        counts, in_train = RowCounts(), 0
+        counts, hashes = RowCounts(), []
         kept: list[tuple[TokenRow, TokenRow]] = []
         for texts, (pair, cuts) in self._pairs(render_rows(rows, split, self.template, counts)):
             if np.array_equal(pair[0].tokens, pair[1].tokens):
@@ -281,12 +279,10 @@ class PairEncoder:
             if split == "valid" and len(self.shown) < SHOWN_PROMPTS and not cuts:
                 prompt = "".join(segment.text for segment in texts.prompt)
                 self.shown.append([prompt, texts.answers[0][0].text.strip()])
-            found = hash(tuple(row.tokens.tobytes() for row in pair))
-            in_train += split != "train" and found in self._known
-            self._known |= {found} if split == "train" else set()
+            hashes.append(text_hash(b"".join(row.tokens.tobytes() for row in pair)))
         self.total.update(counts)
         notes = [*counts.notes(split, self.settings.max_length)]
-        self.notes += [*notes, *overlap_notes(split, in_train, counts["rows"])]
+        self.notes += [*notes, *self._known.compare(split, np.array(hashes, np.uint64))]
         if not kept:
             reasons = "".join(f"; {note}" for note in notes)
             raise UserError(f"--data {self.name}: the {split} split has no pair to learn from{reasons}")

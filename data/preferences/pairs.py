@@ -7,14 +7,16 @@ have in common is the prompt.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.data import chat_formats
-from isobatch.data.chat_formats import Message, SkippedRowError, key_names, parse_message_list
+from isobatch.data.chat_formats import Message, SkippedRowError, key_names, read_column
 from isobatch.data.text import row_fields
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
 PROMPT_COLUMNS = (PROMPT, "instruction", "question", "query", *chat_formats.CHAT_COLUMNS, "input")
@@ -37,9 +39,9 @@ def parse_pair(row: Mapping[str, Any], where: str) -> PreferencePair:
     Raises UserError for a row of another shape, SkippedRowError for one with nothing to prefer.
     """
     row_fields.check_fields(row, where)
-    chosen, rejected = _turns(row, CHOSEN, where), _turns(row, REJECTED, where)
+    chosen, rejected = read_column(row, CHOSEN, where), read_column(row, REJECTED, where)
     column = _prompt_column(row)
-    prompt = _turns(row, column, where) if column else None
+    prompt = read_column(row, column, where) if column else None
     if isinstance(prompt, list):
         prompt = prompt[: len(prompt) - len(_answers_behind(row, prompt))]
     if isinstance(chosen, str) and isinstance(rejected, str):
@@ -49,8 +51,9 @@ def parse_pair(row: Mapping[str, Any], where: str) -> PreferencePair:
     else:
         raise UserError(f"{where}: {CHOSEN} and {REJECTED} must both be text, or both lists of messages")
     _require_preference(pair)
-    chat_formats.require_history(row, main_columns(row))
-    row_fields.require_text_only(pair.prompt, where)
+    earlier = chat_formats.history_beside(row, main_columns(row))
+    if any(m["role"] == "assistant" and not m["content"].strip() for m in earlier):
+        raise SkippedRowError("an empty answer")
     if not holds_whole_texts(row):
         pair = pair._replace(prompt=chat_formats.with_fields(row, pair.prompt, main_columns(row)))
     if not any(map(chat_formats.asks_something, pair.prompt)):
@@ -111,15 +114,6 @@ def require_columns(names: Sequence[str], where: str) -> None:
                 f"{where}: has no column {column}{hint}; it has: {', '.join(names[:20]) or 'nothing'}"
                 + "; --task causal-lm is for single answers" * (single and not refused)
             )
-
-
-def _turns(row: Mapping[str, Any], column: str, where: str) -> Turns:
-    value = chat_formats.require_field(row, column, where)
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list | Mapping):
-        raise UserError(f"{where}: {column} holds {type(value).__name__}, not text or a list of messages")
-    return parse_message_list(row, column, where)
 
 
 def _pair_of_texts(prompt: Turns | None, chosen: str, rejected: str) -> PreferencePair:

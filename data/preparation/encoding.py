@@ -28,6 +28,7 @@ import numpy as np
 
 from isobatch.core.errors import TrainingError
 from isobatch.data.preparation.progress import position
+from isobatch.data.preparation.spooled_array import SpooledColumns
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
@@ -134,6 +135,17 @@ def encode_in_shards(
         for shard in shards:
             yield shard
             position.show(f"tokenizing {name}")
+
+
+def encode_whole(
+    encoder: ShardEncoder, name: str, texts: Iterable[str], workshop: Workshop
+) -> tuple[dict[str, np.ndarray], list[Mapping[str, Any]]]:
+    """(the arrays of all shards end to end, on disk; the facts of each). Raises UserError."""
+    spooled, facts = SpooledColumns(workshop.folder), []
+    for shard in encode_in_shards(encoder, name, texts, workshop):
+        spooled.add(shard.arrays)
+        facts.append(shard.facts)
+    return spooled.arrays(), facts
 
 
 def batches(texts: Iterable[str]) -> Iterator[list[str]]:

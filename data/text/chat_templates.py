@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.data import tokenizers
@@ -216,15 +216,6 @@ class ChatTemplate:
                 f" choose --template {CHOICES}"
             ) from None
 
-    def to_dict(self) -> dict[str, Any]:
-        """The fields as a JSON object."""
-        return {**dataclasses.asdict(self), "tokens": dict(self.tokens)}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ChatTemplate:
-        """The template that `to_dict` wrote."""
-        return cls(**values)
-
 
 def _is_in(part: str, text: str) -> bool:
     """Whether a text holds another, white space aside."""
@@ -300,8 +291,9 @@ def choose_template(
     return ChatTemplate(name, text, end, tokenizer.token_to_id(end) or 0, end, tokens)
 
 
-def tokenizer_training_template(name: str) -> ChatTemplate:
+def tokenizer_training_template(name: str, default: str) -> ChatTemplate:
     """A built-in template without special tokens, for the texts that a tokenizer is trained on."""
+    name = default if name == "auto" else name
     text = BUILT_IN[name].replace("{{ BEGIN }}", "").replace("{{ END }}", "")
     return ChatTemplate(name, text, "", 0, tokens={"eos_token": ""})
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -17,9 +18,8 @@ from isobatch.data import chat_formats
 from isobatch.data.base import Column, NoSamplesError, Ragged
 from isobatch.data.chat_formats import Message, SkippedRowError
 from isobatch.data.cleaning import CleaningPipeline, CleaningStep
-from isobatch.data.corpora import overlap_notes
-from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, encode_in_shards, text_hash
-from isobatch.data.preparation.spooled_array import SpooledColumns
+from isobatch.data.corpora import TrainingRows
+from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, encode_whole, text_hash
 from isobatch.data.readers import LocatedRows
 from isobatch.data.text import chat_templates, row_fields
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
@@ -243,7 +243,7 @@ class Conversations:
     """Of all splits."""
     most_turns: int = 0
     """Answers of the longest training conversation."""
-    known: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
+    known: TrainingRows = field(default_factory=TrainingRows)
     """Hashes of the training rows' tokens."""
     prompts: list[list[str]] = field(default_factory=list)
     """[prompt, answer] of the first validation conversations that are not truncated."""
@@ -268,9 +268,7 @@ class Conversations:
 
     def texts(self) -> Iterator[str]:
         """The texts that a tokenizer is trained on."""
-        template = chat_templates.tokenizer_training_template(
-            self.default_template if self.template_name == "auto" else self.template_name
-        )
+        template = chat_templates.tokenizer_training_template(self.template_name, self.default_template)
         cleaning = self.cleaning.transforms_only()
         for where, messages in self._messages("train", RowCounts(), cleaning):
             yield from (segment.text for segment in template.segments(messages, where))
@@ -290,7 +288,7 @@ class Conversations:
         self, split: str, tokenization: TokenizationSettings
     ) -> tuple[dict[str, Column], dict[str, int]]:
         """(columns, sizes) of a split. Raises UserError where no conversation is left to learn from."""
-        counts, spooled = RowCounts(), SpooledColumns(tokenization.workshop.folder)
+        counts = RowCounts()
         given = (json.dumps(found) for found in self._messages(split, counts, self.cleaning))
         assert self.template is not None, "bind_tokenizer comes first"
         encoder = ConversationEncoder(
@@ -300,36 +298,30 @@ class Conversations:
             max_length=tokenization.max_length,
             response_only=self.response_only,
         )
-        for shard in encode_in_shards(encoder, f"{self.name}, {split}", given, tokenization.workshop):
-            counts.update(shard.facts["counts"])
-            spooled.add(shard.arrays)
-            if split == "valid":
-                self.prompts = [*self.prompts, *shard.facts["prompts"]][:SHOWN_PROMPTS]
-            if split == "train":
-                self.most_turns = max(self.most_turns, shard.facts["turns"])
+        found, facts = encode_whole(encoder, f"{self.name}, {split}", given, tokenization.workshop)
+        for of_shard in facts:
+            counts.update(of_shard["counts"])
+        if split == "valid":
+            self.prompts = [prompt for one in facts for prompt in one["prompts"]][:SHOWN_PROMPTS]
+        if split == "train":
+            self.most_turns = max((one["turns"] for one in facts), default=0)
         self.total.update(counts)
-        found = spooled.arrays()
-        self._remark(split, counts, found.get("hashes", np.empty(0, np.uint64)), tokenization.max_length)
+        notes = [*counts.notes(split, tokenization.max_length)]
         if not counts["rows"]:
+            reasons = "".join(f"; {note}" for note in notes)
             raise NoSamplesError(
-                f"--data {self.name}: the {split} split has no conversation to learn from"
-                + "".join(f"; {note}" for note in counts.notes(split, tokenization.max_length))
+                f"--data {self.name}: the {split} split has no conversation to learn from{reasons}"
             )
+        same = self.known.compare(split, found["hashes"])
+        if same and "duplicates" not in self.cleaning.steps:
+            same.append("--clean duplicates leaves such rows out of training")
+        self.remarks += [*notes, *same]
         tokens = Ragged.of_lengths(
             found["tokens"], found["lengths"], tokenization.special_ids.get("pad") or 0
         )
         learn = Ragged(found["learn"], tokens.offsets)
         columns: dict[str, Column] = {"tokens": tokens, "learn": learn, "token.weight": found["weights"]}
         return columns, counts.sizes()
-
-    def _remark(self, split: str, counts: RowCounts, hashes: np.ndarray, max_length: int) -> None:
-        """Remark on rows that were left out or cut, and on held-out rows that are in train."""
-        if split == "train":
-            self.known = np.unique(hashes)
-        same = 0 if split == "train" else int(np.isin(hashes, self.known).sum())
-        self.remarks += [*counts.notes(split, max_length), *overlap_notes(split, same, counts["rows"])]
-        if same and "duplicates" not in self.cleaning.steps:
-            self.remarks.append("--clean duplicates leaves such rows out of training")
 
     def _messages(
         self, split: str, counts: RowCounts, cleaning: CleaningPipeline
@@ -359,7 +351,6 @@ class Conversations:
         if not self.response_only and row_fields.has_weights(row):
             raise UserError(f"--response-only off: {where} says by weights what is learnt: leave one out")
         messages = chat_formats.parse_messages(row, where, self.chat_format)
-        row_fields.require_text_only(messages, where)
         asked = next((n for n, m in enumerate(messages) if m["role"] == "user"), len(messages))
         kept = [m for m in messages[:asked] if m["role"] != "assistant"] + messages[asked:]
         if not any(m["role"] == "assistant" for m in kept):
@@ -379,7 +370,7 @@ class Conversations:
         return {
             "form": self.form,
             "eos": self.eos,
-            "template": self.template.to_dict(),
+            "template": dataclasses.asdict(self.template),
             "response_only": self.response_only,
             "prompts": self.prompts,
             "turns": self.most_turns,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import numpy as np
 
 from isobatch.core.errors import UserError
-from isobatch.core.number_ranges import HeldOutShare
+from isobatch.core.number_ranges import AboveZero, HeldOutShare
 from isobatch.data import tokenizers
 from isobatch.data.base import ArraySource
 from isobatch.data.cleaning import CLEANING_VERSION, CleaningStep, parse_steps
@@ -37,7 +36,7 @@ class TextOptions:
     instructions and chatml for messages."""
     response_only: bool = True
     """Of conversations learn the assistant's tokens only; off learns the prompts too."""
-    mix: tuple[float, ...] | None = None
+    mix: tuple[AboveZero, ...] | None = None
     """The share of each set of --data a,b in what is learnt; by default their sizes decide."""
     clean: tuple[str, ...] | None = None
     """Steps over every text before it is tokenized: html,unicode,control,short=10,duplicates."""
@@ -83,13 +82,11 @@ class Text(TokenizedData):
         if not 0 <= stride <= length:
             raise UserError(f"--stride {stride}: must be at least 1 and at most --max-length {length}")
         mix, sets = options.mix or (1.0,) * len(set_specs), len(set_specs)
-        typed = f"--mix {','.join(f'{share:g}' for share in mix)}"
-        if options.mix and sets == 1:
-            raise UserError(f"{typed}: --data {data} is one set: name several, as in --data a,b")
         if len(mix) != sets:
-            raise UserError(f"{typed}: {len(mix)} shares for the {sets} sets of --data: give one for each")
-        if not all(share > 0 and math.isfinite(share) for share in mix):
-            raise UserError(f"{typed}: every share must be above 0; leave a set out of --data to do without")
+            raise UserError(
+                f"--mix {','.join(f'{share:g}' for share in mix)}: {len(mix)} shares for the {sets} of --data"
+                f" {data}: give one for each, and name the sets as in --data a,b"
+            )
         for spec in set_specs:
             spec.check()
         column = options.text_column  # a single set checks it itself

@@ -14,15 +14,8 @@ import numpy as np
 from isobatch.data import tokenizers
 from isobatch.data.base import Column, NoSamplesError, Ragged
 from isobatch.data.cleaning import CleaningPipeline
-from isobatch.data.corpora import overlap_notes
-from isobatch.data.preparation.encoding import (
-    EncodedShard,
-    ShardEncoder,
-    Workshop,
-    encode_in_shards,
-    text_hash,
-)
-from isobatch.data.preparation.spooled_array import SpooledColumns
+from isobatch.data.corpora import TrainingRows
+from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, Workshop, encode_whole, text_hash
 from isobatch.data.text import row_fields
 from isobatch.data.text.row_fields import RowCounts
 
@@ -108,8 +101,7 @@ class PlainText:
         self.remarks: list[str] = []
         self.total = RowCounts()
         """Of the rows of all splits."""
-        self._known = np.empty(0, np.uint64)
-        """Hashes of the training documents."""
+        self._known = TrainingRows()
         self.cleaning = CleaningPipeline(steps, "lines" if corpus.is_stream else "texts")
 
     def texts(self) -> Iterator[str]:
@@ -146,8 +138,7 @@ class PlainText:
 
         Raises UserError for a text of fewer than two tokens.
         """
-        counts, rows, shard = Counter[str](), RowCounts(), None
-        spooled = SpooledColumns(tokenization.workshop.folder)
+        counts, rows = Counter[str](), RowCounts()
         texts = self._read(split, self.cleaning, rows)
         encoder = PlainTextEncoder(
             tokenizer=tokenization.tokenizer,
@@ -155,14 +146,13 @@ class PlainText:
             is_stream=self.corpus.is_stream,
             eos=tokenization.special_ids["eos"],
         )
-        for shard in encode_in_shards(encoder, f"{self.name}, {split}", texts, tokenization.workshop):
-            spooled.add(shard.arrays)
-            counts.update(shard.facts)
+        found, facts = encode_whole(encoder, f"{self.name}, {split}", texts, tokenization.workshop)
+        for of_shard in facts:
+            counts.update(of_shard)
         if self.corpus.is_stream:
-            counts["lines"] += shard is None or shard.facts["open"]
+            counts["lines"] += not facts or facts[-1]["open"]
         self.total.update(rows)
         self.remarks += (left_out := [*rows.notes(split, tokenization.max_length)])
-        found = spooled.arrays()
         tokens = found.get("tokens", np.empty(0, tokenization.dtype))
         if len(tokens) < 2:
             raise NoSamplesError(
@@ -173,8 +163,7 @@ class PlainText:
         columns = windows(tokens, width, stride) if stride else blocks(tokens, width)
         sizes = {"tokens": len(tokens), "predicted": int(columns["token.weight"].sum())}
         hashes = found.get("hashes", np.empty(0, np.uint64))  # a stream has no documents, so no hashes
-        self.remarks += overlap_notes(split, int(np.isin(hashes, self._known).sum()), len(hashes))
-        self._known = np.unique(hashes) if split == "train" else self._known
+        self.remarks += self._known.compare(split, hashes)
         return columns, sizes | {name: counts[name] for name in ("words", "bytes", "lines")}
 
     def facts(self) -> dict[str, Any]:

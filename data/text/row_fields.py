@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -10,20 +9,17 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.core.measures import counted
 from isobatch.data import chat_formats, readers
-from isobatch.data.chat_formats import HISTORY, MESSAGE_KEYS, NO_MEDIA, NOT_READ, WEIGHT_KEYS
+from isobatch.data.chat_formats import HISTORY, MESSAGE_KEYS, NOT_READ, WEIGHT_KEYS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from isobatch.data.chat_formats import Message
     from isobatch.data.readers import LocatedRows
 
 _BLANK: tuple[Any, ...] = (None, "", [], {}, "[]", "{}", "null")
 _REFUSED = {"tools", "tool_calls", "functions", "function_call", "reasoning_content"}
 _REFUSED |= {"images", "image", "videos", "video", "audios", "audio"}
 """Columns of NOT_READ without which the rest means something else; others of its words may mean anything."""
-_MARK = re.compile(r"<(\|?)(image|video|audio)(_pad)?\1>(?!.*</\2>)", re.DOTALL)
-"""Where a picture would be; HTML closes its elements."""
 _JUDGEMENTS = ("true", "false", "good", "bad", "desirable", "undesirable", "chosen", "rejected")
 
 
@@ -128,13 +124,6 @@ def check_fields(row: Mapping[str, Any], where: str) -> None:
             f"{where}: has `{judged[0]}`, which says whether the answer is good: no task learns from bad ones"
             " alone: keep the good rows, without the column, or make pairs of them for --task dpo"
         )
-
-
-def require_text_only(messages: Sequence[Message], where: str) -> None:
-    """Raise UserError where a question has the mark of a picture, a film or a sound."""
-    for found in (_MARK.search(m["content"]) for m in messages if m["role"] == "user"):
-        if found:
-            raise UserError(f"{where}: a question has {found[0]}: {NO_MEDIA}")
 
 
 def has_weights(row: Mapping[str, Any]) -> bool:

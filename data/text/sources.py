@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import itertools
 import os
 from collections import Counter
@@ -154,10 +155,7 @@ class TextSetSpec:
         share = corpora.share_of(self.options.valid)
         if not self.has_rows:
             return PlainText(self.name, corpora.corpus_from_files(self.files, share), steps)
-        if self.path is None:
-            table = corpora.rows_from_hub(self.location, self.options.data_config, share)
-        else:
-            table = corpora.rows_from_files(self.files, share)
+        table = corpora.open_rows(self.location, self.files, self.options.data_config, share)
         kind = self._detect_kind(table.columns)
         if kind == TEXT:
             column = self._text_column(table.columns)
@@ -255,12 +253,9 @@ def _all_but_first(rows: Ragged) -> np.ndarray:
 
 def interleave_by_characters(streams: Iterable[Iterator[str]]) -> Iterator[str]:
     """The texts of all streams, each time from the one that has given the fewest characters so far."""
-    waiting = [[0, number, stream] for number, stream in enumerate(streams)]
+    waiting = [(0, number, stream) for number, stream in enumerate(streams)]
     while waiting:
-        shortest: Any = min(waiting, key=lambda w: (w[0], w[1]))
-        text = next(shortest[2], None)
-        if text is None:
-            waiting.remove(shortest)
-        else:
-            shortest[0] += max(1, len(text))
+        given, number, stream = heapq.heappop(waiting)
+        if (text := next(stream, None)) is not None:
+            heapq.heappush(waiting, (given + max(1, len(text)), number, stream))
             yield text

@@ -86,7 +86,7 @@ def open_language_model(place: str, trust: bool = False) -> LanguageModel:
 def language_model_of(run: RunFolder, task: Generates) -> LanguageModel:
     """The model of a run that is finished."""
     found = run.facts.extra.get("template")  # of a model that was trained on conversations
-    return LanguageModel(ChatTemplate.from_dict(found) if found else None, partial(task.writer, run.final))
+    return LanguageModel(ChatTemplate(**found) if found else None, partial(task.writer, run.final))
 
 
 def plain_model(where: str) -> LanguageModel | None:

@@ -251,7 +251,7 @@ def bad_folders(folder: Path) -> Path:
         ("./no tokenizer", {"tokenizer": "x"}, "--max-length 12: ./no tokenizer reads at most 8 tokens"),
         ("gpt2-124m", {"max_length": 2048}, "--max-length 2048: gpt2-124m reads at most 1024 tokens"),
         ("tiny", {"max_length": 1}, "at least 2 tokens"),
-        ("a-team/a-model", {}, "--model a-team/a-model: there is no such folder"),
+        ("a-team/a-model", {}, "--model a-team/a-model: there is no such file or folder"),
     ],
 )
 def test_bad_input_is_answered_in_one_line(

@@ -143,7 +143,7 @@ def test_a_named_text_column_wins(tmp_path: Path) -> None:
     extra, columns, _ = prepared(tmp_path / "b", rows)
     assert "learn" in columns
     assert any("--text-column text" in note for note in extra["notes"])
-    assert chat_formats.detect_chat_format(["prompt", "completion", "id"]) == "prompt"
+    assert chat_formats.detect_chat_format(["prompt", "completion", "id"]) == "prompt -> completion"
     assert chat_formats.detect_chat_format(["prompt", "completion", "text"]) is None
     assert chat_formats.detect_chat_format(["prompt", "chosen", "rejected"]) is None
 
@@ -286,7 +286,7 @@ def test_the_tokenizers_own_template_comes_first(tmp_path: Path) -> None:
     assert extra["template"]["name"] == chat_templates.TOKENIZER_TEMPLATE
     assert extra["template"]["jinja"] == MISTRAL
     # The same text as the prompt that a program writes with what facts say.
-    again = ChatTemplate.from_dict(json.loads(json.dumps(extra["template"])))
+    again = ChatTemplate(**json.loads(json.dumps(extra["template"])))
     assert again.render(CHAT[1:2], for_answer=True) == extra["prompts"][0][0] == "<s>[INST] he? [/INST]"
     assert again.render(CHAT[1:4], for_answer=True).endswith("Hi!</s>[INST] Bye [/INST]")
 

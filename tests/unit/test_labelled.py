@@ -132,7 +132,7 @@ def test_bad_rows_are_one_line(rows: list[tuple[str, ...]], says: str, tmp_path:
 
 def test_all_missing_columns_are_named_at_once() -> None:
     with pytest.raises(
-        UserError, match=r"^--data d: which columns\? --text-column and --label-column say; it"
+        UserError, match=r"^--data d: which column\? give --text-column and --label-column; it"
     ):
         find_columns("d", ["id", "note"], LabelledOptions())
     said = r"^--label-column strs: d has no such column \(did you mean stars\?\)"

@@ -80,7 +80,7 @@ def test_files_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
             tables.check_out(str(tmp_path / out), str(file))
 
 
-PLAIN = chat_templates.tokenizer_training_template("plain")
+PLAIN = chat_templates.tokenizer_training_template("auto", "plain")
 READ: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "usual": (TextReader(), {"id": 1, "text": "a"}, "a"),
     "named": (TextReader("body"), {"text": "b", "body": "a"}, "a"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +28,8 @@ def save_trained(folder: Path, source: str) -> tuple[Any, str]:
     template = chat_templates.choose_template("auto", "plain", opened, special, before)
     opened.save(str(folder / "tokenizer.json"))
     facts: Any = SimpleNamespace(
-        folder=str(folder), extra={"tokenizer": "tokenizer.json", "template": template.to_dict(), **special}
+        folder=str(folder),
+        extra={"tokenizer": "tokenizer.json", "template": dataclasses.asdict(template), **special},
     )
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(
