@@ -218,11 +218,6 @@ def turns_in(value: Any) -> Any:
 def parse_message_list(row: Mapping[str, Any], column: str, where: str) -> list[Message]:
     """The messages in a column of a row. `where` names the row. Raises UserError where they are none."""
     turns = turns_in(require_field(row, column, where))
-    if isinstance(turns, Mapping):
-        raise UserError(
-            f"{where}: {column} is an object with {key_names(turns)}: neither a message, which has role and"
-            " content, nor lists of one length"
-        )
     if not isinstance(turns, list | None):
         raise UserError(f"{where}: {column} holds {type(turns).__name__}, not a list of messages")
     if turns and column not in CHAT_COLUMNS and all(isinstance(turn, str) for turn in turns):

@@ -179,11 +179,15 @@ class Sequences(TokenizedData):
             return
         if parts := self._files():
             readers.require_content(parts["train"])
-        name, kind = self._find_column_in(parts.get("train"))
+        kind = TEXT
+        if parts and not parts["train"].is_stream:
+            name, kind, _ = self._find_column(readers.read_rows(parts["train"]))
+            for part in parts.values():
+                readers.require_column(part, name, FLAGS[kind])
+        elif flags := [f"{FLAGS[kind]} {name}" for kind, name in self._asked().items() if name]:
+            raise UserError(f"{flags[0]}: {self.recipe.data} is lines of text, without columns: leave it out")
         if kind == TEXT:
             self._check_vocabulary_size()
-        for part in parts.values() if name else ():
-            readers.require_column(part, name, FLAGS[kind])
 
     def _find_column(self, rows: LocatedRows) -> tuple[str, str, list[str]]:
         """(name, kind, notes) of the column of the sequences."""
@@ -195,18 +199,6 @@ class Sequences(TokenizedData):
 
     def _asked(self) -> dict[str, str | None]:
         return {TEXT: self.options.text_column, INTEGERS: self.options.sequence_column}
-
-    def _find_column_in(self, part: SplitFiles | None) -> tuple[str, str]:
-        """(name, kind) of the column of the sequences; lines of text have none that a flag could name."""
-        if part is not None and not part.is_stream:
-            return self._find_column(readers.read_rows(part))[:2]
-        for kind, name in self._asked().items():
-            if name is not None:
-                raise UserError(
-                    f"{FLAGS[kind]} {name}: {self.recipe.data} is lines of text and has no columns:"
-                    " leave it out"
-                )
-        return "", TEXT
 
     def _content_identity(self) -> Any:
         if self.recipe.data == DEMO:

@@ -435,7 +435,7 @@ UNREADABLE: dict[str, tuple[str, dict[str, Any], str]] = {
     "lists of unequal length": (
         "causal-lm",
         {"messages": {"role": ["user"], "content": ["a", "b"]}},
-        "messages is an object with role, content: neither a message",
+        "messages holds dict, not a list of messages",
     ),
 }
 

@@ -209,7 +209,7 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any], str]] = [
     ("lines", {"max_length": 1}, "--max-length 1: must be at least 2"),
     ("ids", {"text_column": "note", "sequence_column": "tokens"}, "--sequence-column exclude each other"),
     ("lines", {"vocab_size": 256}, "--vocab-size 256: must be at least 257"),
-    ("lines", {"sequence_column": "tokens"}, "is lines of text and has no columns"),
+    ("lines", {"sequence_column": "tokens"}, "is lines of text, without columns"),
     ("ids", {"sequence_column": "token"}, "no such column (did you mean tokens?); it has: tokens, note"),
     ("floats", {}, "no column holds text or lists of integers; it has: tokens (lists of float), deep"),
     ("split", {}, "valid.parquet has no such column (did you mean tokns?)"),
