@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from isobatch.data.readers import LocatedRows
 
+MAX_TEXT_CHARACTERS = 1_000_000
 TEXT_COLUMNS = (
     *("sentence", "text", "sentence1", "premise", "question1", "question"),
     *("content", "comment", "review", "message", "tweet", "body", "feedback", "description"),
@@ -90,6 +91,11 @@ def _text_field(row: Mapping[str, Any], column: str, where: str, flag: str) -> s
     text = readers.text_cell(row, column, where, flag)
     if not text.strip():
         raise UserError(f"{where}: {column} is empty: leave the row out, or choose another {flag}")
+    if len(text) > MAX_TEXT_CHARACTERS:
+        raise UserError(
+            f"{where}: {column} has {len(text):,} characters: a quote that is never closed swallows all rows"
+            " behind it; mend it, or shorten the text"
+        )
     return text
 
 

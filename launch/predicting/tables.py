@@ -25,7 +25,7 @@ from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import counted, printable
 from isobatch.data import chat_formats, readers
 from isobatch.data.interactions.formats import USER_COLUMNS
-from isobatch.data.labelled.rows import PAIR_COLUMNS, TEXT_COLUMNS
+from isobatch.data.labelled.rows import MAX_TEXT_CHARACTERS, PAIR_COLUMNS, TEXT_COLUMNS
 from isobatch.data.sequences import INTEGERS, TEXT, USUAL_COLUMNS
 from isobatch.data.text.chat_templates import ChatTemplate
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 LINES = ".txt"
 """The ending of a file with a text in each line."""
-MAX_TEXT_CHARACTERS = 1_000_000
 CHUNK_ROWS = 4096
 """Rows that are read, answered and written together."""
 ROW_ENDINGS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", LINES)
