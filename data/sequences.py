@@ -19,7 +19,7 @@ from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import Columns, Ragged
 from isobatch.data.corpora import DEMO, Corpus
 from isobatch.data.preparation.encoding import batches
-from isobatch.data.preparation.spooled_array import SpooledColumns, chunks_of
+from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.tables.delimited import is_number
 from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData
 
@@ -38,6 +38,7 @@ MODEL_IDS = ("bos", "eos", "unk")
 MAX_IDS = (1 << 31) - len(MODEL_IDS)
 """Most ids of the data: all must fit int32."""
 SPLITS = ("train", "valid", "test")
+BLOCK_ENTRIES = 1 << 18
 END = -1
 """Stands for the end token until the number of ids is known."""
 TEXT, INTEGERS = "text", "lists of integers"
@@ -330,7 +331,8 @@ class SequenceRows:
         """The columns `tokens` and `token.weight`; nothing can be added after this."""
         lengths, values = np.array(self.lengths, np.int64), self.values.arrays()["ids"]
         ended = SpooledColumns(self.folder)
-        for (block,) in chunks_of(values):
+        for begin in range(0, len(values), BLOCK_ENTRIES):
+            block = values[begin : begin + BLOCK_ENTRIES]
             ended.add({"tokens": np.where(block == END, eos, block).astype(dtype)})
         tokens = Ragged.of_lengths(ended.arrays()["tokens"], lengths)
         return {"tokens": tokens, "token.weight": lengths.astype(np.int32)}
