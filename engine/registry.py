@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import re
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
@@ -24,7 +27,13 @@ from isobatch.core.recipe import DEMO, SHORT_MODEL_NAMES, TASK_CODE, Recipe
 from isobatch.data.base import Data
 from isobatch.data.streaming.store import is_remote
 from isobatch.engine import consent
-from isobatch.engine.task_files import is_task_file, load_task_class, misnamed_methods, task_file_hash
+from isobatch.engine.task_files import (
+    imported_files,
+    is_task_file,
+    load_task_class,
+    misnamed_methods,
+    task_file_hash,
+)
 from isobatch.models.base import Task
 from isobatch.models.capabilities import ChangesModel, LeavesUnread, MakesOptimizer
 from isobatch.models.workloads import list_chains, list_workloads
@@ -37,6 +46,25 @@ TASKS = list_workloads()
 CHAINS = list_chains()
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in dataclasses.fields(Recipe)}
 """Field of a recipe -> its common default."""
+READ_BY_TASKS = ("format", "model", "tokenizer", "revision", "max_length", "dropout", "label_smoothing")
+"""Fields of the recipe that the engine never reads: the task or its data do."""
+READ_BY_OPTIMIZERS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
+"""Fields that a task's own optimizer may read, in place of those of the table."""
+
+
+def _not_named(fields: Sequence[str], *classes: type) -> list[str]:
+    """Those of `fields` that no file of a user's task names, unless the recipe is handed on whole, or to
+    a class of ours or of a file that is not known: those may read any.
+    """
+    bases = {base for one in classes for base in one.__mro__ if issubclass(base, Task | Data)} - {Task, Data}
+    homes = {base: getattr(sys.modules.get(base.__module__), "__file__", None) for base in bases}
+    if any(base.__module__.startswith("isobatch.") or not homes[base] for base in bases):
+        return []
+    files = {file for home in homes.values() for file in imported_files(Path(str(home)))}
+    text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
+    if re.search(r"\brecipe\s*[,)\]]|\.recipe\b(?!\s*\.)", text):
+        return []
+    return [name for name in fields if not re.search(rf"\.{name}\b", text)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +148,7 @@ class LoadedWorkload:
         """Fields that change nothing and have another value than the common default -> why they do not.
 
         A field that nothing reads would give a run another hash and the same training. A task names its own
-        in `unread`.
+        in `unread`; of a user's own task they are those that its files do not name.
         """
         phases = task.phases()
         stops_early = any(p.early_stopping for p in phases if recipe.phase in (None, p.name))
@@ -141,7 +169,10 @@ class LoadedWorkload:
             (not recipe.patience or not stops_early, "min_delta", "it counts with --patience"),
         )
         said = {name: why for applies, names, why in rules if applies for name in names.split()}
-        found = {**(task.unread() if isinstance(task, LeavesUnread) else {}), **said}
+        fields = (*READ_BY_TASKS, *(READ_BY_OPTIMIZERS if self.makes_optimizer else ()))
+        own = _not_named(fields, type(task), type(data)) if is_task_file(recipe.task) else ()
+        named = task.unread() if isinstance(task, LeavesUnread) else {}
+        found = {**named, **dict.fromkeys(own, "no file of this task names it"), **said}
         return {name: why for name, why in found.items() if getattr(recipe, name) != DEFAULTS[name]}
 
     def plan_options(self, preset: str | None, asked: Mapping[str, Any]) -> PlanOptions:

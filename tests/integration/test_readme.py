@@ -148,6 +148,8 @@ def test_an_optimizer_of_ones_own(folder: Path) -> None:
     run(words, folder)
     assert losses(folder / "runs" / "r")[-1] < 0.5 * losses(folder / "runs" / "r")[0]
     assert "verified" in run(["verify", "runs/r"], folder)
+    refused = launch(*words, "--weight-decay", "0.5", cwd=folder)
+    assert "--weight-decay 0.5: no file of this task names it; leave it out" in refused.stderr
 
 
 def test_isobatch_from_python(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,8 @@ from isobatch.tests.unit.helpers import plan
 from isobatch.tests.unit.test_recipe import OTHER as ANOTHER
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from isobatch.core.recipe import Recipe
 
 BASE: dict[str, Any] = {"batch_size": 8, "max_length": 16, "steps": 4, "eval_fraction": 0.02, "clip": 0.01}
@@ -137,3 +139,29 @@ def test_what_changes_something_is_taken(task: str, asked: dict[str, Any]) -> No
 def test_what_a_preset_or_fast_mode_sets_for_nothing_is_left_out() -> None:
     assert workload("recommender").complete({"mode": "fast"})[0].min_delta == 0
     assert workload("pruning").complete({"recover": 0, "data": "rows.csv"})[0].patience == 0  # 5 by default
+
+
+def test_fields_of_ones_own_task_are_those_that_its_files_name() -> None:
+    mine = workload(str(ROOT / "examples/own_task/mine.py:Mine"))
+    assert mine.complete({"dropout": 0.2})[0].dropout == 0.2
+    with pytest.raises(UserError, match=r"--tokenizer t\.json: no file of this task names it"):
+        mine.complete({"tokenizer": "t.json"})
+
+
+@pytest.mark.parametrize("line", ["cfg = self.recipe", "r = wrap(self.recipe)", "n = self.recipe.max_length"])
+def test_a_recipe_that_is_handed_on_may_be_read(line: str, tmp_path: Path) -> None:
+    body = """from isobatch import Data, Loss, Task
+class Rows(Data):
+    def read(self): return {}
+class Mine(Task):
+    data = Rows
+    def build_model(self, facts):
+        LINE
+    def loss(self, model, batch, step): return {}
+"""
+    (tmp_path / "mine.py").write_text(body.replace("LINE", line))
+    recipe, _ = workload(f"{tmp_path}/mine.py:Mine").complete({"max_length": 64})
+    assert recipe.max_length == 64
+    (tmp_path / "other.py").write_text(body.replace("LINE", "pass"))
+    with pytest.raises(UserError, match="--max-length 64: no file of this task names it"):
+        workload(f"{tmp_path}/other.py:Mine").complete({"max_length": 64})
