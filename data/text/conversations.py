@@ -254,7 +254,6 @@ class Conversations:
     def __post_init__(self, steps: Sequence[CleaningStep]) -> None:
         self.cleaning = CleaningPipeline(steps, "conversations")
         self.response_only = self.options.response_only
-        self.template_name = self.options.template
         self.default_template = "alpaca" if self.chat_format == "instruction" else "chatml"
 
     @property
@@ -268,7 +267,7 @@ class Conversations:
 
     def texts(self) -> Iterator[str]:
         """The texts that a tokenizer is trained on."""
-        template = chat_templates.tokenizer_training_template(self.template_name, self.default_template)
+        template = chat_templates.tokenizer_training_template(self.options.template, self.default_template)
         cleaning = self.cleaning.transforms_only()
         for where, messages in self._messages("train", RowCounts(), cleaning):
             yield from (segment.text for segment in template.segments(messages, where))
@@ -276,7 +275,7 @@ class Conversations:
     def bind_tokenizer(self, tokenization: TokenizationSettings) -> None:
         """Choose the template for this tokenizer; to be called before `encode`."""
         self.template = chat_templates.choose_template(
-            self.template_name,
+            self.options.template,
             self.default_template,
             tokenization.tokenizer,
             tokenization.special_ids,
