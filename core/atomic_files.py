@@ -7,13 +7,11 @@ import errno
 import json
 import math
 import os
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from isobatch.core.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 NOT_FINITE = "not_finite"
 """Field of a JSON object that says which of its fields were NaN or infinite: these are null."""

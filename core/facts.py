@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 
 REMARKS = ("notes", "turns", "untaken")
 """Fields of `extra` that say something of the data and decide nothing."""

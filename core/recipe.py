@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Interval, OneOf, check_fields, flags_of, options_to_dict
@@ -26,9 +27,6 @@ from isobatch.core.number_ranges import (
     Share,
 )
 from isobatch.core.optimizers import OPTIMIZERS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 DEMO = "demo"
 DERIVED = {"options", "starts_from"}

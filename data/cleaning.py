@@ -13,6 +13,7 @@ import html
 import re
 import unicodedata
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,6 @@ from isobatch.core.flags import nearest_hint
 from isobatch.data.preparation.encoding import text_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
     from isobatch.data.chat_formats import Message
 
 CLEANING_VERSION = 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,6 @@ from isobatch.core.extras import need
 from isobatch.data import readers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from isobatch.data.readers import SplitFiles
 
 T = TypeVar("T")

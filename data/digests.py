@@ -11,16 +11,13 @@ import json
 import os
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.package import cache_folder
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 CHUNK = 16 << 20
 """Bytes under one digest."""

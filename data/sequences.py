@@ -7,8 +7,10 @@ import itertools
 import math
 import platform
 from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -24,9 +26,6 @@ from isobatch.data.tables.delimited import is_number
 from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
-
     from tokenizers import Tokenizer
 
     from isobatch.core.facts import Facts

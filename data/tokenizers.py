@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,8 +17,6 @@ from isobatch.core.hub_cache import explain_hub_error
 from isobatch.data.digests import file_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from tokenizers import Tokenizer
 
 TRAINING_CHARACTERS = 20_000_000

@@ -13,13 +13,14 @@ import hashlib
 import itertools
 import json
 import os
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files, hub_cache
 from isobatch.core.errors import UserError
-from isobatch.core.recipe import DEMO
+from isobatch.core.recipe import DEMO, Recipe
 from isobatch.engine.task_files import (
     imported_files,
     is_task_file,
@@ -29,9 +30,6 @@ from isobatch.engine.task_files import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
-
-    from isobatch.core.recipe import Recipe
     from isobatch.engine.runs.run_options import RunOptions
 
 VARIABLE = "ISOBATCH_TRUST"

@@ -6,9 +6,10 @@ import dataclasses
 import importlib
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import (
@@ -37,10 +38,6 @@ from isobatch.engine.task_files import (
 from isobatch.models.base import Task
 from isobatch.models.capabilities import ChangesModel, LeavesUnread, MakesOptimizer
 from isobatch.models.workloads import list_chains, list_workloads
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 
 TASKS = list_workloads()
 CHAINS = list_chains()

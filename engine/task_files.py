@@ -9,21 +9,17 @@ import importlib.util
 import inspect
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from types import ModuleType
+from typing import TypeVar
 
 from isobatch.core.errors import USER_MODULE, IsobatchError, UserCodeError, UserError
 from isobatch.core.flags import nearest, nearest_hint
-from isobatch.core.recipe import TASK_CODE
+from isobatch.core.recipe import TASK_CODE, Recipe
 from isobatch.data.base import Data
 from isobatch.models.base import Task
 from isobatch.models.capabilities import all_protocols
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import ModuleType
-
-    from isobatch.core.recipe import Recipe
 
 
 def is_task_file(name: str) -> bool:

@@ -14,9 +14,10 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from isobatch.core.errors import BUG, DONE, INTERRUPTED, STOPPED, UserCodeError, UserError
 from isobatch.core.measures import printable
@@ -25,9 +26,6 @@ from isobatch.engine.distributed.device_memory import allocator_settings
 from isobatch.engine.distributed.stop_signals import TerminatedError, end_early_on_signals
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.launch.clusters.cluster import CLUSTERS
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 
 class Command(NamedTuple):

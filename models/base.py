@@ -9,14 +9,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import NoOptions
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     import numpy as np  # noqa: TC004  as of Tensor
     from torch import Tensor, nn  # noqa: TC004  heavy, and no class here has flags
 

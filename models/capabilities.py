@@ -6,14 +6,13 @@ Each is asked by `isinstance(task, X)`, which looks at names alone: signatures a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from isobatch.models import protocols
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-    from pathlib import Path
-
     import torch
     from torch import nn
     from torch.optim import Optimizer

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -15,9 +16,6 @@ from isobatch.core.atomic_files import read_json
 from isobatch.core.errors import IsobatchError, UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.core.hub_cache import explain_hub_error
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Mapping
 
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from torch import nn
 
 ADAPTER_FILE, CONFIG_FILE = "adapter_model.safetensors", "adapter_config.json"

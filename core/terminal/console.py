@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE
 from isobatch.core.measures import format_bytes, format_duration, printable
 from isobatch.core.terminal.status import doing, on_terminal
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 LINE_MARK = "\x1eisobatch\x1e"
 """Marks the lines of a child process that `auto` shows to the user."""

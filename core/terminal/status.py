@@ -15,13 +15,11 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from isobatch.core.measures import now, printable
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 STATUS_MARK = "\x1eisobatch-status\x1e"
 """Marks the lines in which a child process says what it is doing."""

@@ -7,6 +7,7 @@ of each user lie in the folder `catalogue` beside the splits.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -24,8 +25,6 @@ from isobatch.data.interactions.log_splits import LogSplits
 from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from tokenizers import Tokenizer
 
     from isobatch.core.facts import Facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,15 +21,12 @@ from isobatch.data.interactions.log import (
     split_leave_one_out,
     unique_pair_keys,
 )
-from isobatch.data.interactions.tables import NUMBERS, some_ids, whole_ids
+from isobatch.data.interactions.tables import NUMBERS, Table, some_ids, whole_ids
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator
-
     from isobatch.core.recipe import Recipe
     from isobatch.data.base import Columns
     from isobatch.data.interactions.formats import RawInteractions
-    from isobatch.data.interactions.tables import Table
 
 
 class Numbering:

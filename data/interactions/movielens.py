@@ -6,18 +6,14 @@ The codes of age, occupation and genre become words: the texts of users and item
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data.interactions.formats import FolderFormat, ItemText, RawInteractions
 from isobatch.data.interactions.tables import Table, delimited_table, read_fields, read_rows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from pathlib import Path
-
 
 AGES = {"1": "under 18", "18": "18 to 24", "25": "25 to 34", "35": "35 to 44", "45": "45 to 49"}
 AGES |= {"50": "50 to 55", "56": "56 or older"}

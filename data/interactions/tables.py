@@ -5,9 +5,10 @@ from __future__ import annotations
 import csv
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
@@ -16,9 +17,6 @@ from isobatch.data.readers import is_utf16, numbers_in, open_utf8, read_lines, s
 from isobatch.data.tables import delimited
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
     import pyarrow as pa
 
     from isobatch.data.tables.delimited import Shape

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
@@ -31,9 +33,6 @@ from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, encod
 from isobatch.data.tokenized import TokenizedData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
-
     from tokenizers import Tokenizer
 
     from isobatch.core.facts import Facts

@@ -7,6 +7,7 @@ import math
 import os
 import re
 from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -19,8 +20,6 @@ from isobatch.data.corpora import DEMO_PACKAGES, random_order
 from isobatch.data.preparation.encoding import text_hash
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-
     from isobatch.data.readers import LocatedRows
 
 MAX_TEXT_CHARACTERS = 1_000_000

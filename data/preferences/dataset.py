@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -20,7 +22,7 @@ from isobatch.data.corpora import DEMO, Corpus, TrainingRows
 from isobatch.data.preferences import pairs
 from isobatch.data.preparation.encoding import text_hash
 from isobatch.data.text import chat_templates
-from isobatch.data.text.chat_templates import VERBATIM
+from isobatch.data.text.chat_templates import VERBATIM, ChatSegment, ChatTemplate
 from isobatch.data.text.conversations import (
     BATCH_CONVERSATIONS,
     SHOWN_PROMPTS,
@@ -35,13 +37,9 @@ from isobatch.data.text.row_fields import RowCounts
 from isobatch.data.tokenized import TokenizedData
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from tokenizers import Tokenizer
 
     from isobatch.data.preferences.pairs import PreferencePair
-    from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
     from isobatch.data.tokenized import Encoded
 
 

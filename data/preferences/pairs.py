@@ -7,16 +7,14 @@ have in common is the prompt.
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.data import chat_formats
 from isobatch.data.chat_formats import Message, SkippedRowError, key_names, read_column
 from isobatch.data.text import row_fields
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
 PROMPT_COLUMNS = (PROMPT, "instruction", "question", "query", *chat_formats.CHAT_COLUMNS, "input")

@@ -18,7 +18,8 @@ import uuid
 import zipfile
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -31,9 +32,6 @@ from isobatch.data.preparation.progress import position
 from isobatch.data.preparation.spooled_array import SpooledColumns
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator
-    from concurrent.futures import Future
-
     from tokenizers import Tokenizer  # noqa: TC004  heavy, and no class here has flags
 
 SHARD_CHARACTERS = 1 << 20

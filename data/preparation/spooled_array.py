@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 CHUNK_BYTES = 1 << 22
 

@@ -15,6 +15,7 @@ import shutil
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,8 +30,6 @@ from isobatch.data.streaming.shards import Extent
 from isobatch.data.streaming.store import StoredObject
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from isobatch.data.base import Column, Columns
 
 FOLDER = "ISOBATCH_STREAM_CACHE"

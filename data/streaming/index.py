@@ -10,8 +10,10 @@ import contextlib
 import json
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,6 +26,7 @@ from isobatch.data import readers
 from isobatch.data.base import WEIGHT, Ragged, load, save
 from isobatch.data.streaming.groups import (
     GROUPS_FILE,
+    GroupCache,
     GroupPlace,
     GroupTable,
     cache_name,
@@ -32,18 +35,13 @@ from isobatch.data.streaming.groups import (
     short_hash,
 )
 from isobatch.data.streaming.shards import Extent, shard_of
-from isobatch.data.streaming.source import LENGTH
+from isobatch.data.streaming.source import LENGTH, TextGroupEncoder
 from isobatch.data.streaming.store import Store, StoredObject, name_of
 from isobatch.data.text.row_fields import FIELD, LEFT_OUT, RowCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from isobatch.data.base import Column, Columns
-    from isobatch.data.streaming.groups import GroupCache
     from isobatch.data.streaming.shards import Rows
-    from isobatch.data.streaming.source import TextGroupEncoder
 
 THREADS = 16
 """Shards that are read at a time; they tokenize on all cores between them."""

@@ -10,6 +10,7 @@ import gzip
 import json
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,8 +18,6 @@ from isobatch.core.errors import TrainingError
 from isobatch.data.streaming.store import ObjectFile, Store, StoredObject, file_format
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from pyarrow.parquet import FileMetaData, ParquetFile
 
 GROUP_BYTES = 2 << 20

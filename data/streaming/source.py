@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import threading
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -21,7 +22,14 @@ from isobatch.data.base import WEIGHT, NoSamplesError, Ragged, Source, load
 from isobatch.data.cleaning import CLEANING_VERSION, CleaningStep
 from isobatch.data.corpora import Corpus
 from isobatch.data.digests import file_hash
-from isobatch.data.streaming.groups import TO_THE_END, GroupTable, cache_name, group_digest
+from isobatch.data.streaming.groups import (
+    TO_THE_END,
+    GroupCache,
+    GroupPlace,
+    GroupTable,
+    cache_name,
+    group_digest,
+)
 from isobatch.data.streaming.shards import Shard, shard_of
 from isobatch.data.streaming.store import ChangedObjectError, Store
 from isobatch.data.text import chat_templates
@@ -31,10 +39,7 @@ from isobatch.data.text.row_fields import FIELD, LEFT_OUT
 from isobatch.data.text.sources import TEXT
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from isobatch.data.base import Column, Columns
-    from isobatch.data.streaming.groups import GroupCache, GroupPlace
     from isobatch.data.streaming.shards import Rows
     from isobatch.data.text.sources import TextSet
 

@@ -9,6 +9,7 @@ import random
 import re
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,8 +22,6 @@ from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from typing_extensions import Buffer
 
 T = TypeVar("T")

@@ -6,7 +6,9 @@ of --max-length, of which the last of a group may be shorter; a conversation is 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core import atomic_files
@@ -16,20 +18,16 @@ from isobatch.data.streaming import index, store
 from isobatch.data.streaming.groups import GroupCache, GroupTable, groups_folder
 from isobatch.data.streaming.shards import shard_of
 from isobatch.data.streaming.source import VERSION, StreamedSource, TextGroupEncoder, rows_of_group
-from isobatch.data.streaming.store import Store
+from isobatch.data.streaming.store import Store, StoredObject
 from isobatch.data.text.dataset import Text
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.sources import TEXT, detect_row_kind
 from isobatch.data.tokenized import TOKENIZER_FILE
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
     from tokenizers import Tokenizer
 
     from isobatch.data.streaming.shards import Rows
-    from isobatch.data.streaming.store import StoredObject
 
 ENCODER_FILE = "encoder.json"
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import csv
 import itertools
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from isobatch.core.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-    from pathlib import Path
 
 csv.field_size_limit(1 << 30)
 SAMPLED_LINES = 100

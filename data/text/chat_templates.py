@@ -10,8 +10,9 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from isobatch.core.errors import UserError
@@ -20,9 +21,6 @@ from isobatch.data.chat_formats import UNLEARNT
 from isobatch.data.text import jinja_sandbox
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from tokenizers import Tokenizer
 
     from isobatch.data.chat_formats import Message

@@ -23,13 +23,12 @@ from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, encod
 from isobatch.data.readers import LocatedRows
 from isobatch.data.text import chat_templates, row_fields
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
-from isobatch.data.text.plain_text import count_lines
+from isobatch.data.text.plain_text import TokenizationSettings, count_lines
 from isobatch.data.text.row_fields import RowCounts
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from isobatch.data.text.plain_text import TokenizationSettings
 
 SHOWN_PROMPTS = 3
 """Validation prompts that facts keep, to be answered by the trained model."""

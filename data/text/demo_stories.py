@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from isobatch.data.corpora import Corpus
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 VERSION = 1
 """Raised where a text changes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -13,19 +13,14 @@ import numpy as np
 
 from isobatch.data import tokenizers
 from isobatch.data.base import Column, NoSamplesError, Ragged
-from isobatch.data.cleaning import CleaningPipeline
-from isobatch.data.corpora import TrainingRows
+from isobatch.data.cleaning import CleaningPipeline, CleaningStep
+from isobatch.data.corpora import Corpus, TrainingRows
 from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, Workshop, encode_whole, text_hash
 from isobatch.data.text import row_fields
 from isobatch.data.text.row_fields import RowCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from tokenizers import Tokenizer  # noqa: TC004  heavy, and no class here has flags
-
-    from isobatch.data.cleaning import CleaningStep
-    from isobatch.data.corpora import Corpus
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
@@ -12,8 +12,6 @@ from isobatch.data import chat_formats, readers
 from isobatch.data.chat_formats import HISTORY, MESSAGE_KEYS, NOT_READ, WEIGHT_KEYS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from isobatch.data.readers import LocatedRows
 
 _BLANK: tuple[Any, ...] = (None, "", [], {}, "[]", "{}", "null")

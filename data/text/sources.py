@@ -7,6 +7,7 @@ import heapq
 import itertools
 import os
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,15 +22,12 @@ from isobatch.data.corpora import DEMO
 from isobatch.data.preparation.spooled_array import SpooledColumns
 from isobatch.data.text import demo_stories
 from isobatch.data.text.conversations import SHOWN_PROMPTS, Conversations
-from isobatch.data.text.plain_text import PlainText
+from isobatch.data.text.plain_text import PlainText, TokenizationSettings
 from isobatch.data.tokenized import check_elsewhere, path_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from isobatch.data.cleaning import CleaningStep
     from isobatch.data.readers import SplitFiles
-    from isobatch.data.text.plain_text import TokenizationSettings
 
 TEXT = "text"
 """Plain text, and the column of it where none is named."""

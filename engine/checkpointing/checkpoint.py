@@ -15,6 +15,8 @@ import os
 import re
 import shutil
 import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core import atomic_files
@@ -23,9 +25,6 @@ from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.checkpointing.layout import FilePart, Layout, layout_in
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
     from torch import Tensor
 
     from isobatch.engine.checkpointing.portable_state import TensorEntry

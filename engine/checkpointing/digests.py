@@ -5,10 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Any
 
 BLOCK = 8 << 20
 """Bytes read at a time."""

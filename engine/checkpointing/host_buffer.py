@@ -20,6 +20,8 @@ import mmap
 import os
 import threading
 import weakref
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,9 +29,6 @@ import torch
 from isobatch.engine.checkpointing.layout import SECTOR, whole_sectors
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from torch import Tensor
 
 CHUNK = 8 << 20
@@ -95,8 +94,10 @@ class HostBuffer:
             if touch:
                 ctypes.memset(address, 0, size)  # without the GIL
             return
-        # Else copies go through the driver's own memory, and the host waits for them.
-        if not int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
+        # Else copies go through the driver's own memory, and the host waits. A new thread has the first GPU.
+        with torch.cuda.device(self._device):
+            failed = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
+        if not failed:
             self._pinned.append(address)
             return
         # A limit on locked memory costs speed alone. CUDA keeps the error for whoever asks next: let it be a

@@ -11,15 +11,13 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from isobatch.engine.checkpointing.portable_state import TensorEntry
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 DTYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "bool": "BOOL"}
 DTYPES |= {f"int{n}": f"I{n}" for n in (8, 16, 32, 64)} | {"uint8": "U8"}

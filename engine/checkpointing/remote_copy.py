@@ -20,14 +20,12 @@ import re
 import shutil
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.errors import StopRequestedError, UserError
 from isobatch.core.extras import need
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 POLL_SECONDS = 1.0
 WAIT_SECONDS = 600.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +13,6 @@ from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.checkpointing.portable_state import HOOK, WEIGHT, saved_weight_names
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import nn
 
     from isobatch.core.facts import Facts

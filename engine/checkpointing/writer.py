@@ -10,6 +10,8 @@ import hashlib
 import shutil
 import threading
 import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,13 +21,9 @@ from isobatch.core.errors import UserError
 from isobatch.engine.checkpointing.checkpoint import CHECKSUMS, TEXTS, read_contents, replace, temporary_of
 from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.checkpointing.host_buffer import HostBuffer
-from isobatch.engine.checkpointing.layout import make_layout
+from isobatch.engine.checkpointing.layout import Layout, make_layout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from pathlib import Path
-
-    from isobatch.engine.checkpointing.layout import Layout
     from isobatch.engine.checkpointing.portable_state import PortableState, TensorPiece
     from isobatch.engine.distributed.communicator import Communicator
 
@@ -42,13 +40,15 @@ class CheckpointWriter:
         world: Communicator,
         on_complete: Callable[[Path], None] = lambda _: None,
         on_node: Callable[[Path, str, str], None] = lambda _folder, _file, _save: None,
+        buffer: HostBuffer | None = None,
     ) -> None:
+        """`buffer`: kept from another writer, with its memory."""
         self.world = world
         self.on_complete = on_complete
         """Called on the main rank with the folder of a checkpoint once it is complete."""
         self.on_node = on_node
         """Called then on the first rank of each node: folder, the node's file, a name of this save."""
-        self._buffer = HostBuffer(world.device)
+        self._buffer = buffer or HostBuffer(world.device)
         self._folder: Path | None = None
         self.is_writing = False
         """Whether a checkpoint is in progress."""

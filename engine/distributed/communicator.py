@@ -11,6 +11,8 @@ import datetime
 import os
 import sys
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import TrainingError, UserError
@@ -18,9 +20,6 @@ from isobatch.engine.distributed.device_memory import forbid_spilling
 from isobatch.engine.distributed.recorder import Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from contextlib import AbstractContextManager
-
     import torch
     from accelerate import Accelerator
     from torch import Tensor, nn

@@ -23,16 +23,15 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import StopRequestedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from types import FrameType
-
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.distributed.stop_signals import StopFlag
 

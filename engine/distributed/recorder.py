@@ -7,15 +7,14 @@ a GPU it is an event in the stream: nothing waits for the device, and the parts 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.measures import now
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-    from contextlib import AbstractContextManager
-
     import torch
 
 PARTS = ("data wait", "host", "forward", "backward", "optimizer", "communication")

@@ -8,19 +8,16 @@ which a step from equal weights can differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from isobatch.engine.train.figures import FIGURES, LossAndNorm, differences
+from isobatch.engine.train.figures import FIGURES, LossAndNorm, StepRow, differences
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from isobatch.engine.forensics.observed_step import ObservedStep
-    from isobatch.engine.train.figures import StepRow
 
 Kind = Literal["equal", "samples", "rate", "jump", "drift", "apart"]
 """equal: within rounding throughout. samples, rate, jump: at a step. drift: beyond the tolerance without a

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,9 +30,6 @@ from isobatch.engine.train.step import Sums
 from isobatch.engine.verification.windows import Window
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from contextlib import AbstractContextManager
-
     from isobatch.engine.train.state import Training
     from isobatch.engine.verification.replay import Replay
     from isobatch.models.base import StepContext

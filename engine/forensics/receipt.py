@@ -8,6 +8,7 @@ from the run's folder, so that a receipt and a folder are compared by making the
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +24,11 @@ from isobatch.engine.optimization.left_out import decided
 from isobatch.engine.optimization.schedule import learning_rate
 from isobatch.engine.runs.metrics_log import LEFT_OUT, SEAL
 from isobatch.engine.train.figures import NEEDED, extend_chain, is_step
-from isobatch.engine.verification.log_audit import SEAL_ROW, WrongRecordError, check
+from isobatch.engine.verification.log_audit import SEAL_ROW, LogRecord, WrongRecordError, check
 from isobatch.engine.verification.run_order import RunOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.verification.log_audit import LogRecord
 
 FORM = 1
 """Version of the file's form."""

@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from isobatch.core.measures import now
@@ -17,11 +19,9 @@ from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.train.hooks import Hook, Signal, name_of, saved_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from torch import Tensor
 
+    from isobatch.engine.checkpointing.host_buffer import HostBuffer
     from isobatch.engine.runs.metrics_log import MetricsLog
     from isobatch.engine.runs.peak_memory import PeakMemory
     from isobatch.engine.runs.run_folder import RunFolder
@@ -56,11 +56,12 @@ class Checkpoint(Hook):
         log: MetricsLog,
         peak: PeakMemory,
         copy: Callable[[Path, str, str], None],
+        buffer: HostBuffer,
         others: Sequence[Hook],
         judge: ChoosesBest,
     ) -> None:
         """`state`: of the phase that is saved. `phases`: all of the run. `others`: hooks that are saved.
-        `copy`: see `CheckpointWriter.on_node`.
+        `copy`, `buffer`: see `CheckpointWriter`.
         """
         self.run, self.training, self.log, self.peak = run, state, log, peak
         self.others, self.judge, self.keep = others, judge, options.keep
@@ -76,7 +77,7 @@ class Checkpoint(Hook):
         """Those that were needed when the newest save began."""
         self.saved_step, self._saved_at = -1, now()
         self._is_whole = self._is_reserved = False
-        self.writer = CheckpointWriter(state.world, self._is_complete, copy)
+        self.writer = CheckpointWriter(state.world, self._is_complete, copy, buffer)
 
     @contextlib.contextmanager
     def phase(self, state: Training) -> Iterator[None]:  # noqa: ARG002

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.terminal.console import format_metrics
 from isobatch.engine.optimization.early_stopping import EarlyStopping
 from isobatch.engine.optimization.schedule import CLOSING_STEPS
-from isobatch.engine.runs.peak_memory import trim_heap
+from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
 from isobatch.engine.train.evaluate import evaluate_beside, monitored
 from isobatch.engine.train.hooks import Hook, Signal, name_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from torch import Tensor
 
     from isobatch.engine.runs.metrics_log import MetricsLog
-    from isobatch.engine.runs.peak_memory import PeakMemory
     from isobatch.engine.train.state import Training
 
 
@@ -64,7 +62,7 @@ class Evaluate(Hook):
     def needed(self, step: int) -> set[int]:
         """The steps of the best checkpoint so far, and of those from which it and the next one can be redone.
 
-        None where early stopping is off.
+        Empty where early stopping is off.
         """
         if not self.judge.patience:
             return set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ from isobatch.models.base import CHANGES_SHAPE, ModelSize
 from isobatch.models.flops import flops_per_token
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from isobatch.core.plan import Plan
     from isobatch.engine.loading.loader import StepWork
     from isobatch.engine.train.figures import StepFigures

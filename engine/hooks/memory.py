@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from isobatch.engine.runs.peak_memory import trim_heap
+from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
 from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from isobatch.engine.runs.peak_memory import PeakMemory
     from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import TrainingError
 from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.hooks import Signal
 

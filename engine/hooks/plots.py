@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.hooks import Signal
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from isobatch.engine.train.hooks import Hook
 from isobatch.models import fused_kernels
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from isobatch.core.plan import Plan
     from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
@@ -27,7 +26,7 @@ class Remarks(Hook):
 
     def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:  # noqa: ARG002
         self.mark_first_step()
-        if not self._is_checked and state.layout.foreign_noise is not None:
+        if not self._is_checked and state.layout.names is not None:
             self._is_checked = True
             self._check_foreign_noise(state)
             self._check_reduction(state)

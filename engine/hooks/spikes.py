@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ from isobatch.engine.optimization.left_out import leave_out, refuse_where_steps_
 from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from torch import Tensor
 
     from isobatch.engine.runs.run_folder import RunFolder

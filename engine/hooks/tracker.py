@@ -1,14 +1,13 @@
-"""StepFigures for a tracker (TensorBoard, W&B, MLflow, Trackio), over the steps of all phases."""
+"""Figures for a tracker (TensorBoard, W&B, MLflow, Trackio), over the steps of all phases."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.train.figures import StepFigures
     from isobatch.engine.train.hooks import Signal

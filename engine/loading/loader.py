@@ -98,20 +98,20 @@ class BatchLoader:
         self.source, self.order, self.plan, self.rank, self.cohort = source, order, plan, rank, cohort
         self.equal_counts, self.left_out = equal_counts, left_out
         self.budget = training_budget(plan)
-        self._cut_lengths = np.empty(0, np.int64)
-        """Of the batch that was cut last: one of equal lengths is cut alike, which is most of a small step's
-        planning."""
-        self._cut: _Cut
+        self._last_cut: tuple[np.ndarray, _Cut] | None = None
+        """Lengths and cut of the batch that was cut last: one of equal lengths is cut alike, which is most of
+        a small step's planning. One tuple, because two threads plan."""
 
     def plan_step(self, step: int) -> StepWork:
         """Divide global batch `step` into micro-batches; all ranks compute the same and take their own."""
         samples = self.order(step)
         lengths = self.source.lengths(samples)
-        if not np.array_equal(lengths, self._cut_lengths):
-            self._cut_lengths, self._cut = lengths, self._cut_batch(lengths)
+        last = self._last_cut
+        if last is None or not np.array_equal(lengths, last[0]):
+            self._last_cut = last = (lengths, self._cut_batch(lengths))
         weights = {"sample": float(len(samples)), "cohort": float(-(-len(samples) // self.cohort))}
         weights |= {unit: float(w[samples].sum(dtype=np.float64)) for unit, w in self.source.weights.items()}
-        return StepWork(step, samples, weights, *self._cut)
+        return StepWork(step, samples, weights, *last[1])
 
     def _cut_batch(self, lengths: np.ndarray) -> _Cut:
         cut = cut_batch(lengths, self.plan.processes, self.budget, self.cohort)
@@ -130,6 +130,7 @@ class BatchLoader:
             if loaded is None or loaded.work is not work:
                 if following < work.step:
                     yield from self._left_out(following, work.step)
+                    began = now()
                 loaded, following = LoadedStep(work), work.step + 1
             loaded.batches.append(batch)
             if len(loaded.batches) == len(work.micro_batches):

@@ -6,8 +6,8 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError, UserError
@@ -19,9 +19,6 @@ from isobatch.data.digests import FACTS_FILE, changed_file, write_digests
 from isobatch.data.preparation.encoding import Workshop
 from isobatch.data.tokenizers import open_tokenizer, vocabulary_size
 from isobatch.engine.machine.detect import allowed_cpus
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 CHECK_SECONDS = 2.0
 """How long a cache is checked when it is found; what is not checked then is when samples are fetched."""

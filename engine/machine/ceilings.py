@@ -13,7 +13,7 @@ import importlib.metadata
 import json
 import platform
 import timeit
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,8 +23,6 @@ from isobatch.core import atomic_files
 from isobatch.core.terminal.status import doing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from isobatch.engine.machine.hardware import Hardware
 
 WIDTHS = (64, 128, 256, 512, 1024)

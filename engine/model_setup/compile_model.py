@@ -7,13 +7,12 @@ torch cuts a model that is compiled INSIDE the wrapper; one that was compiled be
 from __future__ import annotations
 
 import contextlib
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torch import nn
 
     from isobatch.core.plan import Plan

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,6 @@ from isobatch.engine.noise.keyed_attention import repeat_kv_heads
 from isobatch.models.attention_functions import known_attention, register_attention
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     import torch
     from torch import Tensor, nn
 

@@ -8,6 +8,7 @@ the modules, and the memory of a single element.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,6 @@ from isobatch.models.activations import fuse_gelu
 from isobatch.models.capabilities import build_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe

@@ -12,7 +12,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,9 +23,6 @@ from isobatch.core.errors import TrainingError, UserError
 from isobatch.engine.loading.device_copies import array_to_device
 from isobatch.engine.loading.permutation import mix_bits
 from isobatch.models.fused_kernels import fused_on_gpu
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 _CHUNK = 1 << 15
 """Pairs hashed at a time on a CPU: 128 KB of uint32, so that all passes stay in the L2 cache."""

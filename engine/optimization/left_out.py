@@ -6,6 +6,7 @@ A step that is left out computes nothing and moves no weight; the steps behind i
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.atomic_files import rows_in
@@ -13,8 +14,6 @@ from isobatch.core.errors import UserError
 from isobatch.models.capabilities import ChangesModel
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.models.base import Task
 

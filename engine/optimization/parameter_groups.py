@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from isobatch.core.errors import UserError
@@ -9,8 +10,6 @@ from isobatch.core.optimizers import of_recipe
 from isobatch.models.capabilities import MakesOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from torch import nn
     from torch.optim import Optimizer
 

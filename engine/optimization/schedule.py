@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from isobatch.core.recipe import Recipe
     from isobatch.models.base import Phase
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.errors import UserError
@@ -13,8 +14,6 @@ from isobatch.engine.planning.cost_model import PlanningCase, run_steps
 from isobatch.models.flops import layers_and_width
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
-
     from isobatch.core.plan import Invariance, Plan, Precision
     from isobatch.core.recipe import Recipe
     from isobatch.engine.machine.hardware import Hardware

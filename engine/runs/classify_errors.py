@@ -6,7 +6,7 @@ import errno
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
 
 from isobatch.core.errors import (
     USER_MODULE,
@@ -16,9 +16,6 @@ from isobatch.core.errors import (
     UserError,
     WorkerLostError,
 )
-
-if TYPE_CHECKING:
-    from types import FrameType
 
 _MEMORY = (
     *("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed"),

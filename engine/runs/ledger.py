@@ -7,7 +7,9 @@ endian), the phase's name in UTF-8, and the numbers.
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,9 +17,6 @@ import numpy as np
 from isobatch.core import atomic_files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from isobatch.engine.runs.run_folder import RunFolder
 
 _HEADER = struct.Struct("<BHII")

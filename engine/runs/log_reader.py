@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from isobatch.core.atomic_files import lines_in, parse_row
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 TAIL_BYTES = 1 << 16
 WHOLE_BYTES = 4 << 20

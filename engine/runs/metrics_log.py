@@ -11,6 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
@@ -21,9 +23,6 @@ from isobatch.engine.runs.ledger import append_step
 from isobatch.engine.runs.log_reader import last_row_before
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     import numpy as np
 
     from isobatch.engine.runs.run_folder import RunFolder

@@ -11,9 +11,10 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.atomic_files import rows_in
@@ -24,9 +25,6 @@ from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_options import RunOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
 
 NONCE = "ISOBATCH_NONCE"
 """Environment variable that ties exit.json to the launch that waits for it."""

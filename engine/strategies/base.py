@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from isobatch.core.errors import TrainingError
 from isobatch.core.strategies import traits_of
 from isobatch.engine.checkpointing import portable_state
-from isobatch.engine.checkpointing.checkpoint import SharedReader
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, SharedReader
 from isobatch.engine.checkpointing.portable_state import HOOK, WEIGHT, Held, TensorPiece
 from isobatch.engine.optimization.parameter_groups import SHARE
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from isobatch.core.plan import Plan
-    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.distributed.communicator import Communicator
 
 MakeOptimizer = Callable[["nn.Module"], "Optimizer"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,8 +26,6 @@ from isobatch.engine.model_setup.layer_blocks import layer_blocks, matmul_parame
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy, gradient_norm, set_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 
 
@@ -76,13 +75,19 @@ class FullyShardStrategy(Strategy):
         return self.world.all_reduce_sum(local.square()).sqrt()
 
     def parts(self) -> Iterator[Held]:
-        """This rank's rows. A forward pass may have left parameters whole, which are none of them."""
-        for module in self.unwrapped.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        """This rank's rows."""
+        self._reshard()
         for name, p in self.trained():
             assert isinstance(p, DTensor)
             yield Held(name, tuple(p.shape), self._start(p), _rows(p))
+
+    def _reshard(self) -> None:
+        """A forward pass without a backward may have left parameters whole: they are no rows, and have no
+        moments.
+        """
+        for module in self.unwrapped.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def _gradients(self) -> list[Tensor]:
         """This rank's rows of the gradients that there are."""
@@ -90,6 +95,7 @@ class FullyShardStrategy(Strategy):
 
     def own_state(self) -> portable_state.PortableState:
         """Every rank's own rows of weights and moments; buffers come from rank 0."""
+        self._reshard()
         entries: dict[str, TensorEntry] = {}
         pieces: list[TensorPiece] = []
         for name, buffer in self.buffers().items():

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import portable_state
-from isobatch.engine.checkpointing.checkpoint import SharedReader
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, SharedReader
 from isobatch.engine.model_setup.compile_model import compile_model, run_uncompiled
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy, gradient_norm, set_rate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 
 SCALE_START = 2.0**16
 """The first fp16 loss scale."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +25,6 @@ from isobatch.engine.strategies.base import MakeOptimizer, Strategy, set_rate
 from isobatch.engine.strategies.deepspeed_engine import config_for, make_engine
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -41,8 +42,6 @@ from isobatch.models.attention_functions import unregister_attention
 from isobatch.models.capabilities import BeginsPhase, HasTeacher, MatchesShapes, build_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,6 @@ from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.models.base import Rows, StepContext, Sum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     from isobatch.core.plan import Plan
     from isobatch.data.base import Source
     from isobatch.engine.distributed.communicator import Communicator

@@ -8,8 +8,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +23,6 @@ from isobatch.models.base import Change
 from isobatch.models.capabilities import RecordsFigures
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-
     from torch import Tensor  # noqa: TC004  heavy, and no class here has flags
 
     from isobatch.engine.train.state import Training
@@ -49,7 +47,7 @@ class StepOutput:
     votes: tuple[str, ...] = ()
     """Names of the last numbers of `sums`."""
     more: dict[str, Any] = field(default_factory=dict)
-    """StepFigures for the row: of hooks and the task about gradients, and what its `after_step` logged."""
+    """Figures for the row: of hooks and the task about gradients, and what its `after_step` logged."""
     change: Change | None = None
     """What the task's `after_step` changed in its model."""
     seconds: float = 0.0

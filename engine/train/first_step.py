@@ -18,13 +18,12 @@ from isobatch.engine.loading.device_copies import to_device
 from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.runs.gpu_monitor import READINGS
 from isobatch.engine.train.figures import FIELDS
-from isobatch.engine.train.state import generator_states, has_drawn
+from isobatch.engine.train.state import StepLayout, Training, generator_states, has_drawn
 from isobatch.models.base import Loss
 
 if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.loading.loader import LoadedStep
-    from isobatch.engine.train.state import StepLayout, Training
 
 EXPECTED = "return {name: Loss(sum, unit)}"
 RESERVED = {*FIELDS, *READINGS, "memory_bytes", "mfu", "split", "final", "invariance", "seal"} - {"loss"}

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
@@ -19,9 +21,6 @@ from isobatch.engine.runs.classify_errors import user_code_error
 from isobatch.models.capabilities import SeesGradients
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
     from torch import Tensor
 
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
@@ -113,6 +112,7 @@ class Seen(Hook):
         self.figures: list[StepFigures] = []
 
     def on_figures(self, figures: StepFigures) -> set[Signal]:
+        figures.output.loaded.batches = []  # they may be large
         self.figures.append(figures)
         return set()
 
@@ -216,11 +216,13 @@ class Hooks:
                 with blaming(hook, state, state.progress.step):
                     hook.load(own, tensors)
 
-    def cut(self, keep: Mapping[str, Sequence[tuple[int, Tensor]]]) -> None:
+    def cut(self, state: Training, keep: Mapping[str, Sequence[tuple[int, Tensor]]]) -> None:
         """Cut the hooks' tensors as a task has cut its model: parameter -> (dimension, indices that stay)."""
         for hook in self.all:
             if tensors := hook.tensors():
-                hook.load(hook.state(), {n: cut(tensor, keep.get(n, ())) for n, tensor in tensors.items()})
+                kept = {name: cut(tensor, keep.get(name, ())) for name, tensor in tensors.items()}
+                with blaming(hook, state, state.progress.step):
+                    hook.load(hook.state(), kept)
 
     def updated(self, state: Training, step: int) -> None:
         """After the optimizer."""

@@ -26,7 +26,7 @@ def run_phase(state: Training, hooks: Hooks, start: int = 0, stop: int | None = 
     last = state.schedule.steps if stop is None else stop
     with hooks.phase(state, start):
         # A resume may find that the phase had stopped early: then it trains nothing.
-        if hooks.ended():
+        if start and hooks.ended():
             return "early"
         pending: StepOutput | None = None
         for batch in state.batches(start, last):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import resource
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -27,8 +28,6 @@ from isobatch.engine.train.first_step import check_loss_form
 from isobatch.models.base import StepContext
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from isobatch.core.plan import Plan
     from isobatch.data.base import Source
     from isobatch.engine.train.build import Builder

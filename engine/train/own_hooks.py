@@ -6,18 +6,13 @@ import contextlib
 import dataclasses
 import difflib
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
 
 from isobatch.core.errors import UserError
 from isobatch.core.package import ROOT
-from isobatch.core.recipe import HOOK_CODE
+from isobatch.core.recipe import HOOK_CODE, Recipe
 from isobatch.engine.task_files import import_error, is_task_file, load_class, task_file, task_file_hash
 from isobatch.engine.train.hooks import Hook, name_of
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from isobatch.core.recipe import Recipe
 
 BUILT_IN = ROOT / "engine" / "hooks"
 """The folder of ours, each in a file that has its name."""

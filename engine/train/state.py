@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +21,7 @@ from isobatch.data.base import Source
 from isobatch.engine.checkpointing.portable_state import cut_moments
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.device_copies import array_to_device
-from isobatch.engine.loading.loader import BatchLoader
+from isobatch.engine.loading.loader import BatchLoader, LoadedStep
 from isobatch.engine.loading.sampler import Sampler
 from isobatch.engine.model_setup.compile_model import compile_model
 from isobatch.engine.model_setup.packing import SamplePacking
@@ -28,16 +30,11 @@ from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.engine.optimization.schedule import PhaseSchedule, learning_rate
 from isobatch.engine.runs.summary import Progress
 from isobatch.engine.strategies.base import Strategy, strategy_class
-from isobatch.models.base import CachedWeightTransform, StepContext, Task
+from isobatch.models.base import CachedWeightTransform, Change, StepContext, Task
 from isobatch.models.capabilities import ChangesModel, SparseTables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
     from isobatch.core.recipe import Recipe
-    from isobatch.engine.loading.loader import LoadedStep
-    from isobatch.models.base import Change
 
 
 @dataclass(slots=True)

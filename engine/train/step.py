@@ -8,6 +8,7 @@ neither the number of micro-batches nor that of ranks can change what is learnt.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,16 +21,13 @@ from isobatch.core.errors import TrainingError
 from isobatch.engine.loading.device_copies import HostCopy, numbers_to_device, to_device
 from isobatch.engine.train.figures import StepOutput
 from isobatch.engine.train.first_step import agree_on_names, check_loss_form
-from isobatch.engine.train.state import StepLayout
+from isobatch.engine.train.state import StepLayout, Training
 from isobatch.models.capabilities import SeesGradients
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.loading.loader import LoadedStep
     from isobatch.engine.train.hooks import Hooks
-    from isobatch.engine.train.state import Training
     from isobatch.models.base import Loss
 
 FIRST = np.zeros(1, np.int64)
@@ -79,10 +77,12 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
     copies = HostCopy(packed), HostCopy(norm)
     assert state.layout.names is not None
     output = StepOutput(batch, rate, *copies, state.layout.names, recorded, hooks.votes, more)
-    # A task that prunes or grows its model does so here, before the next forward pass.
+    # A task that prunes or grows its model does so here, before the next forward pass: nothing may hold on to
+    # a strategy that is made anew.
+    del strategy
     output.change = state.after_step(step, recorded, more.__setitem__)
     if output.change is not None and output.change.keep:
-        hooks.cut(output.change.keep)
+        hooks.cut(state, output.change.keep)
     return output
 
 
@@ -116,7 +116,8 @@ class Sums:
             before, own = self.losses.get(name), share.detach()
             self.losses[name] = own if before is None else before + own
             total = share if total is None else total + share
-        assert total is not None
+        if total is None:
+            raise TrainingError("loss() returned no part: return all parts always")
         return total
 
     def record(self, name: str, value: Tensor) -> None:

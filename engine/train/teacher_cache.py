@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,6 @@ from isobatch.data.base import Source
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from isobatch.core.facts import Facts
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.loading.sampler import Sampler

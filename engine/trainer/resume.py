@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import checkpoint
-from isobatch.engine.checkpointing.checkpoint import open_on_all
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, open_on_all
 from isobatch.engine.optimization.left_out import is_consistent
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
-    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.train.build import Builder
@@ -48,6 +46,8 @@ def newest_checkpoint(run: RunFolder, builder: Builder, say: Callable[[str], Non
             if world.is_main:
                 checkpoint.remove(folder)
             continue
+        if "hooks" not in saved.state:
+            raise TrainingError(f"checkpoint {folder} is of an older version: train again, with --again")
         origin = (saved.state["recipe_hash"], saved.state["fingerprint"])
         if origin != (state.recipe.hash(), state.facts.fingerprint):
             raise TrainingError(

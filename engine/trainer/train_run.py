@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
@@ -16,6 +17,7 @@ from isobatch.core.plan import REHEARSED_STEPS
 from isobatch.core.terminal.console import Console
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
+from isobatch.engine.checkpointing.host_buffer import HostBuffer
 from isobatch.engine.checkpointing.remote_copy import RemoteCopies
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.distributed.liveness import Watchdog
@@ -50,8 +52,6 @@ from isobatch.engine.trainer.finish import finish, stop
 from isobatch.engine.trainer.resume import newest_checkpoint
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.train.state import Training
@@ -79,6 +79,8 @@ class RunOnRank:
     log: MetricsLog = field(init=False)
     tracker: Tracker = field(init=False)
     peak: PeakMemory = field(init=False)
+    buffer: HostBuffer = field(init=False)
+    """Where checkpoints are copied; kept over the phases."""
     first_step_at: float | None = None
     """Time (seconds since 1970) at the end of this process's first step."""
     resumed_from: str | None = None
@@ -92,6 +94,7 @@ class RunOnRank:
         self.log = MetricsLog(self.folder, main, options.log_every, options.ledger)
         self.tracker = Tracker(self.world, options.tracker, self.say)
         self.peak = PeakMemory(self.world.device)
+        self.buffer = HostBuffer(self.world.device)
 
     def say(self, line: str) -> None:
         """A line for the user, on the main rank."""
@@ -159,11 +162,15 @@ def _hooks(
     hooks += [*run.own_hooks, Log(run.log, say)]
     hooks += [Plots(every, run.draw_plots)] if (every := state.task.plot_every) else []
     hooks += [run.tracker] if run.tracker.tracker else []
-    hooks += [ShowSteps(state, run.console), guard, evaluation]
+    hooks += [ShowSteps(state, run.console), evaluation, guard]
     copy = copies.add if copies is not None else lambda *_: None
-    phases = builder.phases
-    saves = Checkpoint(run.folder, state, phases, run.options, run.log, run.peak, copy, hooks, evaluation)
-    return [*hooks, saves]
+    return [
+        *hooks,
+        Checkpoint(
+            run.folder, state, builder.phases, run.options, run.log, run.peak, copy, run.buffer, hooks,
+            evaluation,
+        ),
+    ]  # fmt: skip
 
 
 def _continue(run: RunOnRank, builder: Builder, hooks: Hooks, saved: SavedCheckpoint) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,6 @@ from isobatch.engine.verification.log_audit import LogRecord, WrongRecordError, 
 from isobatch.engine.verification.run_order import RunOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from isobatch.engine.loading.sampler import Sampler
     from isobatch.engine.runs.run_folder import RunFolder
 

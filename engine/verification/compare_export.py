@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.atomic_files import rows_in
-from isobatch.engine.checkpointing.checkpoint import phase_and_step
+from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, phase_and_step
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.checkpointing.weight_files import export_beside
 from isobatch.models import model_card
 from isobatch.models.capabilities import FinalRemark, FinishesUnmeasured, MeasuresExport, description_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from torch import nn
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
-    from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.models.base import Task
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,6 @@ from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.train.figures import FIGURES, NEEDED, extend_chain, is_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.run_order import RunOrder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,6 @@ from isobatch.engine.verification.log_audit import LogRecord
 from isobatch.models import model_card
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
     from isobatch.engine.verification.windows import Redone
 
 MOST_FAR = 0.02

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +16,7 @@ import torch
 from isobatch.core.errors import TrainingError
 from isobatch.engine.checkpointing import checkpoint, portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
-from isobatch.engine.checkpointing.portable_state import WEIGHT
+from isobatch.engine.checkpointing.portable_state import WEIGHT, TensorPiece
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.hooks.checkpoint import installed_versions
 from isobatch.engine.optimization.left_out import left_out_steps
@@ -25,24 +27,19 @@ from isobatch.engine.train.figures import step_rows
 from isobatch.engine.train.hooks import Hook, Hooks, Seen
 from isobatch.engine.train.loop import run_phase
 from isobatch.engine.verification.compare_export import compare_export
-from isobatch.engine.verification.windows import INITIAL, Redone, redone_step
+from isobatch.engine.verification.windows import INITIAL, Job, Redone, Window, redone_step
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
-
     from torch import Tensor
 
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
-    from isobatch.engine.checkpointing.portable_state import TensorPiece
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.strategies.base import Strategy
     from isobatch.engine.train.figures import LossAndNorm, StepFigures, StepRow
     from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
-    from isobatch.engine.verification.windows import Job, Window
 
 FAR = 0.1
 """Share of what is allowed that few elements differ by: those whose gradient is rounding alone."""
@@ -100,7 +97,7 @@ class Compare(Hook):
         return (self.run.checkpoints / self._reached(step) / "state.json").exists()
 
     def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:  # noqa: ARG002
-        if self.due(step) and self._reached(step) not in self.redone.weights:
+        if self.due(step):
             saved = SavedCheckpoint(self.run.checkpoints / self._reached(step))
             bound = 2 * self._rates if self.run.recipe.optimizer in BOUNDED else None
             self.redone.weights[self._reached(step)] = compare_weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,6 @@ from isobatch.engine.train.figures import is_step
 from isobatch.models.base import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
     from isobatch.engine.runs.run_folder import RunFolder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,6 @@ from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.train.figures import LossAndNorm, StepRow, differences
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable
-
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.log_audit import LogRecord
 

@@ -9,7 +9,9 @@ import contextlib
 import dataclasses
 import os
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.atomic_files import rows_in
@@ -24,7 +26,7 @@ from isobatch.core.errors import (
     UserError,
 )
 from isobatch.core.flags import flags_of, known_options
-from isobatch.core.plan import PlanOptions
+from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe as CompleteRecipe
 from isobatch.engine import consent
 from isobatch.engine.registry import complete, workload_of
@@ -37,13 +39,9 @@ from isobatch.engine.train.own_hooks import hooks_given, with_learning_hooks
 from isobatch.launch.local.arguments import Request, check_request
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from torch import nn
 
     from isobatch.core.facts import Facts
-    from isobatch.core.plan import Plan
     from isobatch.engine.forensics.observed_step import StepParts
     from isobatch.engine.train.hooks import Hook
 

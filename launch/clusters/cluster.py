@@ -8,6 +8,7 @@ help in launch/commands.csv.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
@@ -15,8 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 from isobatch.core.errors import UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from isobatch.engine.runs.run_folder import RunFolder, Verdict
 
 

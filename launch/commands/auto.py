@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from typing import Any
 
 from isobatch.core.errors import DONE, UserError
 from isobatch.core.flags import flags_of
@@ -35,10 +36,6 @@ from isobatch.launch.local.run_setup import (
     store_plan,
 )
 from isobatch.launch.report.tables import table_beside, text_table
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from typing import Any
 
 
 def auto(words: Sequence[str]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from isobatch.core.measures import printable
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.data.text import chat_templates
-from isobatch.data.text.chat_templates import ChatTemplate
+from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, one_run, open_run
@@ -23,10 +24,7 @@ from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_
 from isobatch.models.protocols import Generates, WrittenText
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
     from isobatch.data.chat_formats import Message
-    from isobatch.data.text.chat_templates import ChatSegment
     from isobatch.engine.runs.run_folder import RunFolder
 
 RESET, QUIT = "/reset", "/quit"

@@ -6,6 +6,7 @@ Each stage is a run of its own in --out. Typed again, the command goes on where 
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import DONE, STOPPED, UserError
@@ -19,8 +20,6 @@ from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.report.page import text_of, write_report
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
-
     from isobatch.engine.runs.run_folder import RunFolder
 
 EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": ("onnx-int4",)}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import Flag, flags_of, to_json_value, value_text
@@ -15,9 +16,6 @@ from isobatch.engine.registry import CHAINS, TASKS, workload
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.cli import ALIASES, COMMANDS, no_command
 from isobatch.launch.local.arguments import BatchScaling, FlagFiles, read_command
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

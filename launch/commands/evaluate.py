@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -16,8 +17,6 @@ from isobatch.launch.local.run_setup import DataOptions, locate_data, open_singl
 from isobatch.models.protocols import KeepsBaselines
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from isobatch.engine.runs.run_folder import RunFolder
 
 T = TypeVar("T")

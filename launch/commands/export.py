@@ -6,6 +6,7 @@ A form is written by the task (`exports`, `export_as`); its parity with the trai
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,6 @@ from isobatch.models.capabilities import description_of
 from isobatch.models.protocols import Exports
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from isobatch.engine.runs.run_folder import RunFolder
 
 PARITY = "parity.json"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
@@ -12,9 +13,6 @@ from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import AnswerOptions, open_run
 from isobatch.models.protocols import EncodesLatents, LatentCodec
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

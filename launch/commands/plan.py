@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +13,15 @@ from isobatch.core.terminal.console import print_answer
 from isobatch.engine.loading.prepare import assumed_facts
 from isobatch.engine.loading.prepare import prepare as prepare_data
 from isobatch.engine.machine.detect import detect
-from isobatch.engine.machine.hardware import parse_hardware
+from isobatch.engine.machine.hardware import Hardware, parse_hardware
 from isobatch.engine.planning import comparison
 from isobatch.engine.planning.choices import fixed_loader_settings
-from isobatch.engine.planning.estimate import Target, estimate, parse_prices
+from isobatch.engine.planning.estimate import Estimate, Target, estimate, parse_prices
 from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import AnswerOptions, print_unless_quiet, say_notes
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from isobatch.core.facts import Facts
-    from isobatch.engine.machine.hardware import Hardware
-    from isobatch.engine.planning.estimate import Estimate
 
 HERE = "here"
 """The name of the machine that this command runs on."""

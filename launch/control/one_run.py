@@ -7,8 +7,10 @@ from __future__ import annotations
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 from isobatch.core import atomic_files
 from isobatch.core.atomic_files import explain_write_errors
@@ -25,10 +27,6 @@ from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.control.runs import RunView, look
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import open_single_run
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
 
 WAIT_SECONDS, LOOK_SECONDS = 600.0, 1.0
 """How long a run may take to save and end, and how often to look whether it has."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,6 @@ from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.local.arguments import read_command
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from isobatch.core.recipe import Recipe
 
 
@@ -211,7 +210,7 @@ FIGURES = ("steps", "train_seconds", "peak_memory_bytes")
 def compare(words: Sequence[str]) -> int:
     """Usage: runs compare RUN RUN... [--json]: what differs between runs, and their metrics side by side."""
     positional, options = read_command(words, ListingOptions, "runs compare")
-    runs = [RunFolder.open(place) for place in positional]
+    runs = [RunFolder.open(place) for place in positional if not Path(place, "sweep.json").is_file()]
     if len(runs) < 2:
         raise UserError(TOO_FEW)
     found = compared(runs)

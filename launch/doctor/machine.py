@@ -7,6 +7,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,8 +21,6 @@ from isobatch.launch.doctor.probes import Probe, try_out
 from isobatch.launch.local.interfaces import loopback_interface
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
     from isobatch.engine.machine.hardware import Hardware
 
 ROOT = Path("/")

@@ -8,9 +8,10 @@ import re
 import shutil
 import time
 from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core.errors import DONE, FAILED, TrainingError, UserError, WorkerLostError
 from isobatch.core.measures import printable
@@ -23,11 +24,6 @@ from isobatch.launch.doctor.check import Check, broken, ok, warning
 from isobatch.launch.doctor.machine import check_machine, check_space
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import one_run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from isobatch.launch.doctor.check import Check
 
 TRACES = ("recipe.json", "metrics.jsonl", "checkpoints", "launcher.log", "plan.json", "summary.json")
 """Files by which a damaged run is still known as one."""

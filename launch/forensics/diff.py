@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -12,16 +13,22 @@ import numpy as np
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, IsobatchError, UserError
-from isobatch.core.plan import INVARIANCES
+from isobatch.core.plan import INVARIANCES, Plan
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
-from isobatch.data.base import MEASURES
-from isobatch.engine.forensics.compare_runs import EXACT_FLOOR, compare_logs, compare_steps, not_reproduced
+from isobatch.data.base import MEASURES, Data
+from isobatch.engine.forensics.compare_runs import (
+    EXACT_FLOOR,
+    LogDifference,
+    compare_logs,
+    compare_steps,
+    not_reproduced,
+)
 from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.train.figures import differences, step_rows
 from isobatch.engine.verification.run_order import RunOrder
 from isobatch.engine.verification.tolerance import TOLERANCE, rounding_tolerance
-from isobatch.engine.verification.windows import window_to
+from isobatch.engine.verification.windows import Window, window_to
 from isobatch.launch.control.runs import differing, differing_plans
 from isobatch.launch.forensics.diff_text import lines_of, verdict_of
 from isobatch.launch.local.arguments import read_command
@@ -30,17 +37,11 @@ from isobatch.launch.local.redo_steps import plan_to_redo
 from isobatch.launch.local.run_setup import AnswerOptions, locate_data, open_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from isobatch.core.facts import Facts
-    from isobatch.core.plan import Plan
-    from isobatch.data.base import Data
-    from isobatch.engine.forensics.compare_runs import LogDifference
     from isobatch.engine.forensics.observed_step import ObservedStep
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.train.figures import LossAndNorm
     from isobatch.engine.verification.replay import Replay
-    from isobatch.engine.verification.windows import Window
 
 AT_A_TIME = 1024
 """Rows of data."""

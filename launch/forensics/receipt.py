@@ -11,9 +11,10 @@ import json
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from isobatch.core.facts import Facts
 from isobatch.core.measures import format_bytes
 from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import Plan
-from isobatch.core.recipe import Recipe
+from isobatch.core.recipe import HOOK_CODE, Recipe
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine import consent
@@ -36,9 +37,6 @@ from isobatch.engine.verification.proof import within
 from isobatch.launch.local import run_setup
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.verify_run import VerifyOptions, redo_first_steps, verify_run
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 FILE = "receipt.json"
 NAMESPACE = "isobatch"
@@ -206,6 +204,9 @@ def _check_first_steps(run: RunFolder, content: Content, options: AuditOptions, 
     for path, rows in ((run.metrics, receipts.log_rows(content)), (run.decisions, decided)):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     found.unknown.append("later steps, the weights and the metrics: --run FOLDER, with its checkpoints")
+    if HOOK_CODE in run.recipe.options:
+        found.unknown.append("the first steps: a hook changes what is learnt")
+        return
     doing("redoing the first steps")
     trained = np.flatnonzero(~receipts.left_out_of(content, next(iter(content["phases"]))))[1:]
     proof = redo_first_steps(run, trained.tolist(), options.steps, options.processes)

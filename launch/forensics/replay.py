@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,18 +17,15 @@ from isobatch.core.terminal.status import doing
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.train.figures import is_step
 from isobatch.engine.verification.run_order import require_step
-from isobatch.engine.verification.windows import window_to
+from isobatch.engine.verification.windows import Window, window_to
 from isobatch.launch.local.redo_steps import plan_to_redo
 from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run
 from isobatch.launch.report.tables import text_table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from isobatch.engine.forensics.observed_step import ObservedStep
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.replay import Replay
-    from isobatch.engine.verification.windows import Window
 
 SHOWN = 20
 """Modules, samples of the largest losses, and parameters of the largest gradients, that are listed."""

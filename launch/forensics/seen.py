@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,6 @@ from isobatch.engine.verification.run_order import RunOrder, require_step
 from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from isobatch.engine.runs.run_folder import RunFolder
 
 SHOWN = 20

@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core import atomic_files
@@ -18,10 +21,6 @@ from isobatch.engine.distributed.stop_signals import STOP_SIGNALS, signals_to_ca
 from isobatch.launch.local.interfaces import loopback_interface
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-    from types import FrameType
-
     from isobatch.core.plan import Plan
 
 PR_SET_PDEATHSIG = 1

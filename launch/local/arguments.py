@@ -11,8 +11,9 @@ import keyword
 import math
 import re
 import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
@@ -35,9 +36,6 @@ from isobatch.launch.local.words import (
     words_for,
 )
 from isobatch.models.capabilities import ChecksPlan
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
 
 Groups = dict[str, dict[str, Flag]]
 """Name of a group, such as `recipe` -> its flags by name."""

@@ -21,7 +21,7 @@ from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.engine.train.own_hooks import with_learning_hooks
-from isobatch.launch.clusters.cluster import cluster, refuse_if_in_a_job
+from isobatch.launch.clusters.cluster import Cluster, cluster, refuse_if_in_a_job
 from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS
 from isobatch.launch.local.run_setup import (
     AnswerOptions,
@@ -35,7 +35,6 @@ from isobatch.launch.local.run_setup import (
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_options import RunOptions
-    from isobatch.launch.clusters.cluster import Cluster
     from isobatch.launch.local.arguments import Request
 
 

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.launch.local.arguments import parse_request
+from isobatch.launch.local.arguments import Request, parse_request
 from isobatch.launch.local.run_setup import create_run, find_run, known_run, say_notes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
-    from isobatch.launch.local.arguments import Request
 
 LOG_TAIL_CHARACTERS = 2500
 

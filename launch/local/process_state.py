@@ -7,13 +7,10 @@ import os
 import random
 import threading
 import warnings
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 from isobatch.core.errors import UserError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 _one_run = threading.Lock()
 """Held while a run is at work: torch's and accelerate's state is the process's."""

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from isobatch.core.flags import build_options
 from isobatch.core.measures import printable
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.package import CACHE, cache_folder
-from isobatch.core.plan import INVARIANCES, PlanOptions
+from isobatch.core.plan import INVARIANCES, Plan, PlanOptions
 from isobatch.core.strategies import traits_of
 from isobatch.core.terminal.status import doing
 from isobatch.data.digests import FACTS_FILE, changed_file
@@ -32,14 +33,10 @@ from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name
 from isobatch.engine.task_files import task_file_problem
-from isobatch.launch.local.arguments import read_command
+from isobatch.launch.local.arguments import Request, read_command
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
-    from isobatch.launch.local.arguments import Request
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

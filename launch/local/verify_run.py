@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,8 +31,6 @@ from isobatch.launch.local.redo_steps import plan_to_redo, redo, replay_in_full
 from isobatch.launch.local.run_setup import DataOptions, compare_source, locate_data, open_single_run
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.log_audit import LogRecord
 

@@ -11,19 +11,17 @@ import json
 import math
 import re
 import tomllib
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.flags import ON_WORDS, BareValue, Flag, convert, spelling, value_text
 from isobatch.core.recipe import HOOK_CODE, TASK_CODE, Recipe
 from isobatch.engine import consent
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping
 
 _TABLES = tomllib.loads(Path(__file__).with_name("other_tools.toml").read_text(encoding="utf-8"))
 SYNONYMS: dict[str, str] = {word: ours for ours, words in _TABLES["names"].items() for word in words.split()}

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,8 +31,6 @@ from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.engine.train.own_hooks import load_hooks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from isobatch.core.plan import PlanOptions
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.run_options import RunOptions

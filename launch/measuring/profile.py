@@ -6,6 +6,7 @@ Python's stacks with the modules.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -17,13 +18,10 @@ from isobatch.engine.machine.detect import allowed_cpus
 from isobatch.engine.runs.peak_memory import peak_bytes
 from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.measuring.measures import settings
-from isobatch.launch.measuring.trial import answer_in_world, trial
+from isobatch.launch.measuring.trial import Stopwatch, Variant, answer_in_world, trial
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.launch.measuring.trial import Stopwatch, Variant
 
 FILE, TRACE_FILE = "profile.json", "trace.json"
 OPERATORS = 10

@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +38,7 @@ from isobatch.engine.machine.detect import detect
 from isobatch.engine.planning.estimate import Target
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.train.build import Builder
-from isobatch.engine.train.hooks import Hooks, Seen
+from isobatch.engine.train.hooks import Hook, Hooks, Seen
 from isobatch.engine.train.loop import run_phase
 from isobatch.launch.local.accelerate_launcher import launch_workers
 from isobatch.launch.local.arguments import parse_request
@@ -45,11 +47,7 @@ from isobatch.models.attention_functions import register_again, registered_atten
 from isobatch.models.base import ModelSize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
-
     from isobatch.engine.loading.loader import StepWork
-    from isobatch.engine.train.hooks import Hook
     from isobatch.engine.train.state import Training
 
 WARM_STEPS = 2

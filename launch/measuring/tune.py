@@ -7,7 +7,9 @@ import operator
 import os
 import sys
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +20,10 @@ from isobatch.core.plan import INVARIANCES
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.launch.local.run_setup import TrustOptions
 from isobatch.launch.measuring.measures import QUOTED, Setting, settings
-from isobatch.launch.measuring.trial import answer_in_world, trial
+from isobatch.launch.measuring.trial import TrialSession, Variant, answer_in_world, trial
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from pathlib import Path
-
     from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.launch.measuring.trial import TrialSession, Variant
 
 FILE = "tune.json"
 RESERVED_SECONDS = 2.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,6 @@ from isobatch.models.encoder.prediction import batches_of_one_width
 from isobatch.models.protocols import PredictsBatches
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from isobatch.engine.runs.run_folder import RunFolder
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,6 @@ from isobatch.models.encoder import prediction
 from isobatch.models.encoder.evaluation import has_text_pairs
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
-
     Found = Path | chat.LanguageModel | RunFolder
     """The ONNX file of a classifier, a language model that is no run's, or a run."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,8 +20,6 @@ from isobatch.launch.predicting import tables
 from isobatch.models.protocols import OpensItemLists
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
     from isobatch.models.recommendation.recommendations import Recommendations
 
     Answer = tuple[dict[str, Any], list[dict[str, Any]]]

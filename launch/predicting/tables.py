@@ -14,7 +14,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,8 +30,6 @@ from isobatch.data.sequences import INTEGERS, TEXT, USUAL_COLUMNS
 from isobatch.data.text.chat_templates import ChatTemplate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from isobatch.data.readers import LocatedRows
 
 LINES = ".txt"

@@ -5,12 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import subprocess
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from isobatch.core.package import own_command
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 
 def call_in_child(target: str, seconds: float | None = None, /, **arguments: Any) -> Any:

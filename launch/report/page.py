@@ -8,9 +8,10 @@ import io
 import re
 import shutil
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -28,9 +29,6 @@ from isobatch.launch.report import records
 from isobatch.launch.report.child_process import call_in_child
 from isobatch.launch.report.tables import baselines_tables, runs_table, text_table
 from isobatch.models.protocols import Drawing, ModelComparison, ReportRow
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 MOST_COLUMNS = 1000
 """Characters of a line where no terminal limits them."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
@@ -17,9 +19,6 @@ from isobatch.engine.runs.log_reader import damaged_rows, thinned_rows
 from isobatch.models.protocols import Drawing, Reports, TaskReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-    from pathlib import Path
-
     from matplotlib.figure import Figure
 
     from isobatch.engine.runs.run_folder import RunFolder

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from isobatch.core.measures import aligned, format_bytes
 from isobatch.engine.registry import TASKS, workload
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
 
 
 def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import traceback
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from isobatch.core.errors import UserError
@@ -19,10 +20,6 @@ from isobatch.core.flags import nearest_hint
 from isobatch.launch.predicting.tables import ITEMS_COLUMN, UserReader
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
-    from starlette.responses import Response
-
     from isobatch.launch.predicting.predict import Answerer
 
 MAX_BODY_BYTES = 1 << 20

@@ -6,10 +6,12 @@ import dataclasses
 import os
 import signal
 import socket
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from types import FrameType
+from typing import Any, Literal
 
 from isobatch.core import number_ranges
 from isobatch.core.errors import DONE, UserError
@@ -21,10 +23,6 @@ from isobatch.launch.local.run_setup import one_run
 from isobatch.launch.predicting.predict import ModelOptions, find_model, open_answerer
 from isobatch.launch.predicting.recommend import ListOptions
 from isobatch.launch.predicting.tables import PromptReader
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from types import FrameType
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

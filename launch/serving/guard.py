@@ -8,23 +8,21 @@ import hmac
 import ipaddress
 import os
 import time
+from asyncio import TimerHandle
+from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import h11
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from isobatch.core.errors import UserError
 from isobatch.launch.serving.app import error_response
 
 if TYPE_CHECKING:
-    from asyncio import TimerHandle
-    from concurrent.futures import Future
-
-    from starlette.responses import Response
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

@@ -9,13 +9,14 @@ import asyncio
 import time
 import uuid
 from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from isobatch.core import atomic_files
@@ -25,10 +26,7 @@ from isobatch.launch.serving.app import application, error_body, read_body, refu
 from isobatch.models.causal_lm.generation import Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-
     from starlette.applications import Starlette
-    from starlette.responses import Response
 
     from isobatch.data.text.chat_templates import ChatTemplate
     from isobatch.models.protocols import WrittenText

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import statistics
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +22,11 @@ from isobatch.core.terminal.console import print_answer
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.local.arguments import distinct, labelled
-from isobatch.launch.local.launch_run import find_or_train
+from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.local.run_setup import print_unless_quiet
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from isobatch.launch.local.arguments import Point
-    from isobatch.launch.local.launch_run import AutoOptions
 
 FILE_NAME = "sweep.json"
 SEED = "seed"

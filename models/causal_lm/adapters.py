@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from isobatch.core.errors import ExportError, refuse
@@ -18,9 +20,6 @@ from isobatch.core.number_ranges import Positive, Probability
 from isobatch.models import hub, lora
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-    from pathlib import Path
-
     from torch import Tensor, nn
 
     from isobatch.models.base import Batch

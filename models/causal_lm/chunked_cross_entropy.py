@@ -10,7 +10,8 @@ Letters: B rows, T tokens of a row, N predicted tokens, D hidden width, V vocabu
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +22,6 @@ from isobatch.models.causal_lm.frozen_weights import FrozenLinear, linear
 from isobatch.models.causal_lm.model_sizes import LINEAR_HEAD_TYPES, PACKABLE_TYPES
 from isobatch.models.fused_kernels import fused_on_gpu
 from isobatch.models.head_chunks import chunk_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 IGNORE_INDEX = -100
 """The target of a token that is not predicted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
@@ -13,8 +14,6 @@ from isobatch.models.activations import fuse_gelu
 from isobatch.models.causal_lm import adapters, model_sizes
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts

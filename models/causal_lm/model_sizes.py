@@ -6,16 +6,14 @@ device and counted.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.models import hub
 from isobatch.models.base import ModelSize
 from isobatch.models.head_chunks import CHUNK_BYTES
 from isobatch.models.lora import block_matrices, expert_weights
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MIN_CONTEXT = 64
 

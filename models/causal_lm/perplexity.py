@@ -10,10 +10,8 @@ et al. 2010).
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from collections.abc import Mapping
+from typing import Any
 
 MAX_EXPONENT = 700.0
 RUNNING_TEXT = "text"

@@ -8,6 +8,7 @@ Letters: B samples, C classes, L layers of the student, M layers of the teacher,
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,8 +21,6 @@ from isobatch.models.classification.task import Classifier, ClassifierOptions
 from isobatch.models.encoder import encoders, evaluation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts

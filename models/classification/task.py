@@ -6,7 +6,9 @@ python -m launch auto --task classifier --data FOLDER --model distilbert/distilb
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
@@ -20,9 +22,6 @@ from isobatch.models.encoder.report import ClassifierReport
 from isobatch.models.model_card import ModelDescription
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
-
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts

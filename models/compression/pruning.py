@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import refuse
@@ -20,9 +22,6 @@ from isobatch.models.encoder import encoders, evaluation, importance, weight_sur
 from isobatch.models.encoder.importance import Granularity, HeadsAndNeurons, PruningBudget
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
-
     from torch import nn
 
     from isobatch.core.facts import Facts

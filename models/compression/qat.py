@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
@@ -21,9 +23,6 @@ from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import ModelVariant
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
-
     from torch import nn
 
     from isobatch.core.facts import Facts

@@ -7,12 +7,10 @@ Letters: C classes, n samples.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Z_95 = 1.959963984540054
 """The 97.5 % quantile of the normal distribution: two-sided 95 %."""

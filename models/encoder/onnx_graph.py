@@ -9,16 +9,14 @@ Letters: B samples, T tokens, H hidden width, A heads of a layer, D width of a h
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from isobatch.models import saving
 from isobatch.models.encoder import encoders
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
 
 OPSET = 21
 """The first opset with INT4."""

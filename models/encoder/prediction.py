@@ -6,8 +6,10 @@ Letters: B samples of a batch, T tokens, C classes, n texts.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,11 +17,6 @@ from isobatch.core.errors import UserError
 from isobatch.models import hub, saving
 from isobatch.models.encoder import evaluation
 from isobatch.models.encoder.evaluation import Runner
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from pathlib import Path
-
 
 TextOrPair = str | tuple[str, str]
 WIDTH_MULTIPLE = 8

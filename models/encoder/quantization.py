@@ -12,16 +12,14 @@ numbers stay below 2^24 and are exact in fp32.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isobatch.models.base import CachedWeightTransform
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 MAX_ACTIVATION_LEVEL = 255
 CLIP_CANDIDATES = 24

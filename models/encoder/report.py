@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,9 +24,6 @@ from isobatch.models.encoder.encoders import open_classifier
 from isobatch.models.protocols import Batches, ModelComparison, ReportRow, ReportTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
-
     from isobatch.core.facts import Facts
 
 MOST_ANSWERS = 12

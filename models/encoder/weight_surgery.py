@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from isobatch.models.encoder.importance import HeadsAndNeurons
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import Tensor, nn
 
     from isobatch.models.encoder.encoders import EncoderLayer

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -27,8 +28,6 @@ from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.causal_lm.task import CausalLM, CausalLMOptions, implied_by_model
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts

@@ -7,6 +7,8 @@ items for each item. What is measured is what is kept.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,9 +27,6 @@ from isobatch.models.recommendation.recommendations import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
-    from pathlib import Path
-
     from isobatch.models.base import Batch
 
     Batches = Callable[[], Iterable[Batch]]

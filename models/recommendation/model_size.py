@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
@@ -10,8 +11,6 @@ from isobatch.models.base import ModelSize
 from isobatch.models.causal_lm import model_sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
 

@@ -5,6 +5,7 @@ Letters: B users, k items of a user, S items shared by all users, n users or ite
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -13,8 +14,6 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear  # x[i] would add up gradients in any order
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from isobatch.models.recommendation.catalogue import Catalogue
     from isobatch.models.recommendation.text_encoder import TextEncoder
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobatch.models.base import Batch, Sum
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 MAX_SCORES_AT_ONCE = 1 << 24
 """Numbers that a full ranking holds in memory at a time."""

@@ -14,14 +14,12 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Container, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
 
 VECTORS_FILE = "model.safetensors"
 NAMES_FILE = "names.json"

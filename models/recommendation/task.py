@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError, refuse
 from isobatch.core.number_ranges import Positive
-from isobatch.core.recipe import DEMO
+from isobatch.core.recipe import DEMO, Recipe
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, ModelSize, Phase, Rows, StepContext, Sum, Task
 from isobatch.models.causal_lm import model_sizes
@@ -25,12 +26,9 @@ from isobatch.models.recommendation import model_size, recommendations
 from isobatch.models.recommendation.recommendations import BASELINES, BASELINES_FILE, MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
     from torch import nn
 
     from isobatch.core.facts import Facts
-    from isobatch.core.recipe import Recipe
 
 TRAINABLE_PARTS = ("projection", "fusion", "mlp", "ids")
 """What --trainable can name: the parts of the network that train besides the encoder."""

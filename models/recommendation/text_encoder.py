@@ -8,6 +8,7 @@ texts at a time again, as in GradCache (Gao et al. 2021), so that memory does no
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +23,6 @@ from isobatch.models.lora import quiet_bitsandbytes
 from isobatch.models.recommendation.model_size import CHUNK_TOKENS
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from isobatch.models.recommendation.catalogue import Catalogue
 
 LORA_TARGETS = ("c_attn", "query", "value", "q_proj", "v_proj", "q_lin", "v_lin", "query_key_value", "q", "v")

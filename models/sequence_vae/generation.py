@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +16,6 @@ from isobatch.core.errors import UserError
 from isobatch.models.sequence_vae.network import NetworkConfig, VAENetwork
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     from isobatch.models.sequence_vae.monitor import Posterior
 
 ROWS_AT_A_TIME = 64

@@ -9,6 +9,7 @@ Letters: B or N samples, L latent dimensions.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -17,8 +18,6 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from isobatch.models.base import StepContext
     from isobatch.models.sequence_vae.task import MonitorPace
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from isobatch.core.errors import refuse
@@ -22,9 +24,6 @@ from isobatch.models.model_card import ModelDescription
 from isobatch.models.protocols import Drawing, TaskReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-    from pathlib import Path
-
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts

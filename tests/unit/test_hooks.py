@@ -288,7 +288,7 @@ def test_state_and_tensors_come_back(tmp_path: Path, run_ranks: Any) -> None:
         assert other.count == one.count == 4
         assert same(other.held, one.held)
         keep = {"weight": [(1, torch.tensor([0, 3]))]}
-        Hooks([other]).cut(keep)
+        Hooks([other]).cut(again, keep)
         assert same(other.held, {**one.held, "weight": one.held["weight"][:, [0, 3]]})
         with pytest.raises(TrainingError, match=r"^hook new failed in step 4 of train: ValueError"):
             Hooks([new]).load(dataclasses.replace(again, progress=state.progress), saved)

@@ -20,9 +20,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import yaml
 
@@ -30,17 +31,11 @@ from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, OutOfM
 from isobatch.core.flags import check_fields
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.engine.distributed.stop_signals import StopFlag
-from isobatch.engine.runs.run_folder import RunFolder, run_name
+from isobatch.engine.runs.run_folder import RunFolder, Verdict, run_name
 from isobatch.engine.task_files import imported_files, is_task_file, task_file
 from isobatch.launch.clusters.local.here import Local
-from isobatch.launch.local.arguments import parse_request, request_text
+from isobatch.launch.local.arguments import Request, parse_request, request_text
 from isobatch.launch.local.placement import on_device, parse, processes_each
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from isobatch.engine.runs.run_folder import Verdict
-    from isobatch.launch.local.arguments import Request
 
 TEMPLATE = Path(__file__).with_name("manifest.yaml.jinja")
 VOLUME = "/isobatch"

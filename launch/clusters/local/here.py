@@ -7,24 +7,22 @@ import gc
 import secrets
 import signal
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import STOPPED, UserError, WorkerLostError
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.core.strategies import traits_of
-from isobatch.engine.runs.run_folder import NONCE, Verdict
+from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.clusters.cluster import Cluster, JobState
 from isobatch.launch.local.accelerate_launcher import launch_workers
 from isobatch.launch.local.launch_run import AutoOptions, wait_for_orphans
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-
     import psutil
 
-    from isobatch.engine.runs.run_folder import RunFolder
 
 LocalOptions = AutoOptions
 SECOND_SIGNAL_SECONDS = 1.0

@@ -12,9 +12,10 @@ import re
 import secrets
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import BUG, DONE, FAILED, STOPPED, WRONG_INPUT, UserError, WorkerLostError
@@ -22,23 +23,17 @@ from isobatch.core.flags import check_fields, flags_of, options_to_dict
 from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.engine.distributed.stop_signals import StopFlag
-from isobatch.engine.runs.run_folder import Verdict
+from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job
 from isobatch.launch.clusters.local.here import Local
 from isobatch.launch.commands.auto import print_outcome
 from isobatch.launch.control.one_run import LogReader
 from isobatch.launch.local import launch_run
-from isobatch.launch.local.arguments import request_text
+from isobatch.launch.local.arguments import Request, request_text
 from isobatch.launch.local.interfaces import local_address
 from isobatch.launch.local.placement import ends_of_logs, find_or_create, on_device, parse, processes_each
 from isobatch.launch.local.run_setup import environment_elsewhere, print_unless_quiet
 from isobatch.launch.local.words import config_text
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.launch.local.arguments import Request
 
 HERE = r"auto|local|(\[[0-9a-f:]+\]|[\w.-]+):\d+"
 """Addresses of a cluster of which this machine is a node."""

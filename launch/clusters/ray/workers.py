@@ -16,9 +16,10 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ray.train
 from ray.train.torch import TorchConfig
@@ -29,9 +30,6 @@ from isobatch.engine.machine.detect import GRANTED_CPUS
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.local.accelerate_launcher import die_with_parent, ignore_stop_signals, relay_output
 from isobatch.launch.local.interfaces import gloo_interface, local_address, loopback_interface, serve_store
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
 
 POLL_SECONDS = 0.5
 REPEAT_SIGNAL_SECONDS = 2.0

@@ -6,7 +6,9 @@ import contextlib
 import re
 import shutil
 import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
@@ -15,9 +17,6 @@ from isobatch.launch.clusters.cluster import JobState
 from isobatch.launch.clusters.slurm.options import parse_time_limit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-    from pathlib import Path
-
     from isobatch.engine.runs.run_folder import RunFolder
 
 TIMEOUT_SECONDS = 30

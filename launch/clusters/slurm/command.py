@@ -9,8 +9,9 @@ import contextlib
 import dataclasses
 import itertools
 import sys
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, UserError
@@ -22,14 +23,9 @@ from isobatch.launch.clusters.slurm import options as slurm_options
 from isobatch.launch.clusters.slurm.legs import JobRequest, seconds_to_stop
 from isobatch.launch.clusters.slurm.options import SlurmOptions
 from isobatch.launch.clusters.slurm.sbatch_script import JobScript, default_lead, render
-from isobatch.launch.local.arguments import distinct, labelled, parse_sweep
+from isobatch.launch.local.arguments import Request, distinct, labelled, parse_sweep
 from isobatch.launch.local.placement import find_or_create, processes_each
 from isobatch.launch.local.run_setup import environment_elsewhere
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
-
-    from isobatch.launch.local.arguments import Request
 
 DEFAULT_CPUS, DEFAULT_CPUS_PER_GPU = 4, 8
 """Cores of a node without GPUs, and per GPU, where neither the user nor sinfo says."""

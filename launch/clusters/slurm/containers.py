@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,6 @@ from isobatch.engine.task_files import is_task_file, task_file
 from isobatch.launch.clusters.slurm import client
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
-
     from isobatch.core.recipe import Recipe
 
 APPTAINER_NAMES = ("apptainer", "singularity")

@@ -16,6 +16,9 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
@@ -36,10 +39,6 @@ from isobatch.launch.local.placement import ends_of_logs
 from isobatch.launch.local.run_setup import locate_data, one_run, plan_options_from_request, store_plan
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
-    from types import FrameType
-
     from isobatch.core.plan import Plan
 
 REPEAT_SIGNAL_SECONDS = 10.0

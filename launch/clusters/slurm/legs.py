@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
@@ -14,9 +16,6 @@ from isobatch.launch.clusters.slurm import client
 from isobatch.launch.clusters.slurm.client import run_slurm
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from pathlib import Path
-
     from isobatch.engine.runs.run_folder import RunFolder
 
 ASK_AGAIN_SECONDS, PAUSE_SECONDS = 120.0, 5.0

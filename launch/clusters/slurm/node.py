@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -29,8 +30,6 @@ from isobatch.launch.local.accelerate_launcher import ignore_stop_signals, relay
 from isobatch.launch.local.interfaces import gloo_interface, is_loopback, local_address, serve_store
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from isobatch.core.plan import Plan
 
 REPEAT_SIGNAL_SECONDS = 2.0

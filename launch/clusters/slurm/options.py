@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +15,6 @@ from isobatch.core.strategies import traits_of
 from isobatch.launch.local.placement import on_device, processes_each
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from isobatch.launch.local.arguments import Request
 
 SIZE = ("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gpus-per-task", "output")

@@ -7,16 +7,14 @@ import subprocess
 import sys
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import FAILED, WRONG_INPUT, JobMemoryError, WorkerLostError
-from isobatch.engine.runs.run_folder import Verdict
+from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.slurm.containers import ENVIRONMENT, in_container
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.launch.clusters.slurm import client
     from isobatch.launch.clusters.slurm.legs import JobRequest
 
