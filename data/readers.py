@@ -235,14 +235,22 @@ def is_utf16(file: Path) -> bool:
 
 
 def open_utf8(file: Path) -> io.BufferedReader:
-    """A file's bytes in UTF-8; converted in memory from UTF-16 or gzip. Raises UserError."""
+    """A file's bytes in UTF-8; converted in memory from UTF-16, gzip, or where lines end with CR.
+
+    Raises UserError.
+    """
     if file.suffix.lower() == GZIP:
         try:
             return io.BufferedReader(io.BytesIO(gzip.decompress(file.read_bytes())))
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise UserError(f"{file}: is no whole gzip file: {error}: fetch it again") from None
     if not is_utf16(file):
-        return file.open("rb")
+        stream = file.open("rb")
+        head = stream.peek(1)
+        if b"\r" in head and b"\n" not in head and FORMATS.get(_ending(file)) in DELIMITERS:
+            with stream:  # as the first Macintoshes ended lines, and Excel can
+                return io.BufferedReader(io.BytesIO(stream.read().replace(b"\r", b"\n")))
+        return stream
     try:
         return io.BufferedReader(io.BytesIO(file.read_bytes().decode("utf-16").encode()))
     except UnicodeError as error:

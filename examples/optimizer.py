@@ -55,5 +55,4 @@ LION = OptimizerTraits(
     make=make_lion,
     state_bytes=4.0,  # one fp32 average per trained parameter
     elementwise=True,  # no element looks at another, so ZeRO's flat shards learn the same
-    remark="one moment in place of AdamW's two: another rule of update",
 )

@@ -14,7 +14,7 @@ isobatch slurm --task ./own_task/mine.py:Mine --gpus-per-node 1 --time 1:00:00 -
   --partition gpu --account lab --sbatch "--exclusive --mail-type=END" --setup environment.sh
 
 # One run per seed, three at a time.
-isobatch slurm --task ./own_task/mine.py:Mine --gpus-per-node 1 --time 1:00:00 --name seeds --array 0-9%3
+isobatch slurm --task ./own_task/mine.py:Mine --gpus-per-node 1 --time 1:00:00 --name seeds --array 0-9 --parallel 3
 
 # A partition without GPUs, after job 123.
 isobatch slurm --task ./own_task/mine.py:Mine --cpu --cpus-per-task 16 --time 4:00:00 --name cpus --after 123

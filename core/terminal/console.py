@@ -12,7 +12,7 @@ from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE
-from isobatch.core.measures import format_bytes, format_duration, printable
+from isobatch.core.measures import CONTROL, format_bytes, format_duration, printable
 from isobatch.core.terminal.status import doing, on_terminal
 
 LINE_MARK = "\x1eisobatch\x1e"
@@ -84,5 +84,6 @@ def format_metrics(metrics: Mapping[str, Any], form: str) -> str:
 def print_answer(found: Any, text: str, as_json: bool) -> int:
     """Print what a command found: one JSON object, or its text for a person. Returns the exit code."""
     in_ascii = str(sys.stdout.encoding).lower() != "utf-8"  # JSON has no \xe9, as it would print é
-    print(atomic_files.json_text(found, ensure_ascii=in_ascii) if as_json else printable(text))
+    told = atomic_files.json_text(found, ensure_ascii=in_ascii) if as_json else printable(text)
+    print(CONTROL.sub(lambda sign: f"\\u{ord(sign[0]):04x}", told))
     return DONE

@@ -50,7 +50,12 @@ class HostBuffer:
         weakref.finalize(self, _unpin, self._pinned).atexit = False  # before the memory is gone
 
     def reserve(self, size: int) -> None:
-        """Make room for `size` bytes in a thread, so that the first copy waits for no new page."""
+        """Make room for `size` bytes in a thread, so that the first copy waits for no new page.
+
+        Not for a GPU, whose memory the first copy locks: another thread would lock it for the first GPU.
+        """
+        if self._device is not None:
+            return
         self._wait_for_room()
         self._reserving = threading.Thread(target=self._grow, args=(size, True))
         self._reserving.start()
@@ -94,10 +99,8 @@ class HostBuffer:
             if touch:
                 ctypes.memset(address, 0, size)  # without the GIL
             return
-        # Else copies go through the driver's own memory, and the host waits. A new thread has the first GPU.
-        with torch.cuda.device(self._device):
-            failed = int(torch.cuda.cudart().cudaHostRegister(address, size, 0))
-        if not failed:
+        # Else copies go through the driver's own memory, and the host waits for them.
+        if not int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
             self._pinned.append(address)
             return
         # A limit on locked memory costs speed alone. CUDA keeps the error for whoever asks next: let it be a

@@ -190,7 +190,7 @@ def test_compress_is_the_chain_and_goes_on_where_it_stood(home: Path) -> None:
         (["--sparsity", "0.95", "--granularity", "neurons"], "--sparsity 0.95: at most 0."),
         (["--multiple", "48"], "--multiple 48: does not divide the 512 neurons"),
         (["--ramp", "0.9"], "--ramp 0.9: with --recover 0.5"),
-        (["--teacher", "runs/none"], "--teacher runs/none: there is no such folder"),
+        (["--teacher", "runs/none"], "--teacher runs/none: there is no such file or folder"),
         (["--teacher", "runs/pruned"], "is pruned already"),
     ],
 )

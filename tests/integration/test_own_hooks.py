@@ -59,7 +59,7 @@ def test_a_hook_that_raises_ends_the_run_and_names_itself(tmp_path: Path) -> Non
     words = ["auto", "--task", LINE, "--quiet", "--name", "run", "--save-every", "5"]
     said = launch(*words, "--hook", f"{HOOKS}:Raises", cwd=tmp_path)
     assert said.returncode == 3
-    line = "hook raises failed in step 19 of train: ValueError: as it was told to"
+    line = "hook raises failed in step 19 of train: hooks.py, line 13, in on_figures: ValueError: as it was"
     assert line in said.stderr
     run = tmp_path / "runs" / "run"
     assert summary(run)["status"] == "failed"

@@ -107,7 +107,7 @@ def saves(every: Interval, monkeypatch: pytest.MonkeyPatch) -> Checkpoint:
     monkeypatch.setattr(checkpoint, "now", lambda: 1000.0)
     world = SimpleNamespace(rank=0, device=None)
     facts: Any = SimpleNamespace(save_every=every, keep=1, schedule=ONE, world=world, leads=lambda _: False)
-    words: Any = (facts, facts, ["train"], facts, facts, facts, print, [], facts)
+    words: Any = (facts, facts, ["train"], facts, facts, facts, print, None, [], facts)
     return Checkpoint(*words)
 
 
