@@ -40,7 +40,7 @@ def class_figures(confusion: np.ndarray) -> ClassFigures:
     right, labelled, answered = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
     parts, wholes = np.stack([right, right, 2 * right]), np.stack([answered, labelled, labelled + answered])
     shares = np.divide(parts, wholes, out=np.zeros(parts.shape), where=wholes > 0)
-    return ClassFigures(shares, shares[:, wholes[2] > 0].mean(1).tolist())
+    return ClassFigures(shares, [float(share[wholes[2] > 0].mean()) for share in shares])
 
 
 def matthews_correlation(confusion: np.ndarray) -> float:
@@ -103,6 +103,10 @@ def paired_difference(one: np.ndarray, other: np.ndarray) -> tuple[float, float,
 def wilson_interval(num_correct: float, count: int) -> list[float]:
     """[low, high]: 95 % confidence interval of a proportion (Wilson 1927)."""
     proportion, z_squared = num_correct / count, Z_95**2
-    center, shrink = proportion + z_squared / (2 * count), 1 + z_squared / count
-    half_width = Z_95 * math.sqrt(proportion * (1 - proportion) / count + z_squared / (4 * count**2))
-    return [(center - half_width) / shrink, (center + half_width) / shrink]
+    center = (proportion + z_squared / (2 * count)) / (1 + z_squared / count)
+    half_width = (
+        Z_95
+        / (1 + z_squared / count)
+        * math.sqrt(proportion * (1 - proportion) / count + z_squared / (4 * count**2))
+    )
+    return [center - half_width, center + half_width]
