@@ -109,7 +109,8 @@ def logs(words: Sequence[str]) -> int:
     run, options = open_single_run(words, "runs logs", LogsOptions, runs_code=False)
     log = LogReader(run.folder / "log.txt", sys.stdout)
     if not log.path.exists():
-        print(f"{run.folder} has no log yet (it is {look(run.folder).state})", file=sys.stderr)
+        seen = look(run.folder)
+        print(f"{run.folder} has no log yet (it is {seen.state}; {seen.job})", file=sys.stderr)
     log.print_new(options.lines)
     return _follow(run, log) if options.follow else DONE
 

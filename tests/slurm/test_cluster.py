@@ -81,8 +81,8 @@ def test_an_array_trains_a_run_for_each_seed(cluster: Cluster, tmp_path: Path) -
     flags = ["--cpu", "--time", "5", "--array", "3,5", "--name", "r", "--cpus-per-task", "1", "--submit"]
     done = cluster.slurm("--task", f"{TASKS}:Line", *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    for seed in (3, 5):
-        Job(cluster, f"{done.stdout.strip()}_{seed}", tmp_path / "runs" / f"r-seed{seed}").finish(60)
+    for number, seed in enumerate((3, 5)):
+        Job(cluster, f"{done.stdout.strip()}_{number}", tmp_path / "runs" / f"r-seed{seed}").finish(60)
         assert summary(tmp_path / "runs" / f"r-seed{seed}")["status"] == "done"
 
 
