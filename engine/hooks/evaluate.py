@@ -40,7 +40,6 @@ class Evaluate(Hook):
         self.others, self.send = others, send
         patience = state.recipe.patience if state.schedule.early_stopping else 0
         self.judge = EarlyStopping(state.task.monitor[1], patience, state.recipe.min_delta)
-        self._measured_step = -1
 
     def ended(self) -> bool:
         return self.judge.should_stop
@@ -71,9 +70,8 @@ class Evaluate(Hook):
         return {best, *(one - CLOSING_STEPS for one in (best, coming, step))}
 
     def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:  # noqa: ARG002
-        if not self.due(step) or self._measured_step == step:
+        if not self.due(step):
             return set()
-        self._measured_step = step
         (name, _), judge = state.task.monitor, self.judge
         beside = {name_of(hook): hook.tensors() for hook in self.others if hook.weights}
         metrics = self.measure("valid", state.recipe.eval_fraction, step, beside)

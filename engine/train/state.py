@@ -121,12 +121,9 @@ class Training:
             self.strategy.equal_counts,
             self.schedule.left_out,
         )
-        steps, recorder = (
-            loader.steps(start, self.schedule.steps if stop is None else stop),
-            self.world.recorder,
-        )
+        steps = loader.steps(start, self.schedule.steps if stop is None else stop)
         while True:
-            with recorder.part("data wait"):
+            with self.world.recorder.part("data wait"):
                 batch = next(steps, None)
             if batch is None:
                 return

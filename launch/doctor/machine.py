@@ -144,7 +144,12 @@ def check_versions(required: Iterable[str]) -> list[Check]:
 
 
 def check_variables(env: Mapping[str, str]) -> Check:
-    """Whether this shell still has variables of a launcher, by which a run would wait for other ranks."""
+    """Whether this shell still has variables of a launcher, by which a run would wait for other ranks, or
+    one that hides every GPU.
+    """
+    if env.get("CUDA_VISIBLE_DEVICES") in ("", "-1") and any(Path("/dev").glob("nvidia[0-9]*")):
+        name = "CUDA_VISIBLE_DEVICES"
+        return warning(name, f"{name} hides the GPUs of this machine", f"unset {name}")
     left = [name for name in WORLD if name in env]
     if not left or "TORCHELASTIC_RUN_ID" in env or "SLURM_PROCID" in env:
         return ok("environment", "no variable stands in the way")

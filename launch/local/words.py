@@ -168,6 +168,9 @@ def flags_of_files(flags: Mapping[str, str]) -> dict[str, str]:
     recipe = Recipe.from_dict(atomic_files.read_json(path))  # of a run, whoever made it
     consent.require(recipe, path.parent, flags.get("trust", "").lower() in ON_WORDS)
     consent.require_reading(recipe, path.parent, flags.keys())  # what is typed instead is not read
+    if HOOK_CODE in recipe.options and "hook" not in flags:
+        taught = ", ".join(recipe.options[HOOK_CODE])
+        raise UserError(f"{typed}: what it learnt depends on its hook {taught}: give --hook FILE:CLASS too")
     return flags_of_recipe(recipe)
 
 
