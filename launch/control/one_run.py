@@ -110,7 +110,8 @@ def logs(words: Sequence[str]) -> int:
     log = LogReader(run.folder / "log.txt", sys.stdout)
     if not log.path.exists():
         seen = look(run.folder)
-        print(f"{run.folder} has no log yet (it is {seen.state}; {seen.job})", file=sys.stderr)
+        state = f"{seen.state}; {seen.job}".removesuffix("; ")
+        print(f"{run.folder} has no log yet (it is {state})", file=sys.stderr)
     log.print_new(options.lines)
     return _follow(run, log) if options.follow else DONE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,10 @@ from isobatch.launch.predicting.tables import ITEMS_COLUMN, UserReader
 
 if TYPE_CHECKING:
     from isobatch.launch.predicting.predict import Answerer
+    from isobatch.models.protocols import Predictor
+
+    Asked = tuple[Sequence[Any], asyncio.Future[list[dict[str, Any]]]]
+    """Samples, and where their answers go."""
 
 MAX_BODY_BYTES = 1 << 20
 MAX_ANSWERED = 500
@@ -29,8 +33,8 @@ MAX_SAMPLES = 1024
 """Texts or rows of a request."""
 MAX_CHARACTERS = 1 << 16
 """Of one of them: all are tokenized, though the model reads less."""
-PART_SAMPLES = 32
-"""A request takes turns with others after so many."""
+PART_SAMPLES, BATCH_SAMPLES = 32, 256
+"""A request takes turns with others after so many; a batch takes no further request once it has so many."""
 
 
 def error_body(message: str, status: int) -> dict[str, Any]:
@@ -73,20 +77,60 @@ def refuse_unknown(body: Mapping[str, Any], known: Collection[str]) -> None:
             raise HTTPException(400, f"{name}: there is no such field{nearest_hint(name[:100], known)}")
 
 
+class BatchingQueue:
+    """Answers what several requests ask together. While the model computes, the next batch gathers."""
+
+    def __init__(self, predict: Predictor) -> None:
+        self._predict, self._thread = predict, ThreadPoolExecutor(1, thread_name_prefix="model")
+        self._waiting: list[Asked] = []
+        self._turn = asyncio.Lock()
+
+    async def ask(self, samples: Sequence[Any]) -> list[dict[str, Any]]:
+        """An answer for each sample. Raises what the model raises for these samples."""
+        answers: asyncio.Future[list[dict[str, Any]]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((samples, answers))
+        async with self._turn:  # who has it computes for all who wait
+            while not answers.done():
+                taken: list[Asked] = []
+                while self._waiting and sum(len(samples) for samples, _ in taken) < BATCH_SAMPLES:
+                    taken.append(self._waiting.pop(0))
+                await asyncio.shield(self._answer(taken))
+        return await answers
+
+    async def _answer(self, taken: Sequence[Asked]) -> None:
+        """Raises nothing: an error is for those whose samples they are."""
+        together = [sample for samples, _ in taken for sample in samples]
+        try:
+            found = iter(
+                await asyncio.get_running_loop().run_in_executor(self._thread, self._predict, together)
+            )
+        except Exception as error:
+            if isinstance(error, UserError) and len(taken) > 1:  # only whose sample is wrong shall hear of it
+                for asked in taken:
+                    await self._answer([asked])
+                return
+            for _, answers in taken:
+                answers.set_exception(error)
+            return
+        for samples, answers in taken:
+            own = [next(found) for _ in samples]
+            if not answers.done():  # a client that left has cancelled it
+                answers.set_result(own)
+
+
 def prediction_app(name: str, answerer: Answerer) -> Starlette:
     """POST /predict with {"texts": [...]} or {"rows": [{...}]}: {"predictions": [...]}.
 
     A recommender also takes {"items": [...]}, what a user took who was not in training.
     """
-    model, loop = ThreadPoolExecutor(1, thread_name_prefix="model"), asyncio.get_running_loop
+    queue = BatchingQueue(answerer.predict)
 
     async def predict(request: Request) -> Response:
         answers, samples = [], _samples(await read_body(request), answerer)
         for start in range(0, len(samples), PART_SAMPLES):
             if await request.is_disconnected():
                 raise ClientDisconnect
-            part = samples[start : start + PART_SAMPLES]
-            answers += await loop().run_in_executor(model, answerer.predict, part)
+            answers += await queue.ask(samples[start : start + PART_SAMPLES])
         return JSONResponse({"model": name, "predictions": answers})
 
     return application([Route("/predict", predict, methods=["POST"])], name)

@@ -1,8 +1,10 @@
-"""Tests of launch/serving: stop strings, requests that are wrong."""
+"""Tests of launch/serving: batches of concurrent requests, stop strings, requests that are wrong."""
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -18,6 +20,7 @@ from isobatch.launch.serving.app import (
     MAX_BODY_BYTES,
     MAX_CHARACTERS,
     MAX_SAMPLES,
+    BatchingQueue,
     prediction_app,
 )
 from isobatch.launch.serving.openai_api import StopStrings, language_model_app
@@ -35,11 +38,44 @@ TEMPLATE = ChatTemplate(
 )
 
 
-def echo(texts: Sequence[str]) -> list[dict[str, Any]]:
-    """Answers each text by itself in capitals."""
-    if "wrong" in texts:
-        raise UserError("wrong: is no text")
-    return [{"says": text.upper()} for text in texts]
+class Echo:
+    """Answers each text by itself in capitals, and remembers the sizes of batches."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.may_go = threading.Event()
+        self.may_go.set()
+
+    def __call__(self, texts: Sequence[str]) -> list[dict[str, Any]]:
+        assert self.may_go.wait(10)
+        self.batches.append(len(texts))
+        if "wrong" in texts:
+            raise UserError("wrong: is no text")
+        return [{"says": text.upper()} for text in texts]
+
+
+async def ask_together(echo: Echo, texts: Sequence[str]) -> list[Any]:
+    """All asked before the first batch is done."""
+    queue = BatchingQueue(echo)
+    echo.may_go.clear()
+    asked = [asyncio.create_task(queue.ask([text, text + "!"])) for text in texts]
+    await asyncio.sleep(0.01)
+    echo.may_go.set()
+    return await asyncio.gather(*asked, return_exceptions=True)
+
+
+def test_concurrent_requests_are_one_batch_and_get_their_own_answers() -> None:
+    echo, texts = Echo(), [f"text {n}" for n in range(9)]
+    found = asyncio.run(ask_together(echo, texts))
+    assert found == [[{"says": t.upper()}, {"says": t.upper() + "!"}] for t in texts]
+    assert sum(echo.batches) == 18
+    assert len(echo.batches) <= 2
+
+
+def test_only_who_asked_something_wrong_hears_of_it() -> None:
+    found = asyncio.run(ask_together(Echo(), ["a", "wrong", "b"]))
+    assert isinstance(found[1], UserError)
+    assert [found[0][0], found[2][0]] == [{"says": "A"}, {"says": "B"}]
 
 
 def cut_before(text: str, stops: Sequence[str]) -> str:
@@ -88,7 +124,7 @@ def model() -> Iterator[TestClient]:
 
 @pytest.fixture
 def answers() -> Iterator[TestClient]:
-    with TestClient(prediction_app("p", Answerer(echo, TextReader(pairs=False)))) as client:
+    with TestClient(prediction_app("p", Answerer(Echo(), TextReader(pairs=False)))) as client:
         yield client
 
 
