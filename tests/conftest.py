@@ -21,9 +21,6 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 os.environ.setdefault("LRU_CACHE_CAPACITY", "64")
 
-# nohup ignores it, and the commands that tests start would inherit that.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
 import psutil
 import pytest
 from hypothesis import settings
@@ -31,6 +28,8 @@ from hypothesis import settings
 ROOT = Path(__file__).resolve().parents[1]
 # This clone is the package, whether it is installed or not, and whatever other copy is.
 runpy.run_path(str(ROOT / "launch" / "_root.py"))
+# nohup ignores it, and the commands that tests start would inherit that.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 GRACE_SECONDS = 5.0
 """How long a child that is ending may take: loader processes die a moment after their loop."""
 FORGIVEN = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "KMP_")
