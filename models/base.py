@@ -99,6 +99,9 @@ class StepContext:
     """A small array as a tensor on the device, by a copy that does not wait for the device's queue."""
     positions: np.ndarray | None = None
     """In `loss` of a training step: (B,) places of the micro-batch's samples in the global batch."""
+    measured: Tensor | None = None
+    """In `loss` of a training step: what `measure` returned, as its mean over the samples of the whole global
+    batch, fp64 (fp32 on mps), on the device; see `MeasuresBatch`."""
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
     """In `after_step`: what `loss` recorded, summed over the global batch, fp64, on the device."""
     log: Callable[[str, Any], None] = _forget

@@ -100,6 +100,18 @@ class SeesGradients(Protocol):
 
 
 @runtime_checkable
+class MeasuresBatch(Protocol):
+    """Its loss needs a figure of the whole global batch, which no micro-batch knows."""
+
+    def measure(self, model: nn.Module, batch: Batch, step: StepContext) -> torch.Tensor:
+        """0-d: a SUM over the samples of a micro-batch, computed without gradients before the losses.
+
+        It costs a forward pass of what it reads, and a reduction of one number. `loss` finds the mean over
+        the samples of the global batch as `step.measured`: neither cut nor processes can change it.
+        """
+
+
+@runtime_checkable
 class ChangesModel(Protocol):
     """It changes its model between steps; none of its steps can be left out."""
 

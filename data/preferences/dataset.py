@@ -17,7 +17,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import HeldOutShare
 from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import ArraySource, Column, Ragged
-from isobatch.data.chat_formats import SkippedRowError
+from isobatch.data.chat_formats import Message, SkippedRowError
 from isobatch.data.corpora import DEMO, Corpus, TrainingRows
 from isobatch.data.preferences import pairs
 from isobatch.data.preparation.encoding import text_hash
@@ -53,15 +53,22 @@ class RenderedPair(NamedTuple):
 
 def render_pair(pair: PreferencePair, template: ChatTemplate, where: str) -> RenderedPair:
     """A pair written by a template. Raises UserError where the template cannot tell answers from prompts."""
-    both = [template.segments(pair.prompt + answer, where) for answer in (pair.chosen, pair.rejected)]
+    prompt, chosen = render_answer(pair.prompt, pair.chosen, template, where)
+    return RenderedPair(prompt, (chosen, render_answer(pair.prompt, pair.rejected, template, where)[1]))
+
+
+def render_answer(
+    prompt: list[Message], answer: list[Message], template: ChatTemplate, where: str
+) -> tuple[list[ChatSegment], list[ChatSegment]]:
+    """(a prompt, the answer to it) written by a template."""
+    segments = template.segments(prompt + answer, where)
     # Each answer within the prompt is a segment, and so is the text before it.
-    stop = 2 * sum(message["role"] == "assistant" for message in pair.prompt) + 1
-    ends = [max(n for n, segment in enumerate(segments) if segment.is_answer) for segments in both]
-    chosen, rejected = (segments[stop : end + 1] for segments, end in zip(both, ends, strict=True))
-    return RenderedPair(both[0][:stop], (chosen, rejected))
+    stop = 2 * sum(message["role"] == "assistant" for message in prompt) + 1
+    end = max(n for n, segment in enumerate(segments) if segment.is_answer)
+    return segments[:stop], segments[stop : end + 1]
 
 
-def _droppable(prompt: Sequence[ChatSegment], tokenizer: Tokenizer) -> np.ndarray:
+def droppable_tokens(prompt: Sequence[ChatSegment], tokenizer: Tokenizer) -> np.ndarray:
     """(tokens,) bool: True where a token of a prompt is a message's, earlier answers' too."""
     whole = [s._replace(messages=((0, len(s.text)),)) if s.is_answer else s for s in prompt]
     return question_mask(whole, tokenizer)
@@ -123,25 +130,28 @@ class PreferencesOptions:
 
 
 class PairSource(ArraySource):
-    """Pairs of rows of tokens. A pair is as long as two rows of its longer one."""
+    """Pairs of rows of tokens. A pair is as long as `rows_at_once` rows of its longer one."""
+
+    names: ClassVar[tuple[str, str]] = ANSWERS
+    rows_at_once: ClassVar[int] = 2
 
     def lengths(self, indices: np.ndarray) -> np.ndarray:
-        return 2 * self._row_lengths(indices).max(1)
+        return self.rows_at_once * self._row_lengths(indices).max(1)
 
     def _row_lengths(self, indices: np.ndarray) -> np.ndarray:
         """(n, 2) lengths of both rows of these pairs."""
-        columns = [self.columns[name] for name in ANSWERS]
+        columns = [self.columns[name] for name in self.names]
         return np.stack([c.lengths_of(indices) for c in columns if isinstance(c, Ragged)], axis=1)
 
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
         """tokens (B, 2, T), learn of the same shape, and row_length (B, 2), chosen first; and the weights.
 
-        T is at least half of `pad_to`.
+        T is at least `pad_to` / rows_at_once.
         """
         width = max(pad_to, int(self.lengths(indices).max(initial=2)))
-        found = super().fetch(indices, -(-width // 2))
-        tokens = np.stack([found.pop(name) for name in ANSWERS], axis=1)
-        learn = np.stack([found.pop(f"{name}.learn") for name in ANSWERS], axis=1)
+        found = super().fetch(indices, -(-width // self.rows_at_once))
+        tokens = np.stack([found.pop(name) for name in self.names], axis=1)
+        learn = np.stack([found.pop(f"{name}.learn") for name in self.names], axis=1)
         return {**found, "tokens": tokens, "learn": learn, "row_length": self._row_lengths(indices)}
 
 
@@ -156,14 +166,17 @@ class Preferences(TokenizedData):
     Options: ClassVar[type] = PreferencesOptions
     version: ClassVar[int] = 4
     demo_vocabulary_size: ClassVar[int] = 1024
+    wanted: ClassVar[tuple[str, str]] = ("pairs", "prompt, chosen and rejected")
+    """What the rows are, and their columns."""
+    require_columns = staticmethod(pairs.require_columns)
 
     def check(self) -> None:
         self._check_vocabulary_size()
         files = self._check_tables(
-            "pairs: give jsonl, json, csv, tsv or parquet with the columns prompt, chosen and rejected"
+            f"{self.wanted[0]}: give jsonl, json, csv, tsv or parquet with the columns {self.wanted[1]}"
         )
         for part in files.values():
-            pairs.require_columns(readers.column_names(part), str(part.files[0]))
+            self.require_columns(readers.column_names(part), str(part.files[0]))
 
     def open(self, folder: Path, split: str) -> ArraySource:
         return PairSource.open(folder / split)
@@ -179,7 +192,7 @@ class Preferences(TokenizedData):
         name, default = self._template_names(first)
         template = chat_templates.choose_template(name, default, tokenizer, special, self._tokenizer_folder())
         settings = TokenizationSettings(tokenizer, special, self.recipe.max_length)
-        encoder = PairEncoder(self.recipe.data, template, settings)
+        encoder = self.encoder(self.recipe.data, template, settings)
         order = sorted(rows.splits, key=lambda split: split != "train")
         columns = {split: encoder.encode(split, rows) for split in order}
         extra = {
@@ -195,8 +208,12 @@ class Preferences(TokenizedData):
             return demo_pairs()
         share = corpora.share_of(self.options.valid)
         rows = corpora.open_rows(self.recipe.data, self._files(), self.options.data_config, share)
-        pairs.require_columns(rows.columns, f"--data {self.recipe.data}")
+        self.require_columns(rows.columns, f"--data {self.recipe.data}")
         return rows
+
+    def encoder(self, name: str, template: ChatTemplate, settings: TokenizationSettings) -> PairEncoder:
+        """What makes tokens of the rows."""
+        return PairEncoder(name, template, settings)
 
     def _template_names(self, first: Mapping[str, Any]) -> tuple[str, str]:
         """(--template, what `auto` takes where the tokenizer has none) for rows like the first one."""
@@ -255,6 +272,8 @@ def render_rows(
 class PairEncoder:
     """Encodes the splits of one data set, training first: the others are compared with it."""
 
+    unit = "pair"
+
     def __init__(self, name: str, template: ChatTemplate, settings: TokenizationSettings) -> None:
         self.name, self.template, self.settings = name, template, settings
         self.notes: list[str] = []
@@ -265,7 +284,7 @@ class PairEncoder:
         self._known = TrainingRows()
 
     def encode(self, split: str, rows: Corpus) -> dict[str, Column]:
-        """The columns of a split. Raises UserError where no pair is left to learn from."""
+        """The columns of a split. Raises UserError where no row is left to learn from."""
         counts, hashes = RowCounts(), []
         kept: list[tuple[TokenRow, TokenRow]] = []
         for texts, (pair, cuts) in self._pairs(render_rows(rows, split, self.template, counts)):
@@ -278,13 +297,19 @@ class PairEncoder:
                 prompt = "".join(segment.text for segment in texts.prompt)
                 self.shown.append([prompt, texts.answers[0][0].text.strip()])
             hashes.append(text_hash(b"".join(row.tokens.tobytes() for row in pair)))
+        self._conclude(split, counts, hashes)
+        return self._columns(kept, ANSWERS)
+
+    def _conclude(self, split: str, counts: RowCounts, hashes: list[int]) -> None:
+        """Note what was left out and cut. Raises UserError where nothing is left to learn from."""
         self.total.update(counts)
         notes = [*counts.notes(split, self.settings.max_length)]
         self.notes += [*notes, *self._known.compare(split, np.array(hashes, np.uint64))]
-        if not kept:
+        if not hashes:
             reasons = "".join(f"; {note}" for note in notes)
-            raise UserError(f"--data {self.name}: the {split} split has no pair to learn from{reasons}")
-        return self._columns(kept)
+            raise UserError(
+                f"--data {self.name}: the {split} split has no {self.unit} to learn from{reasons}"
+            )
 
     def _pairs(
         self, rendered: Iterator[RenderedPair]
@@ -296,13 +321,13 @@ class PairEncoder:
             rows = token_rows(parts, tokenizer, end_id, self.settings.dtype)
             for pair in batch:
                 prompt, *answers = itertools.islice(rows, 3)
-                find_questions = partial(_droppable, pair.prompt, tokenizer)
+                find_questions = partial(droppable_tokens, pair.prompt, tokenizer)
                 yield pair, fit_pair(prompt.tokens, answers, find_questions, width)
 
-    def _columns(self, kept: list[tuple[TokenRow, TokenRow]]) -> dict[str, Column]:
+    def _columns(self, kept: list[tuple[TokenRow, TokenRow]], names: Sequence[str]) -> dict[str, Column]:
         columns: dict[str, Column] = {}
         masks = [[learn_mask(row, True) for row in pair] for pair in kept]
-        for number, name in enumerate(ANSWERS):
+        for number, name in enumerate(names):
             pad = self.settings.special_ids.get("pad") or 0
             columns[name] = Ragged.from_rows([pair[number].tokens for pair in kept], pad)
             columns[f"{name}.learn"] = Ragged.from_rows([mask[number] for mask in masks])

@@ -104,7 +104,7 @@ def _answers_behind(row: Mapping[str, Any], prompt: list[Message]) -> list[Messa
 def require_columns(names: Sequence[str], where: str) -> None:
     """Raise UserError unless both answers are among the columns. `where` names their file."""
     single = chat_formats.detect_chat_format(names) is not None
-    refused = not {"label", "kto_tag", *chat_formats.NOT_READ}.isdisjoint(names)  # there as well
+    refused = not {*row_fields.JUDGED, *chat_formats.NOT_READ}.isdisjoint(names)  # there as well
     for column in (CHOSEN, REJECTED):
         if column not in names:
             hint = "" if single else nearest_hint(column, names)

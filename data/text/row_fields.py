@@ -18,7 +18,11 @@ _BLANK: tuple[Any, ...] = (None, "", [], {}, "[]", "{}", "null")
 _REFUSED = {"tools", "tool_calls", "functions", "function_call", "reasoning_content"}
 _REFUSED |= {"images", "image", "videos", "video", "audios", "audio"}
 """Columns of NOT_READ without which the rest means something else; others of its words may mean anything."""
-_JUDGEMENTS = ("true", "false", "good", "bad", "desirable", "undesirable", "chosen", "rejected")
+JUDGED = ("label", "kto_tag")
+"""Columns that say whether an answer is good."""
+JUDGEMENTS = dict.fromkeys(("true", "good", "desirable", "chosen"), True)
+JUDGEMENTS |= dict.fromkeys(("false", "bad", "undesirable", "rejected"), False)
+"""What stands there -> whether the answer is good."""
 
 
 LEFT_OUT, FIELD = "left out: ", "field: "
@@ -116,11 +120,11 @@ def check_fields(row: Mapping[str, Any], where: str) -> None:
         for number, turn in enumerate(turns, 1):
             for name in sorted(name for name in NOT_READ.keys() & turn.keys() if _says(turn[name])):
                 raise UserError(f"{where}: message {number} has `{name}`: {NOT_READ[name]}")
-    judged = [n for n in ("label", "kto_tag") if str(row.get(n)).strip().lower() in _JUDGEMENTS]
+    judged = [n for n in JUDGED if str(row.get(n)).strip().lower() in JUDGEMENTS]
     if judged and "chosen" not in row:
         raise UserError(
-            f"{where}: has `{judged[0]}`, which says whether the answer is good: no task learns from bad ones"
-            " alone: keep the good rows, without the column, or make pairs of them for --task dpo"
+            f"{where}: has `{judged[0]}`, which says whether the answer is good: --task kto learns from"
+            " both; for this one keep the good rows, without the column"
         )
 
 

@@ -46,6 +46,8 @@ class Binding:
     packing: SamplePacking | None = None
     positions: np.ndarray | None = None
     """The samples' places in the global batch."""
+    measured: Tensor | None = None
+    """What the task measured of the whole global batch before its losses."""
 
     def bind(self, step: int, host: Mapping[str, Tensor], device: torch.device) -> None:
         """Let further passes draw the noise of these samples in `step`, and know their lengths."""
@@ -166,7 +168,8 @@ class Training:
         if self.binding.noise is None or layout.foreign_noise is not False:
             torch.manual_seed(hash((self.task.recipe.seed, step, self.world.rank, number)) & 0x7FFFFFFF)
         before = generator_states(self.world.device) if layout.foreign_noise is None else []
-        yield self.context(step, record=record, positions=positions, host=host)
+        more = {"record": record, "positions": positions, "host": host, "measured": self.binding.measured}
+        yield self.context(step, **more)
         if layout.foreign_noise is None:
             layout.foreign_noise = has_drawn(before, self.world.device)
 

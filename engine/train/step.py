@@ -22,7 +22,7 @@ from isobatch.engine.loading.device_copies import HostCopy, numbers_to_device, t
 from isobatch.engine.train.figures import StepOutput
 from isobatch.engine.train.first_step import agree_on_names, check_loss_form
 from isobatch.engine.train.state import StepLayout, Training
-from isobatch.models.capabilities import SeesGradients
+from isobatch.models.capabilities import MeasuresBatch, SeesGradients
 
 if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
@@ -38,10 +38,11 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
     """One optimizer step. What it returns is on the device still: nothing here waits for it."""
     task, strategy, world = state.task, state.strategy, state.world
     work, step, part = batch.work, batch.work.step, world.recorder.part
-    dtype = torch.float32 if world.device.type == "mps" else torch.float64
+    dtype = sum_dtype(world.device)
     rate, more = state.rate(step), dict[str, Any]()
     see_gradients = partial(_see_gradients, state, step, hooks, more) if hooks.see_gradients else None
 
+    measure_batch(state, batch)
     norm = None
     while norm is None:  # fp16 overflowed: the same step again, with a smaller loss scale
         sums = Sums(state.layout, world.device, dtype)
@@ -84,6 +85,36 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
     if output.change is not None and output.change.keep:
         hooks.cut(state, output.change.keep)
     return output
+
+
+@torch.no_grad()
+def measure_batch(state: Training, batch: LoadedStep) -> None:
+    """Let a task that asks for it measure the whole global batch before its losses. On all ranks."""
+    task, strategy, world = state.task, state.strategy, state.world
+    if not isinstance(task, MeasuresBatch):
+        return
+    step, found = batch.work.step, torch.zeros((), dtype=sum_dtype(world.device), device=world.device)
+    with world.recorder.part("forward"):
+        for number, (micro, host) in enumerate(zip(batch.work.micro_batches, batch.batches, strict=True)):
+            is_dummy = not len(micro.positions)
+            if is_dummy and not strategy.computes_dummies:
+                continue
+            world.mark_progress(f"step {step + 1}, before micro-batch {number + 1}")
+            positions = FIRST if is_dummy else micro.positions
+            with (
+                state.bound(step, number, host, positions, lambda *_: None) as context,
+                strategy.forward_backward(last=False),
+                world.autocast(),
+            ):
+                value = task.measure(strategy.model, to_device(host, world.device), context)
+            if not is_dummy:
+                found += value
+        state.binding.measured = world.all_reduce_sum(found) / len(batch.work.samples)
+
+
+def sum_dtype(device: torch.device) -> torch.dtype:
+    """The number format of sums over the global batch."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @dataclass(slots=True)

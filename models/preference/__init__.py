@@ -1,4 +1,4 @@
-"""Preference training of language models: DPO and ORPO on pairs of answers."""
+"""Preference training of language models: DPO and ORPO on pairs of answers, KTO on judged ones."""
 
 from isobatch.models.workloads import Workload
 
@@ -10,4 +10,5 @@ WORKLOADS = (
         place=20,
     ),
     Workload("orpo", "task:ORPO", "the same in one stage with fine-tuning, without a reference", place=21),
+    Workload("kto", "kto:KTO", "the same on single answers that are judged good or bad", place=22),
 )

@@ -42,18 +42,12 @@ REFERENCE_TOKENS = 16384
 """Padded tokens that the reference reads at a time. No plan decides it: the answers are the same anywhere."""
 
 
-class PreferenceTask(Task):
-    """A causal language model that learns from pairs of answers; a sample is a pair.
+class LanguageModelTask(Task):
+    """A causal language model that learns by another loss.
 
-    All but the losses is that of `language`, the task of the language model, and passed on by name.
-
-    Metrics of each step and of held-out pairs, means over pairs. `reward_accuracy`: how often the chosen
-    answer has the larger reward. `reward_margin`: by how much. `chosen_log_prob`, `rejected_log_prob`: in
-    nats, added up over the tokens of an answer, or their mean where `averages` is set.
+    All but the loss is that of `language`, the task of the language model, and passed on by name.
     """
 
-    rows_per_sample: ClassVar = 2
-    data: ClassVar = "data.preferences.dataset:Preferences"
     defaults: ClassVar = {
         "model": "openai-community/gpt2",
         "max_length": 512,
@@ -65,8 +59,6 @@ class PreferenceTask(Task):
     fast: ClassVar = {"max_length": 256, "train_fraction": 0.25, "eval_fraction": 0.25, "min_delta": 0.005}
     demo: ClassVar = {"model": "tiny", "max_length": 128, "batch_size": 16, "lr": 3e-4, "epochs": 2}
     exports: ClassVar = CausalLM.exports
-    averages = False
-    """Whether an answer's log-probability is the mean over its tokens, and not their sum."""
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
@@ -100,6 +92,74 @@ class PreferenceTask(Task):
 
     def model_size(self, facts: Facts) -> ModelSize:
         return dataclasses.replace(self.language.model_size(facts), packs=False)
+
+    def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
+        self.language.export(model, folder, facts)
+
+    def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
+        return self.language.describe_model(final, facts)
+
+    def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
+        return self.language.sample(model, facts, folder)
+
+    def writer(self, final: Path, bits: int | None = None) -> Callable[[Any, Sampling], TextStream]:
+        return self.language.writer(final, bits)
+
+    def export_as(
+        self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
+    ) -> Mapping[str, Any]:
+        def rows() -> Iterator[Batch]:
+            return ({"tokens": batch["tokens"].flatten(0, 1)} for batch in batches())
+
+        return self.language.export_as(kind, final, folder, facts, rows)
+
+
+class HasReference(LanguageModelTask):
+    """It is held to a reference: the model as training finds it, asked once for log p of every answer."""
+
+    def teacher(self) -> Teacher:
+        answers = self._reference_identity(), self._build_reference, self._reference_answers
+        return Teacher(*answers, held_out=True, name="reference")
+
+    def _reference_identity(self) -> str:
+        """All that the reference's answers depend on, beside the samples."""
+        name, recipe, options = self.language.model_name, self.recipe, self.options
+        if name in PRESETS:
+            weights = [name, recipe.seed, recipe.max_length, recipe.options.get("vocab_size")]
+        else:
+            weights = [hub.weights_hash(str(Path(name).expanduser()), recipe.revision), recipe.tokenizer]
+        whole = [options.also_train] if options.also_train else []  # which are not rounded
+        return json.dumps(["float64", *weights, options.load_bits, options.frozen_dtype, *whole])
+
+    def _build_reference(self, facts: Facts) -> nn.Module:
+        import torch
+
+        torch.manual_seed(self.recipe.seed)  # as the engine does for the model that trains
+        return self.build_model(facts)
+
+    def _reference_answers(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        import torch
+
+        pairs = max(1, REFERENCE_TOKENS // (2 * batch["tokens"].shape[-1]))
+        found = []
+        for start in range(0, len(batch["tokens"]), pairs):
+            part = {n: batch[n][start : start + pairs] for n in ("tokens", "learn")}
+            found.append(added_up(token_log_probs(model, part)))
+        return {"log_probs": torch.cat(found)}
+
+
+class PreferenceTask(LanguageModelTask):
+    """A causal language model that learns from pairs of answers; a sample is a pair.
+
+    Metrics of each step and of held-out pairs, means over pairs. `reward_accuracy`: how often the chosen
+    answer has the larger reward. `reward_margin`: by how much. `chosen_log_prob`, `rejected_log_prob`: in
+    nats, added up over the tokens of an answer, or their mean where `averages` is set.
+    """
+
+    rows_per_sample: ClassVar = 2
+    data: ClassVar = "data.preferences.dataset:Preferences"
+    averages = False
+    """Whether an answer's log-probability is the mean over its tokens, and not their sum."""
 
     @abstractmethod
     def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
@@ -150,26 +210,6 @@ class PreferenceTask(Task):
         pairs, *sums = recorded["pairs"].tolist()
         return {name: total / pairs for name, total in zip(FIGURES, sums, strict=True)}
 
-    def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
-        self.language.export(model, folder, facts)
-
-    def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
-        return self.language.describe_model(final, facts)
-
-    def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
-        return self.language.sample(model, facts, folder)
-
-    def writer(self, final: Path, bits: int | None = None) -> Callable[[Any, Sampling], TextStream]:
-        return self.language.writer(final, bits)
-
-    def export_as(
-        self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
-    ) -> Mapping[str, Any]:
-        def rows() -> Iterator[Batch]:
-            return ({"tokens": batch["tokens"].flatten(0, 1)} for batch in batches())
-
-        return self.language.export_as(kind, final, folder, facts, rows)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DPOOptions(CausalLMOptions):
@@ -179,7 +219,7 @@ class DPOOptions(CausalLMOptions):
     """How closely the model is held to the reference: the larger, the closer."""
 
 
-class DPO(PreferenceTask):
+class DPO(HasReference, PreferenceTask):
     """Direct preference optimization (Rafailov et al. 2023).
 
     The reward of an answer is beta times the log-ratio of its probabilities under the model and under the
@@ -208,36 +248,6 @@ class DPO(PreferenceTask):
 
     def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
         return (log_probs_B2 - batch["teacher.log_probs"]) * self.options.beta
-
-    def teacher(self) -> Teacher:
-        answers = self._reference_identity(), self._build_reference, self._reference_answers
-        return Teacher(*answers, held_out=True, name="reference")
-
-    def _reference_identity(self) -> str:
-        """All that the reference's answers depend on, beside the samples."""
-        name, recipe, options = self.language.model_name, self.recipe, self.options
-        if name in PRESETS:
-            weights = [name, recipe.seed, recipe.max_length, recipe.options.get("vocab_size")]
-        else:
-            weights = [hub.weights_hash(str(Path(name).expanduser()), recipe.revision), recipe.tokenizer]
-        whole = [options.also_train] if options.also_train else []  # which are not rounded
-        return json.dumps(["float64", *weights, options.load_bits, options.frozen_dtype, *whole])
-
-    def _build_reference(self, facts: Facts) -> nn.Module:
-        import torch
-
-        torch.manual_seed(self.recipe.seed)  # as the engine does for the model that trains
-        return self.build_model(facts)
-
-    def _reference_answers(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        import torch
-
-        pairs = max(1, REFERENCE_TOKENS // (2 * batch["tokens"].shape[-1]))
-        found = []
-        for start in range(0, len(batch["tokens"]), pairs):
-            part = {n: batch[n][start : start + pairs] for n in ("tokens", "learn")}
-            found.append(added_up(token_log_probs(model, part)))
-        return {"log_probs": torch.cat(found)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
