@@ -219,6 +219,8 @@ class ModelSize:
     """What a plan should say of this model beside."""
     why_unshardable: str = ""
     """Why every process must hold all of the model, if it must: as in `it changes the model's shape`."""
+    why_whole_weights: str = ""
+    """Why every process must hold all weights, if it must; the optimizer's state may be sharded."""
 
     @property
     def frozen(self) -> int:
@@ -262,6 +264,8 @@ class Task(ABC):
     first."""
     cohort: int = 1
     """Samples that must be computed together."""
+    measures_before: bool = False
+    """Whether the model as training finds it is measured, too, where --before does not say it."""
     rows_per_sample: ClassVar[int] = 1
     """Rows that the model gets for each sample, one after the other: 2 for pairs of texts. Noise has a row
     for each, and the length of a sample counts all of them."""

@@ -153,6 +153,23 @@ class MeasuresExport(Protocol):
 
 
 @runtime_checkable
+class Answers(Protocol):
+    """It writes answers to held-out prompts, for figures of each evaluation."""
+
+    answers: int
+    """How many prompts; 0 for none."""
+
+    def prompts(self, rows: Iterable[Batch], facts: Facts) -> Sequence[Any]:
+        """At most so many prompts of held-out samples; `rows` are read until there are enough."""
+
+    def answer(self, model: nn.Module, prompt: Any, facts: Facts) -> Mapping[str, Any]:
+        """What the model writes, as a row of answers.jsonl. On one process alone: without collectives."""
+
+    def answer_figures(self, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, float]:
+        """Metrics of all answers."""
+
+
+@runtime_checkable
 class FinishesUnmeasured(Protocol):
     """Something to complete in `final` where nothing is held out."""
 

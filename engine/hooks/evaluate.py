@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.terminal.console import format_metrics
@@ -94,16 +95,19 @@ class Evaluate(Hook):
         `evaluate_beside`.
         """
         state = self.training
-        metrics = evaluate_beside(state, split, fraction, beside)
+        place = {"phase": state.schedule.name, "step": step, "split": split}
+        keep = partial(self.log.log_answers, place)
+        metrics = evaluate_beside(state, split, fraction, beside, keep)
         self.peak.observe()
         trim_heap(state.world.device)
-        self.log.log_metrics({"phase": state.schedule.name, "step": step, "split": split, **metrics})
+        self.log.log_metrics({**place, **metrics})
         if step == state.progress.step:  # else they are of earlier weights: the final figures say those
             self.send(metrics, state.progress.steps, f"{split}/")
         # A perplexity of words is for comparison with papers, and has many digits until a model knows words.
         shown = {name: value for name, value in metrics.items() if not name.endswith("word_perplexity")}
         part = f", on {100 * fraction:g} % of its samples" if fraction < 1 else ""
-        self.say(f"{split} after step {step}{part}: {format_metrics(shown, '.4f')}")
+        when = f"after step {step}" if step else "before training"
+        self.say(f"{split} {when}{part}: {format_metrics(shown, '.4f')}")
         return metrics
 
     def _log_decision(self, decision: str, **facts: Any) -> None:

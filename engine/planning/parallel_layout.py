@@ -93,6 +93,8 @@ def why_not_fit(case: PlanningCase, strategy: StrategyName) -> str:
     name = "ZeRO" if traits.library == "DeepSpeed" else strategy
     if traits.shards and (why := case.model_size.why_unshardable):
         return f"{case.recipe.task}: {why}, so each process holds all of it: use ddp"
+    if traits.shards_weights and (why := case.model_size.why_whole_weights):
+        return f"{why}, which needs all weights there: use ddp or zero2, or leave it out"
     if case.precision == "fp16" and not traits.takes_fp16:
         return f"fp16's loss scale is not kept under {name}: use --precision fp32 or bf16"
     if traits.flat_shards and not OPTIMIZERS[case.recipe.optimizer].elementwise:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,7 @@ class MetricsLog:
     def begin(self, phases: list[str]) -> None:
         """Start the logs of a new run. What an attempt without a checkpoint left is removed."""
         if self.writes:
-            for path in (self.run.metrics, self.run.samples):
+            for path in (self.run.metrics, self.run.samples, self.run.answers):
                 path.unlink(missing_ok=True)
             self.run.keep_until(self.run.decisions, phases, phases[0], 0)
             self._continue(self._first_seal())
@@ -67,7 +67,8 @@ class MetricsLog:
         """
         if not self.writes:
             return ""
-        self.run.keep_until(self.run.decisions, phases, phase, step)
+        for log in (self.run.decisions, self.run.answers):
+            self.run.keep_until(log, phases, phase, step)
         _cut(self.run.samples, saved["ledger"])
         said = []
         if _size(self.run.samples) < saved["ledger"]:  # its last record may be cut
@@ -135,6 +136,11 @@ class MetricsLog:
         if digest := recorded_digest(folder):
             where = {"phase": progress.phase, "step": progress.step}
             self.log_metrics({**where, "checkpoint": folder.name, "digest": digest})
+
+    def log_answers(self, place: Mapping[str, Any], rows: Iterable[Mapping[str, Any]]) -> None:
+        """Append what a model wrote to answers.jsonl; `place`: phase, step and split of the evaluation."""
+        for row in rows if self.writes else ():
+            atomic_files.append_row(self.run.answers, {**place, **row})
 
     def log_decision(self, row: Mapping[str, Any]) -> None:
         """Append a row to decisions.jsonl."""

@@ -55,6 +55,7 @@ class RunFolder:
         self.folder = folder
         self.checkpoints, self.final = folder / "checkpoints", folder / "final"
         self.metrics, self.decisions = folder / "metrics.jsonl", folder / "decisions.jsonl"
+        self.answers = folder / "answers.jsonl"
         self.samples = folder / "samples.bin"
         self.rank_record = folder / "ranks.json"
         """Where every rank is; there while the run trains, and after an error."""

@@ -34,6 +34,9 @@ class RunOptions:
     checkpoint_copy: str | None = None
     """Also keep the checkpoints there, sent in the background: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, or any
     URL that fsspec knows. `resume s3://BUCKET/PREFIX/RUN` goes on from them on another machine."""
+    before: bool | None = None
+    """Measure the validation split before the first step, too; by default where a loaded language model is
+    trained on."""
     log_every: Positive = 1
     """Steps between rows of metrics.jsonl."""
     tracker: Literal["none", "tensorboard", "wandb", "mlflow", "trackio"] = "none"

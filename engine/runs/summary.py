@@ -6,6 +6,7 @@ import dataclasses
 import math
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 HELD_OUT_SPLITS = ("test", "valid")
 """Splits that can be held out; the first of them that exists gives the summary's metrics."""
+
+PLACE = ("phase", "step", "split")
+"""Fields of an evaluation's row that are no metrics."""
 
 
 @dataclass(slots=True)
@@ -83,6 +87,12 @@ def metrics_fields(held_out: dict[str, dict[str, float]]) -> dict[str, Any]:
     """The fields of summary.json about the metrics of held-out splits."""
     split = next((s for s in HELD_OUT_SPLITS if s in held_out), None)
     return {"split": split, "metrics": held_out[split] if split else {}, "metrics_by_split": held_out}
+
+
+def before_training(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of the first row of metrics.jsonl, if it is an evaluation before training; else {}."""
+    is_one = row.get("split") is not None and row.get("step") == 0
+    return {name: value for name, value in row.items() if name not in PLACE} if is_one else {}
 
 
 def startup_seconds(first_step: float | None) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,10 @@ from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.loading.microbatching import cut_batch
 from isobatch.engine.loading.permutation import shuffle
+from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.models.base import Rows, StepContext, Sum
+from isobatch.models.capabilities import Answers
 
 if TYPE_CHECKING:
     from isobatch.core.plan import Plan
@@ -37,17 +40,29 @@ _EVALUATION_SEED = 0xE7A1
 
 
 def evaluate_beside(
-    state: Training, split: str, fraction: float, beside: Mapping[str, Mapping[str, Tensor]]
+    state: Training,
+    split: str,
+    fraction: float,
+    beside: Mapping[str, Mapping[str, Tensor]],
+    keep: Callable[[list[dict[str, Any]]], None] = lambda _: None,
 ) -> dict[str, float]:
-    """Metrics of the model's weights and, as NAME_METRIC, of those that hooks hold: `beside`, by name."""
-    metrics = evaluate(state, split, fraction)
+    """Metrics of the model's weights and, as NAME_METRIC, of those that hooks hold: `beside`, by name.
+
+    `keep` gets what the model's weights answer to prompts, if the task asks such.
+    """
+    metrics = evaluate(state, split, fraction, keep)
     for name, weights in beside.items():
         with state.strategy.holding(weights):
             metrics |= {f"{name}_{metric}": v for metric, v in evaluate(state, split, fraction).items()}
     return metrics
 
 
-def evaluate(state: Training, split: str, fraction: float = 1.0) -> dict[str, float]:
+def evaluate(
+    state: Training,
+    split: str,
+    fraction: float = 1.0,
+    keep: Callable[[list[dict[str, Any]]], None] = lambda _: None,
+) -> dict[str, float]:
     """Metrics over a `fraction` of a split (of each set, if it has several); the same on every rank.
 
     Where passes are collectives, ranks without samples compute dummies. The task's own noise is keyed by seed
@@ -75,9 +90,35 @@ def evaluate(state: Training, split: str, fraction: float = 1.0) -> dict[str, fl
                     parts = task.evaluate(model, to_device(host, world.device), context)
                     if counts:  # which reads sums on the host
                         _add(parts, samples, sums, rows)
+        answers = _answer(state, split)
     model.train(training)
+    keep(answers)
     parts = _reduce(sums, rows, world)
-    return world.broadcast_object(task.metrics(parts, split, state.facts) if world.is_main else {})
+    metrics = task.metrics(parts, split, state.facts) if world.is_main else {}
+    if answers and isinstance(task, Answers):
+        metrics |= task.answer_figures(answers)
+    return world.broadcast_object(metrics)
+
+
+def _answer(state: Training, split: str) -> list[dict[str, Any]]:
+    """What the model answers to prompts of a split, in order, the same on every rank; [] if none are asked.
+
+    Ranks take the prompts in turn. Which they are follows from the seed alone, as `held_out_samples` do.
+    """
+    task, world, source = state.task, state.world, state.splits[split]
+    if not isinstance(task, Answers) or not task.answers:
+        return []
+    order = shuffle(np.arange(len(source)), len(source), state.recipe.seed + _EVALUATION_SEED, 0)
+    spans = (order[start : start + HOST_BATCH] for start in range(0, len(order), HOST_BATCH))
+    prompts = task.prompts((to_tensors(source.fetch(numbers), pin=False) for numbers in spans), state.facts)
+    own = []
+    with uncompiled(state.model), world.autocast():  # a text grows by a token at a time
+        for number in range(world.rank, len(prompts), world.size):
+            doing(f"answering prompts of {split}", number, len(prompts))
+            world.mark_progress(f"answers to prompts of {split}")
+            own.append((number, dict(task.answer(state.model, prompts[number], state.facts))))
+    found = dict(itertools.chain(*world.all_gather_objects(own)))
+    return [found[number] for number in range(len(prompts))]
 
 
 def refuse_nonfinite_metrics(metrics: Mapping[str, Any], split: str) -> None:

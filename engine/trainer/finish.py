@@ -7,13 +7,20 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
+from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import StopRequestedError, TrainingError
 from isobatch.core.terminal.status import doing
 from isobatch.engine.checkpointing import checkpoint
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.checkpointing.weight_files import export_beside
 from isobatch.engine.model_setup.compile_model import uncompiled
-from isobatch.engine.runs.summary import HELD_OUT_SPLITS, metrics_fields, startup_seconds, summarize
+from isobatch.engine.runs.summary import (
+    HELD_OUT_SPLITS,
+    before_training,
+    metrics_fields,
+    startup_seconds,
+    summarize,
+)
 from isobatch.engine.train.evaluate import host_batches, refuse_nonfinite_metrics
 from isobatch.models import model_card
 from isobatch.models.capabilities import (
@@ -93,6 +100,7 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
         card = model_card.render(described, state.recipe, state.facts, measured)
         atomic_files.write_text(run.folder.final / model_card.FILE, card)
         run.peak.observe()
+        summary |= {"before": before_training(next(rows_in(run.folder.metrics), {}))}
         summary |= metrics_fields(held_out) | {"peak_memory_bytes": run.peak.bytes}
         _seal(run, state, saved.folder.name, summary)
         run.folder.write_summary(summary)

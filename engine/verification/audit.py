@@ -19,6 +19,7 @@ from isobatch.engine.hooks.data_guard import DATA_WRITTEN
 from isobatch.engine.optimization.left_out import left_out_steps, until
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.ledger import read_ledger
+from isobatch.engine.runs.summary import before_training
 from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.verification.log_audit import LogRecord, WrongRecordError, check
 from isobatch.engine.verification.run_order import RunOrder
@@ -176,6 +177,7 @@ def _check_summary(
     wanted = {"samples_seen": row.get("samples"), "tokens_seen": row.get("tokens"), "task": run.recipe.task}
     wanted |= {"global_batch": run.recipe.batch_size, "world_size": plan.processes}
     wanted |= {name: getattr(plan, name) for name in ("strategy", "precision", "invariance")}
+    wanted |= {"before": before_training(log.before)}
     wanted |= {"metrics": splits[summary["split"]]} if summary["split"] else {}
     wrong = ", ".join(name for name, value in wanted.items() if summary.get(name, value) != value)
     check(not wrong, f"summary.json: {wrong} does not follow from recipe, plan and log")

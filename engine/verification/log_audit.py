@@ -82,6 +82,8 @@ class LogRecord:
         self.phases = list(map(PhaseRecord, order.schedules, judges))
         self.splits: dict[str, dict[str, Any]] = {}
         """Split -> the row of its last evaluation."""
+        self.before: dict[str, Any] = {}
+        """The evaluation before training, if there was one."""
         self.ending: list[dict[str, Any]] = []
         """The evaluations of the exported weights."""
         self.fields: dict[str, set[str]] = {}
@@ -234,6 +236,9 @@ class LogRecord:
         """Judge an evaluation of training as early stopping did. Those of the end decide nothing."""
         split, step = row["split"], row["step"]
         check(split in self.held_out, f"{where}: the data has no such split")
+        if step == 0 and split == VALID and self._number < 0 and not self.before:
+            self.before = row
+            return
         is_there = self._number >= 0 and row["phase"] == self._now.schedule.name
         check(is_there, f"{where}: training was not there")
         phase, judge = self._now, self._now.judge

@@ -28,6 +28,7 @@ from isobatch.engine.optimization.left_out import copy_asked
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.engine.runs.run_options import RunOptions
+from isobatch.engine.runs.summary import PLACE
 from isobatch.engine.train.figures import step_rows
 from isobatch.engine.verification.audit import DERIVED_DECISIONS
 from isobatch.engine.verification.compare_export import compare_folders, is_own_card
@@ -115,8 +116,6 @@ def redo_task_file(folder: Path) -> int:
     return DONE
 
 
-PLACE = ("phase", "step", "split")
-"""Fields of an evaluation's row that are no metrics."""
 NEVER = Interval(10**6, "minutes")
 
 
@@ -126,7 +125,8 @@ def replay_in_full(run: RunFolder, plan: Plan, proof: Proof, log: LogRecord, own
     Returns whether final/ came out the same bit for bit; else nothing is said about it.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        options = RunOptions(out=temporary, name="again", save_every=NEVER, quiet=True)
+        before = bool(log.before)
+        options = RunOptions(out=temporary, name="again", before=before, save_every=NEVER, quiet=True)
         again = RunFolder.create(Path(temporary) / "again", run.recipe, run.facts, options)
         again.write_plan(plan)
         copy_asked(run, again)

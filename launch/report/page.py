@@ -152,7 +152,7 @@ class PagePart(NamedTuple):
     """A part of the report."""
 
     kind: str
-    """`h2`, `h3`, `verdict`, `note`, `sample`, `table` or `figure`."""
+    """`h2`, `h3`, `verdict`, `note`, `sample`, `table`, `texts` (a table of such) or `figure`."""
     text: str = ""
     rows: Sequence[Sequence[str]] = ()
     """Of a table, its head first."""
@@ -190,6 +190,9 @@ def parts_of(contents: Contents) -> Iterator[PagePart]:
     for run in contents.runs:
         if run["sample"]:
             yield from (PagePart("h2", f"Sample of {run['run']}"), PagePart("sample", str(run["sample"])))
+        if run["answers"]:
+            yield PagePart("h2", f"Held-out prompts before and after training: {run['run']}")
+            yield PagePart("texts", rows=[["prompt", "reference", "before", "after"], *run["answers"]])
     yield PagePart("h2", "How they ran")
     for run in contents.runs:
         yield PagePart("h3", f"{run['run']} ({run['task']}): {run['state']}")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
+from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import format_bytes, printable
@@ -34,10 +35,13 @@ POINTS = 400
 """Most points of a curve; more are not visible."""
 SUMMARY_FIELDS = (
     *("train_seconds", "steps", "samples_seen", "parameters", "trainable_parameters", "metrics", "split"),
-    *("world_size", "precision", "peak_memory_bytes", "sample", "remark"),
+    *("world_size", "precision", "peak_memory_bytes", "sample", "remark", "before"),
 )
 GPU_USE, MEMORY, DATA_WAIT = 90.0, 80.0, 10.0
 """Targets in percent: GPU use above, memory and waiting for data below."""
+VALID = "valid"
+SHOWN_ANSWERS, SHOWN_CHARACTERS = 10, 600
+"""Prompts whose answers are shown, and how much of each text."""
 MEANS = {
     "power_watts": ("power", "{:.0f} W"),
     "gpu_temperature": ("GPU temperature", "{:.0f} °C"),
@@ -85,7 +89,7 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
         notes.append(f"damaged rows of metrics.jsonl that are left out: {damaged}")
     rows = _placed_rows(run, ("seal", "split", *reported))  # phases end with a seal
     steps, shown = [row for row in rows if "lr" in row], ("loss", *curves)
-    held_out = {row["at"]: row for row in reversed(rows) if row.get("split") == "valid"}
+    held_out = {row["at"]: row for row in reversed(rows) if row.get("split") == VALID}
     status = "training" if run.is_training() else str(summary.get("status") or "unfinished")
     reason = summary.get("reason") if status != "training" else None
     return {
@@ -100,9 +104,29 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
             {"step": row["at"], **{name: row[name] for name in reported if name in row}}
             for row in _thinned([row for row in steps if any(name in row for name in reported)])
         ],
+        "answers": answers_table(run),
         "use": list(use_table(_curve(steps, CURVES), summary, plan)),
         "notes": notes,
     }
+
+
+def answers_table(run: RunFolder) -> list[list[str]]:
+    """A row for each of the first held-out prompts: prompt, reference, the model's answer before training and
+    after it. Texts that are long are cut; none where no answers were asked for.
+    """
+    table: dict[Any, list[str]] = {}
+    for row in rows_in(run.answers):
+        if row.get("split") == VALID and (len(table) < SHOWN_ANSWERS or row.get("sample") in table):
+            texts = [_shown(row.get(name)) for name in ("prompt", "reference", "answer")]
+            cells = table.setdefault(row.get("sample"), [*texts[:2], "", ""])
+            cells[2 if row.get("step") == 0 else 3] = texts[2]
+    return list(table.values())
+
+
+def _shown(text: Any) -> str:
+    """A text, or its end: a received run may have anything there."""
+    text = str(text or "").strip() or "(nothing)"
+    return text if len(text) <= SHOWN_CHARACTERS else "..." + text[-SHOWN_CHARACTERS:]
 
 
 def _readable(read: Callable[[], Any], notes: list[str]) -> Any:

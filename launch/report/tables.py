@@ -9,6 +9,9 @@ from typing import Any
 from isobatch.core.measures import aligned, format_bytes
 from isobatch.engine.registry import TASKS, workload
 
+BEFORE = ("loss", "exact_match", "valid_tool_calls", "accuracy", "reward_accuracy")
+"""Metrics that are shown of the model before training, too."""
+
 
 def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
     """The table of runs whose models were not measured: a head with their names, then a row a figure."""
@@ -17,6 +20,8 @@ def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
         _, metrics = table_beside(metrics_of(run), run["task"])
         cells = {"run": run["run"], "state": run["state"], "split": str(run["split"] or "")}
         cells |= {in_words(name): format_value(v) for name, v in metrics.items() if _is_scalar(v)}
+        before = found if isinstance(found := run.get("before"), dict) else {}
+        cells |= {f"{in_words(n)} before training": format_value(v) for n, v in before.items() if n in BEFORE}
         cells["parameters"] = _figure(run["parameters"], "{:,}".format)
         cells["trained"] = _figure(run["trainable_parameters"], "{:,}".format)
         cells["memory"] = _figure(run["peak_memory_bytes"], format_bytes)

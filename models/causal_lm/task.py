@@ -24,6 +24,7 @@ from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum,
 from isobatch.models.causal_lm import (
     adapter_sizes,
     adapters,
+    answers,
     generation,
     known_models,
     model_sizes,
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from isobatch.core.facts import Facts
+    from isobatch.core.recipe import Recipe
+    from isobatch.models.causal_lm.answers import HeldOutPrompt
 
 MAX_LENGTH_WITH_ATTENTION_DROPOUT = 512
 """Above this length attention dropout is 0: keyed noise rules out the fused attention kernel."""
@@ -66,6 +69,9 @@ class CausalLMOptions(adapters.AdapterOptions):
 
     generate_tokens: Count = 60
     """Length of the sample at the end of training; 0 for none."""
+    answers: Count = 0
+    """Held-out prompts that are answered in each evaluation, for exact_match and, where tools are called,
+    valid_tool_calls; 0 for none."""
     remote_code: bool = False
     """Run the Python code that a loaded model brings along, where transformers lacks its architecture."""
 
@@ -98,6 +104,10 @@ class CausalLM(Task):
     fast: ClassVar = {"max_length": 128, "train_fraction": 0.25, "eval_fraction": 0.25, "min_delta": 0.01}
     """`min_delta` in nats: a perplexity that is 1 % lower."""
     demo: ClassVar = {"model": "tiny", "max_length": 128, "batch_size": 16, "lr": 3e-3}
+
+    def __init__(self, recipe: Recipe, options: Any) -> None:
+        super().__init__(recipe, options)
+        self.measures_before = self.model_name not in PRESETS
 
     @property
     def model_name(self) -> str:
@@ -210,9 +220,13 @@ class CausalLM(Task):
         if shape is None:
             config = self._transformers_config(facts)
             shape = model_sizes.shape_by_building(config, self.options.remote_code)
-        if self.model_name in PRESETS or self.options.adapter == "none":
-            return shape.size
-        return adapter_sizes.adapted_model_size(shape, self.options)
+        adapts = self.model_name not in PRESETS and self.options.adapter != "none"
+        size = adapter_sizes.adapted_model_size(shape, self.options) if adapts else shape.size
+        if count := self.options.answers:
+            answers.check(count, facts)
+            why = f"--answers {count} writes texts of any length on each process by itself"
+            size = dataclasses.replace(size, why_whole_weights=why)
+        return size
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""
@@ -245,6 +259,19 @@ class CausalLM(Task):
         from isobatch.models.causal_lm.chunked_cross_entropy import IGNORE_INDEX
 
         return Sum(self._nll_sum(model, batch), (_targets(batch) != IGNORE_INDEX).sum())
+
+    @property
+    def answers(self) -> int:
+        return self.options.answers
+
+    def prompts(self, rows: Iterable[Batch], facts: Facts) -> list[HeldOutPrompt]:
+        return answers.held_out_prompts(rows, self.answers, facts)
+
+    def answer(self, model: nn.Module, prompt: HeldOutPrompt, facts: Facts) -> dict[str, Any]:
+        return answers.answer(model, prompt, facts)
+
+    def answer_figures(self, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, float]:
+        return answers.figures(rows)
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
         stride = self.recipe.options.get("stride") or self.recipe.max_length

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
+    from isobatch.models.causal_lm.answers import HeldOutPrompt
     from isobatch.models.causal_lm.generation import Sampling, TextStream
     from isobatch.models.model_card import ModelDescription
 
@@ -63,6 +64,7 @@ class LanguageModelTask(Task):
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
         self.language = CausalLM(recipe, options)
+        self.measures_before = self.language.measures_before
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -95,6 +97,19 @@ class LanguageModelTask(Task):
 
     def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
         self.language.export(model, folder, facts)
+
+    @property
+    def answers(self) -> int:
+        return self.language.answers
+
+    def prompts(self, rows: Iterable[Batch], facts: Facts) -> list[HeldOutPrompt]:
+        return self.language.prompts(rows, facts)
+
+    def answer(self, model: nn.Module, prompt: HeldOutPrompt, facts: Facts) -> dict[str, Any]:
+        return self.language.answer(model, prompt, facts)
+
+    def answer_figures(self, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, float]:
+        return self.language.answer_figures(rows)
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         return self.language.describe_model(final, facts)
