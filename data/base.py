@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from isobatch.data.digests import PreparedFile
 
 WEIGHT = ".weight"
+TEST = "test"
 QUANTILES = 65
 MEASURED_ROWS = 1 << 20
 SMALL_FILE_BYTES = 4096
@@ -246,6 +247,13 @@ class Data(ABC):
             f"--file {self.recipe.data}: {type(self).__name__} has no method read_rows for new samples: add"
             " it, or predict held-out ones with --split valid"
         )
+
+    def prepare_test(self, folder: Path, facts: Facts) -> Mapping[str, Any]:  # noqa: ARG002  for kinds with names
+        """Write the samples of --data as `folder`/test, with the tokens, labels and ids that a run of `facts`
+        knows; for `evaluate --test`. Returns the sizes of the split as facts have them. Raises UserError.
+        """
+        save(folder / TEST, self.read_rows())
+        return {}
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:  # noqa: ARG002
         """A line on each of some rows that `fetch` returned, for people."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from isobatch.core.errors import UserError
 from isobatch.core.flags import options_to_dict
 from isobatch.data import corpora, readers, tokenizers
-from isobatch.data.base import Columns, Data, save
+from isobatch.data.base import TEST, WEIGHT, Columns, Data, save
 from isobatch.data.corpora import DEMO
 from isobatch.data.digests import file_hash
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 
 TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_VOCABULARY_SIZE = 8192
+ROLES = ("set", "learn")
+"""Columns that a mixture's samples have, and those of its sets need not."""
 MIN_VOCABULARY_SIZE = 257
 """Of a byte-level tokenizer: 256 bytes and an end token."""
 
@@ -57,6 +61,8 @@ class TokenizedData(Data):
 
     demo_vocabulary_size: ClassVar[int]
     """The size of the tokenizer that is trained on the demo."""
+    known: Facts | None = None
+    """Of a run whose tokenizer, template and labels are taken in place of what the data would give."""
 
     def encode_splits(self) -> Encoded:
         """(columns per split, the tokenizer of texts, what Facts should know). Raises UserError."""
@@ -72,6 +78,26 @@ class TokenizedData(Data):
         if tokenizer is not None:
             tokenizer.save(str(folder / TOKENIZER_FILE))
         return extra
+
+    def prepare_test(self, folder: Path, facts: Facts) -> Mapping[str, Any]:
+        own = {field.name for field in dataclasses.fields(self.options)}
+        steps = tuple(step for step in getattr(self.options, "clean", None) or () if step != "duplicates")
+        changed: dict[str, Any] = {"valid": None, "mix": None, "clean": steps}
+        changed["vocab_size"] = facts.extra.get("data_vocabulary")
+        self.options = dataclasses.replace(self.options, **{k: v for k, v in changed.items() if k in own})
+        self.known = facts
+        self.check()
+        splits, _, extra = self.encode_splits()
+        for name in ("form", "kind"):
+            learnt, there = (of.get(name, "running text") for of in (facts.extra, extra))
+            if learnt not in (there, "mixture"):
+                raise UserError(f"--test {self.recipe.data}: holds {there}, and the run learnt {learnt}")
+        columns = json.loads((Path(facts.folder) / "train" / "index.json").read_text())
+        if other := [n for n in {*columns} ^ {*splits["valid"]} if n not in ROLES and not n.endswith(WEIGHT)]:
+            raise UserError(f"--test {self.recipe.data}: {other[0]} of its samples are not as the run's are")
+        save(folder / TEST, splits["valid"])
+        found: Mapping[str, Any] = extra.get("splits", {}).get("valid", {})
+        return found
 
     def _tokenizer_facts(self, tokenizer: Tokenizer, special: Mapping[str, int | None]) -> dict[str, Any]:
         """What Facts should know of a tokenizer."""
@@ -103,7 +129,8 @@ class TokenizedData(Data):
     def _files(self) -> dict[str, readers.SplitFiles]:
         """The files of each split, with that of --valid; none of the demo and of hub data."""
         path = self._data_path()
-        return corpora.find_splits(path, self.recipe.format, self.options) if path else {}
+        found = corpora.find_splits(path, self.recipe.format, self.options) if path else {}
+        return found if self.known is None else {"train": found["train"], "valid": found["train"]}
 
     def _check_tables(self, instead: str) -> dict[str, readers.SplitFiles]:
         """The files of each split, with columns; none of the demo and of hub data.
@@ -156,6 +183,9 @@ class TokenizedData(Data):
         self, train: Callable[[int], Tokenizer]
     ) -> tuple[Tokenizer, dict[str, int | None]]:
         """The tokenizer, opened or made by `train(vocabulary size)`, and its special tokens' ids."""
+        if self.known is not None:
+            roles = tokenizers.USUAL_SPECIAL_TOKENS
+            return self.prepared_tokenizer(self.known), {role: self.known.extra.get(role) for role in roles}
         path = self._tokenizer_folder()
         if path is None:
             tokenizer = train(self._vocabulary_size())

@@ -16,12 +16,12 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import corpora, tokenizers
-from isobatch.data.base import Columns, Ragged, save, save_array
+from isobatch.data.base import TEST, Columns, Ragged, save, save_array
 from isobatch.data.corpora import DEMO
 from isobatch.data.digests import file_hash
 from isobatch.data.interactions import demo, formats, movielens
-from isobatch.data.interactions.log import MISSING
-from isobatch.data.interactions.log_splits import LogSplits
+from isobatch.data.interactions.log import MISSING, draw_eval_negatives, pair_keys
+from isobatch.data.interactions.log_splits import EVAL_NEGATIVES_SEED, LogSplits, Numbering, read_log
 from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData
 
 if TYPE_CHECKING:
@@ -153,6 +153,26 @@ class Interactions(TokenizedData):
             "untaken": found.untaken,
             "notes": [*found.notes, *textless],
         }
+
+    def prepare_test(self, folder: Path, facts: Facts) -> Mapping[str, Any]:
+        self.check()
+        names, users, items = self._names(facts), Numbering(), Numbering()
+        log = read_log(self._load().splits["all"], users, items)
+        place = {side: {name: n for n, name in enumerate(names[side])} for side in ("users", "items")}
+        of_user, of_item = (
+            np.array([known.get(name, MISSING) for name in ids.names], np.int32)
+            for known, ids in ((place["users"], users), (place["items"], items))
+        )
+        user, item, size = of_user[log.user], of_item[log.item], len(names["items"])
+        known = (user != MISSING) & (item != MISSING)
+        if not known.any():
+            raise UserError(f"--test {self.recipe.data}: no row has a user and an item that the run knows")
+        keys = np.unique(pair_keys(user[known], item[known], size))
+        user, item = (part.astype(np.int32) for part in np.divmod(keys, size))
+        had = np.union1d(np.load(Path(facts.folder) / CATALOGUE / "had.npy"), keys)
+        rivals = draw_eval_negatives(user, had, size, self.options.eval_negatives, EVAL_NEGATIVES_SEED)
+        save(folder / TEST, {"user": user, "item": item, "rivals": rivals})
+        return {}
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
         names = self._names(facts)

@@ -35,6 +35,11 @@ class Numbering:
     def __init__(self) -> None:
         self._place: dict[str, int] = {}
 
+    @property
+    def names(self) -> list[str]:
+        """The ids by provisional number."""
+        return whole_ids(self._place)
+
     def codes(self, column: Any) -> np.ndarray:
         """(n,) int32 provisional numbers of a pyarrow array without empty values."""
         coded, place = column.dictionary_encode(), self._place

@@ -137,7 +137,8 @@ class Labelled(TokenizedData):
             notes.append(f"not read: {', '.join(name or 'a column without a name' for name in unread[:8])}")
         classes, found_notes = self._read_classes(rows, columns)
         notes += found_notes
-        labels = class_names(classes, columns, self.recipe.data)
+        fixed = self.known is not None
+        labels = self._known_labels(classes) if fixed else class_names(classes, columns, self.recipe.data)
         tokenizer, special = self._open_tokenizer(read_examples(rows["train"](), columns))
         encoder = LabelledEncoder(
             tokenizer=tokenizer,
@@ -166,6 +167,17 @@ class Labelled(TokenizedData):
             "notes": notes,
         }
         return found, tokenizer, extra
+
+    def _known_labels(self, classes: Mapping[str, SplitClasses]) -> list[str]:
+        """The classes of the run. Raises UserError for another one in the data."""
+        assert self.known is not None
+        labels: list[str] = self.known.extra["labels"]
+        for found in classes.values():
+            if strange := [label for label in found.counts() if label not in labels]:
+                known = ", ".join(labels[:8]) + ", ..." * (len(labels) > 8)
+                where = f"{found.where(strange[0])}: the label {strange[0] or 'is empty, and'}"
+                raise UserError(f"{where} is none of the run's: {known}")
+        return labels
 
     def _read_classes(
         self, rows: dict[str, Callable[[], LocatedRows]], columns: ColumnNames

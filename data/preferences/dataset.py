@@ -191,6 +191,7 @@ class Preferences(TokenizedData):
         )
         name, default = self._template_names(first)
         template = chat_templates.choose_template(name, default, tokenizer, special, self._tokenizer_folder())
+        template = template if self.known is None else ChatTemplate(**self.known.extra["template"])
         settings = TokenizationSettings(tokenizer, special, self.recipe.max_length)
         encoder = self.encoder(self.recipe.data, template, settings)
         order = sorted(rows.splits, key=lambda split: split != "train")

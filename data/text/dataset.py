@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from isobatch.data.base import ArraySource
 from isobatch.data.cleaning import CLEANING_VERSION, CleaningStep, parse_steps
 from isobatch.data.corpora import DEMO
 from isobatch.data.text import conversations, demo_stories
+from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.sources import SET_COLUMN, Mixture, TextSet, TextSetSpec, split_set_names
 from isobatch.data.tokenized import TokenizedData
@@ -68,8 +70,11 @@ class Text(TokenizedData):
         locations = split_set_names(self.recipe.data)
         short = [Path(location).stem for location in locations]
         names = short if len(locations) > 1 and len(set(short)) == len(short) else locations
+        options = self.options
+        if self.known is not None:  # a file that is to be measured
+            options, locations = dataclasses.replace(options, valid=self.recipe.data), [self.recipe.data]
         return [
-            TextSetSpec(location, name, self.recipe.format, self.options, is_only_set=len(locations) == 1)
+            TextSetSpec(location, name, self.recipe.format, options, is_only_set=len(locations) == 1)
             for location, name in zip(locations, names, strict=True)
         ]
 
@@ -119,6 +124,8 @@ class Text(TokenizedData):
         )
         tokenization = TokenizationSettings(tokenizer, special, recipe.max_length, stride, self.workshop)
         found.bind_tokenizer(tokenization)
+        if self.known is not None and isinstance(found, conversations.Conversations):
+            found.template, found.eos = ChatTemplate(**self.known.extra["template"]), self.known.extra["eos"]
         columns, sizes = {}, {}
         for split in found.splits:
             columns[split], sizes[split] = found.encode(split, tokenization)

@@ -13,6 +13,7 @@ import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class RunFolder:
         self.folder = folder
         self.checkpoints, self.final = folder / "checkpoints", folder / "final"
         self.metrics, self.decisions = folder / "metrics.jsonl", folder / "decisions.jsonl"
-        self.answers = folder / "answers.jsonl"
+        self.answers, self.evaluations = folder / "answers.jsonl", folder / "evaluations.jsonl"
         self.samples = folder / "samples.bin"
         self.rank_record = folder / "ranks.json"
         """Where every rank is; there while the run trains, and after an error."""
@@ -258,6 +259,11 @@ class RunFolder:
             kept = (row for row in rows_in(log) if is_before(row, phase_order, phase, step))
             text = "".join(atomic_files.json_text(row, ensure_ascii=False) + "\n" for row in kept)
             atomic_files.write_text(log, text)
+
+    def keep_evaluation(self, row: Mapping[str, Any]) -> None:
+        """Append what was measured of the trained model later to evaluations.jsonl, and when (UTC)."""
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        atomic_files.append_row(self.evaluations, {"when": when, **row})
 
     def log_decision(self, decision: str, **facts: Any) -> None:
         """Append a decision of a launch to decisions.jsonl; resuming does not remove it."""

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
     from isobatch.core.recipe import Recipe
+    from isobatch.data.base import Source
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.models.base import Teacher
 
@@ -109,6 +110,16 @@ class Builder:
             splits[split] = with_teacher_outputs(
                 splits[split], teacher_once, state.facts, samples, state.world, say, split
             )
+
+    def hold_out(self, name: str, source: Source, fingerprint: str) -> None:
+        """Add a held-out split that is not of the run's data; `fingerprint`: what it is known by."""
+        state, task = self.state, self.state.task
+        state.splits[name] = source
+        if isinstance(task, HasTeacher) and (teacher := task.teacher()) is not None and teacher.held_out:
+            facts = dataclasses.replace(state.facts, fingerprint=fingerprint)
+            used = np.arange(len(source))
+            more = teacher, facts, used, state.world, lambda _: None, name
+            state.splits[name] = with_teacher_outputs(source, *more)
 
     def __enter__(self) -> Builder:
         return self

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from isobatch.core.errors import UserError
 from isobatch.core.measures import printable
 from isobatch.core.plan import PlanOptions
 from isobatch.core.terminal.console import format_metrics, print_answer
+from isobatch.data.base import TEST, fingerprint
+from isobatch.data.digests import file_hash
 from isobatch.engine.registry import workload_of
 from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run, plan_for_this_machine
 from isobatch.models.protocols import KeepsBaselines
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.engine.verification.replay import Replay
 
 T = TypeVar("T")
 
@@ -28,11 +34,13 @@ class EvaluateOptions(DataOptions):
 
     split: str | None = None
     """Only this split; by default every held-out one."""
+    test: str | None = None
+    """A file of other samples, in place of the held-out splits: with the run's own tokenizer, template,
+    labels and items. The figures stay in evaluations.jsonl, and the report shows them."""
 
 
 def evaluate(words: Sequence[str]) -> int:
-    """Usage: evaluate RUN [--split valid] [--json]: the newest checkpoint on the held-out data."""
-    from isobatch.engine.train.evaluate import host_batches
+    """Usage: evaluate RUN [--split valid | --test FILE] [--json]: the newest checkpoint on held-out data."""
     from isobatch.engine.verification.replay import Replay
 
     run, options = open_single_run(words, "evaluate", EvaluateOptions)
@@ -44,16 +52,46 @@ def evaluate(words: Sequence[str]) -> int:
         raise UserError(f"{run.folder} has no checkpoint to evaluate: train it first")
     if options.split and options.split not in run.facts.samples:
         raise UserError(f"--split {options.split}: the data has {', '.join(run.facts.samples)}")
-    task, model = replay.state.task, replay.state.model
     splits = [options.split] if options.split else [s for s in run.facts.samples if s != "train"]
-    metrics = {name: replay.evaluate(name) for name in splits}
-    for name, found in metrics.items():
-        if isinstance(task, KeepsBaselines) and run.final.is_dir():
-            found |= task.kept_metrics(model, run.final, partial(host_batches, replay.state.splits[name]))
+    with tempfile.TemporaryDirectory() as folder:
+        splits = [_hold_out(replay, options.test, Path(folder))] if options.test else splits
+        metrics = _measure(replay, splits)
+    if options.test:
+        found = {"data": options.test, "digest": file_hash(Path(options.test).expanduser())}
+        run.keep_evaluation({**found, "checkpoint": checkpoint.name, "metrics": metrics[splits[0]]})
     unfinished = "" if run.status() == "done" else f"; the run is not finished ({run.status()})"
     print(printable(f"{run.folder}: checkpoint {checkpoint.name}{unfinished}"), file=sys.stderr)
     lines = (f"{name}: {format_metrics(found, '.6g')}" for name, found in metrics.items())
     return print_answer(metrics, "\n".join(lines), options.json)
+
+
+def _measure(replay: Replay, splits: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Split -> its metrics, also of baselines that are kept beside the model."""
+    from isobatch.engine.train.evaluate import host_batches
+
+    task, model, run = replay.state.task, replay.state.model, replay.run
+    metrics = {name: replay.evaluate(name) for name in splits}
+    for name, found in metrics.items():
+        if isinstance(task, KeepsBaselines) and run.final.is_dir():
+            found |= task.kept_metrics(model, run.final, partial(host_batches, replay.state.splits[name]))
+    return metrics
+
+
+def _hold_out(replay: Replay, file: str, folder: Path) -> str:
+    """Prepare the samples of a file in `folder` as those of the run were; the name of their split."""
+    run, path, state = replay.run, Path(file).expanduser(), replay.state
+    if not path.is_file():
+        raise UserError(f"--test {file}: there is no such file")
+    _, data = workload_of(run.recipe).make(dataclasses.replace(run.recipe, data=str(path), format=None))
+    try:
+        sizes, name = data.prepare_test(folder, run.facts), path.name
+    except UserError as error:
+        said = str(error).replace("--data ", "--test ")
+        raise UserError(f"{said} (it is read as the data of {run.folder} was)") from None
+    replay.builder.hold_out(name, data.open(folder, TEST), fingerprint(folder))
+    extra = {key: value for key, value in run.facts.extra.items() if key != "sets"}
+    state.facts = dataclasses.replace(run.facts, extra={**extra, "splits": {name: sizes}})
+    return name
 
 
 def require_capability(run: RunFolder, capability: type[T], command: str, refusal: str) -> T:

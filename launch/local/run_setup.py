@@ -311,7 +311,7 @@ def refuse_other_data(run: RunFolder, new_facts: Facts) -> None:
     if new_facts.fingerprint != run.facts.fingerprint:
         prints = f"fingerprint {new_facts.fingerprint} against {run.facts.fingerprint}"
         said = f"the data is not what {run.folder} was trained on ({prints})"
-        raise OtherDataError(f"{said}: --again starts a new run", prints)
+        raise OtherDataError(f"{said}: --again starts a new run, `evaluate --test FILE` measures it", prints)
     if differing := run.facts.differing_fields(new_facts):
         what = f"{', '.join(differing)} differs from the data's"
         said = f"{run.folder}/facts.json was changed: {what}"

@@ -15,33 +15,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TOOLS = '{"type": "function", "function": {"name": "sound", "parameters": {}}}'
-TASK = [
-    "auto",
-    "--task",
-    "causal-lm",
-    "--data",
-    "calls.jsonl",
-    "--quiet",
-    "--batch-size",
-    "8",
-    "--lr",
-    "1e-2",
-]
-MODEL = [
-    "--batch-size",
-    "8",
-    "--lr",
-    "1e-2",
-    "--model",
-    "tiny",
-    "--vocab-size",
-    "300",
-    "--max-length",
-    "192",
-    "--answers",
-    "4",
-    "--before",
-]
+TASK = ["auto", "--task", "causal-lm", "--data", "calls.jsonl", "--quiet", "--answers", "4", "--before"]
+MODEL = ["--batch-size", "8", "--lr", "1e-2", "--model", "tiny", "--vocab-size", "300", "--max-length", "192"]
 
 
 def read(run: Path, name: str) -> list[dict[str, Any]]:
