@@ -67,6 +67,8 @@ def held_out_prompts(rows: Iterable[Batch], count: int, facts: Facts) -> list[He
     end_id, found = facts.extra["template"]["end_id"], list[HeldOutPrompt]()
     for batch in rows:
         for row, sample in enumerate(batch["index"].tolist()):
+            if "label" in batch and not batch["label"][row]:
+                continue  # an answer that was judged bad is no reference
             tokens, learn = (batch[name][row].numpy() for name in ("tokens", "learn"))
             if tokens.ndim == 2:  # the chosen answer comes first
                 tokens, learn = tokens[0], learn[0]
