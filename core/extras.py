@@ -14,6 +14,7 @@ EXTRAS = {
     "onnxscript": "onnx",
     "matplotlib": "plots",
     "datasets": "data",
+    "gguf": "gguf",
     "tensorboard": "trackers",
     "ray": "ray",
     "starlette": "serve",

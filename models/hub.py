@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,56 @@ def check_architecture(name: str, config: Mapping[str, Any], remote_code: bool, 
         )
         unknown = f"transformers has no causal language model of type {config.get('model_type')}"
         raise UserError(f"--model {name}: {unknown}: {way_out}")
+
+
+def check_push(name: str) -> None:
+    """Raise UserError unless the hub can be reached and there is a token for it: $HF_TOKEN, or of a login."""
+    from huggingface_hub import get_token
+
+    if not hub_cache.is_id(name):
+        raise UserError(f"--repo {name}: is no name of a repository: give it as in owner/name")
+    if get_token() is None:
+        raise UserError(f"--to hub: {name} needs your account there: hf auth login, or set HF_TOKEN")
+    if not hub_cache.is_reachable():
+        raise UserError(f"--to hub: {hub_cache.hub_address()} cannot be reached: nothing was pushed")
+
+
+def push(folders: Sequence[Path], name: str, private: bool) -> dict[str, str]:
+    """Upload the files of folders as one commit each to a repository, which is made where there is none.
+
+    Returns `repo` and `url`. The same again goes on where an upload broke off: what the hub has is not sent
+    twice, and a commit is whole or not there. Raises UserError.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    for folder in folders:
+        base = (read_json(folder / ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
+        if base and Path(base).is_absolute():
+            raise UserError(
+                f"--to hub: the adapter names its base as {base}, a folder that others lack: push the merged"
+                " model, --to merged,hub"
+            )
+    disable_progress_bars()
+    api = HfApi()
+    try:
+        made = api.create_repo(name, private=private or None, exist_ok=True)
+        if private and not api.model_info(made.repo_id).private:
+            raise UserError(f"--private: {made.repo_id} is there already, and public: make it private first")
+        for folder in folders:
+            message = f"Upload {folder.name} with isobatch"
+            api.upload_folder(
+                repo_id=made.repo_id,
+                folder_path=folder,
+                commit_message=message,
+                ignore_patterns=["parity.json"],
+            )
+    except IsobatchError:
+        raise
+    except Exception as error:  # network, rights, quota: each becomes one line for the user
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--to hub: {name}: {reason}: the same command again goes on from here") from None
+    return {"repo": made.repo_id, "url": str(made)}
 
 
 def remote_code_kwargs(remote_code: bool) -> dict[str, bool]:

@@ -5,6 +5,8 @@ A form is written by the task (`exports`, `export_as`); its parity with the trai
 
 from __future__ import annotations
 
+import dataclasses
+import shlex
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,15 +16,20 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
+from isobatch.core.measures import format_bytes
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
+from isobatch.data.text.chat_templates import template_in
+from isobatch.data.text.go_template import ollama_modelfile
+from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.train.evaluate import host_batches
 from isobatch.launch.commands.evaluate import require_final
 from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run
-from isobatch.models import model_card
+from isobatch.models import hub, model_card
 from isobatch.models.capabilities import description_of
+from isobatch.models.causal_lm import gguf_vocabulary
 from isobatch.models.protocols import Exports
 
 if TYPE_CHECKING:
@@ -31,37 +38,80 @@ if TYPE_CHECKING:
 PARITY = "parity.json"
 
 
+HUB, OLLAMA = "hub", "ollama"
+MODELFILE, WEIGHTS = "Modelfile", "WEIGHTS"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportOptions(DataOptions):
     """Flags of `export`."""
 
     to: tuple[str, ...] = ()
-    """Forms to write (several: a,b): hf, dense, onnx, onnx-int4 of classifiers, merged, adapter of language
-    models; by default all that the task has."""
+    """Forms to write (several: a,b): hf, dense, onnx, onnx-int4 of classifiers; of language models merged,
+    adapter (by default all of these that the task has), gguf, ollama, each also -f32, -bf16 or -q8_0 in place
+    of f16, gguf-adapter; hub pushes the forms beside it, alone final/."""
+    repo: str | None = None
+    """With --to hub: the repository, as in owner/name; by default the run's name."""
+    private: bool = False
+    """With --to hub: nobody else can see the repository."""
 
 
 def export(words: Sequence[str]) -> int:
-    """Usage: export RUN [--to merged | --to hf,dense,onnx,onnx-int4] [--json]: into RUN/exports/, checked on
-    all held-out samples; exit 3 where an exported model answers otherwise than the trained one.
+    """Usage: export RUN [--to merged,gguf,ollama,hub | --to hf,dense,onnx,onnx-int4] [--json]: into
+    RUN/exports/, checked against the trained model, with the line to type next; exit 3 where an exported
+    model answers otherwise than the trained one.
     """
     run, options = open_single_run(words, "export", ExportOptions)
     task, _ = workload_of(run.recipe).make(run.recipe)
     if not isinstance(task, Exports):
         raise UserError(f"export: {run.recipe.task} has no other form than {run.final}")
-    wanted = tuple(kind.replace("_", "-") for kind in options.to) or task.exports
-    if unknown := [kind for kind in wanted if kind not in task.exports]:
-        needs = ": `auto --task qat --pruned RUN` makes such a model" if unknown[0] == "onnx-int4" else ""
-        raise UserError(f"--to {unknown[0]}: {run.recipe.task} exports {', '.join(task.exports)}{needs}")
+    wanted = _wanted(task, run.recipe.task, options)
     if any(kind.startswith("onnx") for kind in wanted):
         for library in ("onnx", "onnxruntime"):
             need(library, f"--to {','.join(wanted)}")
+    require_final(run)
+    repository = options.repo or run.folder.name
+    if pushes := HUB in wanted:
+        hub.check_push(repository)
+        wanted.remove(HUB)
     found = {kind: export_form(run, kind, options.data) for kind in wanted}
-    lines = (
-        f"{one['folder']}: largest logit difference {one['max_logit_difference']:.1e} over"
-        f" {one['samples']} samples"
-        for one in found.values()
-    )
+    lines = [line for kind, one in found.items() for line in _said(kind, one, run.folder.name)]
+    if pushes:
+        folders = [Path(one["folder"]) for one in found.values()] or [run.final]
+        found[HUB] = hub.push(folders, repository, options.private)
+        lines += [f"pushed to {found[HUB]['url']}", f"next: hf download {found[HUB]['repo']}"]
     return print_answer(found, "\n".join(lines), options.json)
+
+
+def _wanted(task: Exports, name: str, options: ExportOptions) -> list[str]:
+    """The forms that were asked for, as the task calls them. Raises UserError."""
+    usual = [kind for kind in task.exports if not kind.startswith("gguf")]
+    whole = [kind.replace("gguf", OLLAMA) for kind in task.exports if kind not in (*usual, "gguf-adapter")]
+    forms = {kind.replace("_", "-"): kind for kind in (*task.exports, *whole, HUB)}
+    wanted = [kind.replace("_", "-") for kind in options.to] or usual
+    if unknown := [kind for kind in wanted if kind not in forms]:
+        needs = ": `auto --task qat --pruned RUN` makes such a model" if unknown[0] == "onnx-int4" else ""
+        raise UserError(f"--to {unknown[0]}: {name} exports {', '.join(forms.values())}{needs}")
+    for flag, given in (("--repo", options.repo), ("--private", options.private)):
+        if given and HUB not in wanted:
+            raise UserError(f"{flag}: says where a model is pushed: add --to hub")
+    return list(dict.fromkeys(forms[kind] for kind in wanted))
+
+
+def _said(kind: str, figures: dict[str, Any], name: str) -> list[str]:
+    """What a written form is, and the line to type next."""
+    folder, file = figures["folder"], figures.get("file")
+    if file is None:
+        difference = f"{figures['max_logit_difference']:.1e} over {figures['samples']} samples"
+        next_line = [f"next: isobatch chat {shlex.quote(folder)}"] if kind in ("merged", "adapter") else []
+        return [f"{folder}: largest logit difference {difference}", *next_line]
+    size, off = format_bytes(figures["bytes"]), figures["max_weight_difference"]
+    said = f"{folder}/{file}: {size}, weights differ by at most {off:.1e} of the largest in their tensor"
+    path, model = shlex.quote(f"{folder}/{file}"), shlex.quote(name.lower())
+    made = shlex.quote(f"{folder}/{MODELFILE}")
+    run = {"gguf": f"llama-cli -m {path}", OLLAMA: f"ollama create {model} -f {made} && ollama run {model}"}
+    adapter = f"llama-cli -m BASE.gguf --lora {path}"
+    return [said, f"next: {adapter if kind == 'gguf-adapter' else run[kind.partition('-')[0]]}"]
 
 
 def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict[str, Any]:
@@ -78,15 +128,24 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
     samples = data.open(Path(facts.folder), held_out)
     folder = run.folder / "exports" / kind
     unchecked = folder.with_name(f".{kind}.new")
+    modelfile = _modelfile(run, kind) if kind.startswith(OLLAMA) else None
+    form = kind.replace(OLLAMA, "gguf")
     with run.lock("export"):
         doing(f"exporting to {kind}")
         shutil.rmtree(unchecked, ignore_errors=True)
         unchecked.mkdir(parents=True)
         try:
-            figures = dict(task.export_as(kind, run.final, unchecked, facts, lambda: host_batches(samples)))
+            figures = dict(task.export_as(form, run.final, unchecked, facts, lambda: host_batches(samples)))
+            if modelfile:
+                (unchecked / MODELFILE).write_text(
+                    modelfile.replace(WEIGHTS, figures["file"]), encoding="utf-8"
+                )
             card = run.final / model_card.FILE
-            is_merged = kind == "merged" and card.is_file()
-            if is_merged and (text := _merged_card(run, task, card, unchecked, figures)):
+            if (
+                (kind == "merged" or "file" in figures)
+                and card.is_file()
+                and (text := _card(run, task, card, unchecked, figures))
+            ):
                 (unchecked / model_card.FILE).write_text(text, encoding="utf-8")
             figures |= {"split": held_out, "folder": str(folder)}
             (unchecked / PARITY).write_text(atomic_files.json_text(figures, indent=2) + "\n")
@@ -98,10 +157,25 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
     return figures
 
 
-def _merged_card(run: RunFolder, task: Any, card: Path, folder: Path, figures: dict[str, Any]) -> str:
-    """The model card of a merged folder, with the figures of final/; empty where that has no card of ours."""
-    difference = f"{figures['max_logit_difference']:.1e}"
-    measured_on = f"with the adapter beside its base; the merged logits differ by at most {difference}"
-    described = description_of(task, folder, run.facts)
-    of_final = card.read_text(encoding="utf-8")
+def _modelfile(run: RunFolder, kind: str) -> str:
+    """The Modelfile of a run's model, with WEIGHTS where the file's name will be."""
+    tokenizer = open_tokenizer(run.final)
+    begin = "".join(str(tokenizer.id_to_token(number)) for number in gguf_vocabulary.added_by(tokenizer)[0])
+    return ollama_modelfile(template_in(run.final), WEIGHTS, begin, f"--to {kind}")
+
+
+def _card(run: RunFolder, task: Any, card: Path, folder: Path, figures: dict[str, Any]) -> str:
+    """The model card of a merged folder or a GGUF file, with the figures of final/; empty where that has no
+    card of ours.
+    """
+    described, of_final = description_of(task, folder, run.facts), card.read_text(encoding="utf-8")
+    if file := figures.get("file"):
+        fields = {**described.hub_fields, "library_name": "gguf"}
+        usage = f"llama-cli -m {file}"
+        described = dataclasses.replace(described, usage=usage, language="sh", hub_fields=fields)
+        off = f"{figures['max_weight_difference']:.1e}"
+        measured_on = f"before they were written as GGUF, where they differ by at most {off} of the largest"
+    else:
+        off = f"{figures['max_logit_difference']:.1e}"
+        measured_on = f"with the adapter beside its base; the merged logits differ by at most {off}"
     return model_card.render_export(described, run.recipe, of_final, measured_on)

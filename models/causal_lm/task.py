@@ -93,7 +93,7 @@ class CausalLM(Task):
     Options: ClassVar = CausalLMOptions
     data: ClassVar[type | str | None] = "data.text.dataset:Text"
     streamed: ClassVar = "data.streaming.text:StreamedText"
-    exports: ClassVar = ("merged", "adapter")
+    exports: ClassVar = ("merged", "adapter", "gguf", "gguf-f32", "gguf-bf16", "gguf-q8_0", "gguf-adapter")
     defaults: ClassVar = {
         "model": "small",
         "max_length": 256,
@@ -304,8 +304,12 @@ class CausalLM(Task):
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
+        if kind.startswith("gguf") and (kind != "gguf-adapter" or self.options.adapter != "none"):
+            return self._export_gguf(kind, final, folder, facts, batches)
         if self.options.adapter == "none":
-            raise UserError(f"export to {kind}: the run trained no adapter: final/ is the whole model")
+            raise UserError(
+                f"export to {kind}: the run trained no adapter: final/ is the whole model: --to gguf"
+            )
         reopened = partial(adapters.open_adapted_model, remote_code=self.options.remote_code)
         if kind == "adapter":
             for file in final.iterdir():
@@ -319,6 +323,32 @@ class CausalLM(Task):
         saving.save(merged, facts, folder, whole=False)
         generation.save_config(merged, facts, folder)
         return adapters.check_same_logits(trained, merged)
+
+    def _export_gguf(
+        self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
+    ) -> Mapping[str, Any]:
+        """One file of GGUF: of the whole model, which is merged first, or of the adapter alone."""
+        from transformers import AutoConfig
+
+        need("gguf", f"--to {kind}")
+        from isobatch.models.causal_lm import gguf_export
+
+        place, numbers = f"--to {kind}", kind.removeprefix("gguf").strip("-") or "f16"
+        base, revision = (final, None) if self.options.adapter == "none" else lora.base_model_of(final)
+        config = AutoConfig.from_pretrained(base, revision=revision)
+        gguf_export.check(config, place)
+        file = folder / f"model-{numbers}.gguf"
+        if kind == "gguf-adapter":
+            figures = gguf_export.write_adapter(final, config, file, place)
+        elif base is final:
+            figures = gguf_export.write(final, file, numbers.upper(), place)
+        else:
+            merged = folder / "merged"
+            merged.mkdir()
+            same = self.export_as("merged", final, merged, facts, batches)
+            figures = {**same, **gguf_export.write(merged, file, numbers.upper(), place)}
+            shutil.rmtree(merged)
+        return {**figures, "file": file.name}
 
     def writer(self, final: Path, bits: int | None = None) -> Callable[[Any, Sampling], TextStream]:
         """The model that is read once from `final`, as a function that streams text.

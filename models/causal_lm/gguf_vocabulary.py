@@ -1,0 +1,142 @@
+"""A tokenizer of the `tokenizers` library as metadata of a GGUF file, where llama.cpp splits texts alike.
+
+llama.cpp knows how words are split by a name (src/llama-vocab.cpp), and a wrong one changes tokens without a
+word: so the name is found by what the tokenizer does, and a tokenizer that it has no name for is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from isobatch.core.errors import UserError
+
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+LLAMA3, QWEN2 = _WORDS + "{1,3}" + _REST, _WORDS + _REST
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_ANY = r"[^\r\n\p{L}\p{N}]?"
+TEKKEN = rf"{_ANY}{_UPPER}*{_LOWER}+|{_ANY}{_UPPER}+{_LOWER}*|\p{{N}}" + _REST.replace(r"\n]", r"\n/]", 1)
+PRE_TOKENIZERS = {
+    (("ByteLevel", True),): ("gpt-2", None),
+    (("Digits", True), ("ByteLevel", True)): ("smollm", None),
+    ((LLAMA3, "Isolated"), ("ByteLevel", False)): ("smaug-bpe", "llama-bpe"),
+    ((QWEN2, "Isolated"), ("ByteLevel", False)): ("qwen2", None),
+    ((TEKKEN, "Isolated"), ("ByteLevel", False)): (None, "tekken"),
+}
+"""How words are split -> llama.cpp's names for it: without and with `ignore_merges`, where words that are
+tokens are not put together by merges. None where it has no name."""
+SPACE = "\u2581"
+"""What SentencePiece writes for a space."""
+REPLACED = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+NORMALIZED = {1: [REPLACED], 2: [{"type": "Prepend", "prepend": SPACE}, REPLACED]}
+"""The steps of SentencePiece's normalizer, by how many there are: with two a space is put before a text."""
+
+
+def add(writer: Any, folder: Path, config: Any, place: str) -> None:
+    """Add the tokenizer in a model's folder, its special tokens and its chat template to a GGUFWriter.
+
+    The model's first end token is eos, a second and third stop too. Raises UserError, which begins with
+    `place`, where llama.cpp would make other tokens.
+    """
+    from gguf import SpecialVocab, TokenType
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    parts = json.loads(tokenizer.to_str())
+    of_bytes = not parts["model"].get("byte_fallback")
+    logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
+    special = SpecialVocab(folder, load_merges=of_bytes, n_vocab=config.vocab_size)
+    known = special.special_token_ids
+    stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    ends = [one for one in dict.fromkeys([*stops, known.get("eos")]) if one is not None]
+    known |= dict(zip(("eos", "eot", "eom"), ends, strict=False))
+    before, after = added_by(tokenizer)
+    added = {row["id"]: row for row in parts["added_tokens"]}
+    swallows = any(row["lstrip"] or row["rstrip"] for row in added.values())
+    if swallows or before not in ([], [known.get("bos")]) or after not in ([], [known.get("eos")]):
+        raise _unknown(place, "its special tokens")
+    special.add_special_token = {"bos": bool(before), "eos": bool(after)}
+    writer.add_tokenizer_model("gpt2" if of_bytes else "llama")
+    words = {number: token for token, number in tokenizer.get_vocab().items()}
+    writer.add_token_list([words.get(n, f"[unused{n}]") for n in range(config.vocab_size)])
+    kinds = dict.fromkeys(range(config.vocab_size), TokenType.UNUSED) | dict.fromkeys(words, TokenType.NORMAL)
+    kinds |= {n: TokenType.CONTROL if row["special"] else TokenType.USER_DEFINED for n, row in added.items()}
+    if of_bytes:
+        writer.add_tokenizer_pre(_pre_tokenizer(parts, place))
+    else:
+        kinds |= {n: TokenType.BYTE for n, word in words.items() if _is_byte(word)}
+        kinds |= {n: TokenType.UNKNOWN for n, word in words.items() if word == parts["model"]["unk_token"]}
+        ranks = _ranks(parts, place)
+        writer.add_tokenizer_pre("default")
+        writer.add_token_scores([-float(ranks.get(words.get(n, ""), len(ranks))) for n in sorted(kinds)])
+        writer.add_add_space_prefix(_begins_with_space(parts, special.chat_template, place))
+    writer.add_token_types([kinds[n] for n in sorted(kinds)])
+    special.add_to_gguf(writer, quiet=True)
+
+
+def added_by(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The ids that a tokenizer puts before and behind a text."""
+    bare, ids = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
+    first = next(n for n in range(len(ids)) if ids[n : n + len(bare)] == bare)
+    return ids[:first], ids[first + len(bare) :]
+
+
+def _pre_tokenizer(parts: Mapping[str, Any], place: str) -> str:
+    """llama.cpp's name for how a byte-level BPE, as of GPT-2, Llama 3 and Qwen, splits words."""
+    found, steps = parts["pre_tokenizer"] or {"type": "none"}, []
+    for step in found.get("pretokenizers", [found]):
+        kind = step["type"] if not step.get("add_prefix_space") and not step.get("invert") else "other"
+        regex, setting = (
+            step.get("pattern", {}).get("Regex"),
+            step.get("use_regex", step.get("individual_digits")),
+        )
+        steps.append((regex, step["behavior"]) if kind == "Split" else (kind, setting))
+    name = PRE_TOKENIZERS.get(tuple(steps), (None, None))[bool(parts["model"].get("ignore_merges"))]
+    # NFC changes only texts that are not in that form, and llama.cpp never does.
+    if name is None or parts["model"]["type"] != "BPE" or parts["normalizer"] not in (None, {"type": "NFC"}):
+        raise _unknown(place, f"{parts['model']['type']}, {parts['normalizer']}, {steps}")
+    return name
+
+
+def _ranks(parts: Mapping[str, Any], place: str) -> dict[str, int]:
+    """Token -> the rank of its first merge, in a BPE of SentencePiece, as of Llama 2, Mistral and Gemma.
+
+    llama.cpp joins the two neighbours whose union ranks first, and takes any two that make a token: so the
+    merges have to be all that there can be.
+    """
+    vocabulary, special = parts["model"]["vocab"], {row["content"] for row in parts["added_tokens"]}
+    vocabulary = {token for token in vocabulary if token not in special and not _is_byte(token)}
+    merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in parts["model"]["merges"]]
+    splits = {(token[:n], token[n:]) for token in vocabulary for n in range(1, len(token))}
+    if not {pair for pair in splits if vocabulary.issuperset(pair)} <= {*merges}:
+        raise _unknown(place, "not all merges of SentencePiece")
+    return {"".join(pair): rank for rank, pair in reversed([*enumerate(merges)])}
+
+
+def _begins_with_space(parts: Mapping[str, Any], template: Any, place: str) -> bool:
+    """Whether a space is put before a text, which llama.cpp does behind special tokens too."""
+    found, split = parts["normalizer"] or {}, parts["pre_tokenizer"] or {}
+    steps = found.get("normalizers", [found] if found else [])
+    if split.get("type") == "Metaspace" and not split.get("split") and not steps:
+        # A prompt that begins with a special token gets none: those of a template with bos_token.
+        at_first = split["prepend_scheme"] == "first" and "bos_token" not in str(template)
+        return bool(at_first or split["prepend_scheme"] == "always")
+    splits = split and split.get("behavior") != "MergedWithPrevious"  # at spaces, of which none is left
+    if splits or steps != NORMALIZED.get(len(steps)):
+        raise _unknown(place, f"{steps}, {split}")
+    return len(steps) == 2
+
+
+def _is_byte(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+def _unknown(place: str, what: str) -> UserError:
+    return UserError(
+        f"{place}: llama.cpp has no name for how this tokenizer splits texts ({what[:200]}), so would make"
+        " other tokens: use the model in transformers, or begin with one whose tokenizer llama.cpp knows"
+    )
