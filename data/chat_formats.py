@@ -3,35 +3,45 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
 
-Message = dict[str, str]
-"""`role` and `content`, as chat templates read them. A user's message may have `input`, what it is about: the
-template `alpaca` parts the two, and every other one gets them as one text (`ChatTemplate.placed`). An answer
-may have UNLEARNT, an empty text: it is read, and not learnt."""
+Message = dict[str, Any]
+"""`role` and `content`, texts, as chat templates read them. An answer may have `reasoning_content`, the
+thought before it; `tool_calls`, as OpenAI has them, but with arguments as an object; and UNLEARNT, an empty
+text: it is read, and not learnt. A tool's result may have `name` and `tool_call_id`; a user's message
+`input`, what it is about: the template `alpaca` parts the two, and every other one gets them as one text
+(`ChatTemplate.placed`)."""
 UNLEARNT = "unlearnt"
 
-ROLES = ("system", "user", "assistant")
-MESSAGE_KEYS = ("role", "content", "from", "value")
+ROLES = ("system", "user", "assistant", "tool")
+THOUGHT = "reasoning_content"
+THOUGHT_KEYS = (THOUGHT, "reasoning", "thinking")
+"""Fields of an answer, and types of a part of it, with what was thought before."""
+CALL_KEYS = ("tool_calls", "function_call")
+CALL_ROLES = ("function_call", "tool_call")
+"""Roles of ShareGPT's whose text is a call, or a list of them, as JSON."""
+RESULT_KEYS = ("name", "tool_call_id")
+MESSAGE_KEYS = ("role", "content", "from", "value", *THOUGHT_KEYS, *CALL_KEYS)
 """The fields of a message: as OpenAI calls them, and as ShareGPT does."""
+TOOL_COLUMNS = ("tools", "functions")
+VALUES_COLUMN = "chat_template_kwargs"
+"""An object of a row: further variables of the chat template."""
 WEIGHT_KEYS = ("weight", "loss_weight", "loss_mask", "train", "training", "loss")
 """Fields of a message that say whether it is learnt."""
-_TOOLS = """tools tool tool_calls tool_call tool_use tool_result tool_response functions function
-function_call observation ipython""".split()  # noqa: SIM905
 NO_MEDIA = "only text is learnt: leave such rows out"
-NOT_READ = dict.fromkeys(_TOOLS, "tools and their calls cannot be learnt yet: leave such rows out")
-NOT_READ |= dict.fromkeys(
-    ("reasoning_content", "reasoning", "thinking"),
-    "reasoning in a place of its own cannot be learnt yet: write it into the answer as <think>...</think>",
+NOT_READ = dict.fromkeys(
+    ("tool_use", "tool_result"), "give calls as `tool_calls`, and results as messages by the tool"
 )
 NOT_READ |= dict.fromkeys(("images", "image", "videos", "video", "audios", "audio"), NO_MEDIA)
 """Roles, fields of a message, or types of a part of its content -> what is said of them."""
 ROLE_ALIASES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
-ROLE_ALIASES |= {"model": "assistant", "developer": "system"}
+ROLE_ALIASES |= {"model": "assistant", "developer": "system", **dict.fromkeys(CALL_ROLES, "assistant")}
+ROLE_ALIASES |= dict.fromkeys(("observation", "function", "ipython", "tool_response", "tool_result"), "tool")
 ALPACA_COLUMNS = ("instruction", "output")
 ALPACA_ANSWERS = ("output", "response", "completion", "answer")
 """Columns of an instruction's answer; the first that a row has is read."""
@@ -127,7 +137,7 @@ def require_answers(messages: Sequence[Message]) -> None:
     answers = [m for m in messages if m["role"] == "assistant"]
     if not answers:
         raise SkippedRowError("no answer")
-    if not all(answer["content"].strip() for answer in answers):
+    if not all(answer["content"].strip() or "tool_calls" in answer for answer in answers):
         raise SkippedRowError("an empty answer")
     if all(UNLEARNT in answer for answer in answers):
         raise SkippedRowError("no answer to learn, as their weights are 0")
@@ -149,7 +159,7 @@ def history_beside(row: Mapping[str, Any], main: Sequence[str]) -> list[Message]
     if not (turns := row.get(HISTORY)) or HISTORY in main:
         return []
     if isinstance(turns, list) and all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
-        said = ((role, text or "") for pair in turns for role, text in zip(ROLES[1:], pair, strict=True))
+        said = ((role, text or "") for pair in turns for role, text in zip(ROLES[1:3], pair, strict=True))
         turns = [{"role": role, "content": text} for role, text in said]
     with contextlib.suppress(UserError):
         return parse_message_list({HISTORY: turns}, HISTORY, HISTORY)
@@ -176,7 +186,7 @@ def with_fields(row: Mapping[str, Any], messages: Sequence[Message], main: Seque
 def _parse_columns(row: Mapping[str, Any], columns: Sequence[str], where: str) -> list[Message]:
     """The messages in the columns of a question and its answer, or in one that holds both."""
     messages: list[Message] = []
-    for name, role in zip(columns, ROLES[1:], strict=False):
+    for name, role in zip(columns, ROLES[1:3], strict=False):
         found = read_column(row, name, where)
         messages += [{"role": role, "content": found}] if isinstance(found, str) else found
     return messages
@@ -223,7 +233,26 @@ def parse_message_list(row: Mapping[str, Any], column: str, where: str) -> list[
     if turns and column not in CHAT_COLUMNS and all(isinstance(turn, str) for turn in turns):
         raise UserError(f"{where}: {column} holds a list of {len(turns)} texts, not one: make a row of each")
     place = where if column in CHAT_COLUMNS else f"{where}: {column}"
-    return [_parse_message(turn, f"{place}: message {number}") for number, turn in enumerate(turns or [], 1)]
+    found = [_parse_message(turn, f"{place}: message {number}") for number, turn in enumerate(turns or [], 1)]
+    _require_calls(found, place)
+    return found
+
+
+def _require_calls(messages: Sequence[Message], place: str) -> None:
+    """Raise UserError for a tool's result that answers no call; a call may be written as text."""
+    caller: Message = {}
+    for number, message in enumerate(messages, 1):
+        if message["role"] != "tool":
+            caller = message
+            continue
+        calls = caller.get("tool_calls", [])
+        ids = {call["id"] for call in calls if "id" in call} | {message.get("tool_call_id")}
+        as_text = caller.get("role") == "assistant" and {"{", "<"} & {*caller["content"]}
+        if not (calls or as_text) or (len(ids) > len(calls) > 0 and None not in ids):
+            raise UserError(
+                f"{place}: message {number} is a tool's result without a call: the answer before it needs"
+                " `tool_calls`, or leave the row out"
+            )
 
 
 def _parse_message(turn: Any, where: str) -> Message:
@@ -232,14 +261,28 @@ def _parse_message(turn: Any, where: str) -> Message:
     role = _found(turn, "role", "from", where)
     if not isinstance(role, str):
         raise UserError(f"{where}: role holds {type(role).__name__}, not text")
-    if role.lower() in NOT_READ:
-        raise UserError(f"{where} is by {role!r}: {NOT_READ[role.lower()]}")
     if (known := ROLE_ALIASES.get(role.lower(), role.lower())) not in ROLES:
         hint = nearest_hint(role, [*ROLES, *ROLE_ALIASES])
         raise UserError(f"{where} is by {role!r}{hint}: a role is one of {', '.join(ROLES)}")
-    content = _content(_found(turn, "content", "value", where), where)
-    is_learnt = _is_learnt(turn, where) or known != "assistant"
-    return {"role": known, "content": content} | ({} if is_learnt else {UNLEARNT: ""})
+    message: Message = {"role": known, "content": ""}
+    thoughts = [turn[k] for k in THOUGHT_KEYS if isinstance(turn.get(k), str) and turn[k].strip()]
+    calls = [turn[k] for k in CALL_KEYS if turn.get(k)]
+    given = turn.get("content") if turn.get("content") is not None else turn.get("value")
+    if role.lower() in CALL_ROLES:
+        calls.append(_found(turn, "content", "value", where))
+    elif given is not None or not calls:
+        parts = _parts(_found(turn, "content", "value", where), known, where)
+        thoughts += [text for kind, text in parts if kind in THOUGHT_KEYS]
+        calls += [text for kind, text in parts if kind in CALL_ROLES]
+        message["content"] = "".join(text for kind, text in parts if kind == "text")
+    if known == "assistant":
+        message |= {THOUGHT: "\n\n".join(dict.fromkeys(thoughts))} if thoughts else {}
+        message |= (
+            {"tool_calls": found} if (found := [c for one in calls for c in _calls(one, where)]) else {}
+        )
+        return message | ({} if _is_learnt(turn, where) else {UNLEARNT: ""})
+    _is_learnt(turn, where)
+    return message | {k: str(turn[k]) for k in RESULT_KEYS if known == "tool" and turn.get(k)}
 
 
 def _found(turn: Mapping[str, Any], name: str, other: str, where: str) -> Any:
@@ -250,23 +293,85 @@ def _found(turn: Mapping[str, Any], name: str, other: str, where: str) -> Any:
     return found
 
 
-def _content(value: Any, where: str) -> str:
-    """The text of a content, which may be in parts."""
+def _parts(value: Any, role: str, where: str) -> list[tuple[str, str]]:
+    """(type, text) of each part of a content. A tool's result may be any JSON."""
     if isinstance(value, str):
-        return value
+        return [("text", value)]
+    is_parts = isinstance(value, list) and all(isinstance(p, str) or "type" in p for p in value if p)
+    if role == "tool" and not is_parts:
+        return [("text", json.dumps(value, ensure_ascii=False))]
     if not isinstance(value, list):
         raise UserError(f"{where}: content holds {type(value).__name__}, not text")
-    texts = []
+    found = []
     for part in value:
         fields = part if isinstance(part, Mapping) else {"text": part}
-        kind = fields.get("type", "text")
-        text = next((fields[k] for k in ("text", "value", "content") if fields.get(k) is not None), None)
-        if kind != "text" or not isinstance(text, str):
-            raise UserError(
-                f"{where}: a part of its content is {kind!r}: {NOT_READ.get(str(kind), NO_MEDIA)}"
-            )
-        texts.append(text)
-    return "".join(texts)
+        kind = str(fields.get("type", "text"))
+        text = next(
+            (fields[k] for k in ("text", "value", "content", kind) if fields.get(k) is not None), None
+        )
+        is_known = kind == "text" or (role == "assistant" and kind in (*THOUGHT_KEYS, *CALL_ROLES))
+        if not is_known or not isinstance(text, str | Mapping) or (kind == "text" and text != str(text)):
+            raise UserError(f"{where}: a part of its content is {kind!r}: {NOT_READ.get(kind, NO_MEDIA)}")
+        found.append((kind, text))
+    return found  # type: ignore[return-value]  # a call may be an object
+
+
+def _from_json(value: Any, where: str) -> Any:
+    """A value that may be given as JSON text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except ValueError as error:
+        raise UserError(f"{where} is no JSON ({error}): mend it, or leave the row out") from None
+
+
+def _calls(given: Any, where: str) -> list[dict[str, Any]]:
+    """The calls in a value: one or a list of them, or the JSON of that."""
+    found = _from_json(given, f"{where}: its call")
+    calls = found if isinstance(found, list) else [found]
+    return [_call(one, f"{where}: call {number}") for number, one in enumerate(calls, 1)]
+
+
+def _call(given: Any, where: str) -> dict[str, Any]:
+    call = _from_json(given, where)
+    function = call.get("function", call) if isinstance(call, Mapping) else {}
+    name = function.get("name") if isinstance(function, Mapping) else function
+    if not isinstance(name, str) or not name.strip():
+        raise UserError(f'{where} has no name: a call is {{"name": ..., "arguments": {{...}}}}')
+    fields = function if isinstance(function, Mapping) else call
+    arguments = _from_json(fields.get("arguments") or {}, f"{where}: its arguments")
+    if not isinstance(arguments, Mapping):
+        raise UserError(f"{where}: its arguments hold {type(arguments).__name__}, not an object")
+    own = {"id": str(call["id"])} if call.get("id") else {}
+    return own | {"type": "function", "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def template_values(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """What a row gives the chat template beside its messages: `tools`, and those of VALUES_COLUMN.
+
+    A tool is {"type": "function", "function": {"name", "description", "parameters"}}, as OpenAI has it; one
+    that is only its function becomes such. Raises UserError for another shape.
+    """
+    values = _from_json(row.get(VALUES_COLUMN) or {}, f"{where}: {VALUES_COLUMN}")
+    if not isinstance(values, Mapping) or {"messages", "add_generation_prompt", "tools"} & values.keys():
+        raise UserError(f"{where}: {VALUES_COLUMN} is an object of variables that the chat template reads")
+    tools: list[Any] = []
+    for name in TOOL_COLUMNS:
+        found = _from_json(row.get(name) or [], f"{where}: {name}")
+        tools += [
+            _tool(one, f"{where}: {name}: tool {number}")
+            for number, one in enumerate(found if isinstance(found, list) else [found], 1)
+        ]
+    return {k: v for k, v in values.items() if v is not None} | ({"tools": tools} if tools else {})
+
+
+def _tool(given: Any, where: str) -> dict[str, Any]:
+    tool = _from_json(given, where)
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise UserError(
+            f'{where} has no name: a tool is {{"name": ..., "description": ..., "parameters": ...}}'
+        )
+    return dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)}
 
 
 def _is_learnt(turn: Mapping[str, Any], where: str) -> bool:

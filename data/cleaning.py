@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
+from isobatch.data.chat_formats import THOUGHT
 from isobatch.data.preparation.encoding import text_hash
 
 if TYPE_CHECKING:
@@ -230,7 +231,8 @@ class CleaningPipeline:
 
     def transform(self, messages: list[Message]) -> list[Message]:
         """A conversation after the steps that change texts."""
-        return [{k: v if k == "role" else self.transform_text(v) for k, v in m.items()} for m in messages]
+        texts = ("content", "input", THOUGHT)
+        return [{k: self.transform_text(v) if k in texts else v for k, v in m.items()} for m in messages]
 
     def transform_text(self, text: str, line_break: str = "\n") -> str:
         """The text after the steps that change texts; `line_break` replaces the end of an HTML block."""
@@ -283,4 +285,4 @@ def _hash(text: str) -> int:
 
 def _whole(messages: list[Message]) -> str:
     """All that is said in a conversation."""
-    return "\n".join(v for m in messages for k, v in m.items() if k != "role" and v)
+    return "\n".join(str(v) for m in messages for k, v in m.items() if k != "role" and v)

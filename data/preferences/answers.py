@@ -150,7 +150,8 @@ def render_rows(rows: Corpus, split: str, template: ChatTemplate, counts: RowCou
             continue
         counts.add_fields(_unread(row))
         for one in found:
-            prompt, answer = render_answer(one.prompt, one.answer, template, where)
+            values = chat_formats.template_values(row, where)
+            prompt, answer = render_answer(one.prompt, one.answer, template, where, values)
             counts.add_fields(template.notes_of_fields(one.prompt + one.answer, prompt + answer))
             yield prompt, answer, one.is_good
 

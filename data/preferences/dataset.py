@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -17,12 +17,12 @@ from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import HeldOutShare
 from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import ArraySource, Column, Ragged
-from isobatch.data.chat_formats import Message, SkippedRowError
+from isobatch.data.chat_formats import Message, SkippedRowError, template_values
 from isobatch.data.corpora import DEMO, Corpus, TrainingRows
 from isobatch.data.preferences import pairs
 from isobatch.data.preparation.encoding import text_hash
 from isobatch.data.text import chat_templates
-from isobatch.data.text.chat_templates import VERBATIM, ChatSegment, ChatTemplate
+from isobatch.data.text.chat_templates import NOTHING, VERBATIM, ChatSegment, ChatTemplate
 from isobatch.data.text.conversations import (
     BATCH_CONVERSATIONS,
     SHOWN_PROMPTS,
@@ -51,19 +51,29 @@ class RenderedPair(NamedTuple):
     """Chosen, rejected. They end with their last answer."""
 
 
-def render_pair(pair: PreferencePair, template: ChatTemplate, where: str) -> RenderedPair:
-    """A pair written by a template. Raises UserError where the template cannot tell answers from prompts."""
-    prompt, chosen = render_answer(pair.prompt, pair.chosen, template, where)
-    return RenderedPair(prompt, (chosen, render_answer(pair.prompt, pair.rejected, template, where)[1]))
+def render_pair(
+    pair: PreferencePair, template: ChatTemplate, where: str, values: Mapping[str, Any] = NOTHING
+) -> RenderedPair:
+    """A pair written by a template with these variables.
+
+    Raises UserError where the template cannot tell answers from prompts.
+    """
+    prompt, chosen = render_answer(pair.prompt, pair.chosen, template, where, values)
+    rejected = render_answer(pair.prompt, pair.rejected, template, where, values)[1]
+    return RenderedPair(prompt, (chosen, rejected))
 
 
 def render_answer(
-    prompt: list[Message], answer: list[Message], template: ChatTemplate, where: str
+    prompt: list[Message],
+    answer: list[Message],
+    template: ChatTemplate,
+    where: str,
+    values: Mapping[str, Any] = NOTHING,
 ) -> tuple[list[ChatSegment], list[ChatSegment]]:
     """(a prompt, the answer to it) written by a template."""
-    segments = template.segments(prompt + answer, where)
-    # Each answer within the prompt is a segment, and so is the text before it.
-    stop = 2 * sum(message["role"] == "assistant" for message in prompt) + 1
+    segments = template.segments(prompt + answer, where, values)
+    turns = sum(message["role"] == "assistant" for message in prompt)
+    stop = next(n for n, segment in enumerate(segments) if segment.turn >= turns)
     end = max(n for n, segment in enumerate(segments) if segment.is_answer)
     return segments[:stop], segments[stop : end + 1]
 
@@ -116,10 +126,13 @@ _HEADER = re.compile(r"^ *def .*:$")
 class PreferencesOptions:
     """The fields of preference data."""
 
-    template: Literal["auto", "alpaca", "chatml", "plain", "verbatim"] = "auto"
+    template: str = "auto"
     """How prompt and answer are written as text; auto is the tokenizer's own chat template, else alpaca for
     instructions, verbatim where prompt and answers are texts, and chatml. Texts that hold their prompt are
-    verbatim unless another is named."""
+    verbatim unless another is named. alpaca, chatml, plain, verbatim, a family (qwen, llama3, gemma, mistral,
+    phi3, zephyr), or a file that ends in .jinja."""
+    template_kwargs: tuple[str, ...] | None = None
+    """Variables of the chat template, as enable_thinking=false; `chat_template_kwargs` of a row go first."""
     vocab_size: int | None = None
     """Size of a tokenizer trained on the data; by default 8192, and 1024 for the demo."""
     data_config: str | None = None
@@ -164,19 +177,26 @@ class Preferences(TokenizedData):
     """
 
     Options: ClassVar[type] = PreferencesOptions
-    version: ClassVar[int] = 4
+    version: ClassVar[int] = 5
     demo_vocabulary_size: ClassVar[int] = 1024
     wanted: ClassVar[tuple[str, str]] = ("pairs", "prompt, chosen and rejected")
     """What the rows are, and their columns."""
     require_columns = staticmethod(pairs.require_columns)
 
     def check(self) -> None:
+        chat_templates.check_name(self.options.template, (VERBATIM,))
+        chat_templates.parse_values(self.options.template_kwargs or ())
         self._check_vocabulary_size()
         files = self._check_tables(
             f"{self.wanted[0]}: give jsonl, json, csv, tsv or parquet with the columns {self.wanted[1]}"
         )
         for part in files.values():
             self.require_columns(readers.column_names(part), str(part.files[0]))
+
+    def identity(self) -> dict[str, Any]:
+        found = super().identity()
+        found["options"]["template"] = chat_templates.text_of(self.options.template)
+        return found
 
     def open(self, folder: Path, split: str) -> ArraySource:
         return PairSource.open(folder / split)
@@ -190,7 +210,9 @@ class Preferences(TokenizedData):
             lambda size: tokenizers.train_byte_level_bpe(self._texts(rows, first), size)
         )
         name, default = self._template_names(first)
-        template = chat_templates.choose_template(name, default, tokenizer, special, self._tokenizer_folder())
+        values = chat_templates.parse_values(self.options.template_kwargs or ())
+        folder = self._tokenizer_folder()
+        template = chat_templates.choose_template(name, default, tokenizer, special, folder, values)
         template = template if self.known is None else ChatTemplate(**self.known.extra["template"])
         settings = TokenizationSettings(tokenizer, special, self.recipe.max_length)
         encoder = self.encoder(self.recipe.data, template, settings)
@@ -264,7 +286,7 @@ def render_rows(
             counts.leave_out(reason)
         else:
             counts.add_fields(pairs.unread(row))
-            rendered = render_pair(pair, template, where)
+            rendered = render_pair(pair, template, where, template_values(row, where))
             said = [*pair.prompt, *pair.chosen, *pair.rejected]
             counts.add_fields(template.notes_of_fields(said, sum(rendered.answers, rendered.prompt)))
             yield rendered

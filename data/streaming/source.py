@@ -99,8 +99,9 @@ class TextGroupEncoder:
         if file := chat_templates.template_file(self.tokenizer_folder):
             template = file_hash(file)
         cleaning = [CLEANING_VERSION, *map(str, self.cleaning)]
-        parts = [VERSION, self.kind, self.column, cleaning, TOKENIZATION_VERSION, options.template]
-        parts += [options.response_only, dict(one.special_ids), template, one.max_length]
+        parts = [VERSION, self.kind, self.column, cleaning, TOKENIZATION_VERSION]
+        parts += [chat_templates.text_of(options.template), options.template_kwargs, options.response_only]
+        parts += [dict(one.special_ids), template, one.max_length]
         text = json.dumps(parts, sort_keys=True, default=str) + one.tokenizer.to_str()
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -19,6 +19,7 @@ from isobatch.data.streaming.groups import GroupCache, GroupTable, groups_folder
 from isobatch.data.streaming.shards import shard_of
 from isobatch.data.streaming.source import VERSION, StreamedSource, TextGroupEncoder, rows_of_group
 from isobatch.data.streaming.store import Store, StoredObject
+from isobatch.data.text import chat_templates
 from isobatch.data.text.dataset import Text
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.sources import TEXT, detect_row_kind
@@ -62,6 +63,7 @@ class StreamedText(Text):
             raise UserError(
                 f"--format {self.recipe.format}: an object in a store says by its ending what it is"
             )
+        chat_templates.check_name(options.template)
         self._check_vocabulary_size()
         self._tokenizer_source()
         self._detect_kind()

@@ -13,17 +13,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
+from isobatch.core.flags import nearest_hint
 from isobatch.data import tokenizers
-from isobatch.data.chat_formats import UNLEARNT
+from isobatch.data.chat_formats import THOUGHT, UNLEARNT
 from isobatch.data.text import jinja_sandbox
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from isobatch.data.chat_formats import Message
+    from isobatch.data.text.jinja_sandbox import Rendered
 
 TURN_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom|>", "[SEP]")
 """Usual tokens at the end of a turn, for tokenizers whose settings name no end of text."""
@@ -40,9 +42,25 @@ Write a response that appropriately completes the request.{{ '\\n\\n' }}{% endif
 """Stanford Alpaca's wording (train.py, PROMPT_DICT), with the line break of its published texts."""
 
 _CHATML = """\
-{{ BEGIN }}{% for message in messages %}<|im_start|>{{ message.role }}{{ '\\n' }}\
-{{ message.content }}{% if message.input %}{{ '\\n' + message.input }}{% endif %}{{ END }}{{ '\\n' }}\
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"""
+{{ BEGIN }}{% if tools %}<|im_start|>system{{ '\\n' }}{% if messages[0].role == 'system' %}\
+{{ messages[0].content + '\\n\\n' }}{% endif %}# Tools
+
+You may call functions. Their signatures are within <tools></tools>:
+<tools>{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}{{ '\\n' }}</tools>
+
+For each call, return a JSON object within <tool_call></tool_call>:
+<tool_call>
+{"name": <name>, "arguments": <object>}
+</tool_call>{{ END }}{{ '\\n' }}{% endif %}\
+{% for message in messages %}{% if not (tools and loop.first and message.role == 'system') %}\
+<|im_start|>{{ 'user' if message.role == 'tool' else message.role }}{{ '\\n' }}\
+{% if message.role == 'tool' %}<tool_response>{{ '\\n' + message.content + '\\n' }}</tool_response>\
+{% else %}{{ message.content }}{% if message.input %}{{ '\\n' + message.input }}{% endif %}\
+{% for call in message.tool_calls %}{{ '\\n' if message.content or not loop.first else '' }}\
+<tool_call>{{ '\\n' }}{{ call.function | tojson }}{{ '\\n' }}</tool_call>{% endfor %}{% endif %}\
+{{ END }}{{ '\\n' }}{% endif %}{% endfor %}\
+{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"""
+"""Tools as Qwen 2.5 and Hermes have them."""
 
 _PLAIN = """\
 {{ BEGIN }}{% for message in messages %}{{ message.content }}\
@@ -55,15 +73,105 @@ _VERBATIM = """\
 
 VERBATIM = "verbatim"
 """The name of the template that writes nothing between the messages."""
-BUILT_IN = {"alpaca": _ALPACA, "chatml": _CHATML, "plain": _PLAIN, VERBATIM: _VERBATIM}
+_TURNS = """\
+{{ BEGIN }}{% for message in messages %}{% if message.role == 'user' %}USER\
+{% elif message.role == 'assistant' %}ANSWER{% else %}SYSTEM{% endif %}{% endfor %}\
+{% if add_generation_prompt %}ASK{% endif %}"""
+
+
+def _family(user: str, answer: str, system: str = "") -> str:
+    """A template of turns, in each of which TEXT is the message's; an answer begins where its TEXT does.
+
+    Without `system` it has no place for a system text, and refuses it.
+    """
+    refuses = "{{ raise_exception('no place for a system text') }}"
+    parts = {
+        "USER": user,
+        "ANSWER": answer,
+        "SYSTEM": system or refuses,
+        "ASK": answer.partition("TEXT")[0].rstrip(" "),
+    }
+    text = _TURNS
+    for name, part in parts.items():
+        text = text.replace(name, part.replace("\n", "{{ '\\n' }}"))
+    return text.replace("TEXT", "{{ message.content }}")
+
+
+_HEADER = "<|start_header_id|>{}<|end_header_id|>\n\nTEXT{{{{ END }}}}"
+BUILT_IN = {
+    **{"alpaca": _ALPACA, "chatml": _CHATML, "plain": _PLAIN, VERBATIM: _VERBATIM, "qwen": _CHATML},
+    "llama3": _family(*map(_HEADER.format, ("user", "assistant", "system"))),
+    "gemma": _family(*map("<start_of_turn>{}\nTEXT{{{{ END }}}}\n".format, ("user", "model"))),
+    "phi3": _family(*map("<|{}|>\nTEXT{{{{ END }}}}\n".format, ("user", "assistant", "system"))),
+    "zephyr": _family(*map("<|{}|>\nTEXT{{{{ eos_token }}}}\n".format, ("user", "assistant", "system"))),
+    "mistral": _family("[INST] TEXT [/INST]", " TEXT{{ eos_token }}"),
+}
+"""By name; the last ones are short forms of what the families of models were trained with."""
+ENDS = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}
+ENDS |= dict.fromkeys(("chatml", "qwen"), TURN_END_TOKENS[0])
+"""The token that ends a turn, in a vocabulary that has it; else the end of a text does."""
 CHOICES = "alpaca|chatml|plain"
+TEMPLATE_FILE = ".jinja"
 OWN_TEXTS = frozenset(
     text.replace("{{ BEGIN }}", begin).replace("{{ END }}", end)
-    for text in BUILT_IN.values()
+    for name, text in BUILT_IN.items()
     for begin in ("{{ bos_token }}", "")
-    for end in (TURN_END_TOKENS[0], "{{ eos_token }}", "")
+    for end in {ENDS.get(name, ""), "{{ eos_token }}", ""}
 )
 """Every form of the built-in templates: a received run may call any text by their names."""
+
+
+def check_name(name: str, own: Sequence[str] = ()) -> None:
+    """Raise UserError where --template is neither a name, one of a task's `own` too, nor a file."""
+    names = ["auto", *(n for n in BUILT_IN if n != VERBATIM), *own]
+    if name.endswith(TEMPLATE_FILE):
+        if not Path(name).expanduser().is_file():
+            raise UserError(f"--template {name}: there is no such file")
+    elif name not in names:
+        raise UserError(
+            f"--template {name}{nearest_hint(name, names)}: must be one of {', '.join(names)}, or a file that"
+            f" ends in {TEMPLATE_FILE}"
+        )
+
+
+def text_of(name: str) -> str:
+    """What a --template stands for in a cache's key: the text of a file, else the name."""
+    return Path(name).expanduser().read_text(encoding="utf-8") if name.endswith(TEMPLATE_FILE) else name
+
+
+def parse_values(given: Sequence[str]) -> dict[str, Any]:
+    """--template-kwargs NAME=VALUE,... as variables; true, false and numbers are such. Raises UserError."""
+    values: dict[str, Any] = {}
+    for one in given:
+        name, equals, value = one.partition("=")
+        if not equals or not name.isidentifier() or name in ("messages", "tools", "add_generation_prompt"):
+            raise UserError(f"--template-kwargs {one}: write NAME=VALUE, as in enable_thinking=false")
+        values[name] = value
+        with contextlib.suppress(ValueError):
+            values[name] = json.loads(value.lower() if value.lower() in ("true", "false") else value)
+    return values
+
+
+def _reads(jinja: str, name: str) -> bool:
+    return re.search(rf"\b{re.escape(name)}\b", jinja) is not None
+
+
+def with_defaults(jinja: str, values: Mapping[str, Any]) -> str:
+    """A template in which these variables have values of their own, where none is given.
+
+    So the saved tokenizer, `chat` and `serve` write prompts as training did. Raises UserError for a variable
+    that it does not read.
+    """
+    for name in values:
+        if not _reads(jinja, name):
+            raise UserError(f"--template-kwargs {name}: the chat template does not read it: leave it out")
+    return (
+        "".join(
+            f"{{% set {name} = {json.dumps(value)} if {name} is not defined else {name} %}}"
+            for name, value in values.items()
+        )
+        + jinja
+    )
 
 
 def template_file(folder: Path | None) -> Path | None:
@@ -89,13 +197,15 @@ TOKENIZER_TEMPLATE = "tokenizer"
 _PROBE_ANSWER = "0a1b2c the answer 3d4e5f"
 _PROBE_TURN = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": _PROBE_ANSWER}]
 EVERYWHERE = 1 << 31
+NOTHING: Mapping[str, Any] = {}
+OR_CHATML = ", or choose --template chatml, which writes tools and calls"
 MOVED = "the chat template has no place for the system text, which is put before the question"
 
 
 class ChatSegment(NamedTuple):
     """A part of a rendered conversation: an answer of the assistant, or the text before or after one.
 
-    An answer's text lacks the token that ends it, which is appended to its tokens.
+    An answer's text lacks what ends it, which is appended to its tokens.
     """
 
     text: str
@@ -104,6 +214,10 @@ class ChatSegment(NamedTuple):
     """Where the messages' own texts begin and end in a prompt; what lies between is the template's."""
     is_context: bool = False
     """Whether it is an answer that is read, and not learnt."""
+    end: str | None = None
+    """The text that ends an answer; None for the template's `end`."""
+    turn: int = -1
+    """Of an answer, the number of the assistant's message."""
 
     @property
     def is_learnt(self) -> bool:
@@ -115,7 +229,7 @@ class ChatTemplate:
     """How conversations are written as text. Its fields suffice to write prompts as in training."""
 
     name: str
-    """alpaca, chatml, plain, verbatim; or tokenizer, for the tokenizer's own."""
+    """One of BUILT_IN, a file; or tokenizer, for the tokenizer's own."""
     jinja: str
     """The template; also valid as `chat_template` of a transformers tokenizer."""
     end: str
@@ -123,9 +237,11 @@ class ChatTemplate:
     end_id: int
     """Its id."""
     closing: str = ""
-    """The text that the template writes after an answer as `end`; empty where it writes none."""
+    """The text that the template writes after an answer, ending with `end`; empty where it writes none."""
     tokens: Mapping[str, str] = field(default_factory=dict, hash=False)
     """Variables of the template: bos_token, eos_token, ..."""
+    ends: Sequence[str] = field(default=(), hash=False)
+    """Special tokens that the template writes: one of them ends an answer or a call."""
 
     def placed(self, messages: Sequence[Message]) -> list[Message]:
         """The messages as this template writes all of them.
@@ -133,13 +249,7 @@ class ChatTemplate:
         An `input` joins its question's text, but for the template that parts the two. A system text for which
         the template has no place is put before the question that follows.
         """
-        kept = list(messages)
-        if not (self.name == "alpaca" and self.jinja in OWN_TEXTS):
-            kept = [
-                _message(m["role"], "\n", m["content"], m.get("input", ""))
-                | {k: "" for k in m if k == UNLEARNT}
-                for m in messages
-            ]
+        kept = [self._written(message) for message in messages]
         systems = [number for number, message in enumerate(kept) if message["role"] == "system"]
         for number in [n for n in reversed(systems) if n >= _system_places(self)]:
             told = kept.pop(number)["content"]
@@ -148,66 +258,241 @@ class ChatTemplate:
             kept[place] = [_message("user", "\n\n", told, *(m["content"] for m in kept[place]))]
         return kept
 
+    def _written(self, message: Message) -> Message:
+        """A message with the fields that the template reads: a thought may be one, or the answer's beginning;
+        arguments an object, or JSON text.
+        """
+        found = dict(message)
+        if not (self.name == "alpaca" and self.jinja in OWN_TEXTS):
+            found = _message(found["role"], "\n", found["content"], found.pop("input", "")) | {
+                k: v for k, v in found.items() if k not in ("role", "content")
+            }
+        if THOUGHT in found and not _READS_THOUGHTS.search(self.jinja):
+            thought, content = found.pop(THOUGHT), found["content"]
+            found["content"] = f"<think>\n{thought.strip()}\n</think>\n\n{content}"
+        if THOUGHT in found:
+            found["thinking"] = found[THOUGHT]
+        if "tool_calls" in found and _reads_text_calls(self):
+            found["tool_calls"] = _calls_as_text(found["tool_calls"])
+        return found
+
     def notes_of_fields(self, messages: Sequence[Message], written: Sequence[ChatSegment]) -> list[str]:
         """A note of each kind of message that the text of a conversation has elsewhere, or not."""
         placed, text = self.placed(messages), "".join(segment.text for segment in written)
         before, after = ([m["role"] for m in one].count("system") for one in (messages, placed))
         lost = [m for m in placed if not _is_in(m["content"], text)]
         kinds = {("thoughts (<think>)" if "</think>" in m["content"] else "text", m["role"]) for m in lost}
+        kinds |= {("thoughts (<think>)", m["role"]) for m in placed if not _is_in(m.get(THOUGHT, ""), text)}
         notes = [
             f"the chat template leaves out {what} of a message by the {role}" for what, role in sorted(kinds)
         ]
         return [MOVED, *notes] if after < before else notes
 
-    def segments(self, messages: Sequence[Message], where: str) -> list[ChatSegment]:
-        """The text of a whole conversation, split where answers begin and end.
+    def samples(
+        self, messages: Sequence[Message], where: str, values: Mapping[str, Any] = NOTHING
+    ) -> list[list[ChatSegment]]:
+        """A conversation in segments, so that every answer is learnt once, and as the model is to give it.
 
-        An answer begins where its prompt, rendered for generation, ends. `where` names the conversation in
-        errors. Raises UserError where the template does not render prompts as beginnings of the whole.
+        An answer begins where its prompt, rendered for generation, ends. Many templates drop an earlier
+        answer's thought, or write it otherwise, once the conversation goes on. Such an answer is learnt in a
+        sample of its own, which ends with it; elsewhere it is context.
+
+        `where` names the conversation in errors; `values` are further variables, as `template_values` gives
+        them. Raises UserError where the template cannot write it.
         """
-        messages = self.placed(messages)
-        return self.split_answers(messages, self.render(messages, where), where)
+        placed = self.placed(messages)
+        wanted = {n for n, m in enumerate(placed) if m["role"] == "assistant" and UNLEARNT not in m}
+        found: list[list[ChatSegment]] = []
+        end = len(placed)
+        while wanted or not found:
+            segments, learnt = self.split(placed[:end], where, values, wanted)
+            found += [segments] if learnt or not wanted else []
+            wanted -= learnt
+            end = max(wanted, default=0) + 1
+        return found
 
-    def prompt_segments(self, messages: Sequence[Message], where: str = "the prompt") -> list[ChatSegment]:
+    def segments(
+        self, messages: Sequence[Message], where: str, values: Mapping[str, Any] = NOTHING
+    ) -> list[ChatSegment]:
+        """A conversation in segments, once, with the answers as they stand in the whole."""
+        placed = self.placed(messages)
+        return self.split(placed, where, values, None)[0]
+
+    def prompt_segments(
+        self, messages: Sequence[Message], where: str = "the prompt", values: Mapping[str, Any] = NOTHING
+    ) -> list[ChatSegment]:
         """The segments up to where the next answer begins; to be tokenized one by one, as in training."""
-        messages = self.placed(messages)
-        return self.split_answers(messages, self.render(messages, where, for_answer=True), where)
+        found = self.split(self.placed(messages), where, values, None, for_answer=True)[0]
+        ended = ([p] if p.end is None else [_prompt_segment(t, ()) for t in (p.text, p.end)] for p in found)
+        return [part for parts in ended for part in parts]
 
-    def split_answers(self, messages: Sequence[Message], whole: str, where: str) -> list[ChatSegment]:
-        """`whole` in segments; its beginnings are the prompts of the answers among `messages`."""
-        segments, position, asked = [], 0, 0
-        for number, message in enumerate(messages):
-            if message["role"] == "assistant":
-                prompt = self.render(messages[:number], where, for_answer=True)
-                if not whole.startswith(prompt) or len(prompt) < position:
+    def split(
+        self,
+        messages: Sequence[Message],
+        where: str,
+        values: Mapping[str, Any],
+        wanted: set[int] | None,
+        for_answer: bool = False,
+    ) -> tuple[list[ChatSegment], set[int]]:
+        """(segments, the numbers of the messages that are learnt in them), of those `wanted`; None: of all.
+
+        Messages that are `placed`.
+        """
+        asked = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        rendered = self._render(messages, where, values, for_answer, asked)
+        for name in values:
+            if not _reads(self.jinja, name):
+                raise UserError(f"{where}: the chat template does not read `{name}`: leave it out{OR_CHATML}")
+        segments, learnt, position, read = [], set(), 0, 0
+        for turn, (number, (start, rest)) in enumerate(zip(asked, rendered.prompts, strict=True)):
+            thinks = (rendered.text[:start] + rest).rfind(_THINK)
+            if 0 <= thinks <= start < thinks + len(_THINK):  # the answer may begin with < too
+                start, rest = thinks, rendered.text[thinks:start] + rest
+            is_last, spans = number == len(messages) - 1, self._spans_of(rendered, turn)
+            if rendered.spans:
+                answer = self._marked(rendered.text, spans)
+            else:
+                alone = rendered.text if is_last and not for_answer else ""
+                answer = self._answer(
+                    messages[: number + 1], rendered.text, start, rest, alone, where, values
+                )
+            is_there = answer is not None or (is_last and not for_answer)
+            for call in messages[number].get("tool_calls", ()) if is_there else ():
+                if (name := call["function"]["name"]) not in (answer.text if answer else ""):
+                    raise UserError(
+                        f"{where}: the chat template leaves out the call of {name}: leave the row out"
+                        + OR_CHATML
+                    )
+            if answer is None or answer.start < position:
+                if is_last and not for_answer:
                     raise _cannot_split_error(where)
-                stop = self._answer_end(whole, len(prompt), message["content"], where)
-                answer = ChatSegment(whole[len(prompt) : stop], True)
-                if UNLEARNT in message:  # it may be cut as a question may
-                    answer = answer._replace(messages=((0, len(answer.text)),), is_context=True)
-                segments += [_prompt_segment(whole[position : len(prompt)], messages[asked:number]), answer]
-                position, asked = stop + len(self.closing), number + 1
-        return [*segments, _prompt_segment(whole[position:], messages[asked:])]
+                continue  # a part of the next prompt
+            as_asked = is_last or bool(rendered.spans) or not rest.strip()
+            has_thought = (
+                is_last or _is_in(_thought(messages[number]), answer.text) or not _keeps_thoughts(self)
+            )
+            is_whole = as_asked and has_thought
+            asks = as_asked if wanted is None else is_whole and number in wanted
+            learns = asks and UNLEARNT not in messages[number]
+            learnt |= {number} if learns and is_whole else set()
+            before = rendered.text[position : answer.start] + answer.lead
+            segments += [
+                _prompt_segment(before, messages[read:number]),
+                # What is not learnt may be cut as a question may.
+                ChatSegment(answer.text, True, (), False, answer.end, turn)
+                if learns
+                else ChatSegment(answer.text, True, ((0, len(answer.text)),), True, answer.end, turn),
+            ]
+            position, read = answer.stop, number + 1
+        return [*segments, _prompt_segment(rendered.text[position:], messages[read:])], learnt
 
-    def _answer_end(self, whole: str, start: int, content: str, where: str) -> int:
-        """Where the answer that begins at `start` ends: before the closing text, else after its content."""
-        content = content.strip()
-        position = whole.find(content, start)
-        if not self.closing:
-            stop = position + len(content) if position >= 0 else -1
-        else:
-            # The answer itself may contain the closing text.
-            quoted = position >= 0 and self.closing in content
-            stop = whole.find(self.closing, position + len(content) if quoted else start)
-        if stop < 0:
-            raise _cannot_split_error(where)
-        return stop
+    def _spans_of(self, rendered: Rendered, turn: int) -> list[tuple[int, int]]:
+        """The parts that the template marks of an answer: those between its prompt and the next one."""
+        starts = [start for start, _ in rendered.prompts]
+        if len(rendered.spans) == len(starts):
+            return [rendered.spans[turn]]
+        stop = (*starts, len(rendered.text))[turn + 1]
+        return [(a, b) for a, b in rendered.spans if starts[turn] <= a < stop]
+
+    def _marked(self, text: str, spans: Sequence[tuple[int, int]]) -> _Answer | None:
+        """The answer in marked parts; what ends it is learnt too where the marks leave that out."""
+        if not spans:
+            return None
+        start, stop = spans[0][0], spans[-1][1]
+        body, end = self._without_end(text[start:stop])
+        if end is None:
+            after = self.closing if text.startswith(self.closing, stop) else ""
+            return _Answer(start, text[start:stop], self._end(after or None), stop + len(after))
+        return _Answer(start, body, self._end(text[start + len(body) : stop]), stop)
+
+    def _answer(
+        self,
+        messages: Sequence[Message],
+        text: str,
+        start: int,
+        rest: str,
+        alone: str,
+        where: str,
+        values: Mapping[str, Any],
+    ) -> _Answer | None:
+        """The answer that the last of `messages` is, in a text that may go on; None where it is not found.
+
+        Its prompt ends at `start`, but for the `rest`. `alone`: the text that ends with it, if it is known.
+        """
+        content = messages[-1]["content"].strip()
+        begin = start + len(text[start:]) - len(text[start:].lstrip())
+        if (
+            content
+            and "tool_calls" not in messages[-1]
+            and text.startswith(content, begin)
+            and not rest.strip()
+        ):
+            stop = begin + len(content)
+            if self.closing and text.startswith(self.closing, stop):
+                begin = begin if rest else start
+                return _Answer(
+                    start, text[begin:stop], self._end(self.closing), stop + len(self.closing), rest
+                )
+        alone = alone or self._render(messages, where, values).text
+        is_same = alone.startswith(text[:start])
+        body, end = self._without_end(alone[start:]) if is_same else ("", None)
+        if not body.strip():
+            return None
+        size = len(alone[start:]) if end is None else len(body) + len(end)
+        if rest.strip():
+            if text != alone or _THOUGHT_BEGINS.fullmatch(rest) is None:
+                return self._without_lead(text, start, body, end) if text != alone else None
+            body = f"{_thought(messages[-1])}\n</think>\n\n{body.lstrip()}"
+            return _Answer(start, body, self._end(end), start + size, lead=rest)
+        if text.startswith(body + (end or ""), start):
+            stop = start + len(body) + len(end or "")
+            return _Answer(start, body.lstrip() if rest else body, self._end(end), stop, lead=rest)
+        return self._without_lead(text, start, body, end)
+
+    def _without_lead(self, text: str, start: int, body: str, end: str | None) -> _Answer | None:
+        """An answer that is written without its thought, or with another end, where the text goes on."""
+        body = body.rpartition("</think>")[2].strip()
+        place = text.find(body, start)
+        if not body or place < 0:
+            return None
+        stop = place + len(body)
+        ends = [one for one in (end, self.closing, *self.ends) if one and text.startswith(one, stop)]
+        after = ends[0] if ends else None
+        return _Answer(start, text[start:stop], self._end(after), stop + len(after or ""))
+
+    def _end(self, end: str | None) -> str | None:
+        return None if end == self.end else end
+
+    def _without_end(self, text: str) -> tuple[str, str | None]:
+        """(the text before the special tokens that end it, those tokens; None where there are none).
+
+        Of several groups with white space between them the first one ends it.
+        """
+        names, body, end, left = {self.closing, self.end, *self.ends} - {""}, text.rstrip(), "", text
+        while token := max((n for n in names if left.rstrip().endswith(n)), key=len, default=""):
+            is_new = left != left.rstrip()
+            left = left.rstrip()
+            end = token + ("" if is_new else end)
+            left = left.removesuffix(token)
+            body = left
+        return body, end or None
 
     def render(self, messages: Sequence[Message], where: str = "", for_answer: bool = False) -> str:
         """The text of messages that are `placed`, or up to where the answer to them begins."""
-        values = {"messages": [dict(m) for m in messages], "add_generation_prompt": for_answer}
+        return self._render(messages, where, NOTHING, for_answer).text
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        where: str,
+        values: Mapping[str, Any],
+        for_answer: bool = False,
+        stops: Sequence[int] = (),
+    ) -> Rendered:
+        said = {"messages": list(messages), "add_generation_prompt": for_answer}
+        variables = {**self.tokens, **values, **said}
         try:
-            return jinja_sandbox.render(self.jinja, {**self.tokens, **values}, self.jinja in OWN_TEXTS)
+            return jinja_sandbox.render(self.jinja, variables, self.jinja in OWN_TEXTS, stops)
         except jinja_sandbox.ChatTemplateError as error:
             raise UserError(
                 f"{where}: the tokenizer's chat template refuses this conversation ({error}): mend it, or"
@@ -215,9 +500,64 @@ class ChatTemplate:
             ) from None
 
 
+class _Answer(NamedTuple):
+    """Where an answer stands in a text."""
+
+    start: int
+    text: str
+    end: str | None
+    """As `ChatSegment.end`."""
+    stop: int
+    """Where the text goes on behind it."""
+    lead: str = ""
+    """The end of its prompt, which the text does not have."""
+
+
+_READS_THOUGHTS = re.compile(rf"{THOUGHT}|[.'\"]thinking\b")
+_THINK = "<think>"
+_THOUGHT_BEGINS = re.compile(r"\s*(<think>\s*)?")
+"""What a prompt may end with that a template does not write with the answer: the model goes on from there."""
+
+
+def _thought(message: Message) -> str:
+    """What an answer's author thought before it."""
+    before, is_there, _ = message["content"].rpartition("</think>")
+    return str(message.get(THOUGHT, before.rpartition("<think>")[2] if is_there else "")).strip()
+
+
+@functools.lru_cache(maxsize=64)
+def _keeps_thoughts(template: ChatTemplate) -> bool:
+    """Whether a template writes the thought of an answer that nothing follows."""
+    answer = {**_PROBE_TURN[1], THOUGHT: "2g3h4i so 5j6k7l"}
+    return answer[THOUGHT] in template.render(template.placed([_PROBE_TURN[0], answer]))
+
+
+def _calls_as_text(calls: Sequence[Any]) -> list[Any]:
+    """Calls with their arguments as JSON text."""
+    functions = [call["function"] for call in calls]
+    texts = [json.dumps(f["arguments"], ensure_ascii=False) for f in functions]
+    return [
+        {**call, "function": {**call["function"], "arguments": text}}
+        for call, text in zip(calls, texts, strict=True)
+    ]
+
+
+@functools.lru_cache(maxsize=64)
+def _reads_text_calls(template: ChatTemplate) -> bool:
+    """Whether a template needs a call's arguments as text: it fails on an object."""
+    call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    for calls in ([call], _calls_as_text([call])):
+        with contextlib.suppress(UserError):
+            template.render([_PROBE_TURN[0], {"role": "assistant", "content": "", "tool_calls": calls}])
+            return calls != [call]
+    return False
+
+
 def _is_in(part: str, text: str) -> bool:
     """Whether a text holds another, white space aside."""
-    return part.strip() in text or "".join(part.split()) in "".join(text.split())
+    if part.strip() in text or json.dumps(part.strip(), ensure_ascii=False)[1:-1] in text:
+        return True
+    return "".join(part.split()) in "".join(text.split())
 
 
 def _message(role: str, between: str, *texts: str) -> Message:
@@ -236,8 +576,11 @@ def _system_places(template: ChatTemplate) -> int:
     def writes(messages: list[Message], splits: bool) -> bool:
         with contextlib.suppress(UserError):
             text = template.render([*messages, turn[0]], for_answer=True)
-            parts = template.split_answers(messages, text, "a probe") if splits else True
-            return bool(parts) and text.count(system["content"]) == messages.count(system)
+            found = template.split([*messages, turn[0]], "a probe", NOTHING, None, for_answer=True)[1]
+            answers = sum(m["role"] == "assistant" for m in messages)
+            return (not splits or len(found) == answers) and text.count(system["content"]) == messages.count(
+                system
+            )
         return False
 
     splits = writes([*turn, *turn], splits=True)
@@ -259,40 +602,51 @@ def _prompt_segment(text: str, messages: Sequence[Message]) -> ChatSegment:
 def _cannot_split_error(where: str) -> UserError:
     return UserError(
         f"{where}: the tokenizer's chat template writes this conversation otherwise once it goes on, so that"
-        f" answers cannot be told from prompts: choose --template {CHOICES}"
+        f" answers cannot be told from prompts: choose --template {CHOICES}, or give it generation marks"
     )
 
 
 def choose_template(
-    name: str, default: str, tokenizer: Tokenizer, special: Mapping[str, int | None], folder: Path | None
+    name: str,
+    default: str,
+    tokenizer: Tokenizer,
+    special: Mapping[str, int | None],
+    folder: Path | None,
+    values: Mapping[str, Any] = NOTHING,
 ) -> ChatTemplate:
     """The template called `name`; `auto` is the tokenizer's own where it has one, else `default`.
 
-    `special` are the ids of special tokens, `folder` is the tokenizer's. The special tokens are registered
-    with it, in place, so that it recognizes them in rendered text. Raises UserError where no token can end an
-    answer.
+    `special` are the ids of special tokens, `folder` is the tokenizer's, `values` are those of parse_values.
+    The special tokens are registered with it, in place, so that it recognizes them in rendered text. Raises
+    UserError where no token can end an answer.
     """
     tokens = _special_tokens(tokenizer, special)
     known = {t.content for t in tokenizer.get_added_tokens_decoder().values()}
-    in_vocabulary = [t for t in ("<|im_start|>", *TURN_END_TOKENS) if tokenizer.token_to_id(t) is not None]
+    usual = ("<|im_start|>", *TURN_END_TOKENS)
+    in_vocabulary = [t for t in usual if tokenizer.token_to_id(t) is not None]
     tokenizer.add_special_tokens([t for t in (*tokens.values(), *in_vocabulary) if t not in known])
     own = read_tokenizer_template(folder) if name == "auto" and folder else None
+    if name.endswith(TEMPLATE_FILE):
+        own = text_of(name)
     if own is not None:
-        return _with_closing(own, tokens, tokenizer)
+        called = TOKENIZER_TEMPLATE if name == "auto" else Path(name).name
+        return _with_closing(called, with_defaults(own, values), tokens, tokenizer)
     name = default if name == "auto" else name
     end, closing, bos = tokens["eos_token"], "{{ eos_token }}", special.get("bos")
-    if name == "chatml" and tokenizer.token_to_id(TURN_END_TOKENS[0]) is not None:
-        end = closing = TURN_END_TOKENS[0]
+    if tokenizer.token_to_id(ENDS.get(name, "")) is not None:
+        end = closing = ENDS[name]
     # Where the tokenizer begins every text with a token, its model expects it.
     opening = "{{ bos_token }}" if bos is not None and tokenizer.encode("a").ids[:1] == [bos] else ""
     text = BUILT_IN[name].replace("{{ BEGIN }}", opening).replace("{{ END }}", closing)
+    with_defaults(text, values)
     return ChatTemplate(name, text, end, tokenizer.token_to_id(end) or 0, end, tokens)
 
 
 def tokenizer_training_template(name: str, default: str) -> ChatTemplate:
     """A built-in template without special tokens, for the texts that a tokenizer is trained on."""
     name = default if name == "auto" else name
-    text = BUILT_IN[name].replace("{{ BEGIN }}", "").replace("{{ END }}", "")
+    text = BUILT_IN.get(name) or text_of(name)
+    text = text.replace("{{ BEGIN }}", "").replace("{{ END }}", "")
     return ChatTemplate(name, text, "", 0, tokens={"eos_token": ""})
 
 
@@ -310,18 +664,19 @@ def _special_tokens(tokenizer: Tokenizer, special: Mapping[str, int | None]) -> 
     return {f"{role}_token": token for role, token in named.items() if token is not None}
 
 
-def _with_closing(jinja: str, tokens: Mapping[str, str], tokenizer: Tokenizer) -> ChatTemplate:
-    """A tokenizer's own, with the token that it writes after an answer: found by rendering a unique one."""
+def _with_closing(name: str, jinja: str, tokens: Mapping[str, str], tokenizer: Tokenizer) -> ChatTemplate:
+    """A template that is not ours, with what it writes after an answer: found by rendering a unique one."""
     end = tokens["eos_token"]
-    template = ChatTemplate(TOKENIZER_TEMPLATE, jinja, end, tokenizer.token_to_id(end) or 0, "", tokens)
-    _, found, tail = template.render(_PROBE_TURN, "--template auto").partition(_PROBE_ANSWER)
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
+    ends = [token for token in special if token in jinja or token in tokens.values()]
+    template = ChatTemplate(name, jinja, end, tokenizer.token_to_id(end) or 0, "", tokens, ends)
+    _, found, tail = template.render(_PROBE_TURN, "--template auto").partition(_PROBE_ANSWER)
     names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
-    closing = re.match(rf"\s*({names})", tail) if found else None
+    closing = re.match(rf"\s*((?:{names})+)", tail) if found else None
     if closing is None:
         return template
-    end = closing[1]
-    return dataclasses.replace(template, end=end, end_id=tokenizer.token_to_id(end) or 0, closing=end)
+    end = re.findall(names, closing[1])[-1]
+    return dataclasses.replace(template, end=end, end_id=tokenizer.token_to_id(end) or 0, closing=closing[1])
 
 
 def template_in(folder: Path) -> ChatTemplate | None:

@@ -36,6 +36,12 @@ BATCH_CONVERSATIONS = 512
 """Conversations that are tokenized together."""
 
 
+SPLIT = (
+    "the chat template writes an earlier answer otherwise, mostly without its thought, once the conversation"
+    " goes on: each such answer is a sample of its own"
+)
+
+
 class TokenRow(NamedTuple):
     """A conversation as tokens."""
 
@@ -47,7 +53,7 @@ class TokenRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ConversationEncoder(ShardEncoder):
-    """Renders, tokenizes and truncates conversations, each given as the JSON of [where, messages].
+    """Renders, tokenizes and truncates conversations, each given as the JSON of [where, messages, values].
 
     A shard has `tokens` and `learn` (all tokens,), and `lengths`, `weights` and `hashes` of rows. Its facts:
     `counts`; the most `turns`; the first [prompt, answer] that are not truncated, `prompts`.
@@ -73,7 +79,7 @@ class ConversationEncoder(ShardEncoder):
                 continue
             counts.update(self._counts(conversation, kept, learn, bool(cuts)), rows=1)
             counts.update(cuts)
-            if len(prompts) < SHOWN_PROMPTS and not cuts:
+            if len(prompts) < SHOWN_PROMPTS and not cuts and conversation[1].is_learnt:
                 prompts.append([conversation[0].text, conversation[1].text.strip()])
             turns = max(turns, sum(part.is_answer for part in conversation))
             hashes.append(text_hash(row.tokens.tobytes()))
@@ -89,14 +95,22 @@ class ConversationEncoder(ShardEncoder):
         return EncodedShard(arrays, {"counts": counts, "turns": turns, "prompts": prompts})
 
     def _rows(self, texts: list[str], counts: RowCounts) -> Iterator[tuple[list[ChatSegment], TokenRow]]:
-        """Yield each conversation with its tokens; count what became of its fields."""
+        """Yield each sample of each conversation with its tokens; count what became of its fields."""
         for start in range(0, len(texts), BATCH_CONVERSATIONS):
-            batch = [json.loads(text) for text in texts[start : start + BATCH_CONVERSATIONS]]
-            conversations = [self.template.segments(messages, where) for where, messages in batch]
-            rows = token_rows(conversations, self.tokenizer, self.template.end_id, self.dtype)
-            for (_, messages), conversation, row in zip(batch, conversations, rows, strict=True):
-                counts.add_fields(self.template.notes_of_fields(messages, conversation))
-                yield conversation, row
+            samples: list[list[ChatSegment]] = []
+            for where, messages, values in map(json.loads, texts[start : start + BATCH_CONVERSATIONS]):
+                if self.response_only:
+                    found = self.template.samples(messages, where, values)
+                else:
+                    found = [self.template.segments(messages, where, values)]
+                counts.add_fields(
+                    self.template.notes_of_fields(messages, [part for one in found for part in one])
+                )
+                counts.add_fields([SPLIT] * (len(found) > 1))
+                samples += found
+            yield from zip(
+                samples, token_rows(samples, self.tokenizer, self.template.end_id, self.dtype), strict=True
+            )
 
     def _counts(
         self, conversation: list[ChatSegment], row: TokenRow, learn: np.ndarray, is_cut: bool
@@ -130,11 +144,16 @@ def token_rows(
     """
     texts = [segment.text for conversation in conversations for segment in conversation]
     encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+    ends: dict[str | None, list[int]] = {None: [end_id]}
     for conversation in conversations:
         ids: list[int] = []
         answer_mask: list[int] = []
         for segment in conversation:
-            found = next(encodings).ids + [end_id] * segment.is_answer
+            found = next(encodings).ids
+            if segment.is_answer:
+                if segment.end not in ends:
+                    ends[segment.end] = tokenizer.encode(segment.end or "", add_special_tokens=False).ids
+                found += ends[segment.end]
             ids += found
             answer_mask += [int(segment.is_learnt)] * len(found)
         yield TokenRow(np.array(ids, dtype), np.array(answer_mask, np.uint8))
@@ -146,7 +165,9 @@ def question_mask(conversation: Sequence[ChatSegment], tokenizer: Tokenizer) -> 
     for segment in conversation:
         encoding = tokenizer.encode(segment.text, add_special_tokens=False)
         found += [any(a <= start < b for a, b in segment.messages) for start, _ in encoding.offsets]
-        found += [False] * segment.is_answer  # the token that ends an answer
+        if segment.is_answer:  # the tokens that end it
+            end = segment.end
+            found += [False] * (1 if end is None else len(tokenizer.encode(end, add_special_tokens=False)))
     return np.array(found)
 
 
@@ -212,7 +233,7 @@ def learn_mask(row: TokenRow, response_only: bool) -> np.ndarray:
     return learn
 
 
-TOKENIZATION_VERSION = 4
+TOKENIZATION_VERSION = 5
 """Part of the cache key: raise it when the same rows become other tokens."""
 
 
@@ -268,8 +289,8 @@ class Conversations:
         """The texts that a tokenizer is trained on."""
         template = chat_templates.tokenizer_training_template(self.options.template, self.default_template)
         cleaning = self.cleaning.transforms_only()
-        for where, messages in self._messages("train", RowCounts(), cleaning):
-            yield from (segment.text for segment in template.segments(messages, where))
+        for where, messages, values in self._messages("train", RowCounts(), cleaning):
+            yield from (segment.text for segment in template.segments(messages, where, values))
 
     def bind_tokenizer(self, tokenization: TokenizationSettings) -> None:
         """Choose the template for this tokenizer; to be called before `encode`."""
@@ -279,6 +300,7 @@ class Conversations:
             tokenization.tokenizer,
             tokenization.special_ids,
             self.folder,
+            chat_templates.parse_values(self.options.template_kwargs or ()),
         )
         self.eos = tokenization.tokenizer.token_to_id(self.template.tokens["eos_token"])
 
@@ -323,8 +345,10 @@ class Conversations:
 
     def _messages(
         self, split: str, counts: RowCounts, cleaning: CleaningPipeline
-    ) -> Iterator[tuple[str, list[Message]]]:
-        """Yield (where, messages) of each conversation of a split, cleaned; count those that are skipped."""
+    ) -> Iterator[tuple[str, list[Message], dict[str, Any]]]:
+        """Yield (where, messages, template_values) of each conversation of a split, cleaned; count those that
+        are skipped.
+        """
         clean = cleaning.conversation_cleaner(self._held_out() if split == "train" else ())
         for where, row in self.rows[split]():
             try:
@@ -341,7 +365,7 @@ class Conversations:
             counts.add_fields(
                 [*notes, *(f"a message by the {role} after the last answer is not learnt" for role in behind)]
             )
-            yield where, cleaned[: last + 1]
+            yield where, cleaned[: last + 1], chat_formats.template_values(row, where)
 
     def _parse(self, row: Mapping[str, Any], where: str) -> tuple[list[Message], list[str]]:
         """The messages of a row without answers before its first question, and a note if there were any."""

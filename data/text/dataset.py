@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from isobatch.data import tokenizers
 from isobatch.data.base import ArraySource
 from isobatch.data.cleaning import CLEANING_VERSION, CleaningStep, parse_steps
 from isobatch.data.corpora import DEMO
-from isobatch.data.text import conversations, demo_stories
+from isobatch.data.text import chat_templates, conversations, demo_stories
 from isobatch.data.text.chat_templates import ChatTemplate
 from isobatch.data.text.plain_text import TokenizationSettings
 from isobatch.data.text.sources import SET_COLUMN, Mixture, TextSet, TextSetSpec, split_set_names
@@ -33,9 +33,12 @@ class TextOptions:
     text_column: str | None = None
     """The column of csv, jsonl, json, parquet and hub data that holds plain text; by default text, unless
     the rows are conversations: instruction and output, messages, or conversations."""
-    template: Literal["auto", "alpaca", "chatml", "plain"] = "auto"
+    template: str = "auto"
     """How a conversation is written as text; auto is the tokenizer's own chat template, else alpaca for
-    instructions and chatml for messages."""
+    instructions and chatml for messages. alpaca, chatml, plain, a family (qwen, llama3, gemma, mistral, phi3,
+    zephyr), or a file that ends in .jinja."""
+    template_kwargs: tuple[str, ...] | None = None
+    """Variables of the chat template, as enable_thinking=false; `chat_template_kwargs` of a row go first."""
     response_only: bool = True
     """Of conversations learn the assistant's tokens only; off learns the prompts too."""
     mix: tuple[AboveZero, ...] | None = None
@@ -80,6 +83,8 @@ class Text(TokenizedData):
 
     def check(self) -> None:
         options, data, set_specs = self.options, self.recipe.data, self.set_specs
+        chat_templates.check_name(options.template)
+        chat_templates.parse_values(options.template_kwargs or ())
         self._check_vocabulary_size()
         self._cleaning_steps()
         self._tokenizer_source()
@@ -103,6 +108,7 @@ class Text(TokenizedData):
 
     def identity(self) -> dict[str, Any]:
         found, cleaning = super().identity(), self._cleaning_steps()
+        found["options"]["template"] = chat_templates.text_of(self.options.template)
         for name in ("clean", "mix"):  # the steps have one order, and each set is prepared as a whole
             del found["options"][name]
         versions = [conversations.TOKENIZATION_VERSION, CLEANING_VERSION]

@@ -9,15 +9,14 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.core.measures import counted
 from isobatch.data import chat_formats, readers
-from isobatch.data.chat_formats import HISTORY, MESSAGE_KEYS, NOT_READ, WEIGHT_KEYS
+from isobatch.data.chat_formats import HISTORY, MESSAGE_KEYS, NOT_READ, RESULT_KEYS, WEIGHT_KEYS
 
 if TYPE_CHECKING:
     from isobatch.data.readers import LocatedRows
 
 _BLANK: tuple[Any, ...] = (None, "", [], {}, "[]", "{}", "null")
-_REFUSED = {"tools", "tool_calls", "functions", "function_call", "reasoning_content"}
-_REFUSED |= {"images", "image", "videos", "video", "audios", "audio"}
-"""Columns of NOT_READ without which the rest means something else; others of its words may mean anything."""
+_REFUSED = {"images", "image", "videos", "video", "audios", "audio"}
+"""Columns without which the rest means something else."""
 JUDGED = ("label", "kto_tag")
 """Columns that say whether an answer is good."""
 JUDGEMENTS = dict.fromkeys(("true", "good", "desirable", "chosen"), True)
@@ -86,7 +85,11 @@ def notes_of_unread(row: Mapping[str, Any], main: Sequence[str], has_fields: boo
     """
     read = {*main}
     if has_fields:
-        read |= {*chat_formats.texts_beside(row, main)}
+        read |= {
+            *chat_formats.texts_beside(row, main),
+            *chat_formats.TOOL_COLUMNS,
+            chat_formats.VALUES_COLUMN,
+        }
         read |= {HISTORY} if chat_formats.history_beside(row, main) else {*()}
     turns = ((name, turn) for name in row if name in read for turn in _messages_in(row[name]))
     fields = [(f"{name}.{key}", v) for name, t in turns for key, v in t.items() if not _is_read(key, t)]
@@ -96,10 +99,13 @@ def notes_of_unread(row: Mapping[str, Any], main: Sequence[str], has_fields: boo
 
 def _is_read(key: str, turn: Mapping[str, Any]) -> bool:
     """Whether a field of a message is read: a weight is only of an answer, or where it is none."""
+    role = str(turn.get("role") or turn.get("from")).lower()
+    role = chat_formats.ROLE_ALIASES.get(role, role)
+    if key in RESULT_KEYS:
+        return role == "tool"
     if key not in WEIGHT_KEYS:
         return key in MESSAGE_KEYS
-    role = str(turn.get("role") or turn.get("from")).lower()
-    return not turn[key] or chat_formats.ROLE_ALIASES.get(role, role) == "assistant"
+    return not turn[key] or role == "assistant"
 
 
 def _says(value: Any) -> bool:
@@ -112,7 +118,7 @@ def _messages_in(value: Any) -> list[Mapping[str, Any]]:
 
 
 def check_fields(row: Mapping[str, Any], where: str) -> None:
-    """Raise UserError where a row or a message has tools, reasoning or media, or judges its answer."""
+    """Raise UserError where a row or a message has media, or judges its answer."""
     for key, value in row.items():
         if key in _REFUSED and _says(value):
             raise UserError(f"{where}: has `{key}`: {NOT_READ[key]}")

@@ -1,22 +1,20 @@
 """The process that renders chat templates: a template may be anybody's, so time, memory and text are limited.
 
 It is started by its path, with the seconds that one text may take, and reads a JSON object a line: `values`,
-and `template` where it is another than before. It answers with `text` or `error`. An alarm ends it.
+`stops`, and `template` where it is another than before. It answers with the fields of `Rendered`, or `error`.
+An alarm ends it. Templates are rendered by transformers itself.
 """
 
 import datetime
 import functools
 import json
+import re
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 1 << 30
@@ -26,57 +24,80 @@ TODAY = datetime.date(2024, 7, 26)
 """The date that templates see: prepared data must not depend on the day it was made."""
 
 
-class Generation(Extension):
-    """Ignores the tag {% generation %}, with which some templates mark answers."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+Render = Callable[[str, Mapping[str, Any]], tuple[str, list[Any]]]
+"""(template, variables) -> (text, where each part begins and ends that the template marks as an answer's)."""
+MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 @functools.lru_cache(maxsize=8)
-def compiled(template: str) -> Callable[..., str]:
-    """The function that renders a template. It runs in a sandbox."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _raise_exception, "strftime_now": TODAY.strftime}
+def _own(template: str) -> Callable[..., str]:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     return environment.from_string(template).render
 
 
-def _to_json(value: Any, **options: Any) -> str:
-    return json.dumps(value, **{"ensure_ascii": False, **options})
+def render_own(template: str, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    """A `Render` of isobatch's own templates, which mark nothing."""
+    return _own(template)(**values), []
 
 
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)
+def transformers_renderer() -> Render:
+    """A `Render` as `apply_chat_template` does it, but for the date."""
+    from transformers.utils import chat_template_utils
+
+    def render(template: str, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
+        compiled = chat_template_utils._compile_jinja_template(template)  # noqa: SLF001 - for its date
+        compiled.environment.globals["strftime_now"] = TODAY.strftime
+        asked = {"messages": [], **values}
+        rendered: Any = chat_template_utils.render_jinja_template(
+            [asked.pop("messages")],
+            chat_template=template,
+            return_assistant_tokens_mask=bool(MARK.search(template)),
+            **asked,
+        )
+        (text,), spans = rendered
+        return text, spans[0] if spans else []
+
+    return render
 
 
-def answer(template: str, values: dict[str, Any]) -> dict[str, str]:
-    """`text`, or `error`: a line."""
+def _common(one: str, other: str) -> int:
+    """How many characters two texts begin with together."""
+    return next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+
+
+def answer(render: Render, template: str, values: Mapping[str, Any], stops: Sequence[int]) -> dict[str, Any]:
+    """The fields of `Rendered`, or `error`: a line."""
     try:
-        text = compiled(template)(**values)
+        text, spans = render(template, values)
+        prompts = []
+        for stop in stops:
+            asked = {"messages": values["messages"][:stop], "add_generation_prompt": True}
+            prompt, _ = render(template, {**values, **asked})
+            same = len(prompt) if text.startswith(prompt) else _common(text, prompt)
+            prompts.append((same, prompt[same:]))
     except MemoryError:
         return {"error": f"it needs more than {MEMORY_BYTES >> 30} GiB of memory"}
     except Exception as error:
         return {"error": str(error).partition("\n")[0][:500] or type(error).__name__}
     if len(text) > CHARACTERS:
         return {"error": f"it writes {len(text):,} characters, and may write {CHARACTERS:,}"}
-    return {"text": text}
+    return {"text": text, "spans": spans, "prompts": prompts}
 
 
 def serve(seconds: float) -> None:
     """Answer every line of standard input, until its end."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    template = ""
+    render, template = transformers_renderer(), ""
+    with open("/proc/self/statm") as memory:  # noqa: PTH123 - what the libraries have reserved is no template's
+        reserved = int(memory.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (reserved + MEMORY_BYTES,) * 2)
     for line in sys.stdin:
         asked = json.loads(line)
         template = asked.get("template", template)
         signal.setitimer(signal.ITIMER_REAL, seconds)  # its default action is the end of the process
-        found = json.dumps(answer(template, asked["values"]))
+        found = json.dumps(answer(render, template, asked["values"], asked["stops"]))
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.write(found + "\n")
         sys.stdout.flush()

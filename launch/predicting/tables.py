@@ -277,7 +277,8 @@ class PromptReader(RowReader):
     def from_row(self, row: Mapping[str, Any], where: str) -> Any:
         form = chat_formats.detect_chat_format(list(row)) if self.template and not self.column else None
         if form and self.template:
-            return self.template.prompt_segments(chat_formats.parse_question(row, where, form), where)
+            asked = chat_formats.parse_question(row, where, form)
+            return self.template.prompt_segments(asked, where, chat_formats.template_values(row, where))
         column = find_column(row, self.column, self.usual, where)
         return self._prompt(row[column], f"{where}: {column}", row, column)
 

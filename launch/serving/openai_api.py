@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.data.chat_formats import parse_message_list
+from isobatch.data.chat_formats import VALUES_COLUMN, parse_message_list, template_values
 from isobatch.launch.serving.app import application, error_body, read_body, refuse_unknown
 from isobatch.models.causal_lm.generation import Sampling
 
@@ -42,7 +42,7 @@ CHANGES_NOTHING = ("user", "metadata", "store", "service_tier", "safety_identifi
 ONLY: dict[str, tuple[Any, ...]] = {
     **{"n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,)},
     **{"top_logprobs": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},)},
-    **{"tools": ([],), "tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False)},
+    **{"tool_choice": ("none", "auto"), "parallel_tool_calls": (True, False)},
     **{"response_format": ({"type": "text"},), "modalities": (["text"],)},
 }
 """Fields of which only these values are supported."""
@@ -62,7 +62,8 @@ def _are_stops(value: Any) -> bool:
 
 
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("model", "messages", *CHANGES_NOTHING), (lambda _: True, "")),
+    **dict.fromkeys(("model", "messages", "tools", *CHANGES_NOTHING), (lambda _: True, "")),
+    VALUES_COLUMN: (lambda value: isinstance(value, dict), "must be an object"),
     **dict.fromkeys(("max_tokens", "max_completion_tokens"), _number(1, MAX_TOKENS, int)),
     "temperature": _number(0, 2, int, float),
     "top_p": _number(1e-6, 1, int, float),
@@ -118,7 +119,8 @@ def parse(body: Mapping[str, Any], name: str, template: ChatTemplate | None, is_
     Raises HTTPException; UserError for messages that are none, or that the chat template refuses.
     """
     body = {field: value for field, value in body.items() if value is not None}
-    refuse_unknown(body, FIELDS.keys() - ({"prompt"} if is_chat else {"messages", "max_completion_tokens"}))
+    of_chats = {"messages", "max_completion_tokens", "tools", VALUES_COLUMN}
+    refuse_unknown(body, FIELDS.keys() - ({"prompt"} if is_chat else of_chats))
     for one, value in (body if is_chat else {"prompt": None, **body}).items():
         is_right, said = FIELDS[one]
         if not is_right(value):
@@ -150,7 +152,8 @@ def _conversation(body: Mapping[str, Any], name: str, template: ChatTemplate | N
         raise HTTPException(413, f"messages: {len(messages)} are too long together: leave out the first")
     if not messages or messages[-1]["role"] == "assistant":
         raise HTTPException(400, "messages: must be a list of messages, and the last one not the assistant's")
-    return template.prompt_segments(messages, "messages")
+    values = template_values({k: v for k, v in body.items() if k in ("tools", VALUES_COLUMN)}, "the request")
+    return template.prompt_segments(messages, "messages", values)
 
 
 class StopStrings:

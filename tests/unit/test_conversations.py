@@ -274,6 +274,9 @@ FORGETFUL = (
 )
 
 
+DUMB = "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}"
+
+
 def own(folder: Path, template: Any, **settings: Any) -> Path:
     more = (END, "<|im_start|>", "<|im_end|>", "<s>", "</s>")
     return byte_tokenizer(folder, *more, chat_template=template, **settings)
@@ -383,7 +386,7 @@ def test_a_system_text_is_where_a_template_writes_it(template: str, given: Any, 
             [*CHAT[1:2], *CHAT[1:]],
             r"line 1: the tokenizer's chat template refuses this conversation \(Roles must alt",
         ),
-        (FORGETFUL, CHAT[1:], r"line 1: .* writes this conversation otherwise .* --template alpaca\|chatml"),
+        (DUMB, CHAT[1:], r"line 1: .* writes this conversation otherwise .* --template alpaca\|chatml"),
         ("{% for", CHAT, r"--template auto: the tokenizer's chat template refuses this conversation"),
     ],
 )
@@ -410,8 +413,8 @@ def test_a_template_reaches_nothing_outside_and_knows_no_today() -> None:
     for escape in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% include 'x' %}"):
         with pytest.raises(jinja_sandbox.ChatTemplateError):
             jinja_sandbox.render(escape, {"messages": []})
-    assert jinja_sandbox.render("{{ strftime_now('%d %b %Y') }}", {}) == "26 Jul 2024"
-    assert jinja_sandbox.render("{{ x | tojson }}", {"x": {"é": "<"}}) == '{"é": "<"}'
+    assert jinja_sandbox.render("{{ strftime_now('%d %b %Y') }}", {}).text == "26 Jul 2024"
+    assert jinja_sandbox.render("{{ x | tojson }}", {"x": {"é": "<"}}).text == '{"é": "<"}'
 
 
 @pytest.mark.parametrize(
@@ -435,7 +438,7 @@ def test_a_template_has_limits(template: str, reason: str, monkeypatch: pytest.M
     jinja_sandbox.close()
     with pytest.raises(jinja_sandbox.ChatTemplateError, match=f"^{reason}"):
         jinja_sandbox.render(template, {})
-    assert jinja_sandbox.render("{{ x }}", {"x": 1}) == "1"
+    assert jinja_sandbox.render("{{ x }}", {"x": 1}).text == "1"
     jinja_sandbox.close()
 
 

@@ -423,12 +423,11 @@ NOTED: dict[str, tuple[str, dict[str, Any], str]] = {
         "rows left out: 1 with no answer to learn, as their weights are 0",
     ),
 }
-NO_TOOLS = "tools and their calls cannot be learnt yet"
 UNREADABLE: dict[str, tuple[str, dict[str, Any], str]] = {
     "tool_calls": (
         "causal-lm",
         {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [{"a": 1}]}]},
-        f"message 2 has `tool_calls`: {NO_TOOLS}",
+        "message 2: call 1 has no name",
     ),
     "half a weight": ("causal-lm", {"messages": [ASK, SAY | {"weight": 0.5}]}, "weight is 0.5: an answer is"),
     "no pairs": ("dpo", {"prompt": "Zask", "completion": "Zsay"}, "has no column chosen.*--task causal-lm"),
