@@ -33,7 +33,7 @@ FLAGS = {
         tracker ledger hook anomaly hang_timeout max_restarts debug quiet""",
     "causal-lm": """lora_r lora_alpha lora_dropout lora_targets lora_bias adapter load_bits frozen_dtype
         also_train generate_tokens remote_code text_column
-        template response_only mix clean stride vocab_size data_config valid""",
+        template template_kwargs response_only mix clean stride vocab_size data_config valid""",
 }
 
 
