@@ -32,7 +32,7 @@ FLAGS = {
     "run": """out name resume again save_every keep checkpoint_copy log_every
         tracker ledger hook anomaly hang_timeout max_restarts debug quiet""",
     "causal-lm": """lora_r lora_alpha lora_dropout lora_targets lora_bias adapter load_bits frozen_dtype
-        also_train generate_tokens remote_code text_column
+        also_train generate_tokens answers remote_code text_column
         template template_kwargs response_only mix clean stride vocab_size data_config valid""",
 }
 
