@@ -49,6 +49,20 @@ READ_BY_OPTIMIZERS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
 """Fields that a task's own optimizer may read, in place of those of the table."""
 
 
+NOT_A_TASK = dict.fromkeys(
+    ("grpo", "ppo", "rloo", "reinforce", "online-dpo", "online_dpo", "gspo", "dapo"),
+    "learns from answers that the model writes while it trains, and here the samples of a step follow from"
+    " the recipe alone: write answers with `predict`, score them with a model of --task reward, and learn from"
+    " the pairs with --task dpo, or from judged answers with --task kto",
+)
+NOT_A_TASK |= dict.fromkeys(("sft", "pt", "pretrain", "clm"), "is called --task causal-lm here")
+NOT_A_TASK |= dict.fromkeys(("rm", "reward-model", "reward_model"), "is called --task reward here")
+NOT_A_TASK |= dict.fromkeys(
+    ("gkd", "minillm", "kd"), "is --task causal-lm --teacher FOLDER here, on the answers of the data"
+)
+"""What other tools call a task -> why there is none of this name, and what to use."""
+
+
 def _not_named(fields: Sequence[str], *classes: type) -> list[str]:
     """Those of `fields` that no file of a user's task names, unless the recipe is handed on whole, or to
     a class of ours or of a file that is not known: those may read any.
@@ -250,6 +264,8 @@ def workload(name: str) -> LoadedWorkload:
         raise UserError(f"--task {key}: only `auto` runs this chain; its stages are tasks: {stages}")
     if key not in TASKS:
         valid = [*TASKS, *CHAINS]
+        if why := NOT_A_TASK.get(name.lower().removesuffix("_trainer").removesuffix("trainer")):
+            raise UserError(f"--task {name}: {why}")
         known = f"{nearest_hint(key, valid)}; valid: {', '.join(valid)}, or ./file.py:Class"
         raise UserError(f"--task {name}: there is no such task{known}")
     task = _load(TASKS[key].task)

@@ -96,6 +96,14 @@ class Predicts(Protocol):
 
 
 @runtime_checkable
+class ScoresAnswers(Protocol):
+    """`isobatch predict` of a reward model: samples are prompts with answers, as rows of tokens."""
+
+    def open_scorer(self, final: Path, facts: Facts) -> Predictor:
+        """The model, read once: (tokens,) int arrays -> what it says of each."""
+
+
+@runtime_checkable
 class PredictsBatches(Protocol):
     """`isobatch predict` of a task of your own. Its Data reads the rows (`Data.read_rows`)."""
 

@@ -52,7 +52,14 @@ def parse_answers(row: Mapping[str, Any], where: str) -> list[JudgedAnswer]:
     if {pairs.CHOSEN, pairs.REJECTED} <= row.keys():
         pair = pairs.parse_pair(row, where)
         return [JudgedAnswer(pair.prompt, pair.chosen, True), JudgedAnswer(pair.prompt, pair.rejected, False)]
-    is_good = _judgement(row, where)
+    return [JudgedAnswer(*parse_answer(row, where), _judgement(row, where))]
+
+
+def parse_answer(row: Mapping[str, Any], where: str) -> tuple[list[Message], list[Message]]:
+    """(prompt, answer) in a row of any form that `causal-lm` reads: the answer is what it ends with.
+
+    Raises UserError for a row of another shape, SkippedRowError for one without a prompt or an answer.
+    """
     rest = {name: value for name, value in row.items() if name not in JUDGED}
     check_fields(rest, where)
     messages = chat_formats.parse_messages(rest, where, _chat_format(rest, where))
@@ -63,7 +70,21 @@ def parse_answers(row: Mapping[str, Any], where: str) -> list[JudgedAnswer]:
         start -= 1
     if not any(map(chat_formats.asks_something, messages[:start])):
         raise SkippedRowError("an empty prompt")
-    return [JudgedAnswer(messages[:start], messages[start:], is_good)]
+    return messages[:start], messages[start:]
+
+
+def encode_answer(
+    prompt: list[Message],
+    answer: list[Message],
+    template: ChatTemplate,
+    settings: TokenizationSettings,
+    where: str,
+) -> np.ndarray:
+    """(tokens,) of a prompt and its answer, cut as in training."""
+    texts = render_answer(prompt, answer, template, where)
+    asked, own = token_rows(texts, settings.tokenizer, template.end_id, settings.dtype)
+    find_questions = partial(droppable_tokens, texts[0], settings.tokenizer)
+    return fit_pair(asked.tokens, (own, own), find_questions, settings.max_length)[0][0].tokens
 
 
 def _judgement(row: Mapping[str, Any], where: str) -> bool:

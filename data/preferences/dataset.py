@@ -49,6 +49,8 @@ class RenderedPair(NamedTuple):
     prompt: list[ChatSegment]
     answers: tuple[list[ChatSegment], list[ChatSegment]]
     """Chosen, rejected. They end with their last answer."""
+    margin: float = 0.0
+    """By how much a reward model is to prefer the chosen one."""
 
 
 def render_pair(
@@ -117,6 +119,7 @@ def fit_pair(
 
 
 ANSWERS = (pairs.CHOSEN, pairs.REJECTED)
+MARGIN = "margin"
 DEMO_LINES = 4
 """Lines of an answer of the demo."""
 _HEADER = re.compile(r"^ *def .*:$")
@@ -276,7 +279,7 @@ def _pairs_of_files(files: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]
 
 
 def render_rows(
-    rows: Corpus, split: str, template: ChatTemplate, counts: RowCounts
+    rows: Corpus, split: str, template: ChatTemplate, counts: RowCounts, reads_margin: bool = False
 ) -> Iterator[RenderedPair]:
     """Yield each pair of a split as text; count the rows that are skipped."""
     for where, row in rows.splits[split]():
@@ -285,17 +288,27 @@ def render_rows(
         except SkippedRowError as reason:
             counts.leave_out(reason)
         else:
-            counts.add_fields(pairs.unread(row))
+            margin = row.get(MARGIN) if reads_margin else None
+            counts.add_fields(pairs.unread(row if margin is None else {**row, MARGIN: None}))
             rendered = render_pair(pair, template, where, template_values(row, where))
+            rendered = rendered._replace(margin=_number(margin or 0, where))
             said = [*pair.prompt, *pair.chosen, *pair.rejected]
             counts.add_fields(template.notes_of_fields(said, sum(rendered.answers, rendered.prompt)))
             yield rendered
+
+
+def _number(value: Any, where: str) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise UserError(f"{where}: {MARGIN} is {value!r}: give a number") from None
 
 
 class PairEncoder:
     """Encodes the splits of one data set, training first: the others are compared with it."""
 
     unit = "pair"
+    reads_margin = False
 
     def __init__(self, name: str, template: ChatTemplate, settings: TokenizationSettings) -> None:
         self.name, self.template, self.settings = name, template, settings
@@ -310,18 +323,22 @@ class PairEncoder:
         """The columns of a split. Raises UserError where no row is left to learn from."""
         counts, hashes = RowCounts(), []
         kept: list[tuple[TokenRow, TokenRow]] = []
-        for texts, (pair, cuts) in self._pairs(render_rows(rows, split, self.template, counts)):
+        margins: list[float] = []
+        rendered = render_rows(rows, split, self.template, counts, self.reads_margin)
+        for texts, (pair, cuts) in self._pairs(rendered):
             if np.array_equal(pair[0].tokens, pair[1].tokens):
                 counts.leave_out("answers that begin alike and are cut")
                 continue
             kept.append(pair)
+            margins.append(texts.margin)
             counts.update(cuts, rows=1)
             if split == "valid" and len(self.shown) < SHOWN_PROMPTS and not cuts:
                 prompt = "".join(segment.text for segment in texts.prompt)
                 self.shown.append([prompt, texts.answers[0][0].text.strip()])
             hashes.append(text_hash(b"".join(row.tokens.tobytes() for row in pair)))
         self._conclude(split, counts, hashes)
-        return self._columns(kept, ANSWERS)
+        found = self._columns(kept, ANSWERS)
+        return found | ({MARGIN: np.array(margins, np.float32)} if self.reads_margin else {})
 
     def _conclude(self, split: str, counts: RowCounts, hashes: list[int]) -> None:
         """Note what was left out and cut. Raises UserError where nothing is left to learn from."""
@@ -357,3 +374,21 @@ class PairEncoder:
         columns["token.weight"] = np.array([mask.sum() for mask, _ in masks], np.int32)
         columns["text.weight"] = np.array([len(mask) - 1 for mask, _ in masks], np.int32)
         return columns
+
+
+class ScoredEncoder(PairEncoder):
+    """Encodes pairs with their margins."""
+
+    reads_margin = True
+
+
+class ScoredPairs(Preferences):
+    """Pairs for a reward model: rows may have a `margin`, by how much the chosen answer is better.
+
+    Columns: those of `Preferences`, and `margin` (n,) float32, 0 where a row has none.
+    """
+
+    cache_name: ClassVar[str] = "scored pairs"
+
+    def encoder(self, name: str, template: ChatTemplate, settings: TokenizationSettings) -> PairEncoder:
+        return ScoredEncoder(name, template, settings)

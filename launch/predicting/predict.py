@@ -15,6 +15,9 @@ from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
 from isobatch.core.measures import counted, printable
 from isobatch.core.terminal.status import doing
+from isobatch.data import tokenizers
+from isobatch.data.text.plain_text import TokenizationSettings
+from isobatch.data.tokenized import TOKENIZER_FILE
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.commands import chat
@@ -32,7 +35,12 @@ if TYPE_CHECKING:
     """The ONNX file of a classifier, a language model that is no run's, or a run."""
 
 REFUSAL = "predicts nothing: give its task a method predict(model, batch) and train again"
-READS_TEXTS: tuple[type, ...] = (protocols.Generates, protocols.OpensItemLists, protocols.Predicts)
+READS_TEXTS: tuple[type, ...] = (
+    protocols.Generates,
+    protocols.OpensItemLists,
+    protocols.Predicts,
+    protocols.ScoresAnswers,
+)
 LISTS = ("top", "by", "only", "without", "with_seen")
 DRAWS = ("tokens", "temperature", "top_k", "top_p", "seed", "load_bits")
 
@@ -67,10 +75,10 @@ def predict(words: Sequence[str]) -> int:
     """Usage: predict RUN ["text" ...] [--file rows.csv] [--out predictions.csv] [--form onnx-int4]
     [--text-column NAME] [--pair-column NAME] [--json]; of language models also [--tokens 60]
     [--temperature 0] [--top-k 50] [--top-p 0.9] [--seed 0]; of recommenders [--top 10]
-    [--by ease] [--only FILE|ID,ID] [--without FILE|ID,ID] [--with-seen]
+    [--by ease] [--only FILE|ID,ID] [--without FILE|ID,ID] [--with-seen]; of reward models no more
 
-    RUN may be an ONNX file of a classifier, the folder of one, or that of a language model. Texts of pairs
-    are given in twos.
+    RUN may be an ONNX file of a classifier, the folder of one, or that of a language model. Texts of pairs,
+    and a prompt with its answer, are given in twos.
     """
     positional, flags = split_words(words)
     if not positional:
@@ -213,6 +221,13 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
         print_lines(restrict(lists, options, asked.get("item_column")))
         users = tables.UserReader(text or asked.get("user_column"), lists=lists)
         return Answerer(partial(_recommend, lists, options.top), users)
+    if isinstance(task, protocols.ScoresAnswers):
+        _refuse_unread(options, what)
+        tokenizer = tokenizers.open_tokenizer(run.final / TOKENIZER_FILE)
+        settings = TokenizationSettings(tokenizer, {}, run.recipe.max_length)
+        template = chat.ChatTemplate(**run.facts.extra["template"])
+        reader = tables.AnswerReader(template=template, settings=settings)
+        return Answerer(task.open_scorer(run.final, run.facts), reader)
     if not isinstance(task, protocols.Predicts):
         raise UserError(f"{run.folder}: {run.recipe.task} reads files and no texts: use `predict --file`")
     if isinstance(task, protocols.EncodesLatents):

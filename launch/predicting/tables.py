@@ -26,6 +26,7 @@ from isobatch.core.measures import counted, printable
 from isobatch.data import chat_formats, readers
 from isobatch.data.interactions.formats import USER_COLUMNS
 from isobatch.data.labelled.rows import MAX_TEXT_CHARACTERS, PAIR_COLUMNS, TEXT_COLUMNS
+from isobatch.data.preferences import answers
 from isobatch.data.sequences import INTEGERS, TEXT, USUAL_COLUMNS
 from isobatch.data.text.chat_templates import ChatTemplate
 
@@ -292,6 +293,32 @@ class PromptReader(RowReader):
             return text
         asked = chat_formats.with_fields(row, [{"role": "user", "content": text}], (column,))
         return self.template.prompt_segments(asked, where)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerReader(RowReader):
+    """Prompts with answers, as rows of tokens: a row of any form that is learnt from, or two texts."""
+
+    pairs: bool | None = True
+    template: Any = None
+    settings: Any = None
+    """TokenizationSettings."""
+
+    def from_row(self, row: Mapping[str, Any], where: str) -> Any:
+        try:
+            return self._encode(*answers.parse_answer(row, where), where)
+        except chat_formats.SkippedRowError as reason:
+            raise UnansweredRowError(f"{where}: {reason}", str(reason)) from None
+
+    def from_text(self, value: Any, where: str) -> Any:
+        if not isinstance(value, list | tuple) or len(value) != 2:
+            raise UserError(f'{where}: a prompt and an answer are scored: give two, as in ["one", "other"]')
+        prompt, answer = (require_text(text, where) for text in value)
+        asked, said = {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}
+        return self._encode([asked], [said], where)
+
+    def _encode(self, prompt: list[Any], answer: list[Any], where: str) -> Any:
+        return answers.encode_answer(prompt, answer, self.template, self.settings, where)
 
 
 def find_column(

@@ -165,13 +165,17 @@ def quantized_loading(bits: int, device: Any) -> dict[str, Any]:
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def add_adapter(model: nn.Module, options: Any, base: str, revision: str | None) -> None:
-    """Add adapters to a model in place; its other weights are frozen, except the biases of --lora-bias."""
+def add_adapter(
+    model: nn.Module, options: Any, base: str, revision: str | None, also: Sequence[str] = ()
+) -> None:
+    """Add adapters to a model in place; its other weights are frozen, except the biases of --lora-bias, and
+    the modules `also`.
+    """
     from isobatch.models.causal_lm.frozen_weights import held_in_fp32
 
     # The magnitudes of DoRA are the norms of the matrices, and peft gives them the matrices' number format.
     with held_in_fp32(model) if options.adapter == "dora" else contextlib.nullcontext():
-        head = lora.modules_named(model, options.also_train or ())
+        head = [*lora.modules_named(model, options.also_train or ()), *also]
         lora.add_adapter(model, options, base, revision, head=head)
     for p in (p for p in model.parameters() if p.requires_grad):
         p.data = p.data.float()

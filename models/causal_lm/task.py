@@ -179,7 +179,7 @@ class CausalLM(Task):
 
         from isobatch.models.causal_lm import chunked_cross_entropy
 
-        config, options, revision = self._transformers_config(facts), self.options, self.recipe.revision
+        config, options, revision = self.transformers_config(facts), self.options, self.recipe.revision
         self._num_sets = len(facts.extra.get("sets") or [])
         if self.model_name in PRESETS:
             model: nn.Module = GPT2LMHeadModel(config)
@@ -193,7 +193,8 @@ class CausalLM(Task):
         chunked_cross_entropy.make_head_bypassable(model)
         return model
 
-    def _transformers_config(self, facts: Facts) -> Any:
+    def transformers_config(self, facts: Facts) -> Any:
+        """The model's config, as an object of transformers, with the recipe's dropout."""
         from transformers import AutoConfig, GPT2Config
 
         values, revision, runs_code = self._raw_config(facts), self.recipe.revision, self.options.remote_code
@@ -218,7 +219,7 @@ class CausalLM(Task):
         """From the config's numbers for GPT-2 and Llama-like models; others are built without storage."""
         shape = model_sizes.shape_from_config(self._raw_config(facts))
         if shape is None:
-            config = self._transformers_config(facts)
+            config = self.transformers_config(facts)
             shape = model_sizes.shape_by_building(config, self.options.remote_code)
         adapts = self.model_name not in PRESETS and self.options.adapter != "none"
         size = adapter_sizes.adapted_model_size(shape, self.options) if adapts else shape.size

@@ -11,4 +11,5 @@ WORKLOADS = (
     ),
     Workload("orpo", "task:ORPO", "the same in one stage with fine-tuning, without a reference", place=21),
     Workload("kto", "kto:KTO", "the same on single answers that are judged good or bad", place=22),
+    Workload("reward", "reward:RewardModel", "train a model that scores answers, on pairs of them", place=23),
 )

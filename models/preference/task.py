@@ -43,10 +43,10 @@ REFERENCE_TOKENS = 16384
 """Padded tokens that the reference reads at a time. No plan decides it: the answers are the same anywhere."""
 
 
-class LanguageModelTask(Task):
-    """A causal language model that learns by another loss.
+class OnLanguageModel(Task):
+    """A task whose network is a causal language model, or made from one.
 
-    All but the loss is that of `language`, the task of the language model, and passed on by name.
+    What it does not do itself is done by `language`, the task of the language model, and passed on by name.
     """
 
     defaults: ClassVar = {
@@ -59,7 +59,6 @@ class LanguageModelTask(Task):
     }
     fast: ClassVar = {"max_length": 256, "train_fraction": 0.25, "eval_fraction": 0.25, "min_delta": 0.005}
     demo: ClassVar = {"model": "tiny", "max_length": 128, "batch_size": 16, "lr": 3e-4, "epochs": 2}
-    exports: ClassVar = CausalLM.exports
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
@@ -85,6 +84,12 @@ class LanguageModelTask(Task):
 
     def fetch(self) -> None:
         self.language.fetch()
+
+
+class LanguageModelTask(OnLanguageModel):
+    """A causal language model that learns by another loss."""
+
+    exports: ClassVar = CausalLM.exports
 
     def build_model(self, facts: Facts) -> nn.Module:
         return self.language.build_model(facts)

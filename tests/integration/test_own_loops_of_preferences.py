@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from isobatch.tests.integration.helpers import rows, succeed
 from isobatch.tests.tiny_models import save_gpt2
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 COUNT, STEPS, END, RATE = 24, 5, 0, 5e-3
 WORDS = "lamp desk chair table door roof wall floor shelf glass stone paper".split()  # noqa: SIM905
 COMMON = f"""--model model --batch-size {COUNT} --steps {STEPS} --lr {RATE} --schedule constant --warmup 0
- --weight-decay 0 --max-length 64 --generate-tokens 0 --micro-batch 5 --quiet"""
+ --weight-decay 0 --max-length 64 --micro-batch 5 --quiet"""
 TOLERANCE = 2e-5
 
 
@@ -35,7 +36,7 @@ def say(draw: random.Random) -> str:
 
 ANSWER = {"prompt": say, "completion": say}
 KINDS: dict[str, dict[str, Callable[[random.Random], Any]]] = {
-    "pairs": {"prompt": say, "chosen": say, "rejected": say},
+    "pairs": {"prompt": say, "chosen": say, "rejected": say, "margin": lambda draw: draw.random()},
     "judged": {**ANSWER, "label": lambda draw: draw.random() < 0.6},
     "texts": ANSWER,
 }
@@ -125,3 +126,35 @@ def test_kto(home: Path, processes: int) -> None:
     assert losses_of(run) == pytest.approx(take_steps(model, loss), abs=TOLERANCE)
     assert [row["kl"] for row in rows(run) if "lr" in row] == pytest.approx(baselines, abs=1e-4)
     assert max(baselines) > 0.1
+
+
+def score(model: Any, tokens: list[int]) -> Tensor:
+    """transformers' score of one row, at the last token that is no end token, which pads here."""
+    return model(input_ids=torch.tensor([tokens])).logits[0, 0]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_reward(home: Path, processes: int) -> None:
+    run = train(home, "reward", "pairs", processes, "--center 0.01")
+    data = encoded(home, "pairs")
+    model = AutoModelForSequenceClassification.from_pretrained(home / "model", num_labels=1, pad_token_id=END)
+    torch.nn.init.zeros_(model.score.weight)
+
+    def loss(model: Any) -> Tensor:
+        found = []
+        for row in data:
+            chosen, rejected = (score(model, row["prompt"] + row[name]) for name in ("chosen", "rejected"))
+            better = chosen - rejected - row["margin"]
+            found.append(-F.logsigmoid(better) + 0.01 * (chosen + rejected) ** 2)
+        return torch.stack(found).mean()
+
+    assert losses_of(run) == pytest.approx(take_steps(model, loss), abs=TOLERANCE)
+    # What transformers opens gives the scores that `predict` gives.
+    final = AutoModelForSequenceClassification.from_pretrained(run / "final").eval()
+    row = json.loads((home / "pairs.jsonl").read_text().splitlines()[0])
+    words = ("predict", str(run), row["prompt"], row["chosen"], "--json")
+    (said,) = map(json.loads, succeed(*words, cwd=home).stdout.splitlines())
+    with torch.no_grad():
+        wanted = float(score(final, data[0]["prompt"] + data[0]["chosen"]))
+    assert said["reward"] == pytest.approx(wanted, abs=1e-6)
+    assert abs(wanted) > 1e-3

@@ -1,0 +1,274 @@
+"""The workload reward: a language model with one score for a prompt and an answer, learnt from pairs.
+
+isobatch auto --task reward --data pairs.jsonl --model FOLDER
+isobatch predict RUN "a prompt" "an answer"
+
+Bradley and Terry 1952; Ouyang et al. 2022, equation 1; margins: Touvron et al. 2023 (Llama 2), equation 2;
+the centre: Eisenstein et al. 2023. As TRL computes them (trl/trainer/reward_trainer.py).
+
+Letters: B pairs, 2 answers of each: the chosen one, then the rejected one; T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from isobatch.core.errors import UserError, refuse
+from isobatch.core.number_ranges import Rate
+from isobatch.models import hub, lora, saving
+from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum
+from isobatch.models.causal_lm import adapters, known_models
+from isobatch.models.causal_lm.model_sizes import PRESETS
+from isobatch.models.model_card import ModelDescription
+from isobatch.models.preference.task import TIE, OnLanguageModel, first_minus_second
+
+if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor, nn
+
+    from isobatch.core.facts import Facts
+    from isobatch.models.protocols import Predictor
+
+FIGURES = ("reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward")
+HEAD = "score"
+"""The name that transformers gives the layer with the score."""
+KIND = "AutoModelForSequenceClassification"
+USAGE = """\
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+model = AutoModelForSequenceClassification.from_pretrained(".")
+ids = tokenizer("a prompt and an answer, written as in training", return_tensors="pt").input_ids
+print(float(model(input_ids=ids).logits))
+"""
+ADAPTED = """\
+from peft import PeftConfig, PeftModel
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer, base = AutoTokenizer.from_pretrained("."), PeftConfig.from_pretrained(".").base_model_name_or_path
+model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype="float32")
+model = PeftModel.from_pretrained(model, ".").eval()
+ids = tokenizer("a prompt and an answer, written as in training", return_tensors="pt").input_ids
+print(float(model(input_ids=ids).logits))
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RewardOptions(adapters.AdapterOptions):
+    """The flags of reward models."""
+
+    center: Rate = 0.0
+    """Weight of the mean of (chosen + rejected score)^2, which keeps scores around 0; TRL's
+    center_rewards_coefficient, there often 0.01."""
+    remote_code: bool = False
+    """Run the Python code that a loaded model brings along, where transformers lacks its architecture."""
+
+
+class RewardModel(OnLanguageModel):
+    """A language model whose head is one score, read at the last token that is no padding.
+
+    loss = the mean over pairs of -log sigmoid(chosen score - rejected score - margin), and `--center` times
+    that of (chosen + rejected)^2. The score's layer starts at zero, unless the model has one, so that no draw
+    of numbers has a part in it.
+
+    Metrics of each step and of held-out pairs, means over pairs. `reward_accuracy`: how often the chosen
+    answer has the larger score; `reward_margin`: by how much; `chosen_reward`, `rejected_reward`.
+    """
+
+    Options: ClassVar = RewardOptions
+    rows_per_sample: ClassVar = 2
+    data: ClassVar = "data.preferences.dataset:ScoredPairs"
+    defaults: ClassVar = {**OnLanguageModel.defaults, "lr": 1e-5}
+
+    def unread(self) -> Mapping[str, str]:
+        return {**super().unread(), "label_smoothing": "a reward model has none"}
+
+    def check(self) -> None:
+        options, bits = self.options, self.options.load_bits
+        refuse(
+            {
+                f"--load-bits {bits}: a reward model is trained on whole weights: use --adapter lora": bits
+                != 16,
+                "--also-train: the score's layer trains always, and there is no other head": bool(
+                    options.also_train
+                ),
+            }
+        )
+        super().check()
+        if (name := self.language.model_name) not in PRESETS and Path(name).expanduser().is_dir():
+            self._check_kind(hub.load_config(str(Path(name).expanduser()), None))
+
+    def check_for_plan(self) -> None:
+        super().check_for_plan()
+        if (name := self.language.model_name) not in PRESETS:
+            self._check_kind(known_models.load_config(name, self.recipe.revision))
+
+    def _check_kind(self, config: Mapping[str, Any]) -> None:
+        from transformers.models.auto import modeling_auto
+
+        known = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+        if config.get("model_type") not in known and "auto_map" not in config:
+            raise UserError(
+                f"--model {self.language.model_name}: transformers has no {config.get('model_type')} with a"
+                " score: give a model of another family, such as Llama, Qwen, Gemma or Mistral"
+            )
+
+    def build_model(self, facts: Facts) -> nn.Module:
+        return self.build_model_on(facts, "cpu")
+
+    def build_model_on(self, facts: Facts, device: Any) -> nn.Module:
+        import torch
+        from transformers import GPT2ForSequenceClassification
+
+        language, options = self.language, self.options
+        config, name, revision = (
+            language.transformers_config(facts),
+            language.model_name,
+            self.recipe.revision,
+        )
+        config.num_labels, config.pad_token_id = 1, pad_id(facts.extra)
+        if name in PRESETS:
+            model: Any = GPT2ForSequenceClassification(config)
+            torch.nn.init.zeros_(model.score.weight)
+            return model
+        path, rounds = hub.fetch_weights(name, revision), options.frozen_dtype == "bf16"
+        model = open_scorer(path, config, revision, options.remote_code, "auto" if rounds else torch.float32)
+        if rounds:
+            from isobatch.models.causal_lm.frozen_weights import hold_matrices_in_bf16
+
+            hold_matrices_in_bf16(model, [HEAD])
+        if options.adapter != "none":
+            adapters.add_adapter(model, options, name, revision, [HEAD])
+            model.peft_config["default"].task_type = "SEQ_CLS"
+        return model
+
+    def model_size(self, facts: Facts) -> ModelSize:
+        """That of the language model, whose head of its own, if it has one, is a row."""
+        size, config = self.language.model_size(facts), self.language.transformers_config(facts)
+        head = 0 if config.get_text_config().tie_word_embeddings else size.vocabulary * size.hidden
+        trains_head = head if self.options.adapter == "none" else 0
+        return dataclasses.replace(
+            size,
+            parameters=size.parameters - head + size.hidden,
+            trainable=size.trainable - trains_head + size.hidden,
+            vocabulary=0,
+            head_bytes=0,
+            packs=False,
+        )
+
+    def _rewards(self, model: nn.Module, batch: Batch) -> Tensor:
+        """(B, 2) scores, fp32."""
+        import torch
+
+        from isobatch.models.causal_lm.chunked_cross_entropy import run_model
+
+        tokens_B2T, length_B2 = batch["tokens"].long(), batch["row_length"]
+        behind = torch.arange(tokens_B2T.shape[-1], device=tokens_B2T.device) >= length_B2[..., None]
+        pad = getattr(model, "module", model).config.pad_token_id
+        scores = run_model(model, tokens_B2T.masked_fill(behind, pad).flatten(0, 1))
+        return scores.float().view(length_B2.shape)
+
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
+        """batch: tokens (B, 2, T), row_length (B, 2), margin (B,)."""
+        loss, figures = self._loss_and_figures(model, batch)
+        step.record("pairs", figures)
+        return {"loss": Loss(loss, "sample")}
+
+    def _loss_and_figures(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The sum of the losses; and (1 + FIGURES,): pairs, and the sum over them of each figure."""
+        import torch
+        from torch.nn import functional as F
+
+        scores_B2 = self._rewards(model, batch)
+        margin_B = first_minus_second(scores_B2)
+        losses_B = -F.logsigmoid(margin_B - batch["margin"])
+        if self.options.center:
+            losses_B = losses_B + self.options.center * scores_B2.sum(-1).square()
+        known_B2, known_B = scores_B2.detach(), margin_B.detach()
+        right_B = (known_B > TIE).float() + 0.5 * (known_B.abs() <= TIE).float()
+        pairs = torch.full_like(known_B, 1.0).sum()
+        return losses_B.sum(), torch.stack([pairs, right_B.sum(), known_B.sum(), *known_B2.sum(0)])
+
+    def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
+        pairs, *sums = recorded["pairs"].tolist()
+        return {name: total / pairs for name, total in zip(FIGURES, sums, strict=True)}
+
+    def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
+        loss, figures = self._loss_and_figures(model, batch)
+        named = zip(("loss", *FIGURES), (loss, *figures[1:]), strict=True)
+        return {name: Sum(value, len(batch["tokens"])) for name, value in named}
+
+    def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
+        """A folder for AutoModelForSequenceClassification and AutoTokenizer; an adapter's for PeftModel."""
+        configured: Any = model
+        if self.options.adapter == "none":
+            saving.save(model, facts, folder)
+        else:
+            lora.save_adapter(model, folder, [HEAD])
+            saving.save_tokenizer(configured.config.to_dict(), facts, folder)
+
+    def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
+        adapted = (final / lora.CONFIG_FILE).is_file()
+        return ModelDescription(
+            title="Adapter of a reward model" if adapted else "Reward model",
+            summary="Gives a prompt with an answer a score: the larger, the better the answer.",
+            usage=ADAPTED if adapted else USAGE,
+            hub_fields={"library_name": "peft" if adapted else "transformers"}
+            | {"pipeline_tag": "text-classification"},
+        )
+
+    def open_scorer(self, final: Path, facts: Facts) -> Predictor:
+        """The model in `final`, read once: rows of tokens -> `reward` of each."""
+        import torch
+        from transformers import AutoConfig
+
+        base, revision = lora.base_model_of(final) if (final / lora.CONFIG_FILE).is_file() else (final, None)
+        config = AutoConfig.from_pretrained(str(base), **hub.remote_code_kwargs(self.options.remote_code))
+        config.num_labels, config.pad_token_id = 1, pad_id(facts.extra)
+        model = open_scorer(str(base), config, revision, self.options.remote_code)
+        if base is not final:
+            model = lora.put_adapter(model, final, str(base))
+        model.eval()
+
+        @torch.no_grad()
+        def score(rows: Sequence[np.ndarray]) -> list[dict[str, Any]]:
+            """One row after the other: beside others padding would change float sums."""
+            tokens = (torch.as_tensor(row.astype("int64"))[None] for row in rows)
+            return [{"reward": float(model(input_ids=one, use_cache=False).logits)} for one in tokens]
+
+        return score
+
+
+def open_scorer(path: str, config: Any, revision: str | None, runs_code: bool, dtype: Any = None) -> Any:
+    """A saved model with a score, in fp32 unless `dtype`; a score that it has not yet is 0 of everything."""
+    import torch
+    from transformers import AutoModelForSequenceClassification
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # else a warning that the score is new
+    try:
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            path,
+            config=config,
+            revision=revision or "main",
+            dtype=dtype or torch.float32,
+            output_loading_info=True,
+            **hub.remote_code_kwargs(runs_code),
+        )
+    finally:
+        logging.set_verbosity(level)
+    if f"{HEAD}.weight" in found["missing_keys"]:
+        torch.nn.init.zeros_(model.get_submodule(HEAD).weight)
+    return model
+
+
+def pad_id(extra: Mapping[str, Any]) -> int:
+    """The token of padding: the tokenizer's, or its end token. A score is read before it."""
+    found = extra.get("pad") if extra.get("pad") is not None else extra.get("eos")
+    return int(found or 0)
