@@ -52,8 +52,8 @@ READ_BY_OPTIMIZERS = ("weight_decay", "adam_beta1", "adam_beta2", "adam_eps")
 NOT_A_TASK = dict.fromkeys(
     ("grpo", "ppo", "rloo", "reinforce", "online-dpo", "online_dpo", "gspo", "dapo"),
     "learns from answers that the model writes while it trains, and here the samples of a step follow from"
-    " the recipe alone: write answers with `predict`, score them with a model of --task reward, and learn from"
-    " the pairs with --task dpo, or from judged answers with --task kto",
+    " the recipe alone: write answers with `predict`, score them with a model of --task reward, and learn"
+    " from the pairs with --task dpo, or from judged answers with --task kto",
 )
 NOT_A_TASK |= dict.fromkeys(("sft", "pt", "pretrain", "clm"), "is called --task causal-lm here")
 NOT_A_TASK |= dict.fromkeys(("rm", "reward-model", "reward_model"), "is called --task reward here")

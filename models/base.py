@@ -151,6 +151,9 @@ class Teacher:
     """Model and batch -> name -> (B, ...) tensor. `loss` finds each in its batch as `teacher.NAME`."""
     held_out: bool = False
     """Whether it answers the held-out samples too, for `evaluate`."""
+    per_token: bool = False
+    """Whether an answer is (B, T, ...), values for each token of a sample: what stands behind its last token
+    is not kept, and is 0 in the batch of `loss`."""
     name: str = "teacher"
     """What the user calls it."""
 

@@ -20,6 +20,7 @@ from isobatch.core.hub_cache import explain_hub_error
 ADAPTER_CONFIG = "adapter_config.json"
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 CARD_FILE = "README.md"
+RUN_FILES = ("recipe.json", "facts.json")
 TOKENIZER_FILES = ("tokenizer.json", "encoder.json", "vocab.json", "vocab.txt")
 
 
@@ -257,3 +258,32 @@ def files_to_download(files: list[str]) -> list[str]:
         if weights := [f for f in own if f.startswith(stem) and f.endswith(suffix)]:
             return small + weights
     return small
+
+
+def resolve_model(name_or_path: str, flag: str) -> str:
+    """The model folder of a finished run; a folder or a hub id is returned as it is.
+
+    Raises UserError if it is none of these, or the run is not finished. `flag` names it in messages.
+    """
+    folder = Path(name_or_path).expanduser()
+    if all((folder / name).is_file() for name in RUN_FILES):
+        if (folder / "final" / ADAPTER_CONFIG).is_file():
+            whole = f"`export {name_or_path} --to merged` makes it a whole model: give exports/merged of it"
+            raise UserError(f"{flag} {name_or_path}: that run trained an adapter; {whole}")
+        if not (folder / "final" / "config.json").is_file():
+            unfinished = f"that run has no final/ yet: finish it with `resume {name_or_path}`"
+            raise UserError(f"{flag} {name_or_path}: {unfinished}")
+        return str(folder / "final")
+    if not folder.is_dir():
+        if not is_id(name_or_path):
+            raise UserError(f"{flag} {name_or_path}: is no run, folder or hub id (owner/name)")
+        require_available(name_or_path, None, flag)
+    return name_or_path
+
+
+def tokenizer_vocabulary(name: str) -> Any:
+    """The tokens of a model's tokenizer with their ids; None if tokenizer.json is not in the cache."""
+    file = Path(local_path_or_id(name, None)) / "tokenizer.json"
+    if not file.is_file():
+        return None
+    return json.loads(file.read_text(encoding="utf-8"))["model"].get("vocab")

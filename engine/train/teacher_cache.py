@@ -43,8 +43,10 @@ INDEX = "index.json"
 class TeacherSource(Source):
     """A source with the teacher's outputs as further columns of each sample."""
 
-    def __init__(self, source: Source, folder: Path) -> None:
+    def __init__(self, source: Source, folder: Path, borders: np.ndarray | None = None) -> None:
+        """`borders`: of each sample's tokens in answers that have values for each."""
         self.source, self.folder, self.weights = source, folder, source.weights
+        self._borders = borders
         self.answers, self._digests = _open(folder, "r")
         self._unchecked = self._digests != 0
 
@@ -59,7 +61,8 @@ class TeacherSource(Source):
         first = indices[self._unchecked[indices]]
         if not first.size:
             return
-        found = row_digests({name: a[first] for name, a in self.answers.items()}, len(first))
+        rows = {name: _rows(a, first, self._borders) for name, a in self.answers.items()}
+        found = row_digests(rows, len(first))
         if (changed := first[found != self._digests[first]]).size:
             np.load(self.folder / DIGESTS, mmap_mode="r+")[changed] = 0
             raise TrainingError(
@@ -70,8 +73,16 @@ class TeacherSource(Source):
 
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
         self.check(indices)
-        columns = {PREFIX + name: np.take(a, indices, axis=0) for name, a in self.answers.items()}
-        return {**self.source.fetch(indices, pad_to), **columns}
+        found = self.source.fetch(indices, pad_to)
+        if self._borders is None:
+            return found | {PREFIX + name: np.take(a, indices, axis=0) for name, a in self.answers.items()}
+        width = max(pad_to, int(found["length"].max()))
+        for name, answers in self.answers.items():
+            padded = np.zeros((len(indices), width, *answers.shape[1:]), answers.dtype)
+            for row, values in zip(padded, _rows(answers, indices, self._borders), strict=True):
+                row[: len(values)] = values
+            found[PREFIX + name] = padded
+        return found
 
 
 def samples_used(sampler: Sampler, schedules: Sequence[PhaseSchedule]) -> np.ndarray:
@@ -106,14 +117,29 @@ def with_teacher_outputs(
         say(f"the {teacher.name} answers {sum(map(len, missing)):,} samples, once, in {folder}")
         with atomic_files.explain_write_errors(folder):
             _fill(folder, source, teacher, facts, missing, world)
-    return TeacherSource(source, folder)
+    return TeacherSource(source, folder, _borders(source, teacher))
 
 
-def row_digests(answers: Mapping[str, np.ndarray], count: int) -> np.ndarray:
+def _borders(source: Source, teacher: Teacher) -> np.ndarray | None:
+    """(samples + 1,) where each sample's tokens begin and end, for a teacher that answers for each token."""
+    if not teacher.per_token:
+        return None
+    return np.concatenate([[0], np.cumsum(source.lengths(np.arange(len(source))), dtype=np.int64)])
+
+
+def _rows(array: np.ndarray, samples: np.ndarray, borders: np.ndarray | None) -> Sequence[np.ndarray]:
+    """What `array` holds of each of these samples."""
+    if borders is None:
+        return np.take(array, samples, axis=0)
+    return [array[start:stop] for start, stop in zip(borders[samples], borders[samples + 1], strict=True)]
+
+
+def row_digests(answers: Mapping[str, Sequence[np.ndarray]], count: int) -> np.ndarray:
     """(count,) uint64: a digest of each row of the outputs."""
-    rows = [np.ascontiguousarray(answers[name]).reshape(count, -1).view(np.uint8) for name in sorted(answers)]
-    joined = np.concatenate(rows, axis=1)
-    found = b"".join(hashlib.blake2b(row.tobytes(), digest_size=8).digest() for row in joined)
+    found = b""
+    for place in range(count):
+        joined = b"".join(np.ascontiguousarray(answers[name][place]).tobytes() for name in sorted(answers))
+        found += hashlib.blake2b(joined, digest_size=8).digest()
     return np.frombuffer(found, np.uint64)
 
 
@@ -133,16 +159,20 @@ def _fill(
     missing: list[np.ndarray],
     world: Communicator,
 ) -> None:
-    model = teacher.build(facts).to(world.device).eval()
+    model, borders = teacher.build(facts).to(world.device).eval(), _borders(source, teacher)
 
     @torch.no_grad()
-    def answer(batch: np.ndarray) -> dict[str, np.ndarray]:
+    def answer(batch: np.ndarray) -> dict[str, Sequence[np.ndarray]]:
         host = to_tensors(source.fetch(batch), pin=False)
         found = teacher.answers(model, to_device(host, world.device))
-        return {name: values.cpu().numpy() for name, values in found.items()}
+        arrays = {name: values.cpu().numpy() for name, values in found.items()}
+        if borders is None:
+            return arrays
+        lengths = source.lengths(batch)
+        return {n: [row[:k] for row, k in zip(a, lengths, strict=True)] for n, a in arrays.items()}
 
     if world.is_main and not (folder / INDEX).exists():
-        _create(folder, len(source), answer(missing[0]))
+        _create(folder, len(source), answer(missing[0][:1]), borders)
     world.barrier()
     answers, digests = _open(folder, "r+")
     for done, batch in enumerate(missing[world.rank :: world.size]):
@@ -150,24 +180,29 @@ def _fill(
         world.mark_progress("the teacher's answers")
         found = answer(batch)
         for name, values in found.items():
-            answers[name][batch] = values
+            for row, sample in zip(values, batch, strict=True):
+                rows = slice(sample, sample + 1) if borders is None else slice(*borders[sample : sample + 2])
+                answers[name][rows] = row
         digests[batch] = row_digests(found, len(batch))
     for array in (*answers.values(), digests):
         array.flush()
     world.barrier()
 
 
-def _create(folder: Path, count: int, example: dict[str, np.ndarray]) -> None:
+def _create(
+    folder: Path, count: int, example: Mapping[str, Sequence[np.ndarray]], borders: np.ndarray | None
+) -> None:
     """Create empty arrays for `count` samples, shaped like `example`, and rename the folder into place.
 
     Another run may create and fill the same folder at the same time: then its folder is used.
     """
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
     fresh.mkdir(parents=True)
-    files = {f"{name}.npy": (values.dtype, values.shape[1:]) for name, values in example.items()}
-    for name, (kind, shape) in {**files, DIGESTS: (np.dtype(np.uint64), ())}.items():
+    for name, (first, *_) in example.items():
+        shape = (count, *first.shape) if borders is None else (int(borders[-1]), *first.shape[1:])
         # Sparse zeros: they take disk space only as they are filled.
-        np.lib.format.open_memmap(fresh / name, "w+", kind, (count, *shape)).flush()
+        np.lib.format.open_memmap(fresh / f"{name}.npy", "w+", first.dtype, shape).flush()
+    np.lib.format.open_memmap(fresh / DIGESTS, "w+", np.dtype(np.uint64), (count,)).flush()
     atomic_files.write_text(fresh / INDEX, json.dumps(sorted(example)))
     try:
         fresh.rename(folder)

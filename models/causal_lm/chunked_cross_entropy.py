@@ -10,7 +10,7 @@ Letters: B rows, T tokens of a row, N predicted tokens, D hidden width, V vocabu
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -190,6 +190,56 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         gradients = [None if g is None else g.mul_(gradient) for g in ctx.saved_tensors]
         return (*gradients, None, None)
+
+
+LogitLoss = Callable[[slice, Tensor], tuple[Tensor, Tensor]]
+"""(Which of the N predicted tokens, their (n, V) fp32 logits) -> (a sum over them, 0-d; other sums, of which
+no gradient is taken)."""
+
+
+def loss_of_logits(model: Any, tokens: Tensor, rows: Tensor, compute: LogitLoss) -> tuple[Tensor, Tensor]:
+    """Any sum over predicted tokens that is made of their logits, a chunk of them at a time.
+
+    tokens: (B, T) int64; rows: (N,) which of the B * T positions predict. Returns the sums of what `compute`
+    returns.
+    """
+    head = bypassable_head(model)
+    if head is None:
+        logits = run_model(model, tokens).flatten(0, 1).index_select(0, rows).float()
+        return compute(slice(None), logits)
+    states = states_before(head, model, tokens).flatten(0, 1).index_select(0, rows)
+    found: tuple[Tensor, Tensor] = ChunkedLoss.apply(states, *_weights(head.weight, head.bias), compute)
+    return found
+
+
+class ChunkedLoss(torch.autograd.Function):
+    """(N, D) states, (V, D) weight, (V,) bias or None, a LogitLoss -> the sums of what that returns.
+
+    Gradients are computed in the forward, those of the logits by autograd.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, compute: LogitLoss
+    ) -> tuple[Tensor, Tensor]:
+        trains, vocabulary = any(ctx.needs_input_grad), len(weight)
+        gradients = HeadGradients(ctx.needs_input_grad, states, weight, bias)
+        total, figures = torch.zeros((), device=states.device), torch.zeros((), device=states.device)
+        for chunk, chunk_states, logits, cast_weight in logit_chunks(states, weight, bias):
+            with torch.set_grad_enabled(trains):
+                known = logits[:, :vocabulary].detach().requires_grad_(trains)
+                loss, more = compute(chunk, known)
+            total, figures = total + loss.detach(), figures + more.detach()
+            if trains:
+                (errors,) = torch.autograd.grad(loss, known)
+                gradients.add(chunk, errors.to(chunk_states.dtype), chunk_states, cast_weight[:vocabulary])
+        ctx.save_for_backward(*gradients.found())
+        ctx.mark_non_differentiable(figures)
+        return total, figures
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        return (*(None if g is None else g.mul_(gradient) for g in ctx.saved_tensors), None)
 
 
 def token_log_probs(model: Any, tokens: Tensor, targets: Tensor, count: int | None = None) -> Tensor:

@@ -14,17 +14,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
-from isobatch.core.number_ranges import Count
+from isobatch.core.number_ranges import Count, Positive, Share, Temperature
 from isobatch.models import hub, lora, saving
-from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
+from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task, Teacher
 from isobatch.models.causal_lm import (
     adapter_sizes,
     adapters,
     answers,
+    distillation,
     generation,
     known_models,
     model_sizes,
@@ -76,6 +77,23 @@ class CausalLMOptions(adapters.AdapterOptions):
     """Run the Python code that a loaded model brings along, where transformers lacks its architecture."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DistilledOptions(CausalLMOptions):
+    """The flags of causal-lm: those of causal language models, and of their distillation."""
+
+    teacher: str | None = None
+    """A larger language model with the same tokenizer to learn from: a run, a folder or a hub id."""
+    kd_weight: Share = 0.5
+    """Part of the loss that comes from the teacher; the rest is from the tokens of the data."""
+    kd_top: Positive = 64
+    """Likeliest tokens of the teacher that are kept of each position; all others are one more."""
+    kd_direction: Literal["forward", "reverse"] = "forward"
+    """forward: KL(teacher || student), which covers all that the teacher might say; reverse: KL(student ||
+    teacher), which keeps to what it would most likely say (Gu et al. 2024)."""
+    temperature: Temperature = 1.0
+    """Softens both models' probabilities (Hinton et al. 2015)."""
+
+
 class CausalLM(Task):
     """Next-token prediction on independent blocks of tokens.
 
@@ -86,11 +104,12 @@ class CausalLM(Task):
     in nats per predicted token. `word_perplexity` and `bits_per_byte` divide the nats of all predicted tokens
     of the split by its words (split at white space, and a line's end is one; left out for scripts without
     spaces) and by its UTF-8 bytes: the first token of a block costs nothing, so compare at equal --max-length
-    or with --stride. `stride` is that of the measurement. If a fraction of the blocks is evaluated, the mean
+    or with --stride. With --teacher each step has `nll` and `kl`, means per predicted token. `stride` is that
+    of the measurement. If a fraction of the blocks is evaluated, the mean
     is of this fraction, the tokens per word and per byte are of the whole split.
     """
 
-    Options: ClassVar = CausalLMOptions
+    Options: ClassVar[type] = DistilledOptions
     data: ClassVar[type | str | None] = "data.text.dataset:Text"
     streamed: ClassVar = "data.streaming.text:StreamedText"
     exports: ClassVar = ("merged", "adapter", "gguf", "gguf-f32", "gguf-bf16", "gguf-q8_0", "gguf-adapter")
@@ -120,6 +139,11 @@ class CausalLM(Task):
         is_loaded = values.get("model", cls.defaults.get("model")) not in PRESETS
         if is_loaded and "lr" not in cls.defaults and "lr" not in values:
             implied["lr"] = FINETUNING_LR if values.get("adapter", "none") == "none" else ADAPTER_LR
+        if (teacher := values.get("teacher")) is not None:
+            path = Path(str(teacher)).expanduser()
+            implied["teacher"] = str(path.resolve()) if path.is_dir() else teacher
+            if not is_loaded and "tokenizer" not in values:
+                implied["tokenizer"] = hub.resolve_model(implied["teacher"], "--teacher")
         return implied
 
     def unread(self) -> Mapping[str, str]:
@@ -132,6 +156,8 @@ class CausalLM(Task):
     def check(self) -> None:
         name = self.model_name
         adapters.check_options(self.options, pretrained=name not in PRESETS)
+        if isinstance(self.options, DistilledOptions):
+            distillation.check(self.options, self.recipe.tokenizer or name)
         if self.options.load_bits != 16:
             need("bitsandbytes", f"--load-bits {self.options.load_bits}")
         if self.recipe.max_length < 2:
@@ -170,6 +196,17 @@ class CausalLM(Task):
     def fetch(self) -> None:
         if self.model_name not in PRESETS:
             hub.fetch_weights(self.model_name, self.recipe.revision)
+        if (path := self._teacher_path()) is not None:
+            hub.fetch_weights(path, None, "--teacher")
+
+    def _teacher_path(self) -> str | None:
+        if not isinstance(self.options, DistilledOptions) or self.options.teacher is None:
+            return None
+        return hub.resolve_model(self.options.teacher, "--teacher")
+
+    def teacher(self) -> Teacher | None:
+        path = self._teacher_path()
+        return None if path is None else distillation.teacher(path, self.options, self._raw_config)
 
     def build_model(self, facts: Facts) -> nn.Module:
         return self.build_model_on(facts, "cpu")
@@ -227,13 +264,24 @@ class CausalLM(Task):
             answers.check(count, facts)
             why = f"--answers {count} writes texts of any length on each process by itself"
             size = dataclasses.replace(size, why_whole_weights=why)
-        return size
+        return size if self._teacher_path() is None else distillation.size_with(size, self.options, facts)
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""
         count = None if step.host is None else int(step.host["token.weight"].numpy().sum())
+        if "teacher.ids" in batch:
+            targets, smoothing = _targets(batch), self.recipe.label_smoothing
+            total, figures = distillation.loss(model, batch, targets, count, smoothing, self.options)
+            step.record("distillation", figures)
+            return {"loss": Loss(total, "token")}
         smoothed = self._nll_sum(model, batch, count, self.recipe.label_smoothing)
         return {"loss": Loss(smoothed, "token")}
+
+    def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
+        if "distillation" not in recorded:
+            return {}
+        tokens, nll, kl = recorded["distillation"].tolist()
+        return {"nll": nll / tokens, "kl": kl / tokens}
 
     def _nll_sum(
         self, model: nn.Module, batch: Batch, count: int | None = None, smoothing: float = 0.0

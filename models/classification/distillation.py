@@ -7,7 +7,6 @@ Letters: B samples, C classes, L layers of the student, M layers of the teacher,
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.models.encoder.evaluation import Runner
-
-RUN_FILES = ("recipe.json", "facts.json")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +63,7 @@ class DistilledClassifier(Classifier):
         asked = cls.initial_model_option
         if (given := found.get(asked, values.get(asked))) is None:
             return found
-        return {**found, "model": resolve_model(str(given), f"--{asked}")}
+        return {**found, "model": hub.resolve_model(str(given), f"--{asked}")}
 
     @property
     def teacher_name(self) -> str | None:
@@ -87,7 +84,8 @@ class DistilledClassifier(Classifier):
                     not is_classifier(path, None)
                 ),
                 f"the teacher {path}: its tokenizer is not that of {student}: both must read the same"
-                " tokens": path != student and _tokenizer_vocabulary(path) != _tokenizer_vocabulary(student),
+                " tokens": path != student
+                and hub.tokenizer_vocabulary(path) != hub.tokenizer_vocabulary(student),
                 f"--distill-hidden on: {self.teacher_name} and {student} have states of different width: use"
                 " --distill-hidden off": self.options.distill_hidden and len(widths) > 1,
             }
@@ -99,7 +97,7 @@ class DistilledClassifier(Classifier):
             hub.fetch_weights(path, None, "--teacher")
 
     def _teacher_path(self) -> str | None:
-        return None if self.teacher_name is None else resolve_model(self.teacher_name, "--teacher")
+        return None if self.teacher_name is None else hub.resolve_model(self.teacher_name, "--teacher")
 
     def _classifier_config(self, facts: Facts) -> Any:
         """Raises UserError unless the teacher has exactly this data's labels, in this order."""
@@ -179,24 +177,6 @@ def hidden_state_loss(student_BLH: Tensor, teacher_BMH: Tensor) -> Tensor:
     return (student - teacher).square().sum(-1).mean(-1).sum()
 
 
-def resolve_model(name_or_path: str, flag: str) -> str:
-    """The model folder of a finished run; a folder or a hub id is returned as it is.
-
-    Raises UserError if it is none of these, or the run is not finished. `flag` names it in messages.
-    """
-    folder = Path(name_or_path).expanduser()
-    if all((folder / name).is_file() for name in RUN_FILES):
-        if not (folder / "final" / "config.json").is_file():
-            unfinished = f"that run has no final/ yet: finish it with `resume {name_or_path}`"
-            raise UserError(f"{flag} {name_or_path}: {unfinished}")
-        return str(folder / "final")
-    if not folder.is_dir():
-        if not hub.is_id(name_or_path):
-            raise UserError(f"{flag} {name_or_path}: is no run, folder or hub id (owner/name)")
-        hub.require_available(name_or_path, None, flag)
-    return name_or_path
-
-
 def is_classifier(name: str, revision: str | None) -> bool:
     """Whether a saved model has a classification head."""
     if not (Path(hub.local_path_or_id(name, revision)) / "config.json").is_file():
@@ -208,11 +188,3 @@ def is_classifier(name: str, revision: str | None) -> bool:
 def hidden_width(config: Mapping[str, Any] | None) -> Any:
     """Width of the hidden states, by the config key of any family; None if there is none."""
     return (config or {}).get("hidden_size") or (config or {}).get("dim")
-
-
-def _tokenizer_vocabulary(name: str) -> Any:
-    """The tokens of a model's tokenizer with their ids; None if tokenizer.json is not in the cache."""
-    file = Path(hub.local_path_or_id(name, None)) / "tokenizer.json"
-    if not file.is_file():
-        return None
-    return json.loads(file.read_text(encoding="utf-8"))["model"].get("vocab")

@@ -168,7 +168,8 @@ class RewardModel(OnLanguageModel):
 
         tokens_B2T, length_B2 = batch["tokens"].long(), batch["row_length"]
         behind = torch.arange(tokens_B2T.shape[-1], device=tokens_B2T.device) >= length_B2[..., None]
-        pad = getattr(model, "module", model).config.pad_token_id
+        unwrapped: Any = getattr(model, "module", model)
+        pad = int(unwrapped.config.pad_token_id)
         scores = run_model(model, tokens_B2T.masked_fill(behind, pad).flatten(0, 1))
         return scores.float().view(length_B2.shape)
 

@@ -8,19 +8,20 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from isobatch.data.base import load
 from isobatch.tests.integration.helpers import rows, succeed
 from isobatch.tests.tiny_models import save_gpt2
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor
 
 COUNT, STEPS, END, RATE = 24, 5, 0, 5e-3
@@ -58,7 +59,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def train(home: Path, task: str, data: str, processes: int, more: str = "") -> Path:
     """A run's folder."""
-    name = f"{task}-{processes}"
+    name = f"{task}-{more.split()[-1]}-{processes}"
     words = f"--task {task} --data {data}.jsonl --valid {data}-held.jsonl {COMMON} {more}"
     succeed("auto", *words.split(), "--processes", str(processes), "--name", name, cwd=home)
     return home / "runs" / name
@@ -158,3 +159,39 @@ def test_reward(home: Path, processes: int) -> None:
         wanted = float(score(final, data[0]["prompt"] + data[0]["chosen"]))
     assert said["reward"] == pytest.approx(wanted, abs=1e-6)
     assert abs(wanted) > 1e-3
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_distillation(home: Path, direction: str, processes: int) -> None:
+    flags = f"--teacher teacher --kd-top 7 --kd-weight 0.7 --temperature 1.5 --kd-direction {direction}"
+    run = train(home, "causal-lm", "texts", processes, f"--template plain --dropout 0 {flags}")
+    columns = load(Path(json.loads((run / "facts.json").read_text())["folder"]) / "train")
+    every = np.arange(COUNT)
+    data = zip(columns["tokens"].rows(every), columns["learn"].rows(every), strict=True)
+    rows_learnt = [(torch.tensor(row.astype("int64")), torch.tensor(learn[1:] > 0)) for row, learn in data]
+    large = AutoModelForCausalLM.from_pretrained(home / "teacher")
+    model = AutoModelForCausalLM.from_pretrained(home / "model")
+    count = sum(int(learnt.sum()) for _, learnt in rows_learnt)
+
+    def classes(logits: Tensor, top: Tensor) -> Tensor:
+        """log p of the likeliest tokens of the teacher, and of all others together."""
+        p = (logits / 1.5).softmax(-1)
+        chosen = torch.stack([p[n, ids] for n, ids in enumerate(top)])
+        return torch.cat([chosen, 1 - chosen.sum(-1, keepdim=True)], -1).log()
+
+    def loss(model: Any) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64)
+        for tokens, learnt in rows_learnt:
+            logits = model(input_ids=tokens[None]).logits[0, :-1][learnt].double()
+            with torch.no_grad():
+                taught = large(input_ids=tokens[None]).logits[0, :-1][learnt].double()
+            top = taught.topk(7, -1).indices
+            p, q = classes(taught, top), classes(logits, top)
+            of, against = (p, q) if direction == "forward" else (q, p)
+            kl = (of.exp() * (of - against)).sum()
+            nll = F.cross_entropy(logits, tokens[1:][learnt], reduction="sum")
+            total = total + 0.3 * nll + 0.7 * 1.5**2 * kl
+        return total / count
+
+    assert losses_of(run) == pytest.approx(take_steps(model, loss), abs=TOLERANCE)
