@@ -127,7 +127,7 @@ def _borders(source: Source, teacher: Teacher) -> np.ndarray | None:
     return np.concatenate([[0], np.cumsum(source.lengths(np.arange(len(source))), dtype=np.int64)])
 
 
-def _rows(array: np.ndarray, samples: np.ndarray, borders: np.ndarray | None) -> Sequence[np.ndarray]:
+def _rows(array: np.ndarray, samples: np.ndarray, borders: np.ndarray | None) -> Any:
     """What `array` holds of each of these samples."""
     if borders is None:
         return np.take(array, samples, axis=0)
@@ -162,7 +162,7 @@ def _fill(
     model, borders = teacher.build(facts).to(world.device).eval(), _borders(source, teacher)
 
     @torch.no_grad()
-    def answer(batch: np.ndarray) -> dict[str, Sequence[np.ndarray]]:
+    def answer(batch: np.ndarray) -> dict[str, Any]:
         host = to_tensors(source.fetch(batch), pin=False)
         found = teacher.answers(model, to_device(host, world.device))
         arrays = {name: values.cpu().numpy() for name, values in found.items()}

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from isobatch.core.errors import UserError, refuse
 from isobatch.core.number_ranges import Rate
 from isobatch.models import hub, lora, saving
-from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum
-from isobatch.models.causal_lm import adapters, known_models
+from isobatch.models.base import Batch, Loss, ModelSize
+from isobatch.models.causal_lm import adapters
 from isobatch.models.causal_lm.model_sizes import PRESETS
 from isobatch.models.model_card import ModelDescription
-from isobatch.models.preference.task import TIE, OnLanguageModel, first_minus_second
+from isobatch.models.preference.task import PairTask, figures_of, first_minus_second
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,22 +36,11 @@ if TYPE_CHECKING:
 FIGURES = ("reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward")
 HEAD = "score"
 """The name that transformers gives the layer with the score."""
-KIND = "AutoModelForSequenceClassification"
 USAGE = """\
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(".")
-model = AutoModelForSequenceClassification.from_pretrained(".")
-ids = tokenizer("a prompt and an answer, written as in training", return_tensors="pt").input_ids
-print(float(model(input_ids=ids).logits))
-"""
-ADAPTED = """\
-from peft import PeftConfig, PeftModel
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-
-tokenizer, base = AutoTokenizer.from_pretrained("."), PeftConfig.from_pretrained(".").base_model_name_or_path
-model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype="float32")
-model = PeftModel.from_pretrained(model, ".").eval()
+model = AutoModelForSequenceClassification.from_pretrained(".", num_labels=1)
 ids = tokenizer("a prompt and an answer, written as in training", return_tensors="pt").input_ids
 print(float(model(input_ids=ids).logits))
 """
@@ -68,7 +57,7 @@ class RewardOptions(adapters.AdapterOptions):
     """Run the Python code that a loaded model brings along, where transformers lacks its architecture."""
 
 
-class RewardModel(OnLanguageModel):
+class RewardModel(PairTask):
     """A language model whose head is one score, read at the last token that is no padding.
 
     loss = the mean over pairs of -log sigmoid(chosen score - rejected score - margin), and `--center` times
@@ -80,9 +69,9 @@ class RewardModel(OnLanguageModel):
     """
 
     Options: ClassVar = RewardOptions
-    rows_per_sample: ClassVar = 2
+    figures: ClassVar = FIGURES
     data: ClassVar = "data.preferences.dataset:ScoredPairs"
-    defaults: ClassVar = {**OnLanguageModel.defaults, "lr": 1e-5}
+    defaults: ClassVar = {**PairTask.defaults, "lr": 1e-5}
 
     def unread(self) -> Mapping[str, str]:
         return {**super().unread(), "label_smoothing": "a reward model has none"}
@@ -99,23 +88,6 @@ class RewardModel(OnLanguageModel):
             }
         )
         super().check()
-        if (name := self.language.model_name) not in PRESETS and Path(name).expanduser().is_dir():
-            self._check_kind(hub.load_config(str(Path(name).expanduser()), None))
-
-    def check_for_plan(self) -> None:
-        super().check_for_plan()
-        if (name := self.language.model_name) not in PRESETS:
-            self._check_kind(known_models.load_config(name, self.recipe.revision))
-
-    def _check_kind(self, config: Mapping[str, Any]) -> None:
-        from transformers.models.auto import modeling_auto
-
-        known = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-        if config.get("model_type") not in known and "auto_map" not in config:
-            raise UserError(
-                f"--model {self.language.model_name}: transformers has no {config.get('model_type')} with a"
-                " score: give a model of another family, such as Llama, Qwen, Gemma or Mistral"
-            )
 
     def build_model(self, facts: Facts) -> nn.Module:
         return self.build_model_on(facts, "cpu")
@@ -123,6 +95,7 @@ class RewardModel(OnLanguageModel):
     def build_model_on(self, facts: Facts, device: Any) -> nn.Module:
         import torch
         from transformers import GPT2ForSequenceClassification
+        from transformers.models.auto import modeling_auto
 
         language, options = self.language, self.options
         config, name, revision = (
@@ -135,6 +108,12 @@ class RewardModel(OnLanguageModel):
             model: Any = GPT2ForSequenceClassification(config)
             torch.nn.init.zeros_(model.score.weight)
             return model
+        known = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+        if config.model_type not in known and not options.remote_code:
+            raise UserError(
+                f"--model {name}: transformers has no {config.model_type} with a score: give one of another"
+                " family, such as Llama, Qwen, Gemma or Mistral"
+            )
         path, rounds = hub.fetch_weights(name, revision), options.frozen_dtype == "bf16"
         model = open_scorer(path, config, revision, options.remote_code, "auto" if rounds else torch.float32)
         if rounds:
@@ -173,35 +152,17 @@ class RewardModel(OnLanguageModel):
         scores = run_model(model, tokens_B2T.masked_fill(behind, pad).flatten(0, 1))
         return scores.float().view(length_B2.shape)
 
-    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
+    def losses_and_figures(
+        self, model: nn.Module, batch: Batch, host: Batch | None, trains: bool
+    ) -> tuple[dict[str, Loss], Tensor]:
         """batch: tokens (B, 2, T), row_length (B, 2), margin (B,)."""
-        loss, figures = self._loss_and_figures(model, batch)
-        step.record("pairs", figures)
-        return {"loss": Loss(loss, "sample")}
-
-    def _loss_and_figures(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The sum of the losses; and (1 + FIGURES,): pairs, and the sum over them of each figure."""
-        import torch
         from torch.nn import functional as F
 
         scores_B2 = self._rewards(model, batch)
         margin_B = first_minus_second(scores_B2)
-        losses_B = -F.logsigmoid(margin_B - batch["margin"])
-        if self.options.center:
-            losses_B = losses_B + self.options.center * scores_B2.sum(-1).square()
-        known_B2, known_B = scores_B2.detach(), margin_B.detach()
-        right_B = (known_B > TIE).float() + 0.5 * (known_B.abs() <= TIE).float()
-        pairs = torch.full_like(known_B, 1.0).sum()
-        return losses_B.sum(), torch.stack([pairs, right_B.sum(), known_B.sum(), *known_B2.sum(0)])
-
-    def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
-        pairs, *sums = recorded["pairs"].tolist()
-        return {name: total / pairs for name, total in zip(FIGURES, sums, strict=True)}
-
-    def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
-        loss, figures = self._loss_and_figures(model, batch)
-        named = zip(("loss", *FIGURES), (loss, *figures[1:]), strict=True)
-        return {name: Sum(value, len(batch["tokens"])) for name, value in named}
+        centre_B = self.options.center * scores_B2.sum(-1).square()
+        losses_B = centre_B - F.logsigmoid(margin_B - batch["margin"])
+        return {"loss": Loss(losses_B.sum(), "sample")}, figures_of(margin_B.detach(), scores_B2.detach())
 
     def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
         """A folder for AutoModelForSequenceClassification and AutoTokenizer; an adapter's for PeftModel."""
@@ -217,7 +178,7 @@ class RewardModel(OnLanguageModel):
         return ModelDescription(
             title="Adapter of a reward model" if adapted else "Reward model",
             summary="Gives a prompt with an answer a score: the larger, the better the answer.",
-            usage=ADAPTED if adapted else USAGE,
+            usage=USAGE,
             hub_fields={"library_name": "peft" if adapted else "transformers"}
             | {"pipeline_tag": "text-classification"},
         )

@@ -168,15 +168,55 @@ class HasReference(LanguageModelTask):
         return {"log_probs": torch.cat(found)}
 
 
-class PreferenceTask(LanguageModelTask):
-    """A causal language model that learns from pairs of answers; a sample is a pair.
+class PairTask(OnLanguageModel):
+    """It learns from pairs of answers; a sample is a pair."""
+
+    rows_per_sample: ClassVar = 2
+    figures: ClassVar[tuple[str, ...]]
+    """Names of the figures of each step and of held-out pairs, means over pairs."""
+
+    @abstractmethod
+    def losses_and_figures(
+        self, model: nn.Module, batch: Batch, host: Batch | None, trains: bool
+    ) -> tuple[dict[str, Loss], Tensor]:
+        """The losses; and (1 + figures,): pairs, and the sum of each figure. `trains`: in training."""
+
+    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
+        """batch: tokens (B, 2, T), each a prompt and an answer; learn, of the same shape, 1 where a token is
+        an answer's; perhaps teacher.log_probs (B, 2).
+        """
+        losses, figures = self.losses_and_figures(model, batch, step.host, trains=True)
+        step.record("pairs", figures.float())
+        return losses
+
+    def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
+        losses, figures = self.losses_and_figures(model, batch, step.host, trains=False)
+        pairs = len(batch["tokens"])
+        weights = {k.removesuffix(".weight"): v.sum() for k, v in batch.items() if k.endswith(".weight")}
+        parts: dict[str, Sum | Rows] = {n: Sum(v.sum, weights.get(v.unit, pairs)) for n, v in losses.items()}
+        return parts | {
+            name: Sum(value, pairs) for name, value in zip(self.figures, figures[1:], strict=True)
+        }
+
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
+        means = {name: float(part.value) / float(part.weight) for name, part in parts.items()}
+        losses = {name: value for name, value in means.items() if name not in self.figures}
+        return {"loss": sum(losses.values()), **means}
+
+    def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
+        pairs, *sums = recorded["pairs"].tolist()
+        return {name: total / pairs for name, total in zip(self.figures, sums, strict=True)}
+
+
+class PreferenceTask(PairTask, LanguageModelTask):
+    """A causal language model that learns from pairs of answers.
 
     Metrics of each step and of held-out pairs, means over pairs. `reward_accuracy`: how often the chosen
     answer has the larger reward. `reward_margin`: by how much. `chosen_log_prob`, `rejected_log_prob`: in
     nats, added up over the tokens of an answer, or their mean where `averages` is set.
     """
 
-    rows_per_sample: ClassVar = 2
+    figures: ClassVar = FIGURES
     data: ClassVar = "data.preferences.dataset:Preferences"
     averages = False
     """Whether an answer's log-probability is the mean over its tokens, and not their sum."""
@@ -189,46 +229,16 @@ class PreferenceTask(LanguageModelTask):
     def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
         """(B, 2) rewards of the answers, from their log-probabilities."""
 
-    def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
-        """batch: tokens (B, 2, T), each a prompt and an answer; learn, of the same shape, 1 where a token is
-        an answer's; perhaps teacher.log_probs (B, 2).
-        """
-        losses, figures = self._losses_and_figures(model, batch, step, trains=True)
-        step.record("pairs", figures.float())
-        return losses
-
-    def _losses_and_figures(
-        self, model: nn.Module, batch: Batch, step: StepContext, trains: bool
+    def losses_and_figures(
+        self, model: nn.Module, batch: Batch, host: Batch | None, trains: bool
     ) -> tuple[dict[str, Loss], Tensor]:
-        """The losses; and (1 + FIGURES,): pairs, and the sum over them of each figure."""
-        import torch
-
-        tokens_B2T = token_log_probs(model, batch, step.host)
+        tokens_B2T = token_log_probs(model, batch, host)
         sums_B2 = added_up(tokens_B2T)
         log_probs_B2 = sums_B2 / batch["learn"].sum(-1) if self.averages else sums_B2
         known_B2 = log_probs_B2.detach()
-        margin_B = first_minus_second(self.rewards(known_B2, batch))
-        right_B = (margin_B > TIE).float() + 0.5 * (margin_B.abs() <= TIE).float()
-        sums = (right_B.sum().to(margin_B.dtype), margin_B.sum(), *known_B2.sum(0))
-        figures = torch.stack([torch.full_like(sums[0], len(margin_B)), *sums])
+        figures = figures_of(first_minus_second(self.rewards(known_B2, batch)), known_B2)
         found = self.pair_losses(log_probs_B2, tokens_B2T, batch, trains)
         return {name: Loss(loss.sum.float(), loss.unit) for name, loss in found.items()}, figures
-
-    def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
-        losses, figures = self._losses_and_figures(model, batch, step, trains=False)
-        pairs = len(batch["tokens"])
-        weights = {k.removesuffix(".weight"): v.sum() for k, v in batch.items() if k.endswith(".weight")}
-        parts: dict[str, Sum | Rows] = {n: Sum(v.sum, weights.get(v.unit, pairs)) for n, v in losses.items()}
-        return parts | {name: Sum(value, pairs) for name, value in zip(FIGURES, figures[1:], strict=True)}
-
-    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
-        means = {name: float(part.value) / float(part.weight) for name, part in parts.items()}
-        losses = {name: value for name, value in means.items() if name not in FIGURES}
-        return {"loss": sum(losses.values()), **means}
-
-    def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
-        pairs, *sums = recorded["pairs"].tolist()
-        return {name: total / pairs for name, total in zip(FIGURES, sums, strict=True)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -338,3 +348,14 @@ def added_up(token_log_probs_B2T: Tensor) -> Tensor:
 def first_minus_second(values_B2: Tensor) -> Tensor:
     """(B,): what the chosen answer has more than the rejected one."""
     return values_B2[:, 0] - values_B2[:, 1]
+
+
+def figures_of(margin_B: Tensor, known_B2: Tensor) -> Tensor:
+    """(5,): pairs; and over them the sums of how often the chosen answer's reward is larger, a tie half, of
+    by how much, and of what is known of both answers.
+    """
+    import torch
+
+    right_B = (margin_B > TIE).float() + 0.5 * (margin_B.abs() <= TIE).float()
+    sums = (right_B.sum().to(margin_B.dtype), margin_B.sum(), *known_B2.sum(0))
+    return torch.stack([torch.full_like(sums[0], len(margin_B)), *sums])
