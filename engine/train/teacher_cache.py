@@ -172,7 +172,7 @@ def _fill(
         return {n: [row[:k] for row, k in zip(a, lengths, strict=True)] for n, a in arrays.items()}
 
     if world.is_main and not (folder / INDEX).exists():
-        _create(folder, len(source), answer(missing[0][:1]), borders)
+        _create(folder, len(source), answer(missing[0]), borders)
     world.barrier()
     answers, digests = _open(folder, "r+")
     for done, batch in enumerate(missing[world.rank :: world.size]):

@@ -252,14 +252,17 @@ class CausalLM(Task):
                 setattr(config, name, value if asked is None else asked)
         return config
 
-    def model_size(self, facts: Facts) -> ModelSize:
+    def network_size(self, facts: Facts) -> ModelSize:
         """From the config's numbers for GPT-2 and Llama-like models; others are built without storage."""
         shape = model_sizes.shape_from_config(self._raw_config(facts))
         if shape is None:
             config = self.transformers_config(facts)
             shape = model_sizes.shape_by_building(config, self.options.remote_code)
         adapts = self.model_name not in PRESETS and self.options.adapter != "none"
-        size = adapter_sizes.adapted_model_size(shape, self.options) if adapts else shape.size
+        return adapter_sizes.adapted_model_size(shape, self.options) if adapts else shape.size
+
+    def model_size(self, facts: Facts) -> ModelSize:
+        size = self.network_size(facts)
         if count := self.options.answers:
             answers.check(count, facts)
             why = f"--answers {count} writes texts of any length on each process by itself"

@@ -127,7 +127,7 @@ class RewardModel(PairTask):
 
     def model_size(self, facts: Facts) -> ModelSize:
         """That of the language model, whose head of its own, if it has one, is a row."""
-        size, config = self.language.model_size(facts), self.language.transformers_config(facts)
+        size, config = self.language.network_size(facts), self.language.transformers_config(facts)
         head = 0 if config.get_text_config().tie_word_embeddings else size.vocabulary * size.hidden
         trains_head = head if self.options.adapter == "none" else 0
         return dataclasses.replace(
