@@ -79,9 +79,10 @@ def encode_answer(
     template: ChatTemplate,
     settings: TokenizationSettings,
     where: str,
+    values: Mapping[str, Any],
 ) -> np.ndarray:
-    """(tokens,) of a prompt and its answer, cut as in training."""
-    texts = render_answer(prompt, answer, template, where)
+    """(tokens,) of a prompt and its answer, cut as in training. `values`: the template's variables."""
+    texts = render_answer(prompt, answer, template, where, values)
     asked, own = token_rows(texts, settings.tokenizer, template.end_id, settings.dtype)
     find_questions = partial(droppable_tokens, texts[0], settings.tokenizer)
     return fit_pair(asked.tokens, (own, own), find_questions, settings.max_length)[0][0].tokens

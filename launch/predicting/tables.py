@@ -306,7 +306,9 @@ class AnswerReader(RowReader):
 
     def from_row(self, row: Mapping[str, Any], where: str) -> Any:
         try:
-            return self._encode(*answers.parse_answer(row, where), where)
+            return self._encode(
+                *answers.parse_answer(row, where), where, chat_formats.template_values(row, where)
+            )
         except chat_formats.SkippedRowError as reason:
             raise UnansweredRowError(f"{where}: {reason}", str(reason)) from None
 
@@ -315,10 +317,10 @@ class AnswerReader(RowReader):
             raise UserError(f'{where}: a prompt and an answer are scored: give two, as in ["one", "other"]')
         prompt, answer = (require_text(text, where) for text in value)
         asked, said = {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}
-        return self._encode([asked], [said], where)
+        return self._encode([asked], [said], where, {})
 
-    def _encode(self, prompt: list[Any], answer: list[Any], where: str) -> Any:
-        return answers.encode_answer(prompt, answer, self.template, self.settings, where)
+    def _encode(self, prompt: list[Any], answer: list[Any], where: str, values: Mapping[str, Any]) -> Any:
+        return answers.encode_answer(prompt, answer, self.template, self.settings, where, values)
 
 
 def find_column(

@@ -29,11 +29,12 @@ FLAGS = {
     "scaling": "per_device_batch_size gradient_accumulation_steps",
     "plan": """micro_batch processes workers prefetch pin_memory precision strategy compile
         activation_checkpointing attention pack device memory_limit stream_cache""",
-    "run": """out name resume again save_every keep checkpoint_copy log_every
+    "run": """out name resume again save_every keep checkpoint_copy before log_every
         tracker ledger hook anomaly hang_timeout max_restarts debug quiet""",
     "causal-lm": """lora_r lora_alpha lora_dropout lora_targets lora_bias adapter load_bits frozen_dtype
-        also_train generate_tokens answers remote_code text_column
-        template template_kwargs response_only mix clean stride vocab_size data_config valid""",
+        also_train generate_tokens answers remote_code teacher kd_weight kd_top kd_direction
+        temperature text_column template template_kwargs response_only mix clean stride vocab_size
+        data_config valid""",
 }
 
 
