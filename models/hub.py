@@ -145,8 +145,9 @@ def push(folders: Sequence[Path], name: str, private: bool) -> dict[str, str]:
     from huggingface_hub.utils import disable_progress_bars
 
     for folder in folders:
-        base = (read_json(folder / ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
-        if base and Path(base).is_absolute():
+        file = folder / ADAPTER_CONFIG
+        base = read_json(file)["base_model_name_or_path"] if file.is_file() else ""
+        if Path(base).is_absolute():
             raise UserError(
                 f"--to hub: the adapter names its base as {base}, a folder that others lack: push the merged"
                 " model, --to merged,hub"

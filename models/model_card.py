@@ -91,6 +91,8 @@ def _card(model: ModelDescription, recipe: Recipe, **values: Any) -> str:
     licence = licence_of(base, recipe.revision) if base else None
     fields |= {"base_model": base} if base and hub.is_id(base) else {}
     fields |= {"license": licence} if licence else {}
+    fields |= {"datasets": [recipe.data]} if hub.is_id(recipe.data) and not Path(recipe.data).exists() else {}
+    fields |= {"tags": ["isobatch", recipe.task.split("/")[-1]]} if fields else {}
     template = Environment(trim_blocks=True, lstrip_blocks=True)
     template.filters["plain"] = _plain
     values |= {"model": model, "recipe": recipe, "licence": licence, "weights": WITH_THESE_WEIGHTS}
