@@ -87,7 +87,7 @@ def _card(model: ModelDescription, recipe: Recipe, **values: Any) -> str:
     import yaml
     from jinja2 import Environment
 
-    base, fields = _base_model(recipe), dict(model.hub_fields)
+    base, fields = _base_model(recipe), dict[str, Any](model.hub_fields)
     licence = licence_of(base, recipe.revision) if base else None
     fields |= {"base_model": base} if base and hub.is_id(base) else {}
     fields |= {"license": licence} if licence else {}
