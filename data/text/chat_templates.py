@@ -56,7 +56,8 @@ For each call, return a JSON object within <tool_call></tool_call>:
 <|im_start|>{{ 'user' if message.role == 'tool' else message.role }}{{ '\\n' }}\
 {% if message.role == 'tool' %}<tool_response>{{ '\\n' + message.content + '\\n' }}</tool_response>\
 {% else %}{{ message.content }}{% if message.input %}{{ '\\n' + message.input }}{% endif %}\
-{% for call in message.tool_calls %}{{ '\\n' if message.content or not loop.first else '' }}\
+{% for call in message.tool_calls %}\
+{{ '\\n' if not loop.first or message.content[-1:] not in ('', '\\n') else '' }}\
 <tool_call>{{ '\\n' }}{{ call.function | tojson }}{{ '\\n' }}</tool_call>{% endfor %}{% endif %}\
 {{ END }}{{ '\\n' }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"""
@@ -439,10 +440,16 @@ class ChatTemplate:
         if not body.strip():
             return None
         size = len(alone[start:]) if end is None else len(body) + len(end)
+        if rest.strip() and text != alone:
+            return self._without_lead(text, start, body, end)
         if rest.strip():
-            if text != alone or _THOUGHT_BEGINS.fullmatch(rest) is None:
-                return self._without_lead(text, start, body, end) if text != alone else None
-            body = f"{_thought(messages[-1])}\n</think>\n\n{body.lstrip()}"
+            said = body.rpartition("</think>")[2]
+            if rest.rstrip().endswith("</think>"):  # the prompt says that nothing was thought
+                body = said.lstrip()
+            elif _THOUGHT_BEGINS.fullmatch(rest):
+                body = f"{_thought(messages[-1])}\n</think>\n\n{said.lstrip()}"
+            else:
+                return None
             return _Answer(start, body, self._end(end), start + size, lead=rest)
         if text.startswith(body + (end or ""), start):
             stop = start + len(body) + len(end or "")

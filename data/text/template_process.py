@@ -33,7 +33,12 @@ MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 def _own(template: str) -> Callable[..., str]:
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    environment.globals["raise_exception"] = _raise_exception
     return environment.from_string(template).render
+
+
+def _raise_exception(message: str) -> None:
+    raise ValueError(message)
 
 
 def render_own(template: str, values: Mapping[str, Any]) -> tuple[str, list[Any]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
 from isobatch.core.measures import format_bytes, format_duration, format_fields, parse_duration
-from isobatch.core.number_ranges import Positive
+from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.terminal.console import print_answer
 from isobatch.engine.loading.prepare import assumed_facts
 from isobatch.engine.loading.prepare import prepare as prepare_data
@@ -170,17 +171,32 @@ def _format_value(name: str, value: Any) -> Any:
     return f"{value:.3g}" if isinstance(value, float) else value
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PrepareOptions(AnswerOptions):
+    """The flags of `prepare`."""
+
+    show: Count = 0
+    """So many training samples as text, with what is learnt set apart."""
+
+
 def prepare(words: Sequence[str]) -> int:
-    """Usage: prepare --task TASK [--data PATH] [flags]
+    """Usage: prepare --task TASK [--data PATH] [--show 3] [flags]
 
     Run it where the internet is; runs then need none.
     """
-    request = parse_request(words, "prepare", AnswerOptions)
+    request = parse_request(words, "prepare", PrepareOptions)
     say_notes(request)
     facts = _prepared(request)
     request.workload.make(request.recipe)[0].fetch()
     counts = ", ".join(f"{n:,} {split}" for split, n in facts.samples.items())
     lengths = f"up to {facts.longest} tokens (mean {facts.mean_length:.0f})"
     lines = [f"{counts} samples of {lengths}, {facts.fingerprint}", *facts.extra.get("notes", [])]
-    text = "\n".join([*lines, f"in {facts.folder}"])
+    shown: list[str] = []
+    if count := request.extra.get("show", 0):
+        from isobatch.launch.local.shown_samples import shown_samples
+
+        data = request.workload.make(request.recipe)[1]
+        if not (shown := shown_samples(data, facts, count, sys.stdout.isatty())):
+            raise UserError("prepare: --show is for conversations and pairs of answers: leave it out")
+    text = "\n".join([*lines, f"in {facts.folder}", *shown])
     return print_answer(facts.to_dict(), text, bool(request.extra.get("json")))

@@ -68,6 +68,11 @@ def prepare_facts(request: Request) -> Facts:
     """Prepare the request's data where it is not in the cache, and fetch its model. Raises UserError."""
     task, data = request.workload.make(request.recipe)
     facts = prepare(data, partial(print_unless_quiet, quiet=request.run.quiet))
+    if sys.stderr.isatty() and not request.run.quiet:
+        from isobatch.launch.local.shown_samples import shown_samples
+
+        for text in shown_samples(data, facts, 1, on_terminal=True, most=300):
+            print(text, file=sys.stderr)
     doing("looking for the model")
     task.fetch()
     if request.recipe.patience and "valid" not in facts.samples:
