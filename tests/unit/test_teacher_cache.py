@@ -110,3 +110,26 @@ def test_the_samples_used_are_those_of_the_steps() -> None:
     wanted = np.unique(np.concatenate([sampler.batch(0), sampler.batch(1)]))
     assert samples_used(sampler, [short]).tolist() == wanted.tolist()
     assert samples_used(sampler, [short, whole]).tolist() == list(range(100))
+
+
+def test_answers_for_each_token_are_kept_without_padding(tmp_path: Path) -> None:
+    data = source()
+
+    def squares(_: nn.Module, batch: Batch) -> dict[str, torch.Tensor]:
+        return {"square": batch["tokens"].square()[..., None].expand(-1, -1, 2)}
+
+    asked = Teacher("squares", lambda _: nn.Identity(), squares, per_token=True)
+    rows = np.array([5, 2, 250, 7])
+    taught = with_teacher_outputs(data, asked, facts(tmp_path), np.unique(rows), world(), lambda _: None)
+    found = taught.fetch(rows, pad_to=32)
+    inside = np.arange(found["tokens"].shape[1]) < found["length"][:, None]
+    wanted = np.where(inside, found["tokens"] ** 2, 0)
+    assert (found["teacher.square"] == wanted[..., None]).all()
+    assert found["teacher.square"].shape == (*found["tokens"].shape, 2)
+    (file,) = tmp_path.glob("*/square.npy")
+    assert np.load(file, mmap_mode="r").shape == (int(data.lengths(np.arange(COUNT)).sum()), 2)
+    np.load(file, mmap_mode="r+")[int(data.lengths(np.arange(250)).sum())] += 1
+    changed = with_teacher_outputs(data, asked, facts(tmp_path), np.unique(rows), world(), lambda _: None)
+    changed.fetch(rows[:2])
+    with pytest.raises(TrainingError, match="were changed, as for sample 250"):
+        changed.fetch(rows)
