@@ -369,10 +369,8 @@ class ChatTemplate:
                     raise _cannot_split_error(where)
                 continue  # a part of the next prompt
             as_asked = is_last or bool(rendered.spans) or not rest.strip()
-            has_thought = (
-                is_last or _is_in(_thought(messages[number]), answer.text) or not _keeps_thoughts(self)
-            )
-            is_whole = as_asked and has_thought
+            keeps = is_last or _holds_thought(answer.text, messages[number]) or not _keeps_thoughts(self)
+            is_whole = as_asked and keeps
             asks = as_asked if wanted is None else is_whole and number in wanted
             learns = asks and UNLEARNT not in messages[number]
             learnt |= {number} if learns and is_whole else set()
@@ -537,6 +535,13 @@ def _keeps_thoughts(template: ChatTemplate) -> bool:
     """Whether a template writes the thought of an answer that nothing follows."""
     answer = {**_PROBE_TURN[1], THOUGHT: "2g3h4i so 5j6k7l"}
     return answer[THOUGHT] in template.render(template.placed([_PROBE_TURN[0], answer]))
+
+
+def _holds_thought(text: str, message: Message) -> bool:
+    """Whether a text has an answer's thought, which the answer itself may say again."""
+    said = message["content"].rpartition("</think>")[2] + json.dumps(message.get("tool_calls", ""))
+    thought, text, said = ("".join(one.split()) for one in (_thought(message), text, said))
+    return not thought or text.count(thought) > said.count(thought)
 
 
 def _calls_as_text(calls: Sequence[Any]) -> list[Any]:

@@ -233,7 +233,7 @@ def learn_mask(row: TokenRow, response_only: bool) -> np.ndarray:
     return learn
 
 
-TOKENIZATION_VERSION = 5
+TOKENIZATION_VERSION = 6
 """Part of the cache key: raise it when the same rows become other tokens."""
 
 

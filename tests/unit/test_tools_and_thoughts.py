@@ -120,6 +120,13 @@ def test_every_answer_is_learnt_once_and_with_its_thought(tmp_path: Path, kind: 
         assert "[<think>" not in "".join(samples)
 
 
+def test_an_answer_that_says_its_thought_again_keeps_it(tmp_path: Path) -> None:
+    template, _ = template_of(tmp_path, DROPS)
+    given = [ASK, TOLD | {"reasoning_content": "told"}, AGAIN, LAST]
+    said = [part.text for sample in template.samples(given, "") for part in sample if part.is_learnt]
+    assert said == ["<think></think>Zlast", "<think>told</think>Ztold"]
+
+
 def test_a_thought_follows_the_prompts_own_think(tmp_path: Path) -> None:
     """Where a template strips thoughts and its prompt begins one, as DeepSeek's do."""
     template, _ = template_of(tmp_path, STRIPS)
