@@ -142,30 +142,19 @@ def push(folders: Sequence[Path], name: str, private: bool) -> dict[str, str]:
     twice, and a commit is whole or not there. Raises UserError.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.utils import disable_progress_bars
 
     for folder in folders:
         file = folder / ADAPTER_CONFIG
         base = read_json(file)["base_model_name_or_path"] if file.is_file() else ""
         if Path(base).is_absolute():
-            raise UserError(
-                f"--to hub: the adapter names its base as {base}, a folder that others lack: push the merged"
-                " model, --to merged,hub"
-            )
-    disable_progress_bars()
+            raise UserError(f"--to hub: its base {base} is a folder that others lack: push --to merged,hub")
     api = HfApi()
     try:
         made = api.create_repo(name, private=private or None, exist_ok=True)
         if private and not api.model_info(made.repo_id).private:
             raise UserError(f"--private: {made.repo_id} is there already, and public: make it private first")
         for folder in folders:
-            message = f"Upload {folder.name} with isobatch"
-            api.upload_folder(
-                repo_id=made.repo_id,
-                folder_path=folder,
-                commit_message=message,
-                ignore_patterns=["parity.json"],
-            )
+            api.upload_folder(repo_id=made.repo_id, folder_path=folder, ignore_patterns=["parity.json"])
     except IsobatchError:
         raise
     except Exception as error:  # network, rights, quota: each becomes one line for the user

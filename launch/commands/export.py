@@ -140,12 +140,8 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
                 (unchecked / MODELFILE).write_text(
                     modelfile.replace(WEIGHTS, figures["file"]), encoding="utf-8"
                 )
-            card = run.final / model_card.FILE
-            if (
-                (kind == "merged" or "file" in figures)
-                and card.is_file()
-                and (text := _card(run, task, card, unchecked, figures))
-            ):
+            card, has_card = run.final / model_card.FILE, kind == "merged" or "file" in figures
+            if has_card and card.is_file() and (text := _card(run, task, card, unchecked, figures)):
                 (unchecked / model_card.FILE).write_text(text, encoding="utf-8")
             figures |= {"split": held_out, "folder": str(folder)}
             (unchecked / PARITY).write_text(atomic_files.json_text(figures, indent=2) + "\n")

@@ -12,14 +12,18 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import AutoConfig
 
 from isobatch.core.errors import ExportError, UserError, refuse
 from isobatch.models import lora
 from isobatch.models.causal_lm import gguf_vocabulary
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 WORST = {"F16": 2**-10, "F32": 0.0, "BF16": 2**-8, "Q8_0": 1 / 127}
 """Number format -> most that a weight may be off, by the largest of its tensor. Vectors are F32."""
@@ -74,15 +78,11 @@ class Stored:
 
     @property
     def type(self) -> Any:
-        from gguf import GGMLQuantizationType
-
-        return GGMLQuantizationType[self.kind]
+        return gguf.GGMLQuantizationType[self.kind]
 
     @property
     def nbytes(self) -> int:
-        from gguf import GGML_QUANT_SIZES
-
-        weights, size = GGML_QUANT_SIZES[self.type]
+        weights, size = gguf.GGML_QUANT_SIZES[self.type]
         return math.prod(self.shape) // weights * size
 
     def pieces(self) -> Iterator[Tensor]:
@@ -94,13 +94,10 @@ class Stored:
 
     def tofile(self, file: Any) -> None:
         """Write the tensor: GGUFWriter calls it as it would NumPy's."""
-        import torch
-        from gguf import quants
-
         kinds = {"F16": torch.float16, "BF16": torch.bfloat16}
         for piece in self.pieces():
             if self.kind == "Q8_0":
-                file.write(quants.quantize(piece.float().numpy(), self.type).data)
+                file.write(gguf.quantize(piece.float().numpy(), self.type).data)
                 continue
             found = piece.to(kinds.get(self.kind, torch.float32)).contiguous()
             if self.kind == "F16" and piece.dtype != torch.float16 and not torch.isfinite(found).all():
@@ -118,8 +115,8 @@ def check(config: Any, place: str) -> GGUFFamily:
             f"{place}: models of type {kind} cannot be written as GGUF here, only {', '.join(FAMILIES)}: take"
             " the folder of transformers to llama.cpp's own converter"
         )
-    keys = ("hidden_activation", "hidden_act", "activation_function")
-    activation = next((found for key in keys if (found := getattr(config, key, None))), None)
+    keys = ("activation_function", "hidden_act", "hidden_activation")  # Gemma has two, and the last counts
+    activation = [found for key in keys if (found := getattr(config, key, None))][-1]
     rope, scale = _rope(config), getattr(config, "query_pre_attn_scalar", None)
     ropes = ("default", "linear", "yarn", "llama3" if family.arch == "llama" else "")
     layers, every = getattr(config, "layer_types", None) or [], family.full_every
@@ -162,32 +159,29 @@ def write(source: Path, file: Path, kind: str, place: str) -> dict[str, Any]:
     begins with `place`, for a model or a tokenizer that llama.cpp computes otherwise, and ExportError where
     the file holds other numbers than the folder.
     """
-    from gguf import GGUFWriter, LlamaFileType
-    from transformers import AutoConfig
-
     config: Any = AutoConfig.from_pretrained(source)
     family = check(config, place)
-    writer = GGUFWriter(file, family.arch)
-    writer.add_file_type(LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
+    writer = gguf.GGUFWriter(file, family.arch)
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if kind == "F32" else f"MOSTLY_{kind}"])
     _add_shape(writer, config, family)
     gguf_vocabulary.add(writer, source, config, place)
     tensors = list(_tensors(sorted(source.glob("model*.safetensors")), config, family, kind, place))
-    rope = _rope(config)
-    if rope.get("rope_type") == "llama3":
+    if (rope := _rope(config)).get("rope_type") == "llama3":
         factors = _llama3_factors(rope, _head_dim(config))
         tensors.append(Stored("rope_freqs.weight", (len(factors),), "F32", lambda *_: factors))
     return _written(writer, file, tensors)
 
 
-def write_adapter(source: Path, config: Any, file: Path, place: str) -> dict[str, Any]:
-    """Write peft's LoRA, of a base with this config, as a GGUF adapter in F32; else as `write`."""
-    from gguf import GGUFWriter
+def write_adapter(source: Path, file: Path, place: str) -> dict[str, Any]:
+    """Write peft's LoRA in a folder as a GGUF adapter in F32; else as `write`."""
     from peft import LoraConfig
 
+    base, revision = lora.base_model_of(source)
+    config: Any = AutoConfig.from_pretrained(base, revision=revision)
     family, adapter = check(config, place), LoraConfig.from_pretrained(str(source))
     more = adapter.use_dora or adapter.modules_to_save or adapter.bias != "none" or adapter.rank_pattern
     refuse({f"{place}: GGUF's adapters are plain LoRA: write the merged model, --to gguf": more})
-    writer = GGUFWriter(file, family.arch)
+    writer = gguf.GGUFWriter(file, family.arch)
     writer.add_type("adapter")
     writer.add_string("adapter.type", "lora")
     # llama.cpp divides by the rank, rank-stabilised LoRA by its root.
@@ -199,8 +193,6 @@ def write_adapter(source: Path, config: Any, file: Path, place: str) -> dict[str
 
 def _add_shape(writer: Any, config: Any, family: GGUFFamily) -> None:
     """The model's sizes and settings, as metadata of the file."""
-    from gguf import RopeScalingType
-
     window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
     # Every layer of llama.cpp sees all of such a context: up to the window that is the same.
@@ -219,7 +211,7 @@ def _add_shape(writer: Any, config: Any, family: GGUFFamily) -> None:
     rope = _rope(config)
     writer.add_rope_freq_base(float(rope.get("rope_theta", 10000.0)))
     if rope.get("rope_type") in ("linear", "yarn"):
-        writer.add_rope_scaling_type(RopeScalingType[rope["rope_type"].upper()])
+        writer.add_rope_scaling_type(gguf.RopeScalingType[rope["rope_type"].upper()])
         writer.add_rope_scaling_factor(float(rope["factor"]))
         writer.add_rope_scaling_orig_ctx_len(rope.get("original_max_position_embeddings") or context)
     if family.full_every > 1:
@@ -231,10 +223,8 @@ def _add_shape(writer: Any, config: Any, family: GGUFFamily) -> None:
 
 def _tensors(files: list[Path], config: Any, family: GGUFFamily, kind: str, place: str) -> Iterator[Stored]:
     """The tensors of files of safetensors, matrices in the number format `kind`."""
-    from gguf import MODEL_ARCH, get_tensor_name_map
-    from safetensors import safe_open
-
-    names, seen = get_tensor_name_map(MODEL_ARCH[family.arch.upper()], config.num_hidden_layers), set()
+    arch, seen = gguf.MODEL_ARCH[family.arch.upper()], set()
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for file in files:
         with safe_open(file, "pt") as stored:
             shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
@@ -256,8 +246,6 @@ def _stored(
     name: str, file: Path, key: str, shape: tuple[int, ...], config: Any, family: GGUFFamily, kind: str
 ) -> Stored:
     """The tensor `key` of a file of safetensors as llama.cpp keeps it, under its own name."""
-    from safetensors import safe_open
-
     head, turned = _head_dim(config), family.arch == "gpt2" and TRANSPOSED.search(key)
     changes_places = family.pairs_neighbours and re.search(r"\.(q|k)_proj\.(weight|bias|lora_B)", key)
     one = 1.0 if family.norms_from_one and key.endswith("norm.weight") else 0.0
@@ -277,7 +265,6 @@ def _stored(
 
 def _llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
     """By what each frequency of Llama 3.1 is divided (transformers' modeling_rope_utils.py)."""
-    import torch
 
     low, high, old = (
         rope["low_freq_factor"],
@@ -291,10 +278,6 @@ def _llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
 
 def _written(writer: Any, file: Path, tensors: list[Stored]) -> dict[str, Any]:
     """Write the file with these tensors, and read it back: the largest difference, by that of its tensor."""
-    import numpy as np
-    import torch
-    from gguf import quants
-
     for tensor in tensors:
         writer.add_tensor_info(
             tensor.name, tensor.shape, np.dtype("f4"), tensor.nbytes, raw_dtype=tensor.type
@@ -312,7 +295,7 @@ def _written(writer: Any, file: Path, tensors: list[Stored]) -> dict[str, Any]:
         row = tensor.nbytes // math.prod(tensor.shape[:-1])
         for piece in tensor.pieces():
             stored = np.fromfile(file, np.uint8, row * len(piece), offset=place).reshape(len(piece), row)
-            difference = torch.from_numpy(quants.dequantize(stored, tensor.type)) - piece.float()
+            difference = torch.from_numpy(gguf.dequantize(stored, tensor.type)) - piece.float()
             place, most = place + stored.size, max(most, float(difference.abs().max()))
             largest = max(largest, float(piece.abs().max()))
         if not most <= WORST[tensor.kind] * largest:

@@ -380,26 +380,19 @@ class CausalLM(Task):
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """One file of GGUF: of the whole model, which is merged first, or of the adapter alone."""
-        from transformers import AutoConfig
-
         need("gguf", f"--to {kind}")
         from isobatch.models.causal_lm import gguf_export
 
-        place, numbers = f"--to {kind}", kind.removeprefix("gguf").strip("-") or "f16"
-        base, revision = (final, None) if self.options.adapter == "none" else lora.base_model_of(final)
-        config = AutoConfig.from_pretrained(base, revision=revision)
-        gguf_export.check(config, place)
+        numbers, source = kind.removeprefix("gguf").strip("-") or "f16", final
         file = folder / f"model-{numbers}.gguf"
         if kind == "gguf-adapter":
-            figures = gguf_export.write_adapter(final, config, file, place)
-        elif base is final:
-            figures = gguf_export.write(final, file, numbers.upper(), place)
-        else:
-            merged = folder / "merged"
-            merged.mkdir()
-            same = self.export_as("merged", final, merged, facts, batches)
-            figures = {**same, **gguf_export.write(merged, file, numbers.upper(), place)}
-            shutil.rmtree(merged)
+            return {**gguf_export.write_adapter(final, file, f"--to {kind}"), "file": file.name}
+        if self.options.adapter != "none":
+            source = folder / "merged"
+            source.mkdir()
+            self.export_as("merged", final, source, facts, batches)
+        figures = gguf_export.write(source, file, numbers.upper(), f"--to {kind}")
+        shutil.rmtree(folder / "merged", ignore_errors=True)
         return {**figures, "file": file.name}
 
     def writer(self, final: Path, bits: int | None = None) -> Callable[[Any, Sampling], TextStream]:

@@ -166,7 +166,7 @@ def test_what_cannot_be_pushed_is_refused_before(model: Path, monkeypatch: pytes
         with pytest.raises(UserError, match="--private: me/open is there already, and public"):
             hub.push([model], "me/open", private=True)
         (model / "adapter_config.json").write_text('{"base_model_name_or_path": "/home/me/base"}')
-        with pytest.raises(UserError, match="a folder that others lack: push the merged model"):
+        with pytest.raises(UserError, match="a folder that others lack: push --to merged,hub"):
             hub.push([model], "bot", private=False)
         assert server.commits == []
         with pytest.raises(UserError, match="is no name of a repository"):
