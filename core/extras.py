@@ -19,6 +19,7 @@ EXTRAS = {
     "ray": "ray",
     "starlette": "serve",
     "uvicorn": "serve",
+    "lm_eval": "lm-eval",
     "s3fs": "s3",
     "gcsfs": "gs",
 }

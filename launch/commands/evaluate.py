@@ -5,21 +5,25 @@ from __future__ import annotations
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.extras import need
 from isobatch.core.measures import printable
+from isobatch.core.number_ranges import Positive
 from isobatch.core.plan import PlanOptions
 from isobatch.core.terminal.console import format_metrics, print_answer
 from isobatch.data.base import TEST, fingerprint
 from isobatch.data.digests import file_hash
 from isobatch.engine.registry import workload_of
 from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run, plan_for_this_machine
-from isobatch.models.protocols import KeepsBaselines
+from isobatch.models import lora
+from isobatch.models.protocols import Generates, KeepsBaselines
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
@@ -37,13 +41,27 @@ class EvaluateOptions(DataOptions):
     test: str | None = None
     """A file of other samples, in place of the held-out splits: with the run's own tokenizer, template,
     labels and items. The figures stay in evaluations.jsonl, and the report shows them."""
+    lm_eval: str | None = None
+    """Tasks of lm-evaluation-harness, with commas, or a folder of such (YAML), in place of the held-out data:
+    of final/, with the chat template where it learnt conversations. Kept and shown as of --test."""
+    limit: Positive | None = None
+    """Only so many samples of each task of --lm-eval."""
 
 
 def evaluate(words: Sequence[str]) -> int:
-    """Usage: evaluate RUN [--split valid | --test FILE] [--json]: the newest checkpoint on held-out data."""
+    """Usage: evaluate RUN [--split valid | --test FILE | --lm-eval TASKS] [--json]
+
+    The newest checkpoint on held-out data.
+    """
     from isobatch.engine.verification.replay import Replay
 
     run, options = open_single_run(words, "evaluate", EvaluateOptions)
+    if options.limit and not options.lm_eval:
+        raise UserError(f"--limit {options.limit}: is for --lm-eval")
+    if options.lm_eval:
+        metrics = _ask_harness(run, options.lm_eval, options.limit)
+        run.keep_evaluation({"lm_eval": options.lm_eval, "limit": options.limit, "metrics": metrics})
+        return _print_metrics(metrics, options.json)
     locate_data(run, run.recipe, options.data)
     plan = plan_for_this_machine(run.recipe, run.facts, PlanOptions(processes=1, compile="off"))
     replay = Replay(run, plan)
@@ -61,8 +79,51 @@ def evaluate(words: Sequence[str]) -> int:
         run.keep_evaluation({**found, "checkpoint": checkpoint.name, "metrics": metrics[splits[0]]})
     unfinished = "" if run.status() == "done" else f"; the run is not finished ({run.status()})"
     print(printable(f"{run.folder}: checkpoint {checkpoint.name}{unfinished}"), file=sys.stderr)
+    return _print_metrics(metrics, options.json)
+
+
+def _print_metrics(metrics: Mapping[str, Mapping[str, Any]], as_json: bool) -> int:
     lines = (f"{name}: {format_metrics(found, '.6g')}" for name, found in metrics.items())
-    return print_answer(metrics, "\n".join(lines), options.json)
+    return print_answer(metrics, "\n".join(lines), as_json)
+
+
+def _ask_harness(run: RunFolder, names: str, limit: int | None) -> dict[str, dict[str, Any]]:
+    """Task -> what lm-evaluation-harness measures of final/, an adapter on its base. Raises UserError."""
+    task, folder = require_capability(run, Generates, "evaluate --lm-eval", "writes no text"), Path(names)
+    need("lm_eval", "--lm-eval")
+    import torch
+    from lm_eval import simple_evaluate
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    own = folder.expanduser().resolve() if folder.expanduser().is_dir() else None
+    manager = TaskManager(include_path=own, include_defaults=own is None)
+    asked = manager.all_subtasks if own else names.split(",")
+    if unknown := [name for name in asked if not manager.match_tasks([name])] or ["in it"] * (not asked):
+        raise UserError(f"--lm-eval {names}: is no folder, and lm-eval has no task {unknown[0]}")
+    adapter = run.final / lora.CONFIG_FILE
+    base = atomic_files.read_json(adapter)["base_model_name_or_path"] if adapter.is_file() else run.final
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    more = {"peft": str(run.final)} if adapter.is_file() else {}
+    code = getattr(task.options, "remote_code", False)  # type: ignore[attr-defined]
+    try:
+        model = HFLM(str(base), tokenizer=str(run.final), device=device, trust_remote_code=code, **more)
+        found = simple_evaluate(
+            model,
+            tasks=list(asked),
+            limit=limit,
+            task_manager=manager,
+            log_samples=False,
+            apply_chat_template=bool(run.facts.extra.get("template")),
+        )
+    except Exception as error:  # a task's data, its YAML, the hub: each becomes one line
+        raise UserError(
+            f"--lm-eval {names}: {(str(error) or type(error).__name__).splitlines()[0]}"
+        ) from error
+    return {
+        name: {key.removesuffix(",none"): v for key, v in figures.items() if isinstance(v, int | float)}
+        for name, figures in found["results"].items()
+    }
 
 
 def _measure(replay: Replay, splits: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -86,7 +147,7 @@ def _hold_out(replay: Replay, file: str, folder: Path) -> str:
     try:
         sizes, name = data.prepare_test(folder, run.facts), path.name
     except UserError as error:
-        said = str(error).replace("--data ", "--test ")
+        said = str(error).replace("--data ", "--test ").replace("--file ", "--test ")
         raise UserError(f"{said} (it is read as the data of {run.folder} was)") from None
     replay.builder.hold_out(name, data.open(folder, TEST), fingerprint(folder))
     extra = {key: value for key, value in run.facts.extra.items() if key != "sets"}

@@ -190,6 +190,9 @@ def parts_of(contents: Contents) -> Iterator[PagePart]:
     for run in contents.runs:
         if run["sample"]:
             yield from (PagePart("h2", f"Sample of {run['run']}"), PagePart("sample", str(run["sample"])))
+        if run["later"]:
+            yield PagePart("h2", f"Measured after training: {run['run']}")
+            yield PagePart("texts", rows=[["when", "on", "figures"], *run["later"]])
         if run["answers"]:
             yield PagePart("h2", f"Held-out prompts before and after training: {run['run']}")
             yield PagePart("texts", rows=[["prompt", "reference", "before", "after"], *run["answers"]])

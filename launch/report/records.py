@@ -17,6 +17,7 @@ from isobatch.core.measures import format_bytes, printable
 from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import damaged_rows, thinned_rows
+from isobatch.launch.report.tables import format_value
 from isobatch.models.protocols import Drawing, Reports, TaskReport
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
             for row in _thinned([row for row in steps if any(name in row for name in reported)])
         ],
         "answers": answers_table(run),
+        "later": list(_later_evaluations(run)),
         "use": list(use_table(_curve(steps, CURVES), summary, plan)),
         "notes": notes,
     }
@@ -121,6 +123,17 @@ def answers_table(run: RunFolder) -> list[list[str]]:
             cells = table.setdefault(row.get("sample"), [*texts[:2], "", ""])
             cells[2 if row.get("step") == 0 else 3] = texts[2]
     return list(table.values())
+
+
+def _later_evaluations(run: RunFolder) -> Iterator[list[str]]:
+    """When, on what, and the figures, of each evaluation after training."""
+    for row in rows_in(run.evaluations):
+        found = row.get("metrics")
+        if isinstance(found, dict):
+            tasks = found if all(isinstance(v, dict) for v in found.values()) else {row.get("data"): found}
+            for name, figures in tasks.items():
+                shown = ", ".join(f"{key} {format_value(v)}" for key, v in figures.items())
+                yield [str(row.get("when")), str(name), shown]
 
 
 def _shown(text: Any) -> str:
