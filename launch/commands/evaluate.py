@@ -22,7 +22,7 @@ from isobatch.data.base import TEST, fingerprint
 from isobatch.data.digests import file_hash
 from isobatch.engine.registry import workload_of
 from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run, plan_for_this_machine
-from isobatch.models import lora
+from isobatch.models import hub, lora
 from isobatch.models.protocols import Generates, KeepsBaselines
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def evaluate(words: Sequence[str]) -> int:
         raise UserError(f"--limit {options.limit}: is for --lm-eval")
     if options.lm_eval:
         metrics = _ask_harness(run, options.lm_eval, options.limit)
-        run.keep_evaluation({"lm_eval": options.lm_eval, "limit": options.limit, "metrics": metrics})
+        _keep(run, {"lm_eval": options.lm_eval, "limit": options.limit, "metrics": metrics})
         return _print_metrics(metrics, options.json)
     locate_data(run, run.recipe, options.data)
     plan = plan_for_this_machine(run.recipe, run.facts, PlanOptions(processes=1, compile="off"))
@@ -76,10 +76,18 @@ def evaluate(words: Sequence[str]) -> int:
         metrics = _measure(replay, splits)
     if options.test:
         found = {"data": options.test, "digest": file_hash(Path(options.test).expanduser())}
-        run.keep_evaluation({**found, "checkpoint": checkpoint.name, "metrics": metrics[splits[0]]})
+        _keep(run, {**found, "checkpoint": checkpoint.name, "metrics": metrics[splits[0]]})
     unfinished = "" if run.status() == "done" else f"; the run is not finished ({run.status()})"
     print(printable(f"{run.folder}: checkpoint {checkpoint.name}{unfinished}"), file=sys.stderr)
     return _print_metrics(metrics, options.json)
+
+
+def _keep(run: RunFolder, row: Mapping[str, Any]) -> None:
+    """Add figures to the run; where its folder cannot be written they are only printed."""
+    try:
+        run.keep_evaluation(row)
+    except UserError as error:
+        print(printable(f"not kept: {error}"), file=sys.stderr)
 
 
 def _print_metrics(metrics: Mapping[str, Mapping[str, Any]], as_json: bool) -> int:
@@ -105,9 +113,9 @@ def _ask_harness(run: RunFolder, names: str, limit: int | None) -> dict[str, dic
     base = atomic_files.read_json(adapter)["base_model_name_or_path"] if adapter.is_file() else run.final
     device = "cuda" if torch.cuda.is_available() else "cpu"
     more = {"peft": str(run.final)} if adapter.is_file() else {}
-    code = getattr(task.options, "remote_code", False)  # type: ignore[attr-defined]
+    more |= hub.remote_code_kwargs(getattr(task.options, "remote_code", False))  # type: ignore[attr-defined]
     try:
-        model = HFLM(str(base), tokenizer=str(run.final), device=device, trust_remote_code=code, **more)
+        model = HFLM(str(base), tokenizer=str(run.final), device=device, **more)
         found = simple_evaluate(
             model,
             tasks=list(asked),

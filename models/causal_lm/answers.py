@@ -6,6 +6,7 @@ is answered by itself, token by token with a KV cache: nothing depends on other 
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -43,6 +44,8 @@ class HeldOutPrompt:
     """Tokens of the prompt."""
     reference: list[int]
     """Tokens of the answer in the data, without the one that ends it."""
+    end: int
+    """The token that ends it: of a call some templates have their own."""
 
 
 def check(count: int, facts: Facts) -> None:
@@ -64,7 +67,7 @@ def held_out_prompts(rows: Iterable[Batch], count: int, facts: Facts) -> list[He
     A sample gives one, of those of its answers that have an end; which one depends on the prompts before it,
     so that first and later answers of conversations are asked for alike.
     """
-    end_id, found = facts.extra["template"]["end_id"], list[HeldOutPrompt]()
+    found, ends = list[HeldOutPrompt](), _end_ids(facts)
     for batch in rows:
         for row, sample in enumerate(batch["index"].tolist()):
             if "label" in batch and not batch["label"][row]:
@@ -72,21 +75,29 @@ def held_out_prompts(rows: Iterable[Batch], count: int, facts: Facts) -> list[He
             tokens, learn = (batch[name][row].numpy() for name in ("tokens", "learn"))
             if tokens.ndim == 2:  # the chosen answer comes first
                 tokens, learn = tokens[0], learn[0]
-            if len(found) < count and (spans := list(_answers(tokens, learn, end_id))):
+            if len(found) < count and (spans := list(_answers(tokens, learn, ends))):
                 start, stop = spans[len(found) % len(spans)]
                 ids = tokens.tolist()
-                found.append(HeldOutPrompt(sample, ids[:start], ids[start : stop - 1]))
+                found.append(HeldOutPrompt(sample, ids[:start], ids[start : stop - 1], ids[stop - 1]))
         if len(found) == count:
             break
     return found
 
 
-def _answers(tokens: np.ndarray, learn: np.ndarray, end_id: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) of each answer that follows a prompt and ends with `end_id`: how one that was cut ends
+def _end_ids(facts: Facts) -> set[int]:
+    """The tokens that may end an answer."""
+    template = facts.extra["template"]
+    names = template.get("ends") or ()
+    tokenizer = saving.load_tokenizer(facts) if names else None
+    return {template["end_id"], *(tokenizer.token_to_id(name) for name in names if tokenizer)} - {None}
+
+
+def _answers(tokens: np.ndarray, learn: np.ndarray, ends: set[int]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of each answer that follows a prompt and ends as one does: how one that was cut ends
     nobody knows, and running text in a mixture is no answer.
     """
     borders = np.flatnonzero(np.diff(learn.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
-    return ((a, b) for a, b in borders.tolist() if a > 1 and tokens[b - 1] == end_id)
+    return ((a, b) for a, b in borders.tolist() if a > 1 and int(tokens[b - 1]) in ends)
 
 
 def answer(model: nn.Module, prompt: HeldOutPrompt, facts: Facts) -> dict[str, Any]:
@@ -99,7 +110,8 @@ def answer(model: nn.Module, prompt: HeldOutPrompt, facts: Facts) -> dict[str, A
     context = model_sizes.context_length(config.to_dict()) or 1 << 30
     most = min(len(prompt.reference) + TOKENS_MORE, context - len(prompt.ids))
     greedy = generation.Sampling(temperature=0.0, stop_token_id=facts.extra["template"]["end_id"])
-    written = list(generation.generate_ids(model, prompt.ids, most, greedy))
+    ids = generation.generate_ids(model, prompt.ids, most, greedy)
+    written = list(itertools.takewhile(lambda token: token != prompt.end, ids))
     tokenizer = saving.load_tokenizer(facts)
     asked, reference, said = (
         tokenizer.decode(ids, skip_special_tokens=False) for ids in (prompt.ids, prompt.reference, written)

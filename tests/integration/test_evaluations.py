@@ -100,7 +100,8 @@ def test_files_of_another_kind_are_refused_in_a_sentence(tmp_path: Path) -> None
         refused = launch("evaluate", "runs/run", "--test", f"{name}.csv", cwd=tmp_path)
         assert (refused.returncode, refused.stderr.count("\n")) == (2, 1), refused.stderr
         assert said in refused.stderr
-    other = launch("evaluate", "runs/run", "--data", "labels.csv", cwd=tmp_path)
+    (tmp_path / "other.csv").write_text(labelled(40))
+    other = launch("evaluate", "runs/run", "--data", "other.csv", cwd=tmp_path)
     assert "evaluate --test FILE" in other.stderr
     lone = launch("evaluate", "runs/run", "--limit", "3", cwd=tmp_path)
     assert "--limit 3: is for --lm-eval" in lone.stderr
