@@ -112,7 +112,7 @@ def _ask_harness(run: RunFolder, names: str, limit: int | None) -> dict[str, dic
     adapter = run.final / lora.CONFIG_FILE
     base = atomic_files.read_json(adapter)["base_model_name_or_path"] if adapter.is_file() else run.final
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    more = {"peft": str(run.final)} if adapter.is_file() else {}
+    more: dict[str, Any] = {"peft": str(run.final)} if adapter.is_file() else {}
     more |= hub.remote_code_kwargs(getattr(task.options, "remote_code", False))  # type: ignore[attr-defined]
     try:
         model = HFLM(str(base), tokenizer=str(run.final), device=device, **more)
