@@ -69,9 +69,8 @@ def sentence_pieces(space_first: bool) -> Tokenizer:
 
 
 def begun(tokenizer: Tokenizer) -> Tokenizer:
-    first = MARKS[1]
-    made = processors.TemplateProcessing(single=f"{first} $A", special_tokens=[(first, 1)])
-    tokenizer.post_processor = made
+    mark = (MARKS[1], 1)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{MARKS[1]} $A", special_tokens=[mark])
     return tokenizer
 
 
@@ -123,8 +122,9 @@ def turned(weight: Any, heads: int) -> Any:
 def test_every_weight_is_read_back(family: str, kind: str, tmp_path: Path) -> None:
     model = saved(family, tmp_path / "a model")
     figures = gguf_export.write(tmp_path / "a model", tmp_path / "x.gguf", kind, "--to gguf")
-    most = {"F32": 0.0, "F16": 5e-4, "BF16": 4e-3, "Q8_0": 5e-3}[kind]
-    assert figures["max_weight_difference"] <= most
+    assert figures["max_weight_difference"] <= (
+        most := {"F32": 0, "F16": 5e-4, "BF16": 4e-3, "Q8_0": 5e-3}[kind]
+    )
     reader, config = gguf.GGUFReader(tmp_path / "x.gguf"), model.config
     found = {t.name: gguf.dequantize(t.data, t.tensor_type) for t in reader.tensors}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[gguf_export.check(config, "").arch.upper()], 9)

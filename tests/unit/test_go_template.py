@@ -50,13 +50,11 @@ def go(text: str, messages: list[dict[str, str]]) -> str:
             action = parts[place + 1] if place + 1 < len(parts) else "end"
             place += 2
             if action.startswith("if ") or action.startswith("else") or action == "end":
-                if action == "end":
-                    return written, place
-                if action.startswith("if "):
-                    inner, place = condition(action, place, message, state, active)
-                    written += inner
-                    continue
-                return written, place - 1
+                if not action.startswith("if "):
+                    return written, place - (action != "end")
+                inner, place = condition(action, place, message, state, active)
+                written += inner
+                continue
             if action == "range .Messages":
                 start = place
                 for one in messages:
@@ -98,8 +96,7 @@ def test_the_text_is_the_chat_templates(name: str) -> None:
     text = go_template(one, "", "--to ollama")
     for messages in probes():
         assert go(text, messages) == one.render(one.placed(messages), for_answer=True)
-    begins = one.render(probes()[0], for_answer=True).startswith(BEGIN)
-    assert go(go_template(one, BEGIN, "x"), probes()[0]).startswith(BEGIN) is False or not begins
+    assert not go(go_template(one, BEGIN, "x"), probes()[0]).startswith(BEGIN)
 
 
 def test_what_go_cannot_write_is_refused() -> None:

@@ -32,8 +32,7 @@ class Hub(BaseHTTPRequestHandler):
     commits: list[dict[str, bytes]]
     breaks_at: str
 
-    def log_message(self, *_: Any) -> None:
-        pass
+    log_message = print
 
     def answer(self, value: Any, code: int = 200) -> None:
         body = json.dumps(value).encode()
@@ -73,8 +72,8 @@ class Hub(BaseHTTPRequestHandler):
             )
             return self.answer({"url": f"{here}/{name}", "name": name, "id": name, **kept}, code)
         if "/preupload/" in self.path:
-            files = [f["path"] for f in json.loads(raw)["files"]]
-            kinds = {p: "lfs" if p.endswith((".safetensors", ".gguf")) else "regular" for p in files}
+            kinds = {f["path"]: "regular" for f in json.loads(raw)["files"]}
+            kinds |= {path: "lfs" for path in kinds if path.endswith(".safetensors")}
             rows = [
                 {"path": p, "uploadMode": k, "shouldIgnore": False, "oid": None} for p, k in kinds.items()
             ]
