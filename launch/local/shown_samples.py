@@ -19,8 +19,8 @@ COLOURS, BRACKETS = ("\x1b[32m", "\x1b[0m"), ("[[", "]]")
 
 
 def shown_samples(data: Any, facts: Facts, count: int, on_terminal: bool, most: int = 1 << 20) -> list[str]:
-    """The first `count` training samples, `most` tokens of each, of a pair both; none where samples are no
-    text that is learnt in parts.
+    """The first `count` training samples, the last `most` tokens of each, of a pair both; none where samples
+    are no text that is learnt in parts.
     """
     if not isinstance(data, TokenizedData) or "train" not in facts.samples:
         return []
@@ -35,7 +35,8 @@ def shown_samples(data: Any, facts: Facts, count: int, on_terminal: bool, most: 
     for number, (row, mask) in enumerate(
         zip(batch["tokens"].reshape(-1, width), batch["learn"].reshape(-1, width), strict=True)
     ):
-        pairs = zip(row[: min(lengths[number], most)].tolist(), mask.tolist(), strict=False)
+        kept = slice(max(0, lengths[number] - most), lengths[number])
+        pairs = zip(row[kept].tolist(), mask[kept].tolist(), strict=True)
         text = ""
         for is_learnt, part in itertools.groupby(pairs, lambda pair: bool(pair[1])):
             said = "\n".join(

@@ -360,6 +360,12 @@ def test_wrong_flags_of_templates_are_one_line(tmp_path: Path, flags: tuple[str,
         show(tmp_path, {"messages": [ASK, TOLD]}, *flags)
 
 
+def test_what_is_read_of_tools_is_not_said_to_be_unread(tmp_path: Path) -> None:
+    shown = show(tmp_path, {"messages": THINKING, "tools": [TOOL]}, "--template", "chatml")
+    assert "not read" not in shown
+    assert shown.count("]]") == 1 + 3  # the first says what they mean
+
+
 def test_a_template_file_its_variables_and_what_is_shown(tmp_path: Path) -> None:
     file = tmp_path / "mine.jinja"
     file.write_text("{{ 'loud' if loud else 'soft' }} "
