@@ -6,7 +6,7 @@ Torch is imported by the functions that make an optimizer, so that the table can
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,9 @@ class OptimizerTraits:
     """Bytes of temporaries per trained parameter while it updates; a fused kernel needs none."""
     cpu_update: float = 1.0
     """Time of an update on a CPU over that of AdamW (measured)."""
+    matrix_bytes: float | None = None
+    """Bytes of state per element of the blocks' matrices, where they are updated in another way than the rest:
+    they are parameter groups of their own, in which `matrices` is true."""
     takes_betas: bool = False
     """Whether its parameter groups may set `betas` and `eps`, as Adam's."""
     library: str = "torch"
@@ -97,6 +100,16 @@ OPTIMIZERS = {
     "adafactor": OptimizerTraits(
         make=_of_torch("Adafactor"), state_bytes=0.1, elementwise=False, cpu_update=6.0
     ),
+    # In fp32, of 13 thousand operations a weight and step; measured against AdamW in benchmarks/LOG.md.
+    "muon": OptimizerTraits(
+        make="engine.optimization.muon:make_muon",
+        state_bytes=8.0,
+        matrix_bytes=4.0,
+        elementwise=False,
+        update_bytes=1.0,
+        cpu_update=40.0,
+        takes_betas=True,
+    ),
     "sgd": OptimizerTraits(make=_of_torch("SGD", momentum=0.9), state_bytes=4.0, elementwise=True),
     # A task's `make_optimizer`, of which nothing is known: counted as AdamW, whole matrices as Muon's.
     OWN: OptimizerTraits(make=_made_by_task, state_bytes=8.0, elementwise=False, takes_betas=True),
@@ -104,16 +117,29 @@ OPTIMIZERS = {
 """Name -> traits."""
 
 
-def of_recipe(recipe: Recipe, named: Mapping[str, nn.Parameter], lr: float, device: str) -> Optimizer:
+def of_recipe(
+    recipe: Recipe,
+    named: Mapping[str, nn.Parameter],
+    lr: float,
+    device: str,
+    matrices: Collection[str] = (),
+    share: Callable[[str], float] = lambda _: 1.0,
+) -> Optimizer:
     """The optimizer that a recipe names, over parameters by name; `device` is the device type.
 
-    Matrices decay; biases, norms and other vectors do not.
+    Matrices decay; biases, norms and other vectors do not. `matrices`: names of those in the model's blocks.
+    `share`: name -> the parameter's learning rate over `lr`.
     """
-    entry, groups = OPTIMIZERS[recipe.optimizer], Groups()
+    entry, found = OPTIMIZERS[recipe.optimizer], dict[tuple[bool, bool, float], list[str]]()
+    for name, p in named.items():
+        apart = entry.matrix_bytes is not None and name in matrices
+        found.setdefault((not apart, p.ndim < 2, share(name)), []).append(name)
     adam = {"betas": (recipe.adam_beta1, recipe.adam_beta2), "eps": recipe.adam_eps}
-    for decays in (True, False):
-        part = {name: p for name, p in named.items() if (p.ndim >= 2) == decays}
-        group = {"params": [*part.values()], "names": [*part]}
-        group["weight_decay"] = recipe.weight_decay if decays else 0.0
-        groups += [group | (adam if entry.takes_betas else {})] if part else []
+    groups = Groups()
+    for (together, flat, times), names in sorted(found.items()):
+        group = {"params": [named[name] for name in names], "names": names}
+        group["weight_decay"] = 0.0 if flat else recipe.weight_decay
+        group |= {"lr": lr * times} if times != 1 else {}
+        group |= {"matrices": not together} if entry.matrix_bytes is not None else {}
+        groups.append(group | (adam if entry.takes_betas else {}))
     return entry.build(groups, lr, device)

@@ -70,6 +70,14 @@ class MakesOptimizer(Protocol):
 
 
 @runtime_checkable
+class ScalesRates(Protocol):
+    """Some of its parameters learn faster than the others."""
+
+    def rate_share(self, name: str) -> float:
+        """The learning rate of the parameter of this name, over the recipe's."""
+
+
+@runtime_checkable
 class BeginsPhase(Protocol):
     """It sets up the model for a phase."""
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from isobatch.core.errors import UserError
 from isobatch.core.optimizers import of_recipe
-from isobatch.models.capabilities import MakesOptimizer
+from isobatch.engine.model_setup.layer_blocks import layer_blocks
+from isobatch.models.capabilities import MakesOptimizer, ScalesRates
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +36,8 @@ def make_optimizer(
     if named and isinstance(task, MakesOptimizer):
         parts = _checked(task.make_optimizer(named, recipe.lr, device), named)
     elif named:
-        parts = [of_recipe(recipe, named, recipe.lr, device)]
+        share = task.rate_share if isinstance(task, ScalesRates) else lambda _: 1.0
+        parts = [of_recipe(recipe, named, recipe.lr, device, block_matrices(model), share)]
     if tables := [p for p in sparse if p.requires_grad]:
         adam = {"betas": (recipe.adam_beta1, recipe.adam_beta2), "eps": recipe.adam_eps}
         parts.append(torch.optim.SparseAdam([{"params": tables, **adam}], lr=recipe.lr))
@@ -43,6 +45,15 @@ def make_optimizer(
         if recipe.lr and group["lr"] != recipe.lr:
             group[SHARE] = group["lr"] / recipe.lr
     return parts[0] if len(parts) == 1 else cast("Optimizer", OptimizerGroup(parts))
+
+
+def block_matrices(model: nn.Module) -> set[str]:
+    """Names of the matrices in the model's blocks: neither embeddings nor the head, nor what is in no list."""
+    from torch import nn
+
+    inside = {id(p) for block in layer_blocks(model) for p in block.parameters() if p.ndim == 2}
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    return {name for name, p in model.named_parameters() if id(p) in inside - tables}
 
 
 SHARE = "share_of_lr"

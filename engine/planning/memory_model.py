@@ -137,13 +137,14 @@ def memory_footprint(
     """
     evaluated = tokens if evaluated is None else evaluated
     optimizer, on_cpu = OPTIMIZERS[recipe.optimizer], choices.device == "cpu"
+    kept = mean_state_bytes(recipe, size)
     shards, slack, held = (
         _shard_counts(choices),
         FRAGMENTATION[choices.device],
         held_weight_bytes(size, choices),
     )
     activations = activation_bytes_per_token(size, choices, length)
-    states = optimizer.state_bytes + choices.traits.copy_bytes
+    states = kept + choices.traits.copy_bytes
     update = optimizer.update_bytes + (4.0 if choices.traits.flat_shards else 0.0)  # gradients in flat shards
     light = on_cpu and not size.needs_transformers
     # A second model with its gradients and moments beside the run's own, and the activations of a step.
@@ -159,13 +160,22 @@ def memory_footprint(
         workspace=CONTEXT_BYTES[choices.device] - (TRANSFORMERS_BYTES if light else 0.0),
         caches=slack * size.cached_bytes,
         # This rank's share of the trained weights and moments (`engine/checkpointing/host_buffer.py`).
-        host_copy=size.trainable * (4.0 + optimizer.state_bytes) / choices.processes if on_cpu else 0.0,
+        host_copy=size.trainable * (4.0 + kept) / choices.processes if on_cpu else 0.0,
         update=size.trainable * update / shards["moments"],
         rehearsal=rehearsal if size.rounds else 0.0,
         evaluation=slack * evaluated * one_layer + slack * logits_bytes(size, choices, evaluated) / 3,
         exported=EXPORT_COPIES * 4.0 * size.parameters if on_cpu else 0.0,
         held_back=HELD_BACK if on_cpu else 0.0,
     )
+
+
+def mean_state_bytes(recipe: Recipe, size: ModelSize) -> float:
+    """Bytes of optimizer state per trained parameter: fewer in the blocks' matrices under some optimizers."""
+    entry = OPTIMIZERS[recipe.optimizer]
+    if entry.matrix_bytes is None or not size.layers:
+        return entry.state_bytes
+    matrices = min(1.0, size.layers * layer_parameters(size) / max(size.trainable, 1))
+    return entry.state_bytes + (entry.matrix_bytes - entry.state_bytes) * matrices
 
 
 def held_weight_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
