@@ -41,8 +41,8 @@ class OptimizerTraits:
     cpu_update: float = 1.0
     """Time of an update on a CPU over that of AdamW (measured)."""
     matrix_bytes: float | None = None
-    """Bytes of state per element of the blocks' matrices, where they are updated in another way than the rest:
-    they are parameter groups of their own, in which `matrices` is true."""
+    """Bytes of state per element of the blocks' matrices, where these have an update of their own: they are
+    parameter groups in which `matrices` is true."""
     takes_betas: bool = False
     """Whether its parameter groups may set `betas` and `eps`, as Adam's."""
     library: str = "torch"

@@ -84,8 +84,15 @@ class Recipe:
     warmup: Interval = Interval(0, "steps")
     """Linear rise of the learning rate: steps, or a share of the phase (5%) or of an epoch (0.1ep). Of W
     steps the first is at 1/W of --lr, not at 0, and the last at --lr."""
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """The learning rate after warm-up."""
+    schedule: Literal["linear", "cosine", "constant", "wsd"] = "linear"
+    """The learning rate after warm-up. wsd: warm-up, stable, decay; `resume RUN --decay` ends a stable part
+    at any step."""
+    decay: Interval = Interval(20, "percent")
+    """The last part of --schedule wsd, in which the rate falls to 0: steps, or a share of the phase (20%) or
+    of an epoch."""
+    decay_shape: Literal["sqrt", "linear"] = "sqrt"
+    """Of that part: 1 - sqrt(x) over its share x (Hägele et al. 2024, "Scaling Laws and Compute-Optimal
+    Training Beyond Fixed Training Durations"), or 1 - x."""
     clip: Rate = 1.0
     """Largest norm of the whole gradient; 0 for none."""
     dropout: Probability | None = None
@@ -113,6 +120,9 @@ class Recipe:
     """Decay of Adam's mean of squared gradients."""
     adam_eps: AboveZero = 1e-8
     """Added to the root of that mean."""
+    ema: Momentum | None = None
+    """Keep an average of the weights too, in which each step leaves this share of the average before, such as
+    0.999. It is evaluated beside them (ema_loss) and exported to final/ema; they learn what they did."""
     label_smoothing: Probability = 0.0
     """Share of a target's probability that is spread evenly over all classes, or tokens, while training."""
     lr_floor: Share = 0.0
@@ -135,10 +145,10 @@ class Recipe:
         check_fields(self, "optimizer" if ".py" in self.task and self.optimizer not in OPTIMIZERS else "")
         if self.epochs is not None and self.steps is not None:
             raise UserError("--epochs and --steps exclude each other: give one of them")
-        if self.warmup.unit == "minutes" or (self.eval_every and self.eval_every.unit == "minutes"):
+        if "minutes" in (self.warmup.unit, self.decay.unit, self.eval_every and self.eval_every.unit):
             raise UserError(
-                "--warmup and --eval-every are counted in steps, epochs or a share of the run: minutes depend"
-                " on the machine"
+                "--warmup, --decay and --eval-every are counted in steps, epochs or a share of the run: minutes"
+                " depend on the machine"
             )
         if self.eval_every and self.eval_every.value == 0:
             raise UserError(

@@ -171,6 +171,7 @@ class LoadedWorkload:
                 f"{recipe.optimizer} has none",
             ),
             (recipe.schedule != "cosine", "lr_floor", "it is the end of --schedule cosine"),
+            (recipe.schedule != "wsd", "decay decay_shape", "it is the end of --schedule wsd"),
             (not data.has_groups, "order", "all of the data is on this machine, one row as near as the next"),
             (recipe.order != "shards", "shuffle_window", "it is that of --order shards"),
             (recipe.steps is not None, "least_steps", "it lengthens --epochs, and --steps is given"),

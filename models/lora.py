@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,12 +45,65 @@ def add_adapter(
         bias=options.lora_bias,
         fan_in_fan_out=any(type(m).__name__.endswith("Conv1D") for m in model.modules()),
         use_dora=options.adapter == "dora",
-        target_modules=target_modules(model, options.lora_targets, head),
+        use_rslora=options.lora_scale == "rs",
+        init_lora_weights="gaussian" if options.lora_init == "gaussian" else True,
+        target_modules=target_modules(model, options.lora_targets, options.lora_layers, head),
+        target_parameters=adapted_experts(expert_tensors(model), options) or None,
     )
     check_targets(block_matrices(model, head), options.lora_targets)
     inject_adapter_in_model(config, model)
+    if options.lora_init == "pissa":
+        begin_with_principal_parts(model, config)
     for name in head:
         model.get_submodule(name).requires_grad_(True)
+
+
+START = "start"
+"""The name of what an adapter began with, which is taken off again: a second adapter that does not train."""
+
+
+def begin_with_principal_parts(model: Any, config: Any) -> None:
+    """Set every adapter to the largest r singular values of its matrix W, and take them off W: PiSSA (Meng et
+    al. 2024, equations 2 to 4).
+
+    W stays as it is: a second adapter takes off what the first began with. Its factors are buffers, which
+    checkpoints hold: a resumed run reads them, where another machine's SVD would differ.
+    """
+    import torch
+
+    plain = copy.copy(config)
+    plain.lora_dropout, plain.init_lora_weights = 0.0, True
+    for layer in [m for m in model.modules() if "default" in getattr(m, "lora_A", {})]:
+        layer.update_layer(START, config.r, lora_alpha=config.lora_alpha, config=plain)
+        scale = layer.scaling["default"]
+        layer.scaling[START] = -scale
+        weight = whole_weight(layer.get_base_layer()).float()
+        left, values, right = torch.linalg.svd(weight, full_matrices=False)
+        roots = (values[: config.r] / scale).sqrt()
+        parts = {"lora_A": roots[:, None] * right[: config.r], "lora_B": left[:, : config.r] * roots}
+        for name, part in parts.items():
+            factors = getattr(layer, name)
+            began = torch.zeros(
+                factors["default"].weight.shape, device=part.device
+            )  # W may be narrower than r
+            began[: part.shape[0], : part.shape[1]] = part
+            factors["default"].weight.data = began.clone()
+            del factors[START].weight
+            factors[START].register_buffer("weight", began)
+        layer.set_adapter(["default", START])
+
+
+def whole_weight(layer: Any) -> Any:
+    """The matrix (outputs, inputs) of a linear layer, as computed with where it is held in 8 or 4 bits."""
+    from peft.utils.integrations import dequantize_module_weight
+
+    weight = dequantize_module_weight(layer).detach()
+    return weight.T if type(layer).__name__.endswith("Conv1D") else weight
+
+
+def is_second_matrix(name: str) -> bool:
+    """Whether a parameter of this name is B of an adapter B A."""
+    return ".lora_B." in name
 
 
 def modules_named(model: Any, tables: Sequence[str]) -> list[str]:
@@ -89,10 +144,8 @@ def block_matrices(model: Any, head: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def expert_weights(model: nn.Module) -> int:
-    """Weights of a mixture's experts, of which a layer has one tensor (a depthwise convolution is none), and
-    of what peft takes for them; 0 without a mixture.
-    """
-    routed = sum(p.numel() for p in model.parameters() if p.ndim == 3 and p.shape[1] > 1)
+    """Weights of a mixture's experts, and of what peft takes for them; 0 without a mixture."""
+    routed = sum(p.numel() for p in expert_tensors(model).values())
     named = ((name.rpartition(".")[2], m) for name, m in model.named_modules() if _is_matrix(m))
     return routed and routed + sum(m.weight.numel() for name, m in named if name in TAKEN_FOR_EXPERTS)
 
@@ -104,12 +157,55 @@ def _is_matrix(module: nn.Module) -> bool:
     return isinstance(module, Linear) or type(module).__name__.endswith("Conv1D")
 
 
-def target_modules(model: Any, wanted: str, head: Sequence[str] = ()) -> Any:
-    """Names of the modules that get an adapter; `auto` takes those that peft knows for the model type."""
-    if wanted not in ("auto", "all-linear"):
-        return [name.strip() for name in wanted.split(",")]
-    known = usual_targets(model.config.model_type) if wanted == "auto" else None
-    return known or sorted(block_matrices(model, head))
+def target_modules(model: Any, wanted: str, layers: str | None = None, head: Sequence[str] = ()) -> Any:
+    """Names of the modules that get an adapter; `auto` takes those that peft knows for the model type.
+
+    `layers`: see --lora-layers.
+    """
+    names: list[str] | None = [name.strip() for name in wanted.split(",")]
+    if wanted in ("auto", "all-linear"):
+        names = usual_targets(model.config.model_type) if wanted == "auto" else None
+    if names and layers is None:
+        return names
+    matrices = in_layers(block_matrices(model, head), layers)
+    return sorted(name for name in matrices if is_target(name, names))
+
+
+def is_target(matrix: str, names: Sequence[str] | None) -> bool:
+    """Whether a matrix of the blocks has one of these names, or ends with one; None are all."""
+    return names is None or f".{matrix}".endswith(tuple(f".{name.strip()}" for name in names))
+
+
+def in_layers(names: Iterable[str], wanted: str | None) -> list[str]:
+    """Those of the names, as of modules or parameters, in the layers of --lora-layers. Raises UserError."""
+    found = {name: int(match[1]) for name in names if (match := re.search(r"\.(\d+)\.", name))}
+    if wanted is None:
+        return list(names)
+    numbers: set[int] = set()
+    for part in wanted.split(","):
+        match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise UserError(f"--lora-layers {wanted}: give numbers or ascending ranges, as in 8-15 or 0,4-7")
+        numbers.update(range(first, last + 1))
+    if beyond := sorted(numbers - set(found.values())):
+        there = f"0 to {max(found.values())}" if found else "none with numbers"
+        raise UserError(f"--lora-layers {wanted}: there is no layer {beyond[0]}; the model has {there}")
+    return [name for name, number in found.items() if number in numbers]
+
+
+def expert_tensors(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Name -> tensor of all experts of a layer (a depthwise convolution is none)."""
+    return {name: p for name, p in model.named_parameters() if p.ndim == 3 and p.shape[1] > 1}
+
+
+def adapted_experts(tensors: Iterable[str], options: Any) -> list[str]:
+    """Those of the experts' tensors that get an adapter. Raises UserError where there are none."""
+    if not options.lora_experts:
+        return []
+    if not (found := in_layers(tensors, options.lora_layers)):
+        raise UserError("--lora-experts: the model is no mixture whose experts are one tensor: leave it out")
+    return found
 
 
 def usual_targets(model_type: str) -> list[str] | None:
@@ -127,18 +223,38 @@ def save_adapter(model: Any, folder: Path, head: Sequence[str] = ()) -> None:
 
     # The default would ask the hub for the base model's number of embeddings.
     found = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
+    config = copy.copy(model.peft_config["default"])
+    _add_start(model, found, config)
     for name in head:
         found |= {f"{name}.{part}": p for part, p in model.get_submodule(name).state_dict().items()}
     # Cloned, because the file's format has no tied tables.
     weights = {PEFT_PREFIX + name: value.detach().cpu().contiguous().clone() for name, value in found.items()}
     save_file(weights, folder / ADAPTER_FILE, metadata={"format": "pt"})
-    config = model.peft_config["default"]
     config.inference_mode = True
     config.modules_to_save = list(head) or None
     config.ensure_weight_tying = len(found) > len({value.data_ptr() for value in found.values()})
-    if isinstance(config.target_modules, set):  # whose order differs between processes
-        config.target_modules = sorted(config.target_modules)
+    for named in ("target_modules", "target_parameters"):  # sets have another order in every process
+        if isinstance(found_names := getattr(config, named), set):
+            setattr(config, named, sorted(found_names))
     config.save_pretrained(folder)
+
+
+def _add_start(model: Any, found: dict[str, Any], config: Any) -> None:
+    """Let an adapter that began with parts of its matrices take these off itself: one of rank 2 r.
+
+    `found`: its tensors, and `config`: its settings, are changed. (B A - B0 A0) = [B, -B0] [A; A0].
+    """
+    import torch
+
+    began = {name: m for name, m in model.named_modules() if START in getattr(m, "lora_A", {})}
+    for name, layer in began.items():
+        first, second = layer.lora_A[START].weight, layer.lora_B[START].weight
+        for key, part, side in (("lora_A", first, 0), ("lora_B", -second, 1)):
+            key = f"{name}.{key}.weight"
+            found[key] = torch.cat([found[key], part.to(found[key])], side)
+    if began:
+        config.r *= 2
+        config.lora_alpha *= 2**0.5 if config.use_rslora else 2
 
 
 def base_model_of(folder: Path) -> tuple[str, str | None]:

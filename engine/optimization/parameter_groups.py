@@ -48,7 +48,7 @@ def make_optimizer(
 
 
 def block_matrices(model: nn.Module) -> set[str]:
-    """Names of the matrices in the model's blocks: neither embeddings nor the head, nor what is in no list."""
+    """Names of the matrices in the model's blocks (lists of layers): neither embeddings nor the head."""
     from torch import nn
 
     inside = {id(p) for block in layer_blocks(model) for p in block.parameters() if p.ndim == 2}

@@ -138,6 +138,7 @@ def memory_footprint(
     evaluated = tokens if evaluated is None else evaluated
     optimizer, on_cpu = OPTIMIZERS[recipe.optimizer], choices.device == "cpu"
     kept = mean_state_bytes(recipe, size)
+    average = 4.0 * size.trainable if recipe.ema is not None else 0.0  # held as the weights are
     shards, slack, held = (
         _shard_counts(choices),
         FRAGMENTATION[choices.device],
@@ -151,7 +152,7 @@ def memory_footprint(
     rehearsal = size.trainable * (8.0 + 2 * states) + held + slack * tokens * activations
     one_layer = _layer_bytes(size, layers_and_width(size)[1], choices, length)
     return MemoryFootprint(
-        weights=held / shards["weights"] + _copied_weight_bytes(size, choices),
+        weights=(held + average) / shards["weights"] + _copied_weight_bytes(size, choices),
         gradients=size.trainable * 4.0 / shards["gradients"] + _bucket_bytes(size, choices),
         moments=size.trainable * states / shards["moments"],
         activations=slack * (tokens * activations + _gathered_bytes(size, choices)),
@@ -160,10 +161,12 @@ def memory_footprint(
         workspace=CONTEXT_BYTES[choices.device] - (TRANSFORMERS_BYTES if light else 0.0),
         caches=slack * size.cached_bytes,
         # This rank's share of the trained weights and moments (`engine/checkpointing/host_buffer.py`).
-        host_copy=size.trainable * (4.0 + kept) / choices.processes if on_cpu else 0.0,
+        host_copy=(size.trainable * (4.0 + kept) + average) / choices.processes if on_cpu else 0.0,
         update=size.trainable * update / shards["moments"],
         rehearsal=rehearsal if size.rounds else 0.0,
-        evaluation=slack * evaluated * one_layer + slack * logits_bytes(size, choices, evaluated) / 3,
+        evaluation=slack * evaluated * one_layer
+        + slack * logits_bytes(size, choices, evaluated) / 3
+        + average / shards["weights"],  # a copy of the weights, while the average is in their place
         exported=EXPORT_COPIES * 4.0 * size.parameters if on_cpu else 0.0,
         held_back=HELD_BACK if on_cpu else 0.0,
     )

@@ -25,6 +25,7 @@ from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.hooks.checkpoint import Checkpoint
 from isobatch.engine.hooks.console import ShowSteps
 from isobatch.engine.hooks.data_guard import DataGuard
+from isobatch.engine.hooks.ema import Ema
 from isobatch.engine.hooks.evaluate import Evaluate
 from isobatch.engine.hooks.log import Log
 from isobatch.engine.hooks.machine import Machine
@@ -135,8 +136,10 @@ def train_run(run: RunOnRank) -> Training:
                 _measure_rounding(run, builder, schedule, previous)
             with builder.phase(schedule, saved, previous, partial(_probe_memory, run, builder)):
                 guard = DataGuard(folder, builder.prepared, run.say)
-                evaluation = Evaluate(state, run.log, run.peak, run.say, run.own_hooks, run.tracker.send)
-                hooks = Hooks(_hooks(run, builder, guard, evaluation, copies))
+                averages = [Ema(state.recipe.ema)] if state.recipe.ema is not None else []
+                others = [*averages, *run.own_hooks]
+                evaluation = Evaluate(state, run.log, run.peak, run.say, others, run.tracker.send)
+                hooks = Hooks(_hooks(run, builder, guard, evaluation, copies, others))
                 if saved is not None:
                     _continue(run, builder, hooks, saved)
                 elif folder.recipe.task not in TASKS and world.size == 1 and "valid" in state.splits:
@@ -158,7 +161,12 @@ def _measures_before(run: RunOnRank, state: Training) -> bool:
 
 
 def _hooks(
-    run: RunOnRank, builder: Builder, guard: DataGuard, evaluation: Evaluate, copies: RemoteCopies | None
+    run: RunOnRank,
+    builder: Builder,
+    guard: DataGuard,
+    evaluation: Evaluate,
+    copies: RemoteCopies | None,
+    others: Sequence[Hook],
 ) -> list[Hook]:
     """The hooks of a phase. In this order they see figures and act in a pause: what may end the run comes
     before what writes of it, and the checkpoint, which holds the state of all others, last.
@@ -167,7 +175,7 @@ def _hooks(
     hooks: list[Hook] = [Spikes(run.folder, state, say), NonFinite(run.folder.folder), Stop(run.stop)]
     hooks += [Remarks(builder.replan, run.mark_first_step, say), Memory(run.peak)]
     hooks += [Machine(state)] if world.is_main and world.device.type == "cuda" else []
-    hooks += [*run.own_hooks, Log(run.log, say)]
+    hooks += [*others, Log(run.log, say)]
     hooks += [Plots(every, run.draw_plots)] if (every := state.task.plot_every) else []
     hooks += [run.tracker] if run.tracker.tracker else []
     hooks += [ShowSteps(state, run.console), evaluation, guard]

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.models.causal_lm.model_sizes import LLAMA_LIKE, ModelShape
-from isobatch.models.lora import check_targets, usual_targets
+from isobatch.models.lora import adapted_experts, check_targets, in_layers, is_target, usual_targets
 
 if TYPE_CHECKING:
     from isobatch.models.base import ModelSize
@@ -37,7 +37,7 @@ class AdapterCounts(NamedTuple):
 def adapter_counts(shape: ModelShape, options: Any) -> AdapterCounts:
     """What an adapter adds and trains. Raises UserError where --lora-targets names no matrix.
 
-    An adapter of rank r on a matrix (m, n) has r (m + n) weights, DoRA's n more.
+    An adapter of rank r on a matrix (m, n) has r (m + n) weights, DoRA's n more; so has each expert.
     """
     check_targets([m.name for m in shape.matrices], options.lora_targets)
     names: list[str] | None = options.lora_targets.split(",")
@@ -45,10 +45,12 @@ def adapter_counts(shape: ModelShape, options: Any) -> AdapterCounts:
         names = USUAL_TARGETS.get(shape.model_type) or usual_targets(shape.model_type)
     elif options.lora_targets == "all-linear":
         names = None
-    endings = tuple(f".{name.strip()}" for name in names) if names else ("",)
-    adapted = [m for m in shape.matrices if f".{m.name}".endswith(endings)]
+    chosen = set(in_layers([m.name for m in shape.matrices], options.lora_layers))
+    adapted = [m for m in shape.matrices if m.name in chosen and is_target(m.name, names)]
     magnitudes = sum(m.outputs for m in adapted) if options.adapter == "dora" else 0
+    experts = [shape.expert_tensors[name] for name in adapted_experts(shape.expert_tensors, options)]
     added = sum(options.lora_r * (m.inputs + m.outputs) for m in adapted) + magnitudes
+    added += sum(options.lora_r * count * (m + n) for count, m, n in experts)
     of_adapted = sum(m.outputs for m in adapted if m.bias)
     biases = {"none": 0, "lora_only": of_adapted, "all": shape.biases}[options.lora_bias]
     also_train = options.also_train or ()
@@ -73,7 +75,7 @@ def adapted_model_size(shape: ModelShape, options: Any) -> ModelSize:
         f" {', '.join(f'{count} {name}' for name, count in found.targets.items())} trains"
         f" {found.trainable:,} of {total:,} parameters ({found.trainable / total:.2%})"
     )
-    if shape.experts:
+    if shape.experts and not options.lora_experts:
         remark += f"; the {shape.experts:,} weights of the mixture's experts stay frozen"
     return dataclasses.replace(
         whole,
@@ -82,5 +84,6 @@ def adapted_model_size(shape: ModelShape, options: Any) -> ModelSize:
         frozen_bytes=weights / max(frozen, 1),
         adapter_inputs=found.inputs // max(whole.layers, 1),
         why_unshardable=whole.why_unshardable if options.load_bits == 16 else WHY_UNSHARDABLE,
+        cached_bytes=whole.cached_bytes + (4.0 * found.added if options.lora_init == "pissa" else 0.0),
         remark=remark,
     )

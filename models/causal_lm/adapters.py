@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from isobatch.core.errors import ExportError, refuse
 from isobatch.core.extras import need
 from isobatch.core.flags import spelling
-from isobatch.core.number_ranges import Positive, Probability
+from isobatch.core.number_ranges import AboveZero, Positive, Probability
 from isobatch.models import hub, lora
 
 if TYPE_CHECKING:
@@ -43,6 +43,18 @@ class AdapterOptions:
     """Dropout of what the adapter reads."""
     lora_targets: str = "auto"
     """Which matrices get one: names such as query,value; all-linear; auto: those usual for the model."""
+    lora_scale: Literal["r", "rs"] = "r"
+    """What alpha is divided by: r, or its root, by which a high rank learns as fast as a low one (rsLoRA,
+    Kalajdzievski 2023)."""
+    lora_plus: AboveZero = 1.0
+    """The learning rate of an adapter's second matrix, B, over --lr (LoRA+, Hayou et al. 2024, has 16)."""
+    lora_init: Literal["kaiming", "gaussian", "pissa"] = "kaiming"
+    """How an adapter begins: A drawn, evenly or normally, and B 0; or the largest r singular values of its
+    matrix, which it then holds no more (PiSSA, Meng et al. 2024; its final/ has rank 2 r beside the base)."""
+    lora_layers: str | None = None
+    """Layers that get one, counted from 0, such as 8-15 or 0,4-7; by default all."""
+    lora_experts: bool = False
+    """Adapt the experts of a mixture too; without --lora-dropout."""
     lora_bias: Literal["none", "all", "lora_only"] = "none"
     """Which biases train too."""
     adapter: Literal["none", "lora", "qlora", "dora"] = "none"
@@ -90,6 +102,14 @@ def check_options(options: Any, pretrained: bool) -> None:
             "--adapter dora: needs the weights' norms, which 8 bits do not give: use --load-bits 4": (
                 adapter == "dora" and bits == 8
             ),
+            "--adapter dora: has lengths of its own to begin with: leave --lora-init pissa out": (
+                adapter == "dora" and options.lora_init == "pissa"
+            ),
+            "--lora-experts: takes --adapter lora or qlora with another --lora-init than pissa": (
+                options.lora_experts and (adapter == "dora" or options.lora_init == "pissa")
+            ),
+            f"--lora-experts: experts have no dropout, and --lora-dropout is {options.lora_dropout:g}: say"
+            " --lora-dropout 0": options.lora_experts and options.lora_dropout > 0,
             f"--lora-bias {biases}: 4-bit layers round their biases to the type they compute in: leave it"
             " out, or use --load-bits 8": biases != "none" and bits == 4,
             f"--load-bits {bits}: qlora means 4; with 8 say --adapter lora": adapter == "qlora" and bits != 4,

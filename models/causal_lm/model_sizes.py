@@ -7,13 +7,13 @@ device and counted.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from isobatch.models import hub
 from isobatch.models.base import ModelSize
 from isobatch.models.head_chunks import CHUNK_BYTES
-from isobatch.models.lora import block_matrices, expert_weights
+from isobatch.models.lora import block_matrices, expert_tensors, expert_weights
 
 MIN_CONTEXT = 64
 
@@ -76,6 +76,8 @@ class ModelShape:
     """Weights of the head that are not those of the embeddings."""
     experts: int = 0
     """Weights of a mixture's experts: all experts of a layer are one tensor, and no matrix."""
+    expert_tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Name -> (experts, m, n) of these tensors."""
 
 
 def size_from_config(config: Mapping[str, Any]) -> ModelSize | None:
@@ -197,6 +199,7 @@ def _build_shape(config: Any, remote_code: bool) -> ModelShape:
         embeddings=embeddings.weight.numel(),
         head=0 if head.weight is embeddings.weight else sum(p.numel() for p in head.parameters()),
         experts=expert_weights(model),
+        expert_tensors={name: tuple(p.shape) for name, p in expert_tensors(model).items()},
     )
 
 

@@ -153,11 +153,19 @@ class CausalLM(Task):
             found["noise"] = "there is no dropout"
         return found
 
+    def rate_share(self, name: str) -> float:
+        return self.options.lora_plus if lora.is_second_matrix(name) else 1.0
+
     def check(self) -> None:
         name = self.model_name
         adapters.check_options(self.options, pretrained=name not in PRESETS)
         if isinstance(self.options, DistilledOptions):
             distillation.check(self.options, self.recipe.tokenizer or name)
+        if self.recipe.optimizer == "muon" and self.options.adapter != "none":
+            raise UserError(
+                f"--optimizer muon: --adapter {self.options.adapter} trains matrices of a low rank, and whole"
+                " orthogonal steps are for whole matrices: use adamw"
+            )
         if self.options.load_bits != 16:
             need("bitsandbytes", f"--load-bits {self.options.load_bits}")
         if self.recipe.max_length < 2:

@@ -10,14 +10,14 @@ from safetensors.torch import load_file, save_file
 
 import isobatch
 from isobatch.core.errors import UserError
-from isobatch.examples.ema import Ema
+from isobatch.examples.average import Average
 from isobatch.tests.integration.helpers import RAGGED, ROOT, launch, rows, succeed, summary
 from isobatch.tests.integration.test_bad_input import complaint
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-EMA = f"{ROOT}/examples/ema.py:Ema"
+AVERAGE = f"{ROOT}/examples/average.py:Average"
 HOOKS = f"{ROOT}/tests/tasks/hooks.py"
 LINE = f"{ROOT}/tests/tasks/failing.py:Line"
 WORDS = ["auto", "--task", RAGGED, "--quiet", "--steps", "20", "--eval-every", "10"]
@@ -27,9 +27,9 @@ WORDS = ["auto", "--task", RAGGED, "--quiet", "--steps", "20", "--eval-every", "
     "strategy", ["zero3", *(pytest.param(s, marks=pytest.mark.slow) for s in ("ddp", "fsdp2"))]
 )
 def test_an_average_of_the_weights_goes_on_elsewhere(strategy: str, tmp_path: Path) -> None:
-    succeed(*WORDS, "--hook", EMA, "--name", "one", "--processes", "1", cwd=tmp_path)
+    succeed(*WORDS, "--hook", AVERAGE, "--name", "one", "--processes", "1", cwd=tmp_path)
     succeed(*WORDS, "--name", "without", "--processes", "1", cwd=tmp_path)
-    both = f"{EMA},{HOOKS}:StopsOnce"
+    both = f"{AVERAGE},{HOOKS}:StopsOnce"
     assert launch(*WORDS, "--hook", both, "--name", "two", "--processes", "1", cwd=tmp_path).returncode == 75
     two = tmp_path / "runs" / "two"
     assert json.loads((two / "run.json").read_text())["hook"] == both.split(",")
@@ -38,21 +38,23 @@ def test_an_average_of_the_weights_goes_on_elsewhere(strategy: str, tmp_path: Pa
     one, without = tmp_path / "runs" / "one", tmp_path / "runs" / "without"
     final = (one / "final" / "model.safetensors").read_bytes()
     assert final == (without / "final" / "model.safetensors").read_bytes()
-    averages = [load_file(run / "final" / "ema" / "model.safetensors") for run in (one, two)]
+    averages = [load_file(run / "final" / "average" / "model.safetensors") for run in (one, two)]
     own = load_file(two / "final" / "model.safetensors")
     for name, average in averages[0].items():
         assert float((average - averages[1][name]).abs().max()) < 1e-5
     assert any(not own[name].equal(averages[1][name]) for name in own)
     metrics = [summary(run)["metrics"] for run in (one, two, without)]
-    assert metrics[0]["ema_loss"] == pytest.approx(metrics[1]["ema_loss"], rel=1e-5)
-    assert metrics[0]["ema_loss"] != metrics[0]["loss"] == metrics[2]["loss"]
-    beside = [row["ema_loss"] for row in rows(two) if "split" in row]
+    assert metrics[0]["average_loss"] == pytest.approx(metrics[1]["average_loss"], rel=1e-5)
+    assert metrics[0]["average_loss"] != metrics[0]["loss"] == metrics[2]["loss"]
+    beside = [row["average_loss"] for row in rows(two) if "split" in row]
     assert len(beside) == 2
     verified = succeed("verify", "runs/two", cwd=tmp_path)
-    assert "what hooks made of the weights for final/ema" in verified.stdout
-    changed = load_file(two / "final" / "ema" / "model.safetensors")
-    save_file({k: v + 0.1 for k, v in changed.items()}, two / "final" / "ema" / "model.safetensors")
-    assert "ema/model.safetensors is missing or changed" in launch("verify", "runs/two", cwd=tmp_path).stdout
+    assert "what hooks made of the weights for final/average" in verified.stdout
+    changed = load_file(two / "final" / "average" / "model.safetensors")
+    save_file({k: v + 0.1 for k, v in changed.items()}, two / "final" / "average" / "model.safetensors")
+    assert (
+        "average/model.safetensors is missing or changed" in launch("verify", "runs/two", cwd=tmp_path).stdout
+    )
 
 
 def test_a_hook_that_raises_ends_the_run_and_names_itself(tmp_path: Path) -> None:
@@ -93,14 +95,14 @@ def test_gradients_that_are_never_whole_are_refused_before_the_first_step(tmp_pa
 
 def test_from_python_an_object_is_a_hook_of_one_process(tmp_path: Path) -> None:
     recipe = isobatch.Recipe(task=LINE)
-    hook = Ema()
+    hook = Average()
     run = isobatch.train(recipe, hooks=[hook], out=str(tmp_path), quiet=True, processes=1)
     assert set(hook.average) == {"weight", "bias"}
-    assert "ema_loss" in run.metrics
-    with pytest.raises(UserError, match="--hook ema: is no file; several processes, or a resume, need"):
+    assert "average_loss" in run.metrics
+    with pytest.raises(UserError, match="--hook average: is no file; several processes, or a resume, need"):
         isobatch.train(recipe, hooks=[hook], out=str(tmp_path), quiet=True, processes=2, again=True)
-    run = isobatch.train(recipe, hooks=[Ema], out=str(tmp_path), quiet=True, processes=2, again=True)
-    assert "ema_loss" in run.metrics
+    run = isobatch.train(recipe, hooks=[Average], out=str(tmp_path), quiet=True, processes=2, again=True)
+    assert "average_loss" in run.metrics
 
 
 def test_a_run_that_a_hook_taught_goes_on_with_it_alone(tmp_path: Path) -> None:

@@ -75,4 +75,4 @@ def test_every_optimizer_takes_betas_or_says_that_it_does_not(
     optimizer_of(nn.Linear(2, 2), Recipe(task="t", optimizer=name, **ADAM))
     found = {(g.get("betas"), g.get("eps")) for g in groups}
     assert found == ({((0.8, 0.95), 1e-3)} if OPTIMIZERS[name].takes_betas else {(None, None)})
-    assert OPTIMIZERS[name].takes_betas == ("adamw" in name or name == OWN)
+    assert OPTIMIZERS[name].takes_betas == ("adamw" in name or name in (OWN, "muon"))

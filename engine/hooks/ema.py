@@ -1,0 +1,37 @@
+"""An exponential moving average of the weights (Polyak and Juditsky 1992), of --ema."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from isobatch.engine.train.hooks import Hook
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from isobatch.engine.train.state import Training
+
+
+class Ema(Hook):
+    """The average of a phase, which begins with the weights after its first step.
+
+    Under strategies that shard weights every process averages what it holds of them.
+    """
+
+    weights: ClassVar[bool] = True
+
+    def __init__(self, decay: float) -> None:
+        """`decay`: the share of the average before that a step leaves."""
+        self.decay = decay
+        self.average: dict[str, Tensor] = {}
+
+    def after_update(self, state: Training, step: int) -> None:  # noqa: ARG002
+        held, average, share = dict(state.strategy.held()), self.average, 1 - self.decay
+        self.average = {n: average[n].lerp_(w, share) if average else w.clone() for n, w in held.items()}
+
+    def tensors(self) -> Mapping[str, Tensor]:
+        return self.average
+
+    def load(self, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:  # noqa: ARG002
+        self.average = dict(tensors)
