@@ -147,8 +147,8 @@ class Recipe:
             raise UserError("--epochs and --steps exclude each other: give one of them")
         if "minutes" in (self.warmup.unit, self.decay.unit, self.eval_every and self.eval_every.unit):
             raise UserError(
-                "--warmup, --decay and --eval-every are counted in steps, epochs or a share of the run: minutes"
-                " depend on the machine"
+                "--warmup, --decay and --eval-every are counted in steps, epochs or a share of the run:"
+                " minutes depend on the machine"
             )
         if self.eval_every and self.eval_every.value == 0:
             raise UserError(
