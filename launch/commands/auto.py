@@ -17,6 +17,7 @@ from isobatch.data.streaming.store import refuse_secrets
 from isobatch.engine import consent
 from isobatch.engine.optimization.left_out import ASKED, leave_out
 from isobatch.engine.registry import CHAINS, workload_of
+from isobatch.engine.runs.decay import decayed
 from isobatch.engine.runs.run_folder import RunFolder, refuse_links
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job
@@ -68,7 +69,7 @@ def auto(words: Sequence[str]) -> int:
 
 
 def resume(words: Sequence[str]) -> int:
-    """Usage: resume RUN [plan flags, run flags, --data PATH] [--skip-step 1200-1203]
+    """Usage: resume RUN [plan flags, run flags, --data PATH] [--skip-step 1200-1203] [--decay]
 
     The recipe stays, on any machine. RUN may be the URL of a copy: resume s3://bucket/prefix/RUN
     """
@@ -83,6 +84,11 @@ def resume(words: Sequence[str]) -> int:
     run_options = dataclasses.replace(run.options(), **values["run"])
     for note in notes:
         print_unless_quiet(note, run_options.quiet)
+    if options.decay:
+        consent.require(run.recipe, run.folder, options.trust, run_options)
+        run = decayed(run, values["run"].get("name"))
+        consent.remember(run.recipe, run_options)
+        run_options = dataclasses.replace(run_options, name=run.folder.name)
     if run.status() == "done":
         if options.skip_step is not None:
             steps_to_skip(run, options.skip_step)

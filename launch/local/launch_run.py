@@ -55,6 +55,9 @@ class ResumeOptions(AnswerOptions):
     skip_step: str | None = None
     """Leave out these steps, from 1, and go back to the checkpoint before them: 1200-1203, or lora:1200-1203
     where there are several phases. The decision stands in the log, so that `verify` knows it."""
+    decay: bool = False
+    """Begin a run beside this one, RUN-decay-STEP or --name, that goes on from the newest checkpoint of the
+    stable part of --schedule wsd or constant, and decays. Its recipe is of so many steps; RUN stays."""
 
 
 def steps_to_skip(run: RunFolder, asked: str) -> tuple[str, int, int]:
