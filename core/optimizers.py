@@ -100,7 +100,7 @@ OPTIMIZERS = {
     "adafactor": OptimizerTraits(
         make=_of_torch("Adafactor"), state_bytes=0.1, elementwise=False, cpu_update=6.0
     ),
-    # In fp32, of 13 thousand operations a weight and step; measured against AdamW in benchmarks/LOG.md.
+    # Measured against AdamW in benchmarks/LOG.md.
     "muon": OptimizerTraits(
         make="engine.optimization.muon:make_muon",
         state_bytes=8.0,

@@ -37,7 +37,7 @@ SMALL: dict[str, dict[str, Any]] = {
 TOKENIZER = str(ROOT / "tests/fixtures/hub/models--tests--decoder/snapshots/0/tokenizer.json")
 NAMES = {
     *("task", "mode", "preset", "data", "phase", "model", "options", "starts_from"),
-    *("on_spike", "order", "shuffle_window"),
+    *("on_spike", "order", "shuffle_window", "ema"),
 }
 """Fields that are not tried: they name things, change nothing by themselves, or are tried below."""
 OTHER = {field: value for field, value in ANOTHER.items() if field not in NAMES} | {"tokenizer": TOKENIZER}
