@@ -461,6 +461,9 @@ class ChatTemplate:
         if not body or place < 0:
             return None
         stop = place + len(body)
+        behind = len(text) - len(text[stop:].lstrip())  # white space of the answer stands before its end
+        if any(one and text.startswith(one, behind) for one in (end, self.closing)):
+            stop = behind
         ends = [one for one in (end, self.closing, *self.ends) if one and text.startswith(one, stop)]
         after = ends[0] if ends else None
         return _Answer(start, text[start:stop], self._end(after), stop + len(after or ""))
