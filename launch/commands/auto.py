@@ -17,9 +17,9 @@ from isobatch.data.streaming.store import refuse_secrets
 from isobatch.engine import consent
 from isobatch.engine.optimization.left_out import ASKED, leave_out
 from isobatch.engine.registry import CHAINS, workload_of
-from isobatch.engine.runs.decay import decayed
 from isobatch.engine.runs.run_folder import RunFolder, refuse_links
 from isobatch.engine.runs.run_options import RunOptions
+from isobatch.engine.trainer.decay import decayed
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job
 from isobatch.launch.local.arguments import parse_sweep, request_text, sort_flags, split_words, task_name
 from isobatch.launch.local.launch_run import (

@@ -22,19 +22,19 @@ from isobatch.launch.local.verify_run import VerifyOptions
 
 FLAGS = {
     "recipe": """task mode preset data format model tokenizer revision seed epochs steps phase least_steps
-        batch_size
-        max_length lr weight_decay warmup schedule clip dropout optimizer train_fraction eval_fraction
-        eval_every patience min_delta group_by_length noise adam_beta1 adam_beta2 adam_eps label_smoothing
-        lr_floor order shuffle_window on_spike""",
+        batch_size max_length lr weight_decay warmup schedule decay decay_shape clip dropout
+        optimizer train_fraction eval_fraction eval_every patience min_delta group_by_length
+        noise adam_beta1 adam_beta2 adam_eps ema label_smoothing lr_floor order
+        shuffle_window on_spike""",
     "scaling": "per_device_batch_size gradient_accumulation_steps",
     "plan": """micro_batch processes workers prefetch pin_memory precision strategy compile
         activation_checkpointing attention pack device memory_limit stream_cache""",
-    "run": """out name resume again save_every keep checkpoint_copy before log_every
-        tracker ledger hook anomaly hang_timeout max_restarts debug quiet""",
-    "causal-lm": """lora_r lora_alpha lora_dropout lora_targets lora_bias adapter load_bits frozen_dtype
-        also_train generate_tokens answers remote_code teacher kd_weight kd_top kd_direction
-        temperature text_column template template_kwargs response_only mix clean stride vocab_size
-        data_config valid""",
+    "run": """out name resume again save_every keep checkpoint_copy before log_every tracker ledger hook
+        anomaly hang_timeout max_restarts debug quiet""",
+    "causal-lm": """lora_r lora_alpha lora_dropout lora_targets lora_scale lora_plus lora_init lora_layers
+        lora_experts lora_bias adapter load_bits frozen_dtype also_train generate_tokens
+        answers remote_code teacher kd_weight kd_top kd_direction temperature text_column
+        template template_kwargs response_only mix clean stride vocab_size data_config valid""",
 }
 
 
