@@ -75,7 +75,9 @@ def test_a_file_is_measured_as_the_split_that_it_was(tmp_path: Path, task: str) 
     found = json.loads(done.stdout)[other.name]
     floats = [n for n, value in own.items() if isinstance(value, float) and "latency" not in n]
     same = {n for n in floats if n.startswith("full_") or not any(part in n for part in DEPENDS_ON_ORDER)}
-    assert {n: found[n] for n in same} == pytest.approx({n: own[n] for n in same}, rel=1e-5, nan_ok=True)
+    assert {n: found[n] for n in same} == pytest.approx(
+        {n: own[n] for n in same}, rel=1e-5, abs=1e-6, nan_ok=True
+    )
     assert len(same) > 1
     (row,) = [json.loads(line) for line in (tmp_path / "runs/run/evaluations.jsonl").open()]
     assert (row["data"], row["metrics"]) == (other.name, found)
