@@ -85,6 +85,9 @@ class OnLanguageModel(Task):
     def fetch(self) -> None:
         self.language.fetch()
 
+    def rate_share(self, name: str) -> float:
+        return self.language.rate_share(name)
+
 
 class LanguageModelTask(OnLanguageModel):
     """A causal language model that learns by another loss."""
