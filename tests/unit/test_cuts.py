@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "transformer VAE": ("sequence-vae", 0, {"backbone": "transformer", "free_bits": 4.0}),
 }
 """Name -> (task, its phase, flags); a model that is a task's name stands for a finished one of it."""
-CASES |= {task: (task, 0, {}) for task in TASKS.keys() - {task for task, *_ in CASES.values()}}
+CASES |= {task: (task, 0, {}) for task in sorted(TASKS.keys() - {task for task, *_ in CASES.values()})}
 """A workload that is registered and has no case of its own is held to its defaults."""
 
 
