@@ -146,7 +146,7 @@ def read(run: Path) -> dict[str, Any]:
     return {
         "steps": [{key: row.get(key) for key in STEP} for row in rows if "lr" in row],
         "samples": hashlib.sha256((run / "samples.bin").read_bytes()).hexdigest(),
-        "evaluations": [_figures(row) for row in rows if "split" in row and "lr" not in row],
+        "evaluations": [_figures(row) for row in rows if "split" in row and "lr" not in row and row["step"]],
         "result": _figures(json.loads((run / "summary.json").read_text())["metrics_by_split"]),
         "tensors": dict(_tensors(run / "final")),
     }

@@ -43,6 +43,10 @@ NAMES = {
 OTHER = {field: value for field, value in ANOTHER.items() if field not in NAMES} | {"tokenizer": TOKENIZER}
 """Another value of every field that can change what is learnt, without a download."""
 
+UNSEEN = {"kto": ("format", "eval_fraction"), "reward": ("eval_fraction",)}
+"""Fields that the first figures cannot show: before its first step a policy is its reference, a reward is
+0 on any share of the held-out rows; of another reading of the same rows the reference differs by rounding."""
+
 
 @cache
 def base(task: str, **more: Any) -> Recipe:
@@ -90,6 +94,8 @@ def differs(task: str, changed: Recipe) -> bool:
 def test_a_field_changes_something_or_is_refused(task: str) -> None:
     wrong = []
     for field, value in OTHER.items():
+        if field in UNSEEN.get(task, ()):
+            continue
         changes = {"epochs": value, "steps": None} if field == "epochs" else {field: value}
         asked = {k: v for k, v in {**BASE, **SMALL.get(task, {}), **changes}.items() if v is not None}
         refused = False
