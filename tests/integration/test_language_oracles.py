@@ -1,0 +1,498 @@
+"""Language models take the steps of loops in plain torch, transformers and peft, on one process and on two.
+
+The loops were written from papers and from docs/, by somebody who had not read the code that they judge. Each
+computes sample by sample, without padding; which samples a step has is read from the run's ledger.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+import isobatch
+from isobatch.tests.integration.helpers import ledger, rows, succeed
+from isobatch.tests.tiny_models import _qwen
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+TOLERANCE = 2e-5
+"""Absolute, of losses between 0.1 and 10."""
+ROWS, BATCH, STEPS, RATE, DECAY = 20, 6, 7, 3e-3, 0.1
+"""Three whole batches an epoch and a rest of two: steps go over the border of epochs."""
+COMMON = f"""--steps {STEPS} --lr {RATE} --weight-decay {DECAY} --max-length 512
+ --micro-batch 2 --warmup 2 --ledger --quiet"""
+WORDS = "lamp desk chair table door roof wall floor shelf glass stone paper".split()  # noqa: SIM905
+TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}"
+    "<|im_end|>\n{% endif %}"
+    "{% set at = namespace(last=-1) %}{% for m in messages if DROPS and m.role == 'user' %}"
+    "{% set at.last = messages.index(m) %}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+    "{% if m.reasoning_content and loop.index0 > at.last %}<think>\n{{ m.reasoning_content }}\n</think>\n\n"
+    "{% endif %}{{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>\n"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "\n</tool_call>{% endfor %}"
+    "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As models have it; it also says what an assistant's tokens are, and may drop earlier thoughts."""
+
+
+def template(drops: bool = False, marks: bool = True) -> str:
+    made = TEMPLATE.replace("DROPS", str(drops).lower())
+    return made if marks else made.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+def say(draw: random.Random, least: int = 1, most: int = 6) -> str:
+    return " ".join(draw.choices(WORDS, k=draw.randint(least, most)))
+
+
+def user(draw: random.Random) -> dict[str, Any]:
+    return {"role": "user", "content": say(draw)}
+
+
+def assistant(draw: random.Random, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": say(draw), **more}
+
+
+def conversation(draw: random.Random, bare: bool = False) -> dict[str, Any]:
+    """A question, thoughts, a call, its result and an answer; some rows lack some of these."""
+    schema = {"type": "object", "properties": {"thing": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "look", "description": say(draw), "parameters": schema}}
+    call = {"type": "function", "function": {"name": "look", "arguments": {"thing": say(draw)}}}
+    thought = {"reasoning_content": say(draw)} if draw.random() < 0.6 else {}
+    beside = {"content": ""} if bare else {"content": draw.choice(["", say(draw)]), **thought}
+    called = [
+        {"role": "assistant", **beside, "tool_calls": [call]},
+        {"role": "tool", "content": json.dumps({"found": say(draw)})},
+    ]
+    with_call = draw.random() < 0.6
+    messages = [user(draw), *(called if with_call else []), assistant(draw, **thought)]
+    if draw.random() < 0.4:
+        messages += [user(draw), assistant(draw)]
+    return {"messages": messages, **({"tools": [tool]} if with_call else {})}
+
+
+def in_other_words(row: dict[str, Any]) -> dict[str, Any]:
+    """The same conversation as other people write it."""
+    turns: list[dict[str, Any]] = []
+    for m in row["messages"]:
+        turns.append({"role": m["role"], "content": [{"type": "text", "text": m["content"]}]})
+        turns[-1] |= {"thinking": m["reasoning_content"]} if "reasoning_content" in m else {}
+        if "tool_calls" in m:
+            call = m["tool_calls"][0]["function"]
+            text = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
+            turns[-1]["tool_calls"] = [{"type": "function", "function": text}]
+    return {"messages": turns, **({"tools": json.dumps(row["tools"])} if "tools" in row else {})}
+
+
+def as_sharegpt(row: dict[str, Any]) -> dict[str, Any]:
+    """The same conversation in the roles of ShareGPT, the thought in the text; calls have none, nor words."""
+    names, turns = {"user": "human", "assistant": "gpt", "tool": "observation"}, []
+    for m in row["messages"]:
+        thought = f"<think>\n{m['reasoning_content']}\n</think>\n\n" if "reasoning_content" in m else ""
+        turns.append({"from": names[m["role"]], "value": thought + m["content"]})
+        if "tool_calls" in m:
+            turns[-1] = {"from": "function_call", "value": json.dumps(m["tool_calls"][0]["function"])}
+    return {"conversations": turns, **({"tools": json.dumps(row["tools"])} if "tools" in row else {})}
+
+
+KINDS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
+    "chats": conversation,
+    "chats-words": lambda draw: in_other_words(conversation(draw)),
+    "bare": lambda draw: conversation(draw, bare=True),
+    "bare-sharegpt": lambda draw: as_sharegpt(conversation(draw, bare=True)),
+    "judged": lambda draw: {
+        "prompt": [{"role": "user", "content": draw.choice(["which lamp", "which desk", "which roof"])}],
+        "completion": [assistant(draw)],
+        "label": draw.random() < 0.6,
+    },
+    "pairs": lambda draw: {
+        "prompt": [user(draw)],
+        "chosen": [assistant(draw)],
+        "rejected": [assistant(draw)],
+        "margin": draw.choice([0.0, 0.5, 1.0]),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model, a teacher, and rows of each kind."""
+    folder = tmp_path_factory.mktemp("oracles")
+    for name, make in KINDS.items():
+        for split, count in (("", ROWS), ("-held", 4)):
+            draw = random.Random(name.split("-")[0] + split)
+            (folder / f"{name}{split}.jsonl").write_text(
+                "\n".join(json.dumps(make(draw)) for _ in range(count))
+            )
+    for seed, name in enumerate(("model", "teacher")):
+        torch.manual_seed(seed)
+        more: dict[str, Any] = {"head_dim": 8, "initializer_range": 0.3}
+        model, tokenizer = _qwen(Qwen3Config, Qwen3ForCausalLM, template(marks=False), **more)
+        model.config.max_position_embeddings = 512
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+def train(home: Path, task: str, data: str, more: str, processes: int, batch: int = BATCH) -> Path:
+    """A run's folder."""
+    name = f"{task}-{len(list(home.glob('runs/*')))}"
+    words = (
+        f"--task {task} --data {data}.jsonl --valid {data}-held.jsonl --model {home}/model {COMMON} {more}"
+    )
+    succeed(
+        "auto",
+        *words.split(),
+        "--batch-size",
+        str(batch),
+        "--processes",
+        str(processes),
+        "--name",
+        name,
+        cwd=home,
+    )
+    return home / "runs" / name
+
+
+def figure(run: Path, name: str) -> list[float]:
+    return [row[name] for row in rows(run) if "lr" in row]
+
+
+def batches(run: Path) -> list[list[int]]:
+    """The rows of each step."""
+    found = [list(step["samples"]) for step in ledger(run)]
+    assert len(found) == STEPS
+    return found
+
+
+def load(home: Path, name: str = "model") -> Any:
+    return AutoModelForCausalLM.from_pretrained(home / name, dtype=torch.float32)
+
+
+def read(home: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (home / f"{name}.jsonl").read_text().splitlines()]
+
+
+def rendered(home: Path, messages: list[Any], drops: bool = False, **more: Any) -> tuple[Tensor, Tensor]:
+    """Tokens of a conversation, and which of them an assistant wrote."""
+    tokenizer = AutoTokenizer.from_pretrained(home / "model")
+    made: Any = tokenizer.apply_chat_template(
+        messages, chat_template=template(drops), return_assistant_tokens_mask=True, return_dict=True, **more
+    )
+    return torch.tensor(made["input_ids"]), torch.tensor(made["assistant_masks"]).bool()
+
+
+def log_p(model: Any, tokens: Tensor) -> Tensor:
+    """Of every token but the first, given those before it."""
+    logits = model(input_ids=tokens[None]).logits[0, :-1].double()
+    return logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+
+
+def falling(shape: Callable[[float], float]) -> list[float]:
+    """Two steps that rise, then a fall by the share of the rest that is over."""
+    return [RATE * ((n + 1) / 2 if n < 2 else shape((n - 2) / (STEPS - 2))) for n in range(STEPS)]
+
+
+LINEAR = falling(lambda over: 1 - over)
+COSINE = falling(lambda over: (1 + math.cos(math.pi * over)) / 2)
+
+
+def adamw(model: Any) -> torch.optim.Optimizer:
+    """As recipes have it: matrices decay, biases and norms do not."""
+    named = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in named if p.ndim > 1], "weight_decay": DECAY},
+            {"params": [p for p in named if p.ndim < 2], "weight_decay": 0.0},
+        ],
+        lr=RATE,
+    )
+
+
+def steps(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    rates: Iterable[float],
+    taken: list[list[int]],
+    loss: Callable[[Any, list[int]], Tensor],
+    weights: list[dict[str, Tensor]] | None = None,
+) -> list[float]:
+    """The losses of an optimizer's steps, the whole gradient clipped at 1; a group keeps its share."""
+    found, trained = [], [p for p in model.parameters() if p.requires_grad]
+    shares = [group["lr"] / RATE for group in optimizer.param_groups]
+    for rate, numbers in zip(rates, taken, strict=True):
+        for group, share in zip(optimizer.param_groups, shares, strict=True):
+            group["lr"] = rate * share
+        optimizer.zero_grad()
+        value = loss(model, numbers)
+        value.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        found.append(float(value.detach()))
+        if weights is not None:
+            weights.append({name: weight.clone() for name, weight in model.state_dict().items()})
+    return found
+
+
+def answers_nll(samples: list[tuple[Tensor, Tensor]]) -> Callable[[Any, list[int]], Tensor]:
+    """The mean over all tokens of the batch that an assistant wrote."""
+
+    def loss(model: Any, numbers: list[int]) -> Tensor:
+        parts = [log_p(model, samples[n][0])[samples[n][1][1:]] for n in numbers]
+        return -torch.cat(parts).mean()
+
+    return loss
+
+
+def chat_samples(home: Path, data: str) -> list[tuple[Tensor, Tensor]]:
+    return [rendered(home, row["messages"], tools=row.get("tools")) for row in read(home, data)]
+
+
+@pytest.mark.parametrize("data", ["chats", "chats-words", "bare-sharegpt"])
+def test_chats_with_tools_and_thoughts(home: Path, data: str) -> None:
+    """Whatever shape they have, calls, thoughts and answers are learnt, and results of tools are not."""
+    samples = chat_samples(home, data.split("-")[0])
+    for processes in (1, 2):
+        run, model = train(home, "causal-lm", data, "", processes), load(home)
+        expected = steps(model, adamw(model), COSINE, batches(run), answers_nll(samples))
+        assert figure(run, "loss") == pytest.approx(expected, abs=TOLERANCE)
+        assert figure(run, "lr") == pytest.approx(COSINE)
+
+
+def test_thoughts_that_the_template_drops_from_earlier_turns(home: Path) -> None:
+    """Every answer is learnt once, behind what the template makes of all before it when it is written."""
+    (home / "drops.jinja").write_text(template(drops=True, marks=False))
+    samples = []
+    for row in read(home, "chats"):
+        for n, message in enumerate(row["messages"]):
+            if message["role"] == "assistant":
+                before, upto = row["messages"][:n], row["messages"][: n + 1]
+                tokens, mask = rendered(home, upto, drops=True, tools=row.get("tools"))
+                mask[: len(rendered(home, before, drops=True, tools=row.get("tools"))[0])] = False
+                samples.append((tokens, mask))
+    for processes in (1, 2):
+        words = f"--template {home}/drops.jinja"
+        run, model = train(home, "causal-lm", "chats", words, processes, batch=99), load(home)
+        everything = [list(range(len(samples)))] * STEPS
+        expected = steps(model, adamw(model), COSINE, everything, answers_nll(samples))
+        assert figure(run, "loss") == pytest.approx(expected, abs=TOLERANCE)
+
+
+def answered(home: Path, row: dict[str, Any], answer: str) -> tuple[Tensor, Tensor]:
+    return rendered(home, [*row["prompt"], *row[answer]])
+
+
+def test_kto(home: Path) -> None:
+    """Ethayarajh et al. 2024: good answers at least z0 nats above the reference, bad ones below."""
+    data, beta, good, bad = read(home, "judged"), 0.5, 1.5, 0.7
+    own = [answered(home, row, "completion") for row in data]
+    after = [
+        next(r for r in data[n + 1 :] + data if r["prompt"] != row["prompt"]) for n, row in enumerate(data)
+    ]
+    others = [rendered(home, a["prompt"] + b["completion"]) for a, b in zip(data, after, strict=True)]
+    assert any(a["prompt"] == b["prompt"] for a, b in itertools.pairwise(data))
+
+    def total(model: Any, sample: tuple[Tensor, Tensor]) -> Tensor:
+        return log_p(model, sample[0])[sample[1][1:]].sum()
+
+    with torch.no_grad():
+        reference = load(home)
+        known, known_others = ([float(total(reference, s)) for s in group] for group in (own, others))
+
+    for processes in (1, 2):
+        weights = f"--beta {beta} --desirable-weight {good} --undesirable-weight {bad}"
+        run, model = train(home, "kto", "judged", weights, processes), load(home)
+        baselines: list[float] = []
+
+        def loss(model: Any, numbers: list[int], baselines: list[float] = baselines) -> Tensor:
+            with torch.no_grad():
+                shifts = [total(model, others[n]) - known_others[n] for n in numbers]
+                baselines.append(max(0.0, float(torch.stack(shifts).mean())))
+            values = []
+            for n in numbers:
+                above = total(model, own[n]) - known[n] - baselines[-1]
+                value = torch.sigmoid(beta * above) if data[n]["label"] else torch.sigmoid(-beta * above)
+                values.append((good if data[n]["label"] else bad) * (1 - value))
+            return torch.stack(values).mean()
+
+        expected = steps(model, adamw(model), LINEAR, batches(run), loss)
+        assert figure(run, "loss") == pytest.approx(expected, abs=TOLERANCE)
+        assert figure(run, "kl") == pytest.approx(baselines, abs=1e-4)
+        assert max(baselines) > 0.1
+
+
+def test_reward_model(home: Path) -> None:
+    """Bradley and Terry 1952: the chosen answer's score above the other's, by the pair's margin."""
+    data, center = read(home, "pairs"), 0.05
+    texts = [[answered(home, row, answer) for answer in ("chosen", "rejected")] for row in data]
+
+    def loss(model: Any, numbers: list[int]) -> Tensor:
+        parts = []
+        for n in numbers:
+            good, bad = (
+                model(input_ids=tokens[None, : int(mask.nonzero()[-1]) + 1]).logits[0, 0].double()
+                for tokens, mask in texts[n]
+            )
+            apart = good - bad - data[n]["margin"]
+            parts.append(-torch.nn.functional.logsigmoid(apart) + center * (good + bad) ** 2)
+        return torch.stack(parts).mean()
+
+    for processes in (1, 2):
+        run = train(home, "reward", "pairs", f"--center {center}", processes)
+        model = AutoModelForSequenceClassification.from_pretrained(home / "model", num_labels=1)
+        model.config.pad_token_id = 0
+        torch.nn.init.zeros_(model.score.weight)
+        expected = steps(model, adamw(model), LINEAR, batches(run), loss)
+        assert figure(run, "loss") == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(("direction", "heat"), [("forward", 1.0), ("forward", 2.0), ("reverse", 1.5)])
+def test_distillation(home: Path, direction: str, heat: float) -> None:
+    """Hinton et al. 2015, of the teacher's likeliest tokens and of all others as one more class."""
+    samples, teacher, share, top = chat_samples(home, "chats"), load(home, "teacher"), 0.7, 9
+
+    def classes(log_probabilities: Tensor, likeliest: Tensor) -> Tensor:
+        kept = log_probabilities.gather(1, likeliest)
+        return torch.cat([kept, (1 - kept.exp().sum(1, keepdim=True)).log()], dim=1)
+
+    def heated(model: Any, tokens: Tensor) -> Tensor:
+        return (model(input_ids=tokens[None]).logits[0, :-1].double() / heat).log_softmax(-1)
+
+    divergences: list[float] = []
+
+    def loss(model: Any, numbers: list[int]) -> Tensor:
+        parts = []
+        for tokens, mask in (samples[n] for n in numbers):
+            with torch.no_grad():
+                known = heated(teacher, tokens)
+            likeliest = known.topk(top).indices
+            p, q = classes(known, likeliest), classes(heated(model, tokens), likeliest)
+            p, q = (p, q) if direction == "forward" else (q, p)
+            parts.append((p.exp() * (p - q)).sum(1)[mask[1:]])
+        divergence = torch.cat(parts).mean()
+        divergences.append(float(divergence.detach()))
+        return (1 - share) * answers_nll(samples)(model, numbers) + share * heat**2 * divergence
+
+    for processes in (1, 2):
+        divergences.clear()
+        words = f"--teacher {home}/teacher --kd-weight {share} --kd-top {top} --kd-direction {direction}"
+        run = train(home, "causal-lm", "chats", f"{words} --temperature {heat}", processes)
+        model = load(home)
+        expected = steps(model, adamw(model), COSINE, batches(run), loss)
+        assert figure(run, "loss") == pytest.approx(expected, abs=TOLERANCE)
+        assert figure(run, "kl") == pytest.approx(divergences, abs=TOLERANCE)
+
+
+def test_averaged_weights(home: Path) -> None:
+    """Polyak and Juditsky 1992, exponentially, from the weights behind the first step on."""
+    samples, keep = chat_samples(home, "chats"), 0.8
+    for processes in (1, 2):
+        run, model = train(home, "causal-lm", "chats", f"--ema {keep}", processes), load(home)
+        weights: list[dict[str, Tensor]] = []
+        expected = steps(model, adamw(model), COSINE, batches(run), answers_nll(samples), weights)
+        assert figure(run, "loss") == pytest.approx(expected, abs=TOLERANCE)
+        average = weights[0]
+        for after in weights[1:]:
+            average = {name: keep * average[name] + (1 - keep) * after[name] for name in after}
+        found = AutoModelForCausalLM.from_pretrained(run / "final" / "ema").state_dict()
+        for name, weight in found.items():
+            assert float((weight - average[name]).abs().max()) < TOLERANCE, name
+            assert float((weight - weights[-1][name]).abs().max()) > 50 * TOLERANCE, name
+
+
+@pytest.mark.parametrize("shape", ["sqrt", "linear"])
+def test_warmup_stable_decay(home: Path, shape: str) -> None:
+    """Hägele et al. 2024: the rate stays, and falls in the last three steps."""
+    fall = {"sqrt": lambda over: 1 - math.sqrt(over), "linear": lambda over: 1 - over}[shape]
+    rates = [RATE / 2] + [RATE] * (STEPS - 4) + [RATE * fall(n / 3) for n in range(3)]
+    samples = chat_samples(home, "chats")
+    for processes in (1, 2):
+        words = f"--schedule wsd --decay 3 --decay-shape {shape}"
+        run, model = train(home, "causal-lm", "chats", words, processes), load(home)
+        assert figure(run, "lr") == pytest.approx(rates)
+        expected = steps(model, adamw(model), rates, batches(run), answers_nll(samples))
+        assert figure(run, "loss") == pytest.approx(expected, abs=TOLERANCE)
+
+
+@pytest.mark.parametrize(("scale", "plus"), [("rs", 1.0), ("r", 5.0), ("rs", 5.0)])
+def test_lora_by_the_root_of_its_rank_and_with_two_rates(home: Path, scale: str, plus: float) -> None:
+    """Kalajdzievski 2023, as peft has it, and Hayou et al. 2024: B learns faster than A."""
+    samples, rank, alpha = chat_samples(home, "chats"), 4, 6
+    for processes in (1, 2):
+        words = f"--adapter lora --lora-r {rank} --lora-alpha {alpha} --lora-dropout 0 --frozen-dtype fp32"
+        more = f"{words} --lora-targets q_proj,down_proj --lora-scale {scale} --lora-plus {plus}"
+        run = train(home, "causal-lm", "chats", more, processes)
+        with isobatch.replay(str(run), 1) as (begun, _, _):
+            drawn = {name: weight.clone() for name, weight in begun.state_dict().items() if "lora_" in name}
+        targets = ["q_proj", "down_proj"]
+        config = LoraConfig(r=rank, lora_alpha=alpha, use_rslora=scale == "rs", target_modules=targets)
+        model: Any = get_peft_model(load(home), config)
+        assert not model.base_model.model.load_state_dict(drawn, strict=False).unexpected_keys
+        second = [p for name, p in model.named_parameters() if "lora_B" in name]
+        assert len(second) == 4
+        assert not any(p.any() for p in second)
+        first = [p for name, p in model.named_parameters() if "lora_A" in name]
+        groups = [{"params": first, "lr": RATE}, {"params": second, "lr": RATE * plus}]
+        optimizer = torch.optim.AdamW(groups, weight_decay=DECAY)
+        expected = steps(model, optimizer, COSINE, batches(run), answers_nll(samples))
+        assert figure(run, "loss") == pytest.approx(expected, abs=TOLERANCE)
+
+
+class Muon(torch.optim.AdamW):
+    """Jordan et al. 2024 in fp32 for the matrices of groups that say so, AdamW for the rest."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        groups = self.param_groups
+        for group in (g for g in groups if g["orthogonal"]):
+            for p in group["params"]:
+                kept = self.state[p].setdefault("mean", torch.zeros_like(p)).mul_(0.95).add_(p.grad)
+                x = p.grad + 0.95 * kept
+                x = x.T if len(x) > len(x.T) else x
+                x = x / x.norm()
+                for _ in range(5):
+                    a = x @ x.T
+                    x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+                x = x if x.shape == p.shape else x.T
+                size = 0.2 * math.sqrt(max(p.shape))  # as large as AdamW's steps (Liu et al. 2025)
+                p.data.mul_(1 - group["lr"] * group["weight_decay"]).sub_(x, alpha=group["lr"] * size)
+        self.param_groups = [g for g in groups if not g["orthogonal"]]
+        super().step()
+        self.param_groups = groups
+
+
+def test_muon(home: Path) -> None:
+    samples = chat_samples(home, "chats")
+    for processes in (1, 2):
+        run, model = train(home, "causal-lm", "chats", "--optimizer muon", processes), load(home)
+        named = dict(model.named_parameters())
+        matrices = [p for name, p in named.items() if p.ndim == 2 and ".layers." in name]
+        groups = [
+            {"params": matrices, "orthogonal": True},
+            {"params": [p for p in named.values() if p.ndim < 2], "orthogonal": False, "weight_decay": 0.0},
+            {"params": [named["model.embed_tokens.weight"]], "orthogonal": False},
+        ]
+        optimizer = Muon(groups, lr=RATE, weight_decay=DECAY)
+        expected = steps(model, optimizer, COSINE, batches(run), answers_nll(samples))
+        assert json.loads((run / "plan.json").read_text())["invariance"] == "exact"
+        assert figure(run, "loss") == pytest.approx(expected, abs=TOLERANCE)
