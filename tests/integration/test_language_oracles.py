@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+pytestmark = pytest.mark.slow
+
 TOLERANCE = 2e-5
 """Absolute, of losses between 0.1 and 10."""
 ROWS, BATCH, STEPS, RATE, DECAY = 20, 6, 7, 3e-3, 0.1
