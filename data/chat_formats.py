@@ -297,7 +297,9 @@ def _parts(value: Any, role: str, where: str) -> list[tuple[str, str]]:
     """(type, text) of each part of a content. A tool's result may be any JSON."""
     if isinstance(value, str):
         return [("text", value)]
-    is_parts = isinstance(value, list) and all(isinstance(p, str) or "type" in p for p in value if p)
+    is_parts = isinstance(value, list) and all(
+        isinstance(p, str) or (isinstance(p, Mapping) and "type" in p) for p in value if p
+    )
     if role == "tool" and not is_parts:
         return [("text", json.dumps(value, ensure_ascii=False))]
     if not isinstance(value, list):

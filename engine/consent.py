@@ -93,7 +93,8 @@ def _texts(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for name in values.keys() - set(NO_PLACES):
         for value in values[name] if isinstance(values[name], list | tuple) else [values[name]]:
             is_text = isinstance(value, str) and value and (name, value) != ("data", DEMO)
-            if is_text and ("/" in value or name in PLACES):
+            is_file = name == "template" and value.endswith(".jinja")
+            if is_text and ("/" in value or name in PLACES or is_file):
                 yield name, value
 
 

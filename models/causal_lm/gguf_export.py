@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import torch
 from safetensors import safe_open
@@ -78,10 +77,14 @@ class Stored:
 
     @property
     def type(self) -> Any:
+        import gguf
+
         return gguf.GGMLQuantizationType[self.kind]
 
     @property
     def nbytes(self) -> int:
+        import gguf
+
         weights, size = gguf.GGML_QUANT_SIZES[self.type]
         return math.prod(self.shape) // weights * size
 
@@ -94,6 +97,8 @@ class Stored:
 
     def tofile(self, file: Any) -> None:
         """Write the tensor: GGUFWriter calls it as it would NumPy's."""
+        import gguf
+
         kinds = {"F16": torch.float16, "BF16": torch.bfloat16}
         for piece in self.pieces():
             if self.kind == "Q8_0":
@@ -159,6 +164,8 @@ def write(source: Path, file: Path, kind: str, place: str) -> dict[str, Any]:
     begins with `place`, for a model or a tokenizer that llama.cpp computes otherwise, and ExportError where
     the file holds other numbers than the folder.
     """
+    import gguf
+
     config: Any = AutoConfig.from_pretrained(source)
     family = check(config, place)
     writer = gguf.GGUFWriter(file, family.arch)
@@ -174,6 +181,7 @@ def write(source: Path, file: Path, kind: str, place: str) -> dict[str, Any]:
 
 def write_adapter(source: Path, file: Path, place: str) -> dict[str, Any]:
     """Write peft's LoRA in a folder as a GGUF adapter in F32; else as `write`."""
+    import gguf
     from peft import LoraConfig
 
     base, revision = lora.base_model_of(source)
@@ -193,6 +201,8 @@ def write_adapter(source: Path, file: Path, place: str) -> dict[str, Any]:
 
 def _add_shape(writer: Any, config: Any, family: GGUFFamily) -> None:
     """The model's sizes and settings, as metadata of the file."""
+    import gguf
+
     window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
     # Every layer of llama.cpp sees all of such a context: up to the window that is the same.
@@ -223,6 +233,8 @@ def _add_shape(writer: Any, config: Any, family: GGUFFamily) -> None:
 
 def _tensors(files: list[Path], config: Any, family: GGUFFamily, kind: str, place: str) -> Iterator[Stored]:
     """The tensors of files of safetensors, matrices in the number format `kind`."""
+    import gguf
+
     arch, seen = gguf.MODEL_ARCH[family.arch.upper()], set()
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for file in files:
@@ -278,6 +290,8 @@ def _llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
 
 def _written(writer: Any, file: Path, tensors: list[Stored]) -> dict[str, Any]:
     """Write the file with these tensors, and read it back: the largest difference, by that of its tensor."""
+    import gguf
+
     for tensor in tensors:
         writer.add_tensor_info(
             tensor.name, tensor.shape, np.dtype("f4"), tensor.nbytes, raw_dtype=tensor.type

@@ -80,11 +80,13 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
 
 
 def test_fine_tune_a_chat_model(hub: Hub, tmp_path: Path) -> None:
-    (sample,), (train, talk) = wish("fine-tune a chat model")
+    (sample,), (train, talk, pack) = wish("fine-tune a chat model")
     (tmp_path / "chats.jsonl").write_text(8 * sample)
     said = run(train, tmp_path, hub)
     assert re.search(r"runs/bot: done, \d+ steps, valid: loss", said)
     run(talk, tmp_path, hub, "When do you open?\n")
+    run(pack, tmp_path, hub)
+    assert (tmp_path / "runs/bot/exports/ollama/Modelfile").is_file()
 
 
 def test_make_a_classifier_small_and_fast(hub: Hub, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 import isobatch
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.recipe import Recipe
 from isobatch.engine import consent
 from isobatch.engine.consent import PLACES, places
 from isobatch.engine.registry import TASKS, complete, workload
@@ -249,15 +250,22 @@ TEXTS = {
     *("task", "preset", "format", "revision", "phase", "lora_targets", "clean"),
     *("text_column", "pair_column", "label_column", "sequence_column"),
     *("user_column", "item_column", "rating_column", "time_column", "data_config"),
-    *("trainable", "layers"),
+    *("trainable", "layers", "template", "template_kwargs", "lora_layers"),
 }
-"""Fields of recipes that take any text and name no place."""
+"""Fields of recipes that take any text and name no place; but `template` does where it ends in .jinja."""
+
+
+@pytest.mark.parametrize(
+    ("template", "is_place"), [("mine.jinja", True), ("a/b.jinja", True), ("chatml", False)]
+)
+def test_a_template_is_a_place_where_it_is_a_file(template: str, is_place: bool) -> None:
+    recipe = Recipe(task="causal-lm", options={"template": template})
+    assert (("template", template) in places(recipe)) == is_place
 
 
 def test_each_field_that_takes_any_text_is_known_for_a_place_or_not() -> None:
     """A new one is a decision: if it names a place it belongs into PLACES."""
     from isobatch.core.flags import flags_of
-    from isobatch.core.recipe import Recipe
 
     found = [flags_of(Recipe), *(workload(name).option_flags() for name in TASKS)]
     flags = [flag for of_task in found for flag in of_task.values()]

@@ -313,11 +313,11 @@ TALK = {
         },
         TOLD,
     ),
-    # Refused by a list of roles, which does not say that tools are not learnt.
+    # The template has no place for calls: it says so, and which template has one.
     "turns that call functions": chats(
         lambda n: {"conversations": shared(n, ("function_call", '{"name": "look"}'), ("observation", "7"))},
         None,
-        *(LINE_1, "function_call", r"\btools?\b"),
+        *(LINE_1, "the call of look", "--template chatml"),
         unsaid=("did you mean",),
     ),
     # It is no text.
