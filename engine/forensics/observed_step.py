@@ -28,6 +28,7 @@ from isobatch.engine.train.hooks import Hooks, Seen
 from isobatch.engine.train.loop import run_phase
 from isobatch.engine.train.step import Sums, measure_batch
 from isobatch.engine.verification.windows import Window
+from isobatch.models.capabilities import MeasuresBatch
 
 if TYPE_CHECKING:
     from isobatch.engine.train.state import Training
@@ -124,7 +125,8 @@ def losses_alone(state: Training, step: int) -> list[tuple[np.ndarray, dict[str,
     (loaded,) = state.batches(step, step + 1)
     work = loaded.work
     with state.binding.preserve_state(), preserve_state(model, state.world.device):
-        measure_batch(state, loaded)
+        if isinstance(state.task, MeasuresBatch):
+            measure_batch(state, loaded)
         for number, (micro, host) in enumerate(zip(work.micro_batches, loaded.batches, strict=True)):
             for start in range(0, len(micro.positions), cohort):
                 rows = slice(start, start + cohort)

@@ -33,16 +33,20 @@ if TYPE_CHECKING:
 FIRST = np.zeros(1, np.int64)
 """The place in the batch that a dummy micro-batch says it has."""
 
+SUM_DTYPES = {"mps": torch.float32}
+"""The number format of sums over the global batch, by the kind of device; float64 on all others."""
+
 
 def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
     """One optimizer step. What it returns is on the device still: nothing here waits for it."""
     task, strategy, world = state.task, state.strategy, state.world
     work, step, part = batch.work, batch.work.step, world.recorder.part
-    dtype = sum_dtype(world.device)
+    dtype = SUM_DTYPES.get(world.device.type, torch.float64)
     rate, more = state.rate(step), dict[str, Any]()
     see_gradients = partial(_see_gradients, state, step, hooks, more) if hooks.see_gradients else None
 
-    measure_batch(state, batch)
+    if isinstance(state.task, MeasuresBatch):
+        measure_batch(state, batch)
     norm = None
     while norm is None:  # fp16 overflowed: the same step again, with a smaller loss scale
         sums = Sums(state.layout, world.device, dtype)
@@ -89,11 +93,11 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
 
 @torch.no_grad()
 def measure_batch(state: Training, batch: LoadedStep) -> None:
-    """Let a task that asks for it measure the whole global batch before its losses. On all ranks."""
+    """Let the task measure the whole global batch before its losses. On all ranks."""
     task, strategy, world = state.task, state.strategy, state.world
-    if not isinstance(task, MeasuresBatch):
-        return
-    step, found = batch.work.step, torch.zeros((), dtype=sum_dtype(world.device), device=world.device)
+    assert isinstance(task, MeasuresBatch), "the caller has asked"
+    dtype = SUM_DTYPES.get(world.device.type, torch.float64)
+    step, found = batch.work.step, torch.zeros((), dtype=dtype, device=world.device)
     with world.recorder.part("forward"):
         for number, (micro, host) in enumerate(zip(batch.work.micro_batches, batch.batches, strict=True)):
             is_dummy = not len(micro.positions)
@@ -110,11 +114,6 @@ def measure_batch(state: Training, batch: LoadedStep) -> None:
             if not is_dummy:
                 found += value
         state.binding.measured = world.all_reduce_sum(found) / len(batch.work.samples)
-
-
-def sum_dtype(device: torch.device) -> torch.dtype:
-    """The number format of sums over the global batch."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 @dataclass(slots=True)
