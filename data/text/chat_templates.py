@@ -52,16 +52,16 @@ For each call, return a JSON object within <tool_call></tool_call>:
 <tool_call>
 {"name": <name>, "arguments": <object>}
 </tool_call>{{ END }}{{ '\\n' }}{% endif %}\
-{% for message in messages %}{% if not (tools and loop.first and message.role == 'system') %}\
-<|im_start|>{{ 'user' if message.role == 'tool' else message.role }}{{ '\\n' }}\
-{% if message.role == 'tool' %}<tool_response>{{ '\\n' + message.content + '\\n' }}</tool_response>\
-{% else %}{{ message.content }}{% if message.input %}{{ '\\n' + message.input }}{% endif %}\
-{% for call in message.tool_calls %}\
-{{ '\\n' if not loop.first or message.content[-1:] not in ('', '\\n') else '' }}\
+{% for message in messages %}{% if not (tools and loop.first and message['role'] == 'system') %}\
+<|im_start|>{{ 'user' if message['role'] == 'tool' else message['role'] }}{{ '\\n' }}\
+{% if message['role'] == 'tool' %}<tool_response>{{ '\\n' + message['content'] + '\\n' }}</tool_response>\
+{% else %}{{ message['content'] }}{% if 'input' in message %}{{ '\\n' + message['input'] }}{% endif %}\
+{% for call in (message['tool_calls'] if 'tool_calls' in message else []) %}\
+{{ '\\n' if not loop.first or message['content'][-1:] not in ('', '\\n') else '' }}\
 <tool_call>{{ '\\n' }}{{ call.function | tojson }}{{ '\\n' }}</tool_call>{% endfor %}{% endif %}\
 {{ END }}{{ '\\n' }}{% endif %}{% endfor %}\
 {% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"""
-"""Tools as Qwen 2.5 and Hermes have them."""
+"""Tools as Qwen 2.5 and Hermes have them. In the sandbox a subscript takes a third of an attribute's time."""
 
 _PLAIN = """\
 {{ BEGIN }}{% for message in messages %}{{ message.content }}\
