@@ -192,8 +192,9 @@ def misnamed_methods(task: type[Task]) -> list[str]:
     """Notes on methods of a user's class that nothing calls, and whose names are nearly a capability's."""
     mine = (one for one in task.__mro__ if not one.__module__.startswith("isobatch."))
     own = {n for one in mine for n, value in vars(one).items() if inspect.isfunction(value)}
-    free = {n for names in all_protocols().values() for n in names} - set(dir(task))
-    meant = {name: nearest(name, free) for name in sorted(own - set(dir(Task))) if name[0] != "_"}
+    known = {n for names in all_protocols().values() for n in names}
+    strange = sorted(own - set(dir(Task)) - known)
+    meant = {name: nearest(name, known - set(dir(task))) for name in strange if name[0] != "_"}
     return [f"{task.__name__}.{n} is not {like}, which may be meant" for n, like in meant.items() if like]
 
 
