@@ -333,6 +333,10 @@ def _calls(given: Any, where: str) -> list[dict[str, Any]]:
     return [_call(one, f"{where}: call {number}") for number, one in enumerate(calls, 1)]
 
 
+ARGUMENTS = ("arguments", "parameters", "input")
+"""A call's arguments, as OpenAI, Llama and Anthropic name them."""
+
+
 def _call(given: Any, where: str) -> dict[str, Any]:
     call = _from_json(given, where)
     function = call.get("function", call) if isinstance(call, Mapping) else {}
@@ -340,7 +344,8 @@ def _call(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(name, str) or not name.strip():
         raise UserError(f'{where} has no name: a call is {{"name": ..., "arguments": {{...}}}}')
     fields = function if isinstance(function, Mapping) else call
-    arguments = _from_json(fields.get("arguments") or {}, f"{where}: its arguments")
+    given = next((fields[name] for name in ARGUMENTS if fields.get(name) is not None), None)
+    arguments = _from_json(given or {}, f"{where}: its arguments")
     if not isinstance(arguments, Mapping):
         raise UserError(f"{where}: its arguments hold {type(arguments).__name__}, not an object")
     own = {"id": str(call["id"])} if call.get("id") else {}

@@ -420,7 +420,14 @@ def _read_parquet(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[s
             with explain_parquet_errors(file, what):
                 for batch in table.iter_batches(rows, row_groups=[group], columns=only):
                     for number, record in enumerate(batch.to_pylist(), number + 1):  # noqa: B020
-                        yield f"{file} row {number}", record
+                        yield f"{file} row {number}", {k: without_nulls(v) for k, v in record.items()}
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the fields that Arrow has added: in a column all objects have the fields of each."""
+    if isinstance(value, dict):
+        return {name: without_nulls(part) for name, part in value.items() if part is not None}
+    return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 _READERS: dict[str, Callable[[Path, SplitFiles], Iterator[tuple[str, Mapping[str, Any]]]]] = {

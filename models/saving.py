@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,7 +85,17 @@ def max_input_tokens(config: Mapping[str, Any]) -> int | None:
 
 
 def load_tokenizer(facts: Facts) -> Any:
-    """The prepared data's tokenizer, as an object of the tokenizers library."""
+    """The prepared data's tokenizer, as an object of the tokenizers library: a new one, to be changed."""
+    return _open.__wrapped__(Path(facts.folder) / facts.extra["tokenizer"])
+
+
+def shared_tokenizer(facts: Facts) -> Any:
+    """As `load_tokenizer`, but read once (a large one takes a second), and for nobody to change."""
+    return _open(Path(facts.folder) / facts.extra["tokenizer"])
+
+
+@functools.lru_cache(maxsize=1)
+def _open(file: Path) -> Any:
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(Path(facts.folder) / facts.extra["tokenizer"]))
+    return Tokenizer.from_file(str(file))

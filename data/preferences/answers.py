@@ -93,7 +93,11 @@ def _judgement(row: Mapping[str, Any], where: str) -> bool:
     if name is None:
         raise SkippedRowError("no label")
     value = row[name]
-    known = value if value in (0, 1) else JUDGEMENTS.get(str(value).strip().lower())
+    text = str(value).strip().lower()
+    if not text:
+        raise SkippedRowError("no label")
+    in_tables = {"1": True, "0": False}  # whose cells are texts
+    known = value if value in (0, 1) else {**in_tables, **JUDGEMENTS}.get(text)
     if known is None:
         raise UserError(f"{where}: {name} is {value!r}: it says whether the answer is good: true or false")
     return bool(known)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -298,10 +300,10 @@ def render_rows(
 
 
 def _number(value: Any, where: str) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise UserError(f"{where}: {MARGIN} is {value!r}: give a number") from None
+    with contextlib.suppress(TypeError, ValueError):
+        if math.isfinite(number := float(value)):
+            return number
+    raise UserError(f"{where}: {MARGIN} is {value!r}: give a number")
 
 
 class PairEncoder:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import TrainingError
+from isobatch.data.readers import without_nulls
 from isobatch.data.streaming.store import ObjectFile, Store, StoredObject, file_format
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ class ParquetShard(Shard):
     def rows(self, extent: Extent) -> Rows:
         with self._opened() as file:
             rows: Rows = file.read_row_groups(range(*extent), columns=self.wanted).to_pylist()
-            return rows
+            return [{name: without_nulls(value) for name, value in row.items()} for row in rows]
 
     def columns(self) -> list[str]:
         with self._opened() as file:

@@ -145,7 +145,8 @@ def parse_values(given: Sequence[str]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for one in given:
         name, equals, value = one.partition("=")
-        if not equals or not name.isidentifier() or name in ("messages", "tools", "add_generation_prompt"):
+        is_ours = name in ("messages", "tools", "add_generation_prompt") or name.endswith("_token")
+        if not equals or not name.isidentifier() or is_ours:
             raise UserError(f"--template-kwargs {one}: write NAME=VALUE, as in enable_thinking=false")
         values[name] = value
         with contextlib.suppress(ValueError):
@@ -343,7 +344,8 @@ class ChatTemplate:
         rendered = self._render(messages, where, values, for_answer, asked)
         for name in values:
             if not _reads(self.jinja, name):
-                raise UserError(f"{where}: the chat template does not read `{name}`: leave it out{OR_CHATML}")
+                way_out = "leave it out" + OR_CHATML * (name == "tools")
+                raise UserError(f"{where}: the chat template does not read `{name}`: {way_out}")
         segments, learnt, position, read = [], set(), 0, 0
         for turn, (number, (start, rest)) in enumerate(zip(asked, rendered.prompts, strict=True)):
             thinks = (rendered.text[:start] + rest).rfind(_THINK)
@@ -559,12 +561,15 @@ def _calls_as_text(calls: Sequence[Any]) -> list[Any]:
 
 @functools.lru_cache(maxsize=64)
 def _reads_text_calls(template: ChatTemplate) -> bool:
-    """Whether a template needs a call's arguments as text: it fails on an object."""
+    """Whether a template needs a call's arguments as text: it fails on an object, or prints it."""
     call = {"id": "123456789", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     for calls in ([call], _calls_as_text([call])):
         with contextlib.suppress(UserError):
-            template.render([_PROBE_TURN[0], {"role": "assistant", "content": "", "tool_calls": calls}])
-            return calls != [call]
+            text = template.render(
+                [_PROBE_TURN[0], {"role": "assistant", "content": "", "tool_calls": calls}]
+            )
+            if "{'a': 1}" not in text:  # an object that is written as Python's, not as JSON
+                return calls != [call]
     return False
 
 

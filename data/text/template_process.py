@@ -98,11 +98,15 @@ def serve(seconds: float) -> None:
     with open("/proc/self/statm") as memory:  # noqa: PTH123 - what the libraries have reserved is no template's
         reserved = int(memory.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (reserved + MEMORY_BYTES,) * 2)
+
+    def in_time(template: str, values: Mapping[str, Any]) -> tuple[str, list[Any]]:
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # its default action is the end of the process
+        return render(template, values)
+
     for line in sys.stdin:
         asked = json.loads(line)
         template = asked.get("template", template)
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # its default action is the end of the process
-        found = json.dumps(answer(render, template, asked["values"], asked["stops"]))
+        found = json.dumps(answer(in_time, template, asked["values"], asked["stops"]))
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.write(found + "\n")
         sys.stdout.flush()

@@ -94,7 +94,8 @@ def _run_largest(state: Training) -> None:
     batch = to_device(to_tensors(source.fetch(samples, int(widths[0])), pin=False), device)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     optimizer = OPTIMIZERS[state.recipe.optimizer]
-    state_bytes = optimizer.state_bytes * trained
+    average = 4.0 if state.recipe.ema is not None else 0.0
+    state_bytes = (optimizer.state_bytes + average) * trained
     if optimizer.matrix_bytes is not None:
         apart, named = block_matrices(model), dict(model.named_parameters())
         of_matrices = sum(named[name].numel() for name in apart if named[name].requires_grad)

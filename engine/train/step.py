@@ -45,7 +45,7 @@ def train_step(state: Training, batch: LoadedStep, hooks: Hooks) -> StepOutput:
     rate, more = state.rate(step), dict[str, Any]()
     see_gradients = partial(_see_gradients, state, step, hooks, more) if hooks.see_gradients else None
 
-    if isinstance(state.task, MeasuresBatch):
+    if isinstance(task, MeasuresBatch):
         measure_batch(state, batch)
     norm = None
     while norm is None:  # fp16 overflowed: the same step again, with a smaller loss scale

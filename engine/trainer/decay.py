@@ -43,9 +43,10 @@ def decayed(run: RunFolder, name: str | None) -> RunFolder:
         )
     except FolderTakenError:
         fresh = RunFolder.open(folder)
-        if fresh.recipe == recipe:
-            return fresh
-        raise UserError(f"{folder} is there, and is another run: give this one a --name") from None
+        if fresh.recipe != recipe:
+            raise UserError(f"{folder} is there, and is another run: give this one a --name") from None
+        if fresh.summary() or checkpoint.list_checkpoints(fresh.checkpoints, [schedule.name]):
+            return fresh  # else it was killed before it had its checkpoint
     fresh.write_plan(run.plan)
     _copy_until(run, fresh, checkpoint.checkpoint_name(schedule.name, step))
     return fresh
@@ -98,8 +99,12 @@ def _shortened(recipe: Recipe, schedule: PhaseSchedule, step: int, last: int) ->
 
 def _copy_until(run: RunFolder, fresh: RunFolder, name: str) -> None:
     """Copy a checkpoint and the rows before it, as a run of the new recipe would have written them."""
-    target = fresh.checkpoints / name
-    shutil.copytree(run.checkpoints / name, target)
+    target = fresh.checkpoints / f".{name}.copy"
+    shutil.rmtree(target, ignore_errors=True)
+    try:
+        shutil.copytree(run.checkpoints / name, target)
+    except OSError as error:  # such as a run that trains on, and keeps newer ones
+        raise UserError(f"--decay: {run.checkpoints / name} cannot be copied: {error}") from None
     state = atomic_files.read_json(target / "state.json")
     log = MetricsLog(fresh, writes=True)
     log.begin([state["progress"]["phase"]])
@@ -109,6 +114,8 @@ def _copy_until(run: RunFolder, fresh: RunFolder, name: str) -> None:
             log.log_metrics(row)
     if run.samples.exists():
         fresh.samples.write_bytes(run.samples.read_bytes()[: state["logs"]["ledger"]])
+    if run.answers.exists():
+        fresh.answers.write_bytes(run.answers.read_bytes())  # resuming cuts it at the checkpoint
     for row in rows_in(run.decisions) if run.decisions.exists() else ():
         log.log_decision(row)
     phase, step = checkpoint.phase_and_step(name)
@@ -117,3 +124,4 @@ def _copy_until(run: RunFolder, fresh: RunFolder, name: str) -> None:
     sums = atomic_files.read_json(target / checkpoint.CHECKSUMS)
     sums["state.json"] = hashlib.sha256((target / "state.json").read_bytes()).hexdigest()
     atomic_files.write_json(target / checkpoint.CHECKSUMS, sums)
+    target.rename(fresh.checkpoints / name)

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import printable
@@ -56,6 +55,9 @@ def evaluate(words: Sequence[str]) -> int:
     from isobatch.engine.verification.replay import Replay
 
     run, options = open_single_run(words, "evaluate", EvaluateOptions)
+    given = {"--split": options.split, "--test": options.test, "--lm-eval": options.lm_eval}
+    if len(both := [flag for flag, value in given.items() if value]) > 1:
+        raise UserError(f"{' and '.join(both)} exclude each other: give one of them")
     if options.limit and not options.lm_eval:
         raise UserError(f"--limit {options.limit}: is for --lm-eval")
     if options.lm_eval:
@@ -110,12 +112,12 @@ def _ask_harness(run: RunFolder, names: str, limit: int | None) -> dict[str, dic
     if unknown := [name for name in asked if not manager.match_tasks([name])] or ["in it"] * (not asked):
         raise UserError(f"--lm-eval {names}: is no folder, and lm-eval has no task {unknown[0]}")
     adapter = run.final / lora.CONFIG_FILE
-    base = atomic_files.read_json(adapter)["base_model_name_or_path"] if adapter.is_file() else run.final
+    base, revision = lora.base_model_of(run.final) if adapter.is_file() else (run.final, None)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     more: dict[str, Any] = {"peft": str(run.final)} if adapter.is_file() else {}
     more |= hub.remote_code_kwargs(getattr(task.options, "remote_code", False))  # type: ignore[attr-defined]
     try:
-        model = HFLM(str(base), tokenizer=str(run.final), device=device, **more)
+        model = HFLM(str(base), revision=revision or "main", tokenizer=str(run.final), device=device, **more)
         found = simple_evaluate(
             model,
             tasks=list(asked),

@@ -118,9 +118,10 @@ def answers_table(run: RunFolder) -> list[list[str]]:
     """
     table: dict[Any, list[str]] = {}
     for row in rows_in(run.answers):
-        if row.get("split") == VALID and (len(table) < SHOWN_ANSWERS or row.get("sample") in table):
+        sample = str(row.get("sample"))
+        if row.get("split") == VALID and (len(table) < SHOWN_ANSWERS or sample in table):
             texts = [_shown(row.get(name)) for name in ("prompt", "reference", "answer")]
-            cells = table.setdefault(row.get("sample"), [*texts[:2], "", ""])
+            cells = table.setdefault(sample, [*texts[:2], "", ""])
             cells[2 if row.get("step") == 0 else 3] = texts[2]
     return list(table.values())
 

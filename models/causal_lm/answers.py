@@ -88,7 +88,7 @@ def _end_ids(facts: Facts) -> set[int]:
     """The tokens that may end an answer."""
     template = facts.extra["template"]
     names = template.get("ends") or ()
-    tokenizer = saving.load_tokenizer(facts) if names else None
+    tokenizer = saving.shared_tokenizer(facts) if names else None
     return {template["end_id"], *(tokenizer.token_to_id(name) for name in names if tokenizer)} - {None}
 
 
@@ -112,7 +112,7 @@ def answer(model: nn.Module, prompt: HeldOutPrompt, facts: Facts) -> dict[str, A
     greedy = generation.Sampling(temperature=0.0, stop_token_id=facts.extra["template"]["end_id"])
     ids = generation.generate_ids(model, prompt.ids, most, greedy)
     written = list(itertools.takewhile(lambda token: token != prompt.end, ids))
-    tokenizer = saving.load_tokenizer(facts)
+    tokenizer = saving.shared_tokenizer(facts)
     asked, reference, said = (
         tokenizer.decode(ids, skip_special_tokens=False) for ids in (prompt.ids, prompt.reference, written)
     )

@@ -10,7 +10,6 @@ Letters: B rows, T tokens of a row, N predicted tokens, V vocabulary, K likelies
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError, refuse
@@ -55,7 +54,7 @@ def check(options: Any, student: str) -> None:
         )
 
 
-def teacher(path: str, options: Any, student_config: Callable[[Facts], Mapping[str, Any]]) -> Teacher:
+def teacher(path: str, options: Any) -> Teacher:
     """The teacher in a folder, in fp32, as one that answers for each token."""
     width = 0
 
@@ -70,8 +69,8 @@ def teacher(path: str, options: Any, student_config: Callable[[Facts], Mapping[s
         hub.check_vocabulary(
             path, vocabulary, facts.extra["vocabulary"], "; give a teacher with this tokenizer"
         )
-        # Of the same tokens models may have more or fewer empty rows behind them.
-        width = min(vocabulary, student_config(facts)["vocab_size"])
+        # Of the same tokens models may have more or fewer empty rows behind them: those of no student count.
+        width = facts.extra["vocabulary"]
         model = adapters.load_base_model(path, config, None, remote_code=options.remote_code)
         chunked_cross_entropy.make_head_bypassable(model)
         return model

@@ -214,7 +214,7 @@ class CausalLM(Task):
 
     def teacher(self) -> Teacher | None:
         path = self._teacher_path()
-        return None if path is None else distillation.teacher(path, self.options, self._raw_config)
+        return None if path is None else distillation.teacher(path, self.options)
 
     def build_model(self, facts: Facts) -> nn.Module:
         return self.build_model_on(facts, "cpu")

@@ -72,6 +72,7 @@ class RewardModel(PairTask):
     figures: ClassVar = FIGURES
     data: ClassVar = "data.preferences.dataset:ScoredPairs"
     defaults: ClassVar = {**PairTask.defaults, "lr": 1e-5}
+    adapter_lr: ClassVar = 1e-4
 
     def unread(self) -> Mapping[str, str]:
         return {**super().unread(), "label_smoothing": "a reward model has none"}
@@ -189,7 +190,8 @@ class RewardModel(PairTask):
         from transformers import AutoConfig
 
         base, revision = lora.base_model_of(final) if (final / lora.CONFIG_FILE).is_file() else (final, None)
-        config = AutoConfig.from_pretrained(str(base), **hub.remote_code_kwargs(self.options.remote_code))
+        code = hub.remote_code_kwargs(self.options.remote_code)
+        config = AutoConfig.from_pretrained(str(base), revision=revision or "main", **code)
         config.num_labels, config.pad_token_id = 1, pad_id(facts.extra)
         model = open_scorer(str(base), config, revision, self.options.remote_code)
         if base is not final:

@@ -57,6 +57,8 @@ class OnLanguageModel(Task):
         "warmup": "10%",
         "dropout": 0.0,
     }
+    adapter_lr: ClassVar = 1e-5
+    """The rate of an adapter: ten times the model's."""
     fast: ClassVar = {"max_length": 256, "train_fraction": 0.25, "eval_fraction": 0.25, "min_delta": 0.005}
     demo: ClassVar = {"model": "tiny", "max_length": 128, "batch_size": 16, "lr": 3e-4, "epochs": 2}
 
@@ -70,7 +72,7 @@ class OnLanguageModel(Task):
         """As for any causal language model; an adapter trains at ten times the rate, without dropout."""
         found = implied_by_model(values, cls.defaults)
         if values.get("adapter", "none") != "none":
-            found |= {k: v for k, v in {"lr": 1e-5, "lora_dropout": 0.0}.items() if k not in values}
+            found |= {k: v for k, v in {"lr": cls.adapter_lr, "lora_dropout": 0.0}.items() if k not in values}
         return found
 
     def unread(self) -> Mapping[str, str]:

@@ -105,6 +105,8 @@ def test_files_of_another_kind_are_refused_in_a_sentence(tmp_path: Path) -> None
     (tmp_path / "other.csv").write_text(labelled(40))
     other = launch("evaluate", "runs/run", "--data", "other.csv", cwd=tmp_path)
     assert "evaluate --test FILE" in other.stderr
+    both = launch("evaluate", "runs/run", "--split", "valid", "--test", "other.jsonl", cwd=tmp_path)
+    assert "--split and --test exclude each other" in both.stderr
     lone = launch("evaluate", "runs/run", "--limit", "3", cwd=tmp_path)
     assert "--limit 3: is for --lm-eval" in lone.stderr
     asked = launch("evaluate", "runs/run", "--lm-eval", ".", cwd=tmp_path)

@@ -5,6 +5,7 @@ Each is the same on one and two processes, and in a run that was resumed.
 
 from __future__ import annotations
 
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -59,6 +60,12 @@ def test_a_stable_run_decays_as_a_run_of_the_shorter_recipe_does(home: Path) -> 
     before = losses(home / "runs" / "stable")
     succeed("resume", "runs/stable", "--decay", "--quiet", "--processes", "2", cwd=home)
     run = home / "runs" / "stable-decay-12"
+    first = losses(run)
+    shutil.rmtree(run / "checkpoints")  # as if it had been killed before it had its checkpoint
+    (run / "summary.json").unlink()
+    succeed("resume", "runs/stable", "--decay", "--quiet", cwd=home)
+    assert furthest(losses(run), first) < 1e-5
+    assert "resumed" in (run / "log.txt").read_text()
     succeed(*words, "--steps", "18", "--decay", "6", "--name", "alone", "--again", cwd=home)
     alone = home / "runs" / "alone"
     assert losses(run)[:12] == before[:12]

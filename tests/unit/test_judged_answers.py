@@ -29,6 +29,7 @@ TEXTS = {"prompt": "Why?", "completion": "Because."}
 ROWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "texts": ({**TEXTS, "label": True}, [([ASKED], [SAID], True)]),
     "a number": ({**TEXTS, "label": 0}, [([ASKED], [SAID], False)]),
+    "a cell of a table": ({**TEXTS, "label": "0"}, [([ASKED], [SAID], False)]),
     "a word": ({**TEXTS, "label": " Undesirable"}, [([ASKED], [SAID], False)]),
     "messages": ({"messages": [ASKED, SAID], "kto_tag": "false"}, [([ASKED], [SAID], False)]),
     "an earlier answer": (

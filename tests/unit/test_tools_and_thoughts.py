@@ -8,11 +8,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from transformers import PreTrainedTokenizerFast
 
 from isobatch.core.errors import UserError
-from isobatch.data import chat_formats, tokenizers
+from isobatch.data import chat_formats, readers, tokenizers
 from isobatch.data.text import chat_templates
 from isobatch.data.text.conversations import token_rows
 from isobatch.launch.commands.plan import prepare
@@ -384,3 +386,28 @@ def test_a_template_file_its_variables_and_what_is_shown(tmp_path: Path) -> None
     file.write_text(file.read_text().replace("soft", "calm"))  # other content is other data
     shown = show(tmp_path, row, "--template", str(file), "--tokenizer", str(tokenizer))
     assert "calm user: Zask" in shown
+
+
+@pytest.mark.parametrize("name", ["arguments", "parameters", "input"])
+@pytest.mark.parametrize("as_text", [False, True])
+def test_arguments_are_read_by_each_name_that_they_have(name: str, as_text: bool) -> None:
+    given: Any = {"at": "sky"}
+    call = {"name": "look", name: json.dumps(given) if as_text else given}
+    row = {"messages": [ASK, {"role": "assistant", "tool_calls": [call]}]}
+    (_, answer) = chat_formats.parse_messages(row, "row", "messages")
+    assert answer["tool_calls"][0]["function"]["arguments"] == given
+
+
+def test_calls_in_parquet_have_their_own_arguments(tmp_path: Path) -> None:
+    calls = [{"name": "look", "arguments": {"at": "sky"}}, {"name": "dig", "arguments": {"deep": 2}}]
+    rows = [{"messages": [ASK, {"role": "assistant", "content": "", "tool_calls": [c]}]} for c in calls]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    part = readers.find_splits(tmp_path / "rows.parquet", None)["train"]
+    found = [chat_formats.parse_messages(row, at, "messages") for at, row in readers.read_rows(part)]
+    assert [m[1]["tool_calls"][0]["function"] for m in found] == calls
+
+
+def test_a_template_that_prints_arguments_gets_them_as_json() -> None:
+    jinja = KEEPS.replace("c.function.arguments | tojson", "c.function.arguments")
+    template = chat_templates.ChatTemplate("mine", jinja, "<|im_end|>", 0, "<|im_end|>")
+    assert '{"at": "sky"}' in template.render(template.placed([ASK, CALLING]))
