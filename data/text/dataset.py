@@ -130,9 +130,9 @@ class Text(TokenizedData):
         )
         tokenization = TokenizationSettings(tokenizer, special, recipe.max_length, stride, self.workshop)
         found.bind_tokenizer(tokenization)
-        learnt = self.known.extra.get("template") if self.known is not None else None
-        if learnt and isinstance(found, conversations.Conversations):
-            found.template, found.eos = ChatTemplate(**learnt), self.known.extra["eos"]
+        learnt = {} if self.known is None else self.known.extra
+        if learnt.get("template") and isinstance(found, conversations.Conversations):
+            found.template, found.eos = ChatTemplate(**learnt["template"]), learnt["eos"]
         columns, sizes = {}, {}
         for split in found.splits:
             columns[split], sizes[split] = found.encode(split, tokenization)

@@ -129,13 +129,18 @@ def check(config: Any, place: str) -> GGUFFamily:
     # llama.cpp knows the largest Gemmas, of 27B, by their layers.
     is_largest = config.num_hidden_layers == {"gemma2": 46, "gemma3": 62}.get(family.arch)
     known_scale = config.hidden_size // config.num_attention_heads if is_largest else _head_dim(config)
-    caps_right = bool(getattr(config, "final_logit_softcapping", None)) == (family.arch == "gemma2")
+    caps = ("final_logit_softcapping", "attn_logit_softcapping")
+    caps_right = all(bool(getattr(config, cap, None)) == (family.arch == "gemma2") for cap in caps)
+    fixed = {"beta_fast": 32, "beta_slow": 1, "truncate": True}  # of yarn
+    windows = (getattr(config, "rope_parameters", None) or {}).get("sliding_attention", {})
     wrong = {
         f"the activation {activation}": activation not in family.activation,
         f"rope_type {rope.get('rope_type')}": rope.get("rope_type", "default") not in ropes,
         "a scaled rotary embedding": any(
             rope.get(k) for k in ("mscale", "mscale_all_dim", "attention_factor")
         ),
+        "these settings of yarn": any(rope.get(k, usual) not in (usual, None) for k, usual in fixed.items()),
+        "this rope_theta of windows": windows.get("rope_theta", 10000.0) != 10000.0,
         "a rotary embedding of a part of each head": rope.get("partial_rotary_factor", 1.0) != 1.0,
         f"query_pre_attn_scalar {scale}": scale is not None and scale != known_scale,
         "attention_bias": getattr(config, "attention_bias", False) and family.arch != "llama",

@@ -389,6 +389,8 @@ class CausalLM(Task):
     ) -> Mapping[str, Any]:
         """One file of GGUF: of the whole model, which is merged first, or of the adapter alone."""
         need("gguf", f"--to {kind}")
+        from transformers import AutoConfig
+
         from isobatch.models.causal_lm import gguf_export
 
         numbers, source = kind.removeprefix("gguf").strip("-") or "f16", final
@@ -396,6 +398,8 @@ class CausalLM(Task):
         if kind == "gguf-adapter":
             return {**gguf_export.write_adapter(final, file, f"--to {kind}"), "file": file.name}
         if self.options.adapter != "none":
+            base, revision = lora.base_model_of(final)
+            gguf_export.check(AutoConfig.from_pretrained(base, revision=revision or "main"), f"--to {kind}")
             source = folder / "merged"
             source.mkdir()
             self.export_as("merged", final, source, facts, batches)
