@@ -215,7 +215,8 @@ class Sequences(TokenizedData):
         """Raises UserError for a split without sequences, and for ids that are not in the vocabulary."""
         corpus, kind = self._open_corpus()
         room, folder = self.recipe.max_length - 1, self.workshop.folder
-        found = {split: SequenceRows(room, folder) for split in SPLITS if split in corpus.splits}
+        wanted = SPLITS if self.known is None else ("valid",)
+        found = {split: SequenceRows(room, folder) for split in wanted if split in corpus.splits}
         tokenizer = None
         if kind == TEXT:
             tokenizer = self._collect_texts(corpus, found)

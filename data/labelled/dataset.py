@@ -137,7 +137,8 @@ class Labelled(TokenizedData):
             notes.append(f"not read: {', '.join(name or 'a column without a name' for name in unread[:8])}")
         classes, found_notes = self._read_classes(rows, columns)
         notes += found_notes
-        fixed = self.known is not None
+        if fixed := self.known is not None:
+            del classes["train"]
         labels = self._known_labels(classes) if fixed else class_names(classes, columns, self.recipe.data)
         tokenizer, special = self._open_tokenizer(read_examples(rows["train"](), columns))
         encoder = LabelledEncoder(
@@ -155,9 +156,9 @@ class Labelled(TokenizedData):
                 notes.append(
                     f"{split}: {cut} of {len(known)} texts are cut to {self.recipe.max_length} tokens"
                 )
-        counts = np.bincount(found["train"]["label"], minlength=len(labels))
+        counts = np.bincount(next(iter(found.values()))["label"], minlength=len(labels))
         weights = class_weights(self.options.class_weights, labels, counts)
-        if weights is not None:
+        if weights is not None and not fixed:
             found["train"][CLASS_WEIGHT] = weights[found["train"]["label"]]
         extra = {
             **self._tokenizer_facts(tokenizer, special),

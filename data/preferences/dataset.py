@@ -221,7 +221,7 @@ class Preferences(TokenizedData):
         template = template if self.known is None else ChatTemplate(**self.known.extra["template"])
         settings = TokenizationSettings(tokenizer, special, self.recipe.max_length)
         encoder = self.encoder(self.recipe.data, template, settings)
-        order = sorted(rows.splits, key=lambda split: split != "train")
+        order = ["valid"] if self.known else sorted(rows.splits, key=lambda split: split != "train")
         columns = {split: encoder.encode(split, rows) for split in order}
         extra = {
             **self._tokenizer_facts(tokenizer, special),

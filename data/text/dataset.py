@@ -134,7 +134,7 @@ class Text(TokenizedData):
         if learnt.get("template") and isinstance(found, conversations.Conversations):
             found.template, found.eos = ChatTemplate(**learnt["template"]), learnt["eos"]
         columns, sizes = {}, {}
-        for split in found.splits:
+        for split in found.splits if self.known is None else ("valid",):
             columns[split], sizes[split] = found.encode(split, tokenization)
         extra = {
             **self._tokenizer_facts(tokenizer, special),
