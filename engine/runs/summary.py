@@ -95,12 +95,15 @@ def before_training(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in PLACE} if is_one else {}
 
 
-def startup_seconds(first_step: float | None) -> float:
-    """Seconds from the user's command to `first_step`, the time at which the first optimizer step ended."""
+def startup_seconds(first_step: float | None, measured: float) -> float:
+    """Seconds from the user's command to `first_step`, the time at which the first optimizer step ended.
+
+    `measured`: those of the evaluation before training, which do not count.
+    """
     import psutil
 
     begin = float(os.environ.get("ISOBATCH_STARTED") or psutil.Process().create_time())
-    return round((first_step or time.time()) - begin, 3)
+    return round((first_step or time.time()) - begin - measured, 3)
 
 
 def _count(p: Any) -> int:

@@ -126,7 +126,7 @@ def _summarize(
         "status": status,
         "reason": reason,
         **summarize(state.recipe, state.plan, state.progress, state.model, held_out),
-        "startup_seconds": startup_seconds(run.first_step_at),
+        "startup_seconds": startup_seconds(run.first_step_at, run.measured_before),
         "peak_memory_bytes": run.peak.bytes,
         "monitor": state.task.monitor[0],
         "resumed_from": run.resumed_from,

@@ -84,6 +84,8 @@ class RunOnRank:
     """Where checkpoints are copied; kept over the phases."""
     first_step_at: float | None = None
     """Time (seconds since 1970) at the end of this process's first step."""
+    measured_before: float = 0.0
+    """Seconds of the evaluation before training, which is no part of the start-up."""
     resumed_from: str | None = None
     """Name of the checkpoint."""
 
@@ -145,7 +147,9 @@ def train_run(run: RunOnRank) -> Training:
                 elif folder.recipe.task not in TASKS and world.size == 1 and "valid" in state.splits:
                     _try_monitor(state)
                 if saved is None and schedule is builder.schedules[0] and _measures_before(run, state):
+                    began = time.time()
                     evaluation.measure("valid", state.recipe.eval_fraction, 0, {})
+                    run.measured_before = time.time() - began
                 if run_phase(state, hooks, state.progress.step) == "stopped":
                     stop(run, state)
                 if schedule is builder.schedules[-1]:
