@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
 import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 from isobatch.core import number_ranges
-from isobatch.core.errors import DONE, UserError
+from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
@@ -90,7 +87,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _run(where: str, listener: socket.socket, options: ServeOptions) -> int:
     """Answer from the first moment, and for the model once it is loaded. Raises what loading it raises."""
-    from isobatch.launch.serving.guard import LOOPBACK, Door, read_key
+    from isobatch.launch.serving.guard import LOOPBACK, Door, new_server, read_key
 
     address, port = listener.getsockname()[:2]
     key, hosts = read_key(options.api_key), [options.host, address, *(options.allow_host or "").split(",")]
@@ -111,26 +108,3 @@ def _run(where: str, listener: socket.socket, options: ServeOptions) -> int:
     server.run(sockets=[listener])
     loading.result()
     return 0
-
-
-def new_server(app: Any) -> Any:
-    import uvicorn
-
-    from isobatch.launch.serving.guard import LimitedConnection
-
-    # Errors are printed by the application; what is open at Ctrl-C is cut off without a word. More than 512
-    # connections are answered with 503, as a process may often hold 1,024 open files.
-    settings: dict[str, Any] = {"log_level": "critical", "access_log": False, "timeout_graceful_shutdown": 0}
-    settings |= {"http": LimitedConnection, "ws": "none", "lifespan": "off", "proxy_headers": False}
-    server = uvicorn.Server(uvicorn.Config(app, **settings, limit_concurrency=512))
-    end_gracefully = server.handle_exit
-
-    def handle_exit(number: int, frame: FrameType | None) -> None:
-        if number != signal.SIGINT:
-            return end_gracefully(number, frame)
-        # Nothing is to be saved, and an interpreter takes seconds to take torch and its threads down.
-        os.write(2, b"isobatch: the server has ended\n")
-        os._exit(DONE)
-
-    setattr(server, "handle_exit", handle_exit)  # noqa: B010  a method, as types see it
-    return server

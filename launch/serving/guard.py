@@ -7,19 +7,22 @@ import contextlib
 import hmac
 import ipaddress
 import os
+import signal
 import time
 from asyncio import TimerHandle
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import h11
+import uvicorn
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import DONE, UserError
 from isobatch.launch.serving.app import error_response
 
 if TYPE_CHECKING:
@@ -128,3 +131,23 @@ class LimitedConnection(H11Protocol, asyncio.BufferedProtocol):
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not self.transport.is_closing():
             self.send_400_response(why)
         self.transport.close()
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which Ctrl-C ends at once."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if sig != signal.SIGINT:
+            return super().handle_exit(sig, frame)
+        # Nothing is to be saved, and an interpreter takes seconds to take torch and its threads down.
+        os.write(2, b"isobatch: the server has ended\n")
+        os._exit(DONE)
+
+
+def new_server(app: Any) -> Server:
+    """The server of an application, with what a connection may take."""
+    # Errors are printed by the application; what is open at Ctrl-C is cut off without a word. More than 512
+    # connections are answered with 503, as a process may often hold 1,024 open files.
+    settings: dict[str, Any] = {"log_level": "critical", "access_log": False, "timeout_graceful_shutdown": 0}
+    settings |= {"http": LimitedConnection, "ws": "none", "lifespan": "off", "proxy_headers": False}
+    return Server(uvicorn.Config(app, **settings, limit_concurrency=512))

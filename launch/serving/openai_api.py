@@ -9,7 +9,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -127,17 +127,11 @@ def parse(body: Mapping[str, Any], name: str, template: ChatTemplate | None, is_
             raise HTTPException(400, f"{one}: {said}")
     if (model := body.get("model", name)) != name:
         raise HTTPException(404, f"model: there is no {model!r} here: this server has {name!r}")
-    most = body.get(
-        "max_completion_tokens", body.get("max_tokens", ANSWER_TOKENS if is_chat else COMPLETION_TOKENS)
-    )
-    sampling = Sampling(
-        max_new_tokens=most,
-        stop_token_id=template.end_id if is_chat and template else None,
-        temperature=body.get("temperature", 1.0),
-        top_p=body.get("top_p", 1.0),
-        top_k=body.get("top_k", 0),
-        seed=body.get("seed", 0),
-    )
+    usual = ANSWER_TOKENS if is_chat else COMPLETION_TOKENS
+    most = body.get("max_completion_tokens", body.get("max_tokens", usual))
+    end = template.end_id if is_chat and template else None
+    drawn = {name: body[name] for name in ("temperature", "top_p", "top_k", "seed") if name in body}
+    sampling = Sampling(max_new_tokens=most, stop_token_id=end, **{"temperature": 1.0, **drawn})
     prompt = _conversation(body, name, template) if is_chat else body["prompt"]
     usage = bool(body.get("stream_options", {}).get("include_usage"))
     stops = [found] if isinstance(found := body.get("stop", []), str) else found
@@ -156,29 +150,22 @@ def _conversation(body: Mapping[str, Any], name: str, template: ChatTemplate | N
     return template.prompt_segments(messages, "messages", values)
 
 
-class StopStrings:
-    """Passes text on that comes in pieces, but holds back what may be the beginning of a stop string."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
-        self._starts = [stop[:length] for stop in stops for length in range(1, len(stop))]
-        self._held = ""
-        self.found = False
-        """Whether a stop string came."""
-
-    def push(self, piece: str) -> str:
-        """The text that may be shown after this piece."""
-        self._held += piece
-        places = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        self.found = bool(places)
-        held = max((len(start) for start in self._starts if self._held.endswith(start)), default=0)
-        length = min(places) if places else len(self._held) - held
-        shown, self._held = self._held[:length], self._held[length:]
-        return shown
-
-    def rest(self) -> str:
-        """What was held back, once no more text comes."""
-        return "" if self.found else self._held
+def until_stop(text: WrittenText, stops: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """(text, None) for each token, up to a stop string: what may be its beginning is held back, so that the
+    text may be empty. At the end the rest, and why it ended.
+    """
+    starts = [stop[:length] for stop in stops for length in range(1, len(stop))]
+    held = ""
+    for piece in text:
+        held += piece
+        if places := [at for stop in stops if (at := held.find(stop)) >= 0]:
+            yield held[: min(places)], None
+            yield "", "stop"
+            return
+        length = len(held) - max((len(start) for start in starts if held.endswith(start)), default=0)
+        yield held[:length], None
+        held = held[length:]
+    yield held, "length" if text.is_full else "stop"
 
 
 def language_model_app(
@@ -222,17 +209,14 @@ def language_model_app(
         yield "data: [DONE]\n\n"
 
     async def written(asked: Completion) -> AsyncIterator[tuple[str, str | None]]:
-        """(text, None) for each token, the text may be empty; at the end the rest, and why it ended."""
+        """As of `until_stop`, each piece a task of the model's thread."""
         loop = asyncio.get_running_loop()
         text = await loop.run_in_executor(model, write_text, asked.prompt, asked.sampling)
-        pieces, stops = iter(text), StopStrings(asked.stops)
-        while (piece := await loop.run_in_executor(model, next, pieces, None)) is not None:
-            yield stops.push(piece), None
-            if stops.found:
-                break
+        pieces = until_stop(text, asked.stops)
+        while found := await loop.run_in_executor(model, next, pieces, None):
+            yield found
         asked.usage.update(prompt_tokens=text.prompt_tokens, completion_tokens=text.tokens)
         asked.usage.update(total_tokens=text.prompt_tokens + text.tokens)
-        yield stops.rest(), "length" if text.is_full and not stops.found else "stop"
 
     paths = ("/v1/completions", "/v1/chat/completions")
     posted = [Route(path, completions, methods=["POST"]) for path in paths]

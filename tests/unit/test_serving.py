@@ -23,7 +23,7 @@ from isobatch.launch.serving.app import (
     BatchingQueue,
     prediction_app,
 )
-from isobatch.launch.serving.openai_api import StopStrings, language_model_app
+from isobatch.launch.serving.openai_api import language_model_app, until_stop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -82,19 +82,20 @@ def cut_before(text: str, stops: Sequence[str]) -> str:
     return text[: min((text.find(s) for s in stops if s in text), default=len(text))]
 
 
+class Pieces(list[str]):
+    prompt_tokens = tokens = 0
+    is_full = True
+
+
 @given(st.lists(st.text("abc", max_size=4)), st.lists(st.text("abc", min_size=1, max_size=3), max_size=3))
 def test_a_stop_string_is_found_however_the_text_is_cut(pieces: list[str], stops: list[str]) -> None:
-    found, shown = StopStrings(stops), ""
-    for piece in pieces:
-        shown += found.push(piece)
-        if found.found:
-            break
+    found = list(until_stop(Pieces(pieces), stops))
     whole = "".join(pieces)
     first = next((n for n in range(len(whole) + 1) if any(s in whole[:n] for s in stops)), None)
     # A longer stop string that begins earlier may be complete within the same piece.
     expected = {cut_before(whole[:n], stops) for n in range(first, len(whole) + 1)} if first else {whole}
-    assert shown + found.rest() in expected
-    assert found.found == (first is not None)
+    assert "".join(piece for piece, _ in found) in expected
+    assert found[-1][1] == ("length" if first is None else "stop")
 
 
 class Writer:

@@ -113,7 +113,7 @@ def test_health_answers_while_the_model_loads_and_ready_only_after_it() -> None:
 def served(app: Any) -> Iterator[int]:
     """The port of a server in a thread."""
     with command.listen("127.0.0.1", 0) as listener:
-        server = command.new_server(app)
+        server = guard.new_server(app)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         yield listener.getsockname()[1]
