@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import torch
 from safetensors import safe_open
@@ -77,14 +78,10 @@ class Stored:
 
     @property
     def type(self) -> Any:
-        import gguf
-
         return gguf.GGMLQuantizationType[self.kind]
 
     @property
     def nbytes(self) -> int:
-        import gguf
-
         weights, size = gguf.GGML_QUANT_SIZES[self.type]
         return math.prod(self.shape) // weights * size
 
@@ -97,8 +94,6 @@ class Stored:
 
     def tofile(self, file: Any) -> None:
         """Write the tensor: GGUFWriter calls it as it would NumPy's."""
-        import gguf
-
         kinds = {"F16": torch.float16, "BF16": torch.bfloat16}
         for piece in self.pieces():
             if self.kind == "Q8_0":
@@ -123,30 +118,27 @@ def check(config: Any, place: str) -> GGUFFamily:
     keys = ("activation_function", "hidden_act", "hidden_activation")  # Gemma has two, and the last counts
     activation = [found for key in keys if (found := getattr(config, key, None))][-1]
     rope, scale = _rope(config), getattr(config, "query_pre_attn_scalar", None)
+    fixed: dict[str, Any] = dict.fromkeys(("mscale", "mscale_all_dim", "attention_factor"))
+    fixed |= {"beta_fast": 32, "beta_slow": 1, "truncate": True, "partial_rotary_factor": 1.0}
+    rotary = [name for name, usual in fixed.items() if rope.get(name) not in (usual, None)]
     ropes = ("default", "linear", "yarn", "llama3" if family.arch == "llama" else "")
     layers, every = getattr(config, "layer_types", None) or [], family.full_every
     full = [number for number, layer in enumerate(layers) if layer == "full_attention"]
     # llama.cpp knows the largest Gemmas, of 27B, by their layers.
     is_largest = config.num_hidden_layers == {"gemma2": 46, "gemma3": 62}.get(family.arch)
     known_scale = config.hidden_size // config.num_attention_heads if is_largest else _head_dim(config)
-    caps = ("final_logit_softcapping", "attn_logit_softcapping")
-    caps_right = all(bool(getattr(config, cap, None)) == (family.arch == "gemma2") for cap in caps)
-    fixed = {"beta_fast": 32, "beta_slow": 1, "truncate": True}  # of yarn
+    caps = {bool(getattr(config, f"{name}_logit_softcapping", None)) for name in ("final", "attn")}
     windows = (getattr(config, "rope_parameters", None) or {}).get("sliding_attention", {})
     wrong = {
         f"the activation {activation}": activation not in family.activation,
         f"rope_type {rope.get('rope_type')}": rope.get("rope_type", "default") not in ropes,
-        "a scaled rotary embedding": any(
-            rope.get(k) for k in ("mscale", "mscale_all_dim", "attention_factor")
-        ),
-        "these settings of yarn": any(rope.get(k, usual) not in (usual, None) for k, usual in fixed.items()),
+        f"this {', '.join(rotary)} of its rotary embedding": rotary,
         "this rope_theta of windows": windows.get("rope_theta", 10000.0) != 10000.0,
-        "a rotary embedding of a part of each head": rope.get("partial_rotary_factor", 1.0) != 1.0,
         f"query_pre_attn_scalar {scale}": scale is not None and scale != known_scale,
         "attention_bias": getattr(config, "attention_bias", False) and family.arch != "llama",
         "windows in these layers": every > 1 and full != list(range(every - 1, len(layers), every)),
         "attention scaled by layer": getattr(config, "scale_attn_by_inverse_layer_idx", False),
-        "this softcapping": not caps_right,
+        "this softcapping": caps != {family.arch == "gemma2"},
     }
     refuse({f"{place}: llama.cpp has no {kind} with {what}": is_wrong for what, is_wrong in wrong.items()})
     return family
@@ -169,8 +161,6 @@ def write(source: Path, file: Path, kind: str, place: str) -> dict[str, Any]:
     begins with `place`, for a model or a tokenizer that llama.cpp computes otherwise, and ExportError where
     the file holds other numbers than the folder.
     """
-    import gguf
-
     config: Any = AutoConfig.from_pretrained(source)
     family = check(config, place)
     writer = gguf.GGUFWriter(file, family.arch)
@@ -186,7 +176,6 @@ def write(source: Path, file: Path, kind: str, place: str) -> dict[str, Any]:
 
 def write_adapter(source: Path, file: Path, place: str) -> dict[str, Any]:
     """Write peft's LoRA in a folder as a GGUF adapter in F32; else as `write`."""
-    import gguf
     from peft import LoraConfig
 
     base, revision = lora.base_model_of(source)
@@ -206,8 +195,6 @@ def write_adapter(source: Path, file: Path, place: str) -> dict[str, Any]:
 
 def _add_shape(writer: Any, config: Any, family: GGUFFamily) -> None:
     """The model's sizes and settings, as metadata of the file."""
-    import gguf
-
     window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
     inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None)
     # Every layer of llama.cpp sees all of such a context: up to the window that is the same.
@@ -238,8 +225,6 @@ def _add_shape(writer: Any, config: Any, family: GGUFFamily) -> None:
 
 def _tensors(files: list[Path], config: Any, family: GGUFFamily, kind: str, place: str) -> Iterator[Stored]:
     """The tensors of files of safetensors, matrices in the number format `kind`."""
-    import gguf
-
     arch, seen = gguf.MODEL_ARCH[family.arch.upper()], set()
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     for file in files:
@@ -282,21 +267,15 @@ def _stored(
 
 def _llama3_factors(rope: dict[str, Any], head_dim: int) -> Tensor:
     """By what each frequency of Llama 3.1 is divided (transformers' modeling_rope_utils.py)."""
-
-    low, high, old = (
-        rope["low_freq_factor"],
-        rope["high_freq_factor"],
-        rope["original_max_position_embeddings"],
-    )
-    turns = old * rope["rope_theta"] ** -(torch.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    frequencies = rope["rope_theta"] ** -(torch.arange(0, head_dim, 2) / head_dim)
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     smooth = ((turns - low) / (high - low)).clamp(0, 1)
     return 1 / ((1 - smooth) / rope["factor"] + smooth)
 
 
 def _written(writer: Any, file: Path, tensors: list[Stored]) -> dict[str, Any]:
     """Write the file with these tensors, and read it back: the largest difference, by that of its tensor."""
-    import gguf
-
     for tensor in tensors:
         writer.add_tensor_info(
             tensor.name, tensor.shape, np.dtype("f4"), tensor.nbytes, raw_dtype=tensor.type

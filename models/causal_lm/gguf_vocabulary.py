@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from isobatch.core.errors import UserError
+from isobatch.models.causal_lm.generation import end_ids
 
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
@@ -51,8 +52,7 @@ def add(writer: Any, folder: Path, config: Any, place: str) -> None:
     logging.getLogger("gguf.vocab").setLevel(logging.ERROR)
     special = SpecialVocab(folder, load_merges=of_bytes, n_vocab=config.vocab_size)
     known = special.special_token_ids
-    stops = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-    ends = [one for one in dict.fromkeys([*stops, known.get("eos")]) if one is not None]
+    ends = [one for one in dict.fromkeys([*end_ids(config), known.get("eos")]) if one is not None]
     known |= dict(zip(("eos", "eot", "eom"), ends, strict=False))
     before, after = added_by(tokenizer)
     added = {row["id"]: row for row in parts["added_tokens"]}
@@ -90,11 +90,10 @@ def _pre_tokenizer(parts: Mapping[str, Any], place: str) -> str:
     found, steps = parts["pre_tokenizer"] or {"type": "none"}, []
     for step in found.get("pretokenizers", [found]):
         kind = step["type"] if not step.get("add_prefix_space") and not step.get("invert") else "other"
-        regex, setting = (
-            step.get("pattern", {}).get("Regex"),
-            step.get("use_regex", step.get("individual_digits")),
-        )
-        steps.append((regex, step["behavior"]) if kind == "Split" else (kind, setting))
+        if kind == "Split":
+            steps.append((step["pattern"].get("Regex"), step["behavior"]))
+        else:
+            steps.append((kind, step.get("use_regex", step.get("individual_digits"))))
     name = PRE_TOKENIZERS.get(tuple(steps), (None, None))[bool(parts["model"].get("ignore_merges"))]
     # NFC changes only texts that are not in that form, and llama.cpp never does.
     if name is None or parts["model"]["type"] != "BPE" or parts["normalizer"] not in (None, {"type": "NFC"}):
