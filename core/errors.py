@@ -39,6 +39,11 @@ def refuse(wrong: Mapping[str, object]) -> None:
             raise UserError(message)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error of a library says in its first line; its kind where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 class UserCodeError(UserError):
     """The user's own task file fails: its traceback `frames` are shown before the line.
 

@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, first_line
 
 TIMEOUT_SECONDS = 1.5
 TRUE = ("1", "ON", "YES", "TRUE")
@@ -94,5 +94,4 @@ def explain_hub_error(error: Exception, revision: str | None) -> str:
         return f"has no branch, tag or commit {revision}"
     if isinstance(error, errors.RepositoryNotFoundError):
         return "is not on the hub, or private: check the name, or log in (hf auth login, or HF_TOKEN)"
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return f"cannot be had from the hub: {lines[0]}"
+    return f"cannot be had from the hub: {first_line(error)}"

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 
 from isobatch.core import hub_cache
 from isobatch.core.atomic_files import read_json
-from isobatch.core.errors import IsobatchError, UserError
+from isobatch.core.errors import IsobatchError, UserError, first_line
 from isobatch.core.flags import nearest_hint
 from isobatch.core.hub_cache import explain_hub_error
 
@@ -116,11 +116,9 @@ def check_architecture(name: str, config: Mapping[str, Any], remote_code: bool, 
                 f"--remote-code: the code of {name} may change after you have read it: add --revision COMMIT"
             )
     elif config.get("model_type") not in known_types:
-        way_out = (
-            f"read its own code ({custom_class}), then add --remote-code" if custom_class else "take another"
-        )
+        its_own = f"read its own code ({custom_class}), then add --remote-code"
         unknown = f"transformers has no causal language model of type {config.get('model_type')}"
-        raise UserError(f"--model {name}: {unknown}: {way_out}")
+        raise UserError(f"--model {name}: {unknown}: {its_own if custom_class else 'take another'}")
 
 
 def check_push(name: str) -> None:
@@ -158,7 +156,7 @@ def push(folders: Sequence[Path], name: str, private: bool) -> dict[str, str]:
     except IsobatchError:
         raise
     except Exception as error:  # network, rights, quota: each becomes one line for the user
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = first_line(error)
         raise UserError(f"--to hub: {name}: {reason}: the same command again goes on from here") from None
     return {"repo": made.repo_id, "url": str(made)}
 
@@ -176,8 +174,7 @@ def reading(folder: str | Path) -> Iterator[None]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         if isinstance(error, IsobatchError):
             raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{folder} cannot be opened as a saved model: {reason}") from None
+        raise UserError(f"{folder} cannot be opened as a saved model: {first_line(error)}") from None
 
 
 def local_path_or_id(name: str, revision: str | None) -> str:

@@ -111,25 +111,12 @@ class PredictsBatches(Protocol):
         """Name -> tensor (B, ...) of what the model says of each sample. Called in evaluation mode."""
 
 
-class LatentCodec(Protocol):
-    """A trained model with a latent space. `tokens`: most tokens to write of each text."""
-
-    def reconstruct(self, text: str, tokens: int) -> str:
-        """What the model writes from the latent vector of a text."""
-
-    def interpolate(self, first: str, last: str, count: int, tokens: int) -> list[str]:
-        """`count` texts on the line between the latent vectors of two, ends included."""
-
-    def sample(self, count: int, tokens: int, temperature: float, seed: int) -> list[str]:
-        """`count` texts from the prior."""
-
-
 @runtime_checkable
 class EncodesLatents(Protocol):
     """`isobatch vae`."""
 
-    def open_codec(self, final: Path) -> LatentCodec:
-        """The model in `final`, read once."""
+    def open_codec(self, final: Path) -> Any:
+        """`SequenceCodec` (models/sequence_vae/generation.py): the model in `final`, read once."""
 
 
 @runtime_checkable

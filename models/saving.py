@@ -85,12 +85,9 @@ def max_input_tokens(config: Mapping[str, Any]) -> int | None:
 
 
 def load_tokenizer(facts: Facts) -> Any:
-    """The prepared data's tokenizer, as an object of the tokenizers library: a new one, to be changed."""
-    return _open.__wrapped__(Path(facts.folder) / facts.extra["tokenizer"])
-
-
-def shared_tokenizer(facts: Facts) -> Any:
-    """As `load_tokenizer`, but read once (a large one takes a second), and for nobody to change."""
+    """The prepared data's tokenizer, as an object of the tokenizers library. It is read once (a large one
+    takes a second), and nobody may change it.
+    """
     return _open(Path(facts.folder) / facts.extra["tokenizer"])
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isobatch.core.atomic_files import rows_in
-from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
+from isobatch.engine.runs.metrics_log import SEAL, MetricsLog, first_seal
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
@@ -27,7 +27,7 @@ def reseal(run: RunFolder) -> None:
     rows = list(rows_in(run.metrics))
     run.metrics.unlink()
     journal = MetricsLog(run, writes=True)
-    journal._continue(journal._first_seal())  # noqa: SLF001
+    journal._continue(first_seal(run))  # noqa: SLF001
     for row in rows:
         if SEAL in row:
             journal.seal(row["phase"], row["step"])

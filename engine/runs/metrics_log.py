@@ -57,7 +57,7 @@ class MetricsLog:
             for path in (self.run.metrics, self.run.samples, self.run.answers):
                 path.unlink(missing_ok=True)
             self.run.keep_until(self.run.decisions, phases, phases[0], 0)
-            self._continue(self._first_seal())
+            self._continue(first_seal(self.run))
 
     def resume(self, saved: Mapping[str, Any], phases: list[str], phase: str, step: int) -> str:
         """Cut the logs where a checkpoint was saved: a resumed run trains and logs the later steps again.
@@ -82,14 +82,11 @@ class MetricsLog:
         size = _size(self.run.metrics)
         self.run.keep_until(self.run.metrics, phases, phase, step)
         seal = next((row[SEAL] for row in reversed(list(rows_in(self.run.metrics))) if SEAL in row), "")
-        self._continue(seal or self._first_seal())
+        self._continue(seal or first_seal(self.run))
         then = f"{size} bytes, {saved['metrics']} when the checkpoint was saved"
         lost = f"rows up to step {step} of {phase} were lost or changed ({then})"
         self.log_metrics({"phase": phase, "step": step, LOST: lost})
         return "; ".join([*said, f"metrics.jsonl: {lost}"])
-
-    def _first_seal(self) -> str:
-        return first_seal(self.run.recipe.hash(), self.run.facts.fingerprint)
 
     def _continue(self, seal: str) -> None:
         self._hash = hashlib.sha256(seal.encode())
@@ -148,9 +145,9 @@ class MetricsLog:
             atomic_files.append_row(self.run.decisions, row)
 
 
-def first_seal(recipe_hash: str, fingerprint: str) -> str:
+def first_seal(run: RunFolder) -> str:
     """What the first seal of a run's log follows."""
-    return f"{recipe_hash} {fingerprint}"
+    return f"{run.recipe.hash()} {run.facts.fingerprint}"
 
 
 def _append(path: Path, row: Mapping[str, Any]) -> bytes:

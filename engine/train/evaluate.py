@@ -144,13 +144,11 @@ def held_out_samples(source: Source, fraction: float, cohort: int, seed: int) ->
     A prefix of a permutation that the seed names, so that a file in any order gives a fair share.
     """
     sizes = [size for size, _ in source.parts] or [len(source)]
-    counts = [min(size, _round_up(max(1, math.ceil(size * fraction)), cohort)) for size in sizes]
-    starts = np.cumsum([0, *sizes[:-1]])
-    chosen = [
-        np.sort(shuffle(np.arange(count), size, seed + _EVALUATION_SEED, number))
-        for number, (count, size) in enumerate(zip(counts, sizes, strict=True))
-    ]
-    return np.concatenate([start + numbers for start, numbers in zip(starts, chosen, strict=True)])
+    starts, chosen = np.cumsum([0, *sizes[:-1]]), []
+    for number, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        count = min(size, _round_up(max(1, math.ceil(size * fraction)), cohort))
+        chosen.append(start + np.sort(shuffle(np.arange(count), size, seed + _EVALUATION_SEED, number)))
+    return np.concatenate(chosen)
 
 
 def _batches(

@@ -111,7 +111,7 @@ class LogRecord:
         self._every: int | None = None
         """Steps between rows, as the first row of an attempt says it."""
         self._promises_ledger = False
-        seal = hashlib.sha256(first_seal(run.recipe.hash(), run.facts.fingerprint).encode())
+        seal = hashlib.sha256(first_seal(run).encode())
         for line in lines_in(run.metrics):
             row = parse_row(line)
             if row is None or "phase" not in row:

@@ -124,19 +124,18 @@ class Replay:
         )
         self.state = self.builder.state
 
-    def load_trained(self) -> bool:
-        """Load the best checkpoint's weights, or the newest's without early stopping; False without any.
+    def load_trained(self) -> Path | None:
+        """Load the weights of the checkpoint that is exported, and return its folder; None without any.
 
         Raises TrainingError where it is damaged.
         """
         folder = self.trained()
-        if folder is None:
-            return False
-        saved = SavedCheckpoint(folder)
-        saved.verify_checksums()
-        self.builder.prepare_phase(self._schedule(saved), saved)
-        portable_state.load_weights(saved, self.state.model)
-        return True
+        if folder is not None:
+            saved = SavedCheckpoint(folder)
+            saved.verify_checksums()
+            self.builder.prepare_phase(self._schedule(saved), saved)
+            portable_state.load_weights(saved, self.state.model)
+        return folder
 
     def trained(self) -> Path | None:
         """The checkpoint that is exported: the best, or the newest without early stopping."""

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, first_line
 from isobatch.core.extras import need
 from isobatch.core.measures import printable
 from isobatch.core.number_ranges import Positive
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from isobatch.engine.verification.replay import Replay
 
 T = TypeVar("T")
+Measured = tuple[dict[str, dict[str, Any]], Mapping[str, Any]]
+"""Split or task -> its metrics; and the row of evaluations.jsonl, empty for the run's own data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,100 +54,99 @@ def evaluate(words: Sequence[str]) -> int:
 
     The newest checkpoint on held-out data.
     """
-    from isobatch.engine.verification.replay import Replay
-
     run, options = open_single_run(words, "evaluate", EvaluateOptions)
     given = {"--split": options.split, "--test": options.test, "--lm-eval": options.lm_eval}
     if len(both := [flag for flag, value in given.items() if value]) > 1:
         raise UserError(f"{' and '.join(both)} exclude each other: give one of them")
     if options.limit and not options.lm_eval:
         raise UserError(f"--limit {options.limit}: is for --lm-eval")
-    if options.lm_eval:
-        metrics = _ask_harness(run, options.lm_eval, options.limit)
-        _keep(run, {"lm_eval": options.lm_eval, "limit": options.limit, "metrics": metrics})
-        return _print_metrics(metrics, options.json)
-    locate_data(run, run.recipe, options.data)
-    plan = plan_for_this_machine(run.recipe, run.facts, PlanOptions(processes=1, compile="off"))
-    replay = Replay(run, plan)
-    checkpoint = replay.trained()
-    if checkpoint is None or not replay.load_trained():
-        raise UserError(f"{run.folder} has no checkpoint to evaluate: train it first")
+    metrics, kept = (_ask_harness if options.lm_eval else _measure_samples)(run, options)
+    try:
+        if kept:
+            run.keep_evaluation(kept)
+    except UserError as error:  # its folder cannot be written: the figures are only printed
+        print(printable(f"not kept: {error}"), file=sys.stderr)
+    lines = (f"{name}: {format_metrics(found, '.6g')}" for name, found in metrics.items())
+    return print_answer(metrics, "\n".join(lines), options.json)
+
+
+def _measure_samples(run: RunFolder, options: EvaluateOptions) -> Measured:
+    """Metrics of each split, also of baselines that are kept beside the model. Raises UserError."""
+    from isobatch.engine.train.evaluate import host_batches
+
+    replay, checkpoint = replay_trained(run, options.data)
     if options.split and options.split not in run.facts.samples:
         raise UserError(f"--split {options.split}: the data has {', '.join(run.facts.samples)}")
     splits = [options.split] if options.split else [s for s in run.facts.samples if s != "train"]
     with tempfile.TemporaryDirectory() as folder:
         splits = [_hold_out(replay, options.test, Path(folder))] if options.test else splits
-        metrics = _measure(replay, splits)
-    if options.test:
-        found = {"data": options.test, "digest": file_hash(Path(options.test).expanduser())}
-        _keep(run, {**found, "checkpoint": checkpoint.name, "metrics": metrics[splits[0]]})
+        task, metrics = replay.state.task, {name: replay.evaluate(name) for name in splits}
+        for name, found in metrics.items():
+            if isinstance(task, KeepsBaselines) and run.final.is_dir():
+                batches = partial(host_batches, replay.state.splits[name])
+                found |= task.kept_metrics(replay.state.model, run.final, batches)
     unfinished = "" if run.status() == "done" else f"; the run is not finished ({run.status()})"
-    print(printable(f"{run.folder}: checkpoint {checkpoint.name}{unfinished}"), file=sys.stderr)
-    return _print_metrics(metrics, options.json)
+    print(printable(f"{run.folder}: checkpoint {checkpoint}{unfinished}"), file=sys.stderr)
+    if not options.test:
+        return metrics, {}
+    row = {"data": options.test, "digest": file_hash(Path(options.test).expanduser())}
+    return metrics, {**row, "checkpoint": checkpoint, "metrics": metrics[splits[0]]}
 
 
-def _keep(run: RunFolder, row: Mapping[str, Any]) -> None:
-    """Add figures to the run; where its folder cannot be written they are only printed."""
-    try:
-        run.keep_evaluation(row)
-    except UserError as error:
-        print(printable(f"not kept: {error}"), file=sys.stderr)
+def replay_trained(run: RunFolder, data: str | None = None) -> tuple[Replay, str]:
+    """A run's model, that of final/ or the newest checkpoint, on one process; and the checkpoint's name.
+
+    `data`: where the data lies now, if it has moved. Raises UserError.
+    """
+    from isobatch.engine.verification.replay import Replay
+
+    locate_data(run, run.recipe, data)
+    plan = plan_for_this_machine(run.recipe, run.facts, PlanOptions(processes=1, compile="off"))
+    replay = Replay(run, plan)
+    if (checkpoint := replay.load_trained()) is None:
+        raise UserError(f"{run.folder} has no checkpoint: train it first")
+    return replay, checkpoint.name
 
 
-def _print_metrics(metrics: Mapping[str, Mapping[str, Any]], as_json: bool) -> int:
-    lines = (f"{name}: {format_metrics(found, '.6g')}" for name, found in metrics.items())
-    return print_answer(metrics, "\n".join(lines), as_json)
-
-
-def _ask_harness(run: RunFolder, names: str, limit: int | None) -> dict[str, dict[str, Any]]:
-    """Task -> what lm-evaluation-harness measures of final/, an adapter on its base. Raises UserError."""
-    task, folder = require_capability(run, Generates, "evaluate --lm-eval", "writes no text"), Path(names)
+def _ask_harness(run: RunFolder, options: EvaluateOptions) -> Measured:
+    """What lm-evaluation-harness measures of final/, an adapter on its base, by task. Raises UserError."""
+    names, task = (
+        str(options.lm_eval),
+        require_capability(run, Generates, "evaluate --lm-eval", "writes no text"),
+    )
     need("lm_eval", "--lm-eval")
-    import torch
     from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    own = folder.expanduser().resolve() if folder.expanduser().is_dir() else None
+    folder = Path(names).expanduser().resolve()
+    own = folder if folder.is_dir() else None
     manager = TaskManager(include_path=own, include_defaults=own is None)
     asked = manager.all_subtasks if own else names.split(",")
     if unknown := [name for name in asked if not manager.match_tasks([name])] or ["in it"] * (not asked):
         raise UserError(f"--lm-eval {names}: is no folder, and lm-eval has no task {unknown[0]}")
-    adapter = run.final / lora.CONFIG_FILE
-    base, revision = lora.base_model_of(run.final) if adapter.is_file() else (run.final, None)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    more: dict[str, Any] = {"peft": str(run.final)} if adapter.is_file() else {}
-    more |= hub.remote_code_kwargs(getattr(task.options, "remote_code", False))  # type: ignore[attr-defined]
+    final = str(run.final)
+    model: dict[str, Any] = {"pretrained": final, "tokenizer": final}
+    if (run.final / lora.CONFIG_FILE).is_file():
+        base, revision = lora.base_model_of(run.final)
+        model |= {"pretrained": base, "revision": revision or "main", "peft": final}
+    model |= hub.remote_code_kwargs(getattr(task.options, "remote_code", False))  # type: ignore[attr-defined]
     try:
-        model = HFLM(str(base), revision=revision or "main", tokenizer=str(run.final), device=device, **more)
         found = simple_evaluate(
-            model,
+            "hf",
+            model_args=model,
             tasks=list(asked),
-            limit=limit,
+            limit=options.limit,
             task_manager=manager,
             log_samples=False,
             apply_chat_template=bool(run.facts.extra.get("template")),
         )
     except Exception as error:  # a task's data, its YAML, the hub: each becomes one line
-        raise UserError(
-            f"--lm-eval {names}: {(str(error) or type(error).__name__).splitlines()[0]}"
-        ) from error
-    return {
+        raise UserError(f"--lm-eval {names}: {first_line(error)}") from error
+    metrics = {
         name: {key.removesuffix(",none"): v for key, v in figures.items() if isinstance(v, int | float)}
         for name, figures in found["results"].items()
     }
-
-
-def _measure(replay: Replay, splits: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Split -> its metrics, also of baselines that are kept beside the model."""
-    from isobatch.engine.train.evaluate import host_batches
-
-    task, model, run = replay.state.task, replay.state.model, replay.run
-    metrics = {name: replay.evaluate(name) for name in splits}
-    for name, found in metrics.items():
-        if isinstance(task, KeepsBaselines) and run.final.is_dir():
-            found |= task.kept_metrics(model, run.final, partial(host_batches, replay.state.splits[name]))
-    return metrics
+    return metrics, {"lm_eval": names, "limit": options.limit, "metrics": metrics}
 
 
 def _hold_out(replay: Replay, file: str, folder: Path) -> str:

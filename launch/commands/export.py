@@ -25,7 +25,7 @@ from isobatch.data.tokenizers import open_tokenizer
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.train.evaluate import host_batches
-from isobatch.launch.commands.evaluate import require_final
+from isobatch.launch.commands.evaluate import require_capability, require_final
 from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run
 from isobatch.models import hub, model_card
 from isobatch.models.capabilities import description_of
@@ -62,14 +62,11 @@ def export(words: Sequence[str]) -> int:
     model answers otherwise than the trained one.
     """
     run, options = open_single_run(words, "export", ExportOptions)
-    task, _ = workload_of(run.recipe).make(run.recipe)
-    if not isinstance(task, Exports):
-        raise UserError(f"export: {run.recipe.task} has no other form than {run.final}")
+    task = require_capability(run, Exports, "export", f"has no other form than {run.final}")
     wanted = _wanted(task, run.recipe.task, options)
     if any(kind.startswith("onnx") for kind in wanted):
         for library in ("onnx", "onnxruntime"):
             need(library, f"--to {','.join(wanted)}")
-    require_final(run)
     repository = options.repo or run.folder.name
     if pushes := HUB in wanted:
         hub.check_push(repository)

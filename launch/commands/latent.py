@@ -12,7 +12,7 @@ from isobatch.core.terminal.console import print_answer
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import AnswerOptions, open_run
-from isobatch.models.protocols import EncodesLatents, LatentCodec
+from isobatch.models.protocols import EncodesLatents
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,10 +64,8 @@ def sample(words: Sequence[str]) -> int:
     return print_answer({"texts": texts}, "\n".join(texts), options.json)
 
 
-def _open(
-    words: Sequence[str], command: str, names: Sequence[str], kind: type
-) -> tuple[LatentCodec, list[str], Any]:
-    """The model of the run, the texts after it, and the options. Raises UserError."""
+def _open(words: Sequence[str], command: str, names: Sequence[str], kind: type) -> tuple[Any, list[str], Any]:
+    """The `SequenceCodec` of the run, the texts after it, and the options. Raises UserError."""
     positional, options = read_command(words, kind, command)
     if len(positional) != 1 + len(names):
         usage = " ".join([f"{command} RUN", *(f'"{name}"' for name in names)])

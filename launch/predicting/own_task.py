@@ -11,12 +11,10 @@ import numpy as np
 import torch
 
 from isobatch.core.errors import UserError
-from isobatch.core.plan import PlanOptions
 from isobatch.data.base import ArraySource
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.registry import workload_of
-from isobatch.engine.verification.replay import Replay
-from isobatch.launch.local.run_setup import locate_data, plan_for_this_machine
+from isobatch.launch.commands.evaluate import replay_trained
 from isobatch.launch.predicting import tables
 from isobatch.models.encoder.prediction import batches_of_one_width
 from isobatch.models.protocols import PredictsBatches
@@ -39,13 +37,7 @@ def predict_own_rows(run: RunFolder, file: str | None, split: str | None) -> Ite
         rows = [row for _, row in tables.read_table(file)]
         if not len(source):
             raise UserError(f"--file {file}: the task's read_rows found no sample in it")
-    locate_data(run, run.recipe, None)
-    replay = Replay(
-        run, plan_for_this_machine(run.recipe, run.facts, PlanOptions(processes=1, compile="off"))
-    )
-    if not replay.load_trained():
-        raise UserError(f"{run.folder} has no checkpoint: train it first")
-    state = replay.state
+    state = replay_trained(run)[0].state
     task, model, device = state.task, state.model.eval(), state.world.device
     assert isinstance(task, PredictsBatches), "the caller has asked"
     samples = source or state.splits[str(split)]

@@ -306,9 +306,8 @@ class AnswerReader(RowReader):
 
     def from_row(self, row: Mapping[str, Any], where: str) -> Any:
         try:
-            return self._encode(
-                *answers.parse_answer(row, where), where, chat_formats.template_values(row, where)
-            )
+            asked, values = answers.parse_answer(row, where), chat_formats.template_values(row, where)
+            return self._encode(*asked, where, values)
         except chat_formats.SkippedRowError as reason:
             raise UnansweredRowError(f"{where}: {reason}", str(reason)) from None
 

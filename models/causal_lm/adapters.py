@@ -164,10 +164,9 @@ def load_base_model(
 
 def _follow_autocast(module: nn.Module, arguments: tuple[Any, ...]) -> None:
     """Make a 4-bit layer compute in the precision that the plan trains in, by its `compute_dtype`."""
-    import torch
+    from isobatch.models.causal_lm.frozen_weights import product_dtype
 
-    kind = arguments[0].device.type
-    wanted = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else arguments[0].dtype
+    wanted = product_dtype(arguments[0])
     if module.compute_dtype != wanted:  # what changes nothing does not keep a block from being compiled
         module.compute_dtype = wanted  # type: ignore[assignment]
 
@@ -206,11 +205,8 @@ def open_adapted_model(folder: Path, bits: int = 16, remote_code: bool = False, 
 
     Raises UserError if they do not fit together.
     """
-    from transformers import AutoConfig
-
     base, revision = lora.base_model_of(folder)
-    config = AutoConfig.from_pretrained(base, revision=revision, **hub.remote_code_kwargs(remote_code))
-    model: Any = load_base_model(base, config, revision, bits, remote_code, **more)
+    model: Any = load_base_model(base, None, revision, bits, remote_code, **more)
     return lora.put_adapter(model, folder, base)
 
 

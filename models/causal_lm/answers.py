@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import refuse
 from isobatch.models import saving
-from isobatch.models.causal_lm import generation, model_sizes
+from isobatch.models.causal_lm import generation
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,13 +52,13 @@ def check(count: int, facts: Facts) -> None:
     """Raise UserError where the data has no held-out conversations of which answers can be told."""
     if facts.extra.get("assumed"):
         return
-    why = "no one chat template" if not facts.extra.get("template") else ""
-    why = why or "no valid or test split" * (not {"valid", "test"} & facts.samples.keys())
-    why = why or "prompts that are learnt too" * (not facts.extra.get("response_only", True))
-    if why:
-        raise UserError(
-            f"--answers {count}: asks prompts of held-out conversations, and the data has {why}: leave it out"
-        )
+    wrong = {
+        "no one chat template": not facts.extra.get("template"),
+        "no valid or test split": not {"valid", "test"} & facts.samples.keys(),
+        "prompts that are learnt too": not facts.extra.get("response_only", True),
+    }
+    said = f"--answers {count}: asks prompts of held-out conversations, and the data has"
+    refuse({f"{said} {why}: leave it out": is_so for why, is_so in wrong.items()})
 
 
 def held_out_prompts(rows: Iterable[Batch], count: int, facts: Facts) -> list[HeldOutPrompt]:
@@ -87,9 +87,8 @@ def held_out_prompts(rows: Iterable[Batch], count: int, facts: Facts) -> list[He
 def _end_ids(facts: Facts) -> set[int]:
     """The tokens that may end an answer."""
     template = facts.extra["template"]
-    names = template.get("ends") or ()
-    tokenizer = saving.shared_tokenizer(facts) if names else None
-    return {template["end_id"], *(tokenizer.token_to_id(name) for name in names if tokenizer)} - {None}
+    named = {saving.load_tokenizer(facts).token_to_id(name) for name in template.get("ends") or ()}
+    return {template["end_id"], *named} - {None}
 
 
 def _answers(tokens: np.ndarray, learn: np.ndarray, ends: set[int]) -> Iterator[tuple[int, int]]:
@@ -106,13 +105,11 @@ def answer(model: nn.Module, prompt: HeldOutPrompt, facts: Facts) -> dict[str, A
     `exact_match`: the same text, but for white space around it. `valid_tool_calls`, where the reference calls
     tools: whether the answer does, as JSON, by names that the prompt has.
     """
-    config: Any = model.config
-    context = model_sizes.context_length(config.to_dict()) or 1 << 30
-    most = min(len(prompt.reference) + TOKENS_MORE, context - len(prompt.ids))
+    most = min(len(prompt.reference) + TOKENS_MORE, generation.context_of(model) - len(prompt.ids))
     greedy = generation.Sampling(temperature=0.0, stop_token_id=facts.extra["template"]["end_id"])
     ids = generation.generate_ids(model, prompt.ids, most, greedy)
     written = list(itertools.takewhile(lambda token: token != prompt.end, ids))
-    tokenizer = saving.shared_tokenizer(facts)
+    tokenizer = saving.load_tokenizer(facts)
     asked, reference, said = (
         tokenizer.decode(ids, skip_special_tokens=False) for ids in (prompt.ids, prompt.reference, written)
     )
@@ -144,15 +141,13 @@ def called_tools(text: str) -> list[str]:
         calls = [json.loads(call) for call, *_ in pieces] or json.loads(text)
     except (ValueError, RecursionError):
         return []
-    calls = [_unwrapped(call) for call in (calls if isinstance(calls, list) else [calls])]
-    named = all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls)
-    return [call["name"] for call in calls] if named and all(map(_has_arguments, calls)) else []
+    tools = [_tool(call) for call in (calls if isinstance(calls, list) else [calls])]
+    return [] if None in tools else [str(tool) for tool in tools]
 
 
-def _unwrapped(call: Any) -> Any:
-    """A call as OpenAI's API writes it, without its envelope."""
-    return call.get("function", call) if isinstance(call, dict) else call
-
-
-def _has_arguments(call: Mapping[str, Any]) -> bool:
-    return any(isinstance(call.get(name), dict) for name in ("arguments", "parameters"))
+def _tool(call: Any) -> str | None:
+    """The name of the tool in a call, which OpenAI's API writes in an envelope; None where it is no call."""
+    match call.get("function", call) if isinstance(call, dict) else call:
+        case {"name": str(name), "arguments": dict()} | {"name": str(name), "parameters": dict()}:
+            return name
+    return None

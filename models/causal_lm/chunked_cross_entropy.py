@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isobatch.models.attention_functions import causal_attention_alone
-from isobatch.models.causal_lm.frozen_weights import FrozenLinear, linear
+from isobatch.models.causal_lm.frozen_weights import FrozenLinear, linear, product_dtype
 from isobatch.models.causal_lm.model_sizes import LINEAR_HEAD_TYPES, PACKABLE_TYPES
 from isobatch.models.fused_kernels import fused_on_gpu
 from isobatch.models.head_chunks import chunk_bytes
@@ -296,12 +296,6 @@ def logit_chunks(
             chunk = slice(start, start + size)
             chunk_states = states[chunk].to(dtype)
             yield chunk, chunk_states, head_logits(chunk_states, cast_weight, bias, vocabulary), cast_weight
-
-
-def product_dtype(states: Tensor) -> torch.dtype:
-    """The number format of products with these states: autocast's where it is on."""
-    kind = states.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.dtype
 
 
 def on_tensor_cores(device: torch.device, dtype: torch.dtype) -> bool:

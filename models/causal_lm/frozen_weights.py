@@ -19,10 +19,15 @@ from torch.nn import functional as F
 HELD = torch.bfloat16
 
 
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The number format of products with x: autocast's where it is on."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x (..., K) @ weight (N, K) transposed + bias (N,), in the format of autocast or else of x."""
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    dtype = product_dtype(x)
     if weight.requires_grad or weight.dtype in (dtype, torch.float32):
         return F.linear(x, weight, bias)
     product: Tensor = _Product.apply(x, weight, bias, dtype)

@@ -88,12 +88,10 @@ class TextStream:
     """
 
     def __init__(self, model: nn.Module, tokenizer: Any, prompt: Prompt, sampling: Sampling) -> None:
-        config: Any = model.config
-        context = model_sizes.context_length(config.to_dict()) or 1 << 30
+        context = context_of(model)
         max_prompt = max(1, context // 2)
         ids = encode_prompt(tokenizer, prompt, sampling.stop_token_id, max_prompt * CHARACTERS_PER_TOKEN)
-        eos = config.eos_token_id
-        ids = ids or [next(iter(eos if isinstance(eos, list) else [eos]), None) or 0]
+        ids = ids or [*end_ids(model.config), 0][:1]
         if len(ids) > max_prompt:
             logging.getLogger(__name__).warning(
                 "the prompt has %s tokens; the first %s are left out: the model reads %s, half for its"
@@ -128,6 +126,17 @@ class TextStream:
             yield piece
 
 
+def context_of(model: Any) -> int:
+    """The most tokens that the model reads and writes; very many where its config sets no limit."""
+    return model_sizes.context_length(model.config.to_dict()) or 1 << 30
+
+
+def end_ids(config: Any) -> list[int]:
+    """The tokens that end a text of a model with this config."""
+    found = config.eos_token_id
+    return [found] if isinstance(found, int) else list(found or ())
+
+
 def encode_prompt(tokenizer: Any, prompt: Prompt, stop_id: int | None, most: int) -> list[int]:
     """Token ids of the last `most` characters; each part is tokenized by itself, as in training."""
     parts = [(prompt, False)] if isinstance(prompt, str) else [part[:2] for part in prompt]
@@ -146,8 +155,7 @@ def save_config(model: Any, facts: Facts, folder: Path) -> None:
     """
     template = facts.extra.get("template") or {}
     for config in (model.config, model.generation_config):
-        known = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-        ids = [i for i in dict.fromkeys([template.get("end_id"), *known]) if i is not None]
+        ids = [i for i in dict.fromkeys([template.get("end_id"), *end_ids(config)]) if i is not None]
         config.eos_token_id = ids[0] if len(ids) == 1 else ids or None
         config.save_pretrained(folder)
 
@@ -158,8 +166,7 @@ def generate_ids(model: nn.Module, ids: list[int], max_new_tokens: int, sampling
 
     # Its own generator on the CPU: training's random state stays as it is, and every device draws alike.
     generator = torch.Generator().manual_seed(sampling.seed)
-    eos = model.config.eos_token_id  # type: ignore[union-attr]
-    stop_ids = {sampling.stop_token_id, *(eos if isinstance(eos, list) else [eos])}
+    stop_ids = {sampling.stop_token_id, *end_ids(model.config)}
     input_ids = torch.tensor([ids], device=next(model.parameters()).device)
     cache = None
     for _ in range(max_new_tokens):

@@ -176,6 +176,7 @@ def _build_shape(config: Any, remote_code: bool) -> ModelShape:
     tables = {id(m.weight): m.weight for m in layers if getattr(m, "weight", None) is not None}
     hidden, heads = config.hidden_size, config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or hidden // heads
+    wide = [getattr(config, name, None) for name in ("intermediate_size", "ffn_hidden_size", "ffn_dim")]
     shared = 1 if getattr(config, "multi_query", False) else heads
     size = whole_size(
         sum(p.numel() for p in parameters.values()),
@@ -184,7 +185,7 @@ def _build_shape(config: Any, remote_code: bool) -> ModelShape:
         layers=config.num_hidden_layers,
         hidden=hidden,
         heads=heads,
-        intermediate=_first(config, "intermediate_size", "ffn_hidden_size", "ffn_dim") or 4 * hidden,
+        intermediate=next(filter(None, wide), 4 * hidden),
         vocabulary=config.vocab_size,
         gated=any("gate" in name for name in parameters),
         query_width=heads * head_dim,
@@ -208,8 +209,3 @@ def _matrix(name: str, module: Any) -> Matrix:
     shape = tuple(module.weight.shape)
     inputs, outputs = shape if type(module).__name__.endswith("Conv1D") else shape[::-1]
     return Matrix(name, inputs, outputs, getattr(module, "bias", None) is not None)
-
-
-def _first(config: Any, *names: str) -> int | None:
-    """The first of these fields that a config has."""
-    return next((int(value) for name in names if (value := getattr(config, name, None))), None)

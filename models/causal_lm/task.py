@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -412,25 +412,25 @@ class CausalLM(Task):
 
         `bits` of its matrices; by default those of training.
         """
-        return partial(
-            generation.TextStream,
-            *generation.open_for_generation(final, bits or self.options.load_bits, self.options.remote_code),
-        )
+        bits = bits or self.options.load_bits
+        return partial(TextStream, *generation.open_for_generation(final, bits, self.options.remote_code))
 
     def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
         """A continuation of a prompt; for a model trained on conversations, answers to held-out prompts."""
         options, template = self.options, facts.extra.get("template") or {}
         if options.generate_tokens == 0:
             return None
-        sampling = Sampling(
-            max_new_tokens=options.generate_tokens,
-            seed=self.recipe.seed,
-            stop_token_id=template.get("end_id"),
-        )
-        if template:  # the likeliest answer, as `predict` gives it
-            sampling = dataclasses.replace(sampling, temperature=0.0)
+        likeliest: dict[str, Any] = {"temperature": 0.0} if template else {}  # as `predict` answers
+        most, end = options.generate_tokens, template.get("end_id")
+        sampling = Sampling(max_new_tokens=most, seed=self.recipe.seed, stop_token_id=end, **likeliest)
         prompts = facts.extra.get("prompts") or [(str(facts.extra.get("prompt", "")), None)]
-        return _answer_prompts(saving.load_tokenizer(facts), prompts, sampling, model)
+        shown, was_training, tokenizer = [], model.training, saving.load_tokenizer(facts)
+        model.eval()
+        for prompt, reference in prompts:
+            text = prompt + "".join(TextStream(model, tokenizer, prompt, sampling))
+            shown.append(text if reference is None else f"{text.strip()}\n[reference: {reference.strip()}]")
+        model.train(was_training)
+        return "\n\n".join(shown)
 
 
 def implied_by_model(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -447,26 +447,9 @@ def _context_on_disk(name: str | None, revision: str | None) -> int | None:
     if not name or name in PRESETS:
         return None
     with contextlib.suppress(UserError):  # `check` says what is wrong with it
-        if Path(name).expanduser().is_dir():
-            return model_sizes.context_length(hub.load_config(str(Path(name).expanduser()), None))
-        if hub.is_id(name) and hub.snapshot(name, revision):
+        if Path(name).expanduser().is_dir() or (hub.is_id(name) and hub.snapshot(name, revision)):
             return model_sizes.context_length(hub.load_config(name, revision))
     return None
-
-
-def _answer_prompts(
-    tokenizer: Any, prompts: Sequence[tuple[str, str | None]], sampling: Sampling, model: nn.Module
-) -> str:
-    """What the model writes after each prompt, and the reference where there is one."""
-    shown, was_training = [], model.training
-    model.eval()
-    try:
-        for prompt, reference in prompts:
-            text = prompt + "".join(TextStream(model, tokenizer, prompt, sampling))
-            shown.append(text if reference is None else f"{text.strip()}\n[reference: {reference.strip()}]")
-    finally:
-        model.train(was_training)
-    return "\n\n".join(shown)
 
 
 def _targets(batch: Batch) -> Tensor:

@@ -219,7 +219,7 @@ def award(rows: Rows) -> None:
 def key_twice(run: RunFolder) -> None:
     lines = run.metrics.read_text().splitlines()
     lines[1] = lines[1].replace("{", '{"loss": 0.001, ', 1)
-    seal, lines = first_seal(run.recipe.hash(), run.facts.fingerprint), [*lines]
+    seal, lines = first_seal(run), [*lines]
     whole = hashlib.sha256(seal.encode())
     for number, line in enumerate(lines):
         row = json.loads(line)
