@@ -194,6 +194,10 @@ class ModelSize:
     """Width of an output projection computed for every token."""
     head_bytes: int = 0
     """Most fp32 logits that are made of it at a time, if it works in chunks."""
+    logit_copies: float = 1.0
+    """How many times the memory of a cross-entropy's logits its loss needs."""
+    teacher_bytes: float = 0.0
+    """Weights of a teacher, whose answers are computed on each process before the model is built."""
     recurrent_layers: int = 0
     """Layers that compute the tokens of a row one after another, as a GRU does."""
     query_width: int = 0

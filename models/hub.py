@@ -268,9 +268,11 @@ def resolve_model(name_or_path: str, flag: str) -> str:
     return name_or_path
 
 
-def tokenizer_vocabulary(name: str) -> Any:
-    """The tokens of a model's tokenizer with their ids; None if tokenizer.json is not in the cache."""
+def tokenizer_vocabulary(name: str) -> dict[str, int] | None:
+    """The tokens of a model's tokenizer, added ones too, with their ids; None if tokenizer.json is not in the
+    cache.
+    """
+    from tokenizers import Tokenizer
+
     file = Path(local_path_or_id(name, None)) / "tokenizer.json"
-    if not file.is_file():
-        return None
-    return json.loads(file.read_text(encoding="utf-8"))["model"].get("vocab")
+    return Tokenizer.from_file(str(file)).get_vocab() if file.is_file() else None

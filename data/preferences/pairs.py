@@ -6,32 +6,43 @@ have in common is the prompt.
 
 from __future__ import annotations
 
-import itertools
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.data import chat_formats
 from isobatch.data.chat_formats import Message, SkippedRowError, key_names, read_column
 from isobatch.data.text import row_fields
+from isobatch.data.text.chat_templates import VERBATIM
 
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
 PROMPT_COLUMNS = (PROMPT, "instruction", "question", "query", *chat_formats.CHAT_COLUMNS, "input")
 """Columns of the prompt; the first that a row has is read."""
 Turns = str | list[Message]
 """What a column holds."""
+Part = TypeVar("Part")
 
 
-class PreferencePair(NamedTuple):
-    """A prompt and two answers to it. An answer may go on with further questions and answers."""
+class AnsweredPrompt(NamedTuple, Generic[Part]):
+    """A prompt with answers to it, as messages or as segments of text.
 
-    prompt: list[Message]
-    chosen: list[Message]
-    rejected: list[Message]
+    An answer may go on with further questions and answers.
+    """
+
+    prompt: list[Part]
+    answers: list[list[Part]]
+    """The chosen one and the rejected one; or the one that is judged."""
+    value: float = 0.0
+    """By how much the chosen one is to be preferred; whether the judged one is good."""
 
 
-def parse_pair(row: Mapping[str, Any], where: str) -> PreferencePair:
+ReadRow = tuple[list[AnsweredPrompt[Message]], list[str]]
+"""What a row holds, and notes of its fields that are not read."""
+
+
+def parse_pair(row: Mapping[str, Any], where: str) -> AnsweredPrompt[Message]:
     """The pair in a row. `where` names the row in errors.
 
     Raises UserError for a row of another shape, SkippedRowError for one with nothing to prefer.
@@ -40,8 +51,9 @@ def parse_pair(row: Mapping[str, Any], where: str) -> PreferencePair:
     chosen, rejected = read_column(row, CHOSEN, where), read_column(row, REJECTED, where)
     column = _prompt_column(row)
     prompt = read_column(row, column, where) if column else None
-    if isinstance(prompt, list):
-        prompt = prompt[: len(prompt) - len(_answers_behind(row, prompt))]
+    if isinstance(prompt, list) and column in chat_formats.CHAT_COLUMNS:
+        while prompt and prompt[-1]["role"] == "assistant":  # it may hold the chosen answer too
+            prompt = prompt[:-1]
     if isinstance(chosen, str) and isinstance(rejected, str):
         pair = _pair_of_texts(prompt, chosen, rejected)
     elif isinstance(chosen, list) and isinstance(rejected, list):
@@ -69,15 +81,18 @@ def holds_whole_texts(row: Mapping[str, Any]) -> bool:
     return isinstance(row.get(CHOSEN), str) and _prompt_column(row) is None
 
 
-def default_template(row: Mapping[str, Any], verbatim: str) -> str:
+def default_template(row: Mapping[str, Any]) -> str:
     """The template for rows like this one where the tokenizer has none.
 
-    That of instructions or messages; `verbatim` where a text goes on as an answer, with nothing beside it.
+    That of instructions or messages; VERBATIM where a text goes on as an answer, with nothing beside it.
     """
     column = _prompt_column(row)
-    is_text = isinstance(row.get(CHOSEN), str | None) and column in (PROMPT, None)
+    answer = next(
+        (row[n] for n in (CHOSEN, *chat_formats.ANSWERS_OF[PROMPT]) if row.get(n) is not None), None
+    )
+    is_text = isinstance(answer, str | None) and column in (PROMPT, None)
     alone = not {*chat_formats.SYSTEM_COLUMNS, *chat_formats.INPUT_COLUMNS} & row.keys()
-    return "alpaca" if column == "instruction" else verbatim if is_text and alone else "chatml"
+    return "alpaca" if column == "instruction" else VERBATIM if is_text and alone else "chatml"
 
 
 def _prompt_column(row: Mapping[str, Any]) -> str | None:
@@ -87,18 +102,6 @@ def _prompt_column(row: Mapping[str, Any]) -> str | None:
 def main_columns(row: Mapping[str, Any]) -> tuple[str, ...]:
     """The columns of a row that make it a pair."""
     return _prompt_column(row) or PROMPT, CHOSEN, REJECTED
-
-
-def unread(row: Mapping[str, Any]) -> list[str]:
-    """A note of each field that a row's pair does not hold. Whole texts get nothing from beside them."""
-    return row_fields.notes_of_unread(row, main_columns(row), not holds_whole_texts(row))
-
-
-def _answers_behind(row: Mapping[str, Any], prompt: list[Message]) -> list[Message]:
-    """The answers with which a column of messages ends: it may hold the chosen one too."""
-    if _prompt_column(row) not in chat_formats.CHAT_COLUMNS:
-        return []
-    return [*itertools.takewhile(lambda m: m["role"] == "assistant", prompt[::-1])]
 
 
 def require_columns(names: Sequence[str], where: str) -> None:
@@ -114,30 +117,31 @@ def require_columns(names: Sequence[str], where: str) -> None:
             )
 
 
-def _pair_of_texts(prompt: Turns | None, chosen: str, rejected: str) -> PreferencePair:
+def _pair_of_texts(prompt: Turns | None, chosen: str, rejected: str) -> AnsweredPrompt[Message]:
     if prompt is None:
         prompt = _common_beginning(chosen, rejected)
     if isinstance(prompt, str) and prompt and chosen.startswith(prompt) and rejected.startswith(prompt):
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
     answers = [[{"role": "assistant", "content": text}] for text in (chosen, rejected)]
-    return PreferencePair(_as_messages(prompt), *answers)
+    return AnsweredPrompt(_as_messages(prompt), answers)
 
 
 def _common_beginning(one: str, other: str) -> str:
     """What two texts begin with, up to the last white space in it: answers begin with whole words."""
-    letters = itertools.takewhile(lambda both: both[0] == both[1], zip(one, other, strict=False))
-    common = "".join(letter for letter, _ in letters)
-    ends = [place for place, letter in enumerate(common) if letter.isspace()]
-    return common[: ends[-1]].rstrip() if ends else ""
+    common = os.path.commonprefix([one, other])  # noqa: RUF071  of any texts, not of paths
+    *whole, _ = f"{common}.".rsplit(maxsplit=1)
+    return "".join(whole)
 
 
-def _pair_of_messages(prompt: Turns | None, chosen: list[Message], rejected: list[Message]) -> PreferencePair:
+def _pair_of_messages(
+    prompt: Turns | None, chosen: list[Message], rejected: list[Message]
+) -> AnsweredPrompt[Message]:
     given = _as_messages(prompt or "")
     both = list(zip(chosen[:-1], rejected[:-1], strict=False))
     count = next((n for n, (one, other) in enumerate(both) if one != other), len(both))
     shared = chosen[:count]
     is_whole = all(message in shared for message in given)
-    return PreferencePair(shared if is_whole else given + shared, chosen[count:], rejected[count:])
+    return AnsweredPrompt(shared if is_whole else given + shared, [chosen[count:], rejected[count:]])
 
 
 def _as_messages(prompt: Turns) -> list[Message]:
@@ -146,11 +150,11 @@ def _as_messages(prompt: Turns) -> list[Message]:
     return [{"role": "user", "content": prompt}] if prompt.strip() else []
 
 
-def _require_preference(pair: PreferencePair) -> None:
+def _require_preference(pair: AnsweredPrompt[Message]) -> None:
     """Raise SkippedRowError where there is nothing to prefer."""
-    if pair.chosen == pair.rejected:
+    if pair.answers[0] == pair.answers[1]:
         raise SkippedRowError("the same answer twice")
-    for answer in (pair.chosen, pair.rejected):
+    for answer in pair.answers:
         if not answer or answer[0]["role"] != "assistant":
             raise SkippedRowError("answers to different prompts")
         chat_formats.require_answers(answer)

@@ -198,7 +198,7 @@ def fit_turns(
             kept_answer = answer[: max_length - min(len(prompt), max_length // 2)]
             cuts |= {"answers_cut"} if len(kept_answer) < len(answer) else set()
             answer = kept_answer
-        shorter = _cut_question(prompt, is_question, room - len(answer))
+        shorter = cut_question(prompt, is_question, room - len(answer))
         if shorter is None and number > 0:
             cuts.add("turns_left_out")
             break
@@ -218,7 +218,7 @@ def _turns(answer_mask: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     return zip(parts[::2], parts[1::2], strict=False)
 
 
-def _cut_question(prompt: np.ndarray, is_question: np.ndarray, room: int) -> np.ndarray | None:
+def cut_question(prompt: np.ndarray, is_question: np.ndarray, room: int) -> np.ndarray | None:
     """The places of a prompt without the first of its question; None where no question would be left."""
     excess, question = len(prompt) - room, prompt[is_question[prompt]]
     if excess <= 0:

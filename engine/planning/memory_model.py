@@ -64,6 +64,8 @@ class MemoryFootprint:
     """Bytes per process on the device that trains."""
 
     weights: float
+    teacher: float
+    """Weights of another model, before this one is built."""
     gradients: float
     moments: float
     activations: float
@@ -109,7 +111,9 @@ class MemoryFootprint:
         """
         kept = self.held_back * (self.step - self.resident)
         peaks = {
-            "load": self.step + self.rehearsal if self.rehearsal else self.workspace + self.weights,
+            "load": self.step + self.rehearsal
+            if self.rehearsal
+            else self.workspace + max(self.weights, self.teacher),
             "train": self.step,
             "save": self.resident + kept,
             "evaluate": self.resident + kept + self.evaluation,
@@ -153,6 +157,7 @@ def memory_footprint(
     one_layer = _layer_bytes(size, layers_and_width(size)[1], choices, length)
     return MemoryFootprint(
         weights=(held + average) / shards["weights"] + _copied_weight_bytes(size, choices),
+        teacher=size.teacher_bytes,
         gradients=size.trainable * 4.0 / shards["gradients"] + _bucket_bytes(size, choices),
         moments=size.trainable * states / shards["moments"],
         activations=slack * (tokens * activations + _gathered_bytes(size, choices)),
@@ -292,12 +297,12 @@ def logits_bytes(size: ModelSize, choices: ExecutionChoices, tokens: float) -> f
     Where the head computes in chunks, at most those of one chunk. With sharded weights it does not: the
     head's weight is gathered only while the head runs.
     """
-    unchunked = tokens * size.vocabulary * (16.0 if choices.half else 12.0)
+    unchunked = size.logit_copies * tokens * size.vocabulary * (16.0 if choices.half else 12.0)
     if not size.head_bytes or choices.traits.shards_weights:
         return unchunked
     # On tensor cores logits come in fp32 at once, and their gradient in 16 bits.
     copies = 2.5 if choices.half and choices.device == "cuda" else 4.0 if choices.half else 3.0
-    return min(unchunked, size.head_bytes * copies)
+    return min(unchunked, size.logit_copies * size.head_bytes * copies)
 
 
 def table_bytes(size: ModelSize, choices: ExecutionChoices) -> float:

@@ -20,6 +20,7 @@ from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.terminal.status import doing
 from isobatch.data.base import Source
+from isobatch.data.preparation.encoding import text_hash
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ BATCH = 64
 """Samples per forward pass of the teacher."""
 PREFIX = "teacher."
 """Begins the names of the columns with teacher outputs."""
-DIGESTS = "digests.npy"
+DIGESTS = "digests"
 """File of uint64: a digest of the outputs for each sample, compared when they are first used; 0: none yet."""
 TRAIN = "train"
 INDEX = "index.json"
@@ -43,10 +44,8 @@ INDEX = "index.json"
 class TeacherSource(Source):
     """A source with the teacher's outputs as further columns of each sample."""
 
-    def __init__(self, source: Source, folder: Path, borders: np.ndarray | None = None) -> None:
-        """`borders`: of each sample's tokens in answers that have values for each."""
-        self.source, self.folder, self.weights = source, folder, source.weights
-        self._borders = borders
+    def __init__(self, source: Source, folder: Path, places: Places) -> None:
+        self.source, self.folder, self.weights, self.places = source, folder, source.weights, places
         self.answers, self._digests = _open(folder, "r")
         self._unchecked = self._digests != 0
 
@@ -59,12 +58,9 @@ class TeacherSource(Source):
     def check(self, indices: np.ndarray) -> None:
         self.source.check(indices)
         first = indices[self._unchecked[indices]]
-        if not first.size:
-            return
-        rows = {name: _rows(a, first, self._borders) for name, a in self.answers.items()}
-        found = row_digests(rows, len(first))
+        found = self.places.digests(self.answers, first)
         if (changed := first[found != self._digests[first]]).size:
-            np.load(self.folder / DIGESTS, mmap_mode="r+")[changed] = 0
+            np.load(self.folder / f"{DIGESTS}.npy", mmap_mode="r+")[changed] = 0
             raise TrainingError(
                 f"the teacher's answers in {self.folder} were changed, as for sample {changed[0]}: run again,"
                 " and they are computed again"
@@ -74,15 +70,32 @@ class TeacherSource(Source):
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
         self.check(indices)
         found = self.source.fetch(indices, pad_to)
-        if self._borders is None:
-            return found | {PREFIX + name: np.take(a, indices, axis=0) for name, a in self.answers.items()}
-        width = max(pad_to, int(found["length"].max()))
+        width = max(pad_to, int(found["length"].max())) if self.places.per_token else 1
         for name, answers in self.answers.items():
             padded = np.zeros((len(indices), width, *answers.shape[1:]), answers.dtype)
-            for row, values in zip(padded, _rows(answers, indices, self._borders), strict=True):
+            for row, values in zip(padded, self.places.rows(answers, indices), strict=True):
                 row[: len(values)] = values
-            found[PREFIX + name] = padded
+            found[PREFIX + name] = padded if self.places.per_token else padded[:, 0]
         return found
+
+
+class Places:
+    """Where the teacher's outputs for each sample lie: a row for each, or for each of its tokens."""
+
+    def __init__(self, source: Source, per_token: bool) -> None:
+        self.count, self.per_token = len(source), per_token
+        every = np.arange(self.count)
+        lengths = source.lengths(every) if per_token else np.ones_like(every)
+        self.borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+    def rows(self, array: np.ndarray, samples: np.ndarray) -> list[np.ndarray]:
+        """What `array` holds of each of these samples, to read or to write."""
+        return [array[self.borders[sample] : self.borders[sample + 1]] for sample in samples]
+
+    def digests(self, answers: Mapping[str, np.ndarray], samples: np.ndarray) -> np.ndarray:
+        """(samples,) uint64: a digest of what all outputs hold of each."""
+        found = zip(*(self.rows(answers[name], samples) for name in sorted(answers)), strict=True)
+        return np.array([text_hash(b"".join(part.tobytes() for part in parts)) for parts in found], np.uint64)
 
 
 def samples_used(sampler: Sampler, schedules: Sequence[PhaseSchedule]) -> np.ndarray:
@@ -108,39 +121,16 @@ def with_teacher_outputs(
     All ranks call this and share the work. Several runs may call it at once: they write the same values.
     Raises UserError where the cache cannot be read or written.
     """
-    folder = _folder(facts, teacher, split)
-    order, file = used[np.argsort(source.lengths(used), kind="stable")], folder / DIGESTS
+    folder, places = _folder(facts, teacher, split), Places(source, teacher.per_token)
+    order, file = used[np.argsort(source.lengths(used), kind="stable")], folder / f"{DIGESTS}.npy"
     digests = np.load(file, mmap_mode="r") if file.is_file() else np.zeros(len(source), np.uint64)
     batches = (order[start : start + BATCH] for start in range(0, len(order), BATCH))
     missing = [batch for batch in batches if not digests[batch].all()]
     if missing := world.broadcast_object(missing):
         say(f"the {teacher.name} answers {sum(map(len, missing)):,} samples, once, in {folder}")
         with atomic_files.explain_write_errors(folder):
-            _fill(folder, source, teacher, facts, missing, world)
-    return TeacherSource(source, folder, _borders(source, teacher))
-
-
-def _borders(source: Source, teacher: Teacher) -> np.ndarray | None:
-    """(samples + 1,) where each sample's tokens begin and end, for a teacher that answers for each token."""
-    if not teacher.per_token:
-        return None
-    return np.concatenate([[0], np.cumsum(source.lengths(np.arange(len(source))), dtype=np.int64)])
-
-
-def _rows(array: np.ndarray, samples: np.ndarray, borders: np.ndarray | None) -> Any:
-    """What `array` holds of each of these samples."""
-    if borders is None:
-        return np.take(array, samples, axis=0)
-    return [array[start:stop] for start, stop in zip(borders[samples], borders[samples + 1], strict=True)]
-
-
-def row_digests(answers: Mapping[str, Sequence[np.ndarray]], count: int) -> np.ndarray:
-    """(count,) uint64: a digest of each row of the outputs."""
-    found = b""
-    for place in range(count):
-        joined = b"".join(np.ascontiguousarray(answers[name][place]).tobytes() for name in sorted(answers))
-        found += hashlib.blake2b(joined, digest_size=8).digest()
-    return np.frombuffer(found, np.uint64)
+            _fill(folder, places, source, teacher, facts, missing, world)
+    return TeacherSource(source, folder, places)
 
 
 def _folder(facts: Facts, teacher: Teacher, split: str) -> Path:
@@ -153,56 +143,49 @@ def _folder(facts: Facts, teacher: Teacher, split: str) -> Path:
 
 def _fill(
     folder: Path,
+    places: Places,
     source: Source,
     teacher: Teacher,
     facts: Facts,
     missing: list[np.ndarray],
     world: Communicator,
 ) -> None:
-    model, borders = teacher.build(facts).to(world.device).eval(), _borders(source, teacher)
+    model = teacher.build(facts).to(world.device).eval()
 
     @torch.no_grad()
-    def answer(batch: np.ndarray) -> dict[str, Any]:
-        host = to_tensors(source.fetch(batch), pin=False)
+    def answer(samples: np.ndarray) -> dict[str, np.ndarray]:
+        host = to_tensors(source.fetch(samples), pin=False)
         found = teacher.answers(model, to_device(host, world.device))
-        arrays = {name: values.cpu().numpy() for name, values in found.items()}
-        if borders is None:
-            return arrays
-        lengths = source.lengths(batch)
-        return {n: [row[:k] for row, k in zip(a, lengths, strict=True)] for n, a in arrays.items()}
+        return {name: (v if places.per_token else v[:, None]).cpu().numpy() for name, v in found.items()}
 
     if world.is_main and not (folder / INDEX).exists():
-        _create(folder, len(source), answer(missing[0]), borders)
+        _create(folder, places, answer(missing[0]))
     world.barrier()
     answers, digests = _open(folder, "r+")
-    for done, batch in enumerate(missing[world.rank :: world.size]):
+    for done, samples in enumerate(missing[world.rank :: world.size]):
         doing("asking the teacher", done * world.size, len(missing))
         world.mark_progress("the teacher's answers")
-        found = answer(batch)
-        for name, values in found.items():
-            for row, sample in zip(values, batch, strict=True):
-                rows = slice(sample, sample + 1) if borders is None else slice(*borders[sample : sample + 2])
-                answers[name][rows] = row
-        digests[batch] = row_digests(found, len(batch))
+        for name, rows in answer(samples).items():
+            for place, row in zip(places.rows(answers[name], samples), rows, strict=True):
+                place[:] = row[: len(place)]
+        digests[samples] = places.digests(answers, samples)
     for array in (*answers.values(), digests):
         array.flush()
     world.barrier()
 
 
-def _create(
-    folder: Path, count: int, example: Mapping[str, Sequence[np.ndarray]], borders: np.ndarray | None
-) -> None:
-    """Create empty arrays for `count` samples, shaped like `example`, and rename the folder into place.
+def _create(folder: Path, places: Places, example: Mapping[str, np.ndarray]) -> None:
+    """Create empty arrays for rows like the `example`'s, and rename the folder into place.
 
     Another run may create and fill the same folder at the same time: then its folder is used.
     """
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
     fresh.mkdir(parents=True)
-    for name, (first, *_) in example.items():
-        shape = (count, *first.shape) if borders is None else (int(borders[-1]), *first.shape[1:])
+    kinds = {name: ((int(places.borders[-1]), *rows.shape[2:]), rows.dtype) for name, rows in example.items()}
+    kinds[DIGESTS] = (places.count,), np.dtype(np.uint64)
+    for name, (shape, dtype) in kinds.items():
         # Sparse zeros: they take disk space only as they are filled.
-        np.lib.format.open_memmap(fresh / f"{name}.npy", "w+", first.dtype, shape).flush()
-    np.lib.format.open_memmap(fresh / DIGESTS, "w+", np.dtype(np.uint64), (count,)).flush()
+        np.lib.format.open_memmap(fresh / f"{name}.npy", "w+", dtype, shape).flush()
     atomic_files.write_text(fresh / INDEX, json.dumps(sorted(example)))
     try:
         fresh.rename(folder)
@@ -215,7 +198,7 @@ def _open(folder: Path, mode: Any) -> tuple[dict[str, np.memmap[Any, Any]], np.m
     try:
         names = json.loads((folder / INDEX).read_text())
         found = {name: np.load(folder / f"{name}.npy", mmap_mode=mode) for name in names}
-        return found, np.load(folder / DIGESTS, mmap_mode=mode)
+        return found, np.load(folder / f"{DIGESTS}.npy", mmap_mode=mode)
     except (OSError, ValueError) as error:
         raise UserError(
             f"the teacher's answers in {folder} cannot be read ({error}): delete it and run again"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core.measures import printable
+from isobatch.data.preferences.dataset import PairSource
 from isobatch.data.tokenized import TokenizedData
 
 if TYPE_CHECKING:
@@ -19,8 +20,8 @@ COLOURS, BRACKETS = ("\x1b[32m", "\x1b[0m"), ("[[", "]]")
 
 
 def shown_samples(data: Any, facts: Facts, count: int, on_terminal: bool, most: int = 1 << 20) -> list[str]:
-    """The first `count` training samples, the last `most` tokens of each, of a pair both; none where samples
-    are no text that is learnt in parts.
+    """The first `count` training samples, the last `most` tokens of each row, of a pair both; none where
+    samples are no text that is learnt in parts.
     """
     if not isinstance(data, TokenizedData) or "train" not in facts.samples:
         return []
@@ -29,22 +30,16 @@ def shown_samples(data: Any, facts: Facts, count: int, on_terminal: bool, most: 
     if "learn" not in batch:
         return []
     tokenizer, (begin, end) = data.prepared_tokenizer(facts), COLOURS if on_terminal else BRACKETS
-    width = batch["tokens"].shape[-1]
-    lengths = np.ravel(batch.get("row_length", batch["length"]))
-    lines = []
-    for number, (row, mask) in enumerate(
-        zip(batch["tokens"].reshape(-1, width), batch["learn"].reshape(-1, width), strict=True)
-    ):
-        kept = slice(max(0, lengths[number] - most), lengths[number])
-        pairs = zip(row[kept].tolist(), mask[kept].tolist(), strict=True)
-        text = ""
-        for is_learnt, part in itertools.groupby(pairs, lambda pair: bool(pair[1])):
-            said = "\n".join(
-                printable(line)
-                for line in tokenizer.decode([t for t, _ in part], skip_special_tokens=False).split("\n")
-            )
-            text += f"{begin}{said}{end}" if is_learnt else said
-        lines.append(
-            f"--- sample {number + 1}, learnt is {'coloured' if on_terminal else 'in [[ ]]'}\n{text}"
-        )
+    names = source.names[: source.rows_at_once] if isinstance(source, PairSource) else ("text",)
+    columns = (batch["tokens"], batch["learn"], batch.get("row_length", batch["length"])[..., None])
+    samples = zip(*(c.reshape(len(c), -1, c.shape[-1]).tolist() for c in columns), strict=True)
+    learnt, lines = "coloured" if on_terminal else "in [[ ]]", []
+    for number, rows in enumerate(samples, 1):
+        for name, tokens, learn, (length,) in zip(names, *rows, strict=False):  # KTO learns the first alone
+            row, text = [*zip(tokens, learn, strict=True)][max(0, length - most) : length], ""
+            for is_learnt, part in itertools.groupby(row, lambda pair: pair[1] != 0):
+                said = tokenizer.decode([token for token, _ in part], skip_special_tokens=False)
+                said = "\n".join(map(printable, said.split("\n")))
+                text += f"{begin}{said}{end}" if is_learnt else said
+            lines.append(f"--- sample {number}, {name}, learnt is {learnt}\n{text}")
     return lines

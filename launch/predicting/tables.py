@@ -27,6 +27,7 @@ from isobatch.data import chat_formats, readers
 from isobatch.data.interactions.formats import USER_COLUMNS
 from isobatch.data.labelled.rows import MAX_TEXT_CHARACTERS, PAIR_COLUMNS, TEXT_COLUMNS
 from isobatch.data.preferences import answers
+from isobatch.data.preferences.pairs import AnsweredPrompt
 from isobatch.data.sequences import INTEGERS, TEXT, USUAL_COLUMNS
 from isobatch.data.text.chat_templates import ChatTemplate
 
@@ -306,8 +307,8 @@ class AnswerReader(RowReader):
 
     def from_row(self, row: Mapping[str, Any], where: str) -> Any:
         try:
-            asked, values = answers.parse_answer(row, where), chat_formats.template_values(row, where)
-            return self._encode(*asked, where, values)
+            found, values = answers.parse_answer(row, where), chat_formats.template_values(row, where)
+            return answers.encode_answer(found, self.template, self.settings, where, values)
         except chat_formats.SkippedRowError as reason:
             raise UnansweredRowError(f"{where}: {reason}", str(reason)) from None
 
@@ -316,10 +317,8 @@ class AnswerReader(RowReader):
             raise UserError(f'{where}: a prompt and an answer are scored: give two, as in ["one", "other"]')
         prompt, answer = (require_text(text, where) for text in value)
         asked, said = {"role": "user", "content": prompt}, {"role": "assistant", "content": answer}
-        return self._encode([asked], [said], where, {})
-
-    def _encode(self, prompt: list[Any], answer: list[Any], where: str, values: Mapping[str, Any]) -> Any:
-        return answers.encode_answer(prompt, answer, self.template, self.settings, where, values)
+        found = AnsweredPrompt([asked], [[said]])
+        return answers.encode_answer(found, self.template, self.settings, where, {})
 
 
 def find_column(

@@ -10,6 +10,7 @@ Letters: B rows, T tokens of a row, N predicted tokens, V vocabulary, K likelies
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError, refuse
@@ -17,6 +18,7 @@ from isobatch.core.flags import spelling
 from isobatch.core.measures import format_bytes
 from isobatch.models import hub
 from isobatch.models.base import Batch, ModelSize, Teacher
+from isobatch.models.causal_lm import model_sizes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,8 +31,8 @@ LEAST = -50.0
 """Of the rest's log-probability: what has none at all has this one, and no infinity comes of it."""
 ENTRY_BYTES = 8
 """On disk, of a token's number and its log-probability."""
-COPIES = 6
-"""Tables of logits that are alive at most while the divergence of a chunk is computed."""
+COPIES = 3
+"""How many times the memory of a cross-entropy's logits is needed while a divergence is computed."""
 OPTIONS = ("kd_weight", "kd_top", "kd_direction", "temperature")
 
 
@@ -46,7 +48,7 @@ def check(options: Any, student: str) -> None:
         return
     path = hub.resolve_model(options.teacher, "--teacher")
     ours, theirs = (hub.tokenizer_vocabulary(name) for name in (student, path))
-    if path != student and ours is not None and theirs is not None and ours != theirs:
+    if ours is not None and theirs is not None and not ours.items() <= theirs.items():
         raise UserError(
             f"--teacher {options.teacher}: its tokenizer is not that of {student}: both must read the same"
             " tokens; take a teacher of the same family, or let it write answers (`predict"
@@ -60,11 +62,9 @@ def teacher(path: str, options: Any) -> Teacher:
 
     def build(facts: Facts) -> nn.Module:
         nonlocal width
-        from transformers import AutoConfig
-
         from isobatch.models.causal_lm import adapters, chunked_cross_entropy
 
-        config = AutoConfig.from_pretrained(path, **hub.remote_code_kwargs(options.remote_code))
+        config = _open_config(path, options)
         vocabulary = config.get_text_config().vocab_size
         hub.check_vocabulary(
             path, vocabulary, facts.extra["vocabulary"], "; give a teacher with this tokenizer"
@@ -80,6 +80,12 @@ def teacher(path: str, options: Any) -> Teacher:
 
     identity = f"{hub.weights_hash(path)} top {options.kd_top} at {options.temperature}"
     return Teacher(identity, build, answers, per_token=True)
+
+
+def _open_config(path: str, options: Any) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path, **hub.remote_code_kwargs(options.remote_code))
 
 
 def likeliest(model: Any, tokens_BT: Tensor, top: int, temperature: float, width: int) -> dict[str, Tensor]:
@@ -149,8 +155,8 @@ def loss(
     return chunked_cross_entropy.loss_of_logits(model, batch["tokens"].long(), rows, compute)
 
 
-def size_with(size: ModelSize, options: Any, facts: Facts) -> ModelSize:
-    """The student's size, with what its loss holds beside, and a word on the teacher's answers on disk.
+def size_with(size: ModelSize, path: str, options: Any, facts: Facts) -> ModelSize:
+    """The student's size, with what its loss and its teacher take, and a word on the answers on disk.
 
     Raises UserError for data in a store.
     """
@@ -159,6 +165,7 @@ def size_with(size: ModelSize, options: Any, facts: Facts) -> ModelSize:
     tokens = facts.samples["train"] * facts.mean_length
     disk = format_bytes(int(tokens * (ENTRY_BYTES * options.kd_top + 4)))
     said = f"the teacher's answers for {tokens:,.0f} tokens take {disk} on disk, beside the prepared data"
-    return dataclasses.replace(
-        size, head_bytes=size.head_bytes * COPIES, remark="; ".join(filter(None, (size.remark, said)))
-    )
+    remark = "; ".join(filter(None, (size.remark, said)))
+    config, opened = hub.load_config(path, None), partial(_open_config, path, options)
+    teacher = model_sizes.shape_of(config, opened, options.remote_code).size
+    return dataclasses.replace(size, logit_copies=COPIES, teacher_bytes=teacher.weight_bytes, remark=remark)

@@ -6,7 +6,7 @@ device and counted.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -149,6 +149,11 @@ def whole_size(parameters: int, linear_head: bool = True, **size: Any) -> ModelS
     """The size of a fully trained decoder. `linear_head`: its loss can be computed in chunks."""
     chunk = CHUNK_BYTES if linear_head else 0
     return ModelSize(parameters=parameters, trainable=parameters, head_bytes=chunk, **size)
+
+
+def shape_of(config: Mapping[str, Any], open_config: Callable[[], Any], remote_code: bool) -> ModelShape:
+    """The shape of any decoder, by its config.json or else by building it as transformers opens that."""
+    return shape_from_config(config) or shape_by_building(open_config(), remote_code)
 
 
 def shape_by_building(config: Any, remote_code: bool = False) -> ModelShape:

@@ -262,10 +262,8 @@ class CausalLM(Task):
 
     def network_size(self, facts: Facts) -> ModelSize:
         """From the config's numbers for GPT-2 and Llama-like models; others are built without storage."""
-        shape = model_sizes.shape_from_config(self._raw_config(facts))
-        if shape is None:
-            config = self.transformers_config(facts)
-            shape = model_sizes.shape_by_building(config, self.options.remote_code)
+        config, opened = self._raw_config(facts), partial(self.transformers_config, facts)
+        shape = model_sizes.shape_of(config, opened, self.options.remote_code)
         adapts = self.model_name not in PRESETS and self.options.adapter != "none"
         return adapter_sizes.adapted_model_size(shape, self.options) if adapts else shape.size
 
@@ -275,7 +273,8 @@ class CausalLM(Task):
             answers.check(count, facts)
             why = f"--answers {count} writes texts of any length on each process by itself"
             size = dataclasses.replace(size, why_whole_weights=why)
-        return size if self._teacher_path() is None else distillation.size_with(size, self.options, facts)
+        path = self._teacher_path()
+        return size if path is None else distillation.size_with(size, path, self.options, facts)
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""

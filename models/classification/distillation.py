@@ -78,16 +78,15 @@ class DistilledClassifier(Classifier):
         if path is None or (hub.is_id(path) and not Path(path).is_dir() and hub.snapshot(path) is None):
             return
         widths = {hidden_width(config) for config in (self._initial_config(), hub.load_config(path, None))}
+        tokens, other_tokens = (hub.tokenizer_vocabulary(name) for name in (student, path))
+        headless = "has no classification head: train one with `auto --task classifier`"
+        strange = f"its tokenizer is not that of {student}: both must read the same tokens"
+        wider = f"{self.teacher_name} and {student} have states of different width: use --distill-hidden off"
         refuse(
             {
-                f"the teacher {path} has no classification head: train one with `auto --task classifier`": (
-                    not is_classifier(path, None)
-                ),
-                f"the teacher {path}: its tokenizer is not that of {student}: both must read the same"
-                " tokens": path != student
-                and hub.tokenizer_vocabulary(path) != hub.tokenizer_vocabulary(student),
-                f"--distill-hidden on: {self.teacher_name} and {student} have states of different width: use"
-                " --distill-hidden off": self.options.distill_hidden and len(widths) > 1,
+                f"the teacher {path} {headless}": not is_classifier(path, None),
+                f"the teacher {path}: {strange}": tokens != other_tokens,
+                f"--distill-hidden on: {wider}": self.options.distill_hidden and len(widths) > 1,
             }
         )
 
@@ -136,9 +135,8 @@ class DistilledClassifier(Classifier):
         import torch
 
         found = self.forward(model, batch, states)
-        if not states:
-            return found.logits.float(), None
-        return found.logits.float(), torch.stack([h[:, 0] for h in found.hidden_states[1:]], dim=1)
+        first = torch.stack([h[:, 0] for h in found.hidden_states[1:]], dim=1) if states else None
+        return found.logits.float(), first
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: a classifier's, and from the teacher teacher.logits (B, C), teacher.states (B, M, H)."""

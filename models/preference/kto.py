@@ -16,8 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from isobatch.core.number_ranges import AboveZero
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum
 from isobatch.models.causal_lm.task import CausalLMOptions
@@ -75,44 +73,43 @@ class KTO(HasReference):
 
     def _log_ratios(self, model: nn.Module, batch: Batch, which: slice, host: Batch | None = None) -> Tensor:
         """(B,) log-ratios of one of a sample's rows, in float64."""
-        names = ("tokens", "learn")
-        on_host = None if host is None else {name: host[name][:, which] for name in names}
-        found_B1 = added_up(token_log_probs(model, {name: batch[name][:, which] for name in names}, on_host))
+        found_B1 = added_up(token_log_probs(model, batch, host, which))
         return (found_B1 - batch["teacher.log_probs"][:, which])[:, 0]
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens and learn (B, 2, T); label (B,), 1 of a good answer; teacher.log_probs (B, 2)."""
+        ratios_B = self._log_ratios(model, batch, OWN, step.host)
+        baseline = ratios_B.new_zeros(()) if step.measured is None else step.measured
+        total, sums = self._judge(ratios_B, batch["label"], baseline)
+        step.record("answers", sums.float())
+        return {"loss": Loss(total.float(), "sample")}
+
+    def _judge(self, ratios_B: Tensor, label_B: Tensor, baseline: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of the losses, and (6,) what `figures` gets. `baseline`: the mean of the others' ratios."""
         import torch
 
-        ratios_B = self._log_ratios(model, batch, OWN, step.host)
-        baseline = ratios_B.new_zeros(()) if step.measured is None else step.measured.clamp(min=0)
-        good_B = batch["label"].to(ratios_B.dtype)
-        sides_B = self.options.beta * (ratios_B - baseline) * (2 * good_B - 1)
-        weights_B = good_B * self.options.desirable_weight + (1 - good_B) * self.options.undesirable_weight
-        known_B = self.options.beta * ratios_B.detach()
-        right_B = (sides_B > TIE).double() + 0.5 * (sides_B.abs() <= TIE).double()
+        options, good_B, baseline = self.options, label_B.to(ratios_B.dtype), baseline.clamp(min=0)
+        sides_B = options.beta * (ratios_B - baseline) * (2 * good_B - 1)
+        weights_B = good_B * options.desirable_weight + (1 - good_B) * options.undesirable_weight
+        known_B = options.beta * ratios_B.detach()
+        right_B = (sides_B > TIE).to(known_B) + 0.5 * (sides_B.abs() <= TIE)
         sums = good_B.sum(), (1 - good_B).sum(), right_B.sum(), baseline * len(good_B)
-        step.record(
-            "answers", torch.stack([*sums, (known_B * good_B).sum(), (known_B * (1 - good_B)).sum()]).float()
-        )
-        return {"loss": Loss(((1 - sides_B.sigmoid()) * weights_B).sum().float(), "sample")}
+        rewards = (known_B * good_B).sum(), (known_B * (1 - good_B)).sum()
+        return ((1 - sides_B.sigmoid()) * weights_B).sum(), torch.stack([*sums, *rewards])
 
     def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
         return figures(*recorded["answers"].tolist())
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
-        ratios = {n: self._log_ratios(model, batch, which) for n, which in (("own", OWN), ("other", OTHER))}
-        return {"label": Rows(batch["label"]), **{name: Rows(values) for name, values in ratios.items()}}
+        own, other = (Rows(self._log_ratios(model, batch, which)) for which in (OWN, OTHER))
+        return {"label": Rows(batch["label"]), "own": own, "other": other}
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
-        options, good, ratios = self.options, parts["label"] > 0, parts["own"].astype(np.float64)
-        baseline = max(0.0, float(parts["other"].mean(dtype=np.float64)))
-        sides = options.beta * (ratios - baseline) * np.where(good, 1, -1)
-        weights = np.where(good, options.desirable_weight, options.undesirable_weight)
-        right = (sides > TIE).sum() + 0.5 * (np.abs(sides) <= TIE).sum()
-        rewards = [float(options.beta * ratios[one].sum()) for one in (good, ~good)]
-        counts = float(good.sum()), float((~good).sum()), float(right), baseline * len(good)
-        return {"loss": float((weights / (1 + np.exp(sides))).mean()), **figures(*counts, *rewards)}
+        import torch
+
+        own, label, other = (torch.from_numpy(parts[n]).double() for n in ("own", "label", "other"))
+        total, sums = self._judge(own, label, other.mean())
+        return {"loss": float(total) / len(own), **figures(*sums.tolist())}
 
 
 def figures(good: float, bad: float, right: float, baseline: float, *rewards: float) -> dict[str, float]:

@@ -28,9 +28,10 @@ from isobatch.models.preference.task import PairTask, figures_of, first_minus_se
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor, nn
+    from torch import nn
 
     from isobatch.core.facts import Facts
+    from isobatch.models.preference.task import Measured
     from isobatch.models.protocols import Predictor
 
 FIGURES = ("reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward")
@@ -78,32 +79,19 @@ class RewardModel(PairTask):
         return {**super().unread(), "label_smoothing": "a reward model has none"}
 
     def check(self) -> None:
-        options, bits = self.options, self.options.load_bits
-        refuse(
-            {
-                f"--load-bits {bits}: a reward model is trained on whole weights: use --adapter lora": bits
-                != 16,
-                "--also-train: the score's layer trains always, and there is no other head": bool(
-                    options.also_train
-                ),
-            }
-        )
+        bits, tables = self.options.load_bits, self.options.also_train
+        whole = f"--load-bits {bits}: a reward model is trained on whole weights: use --adapter lora"
+        always = "--also-train: the score's layer trains always, and there is no other head"
+        refuse({whole: bits != 16, always: tables})
         super().check()
 
     def build_model(self, facts: Facts) -> nn.Module:
-        return self.build_model_on(facts, "cpu")
-
-    def build_model_on(self, facts: Facts, device: Any) -> nn.Module:
         import torch
         from transformers import GPT2ForSequenceClassification
         from transformers.models.auto import modeling_auto
 
-        language, options = self.language, self.options
-        config, name, revision = (
-            language.transformers_config(facts),
-            language.model_name,
-            self.recipe.revision,
-        )
+        options, name, revision = self.options, self.language.model_name, self.recipe.revision
+        config = self.language.transformers_config(facts)
         config.num_labels, config.pad_token_id = 1, pad_id(facts.extra)
         if name in PRESETS:
             model: Any = GPT2ForSequenceClassification(config)
@@ -116,7 +104,8 @@ class RewardModel(PairTask):
                 " family, such as Llama, Qwen, Gemma or Mistral"
             )
         path, rounds = hub.fetch_weights(name, revision), options.frozen_dtype == "bf16"
-        model = open_scorer(path, config, revision, options.remote_code, "auto" if rounds else torch.float32)
+        code = hub.remote_code_kwargs(options.remote_code)
+        model = open_scorer(path, revision, "auto" if rounds else torch.float32, config=config, **code)
         if rounds:
             from isobatch.models.causal_lm.frozen_weights import hold_matrices_in_bf16
 
@@ -140,9 +129,12 @@ class RewardModel(PairTask):
             packs=False,
         )
 
-    def _rewards(self, model: nn.Module, batch: Batch) -> Tensor:
-        """(B, 2) scores, fp32."""
+    def losses_and_figures(
+        self, model: nn.Module, batch: Batch, host: Batch | None, trains: bool
+    ) -> Measured:
+        """batch: tokens (B, 2, T), row_length (B, 2), margin (B,)."""
         import torch
+        from torch.nn import functional as F
 
         from isobatch.models.causal_lm.chunked_cross_entropy import run_model
 
@@ -151,19 +143,11 @@ class RewardModel(PairTask):
         unwrapped: Any = getattr(model, "module", model)
         pad = int(unwrapped.config.pad_token_id)
         scores = run_model(model, tokens_B2T.masked_fill(behind, pad).flatten(0, 1))
-        return scores.float().view(length_B2.shape)
-
-    def losses_and_figures(
-        self, model: nn.Module, batch: Batch, host: Batch | None, trains: bool
-    ) -> tuple[dict[str, Loss], Tensor]:
-        """batch: tokens (B, 2, T), row_length (B, 2), margin (B,)."""
-        from torch.nn import functional as F
-
-        scores_B2 = self._rewards(model, batch)
-        margin_B = first_minus_second(scores_B2)
+        scores_B2 = scores.float().view(length_B2.shape)
         centre_B = self.options.center * scores_B2.sum(-1).square()
-        losses_B = centre_B - F.logsigmoid(margin_B - batch["margin"])
-        return {"loss": Loss(losses_B.sum(), "sample")}, figures_of(margin_B.detach(), scores_B2.detach())
+        losses_B = centre_B - F.logsigmoid(first_minus_second(scores_B2) - batch["margin"])
+        known_B2 = scores_B2.detach()
+        return {"loss": Loss(losses_B.sum(), "sample")}, figures_of(known_B2, known_B2)
 
     def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
         """A folder for AutoModelForSequenceClassification and AutoTokenizer; an adapter's for PeftModel."""
@@ -187,13 +171,11 @@ class RewardModel(PairTask):
     def open_scorer(self, final: Path, facts: Facts) -> Predictor:
         """The model in `final`, read once: rows of tokens -> `reward` of each."""
         import torch
-        from transformers import AutoConfig
 
         base, revision = lora.base_model_of(final) if (final / lora.CONFIG_FILE).is_file() else (final, None)
+        known = {"num_labels": 1, "pad_token_id": pad_id(facts.extra)}
         code = hub.remote_code_kwargs(self.options.remote_code)
-        config = AutoConfig.from_pretrained(str(base), revision=revision or "main", **code)
-        config.num_labels, config.pad_token_id = 1, pad_id(facts.extra)
-        model = open_scorer(str(base), config, revision, self.options.remote_code)
+        model = open_scorer(str(base), revision, torch.float32, **known, **code)
         if base is not final:
             model = lora.put_adapter(model, final, str(base))
         model.eval()
@@ -207,8 +189,11 @@ class RewardModel(PairTask):
         return score
 
 
-def open_scorer(path: str, config: Any, revision: str | None, runs_code: bool, dtype: Any = None) -> Any:
-    """A saved model with a score, in fp32 unless `dtype`; a score that it has not yet is 0 of everything."""
+def open_scorer(path: str, revision: str | None, dtype: Any, **more: Any) -> Any:
+    """A saved model with a score; one that it has not yet is 0 of everything.
+
+    `more`: as of `from_pretrained`, its `config` or values that change it.
+    """
     import torch
     from transformers import AutoModelForSequenceClassification
     from transformers.utils import logging
@@ -218,12 +203,7 @@ def open_scorer(path: str, config: Any, revision: str | None, runs_code: bool, d
     logging.set_verbosity_error()  # else a warning that the score is new
     try:
         model, found = AutoModelForSequenceClassification.from_pretrained(
-            path,
-            config=config,
-            revision=revision or "main",
-            dtype=dtype or torch.float32,
-            output_loading_info=True,
-            **hub.remote_code_kwargs(runs_code),
+            path, revision=revision or "main", dtype=dtype, output_loading_info=True, **more
         )
     finally:
         logging.set_verbosity(level)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from isobatch.core.errors import UserError
+from isobatch.core.errors import refuse
 from isobatch.core.number_ranges import AboveZero
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task, Teacher
@@ -32,9 +32,8 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
-    from isobatch.models.causal_lm.answers import HeldOutPrompt
-    from isobatch.models.causal_lm.generation import Sampling, TextStream
-    from isobatch.models.model_card import ModelDescription
+
+    Measured = tuple[dict[str, Loss], Tensor]
 
 FIGURES = ("reward_accuracy", "reward_margin", "chosen_log_prob", "rejected_log_prob")
 TIE = 1e-4
@@ -43,11 +42,18 @@ REFERENCE_TOKENS = 16384
 """Padded tokens that the reference reads at a time. No plan decides it: the answers are the same anywhere."""
 
 
-class OnLanguageModel(Task):
-    """A task whose network is a causal language model, or made from one.
+class PassedOn:
+    """What a task has from `language`, the task of its language model, under the same name."""
 
-    What it does not do itself is done by `language`, the task of the language model, and passed on by name.
-    """
+    def __set_name__(self, _: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, task: OnLanguageModel | None, _: type | None = None) -> Any:
+        return getattr(CausalLM if task is None else task.language, self.name)
+
+
+class OnLanguageModel(Task):
+    """A task whose network is a causal language model, or made from one."""
 
     defaults: ClassVar = {
         "model": "openai-community/gpt2",
@@ -65,7 +71,6 @@ class OnLanguageModel(Task):
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
         self.language = CausalLM(recipe, options)
-        self.measures_before = self.language.measures_before
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -75,20 +80,12 @@ class OnLanguageModel(Task):
             found |= {k: v for k, v in {"lr": cls.adapter_lr, "lora_dropout": 0.0}.items() if k not in values}
         return found
 
-    def unread(self) -> Mapping[str, str]:
-        return self.language.unread()
-
-    def check(self) -> None:
-        self.language.check()
-
-    def check_for_plan(self) -> None:
-        self.language.check_for_plan()
-
-    def fetch(self) -> None:
-        self.language.fetch()
-
-    def rate_share(self, name: str) -> float:
-        return self.language.rate_share(name)
+    unread: Any = PassedOn()
+    check: Any = PassedOn()
+    check_for_plan: Any = PassedOn()
+    fetch: Any = PassedOn()
+    rate_share: Any = PassedOn()
+    measures_before: Any = PassedOn()
 
 
 class LanguageModelTask(OnLanguageModel):
@@ -96,39 +93,19 @@ class LanguageModelTask(OnLanguageModel):
 
     exports: ClassVar = CausalLM.exports
 
-    def build_model(self, facts: Facts) -> nn.Module:
-        return self.language.build_model(facts)
-
-    def build_model_on(self, facts: Facts, device: Any) -> nn.Module:
-        return self.language.build_model_on(facts, device)
+    build_model: Any = PassedOn()
+    build_model_on: Any = PassedOn()
+    export: Any = PassedOn()
+    answers: Any = PassedOn()
+    prompts: Any = PassedOn()
+    answer: Any = PassedOn()
+    answer_figures: Any = PassedOn()
+    describe_model: Any = PassedOn()
+    sample: Any = PassedOn()
+    writer: Any = PassedOn()
 
     def model_size(self, facts: Facts) -> ModelSize:
         return dataclasses.replace(self.language.model_size(facts), packs=False)
-
-    def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
-        self.language.export(model, folder, facts)
-
-    @property
-    def answers(self) -> int:
-        return self.language.answers
-
-    def prompts(self, rows: Iterable[Batch], facts: Facts) -> list[HeldOutPrompt]:
-        return self.language.prompts(rows, facts)
-
-    def answer(self, model: nn.Module, prompt: HeldOutPrompt, facts: Facts) -> dict[str, Any]:
-        return self.language.answer(model, prompt, facts)
-
-    def answer_figures(self, rows: Iterable[Mapping[str, Any]]) -> Mapping[str, float]:
-        return self.language.answer_figures(rows)
-
-    def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
-        return self.language.describe_model(final, facts)
-
-    def sample(self, model: nn.Module, facts: Facts, folder: Path) -> str | None:
-        return self.language.sample(model, facts, folder)
-
-    def writer(self, final: Path, bits: int | None = None) -> Callable[[Any, Sampling], TextStream]:
-        return self.language.writer(final, bits)
 
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
@@ -145,6 +122,10 @@ class HasReference(LanguageModelTask):
     def teacher(self) -> Teacher:
         answers = self._reference_identity(), self._build_reference, self._reference_answers
         return Teacher(*answers, held_out=True, name="reference")
+
+    def model_size(self, facts: Facts) -> ModelSize:
+        size = super().model_size(facts)
+        return dataclasses.replace(size, teacher_bytes=size.weight_bytes)
 
     def _reference_identity(self) -> str:
         """All that the reference's answers depend on, beside the samples."""
@@ -166,11 +147,9 @@ class HasReference(LanguageModelTask):
         import torch
 
         pairs = max(1, REFERENCE_TOKENS // (2 * batch["tokens"].shape[-1]))
-        found = []
-        for start in range(0, len(batch["tokens"]), pairs):
-            part = {n: batch[n][start : start + pairs] for n in ("tokens", "learn")}
-            found.append(added_up(token_log_probs(model, part)))
-        return {"log_probs": torch.cat(found)}
+        parts = zip(*(batch[name].split(pairs) for name in ("tokens", "learn")), strict=True)
+        found = (token_log_probs(model, {"tokens": t, "learn": learn}) for t, learn in parts)
+        return {"log_probs": torch.cat([*map(added_up, found)])}
 
 
 class PairTask(OnLanguageModel):
@@ -183,7 +162,7 @@ class PairTask(OnLanguageModel):
     @abstractmethod
     def losses_and_figures(
         self, model: nn.Module, batch: Batch, host: Batch | None, trains: bool
-    ) -> tuple[dict[str, Loss], Tensor]:
+    ) -> Measured:
         """The losses; and (1 + figures,): pairs, and the sum of each figure. `trains`: in training."""
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
@@ -202,11 +181,6 @@ class PairTask(OnLanguageModel):
         return parts | {
             name: Sum(value, pairs) for name, value in zip(self.figures, figures[1:], strict=True)
         }
-
-    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
-        means = {name: float(part.value) / float(part.weight) for name, part in parts.items()}
-        losses = {name: value for name, value in means.items() if name not in self.figures}
-        return {"loss": sum(losses.values()), **means}
 
     def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
         pairs, *sums = recorded["pairs"].tolist()
@@ -227,23 +201,19 @@ class PreferenceTask(PairTask, LanguageModelTask):
     """Whether an answer's log-probability is the mean over its tokens, and not their sum."""
 
     @abstractmethod
-    def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
-        """The losses, from the log-probabilities of answers and of single tokens; `trains`: in training."""
-
-    @abstractmethod
-    def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
-        """(B, 2) rewards of the answers, from their log-probabilities."""
+    def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> Measured:
+        """The losses, and (B, 2) rewards of the answers; from the log-probabilities of answers and of single
+        tokens. `trains`: in training.
+        """
 
     def losses_and_figures(
         self, model: nn.Module, batch: Batch, host: Batch | None, trains: bool
-    ) -> tuple[dict[str, Loss], Tensor]:
+    ) -> Measured:
         tokens_B2T = token_log_probs(model, batch, host)
         sums_B2 = added_up(tokens_B2T)
         log_probs_B2 = sums_B2 / batch["learn"].sum(-1) if self.averages else sums_B2
-        known_B2 = log_probs_B2.detach()
-        figures = figures_of(first_minus_second(self.rewards(known_B2, batch)), known_B2)
-        found = self.pair_losses(log_probs_B2, tokens_B2T, batch, trains)
-        return {name: Loss(loss.sum.float(), loss.unit) for name, loss in found.items()}, figures
+        losses, rewards_B2 = self.pair_losses(log_probs_B2, tokens_B2T, batch, trains)
+        return losses, figures_of(rewards_B2.detach(), log_probs_B2.detach())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,22 +237,18 @@ class DPO(HasReference, PreferenceTask):
 
     def check(self) -> None:
         super().check()
-        if self.recipe.label_smoothing >= 0.5:
-            raise UserError(
-                f"--label-smoothing {self.recipe.label_smoothing:g}: is the share of pairs that are the wrong"
-                " way round: give less than 0.5"
-            )
+        share = self.recipe.label_smoothing
+        half = "is the share of pairs that are the wrong way round: give less than 0.5"
+        refuse({f"--label-smoothing {share:g}: {half}": share >= 0.5})
 
-    def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
+    def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> Measured:
         from torch.nn import functional as F
 
         smoothing = self.recipe.label_smoothing if trains else 0.0
-        logits_B = self.options.beta * first_minus_second(logp_B2 - batch["teacher.log_probs"])
+        rewards_B2 = (logp_B2 - batch["teacher.log_probs"]) * self.options.beta
+        logits_B = first_minus_second(rewards_B2)
         losses_B = -F.logsigmoid(logits_B) * (1 - smoothing) - F.logsigmoid(-logits_B) * smoothing
-        return {"loss": Loss(losses_B.sum(), "sample")}
-
-    def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
-        return (log_probs_B2 - batch["teacher.log_probs"]) * self.options.beta
+        return {"loss": Loss(losses_B.sum().float(), "sample")}, rewards_B2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -306,40 +272,44 @@ class ORPO(PreferenceTask):
     def unread(self) -> Mapping[str, str]:
         return {**super().unread(), "label_smoothing": "ORPO has none"}
 
-    def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> dict[str, Loss]:
+    def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
+        means = super().metrics(parts, split, facts)
+        return {**means, "loss": means["nll"] + means["odds_ratio"]}
+
+    def pair_losses(self, logp_B2: Tensor, tokens_B2T: Tensor, batch: Batch, trains: bool) -> Measured:
         from torch.nn import functional as F
 
         # An answer that is certain has infinite odds.
         log_p_B2 = logp_B2.clamp(max=-1e-6)
         log_odds_B2 = log_p_B2 - (-log_p_B2.expm1()).log()
         odds_B = -F.logsigmoid(first_minus_second(log_odds_B2)) * self.options.beta
-        nll = Loss(-tokens_B2T[:, 0].sum(dtype=logp_B2.dtype), "token")
-        return {"nll": nll, "odds_ratio": Loss(odds_B.sum(), "sample")}
-
-    def rewards(self, log_probs_B2: Tensor, batch: Batch) -> Tensor:
-        return log_probs_B2 * self.options.beta
+        nll = -tokens_B2T[:, 0].sum(dtype=logp_B2.dtype)
+        losses = {"nll": Loss(nll.float(), "token"), "odds_ratio": Loss(odds_B.sum().float(), "sample")}
+        return losses, logp_B2 * self.options.beta
 
 
-def token_log_probs(model: Any, batch: Batch, host: Batch | None = None) -> Tensor:
+def token_log_probs(
+    model: Any, batch: Batch, host: Batch | None = None, which: slice = slice(None)
+) -> Tensor:
     """(B, 2, T) log p, at each position, of the token behind it; 0 where that is none of an answer.
 
-    `host`: the batch in host memory.
+    `host`: the batch in host memory; `which` of a sample's two rows.
     """
     from isobatch.models.causal_lm import chunked_cross_entropy
 
-    tokens_B2T = batch["tokens"].long()
-    ignored = ~_before_answers(batch)
+    tokens_B2T = batch["tokens"][:, which].long()
+    ignored = ~_before_answers(batch, which)
     targets_B2T = tokens_B2T.roll(-1, -1).masked_fill(ignored, chunked_cross_entropy.IGNORE_INDEX)
-    count = None if host is None else int(_before_answers(host).numpy().sum())
+    count = None if host is None else int(_before_answers(host, which).numpy().sum())
     rows = tokens_B2T.flatten(0, 1), targets_B2T.flatten(0, 1)
     return chunked_cross_entropy.token_log_probs(model, *rows, count).view(tokens_B2T.shape)
 
 
-def _before_answers(batch: Batch) -> Tensor:
+def _before_answers(batch: Batch, which: slice) -> Tensor:
     """(B, 2, T) bool: the positions whose next token is an answer's."""
     from torch.nn import functional as F
 
-    return F.pad(batch["learn"][..., 1:] != 0, (0, 1))
+    return F.pad(batch["learn"][:, which, 1:] != 0, (0, 1))
 
 
 def added_up(token_log_probs_B2T: Tensor) -> Tensor:
@@ -355,12 +325,13 @@ def first_minus_second(values_B2: Tensor) -> Tensor:
     return values_B2[:, 0] - values_B2[:, 1]
 
 
-def figures_of(margin_B: Tensor, known_B2: Tensor) -> Tensor:
+def figures_of(rewards_B2: Tensor, known_B2: Tensor) -> Tensor:
     """(5,): pairs; and over them the sums of how often the chosen answer's reward is larger, a tie half, of
     by how much, and of what is known of both answers.
     """
     import torch
 
+    margin_B = first_minus_second(rewards_B2)
     right_B = (margin_B > TIE).float() + 0.5 * (margin_B.abs() <= TIE).float()
     sums = (right_B.sum().to(margin_B.dtype), margin_B.sum(), *known_B2.sum(0))
     return torch.stack([torch.full_like(sums[0], len(margin_B)), *sums])

@@ -15,7 +15,6 @@ from isobatch.data.chat_formats import SkippedRowError
 from isobatch.data.preferences.answers import (
     JudgedAnswers,
     _with_another_prompt,
-    parse_answers,
     require_columns,
 )
 from isobatch.data.preferences.dataset import PreferencesOptions
@@ -44,10 +43,18 @@ ROWS: dict[str, tuple[dict[str, Any], list[Any]]] = {
 }
 
 
+def make(folder: Path | str = "") -> JudgedAnswers:
+    recipe: Any = SimpleNamespace(
+        data=str(folder), format=None, tokenizer=None, model="tiny", revision=None, max_length=32, seed=0
+    )
+    return JudgedAnswers(recipe, PreferencesOptions(vocab_size=257))
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_a_judged_answer_is_found_in_any_form(name: str) -> None:
     row, wanted = ROWS[name]
-    assert [tuple(one) for one in parse_answers(row, "row")] == wanted
+    found, _ = make().read_row(row, "row")
+    assert [(one.prompt, *one.answers, one.value) for one in found] == wanted
 
 
 @pytest.mark.parametrize("label", ["perhaps", 0.5, 2, [True]])
@@ -55,13 +62,13 @@ def test_a_label_that_says_nothing_is_refused(label: Any) -> None:
     with pytest.raises(
         UserError, match=r"row: label is .*: it says whether the answer is good: true or false"
     ):
-        parse_answers({**TEXTS, "label": label}, "row")
+        make().read_row({**TEXTS, "label": label}, "row")
 
 
 def test_rows_without_a_label_or_a_prompt_are_left_out() -> None:
     for row in ({**TEXTS, "label": None}, {"prompt": " ", "completion": "x", "label": True}):
         with pytest.raises(SkippedRowError):
-            parse_answers(row, "row")
+            make().read_row(row, "row")
     with pytest.raises(UserError, match="has no column label"):
         require_columns(["prompt", "completion"], "answers.jsonl")
 
@@ -82,10 +89,7 @@ def test_samples_hold_their_own_and_the_other_answer(tmp_path: Path) -> None:
     rows = [{"prompt": f"<{n}>", "completion": f" {n}!", "label": n != "two"} for n in names]
     for split in ("train", "valid"):
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    recipe: Any = SimpleNamespace(
-        data=str(tmp_path), format=None, tokenizer=None, model="tiny", revision=None, max_length=32, seed=0
-    )
-    data = JudgedAnswers(recipe, PreferencesOptions(vocab_size=257))
+    data = make(tmp_path)
     data.check()
     columns, tokenizer, extra = data.encode_splits()
     save(tmp_path / "prepared" / "train", columns["train"])

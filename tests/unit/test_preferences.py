@@ -13,7 +13,8 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.data.base import save
 from isobatch.data.chat_formats import SkippedRowError
-from isobatch.data.preferences.dataset import Preferences, PreferencesOptions, fit_pair
+from isobatch.data.preferences.dataset import Preferences, PreferencesOptions
+from isobatch.data.preferences.encoder import fit_answers
 from isobatch.data.preferences.pairs import parse_pair
 from isobatch.data.text.conversations import TokenRow
 
@@ -83,7 +84,8 @@ ROWS: dict[str, tuple[dict[str, Any], Any]] = {
 @pytest.mark.parametrize("name", ROWS)
 def test_every_form_of_a_row_is_a_prompt_and_two_answers(name: str) -> None:
     row, wanted = ROWS[name]
-    assert parse_pair(row, "here") == wanted
+    found = parse_pair(row, "here")
+    assert (found.prompt, *found.answers) == wanted
 
 
 @pytest.mark.parametrize(
@@ -141,7 +143,7 @@ def test_the_prompt_loses_its_beginning_and_both_rows_keep_the_same(
 ) -> None:
     """Of the prompt 1 2 3 4 5 the middle three are a message's; 1 and 5 are the template's."""
     question = np.array([0, 1, 1, 1, 0], bool)
-    rows, cuts = fit_pair(np.arange(1, 6), (row_of(7, 8, 9), row_of(6, 9)), lambda: question, length)
+    rows, cuts = fit_answers(np.arange(1, 6), (row_of(7, 8, 9), row_of(6, 9)), lambda: question, length)
     found = [row.tokens.tolist() for row in rows]
     assert found == [prompt + chosen, prompt + rejected]
     assert [int(row.answer_mask.sum()) for row in rows] == [len(chosen), len(rejected)]
@@ -155,7 +157,7 @@ def test_an_answer_longer_than_the_row_leaves_the_other_whole(
     """Rows of 8 tokens: the long answer is cut to what the other and half of the row leave."""
     rejected = [6] * (short - 1) + [9]
     question = np.array([0, 1, 1, 1, 0], bool)
-    rows, cuts = fit_pair(np.arange(1, 6), (row_of(*[7] * 20), row_of(*rejected)), lambda: question, 8)
+    rows, cuts = fit_answers(np.arange(1, 6), (row_of(*[7] * 20), row_of(*rejected)), lambda: question, 8)
     assert [row.tokens.tolist() for row in rows] == [prompt + [7] * kept, prompt + rejected]
     assert cuts == {"prompts_cut", "answers_cut"}
 
