@@ -25,20 +25,15 @@ T = TypeVar("T")
 
 
 def require_dataset(name: str) -> None:
-    """Raise UserError unless the data set `name` is in a cache, or the hub can be reached."""
+    """Raise UserError unless the data set `name` is in the cache of `datasets` or of the hub, or that can be
+    reached.
+    """
     if not hub_cache.is_id(name):
         raise UserError(f"--data {name}: there is no such file or folder")
-    if not is_cached_dataset(name):
+    cache = Path(os.environ.get("HF_DATASETS_CACHE", hub_cache.cache_home() / "datasets")).expanduser()
+    is_prepared = (cache / name.replace("/", "___").lower()).is_dir()
+    if not is_prepared and hub_cache.snapshot("datasets", name) is None:
         hub_cache.require_hub(f"--data {name}")
-
-
-def is_cached_dataset(name: str) -> bool:
-    """Whether the data set lies in the cache of `datasets`, or its repository in the hub's cache."""
-    datasets_cache = Path(
-        os.environ.get("HF_DATASETS_CACHE", hub_cache.cache_home() / "datasets")
-    ).expanduser()
-    prepared = datasets_cache / name.replace("/", "___").lower()
-    return prepared.is_dir() or hub_cache.snapshot("datasets", name) is not None
 
 
 def load_dataset(name: str, config: str | None) -> Any:

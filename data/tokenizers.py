@@ -52,14 +52,12 @@ class TokenizerSource:
     def identity(self) -> Any:
         """What the tokens depend on, as JSON: file name -> hash, [hub id, revision], or "trained"."""
         if self.path is not None:
-            settings = _settings_files(self.path, (*SETTINGS_FILES, CHAT_TEMPLATE_FILE))
+            settings = settings_files(self.path, (*SETTINGS_FILES, CHAT_TEMPLATE_FILE))
             files = _format_and_files(self.path)[1] + settings
-            return {f.name: file_hash(f) for f in files} | self._model_type()
+            config = (self.model / "config.json").read_text(encoding="utf-8") if self.model else "{}"
+            kind = {name: value for name, value in json.loads(config).items() if name == "model_type"}
+            return {f.name: file_hash(f) for f in files} | kind
         return [self.hub_id, self.revision] if self.hub_id else "trained"
-
-    def _model_type(self) -> dict[str, Any]:
-        config = (self.model / "config.json").read_text(encoding="utf-8") if self.model else "{}"
-        return {name: value for name, value in json.loads(config).items() if name == "model_type"}
 
 
 def locate(tokenizer: str | None, model: str | None, revision: str | None) -> TokenizerSource:
@@ -105,7 +103,8 @@ def _existing_files(path: Path) -> list[Path]:
     return [path / n for n in TOKENIZER_FILES if (path / n).is_file()] if path.is_dir() else [path]
 
 
-def _settings_files(path: Path, names: Iterable[str] = SETTINGS_FILES) -> list[Path]:
+def settings_files(path: Path, names: Iterable[str] = SETTINGS_FILES) -> list[Path]:
+    """The files of these names that lie beside a tokenizer."""
     folder = path if path.is_dir() else path.parent
     return [folder / n for n in names if (folder / n).is_file()]
 
@@ -294,7 +293,7 @@ def special_token_ids(tokenizer: Tokenizer, path: Path | None) -> dict[str, int 
     The settings files beside the tokenizer name the tokens; otherwise the usual names are looked up.
     """
     declared: dict[str, Any] = {}
-    for file in _settings_files(path) if path else []:
+    for file in settings_files(path) if path else []:
         declared |= {k: v for k, v in json.loads(file.read_text(encoding="utf-8")).items() if v}
     found: dict[str, int | None] = {}
     for role, usual in USUAL_SPECIAL_TOKENS.items():

@@ -178,7 +178,7 @@ class Preferences(TokenizedData):
             for one in found:
                 text = render(one, template, where, template_values(row, where))
                 said, written = sum(one.answers, one.prompt), sum(text.answers, text.prompt)
-                counts.add_fields(template.notes_of_fields(said, written))
+                counts.add_fields(template.texts(said, where).notes(written))
                 yield text
 
     def read_row(self, row: Mapping[str, Any], where: str) -> ReadRow:

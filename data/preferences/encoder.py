@@ -58,7 +58,7 @@ def render(
     turns = sum(message["role"] == "assistant" for message in messages.prompt)
     parts = []
     for answer in messages.answers:
-        segments = template.segments(messages.prompt + answer, where, values)
+        segments = template.texts(messages.prompt + answer, where, values).segments()
         stop = next(n for n, segment in enumerate(segments) if segment.turn >= turns)
         end = max(n for n, segment in enumerate(segments) if segment.is_answer)
         parts.append((segments[:stop], segments[stop : end + 1]))

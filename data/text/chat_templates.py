@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,101 +19,36 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isobatch.core.errors import UserError
 from isobatch.core.flags import nearest_hint
 from isobatch.data import tokenizers
-from isobatch.data.chat_formats import THOUGHT, UNLEARNT
+from isobatch.data.chat_formats import THOUGHT, UNLEARNT, Message
 from isobatch.data.text import jinja_sandbox
+from isobatch.data.text.jinja_sandbox import Job, Rendered, Wanted
+from isobatch.data.text.template_process import MARK, common
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-    from isobatch.data.chat_formats import Message
-    from isobatch.data.text.jinja_sandbox import Rendered
-
 TURN_END_TOKENS = ("<|im_end|>", "<|eot_id|>", "<|end|>", "<end_of_turn>", "<|eom|>", "[SEP]")
 """Usual tokens at the end of a turn, for tokenizers whose settings name no end of text."""
 
-_ALPACA = """\
-{{ BEGIN }}{% if not messages or messages[0].role != 'system' %}Below is an instruction that describes a task\
-{% if messages and messages[0].input %}, paired with an input that provides further context{% endif %}. \
-Write a response that appropriately completes the request.{{ '\\n\\n' }}{% endif %}\
-{% for message in messages %}{% if message.role == 'assistant' %}### Response:
-{{ message.content }}{{ eos_token }}{{ '\\n\\n' }}{% elif message.role == 'user' %}### Instruction:
-{{ message.content }}{{ '\\n\\n' }}{% if message.input %}### Input:
-{{ message.input }}{{ '\\n\\n' }}{% endif %}{% else %}{{ message.content }}{{ '\\n\\n' }}\
-{% endif %}{% endfor %}{% if add_generation_prompt %}### Response:{{ '\\n' }}{% endif %}"""
-"""Stanford Alpaca's wording (train.py, PROMPT_DICT), with the line break of its published texts."""
-
-_CHATML = """\
-{{ BEGIN }}{% if tools %}<|im_start|>system{{ '\\n' }}{% if messages[0].role == 'system' %}\
-{{ messages[0].content + '\\n\\n' }}{% endif %}# Tools
-
-You may call functions. Their signatures are within <tools></tools>:
-<tools>{% for tool in tools %}{{ '\\n' }}{{ tool | tojson }}{% endfor %}{{ '\\n' }}</tools>
-
-For each call, return a JSON object within <tool_call></tool_call>:
-<tool_call>
-{"name": <name>, "arguments": <object>}
-</tool_call>{{ END }}{{ '\\n' }}{% endif %}\
-{% for message in messages %}{% if not (tools and loop.first and message['role'] == 'system') %}\
-<|im_start|>{{ 'user' if message['role'] == 'tool' else message['role'] }}{{ '\\n' }}\
-{% if message['role'] == 'tool' %}<tool_response>{{ '\\n' + message['content'] + '\\n' }}</tool_response>\
-{% else %}{{ message['content'] }}{% if 'input' in message %}{{ '\\n' + message['input'] }}{% endif %}\
-{% for call in (message['tool_calls'] if 'tool_calls' in message else []) %}\
-{{ '\\n' if not loop.first or message['content'][-1:] not in ('', '\\n') else '' }}\
-<tool_call>{{ '\\n' }}{{ call.function | tojson }}{{ '\\n' }}</tool_call>{% endfor %}{% endif %}\
-{{ END }}{{ '\\n' }}{% endif %}{% endfor %}\
-{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"""
-"""Tools as Qwen 2.5 and Hermes have them. In the sandbox a subscript takes a third of an attribute's time."""
-
-_PLAIN = """\
-{{ BEGIN }}{% for message in messages %}{{ message.content }}\
-{% if message.input %}{{ '\\n' + message.input }}{% endif %}\
-{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{{ '\\n' }}{% endfor %}"""
-
-_VERBATIM = """\
-{{ BEGIN }}{% for message in messages %}{{ message.content }}\
-{% if message.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"""
-
+TEMPLATE_FILE = ".jinja"
 VERBATIM = "verbatim"
 """The name of the template that writes nothing between the messages."""
-_TURNS = """\
-{{ BEGIN }}{% for message in messages %}{% if message.role == 'user' %}USER\
-{% elif message.role == 'assistant' %}ANSWER{% else %}SYSTEM{% endif %}{% endfor %}\
-{% if add_generation_prompt %}ASK{% endif %}"""
-
-
-def _family(user: str, answer: str, system: str = "") -> str:
-    """A template of turns, in each of which TEXT is the message's; an answer begins where its TEXT does.
-
-    Without `system` it has no place for a system text, and refuses it.
-    """
-    refuses = "{{ raise_exception('no place for a system text') }}"
-    parts = {
-        "USER": user,
-        "ANSWER": answer,
-        "SYSTEM": system or refuses,
-        "ASK": answer.partition("TEXT")[0].rstrip(" "),
-    }
-    text = _TURNS
-    for name, part in parts.items():
-        text = text.replace(name, part.replace("\n", "{{ '\\n' }}"))
-    return text.replace("TEXT", "{{ message.content }}")
-
-
-_HEADER = "<|start_header_id|>{}<|end_header_id|>\n\nTEXT{{{{ END }}}}"
+_FOLDER = Path(__file__).with_name("templates")
+_FAMILIES = ("qwen", "llama3", "gemma", "phi3", "zephyr", "mistral")
 BUILT_IN = {
-    **{"alpaca": _ALPACA, "chatml": _CHATML, "plain": _PLAIN, VERBATIM: _VERBATIM, "qwen": _CHATML},
-    "llama3": _family(*map(_HEADER.format, ("user", "assistant", "system"))),
-    "gemma": _family(*map("<start_of_turn>{}\nTEXT{{{{ END }}}}\n".format, ("user", "model"))),
-    "phi3": _family(*map("<|{}|>\nTEXT{{{{ END }}}}\n".format, ("user", "assistant", "system"))),
-    "zephyr": _family(*map("<|{}|>\nTEXT{{{{ eos_token }}}}\n".format, ("user", "assistant", "system"))),
-    "mistral": _family("[INST] TEXT [/INST]", " TEXT{{ eos_token }}"),
+    name: (_FOLDER / f"{'chatml' if name == 'qwen' else name}.jinja").read_text("utf-8").removesuffix("\n")
+    for name in ("alpaca", "chatml", "plain", VERBATIM, *_FAMILIES)
 }
-"""By name; the last ones are short forms of what the families of models were trained with."""
+"""By name, each from a file. BEGIN is what the tokenizer begins every text with, END what ends a turn.
+
+`alpaca` has Stanford Alpaca's words (train.py, PROMPT_DICT), with the line break of its published texts;
+`chatml` writes tools as Qwen 2.5 and Hermes do, with subscripts, which in the sandbox take a third of an
+attribute's time. Those of families are short forms of what their models were trained with.
+"""
 ENDS = {"llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "phi3": "<|end|>"}
 ENDS |= dict.fromkeys(("chatml", "qwen"), TURN_END_TOKENS[0])
 """The token that ends a turn, in a vocabulary that has it; else the end of a text does."""
 CHOICES = "alpaca|chatml|plain"
-TEMPLATE_FILE = ".jinja"
 OWN_TEXTS = frozenset(
     text.replace("{{ BEGIN }}", begin).replace("{{ END }}", end)
     for name, text in BUILT_IN.items()
@@ -178,16 +114,16 @@ def with_defaults(jinja: str, values: Mapping[str, Any]) -> str:
 
 def template_file(folder: Path | None) -> Path | None:
     """The chat_template.jinja beside a tokenizer, which comes before what its settings say."""
-    found = folder and (folder if folder.is_dir() else folder.parent) / tokenizers.CHAT_TEMPLATE_FILE
-    return found if found and found.is_file() else None
+    found = tokenizers.settings_files(folder, [tokenizers.CHAT_TEMPLATE_FILE]) if folder else []
+    return found[0] if found else None
 
 
 def read_tokenizer_template(folder: Path) -> str | None:
     """The template in chat_template.jinja beside a tokenizer, else in tokenizer_config.json; or None."""
     if file := template_file(folder):
         return file.read_text(encoding="utf-8")
-    settings = (folder if folder.is_dir() else folder.parent) / "tokenizer_config.json"
-    found = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+    settings = tokenizers.settings_files(folder, ["tokenizer_config.json"])
+    found = json.loads(settings[0].read_text(encoding="utf-8")) if settings else {}
     template = found.get("chat_template")
     if isinstance(template, list):  # several, by name
         template = {t.get("name"): t.get("template") for t in template}.get("default")
@@ -266,248 +202,280 @@ class ChatTemplate:
         """
         found = dict(message)
         if not (self.name == "alpaca" and self.jinja in OWN_TEXTS):
-            found = _message(found["role"], "\n", found["content"], found.pop("input", "")) | {
-                k: v for k, v in found.items() if k not in ("role", "content")
-            }
-        if THOUGHT in found and not _READS_THOUGHTS.search(self.jinja):
-            thought, content = found.pop(THOUGHT), found["content"]
-            found["content"] = f"<think>\n{thought.strip()}\n</think>\n\n{content}"
-        if THOUGHT in found:
+            found |= _message(found["role"], "\n", found["content"], found.pop("input", ""))
+        if THOUGHT in found and _READS_THOUGHTS.search(self.jinja):
             found["thinking"] = found[THOUGHT]
+        elif THOUGHT in found:
+            found["content"] = f"<think>\n{found.pop(THOUGHT).strip()}\n</think>\n\n{found['content']}"
         if "tool_calls" in found and _reads_text_calls(self):
             found["tool_calls"] = _calls_as_text(found["tool_calls"])
         return found
 
-    def notes_of_fields(self, messages: Sequence[Message], written: Sequence[ChatSegment]) -> list[str]:
-        """A note of each kind of message that the text of a conversation has elsewhere, or not."""
-        placed, text = self.placed(messages), "".join(segment.text for segment in written)
-        before, after = ([m["role"] for m in one].count("system") for one in (messages, placed))
-        lost = [m for m in placed if not _is_in(m["content"], text)]
-        kinds = {("thoughts (<think>)" if "</think>" in m["content"] else "text", m["role"]) for m in lost}
-        kinds |= {("thoughts (<think>)", m["role"]) for m in placed if not _is_in(m.get(THOUGHT, ""), text)}
-        notes = [
-            f"the chat template leaves out {what} of a message by the {role}" for what, role in sorted(kinds)
-        ]
-        return [MOVED, *notes] if after < before else notes
-
-    def samples(
-        self, messages: Sequence[Message], where: str, values: Mapping[str, Any] = NOTHING
-    ) -> list[list[ChatSegment]]:
-        """A conversation in segments, so that every answer is learnt once, and as the model is to give it.
-
-        An answer begins where its prompt, rendered for generation, ends. Many templates drop an earlier
-        answer's thought, or write it otherwise, once the conversation goes on. Such an answer is learnt in a
-        sample of its own, which ends with it; elsewhere it is context.
-
-        `where` names the conversation in errors; `values` are further variables, as `template_values` gives
-        them. Raises UserError where the template cannot write it.
+    def texts(self, messages: Sequence[Message], where: str, values: Mapping[str, Any] = NOTHING) -> Texts:
+        """The texts of a conversation. `where` names it in errors; `values` are further variables, as
+        `template_values` gives them.
         """
         placed = self.placed(messages)
-        wanted = {n for n, m in enumerate(placed) if m["role"] == "assistant" and UNLEARNT not in m}
-        found: list[list[ChatSegment]] = []
-        end = len(placed)
-        while wanted or not found:
-            segments, learnt = self.split(placed[:end], where, values, wanted)
-            found += [segments] if learnt or not wanted else []
-            wanted -= learnt
-            end = max(wanted, default=0) + 1
-        return found
-
-    def segments(
-        self, messages: Sequence[Message], where: str, values: Mapping[str, Any] = NOTHING
-    ) -> list[ChatSegment]:
-        """A conversation in segments, once, with the answers as they stand in the whole."""
-        placed = self.placed(messages)
-        return self.split(placed, where, values, None)[0]
+        before, after = ([m["role"] for m in one].count("system") for one in (messages, placed))
+        return Texts(self, placed, where, values, is_moved=after < before)
 
     def prompt_segments(
         self, messages: Sequence[Message], where: str = "the prompt", values: Mapping[str, Any] = NOTHING
     ) -> list[ChatSegment]:
         """The segments up to where the next answer begins; to be tokenized one by one, as in training."""
-        found = self.split(self.placed(messages), where, values, None, for_answer=True)[0]
-        ended = ([p] if p.end is None else [_prompt_segment(t, ()) for t in (p.text, p.end)] for p in found)
+        texts = self.texts(messages, where, values)
+        found = texts.split(len(texts.messages), for_answer=True)[0]
+        ended = ([p] if p.end is None else [ChatSegment(t, False) for t in (p.text, p.end)] for p in found)
         return [part for parts in ended for part in parts]
 
-    def split(
-        self,
-        messages: Sequence[Message],
-        where: str,
-        values: Mapping[str, Any],
-        wanted: set[int] | None,
-        for_answer: bool = False,
-    ) -> tuple[list[ChatSegment], set[int]]:
-        """(segments, the numbers of the messages that are learnt in them), of those `wanted`; None: of all.
+    def render(self, messages: Sequence[Message], where: str = "", for_answer: bool = False) -> str:
+        """The text of messages that are `placed`, or up to where the answer to them begins."""
+        return Texts(self, messages, where)(len(messages), for_answer).text
 
-        Messages that are `placed`.
+
+@dataclass
+class Texts:
+    """The texts of the first messages of a conversation, for each number of them; each is rendered once."""
+
+    template: ChatTemplate
+    messages: Sequence[Message]
+    """They are `placed`."""
+    where: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+    is_moved: bool = False
+    """Whether a system text was put before a question."""
+    found: dict[Wanted, Rendered] = field(default_factory=dict)
+
+    @functools.cached_property
+    def answers(self) -> list[int]:
+        """The numbers of the assistant's messages."""
+        return [number for number, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    def __call__(self, count: int, for_answer: bool = False) -> Rendered:
+        """That of so many messages, or the prompt for an answer to them. Raises UserError."""
+        key = (count, for_answer)
+        if key not in self.found and (error := _render(self.template, [self.job([key])])):
+            raise UserError(
+                f"{self.where}: the tokenizer's chat template refuses this conversation ({error}): mend it,"
+                f" or choose --template {CHOICES}"
+            )
+        return self.found[key]
+
+    def job(self, wanted: Sequence[Wanted]) -> Job:
+        return {**self.template.tokens, **self.values, "messages": self.messages}, wanted, self.found
+
+    def samples(self) -> list[list[ChatSegment]]:
+        """A conversation in segments, so that every answer is learnt once, and as the model is to give it.
+
+        An answer begins where its prompt, rendered for generation, ends. Many templates drop an earlier
+        answer's thought, or write it otherwise, once the conversation goes on. Such an answer is learnt in a
+        sample of its own, which ends with it; elsewhere it is context. Raises UserError where the template
+        cannot write it.
         """
-        asked = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        rendered = self._render(messages, where, values, for_answer, asked)
-        for name in values:
-            if not _reads(self.jinja, name):
+        wanted = {number for number in self.answers if UNLEARNT not in self.messages[number]}
+        found: list[list[ChatSegment]] = []
+        end = len(self.messages)
+        while wanted or not found:
+            segments, learnt = self.split(end, wanted)
+            found += [segments] if learnt or not wanted else []
+            wanted -= learnt
+            end = max(wanted, default=0) + 1
+        return found
+
+    def notes(self, written: Sequence[ChatSegment]) -> list[str]:
+        """A note of each kind of message that the text of the conversation has elsewhere, or not."""
+        text = "".join(segment.text for segment in written)
+        lost = [m for m in self.messages if not _is_in(m["content"], text)]
+        kinds = {("thoughts (<think>)" if "</think>" in m["content"] else "text", m["role"]) for m in lost}
+        thoughts = [m for m in self.messages if not _is_in(m.get(THOUGHT, ""), text)]
+        kinds |= {("thoughts (<think>)", m["role"]) for m in thoughts}
+        return [MOVED] * self.is_moved + [
+            f"the chat template leaves out {what} of a message by the {role}" for what, role in sorted(kinds)
+        ]
+
+    def segments(self) -> list[ChatSegment]:
+        """A conversation in segments, once, with the answers as they stand in the whole."""
+        return self.split(len(self.messages))[0]
+
+    def split(
+        self, end: int, wanted: set[int] | None = None, for_answer: bool = False
+    ) -> tuple[list[ChatSegment], set[int]]:
+        """(segments of the first `end` messages, the numbers of the messages that are learnt in them), of
+        those `wanted`; None: of all.
+        """
+        if not self.found:
+            render_ahead([self], for_answer)
+        whole = self(end, for_answer)
+        for name in self.values:
+            if not _reads(self.template.jinja, name):
                 way_out = "leave it out" + OR_CHATML * (name == "tools")
-                raise UserError(f"{where}: the chat template does not read `{name}`: {way_out}")
+                raise UserError(f"{self.where}: the chat template does not read `{name}`: {way_out}")
+        last = end - 1 if end - 1 in self.answers and not for_answer else None
+        text, answers = self._answers(end, last, whole)
         segments, learnt, position, read = [], set(), 0, 0
-        for turn, (number, (start, rest)) in enumerate(zip(asked, rendered.prompts, strict=True)):
-            thinks = (rendered.text[:start] + rest).rfind(_THINK)
-            if 0 <= thinks <= start < thinks + len(_THINK):  # the answer may begin with < too
-                start, rest = thinks, rendered.text[thinks:start] + rest
-            is_last, spans = number == len(messages) - 1, self._spans_of(rendered, turn)
-            if rendered.spans:
-                answer = self._marked(rendered.text, spans)
-            else:
-                alone = rendered.text if is_last and not for_answer else ""
-                answer = self._answer(
-                    messages[: number + 1], rendered.text, start, rest, alone, where, values
-                )
-            is_there = answer is not None or (is_last and not for_answer)
-            for call in messages[number].get("tool_calls", ()) if is_there else ():
+        for turn, (number, answer) in enumerate(answers.items()):
+            message = self.messages[number]
+            for call in message.get("tool_calls", ()) if answer or number == last else ():
                 if (name := call["function"]["name"]) not in (answer.text if answer else ""):
                     raise UserError(
-                        f"{where}: the chat template leaves out the call of {name}: leave the row out"
+                        f"{self.where}: the chat template leaves out the call of {name}: leave the row out"
                         + OR_CHATML
                     )
             if answer is None or answer.start < position:
-                if is_last and not for_answer:
-                    raise _cannot_split_error(where)
+                if number == last:
+                    raise _cannot_split_error(self.where)
                 continue  # a part of the next prompt
-            as_asked = is_last or bool(rendered.spans) or not rest.strip()
-            keeps = is_last or _holds_thought(answer.text, messages[number]) or not _keeps_thoughts(self)
-            is_whole = as_asked and keeps
-            asks = as_asked if wanted is None else is_whole and number in wanted
-            learns = asks and UNLEARNT not in messages[number]
+            keeps = (
+                number == last or _holds_thought(answer.text, message) or not _keeps_thoughts(self.template)
+            )
+            is_whole = answer.as_asked and keeps
+            asks = answer.as_asked if wanted is None else is_whole and number in wanted
+            learns = asks and UNLEARNT not in message
             learnt |= {number} if learns and is_whole else set()
-            before = rendered.text[position : answer.start] + answer.lead
+            before = text[position : answer.start] + answer.lead
+            # What is not learnt may be cut as a question may.
+            places = () if learns else ((0, len(answer.text)),)
+            stop = None if answer.end == self.template.end else answer.end
             segments += [
-                _prompt_segment(before, messages[read:number]),
-                # What is not learnt may be cut as a question may.
-                ChatSegment(answer.text, True, (), False, answer.end, turn)
-                if learns
-                else ChatSegment(answer.text, True, ((0, len(answer.text)),), True, answer.end, turn),
+                _prompt_segment(before, self.messages[read:number]),
+                ChatSegment(answer.text, True, places, not learns, stop, turn),
             ]
             position, read = answer.stop, number + 1
-        return [*segments, _prompt_segment(rendered.text[position:], messages[read:])], learnt
+        return [*segments, _prompt_segment(text[position:], self.messages[read:end])], learnt
 
-    def _spans_of(self, rendered: Rendered, turn: int) -> list[tuple[int, int]]:
-        """The parts that the template marks of an answer: those between its prompt and the next one."""
-        starts = [start for start, _ in rendered.prompts]
-        if len(rendered.spans) == len(starts):
-            return [rendered.spans[turn]]
-        stop = (*starts, len(rendered.text))[turn + 1]
-        return [(a, b) for a, b in rendered.spans if starts[turn] <= a < stop]
+    def _answers(self, end: int, last: int | None, whole: Rendered) -> tuple[str, dict[int, _Answer | None]]:
+        """(the text of the first messages, the answers in it; None for one that is not found)."""
+        text, spans, asked = whole.text, whole.spans, [number for number in self.answers if number < end]
+        if len(spans) == len(asked):
+            return text, {n: self._marked(text, [span]) for n, span in zip(asked, spans, strict=True)}
+        if spans:  # those between an answer's prompt and the next one
+            starts = [*(_meet(text, self(number, True).text)[0] for number in asked), len(text)]
+            within = [[s for s in spans if a <= s[0] < b] for a, b in itertools.pairwise(starts)]
+            return text, {n: self._marked(text, parts) for n, parts in zip(asked, within, strict=True)}
+        final = None
+        if last is not None:
+            text, final = self._final_answer(last)
+        return text, {n: final if n == last else self._earlier_answer(n, text) for n in asked}
 
     def _marked(self, text: str, spans: Sequence[tuple[int, int]]) -> _Answer | None:
         """The answer in marked parts; what ends it is learnt too where the marks leave that out."""
         if not spans:
             return None
-        start, stop = spans[0][0], spans[-1][1]
+        start, stop, closing = spans[0][0], spans[-1][1], self.template.closing
         body, end = self._without_end(text[start:stop])
-        if end is None:
-            after = self.closing if text.startswith(self.closing, stop) else ""
-            return _Answer(start, text[start:stop], self._end(after or None), stop + len(after))
-        return _Answer(start, body, self._end(text[start + len(body) : stop]), stop)
+        if end is not None:
+            return _Answer(start, body, text[start + len(body) : stop], stop)
+        end = closing if text.startswith(closing, stop) else ""
+        return _Answer(start, text[start:stop], end or None, stop + len(end))
 
-    def _answer(
-        self,
-        messages: Sequence[Message],
-        text: str,
-        start: int,
-        rest: str,
-        alone: str,
-        where: str,
-        values: Mapping[str, Any],
-    ) -> _Answer | None:
-        """The answer that the last of `messages` is, in a text that may go on; None where it is not found.
+    def _body(
+        self, message: Message, behind: str, rest: str, alone: Callable[[], str]
+    ) -> tuple[str, str | None]:
+        """(an answer, what ends it), from the text behind its prompt, of which that lacks the `rest`.
 
-        Its prompt ends at `start`, but for the `rest`. `alone`: the text that ends with it, if it is known.
+        `alone`: the same where nothing follows the answer.
         """
-        content = messages[-1]["content"].strip()
-        begin = start + len(text[start:]) - len(text[start:].lstrip())
-        if (
-            content
-            and "tool_calls" not in messages[-1]
-            and text.startswith(content, begin)
-            and not rest.strip()
-        ):
-            stop = begin + len(content)
-            if self.closing and text.startswith(self.closing, stop):
-                begin = begin if rest else start
-                return _Answer(
-                    start, text[begin:stop], self._end(self.closing), stop + len(self.closing), rest
-                )
-        alone = alone or self._render(messages, where, values).text
-        is_same = alone.startswith(text[:start])
-        body, end = self._without_end(alone[start:]) if is_same else ("", None)
+        content = message["content"].strip()
+        begin = len(behind) - len(behind.lstrip())
+        closing = self.template.closing
+        is_plain = content and closing and "tool_calls" not in message and not rest.strip()
+        if is_plain and behind.startswith(content + closing, begin):
+            return behind[: begin + len(content)], closing
+        return self._without_end(alone())
+
+    def _final_answer(self, number: int) -> tuple[str, _Answer | None]:
+        """(the text that ends with an answer, and begins as its prompt; the answer)."""
+        text, prompt, message = self(number + 1).text, self(number, True).text, self.messages[number]
+        start, rest = _meet(text, prompt)
+        is_closed = rest.rstrip().endswith("</think>")  # the prompt says that nothing was thought
+        if not is_closed and not _THOUGHT_BEGINS.fullmatch(rest):
+            # An earlier answer is written otherwise than in the prompt: only the last turn is the same.
+            turn = prompt[common(prompt, self(number - 1).text) :] if self.answers[0] < number else ""
+            if not turn or (place := text.find(turn, start)) < 0:
+                return text, None
+            start, rest, text = len(prompt), "", prompt + text[place + len(turn) :]
+        body, end = self._body(message, text[start:], rest, lambda: text[start:])
         if not body.strip():
-            return None
-        size = len(alone[start:]) if end is None else len(body) + len(end)
-        if rest.strip() and text != alone:
-            return self._without_lead(text, start, body, end)
-        if rest.strip():
-            said = body.rpartition("</think>")[2]
-            if rest.rstrip().endswith("</think>"):  # the prompt says that nothing was thought
-                body = said.lstrip()
-            elif _THOUGHT_BEGINS.fullmatch(rest):
-                body = f"{_thought(messages[-1])}\n</think>\n\n{said.lstrip()}"
-            else:
-                return None
-            return _Answer(start, body, self._end(end), start + size, lead=rest)
-        if text.startswith(body + (end or ""), start):
-            stop = start + len(body) + len(end or "")
-            return _Answer(start, body.lstrip() if rest else body, self._end(end), stop, lead=rest)
-        return self._without_lead(text, start, body, end)
+            return text, None
+        tail = text[start + len(body) + len(end or "") :]
+        said = body.rpartition("</think>")[2].lstrip()
+        if is_closed:
+            body = said
+        elif rest.strip():
+            body = f"{_thought(message)}\n</think>\n\n{said}"
+        elif rest:
+            body = body.lstrip()
+        whole = prompt + body + (end or "")
+        return whole + tail, _Answer(len(prompt), body, end, len(whole))
 
-    def _without_lead(self, text: str, start: int, body: str, end: str | None) -> _Answer | None:
-        """An answer that is written without its thought, or with another end, where the text goes on."""
-        body = body.rpartition("</think>")[2].strip()
-        place = text.find(body, start)
-        if not body or place < 0:
+    def _earlier_answer(self, number: int, text: str) -> _Answer | None:
+        """An answer in a text that goes on; None where it is not found."""
+        start, rest = _meet(text, self(number, True).text)
+
+        def alone() -> str:
+            found = self(number + 1).text
+            return found[start:] if found.startswith(text[:start]) else ""
+
+        body, end = self._body(self.messages[number], text[start:], rest, alone)
+        whole, as_asked = body + (end or ""), not rest.strip()
+        if body.strip() and as_asked and text.startswith(whole, start):
+            return _Answer(start, body.lstrip() if rest else body, end, start + len(whole), rest)
+        # It is written without its thought, or with another end.
+        said = body.rpartition("</think>")[2].strip()
+        place = text.find(said, start)
+        if not said or place < 0:
             return None
-        stop = place + len(body)
-        behind = len(text) - len(text[stop:].lstrip())  # white space of the answer stands before its end
-        if any(one and text.startswith(one, behind) for one in (end, self.closing)):
+        stop = place + len(said)
+        behind = len(text) - len(text[stop:].lstrip())
+        usual = [one for one in (end, self.template.closing) if one]
+        ends = [*usual, *self.template.ends]
+        # White space of the answer stands before its end.
+        if text.startswith(tuple(ends if body.endswith(text[stop:behind]) else usual), behind):
             stop = behind
-        ends = [one for one in (end, self.closing, *self.ends) if one and text.startswith(one, stop)]
-        after = ends[0] if ends else None
-        return _Answer(start, text[start:stop], self._end(after), stop + len(after or ""))
-
-    def _end(self, end: str | None) -> str | None:
-        return None if end == self.end else end
+        after = next((one for one in ends if text.startswith(one, stop)), None)
+        return _Answer(start, text[start:stop], after, stop + len(after or ""), as_asked=as_asked)
 
     def _without_end(self, text: str) -> tuple[str, str | None]:
         """(the text before the special tokens that end it, those tokens; None where there are none).
 
         Of several groups with white space between them the first one ends it.
         """
-        names, body, end, left = {self.closing, self.end, *self.ends} - {""}, text.rstrip(), "", text
-        while token := max((n for n in names if left.rstrip().endswith(n)), key=len, default=""):
-            is_new = left != left.rstrip()
-            left = left.rstrip()
-            end = token + ("" if is_new else end)
-            left = left.removesuffix(token)
-            body = left
-        return body, end or None
+        ends = _ends(self.template).search(text)
+        return (text[: ends.start()], ends[1] or None) if ends else (text.rstrip(), None)
 
-    def render(self, messages: Sequence[Message], where: str = "", for_answer: bool = False) -> str:
-        """The text of messages that are `placed`, or up to where the answer to them begins."""
-        return self._render(messages, where, NOTHING, for_answer).text
 
-    def _render(
-        self,
-        messages: Sequence[Message],
-        where: str,
-        values: Mapping[str, Any],
-        for_answer: bool = False,
-        stops: Sequence[int] = (),
-    ) -> Rendered:
-        said = {"messages": list(messages), "add_generation_prompt": for_answer}
-        variables = {**self.tokens, **values, **said}
-        try:
-            return jinja_sandbox.render(self.jinja, variables, self.jinja in OWN_TEXTS, stops)
-        except jinja_sandbox.ChatTemplateError as error:
-            raise UserError(
-                f"{where}: the tokenizer's chat template refuses this conversation ({error}): mend it, or"
-                f" choose --template {CHOICES}"
-            ) from None
+@functools.lru_cache(maxsize=64)
+def _ends(template: ChatTemplate) -> re.Pattern[str]:
+    """What may end a text: groups of special tokens."""
+    names = sorted({template.closing, template.end, *template.ends} - {""}, key=len, reverse=True)
+    tokens = f"(?:{'|'.join(map(re.escape, names)) or '(?!)'})+"
+    return re.compile(rf"({tokens})(?:\s+{tokens})*\s*\Z")
+
+
+def render_ahead(conversations: Sequence[Texts], for_answer: bool = False) -> None:
+    """Render what is known to be asked of these; one that is refused is so when it is asked."""
+    jobs = []
+    for texts in conversations:
+        keys = [(len(texts.messages), for_answer)]
+        if not MARK.search(texts.template.jinja):
+            keys += [(number, True) for number in texts.answers]
+            keys += [(n + 1, False) for n in texts.answers if {"tool_calls", THOUGHT} & {*texts.messages[n]}]
+        jobs.append(texts.job([*dict.fromkeys(keys)]))
+    if jobs:
+        _render(conversations[0].template, jobs)
+
+
+def _render(template: ChatTemplate, jobs: Sequence[Job]) -> str:
+    return jinja_sandbox.render(template.jinja, jobs, template.jinja in OWN_TEXTS)
+
+
+def _meet(text: str, prompt: str) -> tuple[int, str]:
+    """(how much of a prompt a text begins with, the rest of the prompt); <think> is not divided."""
+    start = common(text, prompt)
+    thinks = prompt.rfind(_THINK)
+    if 0 <= thinks <= start < thinks + len(_THINK):  # the answer may begin with < too
+        start = thinks
+    return start, prompt[start:]
 
 
 class _Answer(NamedTuple):
@@ -521,6 +489,8 @@ class _Answer(NamedTuple):
     """Where the text goes on behind it."""
     lead: str = ""
     """The end of its prompt, which the text does not have."""
+    as_asked: bool = True
+    """Whether the text before it is its prompt."""
 
 
 _READS_THOUGHTS = re.compile(rf"{THOUGHT}|[.'\"]thinking\b")
@@ -595,12 +565,11 @@ def _system_places(template: ChatTemplate) -> int:
 
     def writes(messages: list[Message], splits: bool) -> bool:
         with contextlib.suppress(UserError):
-            text = template.render([*messages, turn[0]], for_answer=True)
-            found = template.split([*messages, turn[0]], "a probe", NOTHING, None, for_answer=True)[1]
-            answers = sum(m["role"] == "assistant" for m in messages)
-            return (not splits or len(found) == answers) and text.count(system["content"]) == messages.count(
-                system
-            )
+            texts = Texts(template, [*messages, turn[0]], "a probe")
+            learnt = texts.split(len(texts.messages), for_answer=True)[1]
+            text = texts(len(texts.messages), True).text
+            is_split = not splits or len(learnt) == len(texts.answers)
+            return is_split and text.count(system["content"]) == messages.count(system)
         return False
 
     splits = writes([*turn, *turn], splits=True)
@@ -612,8 +581,7 @@ def _prompt_segment(text: str, messages: Sequence[Message]) -> ChatSegment:
     """A prompt, with the places of the texts of these messages in it."""
     places, position = [], 0
     for content in (m.get(name, "").strip() for m in messages for name in ("content", "input")):
-        start = text.find(content, position) if content else -1
-        if start >= 0:
+        if content and (start := text.find(content, position)) >= 0:
             position = start + len(content)
             places.append((start, position))
     return ChatSegment(text, False, tuple(places))
@@ -658,8 +626,7 @@ def choose_template(
     # Where the tokenizer begins every text with a token, its model expects it.
     opening = "{{ bos_token }}" if bos is not None and tokenizer.encode("a").ids[:1] == [bos] else ""
     text = BUILT_IN[name].replace("{{ BEGIN }}", opening).replace("{{ END }}", closing)
-    with_defaults(text, values)
-    return ChatTemplate(name, text, end, tokenizer.token_to_id(end) or 0, end, tokens)
+    return ChatTemplate(name, with_defaults(text, values), end, tokenizer.token_to_id(end) or 0, end, tokens)
 
 
 def tokenizer_training_template(name: str, default: str) -> ChatTemplate:

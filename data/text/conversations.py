@@ -6,8 +6,10 @@ import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import InitVar, dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -22,7 +24,7 @@ from isobatch.data.corpora import TrainingRows
 from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, encode_whole, text_hash
 from isobatch.data.readers import LocatedRows
 from isobatch.data.text import chat_templates, row_fields
-from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
+from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate, Texts, render_ahead
 from isobatch.data.text.plain_text import TokenizationSettings, count_lines
 from isobatch.data.text.row_fields import RowCounts
 
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 
 SHOWN_PROMPTS = 3
 """Validation prompts that facts keep, to be answered by the trained model."""
-BATCH_CONVERSATIONS = 512
+BATCH_CONVERSATIONS = 32
 """Conversations that are tokenized together."""
 
 
@@ -94,23 +96,33 @@ class ConversationEncoder(ShardEncoder):
         }
         return EncodedShard(arrays, {"counts": counts, "turns": turns, "prompts": prompts})
 
-    def _rows(self, texts: list[str], counts: RowCounts) -> Iterator[tuple[list[ChatSegment], TokenRow]]:
+    def _rows(self, given: list[str], counts: RowCounts) -> Iterator[tuple[list[ChatSegment], TokenRow]]:
         """Yield each sample of each conversation with its tokens; count what became of its fields."""
-        for start in range(0, len(texts), BATCH_CONVERSATIONS):
+        for conversations in self._rendered(map(json.loads, given)):
             samples: list[list[ChatSegment]] = []
-            for where, messages, values in map(json.loads, texts[start : start + BATCH_CONVERSATIONS]):
-                if self.response_only:
-                    found = self.template.samples(messages, where, values)
-                else:
-                    found = [self.template.segments(messages, where, values)]
-                counts.add_fields(
-                    self.template.notes_of_fields(messages, [part for one in found for part in one])
-                )
+            for texts in conversations:
+                found = texts.samples() if self.response_only else [texts.segments()]
+                counts.add_fields(texts.notes([part for one in found for part in one]))
                 counts.add_fields([SPLIT] * (len(found) > 1))
                 samples += found
             yield from zip(
                 samples, token_rows(samples, self.tokenizer, self.template.end_id, self.dtype), strict=True
             )
+
+    def _rendered(self, given: Iterator[Any]) -> Iterator[list[Texts]]:
+        """Yield the conversations, some at a time: while these are tokenized, the next ones are rendered."""
+
+        def render_next() -> list[Texts]:
+            some = islice(given, BATCH_CONVERSATIONS)
+            found = [self.template.texts(messages, where, values) for where, messages, values in some]
+            render_ahead(found)
+            return found
+
+        with ThreadPoolExecutor(1, "render") as thread:
+            following = thread.submit(render_next)
+            while some := following.result():
+                following = thread.submit(render_next)
+                yield some
 
     def _counts(
         self, conversation: list[ChatSegment], row: TokenRow, learn: np.ndarray, is_cut: bool
@@ -142,18 +154,14 @@ def token_rows(
 
     Segments are tokenized separately, so that no token spans the border of prompt and answer.
     """
-    texts = [segment.text for conversation in conversations for segment in conversation]
+    texts = [text for segments in conversations for one in segments for text in (one.text, one.end or "")]
     encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=False))
-    ends: dict[str | None, list[int]] = {None: [end_id]}
     for conversation in conversations:
         ids: list[int] = []
         answer_mask: list[int] = []
         for segment in conversation:
-            found = next(encodings).ids
-            if segment.is_answer:
-                if segment.end not in ends:
-                    ends[segment.end] = tokenizer.encode(segment.end or "", add_special_tokens=False).ids
-                found += ends[segment.end]
+            found, end = next(encodings).ids, next(encodings).ids
+            found += [end_id] * segment.is_answer if segment.end is None else end
             ids += found
             answer_mask += [int(segment.is_learnt)] * len(found)
         yield TokenRow(np.array(ids, dtype), np.array(answer_mask, np.uint8))
@@ -290,7 +298,7 @@ class Conversations:
         template = chat_templates.tokenizer_training_template(self.options.template, self.default_template)
         cleaning = self.cleaning.transforms_only()
         for where, messages, values in self._messages("train", RowCounts(), cleaning):
-            yield from (segment.text for segment in template.segments(messages, where, values))
+            yield from (segment.text for segment in template.texts(messages, where, values).segments())
 
     def bind_tokenizer(self, tokenization: TokenizationSettings) -> None:
         """Choose the template for this tokenizer; to be called before `encode`."""

@@ -99,8 +99,9 @@ class Text(TokenizedData):
             )
         for spec in set_specs:
             spec.check()
-        column = options.text_column  # a single set checks it itself
-        if column and sets > 1 and not any(s.has_column(column) for s in set_specs if s.has_rows):
+        # A single set checks it itself; one of the hub is not fetched to find out.
+        column, tables = options.text_column, [spec for spec in set_specs if spec.has_rows]
+        if column and sets > 1 and all(s.path and column not in s.columns for s in tables):
             raise UserError(f"--text-column {column}: none of the sets of --data {data} has such a column")
 
     def _cleaning_steps(self) -> tuple[CleaningStep, ...]:

@@ -10,101 +10,87 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from isobatch.data.text import template_process
 
 SECONDS = 10.0
 """Of one text; those of known templates take less than a thousandth."""
-SCRIPT = Path(__file__).with_name("template_process.py")
 
-
-class ChatTemplateError(ValueError):
-    """A template that cannot be parsed, that raises, or that exceeds a limit. The message is one line."""
+Wanted = tuple[int, bool]
+"""The text of so many of the messages, and whether it is the prompt for an answer to them."""
+Job = tuple[Mapping[str, Any], Sequence[Wanted], "dict[Wanted, Rendered]"]
+"""The variables of a template, which are JSON, `messages` among them; texts of it; where they are put."""
 
 
 class Rendered(NamedTuple):
-    """A conversation as text."""
+    """Some messages as text."""
 
-    text: str
+    first: str
+    same: int
+    rest: str
     spans: list[tuple[int, int]]
     """Where each part that the template marks as an answer's begins and ends ({% generation %})."""
-    prompts: list[tuple[int, str]]
-    """Of each of `stops`: how many characters of the text its prompt begins with, and what follows in the
-    prompt that is not in the text."""
+
+    @property
+    def text(self) -> str:
+        """Put together when it is asked for: of a long conversation the prompts are far longer than it is."""
+        return self.first[: self.same] + self.rest
 
 
-def render(
-    template: str, values: Mapping[str, Any], is_own: bool = False, stops: Sequence[int] = ()
-) -> Rendered:
-    """The text of a template with these variables, which are JSON. Raises ChatTemplateError.
+def render(template: str, jobs: Sequence[Job], is_own: bool = False) -> str:
+    """Render the texts of all jobs, and say in a line why those of one are refused.
 
-    `stops`: numbers of messages; the prompt for an answer to so many is compared with the text. One of
-    isobatch's own templates (`is_own`) is rendered here, in 20 us where the other process takes 100.
+    One of isobatch's own templates (`is_own`) is rendered here, in 20 us where the other process takes 100.
     """
+    asked, refused = [(values, wanted) for values, wanted, _ in jobs], ""
     if is_own:
-        from isobatch.data.text import template_process
-
-        answer = template_process.answer(template_process.render_own, template, values, stops)
+        answers = template_process.texts(template_process.render_own, template, asked)
     else:
         with _lock:
-            answer = _renderer().ask(template, values, stops)
-    if "error" in answer:
-        raise ChatTemplateError(answer["error"])
-    return Rendered(**answer)
+            answers = _ask(template, asked)
+    for (_, wanted, found), answer in zip(jobs, answers, strict=True):
+        if isinstance(answer, str):
+            refused = answer
+            continue
+        for key, text in zip(wanted, answer, strict=True):
+            found[key] = Rendered(answer[0][1], *text)
+    return refused
 
 
-class _Renderer:
-    """The process that renders, for the process that started it."""
+_processes: dict[int, subprocess.Popen[str]] = {}
+"""The process that renders, by the one that started it: who was forked cannot share its parent's."""
+_lock = threading.Lock()
 
-    def __init__(self) -> None:
-        self.owner, self._template = os.getpid(), ""
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", str(SCRIPT), str(SECONDS)],
+
+def _ask(template: str, jobs: Sequence[Any]) -> list[Any]:
+    """As `template_process.texts`; where the process ends, the reason for each job."""
+    if (process := _processes.get(os.getpid())) is None:
+        process = _processes[os.getpid()] = subprocess.Popen(
+            [sys.executable, "-I", template_process.__file__, str(SECONDS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             start_new_session=True,  # an interrupt is its owner's
         )
-
-    def ask(self, template: str, values: Mapping[str, Any], stops: Sequence[int]) -> dict[str, Any]:
-        stdin, stdout = self._process.stdin, self._process.stdout
-        assert stdin is not None
-        assert stdout is not None
-        asked = {"values": values, "stops": stops} | (
-            {} if template == self._template else {"template": template}
-        )
-        self._template = template
-        try:
-            stdin.write(json.dumps(asked) + "\n")
-            stdin.flush()
-            return json.loads(stdout.readline())
-        except (BrokenPipeError, ValueError):  # it has ended
-            code = self.close()
-            took_long = code == -signal.SIGALRM
-            return {"error": f"it takes over {SECONDS:g} s" if took_long else f"its process ended: {code}"}
-
-    def close(self) -> int:
-        """End the process; its exit code."""
-        _renderers.clear()
-        if self.owner == os.getpid():
-            self._process.kill()
-        return self._process.wait()
-
-
-_renderers: list[_Renderer] = []
-_lock = threading.Lock()
-
-
-def _renderer() -> _Renderer:
-    """The renderer of this process: one that was forked cannot share its parent's."""
-    if not _renderers or _renderers[0].owner != os.getpid():
-        _renderers[:] = [_Renderer()]
-    return _renderers[0]
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(json.dumps([template, jobs]) + "\n")
+        process.stdin.flush()
+        found: list[Any] = json.loads(process.stdout.readline())
+    except (BrokenPipeError, ValueError):  # it has ended
+        code = close()
+        took_long = code == -signal.SIGALRM
+        return [f"it takes over {SECONDS:g} s" if took_long else f"its process ended: {code}"] * len(jobs)
+    return found
 
 
 @atexit.register
-def close() -> None:
-    """End the process that renders, if there is one; the next text starts another."""
-    for renderer in [r for r in _renderers if r.owner == os.getpid()]:
-        renderer.close()
+def close() -> int | None:
+    """End the process that renders, if there is one, and give its code; the next text starts another."""
+    if process := _processes.pop(os.getpid(), None):
+        process.kill()
+        return process.wait()
+    return None

@@ -85,14 +85,11 @@ def notes_of_unread(row: Mapping[str, Any], main: Sequence[str], has_fields: boo
     """
     read = {*main}
     if has_fields:
-        read |= {
-            *chat_formats.texts_beside(row, main),
-            *chat_formats.TOOL_COLUMNS,
-            chat_formats.VALUES_COLUMN,
-        }
+        read |= {*chat_formats.texts_beside(row, main), *chat_formats.TOOL_COLUMNS}
+        read.add(chat_formats.VALUES_COLUMN)
         read |= {HISTORY} if chat_formats.history_beside(row, main) else {*()}
-    known = read - {*chat_formats.TOOL_COLUMNS, chat_formats.VALUES_COLUMN}
-    turns = ((name, turn) for name in row if name in known for turn in _messages_in(row[name]))
+    said = read & {*main, HISTORY}
+    turns = ((name, turn) for name in row if name in said for turn in _messages_in(row[name]))
     fields = [(f"{name}.{key}", v) for name, t in turns for key, v in t.items() if not _is_read(key, t)]
     fields += [(str(name), value) for name, value in row.items() if name not in read]
     return [f"the field `{name}` is not read" for name in dict.fromkeys(n for n, v in fields if _says(v))]

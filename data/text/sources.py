@@ -134,10 +134,6 @@ class TextSetSpec:
         named = self.options.text_column
         return named if named is not None and (self.is_only_set or named in columns) else TEXT
 
-    def has_column(self, column: str) -> bool:
-        """Whether its rows have this column; True for a hub data set, which is not fetched to find out."""
-        return self.path is None or column in self.columns
-
     def content_identity(self) -> Any:
         """What its texts depend on, as JSON: hashes of the files; the name of a hub data set."""
         if self.is_demo:

@@ -1,10 +1,11 @@
 """The process that renders chat templates: a template may be anybody's, so time, memory and text are limited.
 
-It is started by its path, with the seconds that one text may take, and reads a JSON object a line: `values`,
-`stops`, and `template` where it is another than before. It answers with the fields of `Rendered`, or `error`.
-An alarm ends it. Templates are rendered by transformers itself.
+It is started by its path, with the seconds that one text may take, and reads JSON, a line with the
+arguments of `texts` but the first, to which it answers with a line. An alarm ends it. Templates are rendered
+by transformers itself.
 """
 
+import bisect
 import datetime
 import functools
 import json
@@ -14,8 +15,6 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 1 << 30
 CHARACTERS = 1 << 24
@@ -31,6 +30,8 @@ MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 @functools.lru_cache(maxsize=8)
 def _own(template: str) -> Callable[..., str]:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise_exception
@@ -66,35 +67,38 @@ def transformers_renderer() -> Render:
     return render
 
 
-def _common(one: str, other: str) -> int:
+def common(one: str, other: str) -> int:
     """How many characters two texts begin with together."""
-    return next(
-        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
+    sizes = range(1, min(len(one), len(other)) + 1)
+    return bisect.bisect_left(sizes, True, key=lambda size: not one.startswith(other[:size]))
 
 
-def answer(render: Render, template: str, values: Mapping[str, Any], stops: Sequence[int]) -> dict[str, Any]:
-    """The fields of `Rendered`, or `error`: a line."""
+def texts(render: Render, template: str, jobs: Sequence[Any]) -> list[Any]:
+    """Of each job, variables and `wanted`: the fields of a `Rendered` for each wanted one, or an error."""
+    return [_texts(render, template, values, wanted) for values, wanted in jobs]
+
+
+def _texts(render: Render, template: str, values: Mapping[str, Any], wanted: Sequence[Any]) -> Any:
+    found, first = [], ""
     try:
-        text, spans = render(template, values)
-        prompts = []
-        for stop in stops:
-            asked = {"messages": values["messages"][:stop], "add_generation_prompt": True}
-            prompt, _ = render(template, {**values, **asked})
-            same = len(prompt) if text.startswith(prompt) else _common(text, prompt)
-            prompts.append((same, prompt[same:]))
+        for count, for_answer in wanted:
+            said = {"messages": values["messages"][:count], "add_generation_prompt": for_answer}
+            text, spans = render(template, {**values, **said})
+            if len(text) > CHARACTERS:
+                return f"it writes {len(text):,} characters, and may write {CHARACTERS:,}"
+            same = common(first, text)
+            found.append((same, text[same:], spans))
+            first = first or text
     except MemoryError:
-        return {"error": f"it needs more than {MEMORY_BYTES >> 30} GiB of memory"}
+        return f"it needs more than {MEMORY_BYTES >> 30} GiB of memory"
     except Exception as error:
-        return {"error": str(error).partition("\n")[0][:500] or type(error).__name__}
-    if len(text) > CHARACTERS:
-        return {"error": f"it writes {len(text):,} characters, and may write {CHARACTERS:,}"}
-    return {"text": text, "spans": spans, "prompts": prompts}
+        return str(error).partition("\n")[0][:500] or type(error).__name__
+    return found
 
 
 def serve(seconds: float) -> None:
     """Answer every line of standard input, until its end."""
-    render, template = transformers_renderer(), ""
+    render = transformers_renderer()
     with open("/proc/self/statm") as memory:  # noqa: PTH123 - what the libraries have reserved is no template's
         reserved = int(memory.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (reserved + MEMORY_BYTES,) * 2)
@@ -104,9 +108,7 @@ def serve(seconds: float) -> None:
         return render(template, values)
 
     for line in sys.stdin:
-        asked = json.loads(line)
-        template = asked.get("template", template)
-        found = json.dumps(answer(in_time, template, asked["values"], asked["stops"]))
+        found = json.dumps(texts(in_time, *json.loads(line)))
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.stdout.write(found + "\n")
         sys.stdout.flush()

@@ -372,7 +372,8 @@ TURN = "<|im_start|>user\nhe?<|im_end|>\n<|im_start|>assistant\nHi!<|im_end|>\n"
     ],
 )
 def test_a_system_text_is_where_a_template_writes_it(template: str, given: Any, begins: str) -> None:
-    segments = ChatTemplate("tokenizer", template, "<|im_end|>", 0, "<|im_end|>").segments(given, "here")
+    written = ChatTemplate("tokenizer", template, "<|im_end|>", 0, "<|im_end|>")
+    segments = written.texts(given, "here").segments()
     text = "".join(s.text + "<|im_end|>" * s.is_answer for s in segments)
     assert text.startswith(begins)
     assert text.count("Be kind.") == 1
@@ -409,12 +410,18 @@ def test_a_template_that_closes_nothing_gets_an_end(tmp_path: Path) -> None:
     )
 
 
+def rendered(template: str, x: Any = 1) -> Any:
+    """The text, or why there is none."""
+    found: dict[Any, Any] = {}
+    refused = jinja_sandbox.render(template, [({"messages": [], "x": x}, [(0, False)], found)])
+    return refused or found[0, False].text
+
+
 def test_a_template_reaches_nothing_outside_and_knows_no_today() -> None:
     for escape in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{% include 'x' %}"):
-        with pytest.raises(jinja_sandbox.ChatTemplateError):
-            jinja_sandbox.render(escape, {"messages": []})
-    assert jinja_sandbox.render("{{ strftime_now('%d %b %Y') }}", {}).text == "26 Jul 2024"
-    assert jinja_sandbox.render("{{ x | tojson }}", {"x": {"é": "<"}}).text == '{"é": "<"}'
+        assert rendered(escape).startswith(("access to attribute", "no loader", "'ImmutableSandboxedEnv"))
+    assert rendered("{{ strftime_now('%d %b %Y') }}") == "26 Jul 2024"
+    assert rendered("{{ x | tojson }}", {"é": "<"}) == '{"é": "<"}'
 
 
 @pytest.mark.parametrize(
@@ -433,12 +440,11 @@ def test_a_template_reaches_nothing_outside_and_knows_no_today() -> None:
 )
 def test_a_template_has_limits(template: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that came with a run or a tokenizer neither hangs nor eats the memory; the next one is rendered."""
-    jinja_sandbox.render("{{ x }}", {"x": 1})
+    rendered("{{ x }}")
     monkeypatch.setattr(jinja_sandbox, "SECONDS", 1.0 if "1 s" in reason else 60.0)
     jinja_sandbox.close()
-    with pytest.raises(jinja_sandbox.ChatTemplateError, match=f"^{reason}"):
-        jinja_sandbox.render(template, {})
-    assert jinja_sandbox.render("{{ x }}", {"x": 1}).text == "1"
+    assert rendered(template).startswith(reason)
+    assert rendered("{{ x }}") == "1"
     jinja_sandbox.close()
 
 

@@ -84,7 +84,7 @@ def template_of(folder: Path, source: str | None, name: str = "auto", **values: 
 def learnt(template: Any, messages: list[Any], values: Any = chat_templates.NOTHING) -> list[str]:
     """Each sample's text, with what is learnt in brackets."""
     found = []
-    for sample in template.samples(messages, "here", values):
+    for sample in template.texts(messages, "here", values).samples():
         parts = [(s, s.text + (template.end if s.end is None else s.end) * s.is_answer) for s in sample]
         found.append("".join(f"[{text}]" if s.is_learnt else text for s, text in parts))
     return found
@@ -125,7 +125,7 @@ def test_every_answer_is_learnt_once_and_with_its_thought(tmp_path: Path, kind: 
 def test_an_answer_that_says_its_thought_again_keeps_it(tmp_path: Path) -> None:
     template, _ = template_of(tmp_path, DROPS)
     given = [ASK, TOLD | {"reasoning_content": "told"}, AGAIN, LAST]
-    said = [part.text for sample in template.samples(given, "") for part in sample if part.is_learnt]
+    said = [part.text for sample in template.texts(given, "").samples() for part in sample if part.is_learnt]
     assert said == ["<think></think>Zlast", "<think>told</think>Ztold"]
 
 
@@ -150,10 +150,10 @@ def test_a_prompt_without_a_thought_is_answered_without(tmp_path: Path) -> None:
     source = DROPS.replace(ASKS, ASKS.replace("assistant\n", "assistant\n<think>{{ x or '' }}</think>"))
     template, _ = template_of(tmp_path, source)
     given = [ASK, TOLD, AGAIN, LAST | {"reasoning_content": "Wthought"}]
-    samples = template.samples(given, "here")
-    said = [part.text for sample in samples for part in sample if part.is_learnt]
-    assert said == ["Zlast", "Ztold"]
-    assert template.notes_of_fields(given, [part for sample in samples for part in sample]) == [
+    texts = template.texts(given, "here")
+    parts = [part for sample in texts.samples() for part in sample]
+    assert [part.text for part in parts if part.is_learnt] == ["Zlast", "Ztold"]
+    assert texts.notes(parts) == [
         "the chat template leaves out thoughts (<think>) of a message by the assistant"
     ]
 
@@ -161,7 +161,7 @@ def test_a_prompt_without_a_thought_is_answered_without(tmp_path: Path) -> None:
 def test_marks_give_the_mask_of_transformers(tmp_path: Path) -> None:
     template, opened = template_of(tmp_path, MARKED)
     values = chat_formats.template_values({"tools": [TOOL]}, "")
-    (sample,) = template.samples(THINKING, "here", values)
+    (sample,) = template.texts(THINKING, "here", values).samples()
     (row,) = token_rows([sample], opened, template.end_id, int)
     theirs = PreTrainedTokenizerFast(tokenizer_object=opened, chat_template=MARKED, **SPECIAL)
     found = theirs.apply_chat_template(
