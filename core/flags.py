@@ -53,14 +53,9 @@ class Interval:
 
         A time has none: asking for it is a bug.
         """
-        match self.unit:
-            case "steps":
-                return int(self.value)
-            case "percent":
-                return max(1, round(self.value / 100 * phase_steps))
-            case "epochs":
-                return max(1, round(self.value * steps_per_epoch))
-        raise AssertionError("a wall-clock interval has no length in steps")
+        assert self.unit != "minutes", "a wall-clock interval has no length in steps"
+        shares = {"percent": self.value / 100 * phase_steps, "epochs": self.value * steps_per_epoch}
+        return max(1, round(shares.get(self.unit, self.value))) if self.value else 0
 
     def __str__(self) -> str:
         # Every digit and no exponent: the text goes into recipe.json, is hashed and is read again.
@@ -68,12 +63,7 @@ class Interval:
         return digits + {unit: mark for mark, unit in _UNITS.items()}[self.unit]
 
 
-_UNITS: dict[str, Literal["steps", "percent", "epochs", "minutes"]] = {
-    "": "steps",
-    "%": "percent",
-    "ep": "epochs",
-    "m": "minutes",
-}
+_UNITS: dict[str, Any] = {"": "steps", "%": "percent", "ep": "epochs", "m": "minutes"}
 """What stands behind an interval's number -> its unit."""
 
 
@@ -108,10 +98,6 @@ class Flag:
     def spelling(self) -> str:
         """As typed: `--batch-size`."""
         return spelling(self.name)
-
-    @property
-    def type_name(self) -> str:
-        return describe_type(self.kind)
 
 
 def spelling(name: str) -> str:
@@ -148,12 +134,9 @@ def _field_docs(options: type) -> dict[str, str]:
             continue
         assert isinstance(body, ast.ClassDef)
         for field, doc in zip(body.body, body.body[1:], strict=False):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(doc, ast.Expr)
-                and isinstance(doc.value, ast.Constant)
-            ):
-                docs[typing.cast("ast.Name", field.target).id] = " ".join(str(doc.value.value).split())
+            match field, doc:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=text)):
+                    docs[name] = " ".join(str(text).split())
     return docs
 
 

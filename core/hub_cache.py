@@ -6,6 +6,7 @@ environment variables, so that a check costs milliseconds and no heavy import.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
@@ -71,11 +72,11 @@ def answers(address: str) -> bool:
     answered = threading.Event()
 
     def connect() -> None:
-        try:
-            with socket.create_connection((url.hostname or "", port), TIMEOUT_SECONDS):
-                answered.set()
-        except OSError:
-            pass
+        with (
+            contextlib.suppress(OSError),
+            socket.create_connection((url.hostname or "", port), TIMEOUT_SECONDS),
+        ):
+            answered.set()
 
     # In a thread, because a DNS lookup ignores the socket's timeout and may take far longer.
     thread = threading.Thread(target=connect, daemon=True)

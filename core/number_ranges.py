@@ -17,11 +17,8 @@ class Between:
 
     def allows(self, value: float) -> bool:
         """Whether `value` is finite and within the range."""
-        return (
-            math.isfinite(value)
-            and (value > self.low if self.above else value >= self.low)
-            and value <= self.high
-        )
+        is_high_enough = value > self.low if self.above else value >= self.low
+        return math.isfinite(value) and is_high_enough and value <= self.high
 
     def __str__(self) -> str:
         low = f"above {self.low:g}" if self.above else f"at least {self.low:g}"

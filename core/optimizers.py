@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
+from isobatch.core.package import load
 
 if TYPE_CHECKING:
     from torch import nn
@@ -50,55 +51,43 @@ class OptimizerTraits:
 
     def build(self, groups: Groups, lr: float, device: str) -> Optimizer:
         """The optimizer over parameter groups, on a type of device."""
-        if isinstance(self.make, str):
-            module, _, name = self.make.partition(":")
-            made: Optimizer = getattr(importlib.import_module(f"isobatch.{module}"), name)(groups, lr, device)
-            return made
-        return self.make(groups, lr, device)
+        make = load(self.make) if isinstance(self.make, str) else self.make
+        optimizer: Optimizer = make(groups, lr, device)
+        return optimizer
 
 
-def _of_torch(name: str, **more: Any) -> Callable[[Groups, float, str], Optimizer]:
+def _of(library: str, name: str, **more: Any) -> Callable[[Groups, float, str], Optimizer]:
     def make(groups: Groups, lr: float, device: str) -> Optimizer:
-        import torch
-
+        kind = getattr(importlib.import_module(f"{library}.optim"), name)
         fused = {"fused": device in ("cpu", "cuda")} if name == "AdamW" else {}
-        optimizer: Optimizer = getattr(torch.optim, name)(groups, lr=lr, **more, **fused)
+        optimizer: Optimizer = kind(groups, lr=lr, **more, **fused)
         return optimizer
 
     return make
-
-
-def _eight_bit(name: str) -> OptimizerTraits:
-    def make(groups: Groups, lr: float, device: str) -> Optimizer:
-        import bitsandbytes
-
-        optimizer: Optimizer = getattr(bitsandbytes.optim, name)(groups, lr=lr)
-        return optimizer
-
-    return OptimizerTraits(
-        make=make,
-        state_bytes=2.0,
-        elementwise=False,
-        cpu_update=19.0,
-        takes_betas=True,
-        library="bitsandbytes",
-    )
 
 
 def _made_by_task(groups: Groups, lr: float, device: str) -> Optimizer:
     raise UserError(f"--optimizer {OWN}: this task makes none: leave it out")
 
 
+_EIGHT_BIT = OptimizerTraits(
+    make=_of("bitsandbytes", "AdamW8bit"),
+    state_bytes=2.0,
+    elementwise=False,
+    cpu_update=19.0,
+    takes_betas=True,
+    library="bitsandbytes",
+)
 OPTIMIZERS = {
     "adamw": OptimizerTraits(
-        make=_of_torch("AdamW"), state_bytes=8.0, elementwise=True, update_bytes=0.0, takes_betas=True
+        make=_of("torch", "AdamW"), state_bytes=8.0, elementwise=True, update_bytes=0.0, takes_betas=True
     ),
-    "adamw8bit": _eight_bit("AdamW8bit"),
+    "adamw8bit": _EIGHT_BIT,
     # Its moments move to host memory when a GPU's is full.
-    "paged-adamw8bit": _eight_bit("PagedAdamW8bit"),
+    "paged-adamw8bit": replace(_EIGHT_BIT, make=_of("bitsandbytes", "PagedAdamW8bit")),
     # Its state is one row and one column per matrix.
     "adafactor": OptimizerTraits(
-        make=_of_torch("Adafactor"), state_bytes=0.1, elementwise=False, cpu_update=6.0
+        make=_of("torch", "Adafactor"), state_bytes=0.1, elementwise=False, cpu_update=6.0
     ),
     # Measured against AdamW in benchmarks/LOG.md.
     "muon": OptimizerTraits(
@@ -110,7 +99,7 @@ OPTIMIZERS = {
         cpu_update=40.0,
         takes_betas=True,
     ),
-    "sgd": OptimizerTraits(make=_of_torch("SGD", momentum=0.9), state_bytes=4.0, elementwise=True),
+    "sgd": OptimizerTraits(make=_of("torch", "SGD", momentum=0.9), state_bytes=4.0, elementwise=True),
     # A task's `make_optimizer`, of which nothing is known: counted as AdamW, whole matrices as Muon's.
     OWN: OptimizerTraits(make=_made_by_task, state_bytes=8.0, elementwise=False, takes_betas=True),
 }

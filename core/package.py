@@ -6,6 +6,7 @@ import importlib.machinery
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 """The folder of the package: a clone, or `isobatch` in site-packages."""
@@ -27,6 +28,12 @@ def cache_folder() -> Path:
     """Where prepared data is kept: $ISOBATCH_CACHE, else the user's cache folder."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get(CACHE) or Path(base) / "isobatch")
+
+
+def load(place: str) -> Any:
+    """What stands at `module:name` within isobatch; imports the module."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"isobatch.{module}"), name)
 
 
 def own_command(*words: str) -> list[str]:

@@ -143,6 +143,10 @@ class Plan:
     measured when training began; None before."""
     reasons: dict[str, str] = field(default_factory=dict, metadata={"derived": True})
 
+    def changed(self, reason: str, **fields: Any) -> Plan:
+        """The plan with these fields changed, for a reason."""
+        return dataclasses.replace(self, **fields, reasons={**self.reasons, **dict.fromkeys(fields, reason)})
+
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

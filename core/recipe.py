@@ -166,10 +166,8 @@ class Recipe:
 
     def to_compare(self) -> dict[str, Any]:
         """Its fields, and what no flag sets: the run it begins with."""
-        return {
-            **self.values(),
-            "starts_from": Path(self.starts_from["run"]).name if self.starts_from else None,
-        }
+        begun = Path(self.starts_from["run"]).name if self.starts_from else None
+        return {**self.values(), "starts_from": begun}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Recipe:

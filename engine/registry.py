@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from isobatch.core.flags import (
     value_text,
 )
 from isobatch.core.optimizers import OPTIMIZERS, OWN
+from isobatch.core.package import load
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import DEMO, SHORT_MODEL_NAMES, TASK_CODE, Recipe
 from isobatch.data.base import Data
@@ -275,10 +275,7 @@ def workload(name: str) -> LoadedWorkload:
 
 def _load(path: Any) -> Any:
     """The class at `module:Class` within isobatch; what is no text as it is."""
-    if not isinstance(path, str):
-        return path
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(f"isobatch.{module}"), name)
+    return load(path) if isinstance(path, str) else path
 
 
 def complete(task: str, values: Mapping[str, Any]) -> tuple[Recipe, list[str]]:

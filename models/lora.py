@@ -24,40 +24,6 @@ PEFT_PREFIX = "base_model.model."
 """What peft's wrapper model puts before the names of a model's parameters."""
 
 
-def add_adapter(
-    model: nn.Module, options: Any, base: str, revision: str | None, head: Sequence[str] = ()
-) -> None:
-    """Add adapters to a model in place; its other weights are frozen, except the biases of --lora-bias.
-
-    `base`: the model's folder or hub id, which a saved adapter names; modules of `head` train as they are.
-    """
-    quiet_bitsandbytes()
-    from peft import LoraConfig, inject_adapter_in_model
-
-    folder = Path(base).expanduser()
-    config = LoraConfig(
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=str(folder.resolve()) if folder.is_dir() else base,
-        revision=revision,
-        r=options.lora_r,
-        lora_alpha=options.lora_alpha,
-        lora_dropout=options.lora_dropout,
-        bias=options.lora_bias,
-        fan_in_fan_out=any(type(m).__name__.endswith("Conv1D") for m in model.modules()),
-        use_dora=options.adapter == "dora",
-        use_rslora=options.lora_scale == "rs",
-        init_lora_weights="gaussian" if options.lora_init == "gaussian" else True,
-        target_modules=target_modules(model, options.lora_targets, options.lora_layers, head),
-        target_parameters=adapted_experts(expert_tensors(model), options) or None,
-    )
-    check_targets(block_matrices(model, head), options.lora_targets)
-    inject_adapter_in_model(config, model)
-    if options.lora_init == "pissa":
-        begin_with_principal_parts(model, config)
-    for name in head:
-        model.get_submodule(name).requires_grad_(True)
-
-
 START = "start"
 """The name of what an adapter began with, which is taken off again: a second adapter that does not train."""
 
@@ -67,43 +33,42 @@ def begin_with_principal_parts(model: Any, config: Any) -> None:
     al. 2024, equations 2 to 4).
 
     W stays as it is: a second adapter takes off what the first began with. Its factors are buffers, which
-    checkpoints hold: a resumed run reads them, where another machine's SVD would differ.
+    checkpoints hold: a resumed run reads them, where another machine's SVD would differ. Of several processes
+    the first computes them; from it the others get all weights before they learn, and have zeros until then.
     """
     import torch
+    import torch.distributed as dist
 
+    computes = not dist.is_initialized() or dist.get_rank() == 0
     plain = copy.copy(config)
     plain.lora_dropout, plain.init_lora_weights = 0.0, True
     for layer in [m for m in model.modules() if "default" in getattr(m, "lora_A", {})]:
         layer.update_layer(START, config.r, lora_alpha=config.lora_alpha, config=plain)
         scale = layer.scaling["default"]
         layer.scaling[START] = -scale
-        weight = whole_weight(layer.get_base_layer()).float()
-        left, values, right = torch.linalg.svd(weight, full_matrices=False)
-        roots = (values[: config.r] / scale).sqrt()
-        parts = {"lora_A": roots[:, None] * right[: config.r], "lora_B": left[:, : config.r] * roots}
-        for name, part in parts.items():
+        parts = principal_parts(layer.get_base_layer(), config.r, scale) if computes else {}
+        for name in ("lora_A", "lora_B"):
             factors = getattr(layer, name)
-            began = torch.zeros(
-                factors["default"].weight.shape, device=part.device
-            )  # W may be narrower than r
-            began[: part.shape[0], : part.shape[1]] = part
+            began = torch.zeros_like(factors["default"].weight, dtype=torch.float32)
+            if name in parts:
+                rows, columns = parts[name].shape  # W may be narrower than r
+                began[:rows, :columns] = parts[name]
             factors["default"].weight.data = began.clone()
             del factors[START].weight
             factors[START].register_buffer("weight", began)
         layer.set_adapter(["default", START])
 
 
-def whole_weight(layer: Any) -> Any:
-    """The matrix (outputs, inputs) of a linear layer, as computed with where it is held in 8 or 4 bits."""
+def principal_parts(layer: Any, rank: int, scale: float) -> dict[str, Any]:
+    """The factors of the largest singular values of a linear layer's matrix, held in 8 or 4 bits as well."""
+    import torch
     from peft.utils.integrations import dequantize_module_weight
 
-    weight = dequantize_module_weight(layer).detach()
-    return weight.T if type(layer).__name__.endswith("Conv1D") else weight
-
-
-def is_second_matrix(name: str) -> bool:
-    """Whether a parameter of this name is B of an adapter B A."""
-    return ".lora_B." in name
+    weight = dequantize_module_weight(layer).detach().float()
+    weight = weight.T if type(layer).__name__.endswith("Conv1D") else weight
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    roots = (values[:rank] / scale).sqrt()
+    return {"lora_A": roots[:, None] * right[:rank], "lora_B": left[:, :rank] * roots}
 
 
 def modules_named(model: Any, tables: Sequence[str]) -> list[str]:
@@ -162,18 +127,23 @@ def target_modules(model: Any, wanted: str, layers: str | None = None, head: Seq
 
     `layers`: see --lora-layers.
     """
-    names: list[str] | None = [name.strip() for name in wanted.split(",")]
-    if wanted in ("auto", "all-linear"):
-        names = usual_targets(model.config.model_type) if wanted == "auto" else None
+    names = wanted_names(wanted, model.config.model_type)
     if names and layers is None:
         return names
     matrices = in_layers(block_matrices(model, head), layers)
     return sorted(name for name in matrices if is_target(name, names))
 
 
+def wanted_names(wanted: str, model_type: str) -> list[str] | None:
+    """The names that --lora-targets means in models of this type; None are all."""
+    if wanted == "auto":
+        return usual_targets(model_type)
+    return None if wanted == "all-linear" else [name.strip() for name in wanted.split(",")]
+
+
 def is_target(matrix: str, names: Sequence[str] | None) -> bool:
     """Whether a matrix of the blocks has one of these names, or ends with one; None are all."""
-    return names is None or f".{matrix}".endswith(tuple(f".{name.strip()}" for name in names))
+    return names is None or f".{matrix}".endswith(tuple(f".{name}" for name in names))
 
 
 def in_layers(names: Iterable[str], wanted: str | None) -> list[str]:

@@ -121,7 +121,7 @@ def run_rank(place: str, modes: str, *only: str) -> None:
     """What each rank of a world runs; ends the process."""
     folder = Path(place)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from isobatch.engine.distributed.communicator import rank_and_world_size
+    from isobatch.engine.machine.detect import rank_and_world_size
 
     size = rank_and_world_size(os.environ)[1]
     for mode, strategy in itertools.product(modes.split("+"), only or strategies(size)):
@@ -159,9 +159,10 @@ def _write_config(folder: Path, strategy: str) -> None:
 
 def _builder(strategy: Any, precision: Precision = "fp32") -> Builder:
     from isobatch.core.plan import PlanOptions
-    from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
+    from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.loading.prepare import prepare
     from isobatch.engine.machine import hardware
+    from isobatch.engine.machine.detect import rank_and_world_size
     from isobatch.engine.planning.planner import make_plan
     from isobatch.engine.registry import workload
     from isobatch.engine.train.build import Builder

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import TrainingError
-from isobatch.engine.checkpointing.digests import bytes_digest
+from isobatch.engine.checkpointing.digests import BLOCK, bytes_digest
 from isobatch.engine.checkpointing.layout import FilePart, Layout, layout_in
 
 if TYPE_CHECKING:
@@ -34,8 +34,6 @@ CHECKSUMS = "checksums.json"
 TEXTS = ("index.json", "state.json")
 LEFTOVER = re.compile(r"\..+-\d+\.(tmp|old)")
 """Names that `temporary_of` and `remove` give to a checkpoint's folder."""
-BLOCK = 8 << 20
-"""Bytes read at a time."""
 
 
 def temporary_of(folder: Path) -> Path:

@@ -101,9 +101,8 @@ class CheckpointStore:
         for name in (name for name in self.names() if "/" not in name and name.endswith(".json")):
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 said = json.loads(self.read(name) or "")
-                is_ours = name == f"{said['folder']}.json" and said["folder"].startswith(
-                    said["checkpoint"] + "-"
-                )
+                is_named = name == f"{said['folder']}.json"
+                is_ours = is_named and said["folder"].startswith(f"{said['checkpoint']}-")
                 if is_ours and said["saved_at"] >= 0 and said["files"].keys():
                     found.append(said)
         return sorted(found, key=lambda said: said["saved_at"])

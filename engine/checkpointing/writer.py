@@ -50,8 +50,7 @@ class CheckpointWriter:
         """Called then on the first rank of each node: folder, the node's file, a name of this save."""
         self._buffer = buffer or HostBuffer(world.device)
         self._folder: Path | None = None
-        self.is_writing = False
-        """Whether a checkpoint is in progress."""
+        """Of the checkpoint in progress."""
         self._thread = threading.Thread()
         self._problem = ""
         self._sums: dict[str, int | str] = {}
@@ -69,7 +68,7 @@ class CheckpointWriter:
         self.wait()
         pieces = _in_order(state.pieces)
         layout = self._layout_of(state, pieces)
-        self._folder, self._problem, self.is_writing = folder, "", True
+        self._folder, self._problem = folder, ""
         part = layout.parts[self.world.rank]
         header = layout.header(part.file) if part.start == 0 else b""
         self._buffer.fill([p.values.detach() for p in pieces], header)
@@ -132,7 +131,7 @@ class CheckpointWriter:
         if (folder := self._folder) is None:
             return
         self._thread.join()
-        self._folder, self.is_writing = None, False
+        self._folder = None
         assert self._layout is not None
         ended = self.world.all_gather_objects((self._problem, self._sums))
         if problems := [problem for problem, _ in ended if problem]:

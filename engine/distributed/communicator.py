@@ -11,18 +11,21 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.engine.distributed.device_memory import forbid_spilling
 from isobatch.engine.distributed.recorder import Recorder
+from isobatch.engine.machine.detect import check_world, node_and_nodes, rank_and_world_size
 
 if TYPE_CHECKING:
-    import torch
     from accelerate import Accelerator
-    from torch import Tensor, nn
 
     from isobatch.core.plan import Plan
 
@@ -33,50 +36,13 @@ NO_TIMEOUT_SECONDS = 10**6
 """The backend's timeout where there is no watchdog: backends take no infinite one."""
 
 
-def rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
-    """(rank, world size) that torchrun or accelerate set in the environment, before torch is imported.
-
-    Raises UserError where a scheduler started several processes without these: each would train alone.
-    """
-    if "WORLD_SIZE" in environment and "RANK" in environment:
-        return int(environment["RANK"]), int(environment["WORLD_SIZE"])
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        started = int(environment.get(name, 1) or 1)
-        if started > 1:
-            raise UserError(
-                f"{started} processes were started ({name}={started}) but no world was formed: each would"
-                " train alone. Start one launcher per node (torchrun or accelerate launch), or use `slurm`"
-            )
-    return 0, 1
-
-
-def node_and_nodes(environment: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
-    """(number of this rank's node, nodes), as torchrun or another launcher says; else a node per rank."""
-    local_size = int(environment.get("LOCAL_WORLD_SIZE", 1) or 1)
-    node = environment.get("GROUP_RANK", environment.get("NODE_RANK", ""))
-    nodes = environment.get("GROUP_WORLD_SIZE", "")
-    return int(node or rank // local_size), int(nodes or -(-size // local_size))
-
-
-def check_world(planned: int, actual: int) -> None:
-    """Raise UserError where the world size is not the planned one."""
-    if planned != actual:
-        raise UserError(
-            f"the plan is for {planned} process{'es' if planned > 1 else ''} and this world has {actual}:"
-            f" start it with {planned}, or plan anew with `resume RUN --processes {actual}`"
-        )
-
-
 def broadcast_choice_before_planning(
-    choose: Callable[[], str], rank: int, size: int, cpu: bool, hang_timeout: int
+    choose: Callable[[], str], rank: int, cpu: bool, hang_timeout: int
 ) -> str:
     """The result of rank 0's `choose()` on every rank; a UserError of it is raised on every rank.
 
     Before there is a plan, and so a Communicator, which then uses the process group that is formed here.
     """
-    if size == 1:
-        return choose()
-    import torch.distributed as dist
     from accelerate import PartialState
 
     PartialState(cpu=cpu, **process_group_arguments(cpu, hang_timeout))
@@ -98,8 +64,6 @@ def process_group_arguments(cpu: bool, hang_timeout: int) -> dict[str, Any]:
     `hang_timeout` in seconds, 0 for none. The backend waits longer than the watchdog, whose message names the
     stuck rank.
     """
-    import torch
-
     seconds = hang_timeout + BACKEND_LATER_SECONDS if hang_timeout else NO_TIMEOUT_SECONDS
     arguments: dict[str, Any] = {"timeout": datetime.timedelta(seconds=seconds)}
     if not cpu and torch.cuda.is_available() and "LOCAL_RANK" in os.environ:  # else accelerate forms no group
@@ -146,8 +110,6 @@ class Communicator:
         """Context of a forward pass, in the plan's precision."""
         if self.plan.precision == "fp32":
             return contextlib.nullcontext()
-        import torch
-
         kind = torch.bfloat16 if self.plan.precision == "bf16" else torch.float16
         return torch.autocast(self.device.type, kind)
 
@@ -177,8 +139,6 @@ class Communicator:
         """The key-value store of the process group; None where there is one process."""
         if self.size == 1:
             return None
-        import torch.distributed as dist
-
         return dist.distributed_c10d._get_default_store()  # noqa: SLF001  torch has no public way
 
     @property
@@ -187,15 +147,11 @@ class Communicator:
         return self.rank == 0
 
     def wrap_in_ddp(self, model: nn.Module) -> nn.Module:
-        """The model in DistributedDataParallel; the model itself where there is one process."""
-        if self.size == 1:
-            return model
-        from torch.nn.parallel import DistributedDataParallel
-
+        """The model in DistributedDataParallel, for several processes."""
         # Buffers are the same on every rank: broadcasting them would cost a collective per forward pass.
         devices = [self.device] if self.device.type == "cuda" else None
         with self.waiting_for("DDP's comparison of the models"):
-            return DistributedDataParallel(
+            return nn.parallel.DistributedDataParallel(
                 model,
                 device_ids=devices,
                 broadcast_buffers=False,
@@ -209,8 +165,6 @@ class Communicator:
 
     def broadcast_onto_device(self, tensors: Iterable[Tensor]) -> None:
         """Put rank 0's weights and buffers on every rank's device; only rank 0 needs to have their values."""
-        import torch
-
         for tensor in tensors:
             if self.is_main:
                 tensor.data = tensor.data.to(self.device)
@@ -220,16 +174,12 @@ class Communicator:
 
     def _broadcast(self, tensor: Tensor) -> None:
         if self.size > 1:
-            import torch.distributed as dist
-
             with self.waiting_for("the broadcast of the initial weights"):
                 dist.broadcast(tensor, src=0)
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sum over ranks, in place; returns `values`."""
         if self.size > 1 or self.barred:
-            import torch.distributed as dist
-
             with self.waiting_for("an all-reduce"), self.recorder.part("communication"):
                 dist.all_reduce(values)
         return values
@@ -241,8 +191,6 @@ class Communicator:
         """
         if self.size == 1:
             return all(p.grad is not None for p in parameters)
-        import torch
-
         used_here = [p.grad is not None for p in parameters]
         votes = torch.tensor([*used_here, any(used_here)], dtype=torch.int32, device=self.device)
         with self.waiting_for("the votes on which parameters are used"):
@@ -260,8 +208,6 @@ class Communicator:
 
     def all_reduce_sparse(self, p: nn.Parameter) -> Tensor:
         """An embedding's sparse gradient, summed over ranks; only rows that were read are sent."""
-        import torch
-
         if self.size == 1 and p.grad is not None:
             return p.grad.coalesce()
         rows, values = torch.empty(0, dtype=torch.int64, device=p.device), p.detach()[:0]
@@ -279,9 +225,6 @@ class Communicator:
 
     def all_gather(self, values: Tensor) -> Tensor:
         """(world size * n, ...): every rank's (n, ...), in the order of ranks."""
-        import torch
-        import torch.distributed as dist
-
         gathered = [torch.empty_like(values) for _ in range(self.size)]
         with self.waiting_for("an all-gather"), self.recorder.part("communication"):
             dist.all_gather(gathered, values.contiguous())
@@ -291,8 +234,6 @@ class Communicator:
         """Every rank's object, in the order of ranks, on every rank. Objects are pickled."""
         if self.size == 1 and not self.barred:
             return [value]
-        import torch.distributed as dist
-
         gathered: list[Any] = [None] * self.size
         with self.waiting_for("an all-gather of objects"), self.recorder.part("communication"):
             dist.all_gather_object(gathered, value)
@@ -302,8 +243,6 @@ class Communicator:
         """On rank 0 every rank's object, in the order of ranks; nothing elsewhere. Objects are pickled."""
         if self.size == 1 and not self.barred:
             return [value]
-        import torch.distributed as dist
-
         gathered: list[Any] | None = [None] * self.size if self.is_main else None
         with self.waiting_for("a gather on rank 0"), self.recorder.part("communication"):
             dist.gather_object(value, gathered, dst=0)
@@ -313,8 +252,6 @@ class Communicator:
         """Rank 0's object, on every rank."""
         if self.size == 1 and not self.barred:
             return value
-        import torch.distributed as dist
-
         box = [value]
         with self.waiting_for("a broadcast from rank 0"):
             dist.broadcast_object_list(box, src=0)
@@ -354,8 +291,6 @@ class Communicator:
 
 def _padded(values: Tensor, count: int) -> Tensor:
     """(count, ...): `values` with zero rows appended."""
-    import torch
-
     return torch.cat([values, values.new_zeros(count - len(values), *values.shape[1:])])
 
 

@@ -75,7 +75,7 @@ class PeerMonitor:
 
     def __enter__(self) -> PeerMonitor:
         if self.world.size > 1:
-            self._server = _listen(_on_one_machine()) if self.world.is_main else None
+            self._server = _listen(self.world.nodes == 1) if self.world.is_main else None
             offer = self._server and (self._server.getsockname()[1], secrets.token_hex(16))
             port, token = self.world.broadcast_object(offer)
             # A loader process that is forked from this one would keep its connections open after its death.
@@ -117,7 +117,7 @@ class PeerMonitor:
 
     def _follow(self, port: int, token: str) -> None:
         """The thread of every other rank: hear rank 0."""
-        host = LOOPBACK if _on_one_machine() else os.environ.get("MASTER_ADDR", "localhost")
+        host = LOOPBACK if self.world.nodes == 1 else os.environ.get("MASTER_ADDR", "localhost")
         try:
             connection = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
         except OSError as error:
@@ -166,12 +166,6 @@ def _lines(connection: socket.socket) -> Iterator[str]:
         while found := connection.recv(4096):
             *lines, text = (text + found).split(b"\n")
             yield from (line.decode(errors="replace") for line in lines)
-
-
-def _on_one_machine() -> bool:
-    """Whether the launcher says that all processes of the world are on this machine."""
-    local, world = (os.environ.get(name) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    return local is not None and local == world
 
 
 def _listen(on_one_machine: bool) -> socket.socket:

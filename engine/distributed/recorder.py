@@ -10,17 +10,15 @@ import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from isobatch.core.measures import now
-
-if TYPE_CHECKING:
-    import torch
 
 PARTS = ("data wait", "host", "forward", "backward", "optimizer", "communication")
 """Parts of a step. `host` lies between the others: binding noise, logging, the task's `after_step`."""
 OUTERMOST = "host"
-_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
 class Recorder:
@@ -46,8 +44,6 @@ class Recorder:
         self._mark()
         self.part = contextlib.nullcontext
         if self._on_gpu:
-            import torch
-
             torch.cuda.synchronize(self._device)
         seconds = dict.fromkeys(PARTS, 0.0)
         for (name, begin), (_, end) in pairwise(self._marks):
@@ -58,25 +54,17 @@ class Recorder:
     def _part(self, name: str) -> Iterator[None]:
         self._running.append(name)
         self._mark()
+        annotation = torch.profiler.record_function(name) if self._annotate else contextlib.nullcontext()
         try:
-            with self._annotation(name):
+            with annotation:
                 yield
         finally:
             self._running.pop()
             self._mark()
 
-    def _annotation(self, name: str) -> AbstractContextManager[Any]:
-        if not self._annotate:
-            return _NOTHING
-        import torch
-
-        return torch.profiler.record_function(name)
-
     def _mark(self) -> None:
         clock: Any = now()
         if self._on_gpu:
-            import torch
-
             clock = torch.cuda.Event(enable_timing=True)
             clock.record(torch.cuda.current_stream(self._device))
         self._marks.append((self._running[-1], clock))

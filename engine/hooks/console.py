@@ -34,7 +34,6 @@ class ShowSteps(Hook):
         if writes or self._live:
             self._last = now() if writes else self._last
             done, seconds = figures.step - self._first, self.progress.train_seconds - self._before
-            self.lines.show_step(
-                figures.row, self.steps, (self.steps - figures.step) * seconds / done, writes
-            )
+            seconds_left = (self.steps - figures.step) * seconds / done
+            self.lines.show_step(figures.row, self.steps, seconds_left, writes)
         return set()

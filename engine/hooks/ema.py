@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from isobatch.engine.train.hooks import Hook
 
 if TYPE_CHECKING:
@@ -27,8 +29,12 @@ class Ema(Hook):
         self.average: dict[str, Tensor] = {}
 
     def after_update(self, state: Training, step: int) -> None:  # noqa: ARG002
-        held, average, share = dict(state.strategy.held()), self.average, 1 - self.decay
-        self.average = {n: average[n].lerp_(w, share) if average else w.clone() for n, w in held.items()}
+        held = dict(state.strategy.held())
+        if self.average:
+            averages = [self.average[name] for name in held]
+            torch._foreach_lerp_(averages, list(held.values()), 1 - self.decay)
+        else:
+            self.average = {name: weight.clone() for name, weight in held.items()}
 
     def tensors(self) -> Mapping[str, Tensor]:
         return self.average

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,40 +38,35 @@ class Machine(Hook):
     def on_figures(self, figures: StepFigures) -> set[Signal]:
         figures.row |= self.monitor.latest()
         if self.utilisation is not None:
-            used = self.utilisation.of(figures.output.loaded.work, figures.output.seconds)
+            used = self.utilisation(figures.output.loaded.work, figures.output.seconds)
             figures.row["mfu"] = round(used, 4)
         return set()
 
 
-@dataclass(frozen=True, slots=True)
-class FlopUtilisation:
-    """Model FLOP utilisation (MFU) of steps (Chowdhery et al. 2022, "PaLM", appendix B).
+def flop_utilisation(
+    size: ModelSize, plan: Plan, device_name: str
+) -> Callable[[StepWork, float], float] | None:
+    """Model FLOP utilisation (MFU) of a step and its seconds, 0.45 for 45 % (Chowdhery et al. 2022, "PaLM",
+    appendix B).
 
         MFU = tokens/s x FLOPs a token / (dense peak of the GPU at the plan's precision x processes)
 
     Tokens are the samples', without padding. FLOPs a token are those of `models.flops.flops_per_token`, whose
     attention term takes the length of the token's own sample (the step's real lengths, neither padded nor
     averaged over the data). What activation checkpointing computes again does not count.
-    """
 
-    size: ModelSize
-    peak: float
-    """FLOP/s of all processes together."""
-
-    def of(self, work: StepWork, seconds: float) -> float:
-        """MFU of a step that took so many seconds: 0.45 is 45 %."""
-        return work.tokens * flops_per_token(self.size, work.token_length) / (seconds * self.peak)
-
-
-def flop_utilisation(size: ModelSize, plan: Plan, device_name: str) -> FlopUtilisation | None:
-    """MFU on a CUDA device of this name; None where its peak or the model's FLOPs are not known.
-
-    That is: outside of the GPU table, on a slice of a GPU, for a model that changes its shape as it trains,
-    and for one that is no transformer.
+    None where the peak of the CUDA device of this name or the model's FLOPs are not known: outside of the GPU
+    table, on a slice of a GPU, for a model that changes its shape as it trains, and for one that is no
+    transformer.
     """
     known = find_gpu_model(device_name)
     peak = known.gpu.peak_flops[plan.precision] if known else None
     counted = size.layers > 0 and size.heads > 1 and not size.recurrent_layers
     if peak is None or not counted or size.why_unshardable == CHANGES_SHAPE:
         return None
-    return FlopUtilisation(size, peak * plan.processes)
+    of_all = peak * plan.processes
+
+    def of_step(work: StepWork, seconds: float) -> float:
+        return work.tokens * flops_per_token(size, work.token_length) / (seconds * of_all)
+
+    return of_step

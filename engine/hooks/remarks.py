@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -39,18 +38,13 @@ class Remarks(Hook):
         seen, plan = any(state.world.all_gather_objects(state.layout.foreign_noise)), state.plan
         if seen and plan.invariance in ("exact", "rounding"):
             reason = "this model draws noise of its own, from torch's generators, which the cut changes"
-            self.replan(
-                dataclasses.replace(plan, invariance="noise", reasons={**plan.reasons, "invariance": reason})
-            )
+            self.replan(plan.changed(reason, invariance="noise"))
             self.say(f"invariance is noise, not {plan.invariance}: {reason}")
 
     def _check_reduction(self, state: Training) -> None:
         """Correct the plan where gradients cannot be reduced as it says."""
         plan, why = state.plan, state.strategy.why_not_overlapped
         if plan.reduction == "overlapped" and why:
-            reasons = {
-                **plan.reasons,
-                "reduction": f"{why}, so that they are reduced after the last backward",
-            }
-            self.replan(dataclasses.replace(plan, reduction="explicit", reasons=reasons))
+            reason = f"{why}, so that they are reduced after the last backward"
+            self.replan(plan.changed(reason, reduction="explicit"))
             self.say(f"gradients are reduced after the backward pass: {why}")

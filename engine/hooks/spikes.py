@@ -79,11 +79,6 @@ def _rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def first_left_out(mode: str, step: int) -> int:
-    """The first step that a spike in `step` leaves out."""
-    return max(1, step - ROLLBACK_STEPS) if mode == "rollback" else step
-
-
 class Spikes(Hook):
     """Names a step that is a spike, or ends the attempt so that the next one leaves the step out.
 
@@ -111,7 +106,7 @@ class Spikes(Hook):
             self._warn(said, step)
             return
         refuse_where_steps_matter(self.training.task)
-        first = first_left_out(self.mode, step)
+        first = max(1, step - ROLLBACK_STEPS) if self.mode == "rollback" else step
         before = {n for n in left_out if step - WINDOW < n <= step}
         if len(before | set(range(first, step + 1))) > MOST_LEFT_OUT[self.mode]:
             raise TrainingError(

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from isobatch.core.errors import UserError
 from isobatch.engine.machine.gpu_table import MIB, PCIE, Gpu, find_gpu_model, is_mobile
 from isobatch.engine.machine.hardware import Hardware, apple_machine
 
@@ -90,6 +91,40 @@ def world_nodes(env: Mapping[str, str]) -> int:
     if world and local:
         return max(1, int(world // local))
     return int(positive(env.get("SLURM_STEP_NUM_NODES")) or 1)
+
+
+def rank_and_world_size(environment: Mapping[str, str]) -> tuple[int, int]:
+    """(rank, world size) that torchrun or accelerate set in the environment, before torch is imported.
+
+    Raises UserError where a scheduler started several processes without these: each would train alone.
+    """
+    if "WORLD_SIZE" in environment and "RANK" in environment:
+        return int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        started = int(environment.get(name, 1) or 1)
+        if started > 1:
+            raise UserError(
+                f"{started} processes were started ({name}={started}) but no world was formed: each would"
+                " train alone. Start one launcher per node (torchrun or accelerate launch), or use `slurm`"
+            )
+    return 0, 1
+
+
+def node_and_nodes(environment: Mapping[str, str], rank: int, size: int) -> tuple[int, int]:
+    """(number of this rank's node, nodes), as torchrun or another launcher says; else a node per rank."""
+    local_size = int(environment.get("LOCAL_WORLD_SIZE", 1) or 1)
+    node = environment.get("GROUP_RANK", environment.get("NODE_RANK", ""))
+    nodes = environment.get("GROUP_WORLD_SIZE", "")
+    return int(node or rank // local_size), int(nodes or -(-size // local_size))
+
+
+def check_world(planned: int, actual: int) -> None:
+    """Raise UserError where the world size is not the planned one."""
+    if planned != actual:
+        raise UserError(
+            f"the plan is for {planned} process{'es' if planned > 1 else ''} and this world has {actual}:"
+            f" start it with {planned}, or plan anew with `resume RUN --processes {actual}`"
+        )
 
 
 def allowed_cpus(root: Path, env: Mapping[str, str]) -> int:

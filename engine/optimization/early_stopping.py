@@ -26,11 +26,9 @@ class EarlyStopping:
     def update(self, value: float, step: int) -> bool:
         """Take in an evaluation after optimizer step `step`; returns whether it is the best so far."""
         value = round(value, DIGITS)
-        gain = (
-            math.inf
-            if self.best is None
-            else (self.best - value if self.direction == "min" else value - self.best)
-        )
+        gain = math.inf
+        if self.best is not None:
+            gain = self.best - value if self.direction == "min" else value - self.best
         if not math.isfinite(value) or gain <= self.min_delta:
             self.waited += 1
             return False

@@ -32,8 +32,7 @@ def leave_out(run: RunFolder, phase: str, first: int, last: int, reason: str) ->
 
 def decided(run: RunFolder) -> list[dict[str, Any]]:
     """The decisions by hand, and by the rule on spikes: rows with `of` (a phase), `first` and `last`."""
-    rows = rows_in(run.decisions) if run.decisions.exists() else ()
-    return [row for row in rows if row.get("decision") == LEAVE_OUT]
+    return [row for row in rows_in(run.decisions) if row.get("decision") == LEAVE_OUT]
 
 
 def left_out_steps(run: RunFolder) -> LeftOut:

@@ -6,7 +6,7 @@ rounds to bf16, in which the smallest differences grow to 2^-8.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -59,9 +59,7 @@ def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
 
 def make_muon(groups: Groups, lr: float, device: str) -> torch.optim.Optimizer:
     """Muon over the groups of the blocks' matrices, AdamW over the others. Raises UserError without any."""
-    matrices: list[dict[str, Any]] = [
-        {k: v for k, v in group.items() if k not in ("betas", "eps")} for group in groups if group["matrices"]
-    ]
+    matrices = [group for group in groups if group["matrices"]]
     others = [group for group in groups if not group["matrices"]]
     if not matrices:
         raise UserError("--optimizer muon: no matrix in blocks (an nn.ModuleList) trains here: use adamw")

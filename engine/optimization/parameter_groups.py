@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+from torch import nn
+
 from isobatch.core.errors import UserError
 from isobatch.core.optimizers import of_recipe
 from isobatch.engine.model_setup.layer_blocks import layer_blocks
 from isobatch.models.capabilities import MakesOptimizer, ScalesRates
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
 
     from isobatch.models.base import Task
@@ -25,8 +27,6 @@ def make_optimizer(
     `sparse`: embedding tables that SparseAdam updates, only in the rows that a step read. Raises UserError
     where nothing is trainable, or where the task's optimizer holds other parameters.
     """
-    import torch
-
     recipe, excluded = task.recipe, {id(p) for p in sparse}
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     named = {name: p for name, p in trained.items() if id(p) not in excluded}
@@ -49,8 +49,6 @@ def make_optimizer(
 
 def block_matrices(model: nn.Module) -> set[str]:
     """Names of the matrices in the model's blocks (lists of layers): neither embeddings nor the head."""
-    from torch import nn
-
     inside = {id(p) for block in layer_blocks(model) for p in block.parameters() if p.ndim == 2}
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return {name for name, p in model.named_parameters() if id(p) in inside - tables}
@@ -62,8 +60,6 @@ SHARE = "share_of_lr"
 
 def _checked(made: Any, named: Mapping[str, nn.Parameter]) -> list[Optimizer]:
     """Raises UserError where a task returned no optimizers of the parameters that it was given."""
-    import torch
-
     parts = [*made] if isinstance(made, list | tuple) else [made]
     for part in parts:
         if not isinstance(part, torch.optim.Optimizer):

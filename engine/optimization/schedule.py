@@ -84,15 +84,14 @@ def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_
     linear decays towards 0 and cosine towards the recipe's floor, which the step after the last one would
     have; constant stays at `peak`, and wsd until its last part.
     """
-    warmup = recipe.warmup.steps(steps_per_epoch, total) if recipe.warmup.value else 0
+    warmup = recipe.warmup.steps(steps_per_epoch, total)
     if step < warmup:
         return peak * (step + 1) / warmup
     if recipe.schedule == "constant":
         return peak
     if recipe.schedule == "wsd":
-        share = max(0.0, step - stable_end(recipe, total, steps_per_epoch)) / decay_steps(
-            recipe, total, steps_per_epoch
-        )
+        last = decay_steps(recipe, total, steps_per_epoch)
+        share = max(0.0, step - (total - last)) / last
         return peak * (1 - (math.sqrt(share) if recipe.decay_shape == "sqrt" else share))
     progress = min(1.0, (step - warmup) / max(1, total - warmup))
     if recipe.schedule == "linear":
@@ -104,8 +103,3 @@ def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_
 def decay_steps(recipe: Recipe, total: int, steps_per_epoch: int) -> int:
     """Steps of wsd's last part in a phase of `total` steps; at least one. Its first is still at the peak."""
     return min(total, max(1, recipe.decay.steps(steps_per_epoch, total)))
-
-
-def stable_end(recipe: Recipe, total: int, steps_per_epoch: int) -> int:
-    """The steps of wsd before its last part, in a phase of `total`."""
-    return total - decay_steps(recipe, total, steps_per_epoch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
@@ -54,17 +54,12 @@ def choose_precision(hardware: Hardware, device: DeviceKind, asked: PlanOptions)
     lack = _why_no_arithmetic(hardware, device, wanted)
     if lack and asked.precision.endswith("-mixed"):
         return "fp32", f"{lack}, so this is fp32"
-    why = asked.why("precision")
-    if wanted == "bf16":
-        if lack and device == "cuda":
-            raise UserError(f"--precision {asked.precision}: {lack}; use fp16 or fp32")
-        slow = "; without AMX or AVX512_BF16 it is about 5 times slower than fp32" if lack else ""
-        return "bf16", why + slow
-    if wanted == "fp16":
-        if device == "cpu":
-            raise UserError(f"--precision {asked.precision}: {lack}; use fp32 or bf16 on a CPU")
-        return "fp16", f"{why}; a loss scale guards against underflow"
-    return "fp32", f"{why}; TF32 stays off"
+    if lack and (device, wanted) != ("cpu", "bf16"):
+        others = "fp32 or bf16 on a CPU" if device == "cpu" else "fp16 or fp32"
+        raise UserError(f"--precision {asked.precision}: {lack}; use {others}")
+    slow = "; without AMX or AVX512_BF16 it is about 5 times slower than fp32" if lack else ""
+    remarks = {"bf16": slow, "fp16": "; a loss scale guards against underflow", "fp32": "; TF32 stays off"}
+    return cast("Precision", wanted), asked.why("precision") + remarks[wanted]
 
 
 def _why_no_arithmetic(hardware: Hardware, device: DeviceKind, precision: str) -> str:
@@ -84,11 +79,9 @@ def _best_precision(hardware: Hardware, device: DeviceKind) -> tuple[Precision, 
     if device == "cpu" and hardware.cpu_amx:
         return "bf16", "the processor has a matrix unit for it (AMX); --precision fp32 is exact and slower"
     if device == "cpu":
+        none = ": this processor has no fast half precision"
         faster = "; --precision bf16 would be about twice as fast here (AVX512_BF16) and less exact"
-        return (
-            "fp32",
-            f"exact{faster if hardware.cpu_bf16 else ': this processor has no fast half precision'}",
-        )
+        return "fp32", f"exact{faster if hardware.cpu_bf16 else none}"
     gpu = hardware.gpu
     if gpu.native_bf16:
         stay = "trained weights, gradients and moments stay fp32"
@@ -220,18 +213,16 @@ def choose_reduction(
     return "explicit", "partitioned gradients are reduced once, after the last micro-batch"
 
 
-def choose_invariance(
-    recipe: Recipe, precision: str, compiled: bool, foreign: bool, rounds: bool
-) -> tuple[Invariance, str]:
-    """How exactly another plan of this recipe learns the same. `foreign`: the model draws torch's own noise;
-    `rounds`: it rounds activations or weights to levels.
+def choose_invariance(recipe: Recipe, precision: str, compiled: bool, rounds: bool) -> tuple[Invariance, str]:
+    """How exactly another plan of this recipe learns the same. `rounds`: the model rounds activations or
+    weights to levels.
 
-    What differs most is stated: other random draws differ far more than other rounding.
+    What differs most is stated: other random draws differ far more than other rounding. Whether the model
+    draws torch's own noise too, the first step finds out.
     """
-    if recipe.noise == "native" or foreign:
-        asks = "the recipe asks for torch's own noise"
-        source = asks if recipe.noise == "native" else "the model draws its own noise"
-        return "noise", f"{source}: another cut gives other draws of the same distribution"
+    if recipe.noise == "native":
+        draws = "another cut gives other draws of the same distribution"
+        return "noise", f"the recipe asks for torch's own noise: {draws}"
     if precision != "fp32":
         return "precision", f"{precision} rounds differently from fp32, and so does another cut in it"
     if compiled:

@@ -211,11 +211,9 @@ def all_gather_seconds(size: float, processes: int, case: PlanningCase, messages
     if processes == 1:
         return 0.0
     nodes, local = case.nodes(processes), case.local(processes)
-    latency, link = (
-        (calibration.GLOO_LATENCY, calibration.GLOO_BANDWIDTH)
-        if case.device == "cpu"
-        else (calibration.NCCL_LATENCY, case.hardware.gpu.link_bandwidth)
-    )
+    latency, link = calibration.GLOO_LATENCY, calibration.GLOO_BANDWIDTH
+    if case.device != "cpu":
+        latency, link = calibration.NCCL_LATENCY, case.hardware.gpu.link_bandwidth
     inside = (local - 1) / local * size / link
     between = (nodes - 1) / nodes * size / case.hardware.node_bandwidth
     return inside + between + math.log2(processes) * latency * messages

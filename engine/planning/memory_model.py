@@ -13,13 +13,7 @@ from typing import TYPE_CHECKING, Literal
 from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.plan import Precision, StrategyName
 from isobatch.core.strategies import StrategyTraits, traits_of
-from isobatch.models.flops import (
-    intermediate_width,
-    key_width,
-    layer_parameters,
-    layers_and_width,
-    query_width,
-)
+from isobatch.models import flops
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
@@ -143,18 +137,15 @@ def memory_footprint(
     optimizer, on_cpu = OPTIMIZERS[recipe.optimizer], choices.device == "cpu"
     kept = mean_state_bytes(recipe, size)
     average = 4.0 * size.trainable if recipe.ema is not None else 0.0  # held as the weights are
-    shards, slack, held = (
-        _shard_counts(choices),
-        FRAGMENTATION[choices.device],
-        held_weight_bytes(size, choices),
-    )
+    shards, slack = _shard_counts(choices), FRAGMENTATION[choices.device]
+    held = held_weight_bytes(size, choices)
     activations = activation_bytes_per_token(size, choices, length)
     states = kept + choices.traits.copy_bytes
     update = optimizer.update_bytes + (4.0 if choices.traits.flat_shards else 0.0)  # gradients in flat shards
     light = on_cpu and not size.needs_transformers
     # A second model with its gradients and moments beside the run's own, and the activations of a step.
     rehearsal = size.trainable * (8.0 + 2 * states) + held + slack * tokens * activations
-    one_layer = _layer_bytes(size, layers_and_width(size)[1], choices, length)
+    one_layer = _layer_bytes(size, flops.layers_and_width(size)[1], choices, length)
     return MemoryFootprint(
         weights=(held + average) / shards["weights"] + _copied_weight_bytes(size, choices),
         teacher=size.teacher_bytes,
@@ -182,7 +173,7 @@ def mean_state_bytes(recipe: Recipe, size: ModelSize) -> float:
     entry = OPTIMIZERS[recipe.optimizer]
     if entry.matrix_bytes is None or not size.layers:
         return entry.state_bytes
-    matrices = min(1.0, size.layers * layer_parameters(size) / max(size.trainable, 1))
+    matrices = min(1.0, size.layers * flops.layer_parameters(size) / max(size.trainable, 1))
     return entry.state_bytes + (entry.matrix_bytes - entry.state_bytes) * matrices
 
 
@@ -205,7 +196,7 @@ def _copied_weight_bytes(size: ModelSize, choices: ExecutionChoices) -> float:
         return 2 * 4.0 * size.vocabulary * size.hidden
     if not choices.half:
         return 0.0
-    matrices = min(size.frozen, layers_and_width(size)[0] * layer_parameters(size))
+    matrices = min(size.frozen, flops.layers_and_width(size)[0] * flops.layer_parameters(size))
     kept = matrices if size.frozen_bytes == 4.0 and not choices.activation_checkpointing else 0
     return 2.0 * (size.trainable + kept)
 
@@ -250,7 +241,7 @@ def activation_bytes_per_token(size: ModelSize, choices: ExecutionChoices, lengt
 
     With checkpointing each layer keeps only its input, and one layer at a time is recomputed.
     """
-    layers, hidden = layers_and_width(size)
+    layers, hidden = flops.layers_and_width(size)
     per_layer = _layer_bytes(size, hidden, choices, length)
     if choices.activation_checkpointing:
         residual = 2.0 if choices.half and size.frozen_bytes <= 2.0 else 4.0
@@ -261,7 +252,7 @@ def activation_bytes_per_token(size: ModelSize, choices: ExecutionChoices, lengt
 
 def kept_bytes_per_token(size: ModelSize, choices: ExecutionChoices, length: int) -> float:
     """Bytes a token that a forward pass writes for the backward pass, logits among them."""
-    layers, hidden = layers_and_width(size)
+    layers, hidden = flops.layers_and_width(size)
     logits = size.vocabulary * (16.0 if choices.half else 12.0)
     return layers * _layer_bytes(size, hidden, choices, length) + logits
 
@@ -277,12 +268,12 @@ def _layer_bytes(size: ModelSize, hidden: float, choices: ExecutionChoices, leng
     """
     # Keyed dropout draws and scales in fp32, and so does what follows it.
     element = 2.0 if choices.half and not size.keyed_dropout else 4.0
-    wide, heads = intermediate_width(size), query_width(size) + 2 * key_width(size)
+    wide, heads = flops.intermediate_width(size), flops.query_width(size) + 2 * flops.key_width(size)
     if 2 * size.trainable < size.parameters and size.gated:
-        kept = 8 * hidden + element * (query_width(size) + heads + 3 * wide)
+        kept = 8 * hidden + element * (flops.query_width(size) + heads + 3 * wide)
     elif size.gated:
         casts = 5 if choices.half else 2
-        kept = 16 * hidden + element * (casts * hidden + query_width(size) + heads + 4 * wide)
+        kept = 16 * hidden + element * (casts * hidden + flops.query_width(size) + heads + 4 * wide)
     else:
         tensors = 2.0 if size.hidden else 5.5  # a model that says nothing of itself may have no fused GELU
         kept = element * (8 * hidden + tensors * wide) + (4 * hidden if choices.half else 0.0)

@@ -78,11 +78,8 @@ def strategies_to_try(case: PlanningCase, processes: int) -> list[tuple[Strategy
     if asked.strategy != "auto" and traits_of(asked.strategy).least_processes <= processes:
         strategies = [asked.strategy]
     elif asked.strategy == "auto" and case.device == "cuda":
-        strategies += [
-            name
-            for name, traits in STRATEGIES.items()
-            if traits.tried and traits.least_processes <= processes and not why_not_fit(case, name)
-        ]
+        tried = [name for name, t in STRATEGIES.items() if t.tried and t.least_processes <= processes]
+        strategies += [name for name in tried if not why_not_fit(case, name)]
     checkpointing = {"auto": [False, True], "on": [True], "off": [False]}[asked.activation_checkpointing]
     return [(strategy, recompute) for strategy in strategies for recompute in checkpointing]
 
@@ -258,10 +255,8 @@ def why_strategy(case: PlanningCase, chosen: ParallelLayout) -> str:
     """The reason for the strategy."""
     strategy, processes = chosen.choices.strategy, chosen.choices.processes
     if strategy == "single":
-        wish = (
-            "; --strategy ddp takes effect with --processes 2 or more" if case.asked.strategy == "ddp" else ""
-        )
-        return f"one process needs no wrapper{wish}"
+        wish = "; --strategy ddp takes effect with --processes 2 or more"
+        return "one process needs no wrapper" + (wish if case.asked.strategy == "ddp" else "")
     if case.asked.strategy == strategy:
         return case.asked.why("strategy")
     if strategy == "ddp":

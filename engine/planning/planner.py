@@ -38,14 +38,12 @@ def make_plan(
     asked: PlanOptions,
     *,
     world: int | None = None,
-    foreign_noise: bool = False,
     measured: Ceilings | None = None,
 ) -> Plan:
     """How to run this recipe on this hardware, with a reason for every field.
 
-    `world`: the number of processes, where a launcher started them already. `foreign_noise`: the model draws
-    noise from torch's generators. `measured`: rates of this hardware, if they were measured. Raises
-    UserError where the recipe or an option cannot be met.
+    `world`: the number of processes, where a launcher started them already. `measured`: rates of this
+    hardware, if they were measured. Raises UserError where the recipe or an option cannot be met.
     """
     fields: PlanFields = {"device": choose.choose_device(hardware, asked)}
     device = fields["device"][0]
@@ -88,9 +86,7 @@ def make_plan(
     fields |= choose.choose_loading(case, chosen.choices.processes)
     fields["pack"] = choose.choose_pack(case)
     fields["reduction"] = choose.choose_reduction(case, chosen.choices, graphs)
-    fields["invariance"] = choose.choose_invariance(
-        recipe, precision, compiles, foreign_noise, model_size.rounds
-    )
+    fields["invariance"] = choose.choose_invariance(recipe, precision, compiles, model_size.rounds)
     fields |= _prediction_fields(case, chosen)
     values: dict[str, Any] = {name: value for name, (value, _) in fields.items()}
     return Plan(**values, reasons={name: reason for name, (_, reason) in fields.items()})
@@ -188,18 +184,13 @@ def with_smaller_budget(plan: Plan, recipe: Recipe, facts: Facts) -> Plan:
     longest = -(-facts.longest // plan.pad_multiple) * plan.pad_multiple
     samples = max(1, min(plan.micro_batch_samples, recipe.batch_size) // 2)
     tokens = max(longest, min(plan.micro_batch_tokens, recipe.batch_size * longest) // 2)
-    if (samples, tokens) != (plan.micro_batch_samples, plan.micro_batch_tokens):
-        why = (
-            f"halved: memory ran out at {plan.micro_batch_samples} samples, {plan.micro_batch_tokens} tokens"
-        )
-        reasons = {**plan.reasons, "micro_batch_samples": why, "micro_batch_tokens": why}
-        return dataclasses.replace(
-            plan, micro_batch_samples=samples, micro_batch_tokens=tokens, reasons=reasons
-        )
+    before = plan.micro_batch_samples, plan.micro_batch_tokens
+    if (samples, tokens) != before:
+        why = "halved: memory ran out at {} samples, {} tokens".format(*before)
+        return plan.changed(why, micro_batch_samples=samples, micro_batch_tokens=tokens)
     if not plan.activation_checkpointing:
         why = f"memory ran out with one sample of {longest} tokens"
-        reasons = {**plan.reasons, "activation_checkpointing": why}
-        return dataclasses.replace(plan, activation_checkpointing=True, reasons=reasons)
+        return plan.changed(why, activation_checkpointing=True)
     raise TrainingError(
         f"out of memory with one sample of {longest} tokens and activation checkpointing: lower --max-length,"
         " take a smaller model or more memory; --strategy zero3-offload holds the least on the device"

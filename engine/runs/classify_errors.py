@@ -8,14 +8,7 @@ import traceback
 from pathlib import Path
 from types import FrameType
 
-from isobatch.core.errors import (
-    USER_MODULE,
-    IsobatchError,
-    OutOfMemoryError,
-    UserCodeError,
-    UserError,
-    WorkerLostError,
-)
+from isobatch.core import errors
 
 _MEMORY = (
     *("out of memory", "can't allocate memory", "cannot allocate memory", "bad_alloc", "alloc_failed"),
@@ -28,20 +21,22 @@ _CONNECTION = (
 )
 
 
-def classify(error: BaseException) -> IsobatchError | None:
+def classify(error: BaseException) -> errors.IsobatchError | None:
     """The isobatch error that an exception stands for, or None for a bug of ours."""
-    if isinstance(error, IsobatchError):
+    if isinstance(error, errors.IsobatchError):
         return error
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" to write {error.filename}" if error.filename else ""
-        return UserError(f"no space left on device{where}: make some, then go on with `resume`")
+        return errors.UserError(f"no space left on device{where}: make some, then go on with `resume`")
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-        return UserError(f"{str(error.filename)[:80]}...: is too long for a file's name: take a shorter one")
+        return errors.UserError(
+            f"{str(error.filename)[:80]}...: is too long for a file's name: take a shorter one"
+        )
     text = str(error).lower()
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _any(_MEMORY, text)):
-        return OutOfMemoryError(f"out of memory: {_first_line(error)}")
+        return errors.OutOfMemoryError(f"out of memory: {_first_line(error)}")
     if isinstance(error, RuntimeError) and _any(_CONNECTION, text):
-        return WorkerLostError(f"the connection to another process broke: {_first_line(error)}")
+        return errors.WorkerLostError(f"the connection to another process broke: {_first_line(error)}")
     return user_code_error(error)
 
 
@@ -53,13 +48,10 @@ def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
-def user_code_error(error: BaseException) -> UserCodeError | None:
+def user_code_error(error: BaseException) -> errors.UserCodeError | None:
     """The error with the last lines of the user's file that led to it; None where none of them did."""
-    folders = {
-        Path(str(module.__file__)).parent
-        for name, module in list(sys.modules.items())
-        if name.startswith(USER_MODULE)
-    }
+    imported = [m for name, m in list(sys.modules.items()) if name.startswith(errors.USER_MODULE)]
+    folders = {Path(str(module.__file__)).parent for module in imported}
     walked = traceback.walk_tb(error.__traceback__)
     own = [(frame, line) for frame, line in walked if _is_users(frame, folders)]
     if not own:
@@ -71,7 +63,7 @@ def user_code_error(error: BaseException) -> UserCodeError | None:
     text, batch = (str(error).splitlines() or [""])[0], frame.f_locals.get("batch")
     if isinstance(error, KeyError) and isinstance(batch, dict) and error.args[0] not in batch:
         text += f"; the batch has {', '.join(map(str, batch))}"
-    return UserCodeError(f"{place}: {type(error).__name__}: {text} (--debug shows all frames)", shown)
+    return errors.UserCodeError(f"{place}: {type(error).__name__}: {text} (--debug shows all frames)", shown)
 
 
 def _is_users(frame: FrameType, folders: set[Path]) -> bool:

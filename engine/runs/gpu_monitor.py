@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 READINGS = {
     "gpu_utilisation": ("utilization", 1.0),
@@ -48,8 +46,6 @@ class GpuMonitor:
         return self._figures if time.monotonic() - self._read_at < SECONDS_KEPT else {}
 
     def _run(self) -> None:
-        import torch
-
         while True:
             figures = {}
             for name, (reading, unit) in READINGS.items():

@@ -6,12 +6,11 @@ import contextlib
 import ctypes
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from isobatch.core.measures import peak_resident_bytes
-
-if TYPE_CHECKING:
-    import torch
 
 CLEAR = Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
@@ -36,8 +35,6 @@ class PeakMemory:
 def peak_bytes(device: torch.device) -> int:
     """Peak since `reset_peak`: what the allocator reserved on a GPU, this process's memory on a CPU."""
     if device.type == "cuda":
-        import torch
-
         return torch.cuda.max_memory_reserved(device)
     return peak_resident_bytes()
 
@@ -64,8 +61,6 @@ def _malloc_trim() -> Any:
 def reset_peak(device: torch.device) -> None:
     """Begin a new peak with the memory that is in use; without effect where the system cannot."""
     if device.type == "cuda":
-        import torch
-
         torch.cuda.reset_peak_memory_stats(device)
     with contextlib.suppress(OSError):
         CLEAR.write_text(RESET_PEAK)

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
-import hashlib
+import itertools
 import os
 import re
 import secrets
@@ -24,6 +24,7 @@ from isobatch.core.facts import Facts
 from isobatch.core.flags import build_options, options_to_dict
 from isobatch.core.plan import Plan
 from isobatch.core.recipe import Recipe
+from isobatch.engine.checkpointing.digests import bytes_digest
 from isobatch.engine.runs.log_reader import newest_rows
 from isobatch.engine.runs.run_options import RunOptions
 
@@ -198,8 +199,8 @@ class RunFolder:
         checksums = self.checkpoints / name / "checksums.json"
         if not checksums.is_file():
             raise UserError(f"{self.folder} has no checkpoint {name} any more: its weights cannot be taken")
-        digest = hashlib.sha256(checksums.read_bytes()).hexdigest()
-        return {"run": str(self.folder.resolve()), "checkpoint": name, "digest": digest}
+        run = str(self.folder.resolve())
+        return {"run": run, "checkpoint": name, "digest": bytes_digest(checksums)}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         atomic_files.write_json(self.folder / "summary.json", summary)
@@ -312,11 +313,8 @@ def run_name(recipe: Recipe) -> str:
 
 def free_folder(out: Path, name: str) -> Path:
     """`out/name`, or the first `out/name-2`, `-3`... that is not taken."""
-    folder, number = out / name, 1
-    while folder.exists():
-        number += 1
-        folder = out / f"{name}-{number}"
-    return folder
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(out / one for one in names if not (out / one).exists())
 
 
 def refuse_links(folder: Path) -> None:

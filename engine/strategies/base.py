@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -27,10 +26,11 @@ import torch
 from torch import Tensor, nn
 
 from isobatch.core.errors import TrainingError
+from isobatch.core.package import load
 from isobatch.core.strategies import traits_of
 from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, SharedReader
-from isobatch.engine.checkpointing.portable_state import HOOK, WEIGHT, Held, TensorPiece
+from isobatch.engine.checkpointing.portable_state import HOOK, WEIGHT, Held, TensorEntry, TensorPiece
 from isobatch.engine.optimization.parameter_groups import SHARE
 
 if TYPE_CHECKING:
@@ -86,6 +86,12 @@ class Strategy(ABC):
         """The buffers that a checkpoint holds."""
         changing = portable_state.changing_tensors(self.unwrapped)
         return {name: t for name, t in changing if not isinstance(t, nn.Parameter)}
+
+    def buffer_state(self) -> tuple[dict[str, TensorEntry], list[TensorPiece]]:
+        """The entries of the buffers, and on rank 0 their pieces, for strategies that shard weights."""
+        buffers = {WEIGHT + name: buffer for name, buffer in self.buffers().items()}
+        pieces = [TensorPiece(n, 0, b.reshape(-1)) for n, b in buffers.items() if self.world.is_main]
+        return {name: portable_state.tensor_entry(b) for name, b in buffers.items()}, pieces
 
     def parts(self) -> Iterator[Held]:
         """What this rank holds of each parameter that trains; all of it, where weights are not sharded."""
@@ -258,8 +264,7 @@ class Strategy(ABC):
 
 def strategy_class(name: str) -> type[Strategy]:
     """The class behind a strategy's name."""
-    module, _, found = traits_of(name).implementation.partition(":")
-    return cast("type[Strategy]", getattr(importlib.import_module(f"isobatch.{module}"), found))
+    return cast("type[Strategy]", load(traits_of(name).implementation))
 
 
 def set_rate(optimizer: Optimizer, rate: float) -> None:

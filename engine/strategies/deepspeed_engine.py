@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.distributed as dist
+
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
@@ -81,7 +84,6 @@ def _shard(model: nn.Module, config: dict[str, Any], world: Communicator) -> Non
 
     zero.Init broadcasts rank 0's weights on the device; the others may have a hollow model.
     """
-    import torch
     from deepspeed import zero
     from deepspeed.runtime.zero.partition_parameters import is_zero_param
 
@@ -96,8 +98,6 @@ def _shard(model: nn.Module, config: dict[str, Any], world: Communicator) -> Non
 
 def _form_group(world: Communicator) -> None:
     """Form a process group of one process, which DeepSpeed needs, where there is none."""
-    import torch.distributed as dist
-
     if not dist.is_initialized():
         backend = "nccl" if world.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from isobatch.engine.checkpointing import portable_state
-from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, Held, TensorEntry, TensorPiece
+from isobatch.engine.checkpointing.portable_state import MOMENT, WEIGHT, Held, TensorPiece
 from isobatch.engine.model_setup.layer_blocks import layer_blocks, matmul_parameters
 from isobatch.engine.strategies.base import MakeOptimizer, Strategy, gradient_norm, set_rate
 
@@ -96,11 +96,7 @@ class FullyShardStrategy(Strategy):
     def own_state(self) -> portable_state.PortableState:
         """Every rank's own rows of weights and moments; buffers come from rank 0."""
         self._reshard()
-        entries: dict[str, TensorEntry] = {}
-        pieces: list[TensorPiece] = []
-        for name, buffer in self.buffers().items():
-            entries[WEIGHT + name] = portable_state.tensor_entry(buffer)
-            pieces += [TensorPiece(WEIGHT + name, 0, buffer.reshape(-1))] if self.world.is_main else []
+        entries, pieces = self.buffer_state()
         for name, p in self.trained():
             state = {WEIGHT + name: p.detach()}
             moments = self.optimizer.state.get(p, {}).items()

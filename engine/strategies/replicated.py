@@ -185,11 +185,8 @@ class ReplicatedStrategy(Strategy):
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def own_state(self) -> portable_state.PortableState:
-        return portable_state.rank_share(
-            portable_state.collect_state(self.unwrapped, self.optimizer),
-            self.world.rank,
-            self.world.size,
-        )
+        state = portable_state.collect_state(self.unwrapped, self.optimizer)
+        return portable_state.rank_share(state, self.world.rank, self.world.size)
 
     def restore(self, saved: SavedCheckpoint, loss_scale: dict[str, Any] | None = None) -> None:
         self.load_weights(saved)

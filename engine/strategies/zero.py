@@ -42,7 +42,9 @@ class ZeroStrategy(Strategy):
             self._gather_in_bf16()
         self._used: set[str] = set()
         """Parameters that got a gradient in the first step."""
-        self._hooks = self._hook_gradients()
+        self._hooks = {
+            name: p.register_hook(lambda _, name=name: self._used.add(name)) for name, p in self.trained()
+        }
         self._abandoned: Any = None
         """The reduction of a step that failed, kept so that it never runs."""
 
@@ -101,14 +103,6 @@ class ZeroStrategy(Strategy):
             self.engine.step()
             return torch.as_tensor(self.engine.get_global_grad_norm(), device=self.world.device).float()
 
-    def _hook_gradients(self) -> dict[str, Any]:
-        """Parameter name -> hook that records, in the first step, that the parameter got a gradient."""
-
-        def record(name: str) -> Any:
-            return lambda _: self._used.add(name)
-
-        return {name: p.register_hook(record(name)) for name, p in self.trained()}
-
     def _refuse_unused(self) -> None:
         """Raise UserError where a parameter has no gradient: DDP leaves it alone, ZeRO would decay it."""
         if not self._hooks:
@@ -124,9 +118,7 @@ class ZeroStrategy(Strategy):
 
     def own_state(self) -> portable_state.PortableState:
         """This rank's own shards of weights and moments, and on rank 0 the buffers."""
-        buffers = {WEIGHT + name: b for name, b in self.buffers().items()}
-        entries = {name: portable_state.tensor_entry(b) for name, b in buffers.items()}
-        pieces = [TensorPiece(n, 0, b.reshape(-1)) for n, b in buffers.items() if self.world.is_main]
+        entries, pieces = self.buffer_state()
         for name, p in self.trained():
             shape = tuple(getattr(p, "ds_shape", p.shape))
             entries[WEIGHT + name] = TensorEntry(shape, "float32")
@@ -191,19 +183,15 @@ class ZeroStrategy(Strategy):
     def _flat_partitions(self) -> list[Tensor]:
         """The flat fp32 partitions that the inner torch optimizer steps."""
         zero = self.engine.optimizer
-        return list(
-            zero.fp32_partitioned_groups_flat if self.stage == 3 else zero.single_partition_of_fp32_groups
-        )
+        sharded = self.stage == 3
+        return list(zero.fp32_partitioned_groups_flat if sharded else zero.single_partition_of_fp32_groups)
 
     def _moments(self) -> dict[str, str]:
         """Kind of moment -> dtype, of the inner optimizer; empty before its first step."""
         inner = self.engine.optimizer.optimizer
         states = [inner.state[f] for f in self._flat_partitions if inner.state.get(f)]
-        return {
-            key: portable_state.tensor_entry(value).dtype
-            for key, value in (states[0] if states else {}).items()
-            if value is not None
-        }
+        first = states[0].items() if states else ()
+        return {kind: portable_state.tensor_entry(v).dtype for kind, v in first if v is not None}
 
     def _make_moments(self, kinds: set[str]) -> None:
         """Create zero moments, which DeepSpeed does not have before its first step."""
@@ -227,18 +215,13 @@ class ZeroStrategy(Strategy):
 
     def _shard_of_stage_3(self, p: Any) -> _ParameterShard | None:
         zero = self.engine.optimizer
-        count = self._elements_of_stage_3(p)
-        if count <= 0:
-            return None
         start = p.ds_tensor.ds_numel * self.world.rank
+        count = min(p.ds_tensor.ds_numel, p.ds_numel - start)
+        if count <= 0:  # all of it is padding
+            return None
         group, offset, _ = zero.grad_position[zero.get_param_id(p)]
         flat = zero.fp32_partitioned_groups_flat[group]
         return _ParameterShard(zero.optimizer.state.get(flat, {}), flat, start, offset, count)
-
-    def _elements_of_stage_3(self, p: Any) -> int:
-        """Elements of a parameter in this rank's shard; less than 1 where all of it is padding."""
-        width = p.ds_tensor.ds_numel
-        return int(min(width, p.ds_numel - width * self.world.rank))
 
     def close(self) -> None:
         """Free the memory that the engine keeps unless its references are cleared; destroys the model."""

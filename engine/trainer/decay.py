@@ -9,17 +9,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import shutil
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
-from isobatch.core.atomic_files import rows_in
-from isobatch.core.errors import UserError
+from isobatch.core.errors import UserError, refuse
 from isobatch.core.flags import Interval
 from isobatch.engine.checkpointing import checkpoint
-from isobatch.engine.loading.sampler import make_sampler
-from isobatch.engine.optimization.schedule import PhaseSchedule, decay_steps, phase_schedules, stable_end
-from isobatch.engine.registry import workload_of
+from isobatch.engine.optimization.schedule import decay_steps
 from isobatch.engine.runs.metrics_log import SEAL, MetricsLog
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder
 from isobatch.models.capabilities import ChangesModel
@@ -31,70 +27,66 @@ if TYPE_CHECKING:
 def decayed(run: RunFolder, name: str | None) -> RunFolder:
     """The run that decays from the newest checkpoint of the stable part of `run`, made where it is not there.
 
-    Raises UserError where there is no such part, or no checkpoint in it.
+    Raises UserError where there is no such part, or no checkpoint in it, or where somebody makes it just now.
     """
-    schedule = _schedule(run)
-    step, last = _newest_stable(run, schedule)
-    recipe = _shortened(run.recipe, schedule, step, last)
+    recipe, phase, step = _ended_at_newest_stable(run)
     folder = run.folder.with_name(name or f"{run.folder.name}-decay-{step}")
+    options = dataclasses.replace(run.options(), name=folder.name)
     try:
-        fresh = RunFolder.create(
-            folder, recipe, run.facts, dataclasses.replace(run.options(), name=folder.name)
-        )
+        fresh = RunFolder.create(folder, recipe, run.facts, options)
     except FolderTakenError:
         fresh = RunFolder.open(folder)
         if fresh.recipe != recipe:
             raise UserError(f"{folder} is there, and is another run: give this one a --name") from None
-        if fresh.summary() or checkpoint.list_checkpoints(fresh.checkpoints, [schedule.name]):
-            return fresh  # else it was killed before it had its checkpoint
-    fresh.write_plan(run.plan)
-    _copy_until(run, fresh, checkpoint.checkpoint_name(schedule.name, step))
+    with fresh.lock("launch"):
+        # Without these it is new, or was killed before it had its checkpoint.
+        if not (fresh.summary() or checkpoint.list_checkpoints(fresh.checkpoints, [phase])):
+            fresh.write_plan(run.plan)
+            _copy_until(run, fresh, checkpoint.checkpoint_name(phase, step))
     return fresh
 
 
-def _schedule(run: RunFolder) -> PhaseSchedule:
-    recipe, said = run.recipe, f"--decay: {run.folder}"
-    task, data = workload_of(recipe).make(recipe)
-    if recipe.schedule not in ("wsd", "constant"):
-        raise UserError(f"{said} has --schedule {recipe.schedule}, without a stable part: train with wsd")
-    if recipe.patience:
-        raise UserError(f"{said} has --patience, which may end it before it decays: train without")
-    sampler = make_sampler(recipe, data.open(Path(run.facts.folder), "train"), task.cohort)
-    schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
-    if len(schedules) > 1 or isinstance(task, ChangesModel):
-        raise UserError(f"{said} has several phases, or changes its model by the step: it has no stable part")
-    return schedules[0]
+def _ended_at_newest_stable(run: RunFolder) -> tuple[Recipe, str, int]:
+    """(recipe that decays from the newest checkpoint of the stable part, phase, that checkpoint's step).
 
+    What were shares of the phase are the steps they were.
+    """
+    from isobatch.engine.verification.run_order import RunOrder
 
-def _newest_stable(run: RunFolder, schedule: PhaseSchedule) -> tuple[int, int]:
-    """(step of the newest checkpoint in the stable part, steps of the last part)."""
-    recipe, steps, epoch = run.recipe, schedule.steps, schedule.steps_per_epoch
-    last, end = decay_steps(recipe, steps, epoch), stable_end(recipe, steps, epoch)
-    end = steps if recipe.schedule == "constant" else end
-    begin = recipe.warmup.steps(epoch, steps) if recipe.warmup.value else 0
+    recipe, order, said = run.recipe, RunOrder.of(run.recipe, run.facts), f"--decay: {run.folder}"
+    refuse(
+        {
+            f"{said} has --schedule {recipe.schedule}, without a stable part: train with wsd": (
+                recipe.schedule not in ("wsd", "constant")
+            ),
+            f"{said} has --patience, which may end it before it decays: train without": recipe.patience,
+            f"{said} has several phases, or changes its model by the step: it has no stable part": (
+                len(order.schedules) > 1 or isinstance(order.task, ChangesModel)
+            ),
+        }
+    )
+    schedule = order.schedules[0]
+    steps, epoch = schedule.steps, schedule.steps_per_epoch
+    begin, last = recipe.warmup.steps(epoch, steps), decay_steps(recipe, steps, epoch)
+    end = steps if recipe.schedule == "constant" else steps - last
     there = checkpoint.list_checkpoints(run.checkpoints, [schedule.name])
     saved = [checkpoint.phase_and_step(path.name)[1] for path in there]
     if not (stable := [step for step in saved if begin <= step <= end]):
         raise UserError(
-            f"--decay: {run.folder} keeps no checkpoint of its steps {begin} to {end}, at the peak rate: it"
-            f" has {', '.join(map(str, saved)) or 'none'}"
+            f"{said} keeps no checkpoint of its steps {begin} to {end}, at the peak rate: it has"
+            f" {', '.join(map(str, saved)) or 'none'}"
         )
-    return max(stable), last
-
-
-def _shortened(recipe: Recipe, schedule: PhaseSchedule, step: int, last: int) -> Recipe:
-    """The recipe of `step` steps and the last part. What were shares of the phase are the steps they were."""
-    epoch, warmup = schedule.steps_per_epoch, recipe.warmup
-    return dataclasses.replace(
+    shorter = dataclasses.replace(
         recipe,
         schedule="wsd",
-        steps=(step + last,),
+        steps=(stable[-1] + last,),
         epochs=None,
         least_steps=0,
         decay=Interval(last, "steps"),
-        warmup=Interval(warmup.steps(epoch, schedule.steps) if warmup.value else 0, "steps"),
+        warmup=Interval(begin, "steps"),
         eval_every=Interval(schedule.eval_every, "steps"),
     )
+    return shorter, schedule.name, stable[-1]
 
 
 def _copy_until(run: RunFolder, fresh: RunFolder, name: str) -> None:
@@ -112,12 +104,9 @@ def _copy_until(run: RunFolder, fresh: RunFolder, name: str) -> None:
     for row in map(atomic_files.parse_json, kept):
         if SEAL not in row and "checkpoint" not in row:
             log.log_metrics(row)
-    if run.samples.exists():
-        fresh.samples.write_bytes(run.samples.read_bytes()[: state["logs"]["ledger"]])
-    if run.answers.exists():
-        fresh.answers.write_bytes(run.answers.read_bytes())  # resuming cuts it at the checkpoint
-    for row in rows_in(run.decisions) if run.decisions.exists() else ():
-        log.log_decision(row)
+    for source, size in ((run.samples, state["logs"]["ledger"]), (run.answers, None), (run.decisions, None)):
+        if source.exists():  # resuming cuts answers and decisions at the checkpoint
+            (fresh.folder / source.name).write_bytes(source.read_bytes()[:size])
     phase, step = checkpoint.phase_and_step(name)
     state |= {"logs": log.seal(phase, step), "recipe_hash": fresh.recipe.hash()}
     atomic_files.write_json(target / "state.json", state)

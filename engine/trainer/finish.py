@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
@@ -22,14 +23,7 @@ from isobatch.engine.runs.summary import (
     summarize,
 )
 from isobatch.engine.train.evaluate import host_batches, refuse_nonfinite_metrics
-from isobatch.models import model_card
-from isobatch.models.capabilities import (
-    FinalRemark,
-    FinishesUnmeasured,
-    MeasuresExport,
-    Samples,
-    description_of,
-)
+from isobatch.models import capabilities, model_card
 
 if TYPE_CHECKING:
     from torch import nn
@@ -66,9 +60,8 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
     state, judge, world = builder.state, evaluation.judge, run.world
     phase, step = state.progress.phase, state.progress.step
     exported = judge.best_step if judge.patience and judge.best_step else step
-    saved = checkpoint.open_on_all(
-        run.folder.checkpoints / checkpoint.checkpoint_name(phase, exported), world
-    )
+    name = checkpoint.checkpoint_name(phase, exported)
+    saved = checkpoint.open_on_all(run.folder.checkpoints / name, world)
     if exported != step:
         state.strategy.load_weights(saved)
         run.say(f"final/ is the best checkpoint, {saved.folder.name}")
@@ -96,7 +89,7 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
         chosen_by = state.task.monitor[0] if judge.patience else ""
         steps = state.progress.steps_before + exported
         measured = model_card.HeldOutFigures(held_out, steps, chosen_by, remark)
-        described = description_of(state.task, run.folder.final, state.facts)
+        described = capabilities.description_of(state.task, run.folder.final, state.facts)
         card = model_card.render(described, state.recipe, state.facts, measured)
         atomic_files.write_text(run.folder.final / model_card.FILE, card)
         run.peak.observe()
@@ -148,7 +141,7 @@ def _write_final(run: RunOnRank, state: Training, model: nn.Module, saved: Saved
 
 def _sample(run: RunOnRank, state: Training, model: nn.Module) -> dict[str, str]:
     """A line or two that show what was learnt, as a field of the summary."""
-    if not isinstance(state.task, Samples):
+    if not isinstance(state.task, capabilities.Samples):
         return {}
     doing("writing a sample")
     with uncompiled(model):  # a text grows by a token at a time
@@ -168,18 +161,18 @@ def _measure_export(
     task, splits, final, remark = state.task, state.splits, run.folder.final, ""
     split = next((s for s in HELD_OUT_SPLITS if s in held_out), None)
     if split is None:
-        remark = task.finish_unmeasured(model, final) if isinstance(task, FinishesUnmeasured) else ""
+        if isinstance(task, capabilities.FinishesUnmeasured):
+            remark = task.finish_unmeasured(model, final)
     else:
-        if isinstance(task, MeasuresExport):
-            more = task.final_metrics(
-                model, final, state.facts, lambda name=split: host_batches(splits[name])
-            )
+        if isinstance(task, capabilities.MeasuresExport):
+            more = task.final_metrics(model, final, state.facts, partial(host_batches, splits[split]))
             refuse_nonfinite_metrics(more, split)
             held_out[split] |= more
             where = {"phase": state.progress.phase, "step": step, "split": split}
             if more:
                 run.log.log_metrics({**where, **held_out[split]})
-        remark = task.final_remark(held_out[split]) if isinstance(task, FinalRemark) else ""
+        if isinstance(task, capabilities.FinalRemark):
+            remark = task.final_remark(held_out[split])
     remark = re.sub(r"\bRUN\b", str(run.folder.folder), remark)
     if remark:
         run.say(remark)

@@ -184,13 +184,10 @@ def _hooks(
     hooks += [run.tracker] if run.tracker.tracker else []
     hooks += [ShowSteps(state, run.console), evaluation, guard]
     copy = copies.add if copies is not None else lambda *_: None
-    return [
-        *hooks,
-        Checkpoint(
-            run.folder, state, builder.phases, run.options, run.log, run.peak, copy, run.buffer, hooks,
-            evaluation,
-        ),
-    ]  # fmt: skip
+    saves = Checkpoint(
+        run.folder, state, builder.phases, run.options, run.log, run.peak, copy, run.buffer, hooks, evaluation
+    )
+    return [*hooks, saves]
 
 
 def _continue(run: RunOnRank, builder: Builder, hooks: Hooks, saved: SavedCheckpoint) -> None:

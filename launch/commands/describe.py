@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import Flag, flags_of, to_json_value, value_text
+from isobatch.core.flags import Flag, describe_type, flags_of, to_json_value, value_text
 from isobatch.core.plan import PlanOptions
 from isobatch.core.recipe import Recipe
 from isobatch.core.terminal.console import print_answer
@@ -92,4 +92,4 @@ def _flag(flag: Flag, defaults: dict[str, Any]) -> dict[str, Any]:
     value = defaults.get(flag.name, flag.default)
     value = "required" if value is dataclasses.MISSING else to_json_value(value)
     value = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-    return {"flag": flag.spelling, "type": flag.type_name, "default": value, "help": flag.help}
+    return {"flag": flag.spelling, "type": describe_type(flag.kind), "default": value, "help": flag.help}

@@ -26,6 +26,7 @@ from isobatch.core.package import own_command
 from isobatch.core.terminal.console import LINE_MARK
 from isobatch.core.terminal.status import RELAY_VARIABLE, doing, start_status
 from isobatch.engine import consent
+from isobatch.engine.machine.detect import check_world, detect, rank_and_world_size
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.engine.train.own_hooks import load_hooks
@@ -57,12 +58,12 @@ def train_run(run: RunFolder, options: RunOptions, owns_process: bool = True) ->
     if not options.debug:
         warnings.filterwarnings("ignore", category=FutureWarning)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
-
     main = rank_and_world_size(os.environ)[0] == 0
     if main and owns_process and not options.quiet:
         start_status(_mark())
     with run.lock("train") if main else contextlib.nullcontext():
+        from isobatch.engine.distributed.communicator import Communicator
+
         world = Communicator(run.plan, options.hang_timeout, options.tracker, str(run.folder))
         verdict: Verdict | None = Verdict(BUG, "a bug: see the traceback")
         try:
@@ -203,7 +204,6 @@ def main(words: Sequence[str]) -> int:
     `--run FOLDER --plan OPTIONS` plans for the world that is here: OPTIONS as JSON.
     """
     if list(words[:1]) == ["--redo"] and len(words) == 2:
-        from isobatch.engine.distributed.communicator import rank_and_world_size
         from isobatch.launch.local.redo_steps import redo_task_file
 
         if RELAY_VARIABLE in os.environ and rank_and_world_size(os.environ)[0] == 0:
@@ -223,16 +223,17 @@ def main(words: Sequence[str]) -> int:
 
 def _agreed(choose: Callable[[], str], asked: PlanOptions, hang_timeout: int) -> str:
     """What rank 0 chooses, on every rank, before there is a plan. Raises its UserError on every rank."""
-    from isobatch.engine.distributed.communicator import broadcast_choice_before_planning, rank_and_world_size
-    from isobatch.engine.machine.detect import detect
+    rank, size = rank_and_world_size(os.environ)
+    if size == 1:
+        return choose()
+    from isobatch.engine.distributed.communicator import broadcast_choice_before_planning
 
     on_cpu = asked.device == "cpu" or (asked.device == "auto" and detect().kind == "cpu")
-    return broadcast_choice_before_planning(choose, *rank_and_world_size(os.environ), on_cpu, hang_timeout)
+    return broadcast_choice_before_planning(choose, rank, on_cpu, hang_timeout)
 
 
 def _plan_for_this_world(run: RunFolder, asked: PlanOptions) -> None:
     """Plan a run for the processes that are here, however many there were before; its recipe stays."""
-    from isobatch.engine.distributed.communicator import rank_and_world_size
     from isobatch.launch.local.run_setup import plan_for_training, store_plan
 
     options, (_, size) = run.options(), rank_and_world_size(os.environ)
@@ -250,7 +251,6 @@ def _plan_for_this_world(run: RunFolder, asked: PlanOptions) -> None:
 
 
 def _train_from_flags(words: Sequence[str]) -> int:
-    from isobatch.engine.distributed.communicator import check_world, rank_and_world_size
     from isobatch.launch.clusters.cluster import refuse_if_in_a_job
     from isobatch.launch.local import run_setup
     from isobatch.launch.local.arguments import parse_request

@@ -32,9 +32,9 @@ from isobatch.core.measures import now
 from isobatch.core.package import ROOT
 from isobatch.core.plan import Plan
 from isobatch.core.terminal.console import print_answer
-from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
+from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.prepare import prepare
-from isobatch.engine.machine.detect import detect
+from isobatch.engine.machine.detect import detect, rank_and_world_size
 from isobatch.engine.planning.estimate import Target
 from isobatch.engine.runs.run_folder import run_name
 from isobatch.engine.train.build import Builder

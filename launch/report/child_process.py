@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 from collections.abc import Sequence
 from typing import Any
 
-from isobatch.core.package import own_command
+from isobatch.core.package import load, own_command
 
 
 def call_in_child(target: str, seconds: float | None = None, /, **arguments: Any) -> Any:
@@ -27,7 +26,5 @@ def call_in_child(target: str, seconds: float | None = None, /, **arguments: Any
 def call(words: Sequence[str]) -> int:
     """Usage: call MODULE:FUNCTION JSON, in a process that `report` or `doctor` starts."""
     target, arguments = words
-    module, _, function = target.partition(":")
-    found = getattr(importlib.import_module(f"isobatch.{module}"), function)(**json.loads(arguments))
-    print(json.dumps(found))
+    print(json.dumps(load(target)(**json.loads(arguments))))
     return 0

@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.models.causal_lm.model_sizes import LLAMA_LIKE, ModelShape
-from isobatch.models.lora import adapted_experts, check_targets, in_layers, is_target, usual_targets
+from isobatch.models.lora import adapted_experts, check_targets, in_layers, is_target, wanted_names
 
 if TYPE_CHECKING:
     from isobatch.models.base import ModelSize
@@ -40,11 +40,8 @@ def adapter_counts(shape: ModelShape, options: Any) -> AdapterCounts:
     An adapter of rank r on a matrix (m, n) has r (m + n) weights, DoRA's n more; so has each expert.
     """
     check_targets([m.name for m in shape.matrices], options.lora_targets)
-    names: list[str] | None = options.lora_targets.split(",")
-    if options.lora_targets == "auto":
-        names = USUAL_TARGETS.get(shape.model_type) or usual_targets(shape.model_type)
-    elif options.lora_targets == "all-linear":
-        names = None
+    usual = USUAL_TARGETS.get(shape.model_type) if options.lora_targets == "auto" else None
+    names = usual or wanted_names(options.lora_targets, shape.model_type)
     chosen = set(in_layers([m.name for m in shape.matrices], options.lora_layers))
     adapted = [m for m in shape.matrices if m.name in chosen and is_target(m.name, names)]
     magnitudes = sum(m.outputs for m in adapted) if options.adapter == "dora" else 0

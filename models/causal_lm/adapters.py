@@ -189,13 +189,38 @@ def add_adapter(
 ) -> None:
     """Add adapters to a model in place; its other weights are frozen, except the biases of --lora-bias, and
     the modules `also`.
+
+    `base`: the model's folder or hub id, which a saved adapter names.
     """
+    lora.quiet_bitsandbytes()
+    from peft import LoraConfig, inject_adapter_in_model
+
     from isobatch.models.causal_lm.frozen_weights import held_in_fp32
 
+    folder, head = Path(base).expanduser(), [*lora.modules_named(model, options.also_train or ()), *also]
+    config = LoraConfig(
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(folder.resolve()) if folder.is_dir() else base,
+        revision=revision,
+        r=options.lora_r,
+        lora_alpha=options.lora_alpha,
+        lora_dropout=options.lora_dropout,
+        bias=options.lora_bias,
+        fan_in_fan_out=any(type(m).__name__.endswith("Conv1D") for m in model.modules()),
+        use_dora=options.adapter == "dora",
+        use_rslora=options.lora_scale == "rs",
+        init_lora_weights="gaussian" if options.lora_init == "gaussian" else True,
+        target_modules=lora.target_modules(model, options.lora_targets, options.lora_layers, head),
+        target_parameters=lora.adapted_experts(lora.expert_tensors(model), options) or None,
+    )
+    lora.check_targets(lora.block_matrices(model, head), options.lora_targets)
     # The magnitudes of DoRA are the norms of the matrices, and peft gives them the matrices' number format.
     with held_in_fp32(model) if options.adapter == "dora" else contextlib.nullcontext():
-        head = [*lora.modules_named(model, options.also_train or ()), *also]
-        lora.add_adapter(model, options, base, revision, head=head)
+        inject_adapter_in_model(config, model)
+    if options.lora_init == "pissa":
+        lora.begin_with_principal_parts(model, config)
+    for name in head:
+        model.get_submodule(name).requires_grad_(True)
     for p in (p for p in model.parameters() if p.requires_grad):
         p.data = p.data.float()
 

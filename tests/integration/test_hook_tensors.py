@@ -161,7 +161,8 @@ def read(strategy: Strategy, folder: Path) -> None:
 
 def rank(folder: Path, mode: str) -> None:
     from isobatch.core.errors import TrainingError
-    from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
+    from isobatch.engine.distributed.communicator import Communicator
+    from isobatch.engine.machine.detect import rank_and_world_size
     from isobatch.tests.unit.helpers import plan
 
     world = Communicator(plan(processes=rank_and_world_size(os.environ)[1]), hang_timeout=60)

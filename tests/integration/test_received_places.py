@@ -265,11 +265,12 @@ def test_a_template_is_a_place_where_it_is_a_file(template: str, is_place: bool)
 
 def test_each_field_that_takes_any_text_is_known_for_a_place_or_not() -> None:
     """A new one is a decision: if it names a place it belongs into PLACES."""
-    from isobatch.core.flags import flags_of
+    from isobatch.core.flags import describe_type, flags_of
 
     found = [flags_of(Recipe), *(workload(name).option_flags() for name in TASKS)]
     flags = [flag for of_task in found for flag in of_task.values()]
-    assert {flag.name for flag in flags if "text" in flag.type_name.split(" ")} == {*PLACES, *TEXTS}
+    takes_text = {flag.name for flag in flags if "text" in describe_type(flag.kind).split(" ")}
+    assert takes_text == {*PLACES, *TEXTS}
 
 
 def test_recipes_of_demos_and_presets_name_no_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,9 +24,10 @@ def measure(settings: dict[str, Any]) -> None:
 
     from isobatch.benchmarks.quality.strategies import first_gradient
     from isobatch.core.plan import PlanOptions
-    from isobatch.engine.distributed.communicator import Communicator, rank_and_world_size
+    from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.loading.prepare import prepare
     from isobatch.engine.machine import hardware
+    from isobatch.engine.machine.detect import rank_and_world_size
     from isobatch.engine.planning.planner import make_plan
     from isobatch.engine.registry import workload
     from isobatch.engine.train.build import Builder

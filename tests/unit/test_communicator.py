@@ -9,13 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.engine.distributed.communicator import (
-    Communicator,
-    broadcast_choice_before_planning,
-    check_world,
-    node_and_nodes,
-    rank_and_world_size,
-)
+from isobatch.engine.distributed.communicator import Communicator, broadcast_choice_before_planning
+from isobatch.engine.machine.detect import check_world, node_and_nodes, rank_and_world_size
 from isobatch.launch.local.process_state import preserve_process_state
 from isobatch.tests.unit.helpers import plan
 
@@ -88,7 +83,7 @@ def test_the_backend_waits_longer_than_the_watchdog(
     def form() -> Any:
         if planned:
             return Communicator(two, hang_timeout)
-        return broadcast_choice_before_planning(lambda: "here", 0, 2, cpu, hang_timeout)
+        return broadcast_choice_before_planning(lambda: "here", 0, cpu, hang_timeout)
 
     with pytest.raises(_FormedGroupError):
         form()

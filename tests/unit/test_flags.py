@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobatch.core.errors import UserError
-from isobatch.core.flags import Interval, convert, flags_of, to_json_value
+from isobatch.core.flags import Interval, convert, describe_type, flags_of, to_json_value
 from isobatch.core.number_ranges import Count, Fraction, Positive, Probability, Rate, Seed
 
 
@@ -124,7 +124,7 @@ def test_types_are_described_in_words() -> None:
         "interval": "interval",
         "share": "balanced or integer, at least 1 (or several: a,b)",
     }
-    assert {name: FLAGS[name].type_name for name in wanted} == wanted
+    assert {name: describe_type(FLAGS[name].kind) for name in wanted} == wanted
 
 
 def test_intervals_in_steps() -> None:

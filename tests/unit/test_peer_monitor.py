@@ -41,6 +41,7 @@ class Rank:
         self.world: Any = SimpleNamespace(
             rank=rank,
             size=size,
+            nodes=2,
             is_main=rank == 0,
             position="step 5",
             waiting="an all-reduce",

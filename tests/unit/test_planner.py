@@ -39,9 +39,9 @@ LAPTOP = parse_hardware("rtx4080-laptop")
 
 def planned(machine: str | Hardware, shape: ModelSize = GPT2, facts: Facts = TEXTS, **asked: Any) -> Plan:
     recipe = Recipe(task="causal-lm", **asked.pop("recipe", {}))
-    extra = {name: asked.pop(name) for name in ("world", "foreign_noise") if name in asked}
+    world = asked.pop("world", None)
     hardware = parse_hardware(machine) if isinstance(machine, str) else machine
-    return make_plan(recipe, facts, shape, hardware, PlanOptions(**asked), **extra)
+    return make_plan(recipe, facts, shape, hardware, PlanOptions(**asked), world=world)
 
 
 LLAMA_7B = dataclasses.replace(SEVEN_B, gated=True, head_bytes=CHUNK_BYTES)
@@ -274,7 +274,6 @@ def test_wishes_that_the_plan_cannot_follow_are_said() -> None:
     ("asked", "invariance"),
     [
         ({"recipe": {"noise": "native"}}, "noise"),
-        ({"foreign_noise": True}, "noise"),
         ({"precision": "fp32", "compile": "on"}, "precision"),
         ({"precision": "bf16", "shape": dataclasses.replace(BERT6, rounds=True)}, "precision"),
         (

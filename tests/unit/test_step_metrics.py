@@ -39,7 +39,7 @@ def test_the_formula() -> None:
     weights = 12 * 12 * 768**2 + 50257 * 768
     flops = 6 * weights + 12 * 12 * 768 * 1024
     assert flops == pytest.approx(854e6, rel=1e-3)
-    assert used.of(work(500_000, 1024.0), 0.5) == pytest.approx(1e6 * flops / (989e12 * 2))
+    assert used(work(500_000, 1024.0), 0.5) == pytest.approx(1e6 * flops / (989e12 * 2))
 
 
 def test_attention_counts_each_token_with_its_own_sample() -> None:
@@ -51,7 +51,7 @@ def test_attention_counts_each_token_with_its_own_sample() -> None:
     used = flop_utilisation(gpt2(), plan(precision="fp32"), H100)
     assert used is not None
     by_sample = sum(length * flops_per_token(gpt2(), length) for length in (2, 6))
-    assert used.of(done, 1.0) == pytest.approx(by_sample / 67e12)
+    assert used(done, 1.0) == pytest.approx(by_sample / 67e12)
 
 
 @pytest.mark.parametrize(
