@@ -1,4 +1,5 @@
-"""Detect this machine's hardware: cores and memory within cgroup and SLURM limits, GPUs. Imports no torch.
+"""Detect this machine's hardware: cores and memory within cgroup and SLURM limits, GPUs; and the world
+that a launcher formed. Imports no torch.
 
 The root folder and the environment are arguments, so that tests can run every rule on fixture folders. GPUs
 are found by device files, and by torch in another process: nvidia-smi is missing in containers without the
