@@ -213,16 +213,18 @@ def choose_reduction(
     return "explicit", "partitioned gradients are reduced once, after the last micro-batch"
 
 
-def choose_invariance(recipe: Recipe, precision: str, compiled: bool, rounds: bool) -> tuple[Invariance, str]:
-    """How exactly another plan of this recipe learns the same. `rounds`: the model rounds activations or
-    weights to levels.
+def choose_invariance(
+    recipe: Recipe, precision: str, compiled: bool, foreign: bool, rounds: bool
+) -> tuple[Invariance, str]:
+    """How exactly another plan of this recipe learns the same. `foreign`: the model draws torch's own noise,
+    which the first step finds out; `rounds`: it rounds activations or weights to levels.
 
-    What differs most is stated: other random draws differ far more than other rounding. Whether the model
-    draws torch's own noise too, the first step finds out.
+    What differs most is stated: other random draws differ far more than other rounding.
     """
-    if recipe.noise == "native":
-        draws = "another cut gives other draws of the same distribution"
-        return "noise", f"the recipe asks for torch's own noise: {draws}"
+    if recipe.noise == "native" or foreign:
+        asks = "the recipe asks for torch's own noise"
+        source = asks if recipe.noise == "native" else "the model draws its own noise"
+        return "noise", f"{source}: another cut gives other draws of the same distribution"
     if precision != "fp32":
         return "precision", f"{precision} rounds differently from fp32, and so does another cut in it"
     if compiled:

@@ -86,7 +86,7 @@ def make_plan(
     fields |= choose.choose_loading(case, chosen.choices.processes)
     fields["pack"] = choose.choose_pack(case)
     fields["reduction"] = choose.choose_reduction(case, chosen.choices, graphs)
-    fields["invariance"] = choose.choose_invariance(recipe, precision, compiles, model_size.rounds)
+    fields["invariance"] = choose.choose_invariance(recipe, precision, compiles, False, model_size.rounds)
     fields |= _prediction_fields(case, chosen)
     values: dict[str, Any] = {name: value for name, (value, _) in fields.items()}
     return Plan(**values, reasons={name: reason for name, (_, reason) in fields.items()})

@@ -121,7 +121,7 @@ def test_saves_by_steps_are_the_same_on_every_rank(monkeypatch: pytest.MonkeyPat
         hook = saves(every, monkeypatch)
         assert [step for step in range(1, 26) if hook.due(step)] == due
         monkeypatch.setattr(checkpoint, "now", lambda: 1e9)
-        assert hook.vote(1) == {"save": 0}
+        assert hook.vote(1)["save"] == 0
 
 
 def test_saves_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,4 +129,4 @@ def test_saves_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not hook.due(10)
     for clock, votes in ((1000 + 599, 0), (1000 + 600, 1)):  # 10 minutes are 600 s
         monkeypatch.setattr(checkpoint, "now", lambda clock=clock: clock)
-        assert hook.vote(1) == {"save": votes}
+        assert hook.vote(1)["save"] == votes
