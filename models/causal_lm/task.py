@@ -154,7 +154,7 @@ class CausalLM(Task):
         return found
 
     def rate_share(self, name: str) -> float:
-        return self.options.lora_plus if lora.is_second_matrix(name) else 1.0
+        return self.options.lora_plus if ".lora_B." in name else 1.0
 
     def check(self) -> None:
         name = self.model_name
