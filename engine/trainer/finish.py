@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
@@ -165,7 +164,9 @@ def _measure_export(
             remark = task.finish_unmeasured(model, final)
     else:
         if isinstance(task, capabilities.MeasuresExport):
-            more = task.final_metrics(model, final, state.facts, partial(host_batches, splits[split]))
+            more = task.final_metrics(
+                model, final, state.facts, lambda name=split: host_batches(splits[name])
+            )
             refuse_nonfinite_metrics(more, split)
             held_out[split] |= more
             where = {"phase": state.progress.phase, "step": step, "split": split}
