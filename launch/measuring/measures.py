@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from isobatch.core.flags import spelling, value_text
+
 if TYPE_CHECKING:
     from isobatch.launch.measuring.trial import Variant
 
@@ -36,9 +38,8 @@ class Setting:
     @property
     def flags(self) -> str:
         """As typed."""
-        words = {True: "on", False: "off"}
-        typed = {f"--{name.replace('_', '-')}": v for name, v in {**self.recipe, **self.plan}.items()}
-        return " ".join(f"no {n}" if v is None else f"{n} {words.get(v, v)}" for n, v in typed.items())
+        typed = {spelling(name): value for name, value in {**self.recipe, **self.plan}.items()}
+        return " ".join(f"no {n}" if v is None else f"{n} {value_text(v)}" for n, v in typed.items())
 
     @property
     def unit(self) -> Literal["samples", "tokens"]:

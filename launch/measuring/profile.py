@@ -16,7 +16,7 @@ from isobatch.core import atomic_files
 from isobatch.core.number_ranges import Positive
 from isobatch.engine.machine.detect import allowed_cpus
 from isobatch.engine.runs.peak_memory import peak_bytes
-from isobatch.launch.local.run_setup import TrustOptions
+from isobatch.launch.local.run_setup import AnswerOptions
 from isobatch.launch.measuring.measures import settings
 from isobatch.launch.measuring.trial import Stopwatch, Variant, answer_in_world, trial
 
@@ -34,11 +34,9 @@ Findings = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ProfileOptions(TrustOptions):
+class ProfileOptions(AnswerOptions):
     """Flags of `profile` beside the recipe's, the plan's and the run's."""
 
-    json: bool = False
-    """One JSON object on standard output."""
     timed_steps: Positive = 12
     """Steps that are timed."""
 

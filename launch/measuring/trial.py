@@ -55,7 +55,6 @@ ROUND_SECONDS = 0.4
 """A round has as many steps as fit into this."""
 LEAST_STEPS, MOST_STEPS = 4, 50
 """Loader processes bring their batches together: a single step would show none or all of a wait."""
-NO_VALUES: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,13 +65,12 @@ class Variant:
     size: ModelSize
     plan: Plan
 
-    def changed(self, plan: Mapping[str, Any] = NO_VALUES, recipe: Mapping[str, Any] = NO_VALUES) -> Variant:
+    def changed(self, plan: Mapping[str, Any], recipe: Mapping[str, Any]) -> Variant:
         """The same with these options of the plan and fields of the recipe.
 
         Raises UserError where the planner refuses it.
         """
-        words = {True: "on", False: "off"}
-        asked = dataclasses.replace(self.target.asked, **{n: words.get(v, v) for n, v in plan.items()})
+        asked = dataclasses.replace(self.target.asked, **plan)
         target, size = dataclasses.replace(self.target, asked=asked), self.size
         if recipe:
             common = {k: v for k, v in recipe.items() if k in flags_of(type(target.recipe))}
@@ -127,8 +125,8 @@ def answer_in_world(
 def _in_processes(words: Sequence[str], command: str, plan: Plan) -> int:
     """Run the command in the processes of its plan, of which rank 0 prints."""
     with tempfile.TemporaryDirectory() as folder:
-        script = ROOT / "launch" / "__main__.py"
-        code = launch_workers(plan, script, [command, *words], Path(folder)).code
+        script = str(ROOT / "launch" / "__main__.py")
+        code, _ = launch_workers(plan, [script, command, *words], Path(folder))
         if code != DONE:
             sys.stderr.write((Path(folder) / "launcher.log").read_text(errors="replace")[-4000:])
             raise UserError(f"{command}: its {plan.processes} processes ended with {code}")

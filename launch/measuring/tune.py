@@ -18,7 +18,7 @@ from isobatch.core.measures import now, printable
 from isobatch.core.number_ranges import AboveZero
 from isobatch.core.plan import INVARIANCES
 from isobatch.engine.runs.classify_errors import classify
-from isobatch.launch.local.run_setup import TrustOptions
+from isobatch.launch.local.run_setup import AnswerOptions
 from isobatch.launch.measuring.measures import QUOTED, Setting, settings
 from isobatch.launch.measuring.trial import TrialSession, Variant, answer_in_world, trial
 
@@ -34,13 +34,11 @@ LEAST_GAIN = 0.03
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TuneOptions(TrustOptions):
+class TuneOptions(AnswerOptions):
     """Flags of `tune` beside the recipe's, the plan's and the run's."""
 
     minutes: AboveZero = 5.0
     """How long it may take in all; a model that is being compiled then is waited for."""
-    json: bool = False
-    """One JSON object on standard output."""
 
 
 @dataclass(slots=True)

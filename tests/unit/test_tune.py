@@ -59,6 +59,7 @@ def test_a_measure_is_tried_only_where_it_applies() -> None:
     assert flags("length grouping", plain) == ["--group-by-length on"]
     assert flags("accumulation", plain) == ["--batch-size 64 --micro-batch 32"]
     assert flags("micro-batch", variant(PlanOptions(micro_batch=1))) == ["no --micro-batch"]
+    assert flags("loading", variant(processes=2))[0] == "--workers 1"
     vae = dataclasses.replace(RECIPE, options={"monitor": "full"})
     assert flags("monitoring interval", variant(recipe=vae)) == ["--monitor fast", "--monitor off"]
 
