@@ -21,7 +21,7 @@ from isobatch.data.corpora import DEMO
 from isobatch.data.digests import file_hash
 from isobatch.data.interactions import demo, formats, movielens
 from isobatch.data.interactions.log import MISSING, draw_eval_negatives, pair_keys
-from isobatch.data.interactions.log_splits import EVAL_NEGATIVES_SEED, LogSplits, Numbering, read_log
+from isobatch.data.interactions.log_splits import LogSplits, Numbering, read_log
 from isobatch.data.tokenized import TOKENIZER_FILE, TokenizedData
 
 if TYPE_CHECKING:
@@ -122,9 +122,7 @@ class Interactions(TokenizedData):
         for split, columns in found.columns().items():
             save(folder / split, columns)
         texts, of_users, of_items = unique_texts(raw, users, items)
-        tokenizer, special = self._open_or_train_tokenizer(
-            lambda size: tokenizers.train_byte_level_bpe(texts, size)
-        )
+        tokenizer, special = self._open_or_train_tokenizer(lambda: texts)
         tokens = self._encode_texts(tokenizer, texts, special["pad"] or 0)
         catalogue = folder / CATALOGUE
         counts = found.logs["train"].counts("item", len(items))
@@ -170,7 +168,7 @@ class Interactions(TokenizedData):
         keys = np.unique(pair_keys(user[known], item[known], size))
         user, item = (part.astype(np.int32) for part in np.divmod(keys, size))
         had = np.union1d(np.load(Path(facts.folder) / CATALOGUE / "had.npy"), keys)
-        rivals = draw_eval_negatives(user, had, size, self.options.eval_negatives, EVAL_NEGATIVES_SEED)
+        rivals = draw_eval_negatives(user, had, size, self.options.eval_negatives)
         save(folder / TEST, {"user": user, "item": item, "rivals": rivals})
         return {}
 
@@ -181,9 +179,7 @@ class Interactions(TokenizedData):
 
     def _names(self, facts: Facts) -> dict[str, list[str]]:
         """Ids of `users` and `items` by number, and `titles` of the items."""
-        text = (Path(facts.folder) / CATALOGUE / NAMES_FILE).read_text()
-        found: dict[str, list[str]] = json.loads(text)
-        return found
+        return json.loads((Path(facts.folder) / CATALOGUE / NAMES_FILE).read_text())
 
     def _encode_texts(self, tokenizer: Tokenizer, texts: list[str], pad: int) -> Ragged:
         tokenizer.enable_truncation(self.recipe.max_length)

@@ -10,15 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from isobatch.core.errors import UserError
-from isobatch.data.interactions.tables import (
-    Table,
-    delimited_table,
-    parquet_table,
-    read_rows,
-    shape_to_stream,
-    some_ids,
-    whole_ids,
-)
+from isobatch.data.interactions import tables
 from isobatch.data.readers import name_columns, open_parquet, require_name
 from isobatch.data.tables.delimited import ATOMIC
 
@@ -73,7 +65,7 @@ class ItemText(NamedTuple):
 class RawInteractions:
     """Interactions as they are in the files: ids are not numbered, repeats are not removed."""
 
-    splits: dict[str, Table]
+    splits: dict[str, tables.Table]
     """One split `all` where the files are not split."""
     users: dict[str, str] = field(default_factory=dict)
     """User id -> text."""
@@ -158,18 +150,18 @@ def read_tables(path: Path, file_format: str | None, options: Any) -> RawInterac
     return found
 
 
-def _open_interactions(file: Path, options: Any, notes: list[str]) -> Table:
+def _open_interactions(file: Path, options: Any, notes: list[str]) -> tables.Table:
     """The columns user and item, and rating and time where the table has them."""
     asked = {name: getattr(options, f"{name}_column") for name in COLUMNS}
     if file.suffix == ".parquet":
         with open_parquet(file) as table:
             names = table.schema_arrow.names
-        return parquet_table(file, _choose_columns(file, names, asked, notes))
-    shape = shape_to_stream(file, asked.values(), notes)
+        return tables.parquet_table(file, _choose_columns(file, names, asked, notes))
+    shape = tables.shape_to_stream(file, asked.values(), notes)
     ids = [name for name in (asked["user"], asked["item"], *USER_COLUMNS, *ITEM_COLUMNS) if name]
     columns = _choose_columns(file, shape.names, asked, notes)
     mark, lines = shape.dialect["delimiter"], shape.header_lines
-    return delimited_table(file, mark, shape.names, columns, skip=lines, ids=ids)
+    return tables.delimited_table(file, mark, shape.names, columns, skip=lines, ids=ids)
 
 
 def _choose_columns(
@@ -187,10 +179,8 @@ def _choose_columns(
             continue
         flag = f"--{name}-column"
         if column is None:
-            has = name_columns(available)
-            raise UserError(
-                f"{file}: has no column {' or '.join(usual[:3])}; {flag} says which; it has: {has}"
-            )
+            wanted, has = " or ".join(usual[:3]), name_columns(available)
+            raise UserError(f"{file}: has no column {wanted}; {flag} says which; it has: {has}")
         require_name(column, available, file, flag)
         chosen[name] = column
     renamed = [f"{column} as {name}" for name, column in chosen.items() if column != name]
@@ -209,13 +199,12 @@ def _texts_by_id(file: Path, ids: Sequence[str], notes: list[str]) -> dict[str, 
     """
     keys, texts = [], []
     key = title = ""
-    for where, row in read_rows(file):
+    for where, row in tables.read_rows(file):
         if not key:
             key = next((name for name in (*ids, "id") if name in row), next(iter(row)))
             if key.isdecimal() and key not in ("0", "1"):
-                raise UserError(
-                    f"{file}: its first row names no columns ({', '.join([*row][:4])}): give it a header"
-                )
+                shown = ", ".join([*row][:4])
+                raise UserError(f"{file}: its first row names no columns ({shown}): give it a header")
             others = [name for name in row if name != key]
             title = next((name for name in TITLE_COLUMNS if name in row), [*others, key][0])
         if row[key] in (None, "") or row[key] != row[key]:
@@ -223,9 +212,8 @@ def _texts_by_id(file: Path, ids: Sequence[str], notes: list[str]) -> dict[str, 
         said = [str(row[n]).replace("|", ", ") for n in row if n != key and row[n] not in (None, "")]
         keys.append(str(row[key]))
         texts.append(ItemText(str(row[title] or row[key]), ". ".join(said)))
-    keys = whole_ids(keys)
+    keys = tables.whole_ids(keys)
     if twice := [key for key, count in Counter(keys).items() if count > 1]:
-        notes.append(
-            f"{file.name}: {len(twice):,} of its ids have several rows ({some_ids(twice)}): the last is read"
-        )
+        several = f"{file.name}: {len(twice):,} of its ids have several rows ({tables.some_ids(twice)})"
+        notes.append(f"{several}: the last is read")
     return dict(zip(keys, texts, strict=True))

@@ -37,6 +37,8 @@ TIME_SPLIT_ENDS = (0.8, 0.9)
 """The shares of all interactions at which train and valid end in a split by time."""
 MISSING = -1
 """Stands for no item or no text."""
+EVAL_NEGATIVES_SEED = 0
+"""Fixed: runs with different seeds rank against the same items, so that their metrics can be compared."""
 
 
 def pair_keys(user: np.ndarray, item: np.ndarray, items: int) -> np.ndarray:
@@ -115,32 +117,28 @@ def unique_pair_keys(logs: Iterable[InteractionLog], items: int) -> np.ndarray:
     return ordered[_ends_run(ordered)]
 
 
-def count_in(keys: np.ndarray, among: np.ndarray) -> int:
-    """How many of the keys are among these, which are sorted."""
+def are_in(keys: np.ndarray, among: np.ndarray) -> np.ndarray:
+    """(n,) bool: whether each of the keys is among these, which are sorted."""
     if not len(among):
-        return 0
-    place = np.minimum(np.searchsorted(among, keys), len(among) - 1)
-    return int((among[place] == keys).sum())
+        return np.zeros(len(keys), bool)
+    return among[np.minimum(np.searchsorted(among, keys), len(among) - 1)] == keys
 
 
-def draw_eval_negatives(user: np.ndarray, seen: np.ndarray, items: int, count: int, seed: int) -> np.ndarray:
+def draw_eval_negatives(user: np.ndarray, seen: np.ndarray, items: int, count: int) -> np.ndarray:
     """Draw, for each of `user` (n,), `count` different items that the user has not seen, uniformly.
 
     `seen` are sorted `pair_keys`. Returns (n, count) int32; -1 fills the rows of users with too few items.
     """
-    rng = np.random.Generator(np.random.PCG64(seed))
+    rng = np.random.Generator(np.random.PCG64(EVAL_NEGATIVES_SEED))
     found = np.empty((len(user), count), np.int32)
-    known = np.searchsorted(seen, (user + 1).astype(np.int64) * items) - np.searchsorted(
-        seen, user.astype(np.int64) * items
-    )
-    has_few = items - known <= 2 * count
+    own = np.searchsorted(seen, np.add.outer(user.astype(np.int64), (0, 1)) * items)
+    has_few = items - np.diff(own)[:, 0] <= 2 * count
     for start in range(0, len(user), 1 << 14):
         rows = np.arange(start, min(start + (1 << 14), len(user)))
         rows = rows[~has_few[rows]]
         found[rows] = _draw_with_rejection(user[rows], seen, items, count, rng)
     for row in np.flatnonzero(has_few):
-        first, last = np.searchsorted(seen, [user[row] * items, (user[row] + 1) * items])
-        unseen = np.setdiff1d(np.arange(items), seen[first:last] - int(user[row]) * items)
+        unseen = np.setdiff1d(np.arange(items), seen[slice(*own[row])] - int(user[row]) * items)
         some = rng.permutation(unseen)[:count]
         found[row] = np.append(some, np.full(count - len(some), MISSING))
     return found
@@ -155,8 +153,7 @@ def _draw_with_rejection(
     while len(rows):
         drawn = found[rows]
         key = pair_keys(np.repeat(user[rows], count), drawn.reshape(-1), items)
-        position = np.minimum(np.searchsorted(seen, key), len(seen) - 1)
-        bad = (seen[position] == key).reshape(drawn.shape)
+        bad = are_in(key, seen).reshape(drawn.shape)
         order = np.argsort(drawn, axis=1, kind="stable")
         ordered = np.take_along_axis(drawn, order, 1)
         again = np.zeros_like(bad)

@@ -12,7 +12,7 @@ from isobatch.core.terminal.status import doing
 from isobatch.data.interactions.log import (
     MISSING,
     InteractionLog,
-    count_in,
+    are_in,
     draw_eval_negatives,
     drop_repeats,
     hold_out_validation,
@@ -44,12 +44,11 @@ class Numbering:
         """(n,) int32 provisional numbers of a pyarrow array without empty values."""
         coded, place = column.dictionary_encode(), self._place
         of = [place.setdefault(str(value).strip(), len(place)) for value in coded.dictionary.to_pylist()]
-        found: np.ndarray = np.array(of, np.int32)[coded.indices.to_numpy()]
-        return found
+        return np.array(of, np.int32)[coded.indices.to_numpy()]
 
     def finish(self, named: Iterable[str] = ()) -> tuple[list[str], np.ndarray]:
         """(all ids in order, also those `named`; (provisional numbers,) int32 the place of each)."""
-        own = whole_ids(self._place)
+        own = self.names
         names = list(dict.fromkeys((*own, *named)))
         names.sort(key=(lambda n: (int(n), n)) if all(n.isdecimal() for n in names) else str)
         place = {name: number for number, name in enumerate(names)}
@@ -80,10 +79,6 @@ def renumbered(
     rating = columns.pop("rating", None)
     found = InteractionLog(columns)
     return found if rating is None else found.take(rating >= min_rating)
-
-
-EVAL_NEGATIVES_SEED = 0
-"""Fixed: runs with different seeds rank against the same items, so that their metrics can be compared."""
 
 
 class LogSplits:
@@ -198,7 +193,7 @@ class LogSplits:
                     there = log.counts(column, most) > 0
                     if new := int((there & ~known[column]).sum()):
                         yield f"{split}: {new:,} of its {what} are in no training interaction"
-                if same := count_in(pair_keys(log.user, log.item, len(self.items)), self.seen):
+                if same := int(are_in(pair_keys(log.user, log.item, len(self.items)), self.seen).sum()):
                     yield f"{split}: {same:,} of {len(log):,} interactions are in train too"
 
     def columns(self) -> dict[str, Columns]:
@@ -213,14 +208,11 @@ class LogSplits:
         """(n, negatives) int32: what each held-out item is ranked against; -1 for none."""
         if split == "test" and self.negatives is not None:
             return self._given_rivals(self.negatives, log)
-        drawn = draw_eval_negatives(
-            log.user, self.had, len(self.items), self.options.eval_negatives, EVAL_NEGATIVES_SEED
-        )
+        count = self.options.eval_negatives
+        drawn = draw_eval_negatives(log.user, self.had, len(self.items), count)
         if short := int((drawn == MISSING).any(1).sum()):
-            self.notes.append(
-                f"{split}: {short} users have fewer than {self.options.eval_negatives} unseen items: theirs"
-                " are ranked against those there are"
-            )
+            few = f"{split}: {short} users have fewer than {count} unseen items"
+            self.notes.append(f"{few}: theirs are ranked against those there are")
         return drawn
 
     def _given_rivals(self, given: np.ndarray, log: InteractionLog) -> np.ndarray:
@@ -232,7 +224,7 @@ class LogSplits:
         number = np.array([index[str(n)] for n in named], np.int32)
         found: np.ndarray = number[where].reshape(given.shape)
         keys = pair_keys(np.repeat(log.user, given.shape[1]), found.reshape(-1), len(self.items))
-        if had := count_in(keys, self.had):
+        if had := int(are_in(keys, self.had).sum()):
             self.notes.append(
                 f"test: {had:,} of the {found.size:,} negatives that the data names are items that their"
                 " users had: they are rivals all the same"

@@ -111,9 +111,8 @@ def _read_ncf_negatives(file: Path, test: Table) -> np.ndarray:
 
     width = len(file.open().readline().rstrip("\n").split("\t")) - 1
     names = ["pair", *(f"n{n}" for n in range(width))]
-    table, tested = (
-        pa.Table.from_batches(one.batches()) for one in (delimited_table(file, "\t", names), test)
-    )
+    tables = delimited_table(file, "\t", names), test
+    table, tested = (pa.Table.from_batches(one.batches()) for one in tables)
     taken = zip(tested["user"].to_pylist(), tested["item"].to_pylist(), strict=True)
     pairs = [f"({user},{item})" for user, item in taken]
     if table["pair"].to_pylist() != pairs:

@@ -155,12 +155,10 @@ def read_fields(file: Path, delimiter: str, count: int) -> Iterator[tuple[str, l
     """
     for number, line in enumerate(read_text(file).split("\n"), 1):
         if line.strip():
-            row = line.rstrip("\r").split(delimiter)
+            where, row = f"{file} line {number}", line.rstrip("\r").split(delimiter)
             if len(row) != count:
-                raise UserError(
-                    f"{file} line {number}: has {len(row)} fields between {delimiter!r}, not {count}"
-                )
-            yield f"{file} line {number}", row
+                raise UserError(f"{where}: has {len(row)} fields between {delimiter!r}, not {count}")
+            yield where, row
 
 
 def shape_to_stream(file: Path, columns: Iterable[str | None], notes: list[str]) -> Shape:
