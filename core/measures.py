@@ -7,7 +7,7 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,16 @@ STATUS = Path("/proc/self/status")
 
 now = time.perf_counter
 """Seconds of a monotonic clock: only differences between two calls are meaningful."""
+
+
+def wait_for(done: Callable[[], bool], seconds: float, pause: float = 0.1) -> bool:
+    """Poll `done` until it is true or the time is over, in seconds; whether it became true."""
+    end = time.monotonic() + seconds
+    while not done():
+        if time.monotonic() > end:
+            return False
+        time.sleep(pause)
+    return True
 
 
 def peak_resident_bytes() -> int:

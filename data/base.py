@@ -163,9 +163,8 @@ class ArraySource(Source):
     @classmethod
     def open(cls, folder: Path) -> ArraySource:
         """The samples of a prepared split, whose bytes are checked before they are first used."""
-        files = digests.prepared_files(folder.parent)
-        of_split = {f.path.name: f for f in files.values() if f.path.parent == folder and f.holds_array}
-        return cls(load(folder), of_split)
+        files = [f for f in digests.prepared_files(folder.parent).values() if f.path.suffix == ".npy"]
+        return cls(load(folder), {f.path.name: f for f in files if f.path.parent == folder})
 
     def check(self, indices: np.ndarray) -> None:
         if not any(file.unchecked.any() for file in self._files.values()):

@@ -85,10 +85,6 @@ class PreparedFile:
         self.unchecked = np.ones(len(digests), bool)
         self._bytes: np.ndarray | None = None
 
-    @property
-    def holds_array(self) -> bool:
-        return self.path.suffix == ".npy"
-
     def check(self, starts: np.ndarray, stops: np.ndarray) -> None:
         """Check the chunks that hold these ranges of bytes. Raises TrainingError where one was changed."""
         if self.unchecked.any():
@@ -135,7 +131,7 @@ class PreparedFolder:
         self.folder, self.files = folder, prepared_files(folder)
         self._stamps = {name: _stamp(file.path) for name, file in self.files.items()}
         for file in self.files.values():
-            if not (file.holds_array and (file.path.parent / "index.json").exists()):
+            if file.path.suffix != ".npy" or not (file.path.parent / "index.json").exists():
                 file.check_all()
 
     def check_written(self) -> list[str]:

@@ -94,13 +94,8 @@ def _cell_kind(cell: Any) -> str:
     return type(cell).__name__
 
 
-def open_demo() -> Corpus:
-    """Lines of source code of Python's standard library, a part of them at even distances."""
-    splits = corpora.demo_corpus().splits
-    return Corpus({split: partial(_demo_lines, texts, DEMO_LINES[split]) for split, texts in splits.items()})
-
-
 def _demo_lines(texts: Callable[[], Iterable[str]], most: int) -> list[str]:
+    """Lines of source code of Python's standard library, a part of them at even distances."""
     lines = [line for text in texts() for line in text.split("\n") if len(line.split()) >= DEMO_LINE_WORDS]
     return lines[:: math.ceil(len(lines) / most)]
 
@@ -239,7 +234,8 @@ class Sequences(TokenizedData):
     def _open_corpus(self) -> tuple[Corpus, str]:
         """(the texts, or places and ids, of each split; their kind)."""
         if self.recipe.data == DEMO:
-            return open_demo(), TEXT
+            splits = corpora.demo_corpus().splits
+            return Corpus({s: partial(_demo_lines, of, DEMO_LINES[s]) for s, of in splits.items()}), TEXT
         if not (parts := self._files()):
             rows = corpora.rows_from_hub(self.recipe.data, self.options.data_config)
             name, kind, notes = self._find_column(rows.splits["train"]())
@@ -257,9 +253,7 @@ class Sequences(TokenizedData):
     def _collect_texts(self, corpus: Corpus, found: Mapping[str, SequenceRows]) -> Tokenizer:
         """Tokenize the texts of every split into its rows; the tokenizer."""
         self._check_vocabulary_size()  # what a hub data set holds is not known before
-        tokenizer, _ = self._open_or_train_tokenizer(
-            lambda size: tokenizers.train_byte_level_bpe(corpus.splits["train"](), size)
-        )
+        tokenizer, _ = self._open_or_train_tokenizer(corpus.splits["train"])
         for split, rows in found.items():
             for batch in batches(rows.count_words(corpus.splits[split]())):
                 doing(f"tokenizing: {len(rows.lengths):,} texts done")

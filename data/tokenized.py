@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -182,15 +182,16 @@ class TokenizedData(Data):
         return list(self.prepared_tokenizer(facts).decode_batch(rows))
 
     def _open_or_train_tokenizer(
-        self, train: Callable[[int], Tokenizer]
+        self, texts: Callable[[], Iterable[str]], lowercase: bool = False
     ) -> tuple[Tokenizer, dict[str, int | None]]:
-        """The tokenizer, opened or made by `train(vocabulary size)`, and its special tokens' ids."""
+        """The tokenizer, opened or trained on these texts, and its special tokens' ids."""
         if self.known is not None:
             roles = tokenizers.USUAL_SPECIAL_TOKENS
             return self.prepared_tokenizer(self.known), {role: self.known.extra.get(role) for role in roles}
         path = self._tokenizer_folder()
         if path is None:
-            tokenizer = train(self._vocabulary_size())
+            train = tokenizers.train_lowercase_bpe if lowercase else tokenizers.train_byte_level_bpe
+            tokenizer = train(texts(), self._vocabulary_size())
         else:
             tokenizer = tokenizers.open_as_transformers(path, self._tokenizer_source().model)
         self._require_same_vocabulary(tokenizer)

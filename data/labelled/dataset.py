@@ -120,9 +120,7 @@ class Labelled(TokenizedData):
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
         labels, texts = facts.extra["labels"], super().describe_rows(facts, batch)
-        return [
-            f"{labels[number]}: {text}" for number, text in zip(batch["label"].tolist(), texts, strict=True)
-        ]
+        return [f"{labels[n]}: {text}" for n, text in zip(batch["label"].tolist(), texts, strict=True)]
 
     def encode_splits(self) -> Encoded:
         """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
@@ -141,21 +139,16 @@ class Labelled(TokenizedData):
             del classes["train"]
         labels = self._known_labels(classes) if fixed else class_names(classes, columns, self.recipe.data)
         tokenizer, special = self._open_tokenizer(read_examples(rows["train"](), columns))
-        encoder = LabelledEncoder(
-            tokenizer=tokenizer,
-            dtype=tokenizers.token_dtype(tokenizer),
-            pairs=columns.pair is not None,
-            max_length=self.recipe.max_length,
-        )
+        pairs, longest = columns.pair is not None, self.recipe.max_length
+        dtype = tokenizers.token_dtype(tokenizer)
+        encoder = LabelledEncoder(tokenizer=tokenizer, dtype=dtype, pairs=pairs, max_length=longest)
         found: dict[str, Any] = {}
         for split, known in classes.items():
             examples = read_examples(rows[split](), columns)
             encoded, cut = self._encode_split(split, examples, encoder, special["pad"] or 0)
             found[split] = {**encoded, "label": known.numbers(labels)}
             if cut:
-                notes.append(
-                    f"{split}: {cut} of {len(known)} texts are cut to {self.recipe.max_length} tokens"
-                )
+                notes.append(f"{split}: {cut} of {len(known)} texts are cut to {longest} tokens")
         counts = np.bincount(next(iter(found.values()))["label"], minlength=len(labels))
         weights = class_weights(self.options.class_weights, labels, counts)
         if weights is not None and not fixed:
@@ -221,9 +214,7 @@ class Labelled(TokenizedData):
     def _open_tokenizer(self, examples: Iterable[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
         """The tokenizer, which may be trained on the examples, and the ids of its special tokens."""
         texts = (text for e in examples for text in (e.text, e.pair) if text)
-        tokenizer, special = self._open_or_train_tokenizer(
-            lambda size: tokenizers.train_lowercase_bpe(texts, size)
-        )
+        tokenizer, special = self._open_or_train_tokenizer(lambda: texts, lowercase=True)
         tokenizers.ensure_special_tokens(tokenizer)
         found = [i for role in ("pad", "eos", "unk") if (i := special[role]) is not None]
         return tokenizer, {**special, "pad": [*found, 0][0]}

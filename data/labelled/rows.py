@@ -64,9 +64,8 @@ def find_columns(data: str, available: Sequence[str], options: Any) -> ColumnNam
     texts, classes = text or _usual(TEXT_COLUMNS, available), label or _usual(LABEL_COLUMNS, available)
     if texts is None or classes is None:
         flags = " and ".join(["--text-column"] * (texts is None) + ["--label-column"] * (classes is None))
-        raise UserError(
-            f"--data {data}: which column? give {flags}; it has: {readers.name_columns(available)}"
-        )
+        has = readers.name_columns(available)
+        raise UserError(f"--data {data}: which column? give {flags}; it has: {has}")
     if pair is None and PAIR_COLUMNS.get(texts) in available:
         pair = PAIR_COLUMNS[texts]
     return ColumnNames(texts, pair, classes)
@@ -207,8 +206,7 @@ class SplitClasses:
         """(n,) int64: the place of each row's label in `names`."""
         number = {name: n for n, name in enumerate(names)}
         of = np.array([number.get(label or "", -1) for label in self.labels], np.int64)
-        found: np.ndarray = of[self.codes]
-        return found
+        return of[self.codes]
 
 
 def held_out_rows(classes: SplitClasses, share: float) -> np.ndarray:

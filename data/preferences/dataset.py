@@ -16,7 +16,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import HeldOutShare
-from isobatch.data import corpora, readers, tokenizers
+from isobatch.data import corpora, readers
 from isobatch.data.base import ArraySource, Ragged
 from isobatch.data.chat_formats import SkippedRowError, template_values
 from isobatch.data.corpora import DEMO, Corpus
@@ -133,13 +133,12 @@ class Preferences(TokenizedData):
         if name == "auto" and pairs.holds_whole_texts(first):
             name = VERBATIM
 
-        def train(size: int) -> Any:
+        def texts() -> Iterator[str]:
             plain = chat_templates.tokenizer_training_template(name, default)
             found = self.texts(rows, "train", plain, RowCounts())
-            segments = (segment for text in found for segment in sum(text.answers, text.prompt))
-            return tokenizers.train_byte_level_bpe((segment.text for segment in segments), size)
+            return (segment.text for text in found for segment in sum(text.answers, text.prompt))
 
-        tokenizer, special = self._open_or_train_tokenizer(train)
+        tokenizer, special = self._open_or_train_tokenizer(texts)
         values = chat_templates.parse_values(self.options.template_kwargs or ())
         folder = self._tokenizer_folder()
         template = chat_templates.choose_template(name, default, tokenizer, special, folder, values)

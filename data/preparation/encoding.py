@@ -46,10 +46,7 @@ HEADER = " "
 
 def short_digest(*parts: bytes) -> str:
     """BLAKE2b over these bytes, 32 hex digits."""
-    digest = hashlib.blake2b(digest_size=16)
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
 
 
 def text_hash(text: str | bytes) -> int:

@@ -71,9 +71,7 @@ class IndexedGroup:
 
 def save_part(folder: Path, groups: list[IndexedGroup]) -> None:
     """Write a shard's part, all of it or nothing; another process may write the same one."""
-    described = [
-        [*group.place.extent, group.rows, group.samples, group.digest.hex(), group.sizes] for group in groups
-    ]
+    described = [[*g.place.extent, g.rows, g.samples, g.digest.hex(), g.sizes] for g in groups]
     save_whole(folder, _joined(groups), described)
 
 
@@ -171,11 +169,10 @@ class IndexBuilder:
             with self._large if is_large else contextlib.nullcontext():
                 found = [self.indexed(GroupPlace(number, extent), rows) for extent, rows in shard.groups()]
             self.store.require_unchanged(one)
-            lost = f"{LEFT_OUT}no column `{self.encoder.column}`"
+            column = self.encoder.column
+            lost = f"{LEFT_OUT}no column `{column}`"
             if found and all(group.sizes.get(lost) == group.rows for group in found):
-                raise UserError(
-                    f"{one.address} has no column {self.encoder.column}, and the first object has"
-                )
+                raise UserError(f"{one.address} has no column {column}, and the first object has")
             save_part(folder, found)
 
     def indexed(self, place: GroupPlace, rows: Rows) -> IndexedGroup:

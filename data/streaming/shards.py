@@ -131,8 +131,7 @@ class ParquetShard(Shard):
 
     def columns(self) -> list[str]:
         with self._opened() as file:
-            names: list[str] = file.schema_arrow.names
-            return names
+            return file.schema_arrow.names
 
     def groups(self) -> Iterator[tuple[Extent, Rows]]:
         """Consecutive row groups that together have GROUP_BYTES."""

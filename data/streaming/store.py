@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 import random
@@ -11,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
@@ -161,9 +161,8 @@ class Store:
         found: dict[str, StoredObject] = {}
         for pattern in patterns(data):
             try:
-                listed = _insist(
-                    pattern, "the list of objects", functools.partial(self._list, pattern), ATTEMPTS_TO_LIST
-                )
+                ask = partial(self._list, pattern)
+                listed = _insist(pattern, "the list of objects", ask, ATTEMPTS_TO_LIST)
             except TrainingError as error:
                 raise UserError(f"--data {data}: {error}") from None
             known = [(one, file_format(one.address)) for one in listed]

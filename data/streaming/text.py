@@ -46,8 +46,8 @@ class StreamedText(Text):
         return Store().find(self.recipe.data)
 
     def check(self) -> None:
+        options, form = self.options, self.recipe.format
         store.check(self.recipe.data)
-        options = self.options
         asked = {
             "--mix": options.mix is not None,
             f"--valid {options.valid}": options.valid is not None,
@@ -59,10 +59,8 @@ class StreamedText(Text):
                 f"{refused[0]}: needs data on this machine, which is prepared as a whole: copy it here, or"
                 " leave this out"
             )
-        if self.recipe.format is not None:
-            raise UserError(
-                f"--format {self.recipe.format}: an object in a store says by its ending what it is"
-            )
+        if form is not None:
+            raise UserError(f"--format {form}: an object in a store says by its ending what it is")
         chat_templates.check_name(options.template)
         self._check_vocabulary_size()
         self._tokenizer_source()
@@ -90,9 +88,7 @@ class StreamedText(Text):
             raise UserError(f"--max-length {self.recipe.max_length}: a row needs at least 2 tokens")
         kind, column = self._detect_kind()
         encoder, splits = self._encoder(kind, column), index.divide(self.objects)
-        tokenizer, special = self._open_or_train_tokenizer(
-            lambda size: tokenizers.train_byte_level_bpe(self._texts(encoder, splits), size)
-        )
+        tokenizer, special = self._open_or_train_tokenizer(lambda: self._texts(encoder, splits))
         tokenizer.save(str(folder / TOKENIZER_FILE))
         self._bind(encoder, tokenizer, special)
         atomic_files.write_json(folder / ENCODER_FILE, {"kind": kind, "column": column, "special": special})

@@ -12,7 +12,6 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import AboveZero, HeldOutShare
-from isobatch.data import tokenizers
 from isobatch.data.base import ArraySource
 from isobatch.data.cleaning import CLEANING_VERSION, CleaningStep, parse_steps
 from isobatch.data.corpora import DEMO
@@ -126,9 +125,7 @@ class Text(TokenizedData):
         found: TextSet | Mixture = sets[0] if len(sets) == 1 else Mixture(sets)
         if stride and all(isinstance(one, conversations.Conversations) for one in sets):
             raise UserError(f"--stride {stride}: is for running text; conversations are judged one by one")
-        tokenizer, special = self._open_or_train_tokenizer(
-            lambda size: tokenizers.train_byte_level_bpe(found.texts(), size)
-        )
+        tokenizer, special = self._open_or_train_tokenizer(found.texts)
         tokenization = TokenizationSettings(tokenizer, special, recipe.max_length, stride, self.workshop)
         found.bind_tokenizer(tokenization)
         learnt = {} if self.known is None else self.known.extra

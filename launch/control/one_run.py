@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from isobatch.core import atomic_files
 from isobatch.core.atomic_files import explain_write_errors
 from isobatch.core.errors import DONE, FAILED, STOPPED, UserError
-from isobatch.core.measures import format_bytes, printable
+from isobatch.core.measures import format_bytes, printable, wait_for
 from isobatch.core.number_ranges import Positive
 from isobatch.core.terminal.console import format_metrics, print_answer
 from isobatch.core.terminal.status import doing
@@ -76,12 +76,9 @@ def _wait_for_end(run: RunFolder) -> RunView:
     """Wait until nobody trains the run. Raises UserError where it does not end."""
     print(f"isobatch: waiting until {run.folder} has ended", file=sys.stderr)
     doing(f"waiting for {run.folder}")
-    deadline = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < deadline:
-        time.sleep(LOOK_SECONDS)
-        if (now := look(run.folder)).is_over:
-            return now
-    raise UserError(f"{run.folder} has not ended within {WAIT_SECONDS:g} s: cancel --now ends it at once")
+    if not wait_for(lambda: look(run.folder).is_over, WAIT_SECONDS, LOOK_SECONDS):
+        raise UserError(f"{run.folder} has not ended within {WAIT_SECONDS:g} s: cancel --now ends it at once")
+    return look(run.folder)
 
 
 READ_SECONDS, FOLLOW_SECONDS = 0.5, 3.0

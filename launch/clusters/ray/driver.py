@@ -63,24 +63,8 @@ class RayOptions:
     def __post_init__(self) -> None:
         check_fields(self)
         if not re.fullmatch(HERE, self.address):
-            said = f"--address {self.address}: give auto, local or HOST:PORT of a cluster's head"
-            raise UserError(
-                f"{said}; `isobatch ray` without --submit prints the `ray job submit` for another"
-            )
-
-
-def ray(words: Sequence[str]) -> int:
-    """Print the request in these words as a file, or train it on the cluster."""
-    request, options = parse(words, "ray", RayOptions)
-    request = on_device(request, "ray", "--gpus-per-worker", options.gpus_per_worker, options.cpu)
-    processes = processes_each(request, "--ray-workers", options.ray_workers, options.gpus_per_worker)
-    if not options.submit:
-        print(as_file(request, options))
-        return DONE
-    if importlib.util.find_spec("ray") is None:
-        raise UserError("--submit needs: pip install 'isobatch[ray]', or 'ray[train]'")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray sends statistics of its use
-    return train_until_done(request, options, processes)
+            said = "give auto, local or HOST:PORT of a cluster's head; `isobatch ray` without --submit prints"
+            raise UserError(f"--address {self.address}: {said} the `ray job submit` for another")
 
 
 HEAD = """# isobatch ray --config FILE --submit trains this on a Ray cluster until it is done.
@@ -117,7 +101,16 @@ class Ray(Local):
         flags: --cpu --cpus-per-worker C --address auto|local|HOST:PORT, and those of `auto`. All nodes see
                the folder in which this is run, --out and --data.
         """
-        return ray(words)
+        request, options = parse(words, "ray", RayOptions)
+        request = on_device(request, "ray", "--gpus-per-worker", options.gpus_per_worker, options.cpu)
+        processes = processes_each(request, "--ray-workers", options.ray_workers, options.gpus_per_worker)
+        if not options.submit:
+            print(as_file(request, options))
+            return DONE
+        if importlib.util.find_spec("ray") is None:
+            raise UserError("--submit needs: pip install 'isobatch[ray]', or 'ray[train]'")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # else Ray sends statistics of its use
+        return train_until_done(request, options, processes)
 
     def attempt(self, run: RunFolder) -> Verdict | None:
         launch_run.wait_for_orphans(run)
@@ -126,9 +119,8 @@ class Ray(Local):
         folder, nonce = run.folder / "ray", secrets.token_hex(8)
         folder.mkdir(exist_ok=True)
         own = {"run": str(run.folder), "nonce": nonce, "storage": str(folder)}
-        error = self._fit(
-            {**self.order, **own, "environment": environment_elsewhere()}, folder / f"stop-{nonce}"
-        )
+        order = {**self.order, **own, "environment": environment_elsewhere()}
+        error = self._fit(order, folder / f"stop-{nonce}")
         self.order["plan"] = ""
         run.forget_plan()
         verdict = judge(run.read_exit(nonce), error, self.stop.requested)

@@ -25,6 +25,7 @@ import ray.train
 from ray.train.torch import TorchConfig
 
 from isobatch.core.errors import BUG
+from isobatch.core.measures import wait_for
 from isobatch.core.package import TRAIN_SCRIPT
 from isobatch.engine.machine.detect import GRANTED_CPUS
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
@@ -156,8 +157,6 @@ def _report(run: RunFolder, first: int, codes: list[int]) -> None:
     rank, code = next(iter(failed.items()))
     if code < 0:
         raise RuntimeError(f"rank {rank} was ended by signal {-code}")
-    end = time.monotonic() + VERDICT_SECONDS
-    while not run.has_verdict() and time.monotonic() < end:
-        time.sleep(POLL_SECONDS)
+    wait_for(run.has_verdict, VERDICT_SECONDS)
     run.write_exit(Verdict(BUG, f"rank {rank} ended with exit code {code}"))
     raise RuntimeError(f"rank {rank} ended with exit code {code}")

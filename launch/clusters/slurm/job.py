@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, FAILED, STOPPED, JobMemoryError, UserError, WorkerLostError
+from isobatch.core.measures import wait_for
 from isobatch.engine import consent
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.machine.detect import detect
@@ -32,7 +33,7 @@ from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.cluster import Cluster, JobState, refuse_if_in_a_job
 from isobatch.launch.clusters.slurm import client, legs
 from isobatch.launch.clusters.slurm.client import NO_ANSWER, update_job_record
-from isobatch.launch.clusters.slurm.node import meeting_folder, wait_for
+from isobatch.launch.clusters.slurm.node import meeting_folder
 from isobatch.launch.clusters.slurm.step import Step, explain_end, srun_command, unreachable_nodes
 from isobatch.launch.local import launch_run
 from isobatch.launch.local.placement import ends_of_logs

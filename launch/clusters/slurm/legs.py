@@ -35,6 +35,10 @@ FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 2.0, 60.0
 """Between two tries, while slurmctld does not answer."""
 
 
+Reached = list[int] | None
+"""[number of the phase, step] of a checkpoint; None without one."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
     """RUN/slurm/request.json: what `slurm` was asked for and the job needs; every leg reads it."""
@@ -94,44 +98,35 @@ class LegClock:
     administrator may change the limit: so Slurm is asked now and then, and when this process stood still.
     """
 
-    def __init__(
-        self, ask: Callable[[], float | None], limit: float, now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, ask: Callable[[], float | None], limit: float) -> None:
         """`ask`: Slurm for the seconds that are left, None where it does not answer."""
-        self._ask, self._now = ask, now
-        self.limit = limit
-        """Seconds of the whole leg, as far as is known."""
-        self._end = now() + limit
-        self._looked = now()
-        self._asked = self._looked - ASK_AGAIN_SECONDS
+        self._ask, self.limit = ask, limit
+        """`limit`: seconds of the whole leg, as far as is known."""
+        self._looked = time.monotonic()
+        self._end, self._asked = self._looked + limit, self._looked - ASK_AGAIN_SECONDS
         self.watch()
 
     def left(self) -> float:
         """Seconds that are left."""
-        return self._end - self._now()
+        return self._end - time.monotonic()
 
     def watch(self) -> None:
         """To be called twice a second: asks Slurm where it is time to."""
-        now = self._now()
+        now = time.monotonic()
         paused = now - self._looked > PAUSE_SECONDS
         self._end += (now - self._looked) * paused  # Slurm's answer, where there is one, says it exactly
         if paused or now - self._asked >= ASK_AGAIN_SECONDS:
-            left, self._asked = self._ask(), self._now()
+            left, self._asked = self._ask(), time.monotonic()
             if left is not None:
                 self._end, self.limit = self._asked + left, max(left, self.limit)
-        self._looked = self._now()
+        self._looked = time.monotonic()
 
 
 def why_not_requeue(
-    reason: str,
-    leg: int,
-    max_legs: int | None,
-    before: list[int] | None,
-    now: list[int] | None,
-    shown: dict[str, str],
+    reason: str, leg: int, max_legs: int | None, before: Reached, now: Reached, shown: dict[str, str]
 ) -> str:
-    """Why a stopped job does not requeue itself; empty where it does. `before`, `now`: [phase, step] at which
-    the leg before was requeued, and of the furthest checkpoint; `shown`: what Slurm shows of the job.
+    """Why a stopped job does not requeue itself; empty where it does. `before`, `now`: where the leg before
+    was requeued, and the furthest checkpoint; `shown`: what Slurm shows of the job.
     """
     state = shown.get("JobState", "")
     if int(shown.get("Restarts", 0)) >= leg:  # it counts up at once; the state is COMPLETING, as at any end
@@ -165,8 +160,8 @@ def requeue(job: str, seconds_left: Callable[[], float]) -> str:
     return ""
 
 
-def furthest_checkpoint(run: RunFolder) -> list[int] | None:
-    """[phase, step] of the furthest checkpoint."""
+def furthest_checkpoint(run: RunFolder) -> Reached:
+    """The furthest checkpoint."""
     task, _ = workload_of(run.recipe).make(run.recipe)
     phases = [phase.name for phase in task.phases()]
     names = [path.name.rpartition("-") for path in run.checkpoints.glob("[!.]*-*")]

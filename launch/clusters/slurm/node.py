@@ -15,13 +15,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import BUG, DONE, WRONG_INPUT, UserError
+from isobatch.core.measures import wait_for
 from isobatch.core.package import TORCHRUN_SCRIPT, TRAIN_SCRIPT
 from isobatch.engine.distributed.stop_signals import StopFlag
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
@@ -51,9 +52,8 @@ def node(words: Sequence[str]) -> int:
         raise UserError("node: runs in a step of a Slurm job, which `job` starts")
     run, os.environ[NONCE] = RunFolder(Path(words[0])), words[1]
     nodes = tuple(words[2].split(","))
-    meeting = Meeting(
-        meeting_folder(run.folder, words[1]), nodes, nodes.index(name), int(words[3]), tuple(words[4:])
-    )
+    folder = meeting_folder(run.folder, words[1])
+    meeting = Meeting(folder, nodes, nodes.index(name), int(words[3]), tuple(words[4:]))
     with StopFlag() as stop:
         try:
             code = _train(run, meeting, stop)
@@ -126,16 +126,6 @@ class Meeting:
             where = ", ".join(f"{a}:{port}" for a in addresses)
             raise UserError(f"{self.name} cannot reach {self.nodes[0]} at {where}: is there a firewall?")
         return min(found, key=lambda address: is_loopback(found[address])), port
-
-
-def wait_for(done: Callable[[], bool], seconds: float, pause: float = 0.1) -> bool:
-    """Poll `done` until it is true or the time is over, in seconds; whether it became true."""
-    end = time.monotonic() + seconds
-    while not done():
-        if time.monotonic() > end:
-            return False
-        time.sleep(pause)
-    return True
 
 
 def _train(run: RunFolder, meeting: Meeting, stop: StopFlag) -> int:

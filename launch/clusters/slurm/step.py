@@ -15,7 +15,7 @@ from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.slurm.containers import ENVIRONMENT, in_container
 
 if TYPE_CHECKING:
-    from isobatch.launch.clusters.slurm import client
+    from isobatch.launch.clusters.slurm.client import Allocation
     from isobatch.launch.clusters.slurm.legs import JobRequest
 
 ORPHANED = 96
@@ -118,11 +118,7 @@ def unreachable_nodes(said: str) -> list[str]:
 
 
 def srun_command(
-    run: RunFolder,
-    nodes: Sequence[str],
-    allocation: client.Allocation,
-    request: JobRequest,
-    words: Sequence[str],
+    run: RunFolder, nodes: Sequence[str], allocation: Allocation, request: JobRequest, words: Sequence[str]
 ) -> list[str]:
     """The command of a step: one launcher per node, which gets `words`; one that fails ends the others.
 
