@@ -67,5 +67,4 @@ class HostCopy:
         """The values, flattened."""
         if self._copied is not None:
             self._copied.synchronize()
-        values: list[float] = self._host.flatten().tolist()
-        return values
+        return self._host.flatten().tolist()

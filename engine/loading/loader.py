@@ -34,13 +34,8 @@ Order = Callable[[int], np.ndarray]
 def micro_batch_budget(plan: Plan) -> MicroBatchBudget:
     """The plan's limits on a micro-batch of padded rows."""
     return MicroBatchBudget(
-        plan.micro_batch_samples, plan.micro_batch_tokens, plan.micro_batch_cost, 0.0, plan.pad_multiple
+        plan.micro_batch_samples, plan.micro_batch_tokens, plan.micro_batch_cost, plan.pad_multiple
     )
-
-
-def training_budget(plan: Plan) -> MicroBatchBudget:
-    """The same for training; packed samples count without padding where the kernel needs none (CUDA)."""
-    return dataclasses.replace(micro_batch_budget(plan), packed=plan.pack and plan.device == "cuda")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +92,8 @@ class BatchLoader:
     ) -> None:
         self.source, self.order, self.plan, self.rank, self.cohort = source, order, plan, rank, cohort
         self.equal_counts, self.left_out = equal_counts, left_out
-        self.budget = training_budget(plan)
+        packed = plan.pack and plan.device == "cuda"  # without padding, where the kernel needs none
+        self.budget = dataclasses.replace(micro_batch_budget(plan), packed=packed)
         self._last_cut: tuple[np.ndarray, _Cut] | None = None
         """Lengths and cut of the batch that was cut last: one of equal lengths is cut alike, which is most of
         a small step's planning. One tuple, because two threads plan."""

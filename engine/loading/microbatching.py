@@ -23,8 +23,6 @@ class MicroBatchBudget:
     """Largest number of padded tokens: rows times the length of the longest."""
     fixed_cost: float = 0.0
     """Cost of a micro-batch apart from its tokens (kernel launches), in tokens."""
-    square_cost: float = 0.0
-    """Cost per squared length of a row (attention), in tokens."""
     pad_multiple: int = 1
     packed: bool = False
     """Samples are packed end to end: padding costs nothing and does not count."""
@@ -33,13 +31,9 @@ class MicroBatchBudget:
         """Lengths rounded up to the pad multiple."""
         return -(-np.maximum(1, lengths) // self.pad_multiple) * self.pad_multiple
 
-    def row_costs(self, widths: np.ndarray) -> np.ndarray:
-        """Cost, in tokens, of one row of each width, without the fixed cost."""
-        return widths + self.square_cost * np.square(widths, dtype=np.float64)
-
     def rows(self, widths: np.ndarray, max_cost: float = np.inf) -> np.ndarray:
         """Largest number of rows of each width within the budget and `max_cost`; at least one."""
-        by_cost = np.maximum(0.0, (max_cost - self.fixed_cost) / self.row_costs(widths))
+        by_cost = np.maximum(0.0, (max_cost - self.fixed_cost) / widths)
         most = np.minimum(self.samples, self.tokens // widths)
         return np.maximum(1, np.minimum(most, by_cost).astype(np.int64))
 
@@ -129,18 +123,17 @@ def _divide_packed(
 ) -> Division:
     """The fewest micro-batches that fit, of equal cost: long and short rows lie end to end."""
     tokens = cohort * lengths.astype(np.float64)
-    costs = tokens + budget.square_cost * tokens * lengths
     fewest = max(tokens.sum() / budget.tokens, len(order) * cohort / budget.samples)
     number = world * max(1, int(np.ceil(fewest / world)))
     while True:
-        bins, _ = deal(costs, number)
+        bins, _ = deal(tokens, number)
         rows = np.bincount(bins, minlength=number)
         fits = np.bincount(bins, tokens, number) <= budget.tokens
         if ((fits & (rows * cohort <= budget.samples)) | (rows <= 1)).all():
             break
         number += world
     by_bin, starts = np.argsort(bins, kind="stable"), np.cumsum(rows[rows > 0]) - rows[rows > 0]
-    of_bins = budget.fixed_cost + np.bincount(bins, costs, number)[rows > 0]
+    of_bins = budget.fixed_cost + np.bincount(bins, tokens, number)[rows > 0]
     return order[by_bin], starts, of_bins, deal(of_bins, world)[0]
 
 
@@ -181,7 +174,7 @@ class _PaddedRows:
         self.ends: list[int] = [*changes.tolist(), self.count]
         """Where each run ends."""
         self.run_widths = self.widths[np.array([0, *changes])]
-        costs = cohort * budget.row_costs(self.run_widths)
+        costs = cohort * self.run_widths
         self.dearest = budget.fixed_cost + float(costs[0])
         """Of the micro-batches of one cohort."""
         self.ceiling = budget.fixed_cost + float((costs * self._cohorts(np.inf)).max())
@@ -216,7 +209,7 @@ class _PaddedRows:
     def costs_of(self, starts: np.ndarray) -> np.ndarray:
         """(S,)"""
         rows = np.diff(starts, append=self.count) * self.cohort
-        return self.budget.fixed_cost + rows * self.budget.row_costs(self.widths[starts])
+        return self.budget.fixed_cost + rows * self.widths[starts]
 
     def _cohorts(self, max_cost: float) -> np.ndarray:
         """Cohorts of a micro-batch that begins in each run."""

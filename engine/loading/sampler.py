@@ -114,9 +114,8 @@ class Sampler:
             before = _scale(positions, quota, left)
             taken = _scale(positions + 1, quota, left) > before
             draws = epoch * quota + before[taken]
-            samples[unfilled[taken]] = offset + self._draws_of_set(
-                draws, size, self.seed + _PART_SEED * (number + 1)
-            )
+            seed = self.seed + _PART_SEED * (number + 1)
+            samples[unfilled[taken]] = offset + self._draws_of_set(draws, size, seed)
             unfilled, positions = unfilled[~taken], (positions - before)[~taken]
             left, offset = left - quota, offset + size
             if not left:
@@ -166,15 +165,12 @@ def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
         raise UserError(
             f"--data {recipe.data}: this task computes {cohort} samples together, so that it takes one set"
         )
+    groups = None
+    if recipe.order != "rows":
+        assert source.groups is not None, "data with has_groups opens sources with groups"
+        groups = GroupOrder(source.groups, recipe.shuffle_window, recipe.seed, recipe.train_fraction)
     sampler = Sampler(
-        len(source),
-        recipe.batch_size,
-        recipe.seed,
-        recipe.train_fraction,
-        cohort,
-        lengths,
-        parts,
-        _group_order(recipe, source),
+        len(source), recipe.batch_size, recipe.seed, recipe.train_fraction, cohort, lengths, parts, groups
     )
     if parts and 0 in sampler.quotas:
         raise UserError(
@@ -182,13 +178,6 @@ def make_sampler(recipe: Recipe, source: Source, cohort: int) -> Sampler:
             f" epoch set {sampler.quotas.index(0) + 1} would have none: raise its share"
         )
     return sampler
-
-
-def _group_order(recipe: Recipe, source: Source) -> GroupOrder | None:
-    if recipe.order == "rows":
-        return None
-    assert source.groups is not None, "data with has_groups opens sources with groups"
-    return GroupOrder(source.groups, recipe.shuffle_window, recipe.seed, recipe.train_fraction)
 
 
 def order_by_length(lengths: np.ndarray) -> np.ndarray:

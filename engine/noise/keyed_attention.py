@@ -88,12 +88,15 @@ def _probabilities(
 def dropout_mask(keys: Tensor, shape: torch.Size, probability: float) -> Tensor:
     """A (B, H, T, S) bool mask that does not depend on padding of T and S.
 
-    The position of a pair is counted in a square of MAX_KEYED_LENGTH by MAX_KEYED_LENGTH. Raises
-    AttentionTooLongError.
+    The position of a pair is counted in a square of MAX_KEYED_LENGTH by MAX_KEYED_LENGTH. Raises UserError
+    where a batch is longer.
     """
     batch, heads, length, span = shape
     if max(length, span) > MAX_KEYED_LENGTH:
-        raise AttentionTooLongError(max(length, span))
+        raise UserError(
+            f"dropout inside attention is keyed up to {MAX_KEYED_LENGTH} tokens, and this batch has"
+            f" {max(length, span)}: set the model's attention dropout to 0, or use --noise native"
+        )
     threshold = round(probability * 65536) - 32768
     pairs = (span + 1) // 2
     row = torch.arange(heads * length, device=keys.device)
@@ -101,13 +104,3 @@ def dropout_mask(keys: Tensor, shape: torch.Size, probability: float) -> Tensor:
     keyed = torch.stack([keys[:, :1] + start.to(torch.int32), keys[:, 1:].expand(-1, len(start))], -1)
     bits = hash_bits(keyed.reshape(-1, 2), pairs).view(torch.int16)
     return (bits.view(batch, heads, length, 2 * pairs)[..., :span] >= threshold).contiguous()
-
-
-class AttentionTooLongError(UserError):
-    """A batch is longer than keyed attention dropout supports."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__(
-            f"dropout inside attention is keyed up to {MAX_KEYED_LENGTH} tokens, and this batch has {length}:"
-            f" set the model's attention dropout to 0, or use --noise native"
-        )

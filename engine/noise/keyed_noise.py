@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,19 +31,6 @@ _CALL_STRIDE = 0x3C6EF372
 """Added to both halves of a key for each further call of one module in one forward."""
 
 
-class PackedRows(Protocol):
-    """The packed layout of a batch: padded (B, T) positions <-> N tokens in one row."""
-
-    tokens: int
-    """N."""
-    width: int
-    """T."""
-
-    def take(self, x: Tensor) -> Tensor:
-        """(B, T, ...) -> (1, N, ...)."""
-        ...
-
-
 class KeyedNoise:
     """The noise of one run. `bind` it to a micro-batch, then draw; the same draw gives the same numbers.
 
@@ -55,8 +42,8 @@ class KeyedNoise:
         self.sites: dict[str, NoiseSite] = {}
         self.keys: Tensor | None = None
         self.rows = 0
-        self.packed_rows: PackedRows | None = None
-        """Layout of the packed rows; None while rows are padded."""
+        self.packed_rows: Any = None
+        """The `PackedLayout` of the rows (model_setup/packing.py); None while they are padded."""
         self._bound = (0, np.empty(0, np.int64))
         """Step and sample numbers. They are hashed at the first draw: most tasks draw nothing."""
         self._row_keys: np.ndarray | None = None
@@ -145,14 +132,17 @@ class NoiseSite:
     def draw(self) -> Tensor:
         """(B, 2) int32 keys: others at each call in a forward pass, the same again when it is recomputed.
 
-        Raises RepeatedDropoutError.
+        Raises UserError where it is unknown which call is to be repeated.
         """
         assert self.noise.keys is not None, "noise drawn outside a bound micro-batch"
         keys = self.noise.keys[self.number]
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:  # noqa: SLF001
             # Inside a backward pass (torch has no public way to ask): activations are being recomputed.
             if self.calls > 1:
-                raise RepeatedDropoutError(self.name)
+                raise UserError(
+                    f"dropout {self.name} is called several times in a forward, so its noise cannot be"
+                    " recomputed: use --activation-checkpointing off or --noise native"
+                )
             return keys
         self.calls += 1
         return keys if self.calls == 1 else keys + (self.calls - 1) * _CALL_STRIDE
@@ -235,7 +225,7 @@ def apply_mask(x: Tensor, mask: Tensor, probability: float) -> Tensor:
 class KeyedDropout(nn.Module):
     """Dropout of (B, ...) activations whose mask depends on the sample, not on the rest of its batch.
 
-    Raises NotPerSampleError where the input does not have one row per sample.
+    Raises UserError where the input does not have one row per sample.
     """
 
     def __init__(self, p: float, noise: KeyedNoise, site: str) -> None:
@@ -251,28 +241,12 @@ class KeyedDropout(nn.Module):
             padded = keep_mask(keys, layout.width * rest, self.p)
             return apply_mask(x, layout.take(padded.view(len(keys), layout.width, rest)), self.p)
         if len(keys) != len(x):
-            raise NotPerSampleError(self.site.name, tuple(x.shape), len(keys))
+            raise UserError(
+                f"dropout {self.site.name} sees a tensor of shape {tuple(x.shape)} in a micro-batch of"
+                f" {len(keys)} samples, so its noise cannot be keyed by sample: use --noise native (the plan"
+                " then says `noise`) or --dropout 0"
+            )
         return apply_mask(x, keep_mask(keys, x[0].numel(), self.p), self.p)
 
     def extra_repr(self) -> str:
         return f"p={self.p}, site={self.site.name!r}"
-
-
-class RepeatedDropoutError(UserError):
-    """A module that draws several times in a forward pass was recomputed: which draw to repeat is unknown."""
-
-    def __init__(self, site: str) -> None:
-        super().__init__(
-            f"dropout {site} is called several times in a forward, so its noise cannot be recomputed:"
-            " use --activation-checkpointing off or --noise native"
-        )
-
-
-class NotPerSampleError(UserError):
-    """The input of a keyed dropout does not have one row per sample."""
-
-    def __init__(self, site: str, shape: tuple[int, ...], rows: int) -> None:
-        super().__init__(
-            f"dropout {site} sees a tensor of shape {shape} in a micro-batch of {rows} samples, so its noise"
-            " cannot be keyed by sample: use --noise native (the plan then says `noise`) or --dropout 0"
-        )

@@ -179,7 +179,7 @@ def _typical_cut(
     """
     lengths = np.array(typical_batch_lengths(case.facts, min(share, MOST_SAMPLES)))
     fixed = launches * fixed_tokens(case, choices)
-    return cut_batch(lengths, 1, MicroBatchBudget(*budget, fixed, 0.0, case.pad_multiple)), lengths
+    return cut_batch(lengths, 1, MicroBatchBudget(*budget, fixed, case.pad_multiple)), lengths
 
 
 def compute_seconds(

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from isobatch.core.errors import UserError
 from isobatch.engine.noise.keyed_attention import (
     MAX_KEYED_LENGTH,
-    AttentionTooLongError,
     dropout_mask,
     key_attention,
     keyed_attention,
@@ -112,7 +112,7 @@ def test_without_dropout_the_plain_kernel_is_asked() -> None:
 
 def test_lengths_beyond_the_square_are_refused() -> None:
     with pytest.raises(
-        AttentionTooLongError,
+        UserError,
         match=f"keyed up to {MAX_KEYED_LENGTH} tokens, and this batch has {MAX_KEYED_LENGTH + 1}",
     ):
         masks([1], MAX_KEYED_LENGTH + 1)

@@ -19,7 +19,6 @@ BUDGETS = st.builds(
     samples=st.integers(1, 40),
     tokens=st.integers(1, 2000),
     fixed_cost=st.sampled_from([0.0, 16.0, 256.0]),
-    square_cost=st.sampled_from([0.0, 0.01]),
     pad_multiple=st.sampled_from([1, 8, 64]),
 )
 WORLDS = st.sampled_from([1, 2, 3, 5, 8, 16])
@@ -74,16 +73,15 @@ def test_cohorts_stay_whole_and_in_order(
 
 
 def test_the_cost_by_hand() -> None:
-    budget = MicroBatchBudget(samples=4, tokens=100, fixed_cost=10, square_cost=0.5, pad_multiple=8)
+    budget = MicroBatchBudget(samples=4, tokens=100, fixed_cost=10, pad_multiple=8)
     widths = budget.widths(np.array([9, 0, 30, 1000]))
     assert widths.tolist() == [16, 8, 32, 1000]  # an empty row is still a row
-    assert budget.row_costs(widths).tolist()[0] == 16 + 0.5 * 16 * 16  # 144
     # 100 // 16 = 6 rows of 16 tokens, but 4 samples at most; 100 // 32; one row of any width.
     assert budget.rows(widths).tolist() == [4, 4, 3, 1]
-    assert budget.rows(widths, max_cost=300).tolist()[0] == 2  # (300 - 10) / 144
+    assert budget.rows(widths, max_cost=50).tolist()[0] == 2  # (50 - 10) / 16
     lengths = np.array([9, 9, 9])
     (micro,) = cut_batch(lengths, 1, budget).of_rank(0)
-    assert micro.cost == 10 + 3 * 144
+    assert micro.cost == 10 + 3 * 16
 
 
 @given(LENGTHS, WORLDS, BUDGETS, st.sampled_from([1, 3]), st.booleans())
