@@ -190,13 +190,11 @@ class ModuleRecorder:
     @contextlib.contextmanager
     def hooked(self, model: nn.Module) -> Iterator[None]:
         """Record what the model's modules compute within."""
-        modules = [(name, module) for name, module in model.named_modules() if name]
-        handles = [m.register_forward_hook(partial(self._record_output, name)) for name, m in modules]
-        try:
+        with contextlib.ExitStack() as handles:
+            for name, module in model.named_modules():
+                if name:
+                    handles.enter_context(module.register_forward_hook(partial(self._record_output, name)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def outputs(self) -> Outputs:
         """All outputs, by sample of the global batch."""

@@ -18,7 +18,6 @@ from isobatch.models.capabilities import FinalRemark, FinishesUnmeasured, Measur
 if TYPE_CHECKING:
     from torch import nn
 
-    from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.models.base import Task
@@ -27,17 +26,13 @@ ROUNDING = 1e-5
 """Difference allowed between tensors that are computed in the export, as a share of the largest element."""
 MEASURED_ROUNDING = 2e-2
 """The same in files that are computed from held-out data, some in 16 bits."""
+HeldOut = Callable[..., Iterable[Any]]
 CONFIGURATIONS = (".json", ".jinja", ".txt", ".model")
 """Ends of files that another version of a library may write otherwise. They hold no code."""
 
 
 def compare_export(
-    run: RunFolder,
-    task: Task,
-    model: nn.Module,
-    saved: SavedCheckpoint,
-    facts: Facts,
-    batches: Callable[..., Iterable[Any]] | None,
+    run: RunFolder, task: Task, model: nn.Module, saved: SavedCheckpoint, batches: HeldOut | None
 ) -> dict[str, Any]:
     """Export into a temporary folder, and compare it with the run's final/ as `compare_folders` does.
 
@@ -46,7 +41,7 @@ def compare_export(
     whether the model card is that of the logged figures.
     """
     with tempfile.TemporaryDirectory() as temporary:
-        fresh = Path(temporary)
+        fresh, facts = Path(temporary), run.facts
         task.export(model, fresh, facts)
         export_beside(task, model, saved, fresh, facts)
         metrics, remark = dict[str, Any](), ""
@@ -55,11 +50,11 @@ def compare_export(
         if not batches and isinstance(task, FinishesUnmeasured):
             remark = task.finish_unmeasured(model, fresh)
         found = compare_folders(run.final, fresh, task.measured_files)
-        return {**found, "metrics": metrics, "card": is_own_card(run, task, fresh, facts, remark)}
+        return {**found, "metrics": metrics, "card": is_own_card(run, task, fresh, remark)}
 
 
-def is_own_card(run: RunFolder, task: Task, final: Path, facts: Facts, unmeasured: str = "") -> bool:
-    """Whether final/README.md is what a run with this export, these facts and its logged figures writes.
+def is_own_card(run: RunFolder, task: Task, final: Path, unmeasured: str = "") -> bool:
+    """Whether final/README.md is what a run with this export and its logged figures writes.
 
     `unmeasured`: what the task remarks where nothing is held out. Paths that are not here any more, and that
     of the run, may be written otherwise.
@@ -76,7 +71,7 @@ def is_own_card(run: RunFolder, task: Task, final: Path, facts: Facts, unmeasure
     before = summary["steps"] - last["step"]
     _, step = phase_and_step(last["exported"])
     figures = model_card.HeldOutFigures(measured, before + step, chosen_by, said)
-    card = model_card.render(description_of(task, final, facts), run.recipe, facts, figures)
+    card = model_card.render(description_of(task, final, run.facts), run.recipe, run.facts, figures)
     written = (run.final / model_card.FILE).read_text(encoding="utf-8")
     return _plain_places(card, run.recipe) == _plain_places(written, run.recipe)
 

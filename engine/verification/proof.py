@@ -23,6 +23,10 @@ FLIPPED_ROWS = 2
 two values that are nearly equal."""
 
 
+Metrics = Mapping[str, Mapping[str, Any]]
+"""Split -> its metrics."""
+
+
 def is_time(metric: str) -> bool:
     """Whether a metric is measured in seconds: it is another one each time."""
     return "latency" in metric
@@ -185,10 +189,7 @@ def _same_figure(logged: float, redone: float) -> bool:
 
 
 def wrong_metrics(
-    logged: Mapping[str, Mapping[str, Any]],
-    measured: Mapping[str, Mapping[str, Any]],
-    samples: Mapping[str, int],
-    allowed: float,
+    logged: Metrics, measured: Metrics, samples: Mapping[str, int], allowed: float
 ) -> list[str]:
     """Compare held-out metrics with the logged ones. A share of rows may differ by FLIPPED_ROWS rows.
 

@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.strategies.base import Strategy
     from isobatch.engine.train.figures import LossAndNorm, StepFigures, StepRow
     from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
@@ -100,9 +99,7 @@ class Compare(Hook):
         if self.due(step):
             saved = SavedCheckpoint(self.run.checkpoints / self._reached(step))
             bound = 2 * self._rates if self.run.recipe.optimizer in BOUNDED else None
-            self.redone.weights[self._reached(step)] = compare_weights(
-                state.strategy, saved, bound, self.origin, state.world
-            )
+            self.redone.weights[self._reached(step)] = compare_weights(state, saved, bound, self.origin)
         return set()
 
 
@@ -110,18 +107,13 @@ class Replay:
     """The training of a run's recipe under the caller's plan."""
 
     def __init__(
-        self,
-        run: RunFolder,
-        plan: Plan,
-        recipe: Recipe | None = None,
-        world: Communicator | None = None,
+        self, run: RunFolder, plan: Plan, recipe: Recipe | None = None, world: Communicator | None = None
     ) -> None:
         """`recipe`: in place of the run's own. `world`: that of another replay in this process."""
         self.run = run
         self.world = world or Communicator(plan)
-        self.builder = Builder(
-            recipe or run.recipe, run.facts, plan, self.world, left_out=left_out_steps(run)
-        )
+        left_out = left_out_steps(run)
+        self.builder = Builder(recipe or run.recipe, run.facts, plan, self.world, left_out=left_out)
         self.state = self.builder.state
 
     def load_trained(self) -> Path | None:
@@ -167,7 +159,11 @@ class Replay:
         redone = Redone()
         with self.builder:
             for window in sorted(job.windows, key=lambda w: w.checkpoint != INITIAL):
-                self._redo_window(window, rows, redone)
+                with self.phase_at(window) as origin:
+                    compare = Compare(self.run, window, origin, rows, redone)
+                    run_phase(self.state, Hooks([compare]), window.start, window.stop)
+                    redone.foreign_noise |= bool(self.state.layout.foreign_noise)
+                redone.covered.append([window.phase, window.start + 1, window.stop])
             if job.held_out:
                 self._measure_held_out(redone)
         return redone
@@ -206,14 +202,6 @@ class Replay:
         with builder.phase(schedule, None, saved.folder):
             yield None
 
-    def _redo_window(self, window: Window, rows: Mapping[tuple[str, int], StepRow], redone: Redone) -> None:
-        """Run the steps of a window, and compare with the log and with the checkpoints that it reaches."""
-        with self.phase_at(window) as origin:
-            compare = Compare(self.run, window, origin, rows, redone)
-            run_phase(self.state, Hooks([compare]), window.start, window.stop)
-            redone.foreign_noise |= bool(self.state.layout.foreign_noise)
-        redone.covered.append([window.phase, window.start + 1, window.stop])
-
     def _measure_held_out(self, redone: Redone) -> None:
         """Measure the exported weights on the held-out splits, and export them again."""
         builder, state, folder = self.builder, self.state, self.trained()
@@ -234,7 +222,7 @@ class Replay:
                 model = builder.gather_full_model(folder, phase)
                 first = next(iter(redone.metrics), None)
                 batches = (lambda name=first: host_batches(state.splits[name])) if first else None
-                redone.export = compare_export(self.run, state.task, model, saved, state.facts, batches)
+                redone.export = compare_export(self.run, state.task, model, saved, batches)
                 redone.export["hooks"] = list(beside)
                 if first:
                     redone.metrics[first] |= redone.export["metrics"]
@@ -243,13 +231,9 @@ class Replay:
 
 
 def compare_weights(
-    strategy: Strategy,
-    saved: SavedCheckpoint,
-    bound: float | None,
-    origin: SavedCheckpoint | None,
-    world: Communicator,
+    state: Training, saved: SavedCheckpoint, bound: float | None, origin: SavedCheckpoint | None
 ) -> dict[str, float]:
-    """How a strategy's trainable weights and buffers differ from a checkpoint's, over all ranks.
+    """How a training's trainable weights and buffers differ from a checkpoint's, over all ranks.
 
     `bound`: largest difference that rounding may come to; twice the sum of the redone steps' learning rates
     for Adam, which moves an element by about its rate a step at most (Kingma and Ba 2015, section 2.1),
@@ -260,9 +244,9 @@ def compare_weights(
     are not finite), `far` (that differ by more than FAR of it), `different` (elements that are not the same
     bit for bit) and `elements`.
     """
-    buffers = {WEIGHT + name for name in strategy.buffers()}
+    buffers = {WEIGHT + name for name in state.strategy.buffers()}
     largest, counts = 0.0, dict.fromkeys(("beyond", "far", "different", "elements"), 0)
-    for piece in strategy.collect_state().pieces:
+    for piece in state.strategy.collect_state().pieces:
         if not piece.name.startswith(WEIGHT) or piece.name not in saved.entries:
             continue
         wanted = saved.read_slice(piece.name, piece.start, piece.start + piece.values.numel())
@@ -277,7 +261,7 @@ def compare_weights(
             counts["beyond"] += int((~(difference <= allowed)).sum())
             counts["far"] += int((~(difference <= FAR * allowed)).sum())
             largest = max(largest, float(difference.max()))
-    shares = world.all_gather_objects((largest, counts))
+    shares = state.world.all_gather_objects((largest, counts))
     worst = max((share for share, _ in shares), key=lambda x: math.inf if math.isnan(x) else x)
     return {"largest": worst, **{name: sum(share[name] for _, share in shares) for name in counts}}
 

@@ -156,21 +156,14 @@ def leading_windows(run: RunFolder, log: LogRecord, steps: int) -> list[Window]:
         if (steps := steps - (stop - start.start)) < 0:
             break
         found.append(dataclasses.replace(start, count=stop - start.start))
-        phase, stop = _origin(start)
+        is_first = start.checkpoint == INITIAL  # else go on with what led to the checkpoint
+        phase, stop = (start.phase, 0) if is_first else phase_and_step(start.checkpoint)
     return found
-
-
-def _origin(start: Window) -> tuple[str, int]:
-    """The phase and the step after which the checkpoint of a window was saved."""
-    return (start.phase, 0) if start.checkpoint == INITIAL else phase_and_step(start.checkpoint)
 
 
 def longest(windows: Iterable[Window]) -> list[Window]:
     """The longest window of each beginning: a session has its initial weights once."""
-    found: dict[str, Window] = {}
-    for window in sorted(windows, key=lambda w: w.count):
-        found[window.checkpoint] = window
-    return list(found.values())
+    return list({w.checkpoint: w for w in sorted(windows, key=lambda w: w.count)}.values())
 
 
 def trusted_weights(log: LogRecord, redone: Collection[tuple[str, int]]) -> str:

@@ -109,8 +109,7 @@ def receipt_of(run: RunFolder) -> Content:
     problems, log = audit_records(run)
     if log is None:
         raise TrainingError(f"{run.folder} is not what its recipe says: {problems[0]}")
-    made: Content = json.loads(atomic_files.json_text(receipts.make_receipt(run, log)))
-    return made
+    return json.loads(atomic_files.json_text(receipts.make_receipt(run, log)))
 
 
 def audit(words: Sequence[str]) -> int:

@@ -7,10 +7,10 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
 from isobatch.core.package import LOOPBACK_SCRIPT, ROOT
@@ -28,30 +28,18 @@ GRACE_SECONDS = 120
 """How long workers may take to save after a signal before they are killed."""
 
 
-class LauncherExit(NamedTuple):
-    """The end of a launcher process."""
-
-    code: int
-    stop_requested: bool
-    """Whether a signal that asks for a stop was forwarded to it."""
-
-
 def launch_workers(
-    plan: Plan,
-    script: Path,
-    arguments: list[str],
-    folder: Path,
-    extra_environment: Mapping[str, str] | None = None,
-    forward_signals: bool = True,
-) -> LauncherExit:
-    """Run `script` in the plan's processes; writes accelerate.yaml and launcher.log to `folder`.
+    plan: Plan, words: Sequence[str], folder: Path, own: Mapping[str, str] = {}, forward_signals: bool = True
+) -> tuple[int, bool]:
+    """Run a script and its arguments in the plan's processes; writes accelerate.yaml and launcher.log to
+    `folder`. Returns (the launcher's exit code, whether a signal that asks for a stop was forwarded to it).
 
+    `own`: variables of the processes.
     With `forward_signals` the first stop signal of each kind goes to the workers, and a second SIGINT ends
     them. Without, handlers stay as they are, and a KeyboardInterrupt asks the workers to save and stop.
     """
     config = write_config(folder, plan)
     launcher = [sys.executable, "-P", str(LOOPBACK_SCRIPT), "accelerate.commands.launch"]
-    command = [*launcher, "--config_file", str(config), str(script)]
     environment = {
         **os.environ,
         # Without these accelerate launch dies on SIGUSR1 and kills its workers 30 s after a signal.
@@ -64,7 +52,7 @@ def launch_workers(
         **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), loopback_interface()),
         "OMP_NUM_THREADS": str(max(1, plan.threads)),
         **consent.environment(),
-        **(extra_environment or {}),
+        **own,
         **({status.RELAY_VARIABLE: "1"} if status.on_terminal() else {}),
     }
     status.doing(f"starting {plan.processes} processes")
@@ -80,7 +68,7 @@ def launch_workers(
     log_path = folder / "launcher.log"
     with atomic_files.explain_write_errors(log_path), log_path.open("ab", buffering=0) as log:
         child = subprocess.Popen(
-            [*command, *arguments],
+            [*launcher, "--config_file", str(config), *words],
             env=environment,
             start_new_session=True,
             stderr=subprocess.PIPE,
@@ -90,7 +78,7 @@ def launch_workers(
         before = {number: signal.signal(number, forward) for number in caught}
         try:
             relay_output(child, log)
-            return LauncherExit(child.wait(), bool(forwarded))
+            return child.wait(), bool(forwarded)
         except KeyboardInterrupt:
             child.send_signal(signal.SIGINT)
             relay_output(child, log)

@@ -73,9 +73,8 @@ def redo(run: RunFolder, jobs: Jobs, owns_process: bool = True) -> list[Redone]:
         asked = [{"plan": plan.to_dict(), "job": dataclasses.asdict(job)} for plan, job in jobs]
         task = {"run": str(run.folder.resolve()), "facts": run.facts.to_dict(), "jobs": asked}
         atomic_files.write_json(folder / "task.json", task)
-        code = launch_workers(
-            jobs[0][0], TRAIN_SCRIPT, ["--redo", str(folder)], folder, forward_signals=owns_process
-        ).code
+        words = (str(TRAIN_SCRIPT), "--redo", str(folder))
+        code, _ = launch_workers(jobs[0][0], words, folder, forward_signals=owns_process)
         if code != DONE or not (folder / "report.json").exists():
             sys.stderr.write((folder / "launcher.log").read_text(errors="replace")[-4000:])
             raise RuntimeError(f"the {jobs[0][0].processes} processes that redid the steps ended with {code}")
@@ -142,7 +141,7 @@ def replay_in_full(run: RunFolder, plan: Plan, proof: Proof, log: LogRecord, own
         proof.problems += _wrong_evaluations(run, again, allowed)
         task, _ = workload_of(run.recipe).make(run.recipe)
         same_files = compare_folders(run.final, again.final)["identical"]
-        identical = bool(same_files and is_own_card(run, task, again.final, run.facts))
+        identical = bool(same_files and is_own_card(run, task, again.final))
         if identical:
             proof.covered.append("final weights reproduced bit for bit")
             proof.add_metrics(log, redone, run.facts.samples, HELD_OUT[run.plan.invariance])

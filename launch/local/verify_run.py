@@ -127,13 +127,7 @@ def verify_run(run: RunFolder, options: VerifyOptions, owns_process: bool = True
 
 
 def _verify_steps(
-    run: RunFolder,
-    steps: int,
-    plan: Plan,
-    own: Plan | None,
-    proof: Proof,
-    log: LogRecord,
-    owns_process: bool,
+    run: RunFolder, steps: int, plan: Plan, own: Plan | None, proof: Proof, log: LogRecord, owns_process: bool
 ) -> None:
     """Redo steps under another plan; those of the end, and what follows from them, under the run's `own`, if
     it can be had.

@@ -91,7 +91,9 @@ def translate(flags: Mapping[str, str], own: Collection[str]) -> Translation:
 def _meaning(word: str, value: str, own: Collection[str]) -> tuple[dict[str, str], str]:
     """(flags that a word with its value sets, what the user reads of it). Raises UserError."""
     is_foreign = word not in own and word in WORDS
-    name = our_name(word, own)
+    synonym = SYNONYMS.get(word, word)
+    names = (word, synonym, _TABLES["of_finished_models"].get(synonym))
+    name = next((one for one in names if one in own), word)
     forms = WORDS[word] if is_foreign else VALUES.get(name, {})
     written = spelling(word) if isinstance(value, BareValue) else f"{spelling(word)} {value}"
     rule = next((r for form, r in forms.items() if re.fullmatch(FORMS.get(form, form), value.lower())), None)
@@ -122,13 +124,6 @@ def _filled(template: str, value: str) -> str:
     if items := re.fullmatch(r"[\[(](.*)[\])]", value):
         value = ",".join(part.strip(" '\"") for part in items[1].split(",") if part.strip())
     return template.replace("{}", value)
-
-
-def our_name(word: str, own: Collection[str]) -> str:
-    """Our name of a flag that a word names; the word itself where it names none of `own`."""
-    ours = SYNONYMS.get(word, word)
-    names = (word, ours, _TABLES["of_finished_models"].get(ours))
-    return next((name for name in names if name in own), word)
 
 
 def words_for(known: Collection[str]) -> list[str]:
@@ -171,7 +166,8 @@ def flags_of_files(flags: Mapping[str, str]) -> dict[str, str]:
     if HOOK_CODE in recipe.options and "hook" not in flags:
         taught = ", ".join(recipe.options[HOOK_CODE])
         raise UserError(f"{typed}: what it learnt depends on its hook {taught}: give --hook FILE:CLASS too")
-    return flags_of_recipe(recipe)
+    found = {**recipe.values(), "from": (recipe.starts_from or {}).get("run")}
+    return {k: value_text(v) for k, v in found.items() if v is not None and k not in (TASK_CODE, HOOK_CODE)}
 
 
 def _read_mapping(path: Path, typed: str) -> dict[Any, Any]:
@@ -192,12 +188,6 @@ def _as_text(where: str, value: Any) -> str:
     if isinstance(value, dict):
         raise UserError(f"{where}: holds names of its own; write each flag by itself, as in lr: 1e-3")
     return ",".join(_as_text(where, item) for item in value) if isinstance(value, list) else str(value)
-
-
-def flags_of_recipe(recipe: Recipe) -> dict[str, str]:
-    """The recipe's values as text; those that are open are left out."""
-    values = {**recipe.values(), "from": (recipe.starts_from or {}).get("run")}
-    return {k: value_text(v) for k, v in values.items() if v is not None and k not in (TASK_CODE, HOOK_CODE)}
 
 
 def config_text(groups: Iterable[tuple[str, Mapping[str, Flag], Mapping[str, Any]]]) -> str:
@@ -251,10 +241,8 @@ def _numbers(flag: Flag, part: str) -> list[str]:
     match = re.fullmatch(r"(\d+)-(\d+)", part)
     if match is None or type(_value(flag, match[1])) is not int:
         return [part]
-    low, high = int(match[1]), int(match[2])
-    return (
-        [str(number) for number in range(low, high + 1)] if 0 <= high - low <= MOST_COMBINATIONS else [part]
-    )
+    numbers = range(int(match[1]), int(match[2]) + 1)
+    return list(map(str, numbers)) if 0 < len(numbers) <= MOST_COMBINATIONS + 1 else [part]
 
 
 def _value(flag: Flag, text: str) -> Any:

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import psutil
 
 from isobatch.core.errors import STOPPED, UserError, WorkerLostError
 from isobatch.core.package import TRAIN_SCRIPT
@@ -19,10 +20,6 @@ from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.launch.clusters.cluster import Cluster, JobState
 from isobatch.launch.local.accelerate_launcher import launch_workers
 from isobatch.launch.local.launch_run import AutoOptions, wait_for_orphans
-
-if TYPE_CHECKING:
-    import psutil
-
 
 LocalOptions = AutoOptions
 SECOND_SIGNAL_SECONDS = 1.0
@@ -55,11 +52,9 @@ class Local(Cluster):
 
     def _in_children(self, run: RunFolder) -> Verdict | None:
         nonce = secrets.token_hex(8)
-        arguments = ["--run", str(run.folder.resolve())]
+        words = (str(TRAIN_SCRIPT), "--run", str(run.folder.resolve()))
         # accelerate's exit code is only 0 or 1, and 1 for a clean stop, too: exit.json has the verdict.
-        stopped = launch_workers(
-            run.plan, TRAIN_SCRIPT, arguments, run.folder, {NONCE: nonce}, forward_signals=self.owns_process
-        ).stop_requested
+        _, stopped = launch_workers(run.plan, words, run.folder, {NONCE: nonce}, self.owns_process)
         if run.read_exit(nonce) is None:
             wait_for_orphans(run)
         run.forget_plan()  # the workers may have reduced the budget
@@ -76,8 +71,6 @@ class Local(Cluster):
 
     def cancel(self, run: RunFolder, job: JobState, now: bool) -> None:  # noqa: ARG002
         """SIGINT to the process that trains the run here: once to save, twice to end at once."""
-        import psutil
-
         launcher = _launcher(run)
         if launcher is None:
             raise UserError(f"{run.folder}: no process of yours trains it on this machine: cancel it there")
@@ -91,15 +84,11 @@ class Local(Cluster):
 
 def _launcher(run: RunFolder) -> psutil.Process | None:
     """The process on this machine that holds the run's lock: its launcher, else the worker of rank 0."""
-    import psutil
-
+    # Nothing is said of another user's process.
+    opened = [(process, process.info["open_files"] or ()) for process in psutil.process_iter(["open_files"])]
     for role in ("launch", "train"):
         path = str((run.folder / f".{role}.lock").resolve())
-        holders = {}
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):  # another user's, or it has just ended
-                if any(file.path == path for file in process.open_files()):
-                    holders[process.pid] = process
+        holders = {p.pid: p for p, files in opened if any(file.path == path for file in files)}
         # Loader processes are forked with the lock open.
         if first := [p for p in holders.values() if p.ppid() not in holders]:
             return first[0]
