@@ -27,8 +27,10 @@ from isobatch.models.causal_lm import gguf_vocabulary
 
 WORST = {"F16": 2**-10, "F32": 0.0, "BF16": 2**-8, "Q8_0": 1 / 127}
 """Number format -> most that a weight may be off, by the largest of its tensor. Vectors are F32."""
-PIECE_BYTES, BLOCK = 1 << 26, 32
-"""Of a tensor in memory; and weights that q8_0 rounds together: rows that are no multiple of it stay f16."""
+FORMATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+PIECE_BYTES, BLOCK = 1 << 22, 32
+"""Of a tensor in memory, so few that the processor's caches hold them; and weights that q8_0 rounds together:
+rows that are no multiple of it stay f16."""
 NOT_WEIGHTS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 """Buffers that old files hold."""
 TRANSPOSED = re.compile(r"\.c_(attn|proj|fc)\.weight$")
@@ -94,15 +96,11 @@ class Stored:
 
     def tofile(self, file: Any) -> None:
         """Write the tensor: GGUFWriter calls it as it would NumPy's."""
-        kinds = {"F16": torch.float16, "BF16": torch.bfloat16}
         for piece in self.pieces():
-            if self.kind == "Q8_0":
+            if dtype := FORMATS.get(self.kind):
+                file.write(piece.to(dtype).contiguous().view(torch.uint8).numpy().data)
+            else:
                 file.write(gguf.quantize(piece.float().numpy(), self.type).data)
-                continue
-            found = piece.to(kinds.get(self.kind, torch.float32)).contiguous()
-            if self.kind == "F16" and piece.dtype != torch.float16 and not torch.isfinite(found).all():
-                raise UserError(f"--to gguf: {self.name} is beyond what {self.kind} holds: take gguf-bf16")
-            file.write(found.view(torch.uint8).numpy().data)
 
 
 def check(config: Any, place: str) -> GGUFFamily:
@@ -293,9 +291,13 @@ def _written(writer: Any, file: Path, tensors: list[Stored]) -> dict[str, Any]:
         row = tensor.nbytes // math.prod(tensor.shape[:-1])
         for piece in tensor.pieces():
             stored = np.fromfile(file, np.uint8, row * len(piece), offset=place).reshape(len(piece), row)
-            difference = torch.from_numpy(gguf.dequantize(stored, tensor.type)) - piece.float()
+            dtype, wanted = FORMATS.get(tensor.kind), piece.float()
+            found = torch.from_numpy(stored if dtype else gguf.dequantize(stored, tensor.type))
+            difference = found.view(dtype or torch.float32) - wanted
             place, most = place + stored.size, max(most, float(difference.abs().max()))
-            largest = max(largest, float(piece.abs().max()))
+            largest = max(largest, float(wanted.abs().max()))
+        if most == math.inf:
+            raise UserError(f"--to gguf: {tensor.name} is beyond what {tensor.kind} holds: take gguf-bf16")
         if not most <= WORST[tensor.kind] * largest:
             raise ExportError(f"{file.name}: {tensor.name} differs by {most:.1e} from the trained weights")
         worst, start = max(worst, most / largest), start + size
