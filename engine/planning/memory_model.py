@@ -104,10 +104,9 @@ class MemoryFootprint:
         On a CPU what a step has freed stays with the process, where it serves what comes after.
         """
         kept = self.held_back * (self.step - self.resident)
+        loaded = self.workspace + max(self.weights, self.teacher)
         peaks = {
-            "load": self.step + self.rehearsal
-            if self.rehearsal
-            else self.workspace + max(self.weights, self.teacher),
+            "load": self.step + self.rehearsal if self.rehearsal else loaded,
             "train": self.step,
             "save": self.resident + kept,
             "evaluate": self.resident + kept + self.evaluation,

@@ -42,12 +42,29 @@ INDEX = "index.json"
 
 
 class TeacherSource(Source):
-    """A source with the teacher's outputs as further columns of each sample."""
+    """A source with the teacher's outputs as further columns of each sample, once they are there."""
 
-    def __init__(self, source: Source, folder: Path, places: Places) -> None:
-        self.source, self.folder, self.weights, self.places = source, folder, source.weights, places
-        self.answers, self._digests = _open(folder, "r")
-        self._unchecked = self._digests != 0
+    answers: dict[str, np.memmap[Any, Any]]
+    """The outputs by name: a row for each sample, or for each of its tokens."""
+    digests: np.memmap[Any, Any]
+
+    def __init__(self, source: Source, folder: Path, per_token: bool) -> None:
+        self.source, self.folder, self.weights, self.per_token = source, folder, source.weights, per_token
+        every = np.arange(len(source))
+        lengths = source.lengths(every) if per_token else np.ones_like(every)
+        self.borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+    def open(self, mode: Any = "r") -> None:
+        """Map the files. Raises UserError where they cannot be read."""
+        try:
+            names = json.loads((self.folder / INDEX).read_text())
+            self.answers = {name: np.load(self.folder / f"{name}.npy", mmap_mode=mode) for name in names}
+            self.digests = np.load(self.folder / f"{DIGESTS}.npy", mmap_mode=mode)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"the teacher's answers in {self.folder} cannot be read ({error}): delete it and run again"
+            ) from None
+        self._unchecked = self.digests != 0
 
     def __len__(self) -> int:
         return len(self.source)
@@ -55,11 +72,19 @@ class TeacherSource(Source):
     def lengths(self, indices: np.ndarray) -> np.ndarray:
         return self.source.lengths(indices)
 
+    def rows(self, name: str, samples: np.ndarray) -> list[np.ndarray]:
+        """What an output holds of each of these samples, to read or to write."""
+        return [self.answers[name][self.borders[n] : self.borders[n + 1]] for n in samples]
+
+    def digests_of(self, samples: np.ndarray) -> np.ndarray:
+        """(samples,) uint64: of what all outputs hold of each."""
+        found = zip(*(self.rows(name, samples) for name in sorted(self.answers)), strict=True)
+        return np.array([text_hash(b"".join(part.tobytes() for part in parts)) for parts in found], np.uint64)
+
     def check(self, indices: np.ndarray) -> None:
         self.source.check(indices)
         first = indices[self._unchecked[indices]]
-        found = self.places.digests(self.answers, first)
-        if (changed := first[found != self._digests[first]]).size:
+        if (changed := first[self.digests_of(first) != self.digests[first]]).size:
             np.load(self.folder / f"{DIGESTS}.npy", mmap_mode="r+")[changed] = 0
             raise TrainingError(
                 f"the teacher's answers in {self.folder} were changed, as for sample {changed[0]}: run again,"
@@ -70,32 +95,13 @@ class TeacherSource(Source):
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
         self.check(indices)
         found = self.source.fetch(indices, pad_to)
-        width = max(pad_to, int(found["length"].max())) if self.places.per_token else 1
+        width = max(pad_to, int(found["length"].max())) if self.per_token else 1
         for name, answers in self.answers.items():
             padded = np.zeros((len(indices), width, *answers.shape[1:]), answers.dtype)
-            for row, values in zip(padded, self.places.rows(answers, indices), strict=True):
+            for row, values in zip(padded, self.rows(name, indices), strict=True):
                 row[: len(values)] = values
-            found[PREFIX + name] = padded if self.places.per_token else padded[:, 0]
+            found[PREFIX + name] = padded if self.per_token else padded[:, 0]
         return found
-
-
-class Places:
-    """Where the teacher's outputs for each sample lie: a row for each, or for each of its tokens."""
-
-    def __init__(self, source: Source, per_token: bool) -> None:
-        self.count, self.per_token = len(source), per_token
-        every = np.arange(self.count)
-        lengths = source.lengths(every) if per_token else np.ones_like(every)
-        self.borders = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-
-    def rows(self, array: np.ndarray, samples: np.ndarray) -> list[np.ndarray]:
-        """What `array` holds of each of these samples, to read or to write."""
-        return [array[self.borders[sample] : self.borders[sample + 1]] for sample in samples]
-
-    def digests(self, answers: Mapping[str, np.ndarray], samples: np.ndarray) -> np.ndarray:
-        """(samples,) uint64: a digest of what all outputs hold of each."""
-        found = zip(*(self.rows(answers[name], samples) for name in sorted(answers)), strict=True)
-        return np.array([text_hash(b"".join(part.tobytes() for part in parts)) for parts in found], np.uint64)
 
 
 def samples_used(sampler: Sampler, schedules: Sequence[PhaseSchedule]) -> np.ndarray:
@@ -121,16 +127,18 @@ def with_teacher_outputs(
     All ranks call this and share the work. Several runs may call it at once: they write the same values.
     Raises UserError where the cache cannot be read or written.
     """
-    folder, places = _folder(facts, teacher, split), Places(source, teacher.per_token)
+    folder = _folder(facts, teacher, split)
     order, file = used[np.argsort(source.lengths(used), kind="stable")], folder / f"{DIGESTS}.npy"
+    taught = TeacherSource(source, folder, teacher.per_token)
     digests = np.load(file, mmap_mode="r") if file.is_file() else np.zeros(len(source), np.uint64)
     batches = (order[start : start + BATCH] for start in range(0, len(order), BATCH))
     missing = [batch for batch in batches if not digests[batch].all()]
     if missing := world.broadcast_object(missing):
         say(f"the {teacher.name} answers {sum(map(len, missing)):,} samples, once, in {folder}")
         with atomic_files.explain_write_errors(folder):
-            _fill(folder, places, source, teacher, facts, missing, world)
-    return TeacherSource(source, folder, places)
+            _fill(taught, teacher, facts, missing, world)
+    taught.open()
+    return taught
 
 
 def _folder(facts: Facts, teacher: Teacher, split: str) -> Path:
@@ -142,47 +150,42 @@ def _folder(facts: Facts, teacher: Teacher, split: str) -> Path:
 
 
 def _fill(
-    folder: Path,
-    places: Places,
-    source: Source,
-    teacher: Teacher,
-    facts: Facts,
-    missing: list[np.ndarray],
-    world: Communicator,
+    taught: TeacherSource, teacher: Teacher, facts: Facts, missing: list[np.ndarray], world: Communicator
 ) -> None:
     model = teacher.build(facts).to(world.device).eval()
 
     @torch.no_grad()
     def answer(samples: np.ndarray) -> dict[str, np.ndarray]:
-        host = to_tensors(source.fetch(samples), pin=False)
+        host = to_tensors(taught.source.fetch(samples), pin=False)
         found = teacher.answers(model, to_device(host, world.device))
-        return {name: (v if places.per_token else v[:, None]).cpu().numpy() for name, v in found.items()}
+        return {name: (v if taught.per_token else v[:, None]).cpu().numpy() for name, v in found.items()}
 
-    if world.is_main and not (folder / INDEX).exists():
-        _create(folder, places, answer(missing[0]))
+    if world.is_main and not (taught.folder / INDEX).exists():
+        _create(taught, answer(missing[0]))
     world.barrier()
-    answers, digests = _open(folder, "r+")
+    taught.open("r+")
     for done, samples in enumerate(missing[world.rank :: world.size]):
         doing("asking the teacher", done * world.size, len(missing))
         world.mark_progress("the teacher's answers")
         for name, rows in answer(samples).items():
-            for place, row in zip(places.rows(answers[name], samples), rows, strict=True):
+            for place, row in zip(taught.rows(name, samples), rows, strict=True):
                 place[:] = row[: len(place)]
-        digests[samples] = places.digests(answers, samples)
-    for array in (*answers.values(), digests):
+        taught.digests[samples] = taught.digests_of(samples)
+    for array in (*taught.answers.values(), taught.digests):
         array.flush()
     world.barrier()
 
 
-def _create(folder: Path, places: Places, example: Mapping[str, np.ndarray]) -> None:
+def _create(taught: TeacherSource, example: Mapping[str, np.ndarray]) -> None:
     """Create empty arrays for rows like the `example`'s, and rename the folder into place.
 
     Another run may create and fill the same folder at the same time: then its folder is used.
     """
+    folder, count = taught.folder, int(taught.borders[-1])
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}")
     fresh.mkdir(parents=True)
-    kinds = {name: ((int(places.borders[-1]), *rows.shape[2:]), rows.dtype) for name, rows in example.items()}
-    kinds[DIGESTS] = (places.count,), np.dtype(np.uint64)
+    kinds = {name: ((count, *rows.shape[2:]), rows.dtype) for name, rows in example.items()}
+    kinds[DIGESTS] = (len(taught),), np.dtype(np.uint64)
     for name, (shape, dtype) in kinds.items():
         # Sparse zeros: they take disk space only as they are filled.
         np.lib.format.open_memmap(fresh / f"{name}.npy", "w+", dtype, shape).flush()
@@ -191,15 +194,3 @@ def _create(folder: Path, places: Places, example: Mapping[str, np.ndarray]) -> 
         fresh.rename(folder)
     except OSError:  # another run was first
         shutil.rmtree(fresh)
-
-
-def _open(folder: Path, mode: Any) -> tuple[dict[str, np.memmap[Any, Any]], np.memmap[Any, Any]]:
-    """The outputs by name, and the digests."""
-    try:
-        names = json.loads((folder / INDEX).read_text())
-        found = {name: np.load(folder / f"{name}.npy", mmap_mode=mode) for name in names}
-        return found, np.load(folder / f"{DIGESTS}.npy", mmap_mode=mode)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"the teacher's answers in {folder} cannot be read ({error}): delete it and run again"
-        ) from None

@@ -30,7 +30,7 @@ def shown_samples(data: Any, facts: Facts, count: int, on_terminal: bool, most: 
     if "learn" not in batch:
         return []
     tokenizer, (begin, end) = data.prepared_tokenizer(facts), COLOURS if on_terminal else BRACKETS
-    names = source.names[: source.rows_at_once] if isinstance(source, PairSource) else ("text",)
+    names = source.names[: source.rows_at_once] if isinstance(source, PairSource) else ("conversation",)
     columns = (batch["tokens"], batch["learn"], batch.get("row_length", batch["length"])[..., None])
     samples = zip(*(c.reshape(len(c), -1, c.shape[-1]).tolist() for c in columns), strict=True)
     learnt, lines = "coloured" if on_terminal else "in [[ ]]", []

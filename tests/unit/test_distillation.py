@@ -1,12 +1,21 @@
-"""Tests of models/classification/distillation.py: the losses against their formulas."""
+"""Tests of distillation: the losses of classifiers against their formulas, and whose teacher one may be."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from torch.nn import functional as F
 
+from isobatch.core.errors import UserError
+from isobatch.models.causal_lm import distillation
+from isobatch.models.causal_lm.task import DistilledOptions
 from isobatch.models.classification.distillation import hidden_state_loss, soft_label_loss
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def test_soft_label_loss_is_kl_at_temperature_times_its_square() -> None:
@@ -30,3 +39,16 @@ def test_layers_are_matched_in_order_and_last_with_last(
     states = torch.randn(2, teacher, 8)
     assert float(hidden_state_loss(states[:, places], states)) == pytest.approx(0, abs=1e-6)
     assert float(hidden_state_loss(states[:, places].flip(1), states)) > 0.1
+
+
+def test_a_teacher_reads_the_students_added_tokens(tmp_path: Path) -> None:
+    for name, added in {"plain": [], "student": ["<a>"], "teacher": ["<a>", "<b>"]}.items():
+        tokenizer = Tokenizer(models.WordLevel({"x": 0}, unk_token="x"))
+        tokenizer.add_special_tokens(added)
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        tokenizer.save(str(tmp_path / name / "tokenizer.json"))
+    plain, student, teacher = (str(tmp_path / name) for name in ("plain", "student", "teacher"))
+    distillation.check(DistilledOptions(teacher=teacher), student)
+    with pytest.raises(UserError, match="its tokenizer is not that of"):
+        distillation.check(DistilledOptions(teacher=plain), student)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from isobatch.core.errors import UserError
-from isobatch.data.base import save
 from isobatch.data.chat_formats import SkippedRowError
 from isobatch.data.preferences.answers import (
     JudgedAnswers,
@@ -18,6 +17,7 @@ from isobatch.data.preferences.answers import (
     require_columns,
 )
 from isobatch.data.preferences.dataset import PreferencesOptions
+from isobatch.launch.local.shown_samples import shown_samples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,13 +91,17 @@ def test_samples_hold_their_own_and_the_other_answer(tmp_path: Path) -> None:
         (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = make(tmp_path)
     data.check()
-    columns, tokenizer, extra = data.encode_splits()
-    save(tmp_path / "prepared" / "train", columns["train"])
+    extra = data.prepare(tmp_path / "prepared")
     source = data.open(tmp_path / "prepared", "train")
     found = source.fetch(np.arange(6))
     assert found["label"].tolist() == [1, 0, 1, 1, 1, 1]
     assert source.lengths(np.arange(6)).tolist() == found["row_length"].max(1).tolist()
-    assert tokenizer is not None
+    facts: Any = SimpleNamespace(folder=str(tmp_path / "prepared"), samples={"train": 6})
+    tokenizer = data.prepared_tokenizer(facts)
+    shown = shown_samples(data, facts, 9, on_terminal=False)
+    assert [
+        f"<{name}>[[ {name}!<|endoftext|>]]" in text for name, text in zip(names, shown, strict=True)
+    ] == [True] * 6
     for n, (own, other) in enumerate(found["tokens"]):
         texts = [
             tokenizer.decode(row[: found["row_length"][n, k]].tolist()) for k, row in enumerate((own, other))

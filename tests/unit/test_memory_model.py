@@ -36,6 +36,10 @@ def test_static_bytes_of_adamw_in_fp32() -> None:
     assert parts.host_copy == 12 * n  # a checkpoint's weights and moments
     assert parts.step == pytest.approx(28 * n + CONTEXT_BYTES["cpu"] + 4 * 50257 * HIDDEN)
     assert parts.peak == parts.stages["export"] == pytest.approx(32 * n + CONTEXT_BYTES["cpu"])
+    taught = memory_footprint(
+        PLAIN, dataclasses.replace(GPT2, teacher_bytes=99e9), ExecutionChoices(), tokens=0, length=128
+    )
+    assert taught.peak == taught.stages["load"] == 99e9 + CONTEXT_BYTES["cpu"]
     sgd = memory_footprint(Recipe(task="x", optimizer="sgd"), GPT2, ExecutionChoices(), tokens=0, length=128)
     assert sgd.step == pytest.approx(12 * n + CONTEXT_BYTES["cpu"] + 8 * n + 4 * n)  # copy and temporaries
 
@@ -67,6 +71,8 @@ def test_logits() -> None:
     assert logits_bytes(chunked, full, 1) == 12 * 50257
     assert (logits_bytes(chunked, full, 100), logits_bytes(chunked, half, 100)) == (3 << 20, 4 << 20)
     assert logits_bytes(chunked, ExecutionChoices(strategy="zero3"), 100) == 1200 * 50257
+    distilled = dataclasses.replace(GPT2, logit_copies=2.0)
+    assert logits_bytes(distilled, full, 100) == 2400 * 50257
 
 
 @pytest.mark.parametrize(

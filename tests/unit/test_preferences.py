@@ -17,6 +17,7 @@ from isobatch.data.preferences.dataset import Preferences, PreferencesOptions
 from isobatch.data.preferences.encoder import fit_answers
 from isobatch.data.preferences.pairs import parse_pair
 from isobatch.data.text.conversations import TokenRow
+from isobatch.launch.local.shown_samples import shown_samples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -129,37 +130,35 @@ def row_of(*tokens: int) -> TokenRow:
     return TokenRow(np.array(tokens), np.ones(len(tokens), np.uint8))
 
 
+PROMPTS, ENDS = {"prompts_cut"}, {"answers_cut"}
+LONG, REST = [7] * 20, [6] * 20
+
+
 @pytest.mark.parametrize(
-    ("length", "prompt", "chosen", "rejected", "cut"),
+    ("length", "answers", "prompt", "kept", "cuts"),
     [
-        (9, [1, 2, 3, 4, 5], [7, 8, 9], [6, 9], (False, False)),
-        (7, [1, 3, 4, 5], [7, 8, 9], [6, 9], (True, False)),
-        (4, [5], [7, 8, 9], [6, 9], (True, False)),
-        (3, [5], [7, 8], [6, 9], (True, True)),
+        (9, ([7, 8, 9], [6, 9]), [1, 2, 3, 4, 5], (3, 2), set()),
+        (7, ([7, 8, 9], [6, 9]), [1, 3, 4, 5], (3, 2), PROMPTS),
+        (4, ([7, 8, 9], [6, 9]), [5], (3, 2), PROMPTS),
+        (3, ([7, 8, 9], [6, 9]), [5], (2, 2), PROMPTS | ENDS),
+        # One that is longer than the row is cut to what the other and half of the row leave.
+        (8, (LONG, REST[:3]), [1, 3, 4, 5], (4, 3), PROMPTS | ENDS),
+        (8, (LONG, REST[:6]), [4, 5], (6, 6), PROMPTS | ENDS),
+        (8, (LONG, REST[:7]), [5], (7, 7), PROMPTS | ENDS),
+        (8, (REST[:3],), [1, 2, 3, 4, 5], (3,), set()),
+        (8, (LONG,), [1, 3, 4, 5], (4,), PROMPTS | ENDS),
     ],
 )
-def test_the_prompt_loses_its_beginning_and_both_rows_keep_the_same(
-    length: int, prompt: list[int], chosen: list[int], rejected: list[int], cut: tuple[bool, bool]
+def test_the_prompt_loses_its_beginning_and_all_rows_keep_the_same(
+    length: int, answers: tuple[list[int], ...], prompt: list[int], kept: tuple[int, ...], cuts: set[str]
 ) -> None:
     """Of the prompt 1 2 3 4 5 the middle three are a message's; 1 and 5 are the template's."""
     question = np.array([0, 1, 1, 1, 0], bool)
-    rows, cuts = fit_answers(np.arange(1, 6), (row_of(7, 8, 9), row_of(6, 9)), lambda: question, length)
-    found = [row.tokens.tolist() for row in rows]
-    assert found == [prompt + chosen, prompt + rejected]
-    assert [int(row.answer_mask.sum()) for row in rows] == [len(chosen), len(rejected)]
-    assert ("prompts_cut" in cuts, "answers_cut" in cuts) == cut
-
-
-@pytest.mark.parametrize(("short", "prompt", "kept"), [(3, [1, 3, 4, 5], 4), (6, [4, 5], 6), (7, [5], 7)])
-def test_an_answer_longer_than_the_row_leaves_the_other_whole(
-    short: int, prompt: list[int], kept: int
-) -> None:
-    """Rows of 8 tokens: the long answer is cut to what the other and half of the row leave."""
-    rejected = [6] * (short - 1) + [9]
-    question = np.array([0, 1, 1, 1, 0], bool)
-    rows, cuts = fit_answers(np.arange(1, 6), (row_of(*[7] * 20), row_of(*rejected)), lambda: question, 8)
-    assert [row.tokens.tolist() for row in rows] == [prompt + [7] * kept, prompt + rejected]
-    assert cuts == {"prompts_cut", "answers_cut"}
+    rows, found = fit_answers(np.arange(1, 6), [row_of(*one) for one in answers], lambda: question, length)
+    wanted = [prompt + one[:count] for one, count in zip(answers, kept, strict=True)]
+    assert [row.tokens.tolist() for row in rows] == wanted
+    assert tuple(int(row.answer_mask.sum()) for row in rows) == kept
+    assert found == cuts
 
 
 def make(data: Path | str, **options: Any) -> Preferences:
@@ -223,6 +222,12 @@ def test_texts_follow_each_other_and_answers_end_with_the_end_token(form: str, t
     ]
     assert extra["template"]["name"] == "verbatim"
     assert extra["prompts"] == [[f"{PROMPT} 23\n", "".join([f"{GOOD} 23"] * 3)]]
+    facts: Any = SimpleNamespace(folder=str(folder), samples={"train": 23})
+    shown = shown_samples(data, facts, 2, on_terminal=False)
+    assert [text.partition("\n")[0] for text in shown] == [
+        f"--- sample {n}, {one}, learnt is in [[ ]]" for n in (1, 2) for one in ("chosen", "rejected")
+    ]
+    assert shown[3].endswith(f"{PROMPT} 1\n[[{BAD}{END}]]")
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
