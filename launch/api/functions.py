@@ -14,17 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from isobatch.core import errors
 from isobatch.core.atomic_files import rows_in
-from isobatch.core.errors import (
-    BUG,
-    DONE,
-    STOPPED,
-    WRONG_INPUT,
-    IsobatchError,
-    StopRequestedError,
-    TrainingError,
-    UserError,
-)
+from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of, known_options
 from isobatch.core.plan import Plan, PlanOptions
 from isobatch.core.recipe import Recipe as CompleteRecipe
@@ -37,6 +29,8 @@ from isobatch.engine.task_files import task_file_problem
 from isobatch.engine.train.figures import is_step
 from isobatch.engine.train.own_hooks import hooks_given, with_learning_hooks
 from isobatch.launch.local.arguments import Request, check_request
+from isobatch.launch.local.process_state import preserve_process_state
+from isobatch.launch.local.run_setup import locate_data, open_run, plan_for_this_machine
 
 if TYPE_CHECKING:
     from torch import nn
@@ -107,8 +101,6 @@ class Run:
         Raises UserError where the run has no checkpoint, or would execute code that nobody here agreed to.
         """
         from isobatch.engine.verification.replay import Replay
-        from isobatch.launch.local.process_state import preserve_process_state
-        from isobatch.launch.local.run_setup import locate_data, plan_for_this_machine
 
         consent.require(self.recipe, self.folder)
         locate_data(self._files, self.recipe, None)
@@ -230,7 +222,6 @@ def train(
     StopRequestedError where it was stopped from outside. Interrupted, it can be called again.
     """
     from isobatch.launch.local.launch_run import find_or_train
-    from isobatch.launch.local.process_state import preserve_process_state
 
     with hooks_given(hooks) as words:
         options |= {"hook": (*options.get("hook", ()), *words)} if words else {}
@@ -238,7 +229,7 @@ def train(
         with preserve_process_state():
             os.environ["ISOBATCH_STARTED"] = str(time.time())
             run, verdict = find_or_train(request, owns_process=False, trust=trust)
-    if verdict.code != DONE:
+    if verdict.code != errors.DONE:
         raise _error(verdict.code, verdict.reason or f"see {run.folder}/launcher.log")
     return Run(run)
 
@@ -260,8 +251,6 @@ def verify(run: Run | str | Path, **options: Any) -> Verification:
     `options`: steps=3, processes=1, strategy="auto", micro_batch=None, data=None, trust=False, as `isobatch
     verify` has them. Raises UserError.
     """
-    from isobatch.launch.local.process_state import preserve_process_state
-    from isobatch.launch.local.run_setup import open_run
     from isobatch.launch.local.verify_run import VerifyOptions, verify_run
 
     found = run if isinstance(run, Run) else load(run)
@@ -285,8 +274,6 @@ def replay(
     """
     from isobatch.engine.forensics.observed_step import open_step
     from isobatch.launch.forensics.replay import ReplayOptions, open_replay
-    from isobatch.launch.local.process_state import preserve_process_state
-    from isobatch.launch.local.run_setup import open_run
 
     found = run if isinstance(run, Run) else load(run)
     asked = ReplayOptions(**known_options(options, (ReplayOptions,)), step=step, phase=phase)
@@ -316,5 +303,6 @@ def _request(
 
 
 def _error(code: int, reason: str) -> Exception:
-    kinds: dict[int, type[IsobatchError]] = {WRONG_INPUT: UserError, STOPPED: StopRequestedError}
-    return RuntimeError(reason) if code == BUG else kinds.get(code, TrainingError)(reason)
+    kinds: dict[int, type[Exception]] = {errors.BUG: RuntimeError, errors.WRONG_INPUT: UserError}
+    kinds[errors.STOPPED] = errors.StopRequestedError
+    return kinds.get(code, errors.TrainingError)(reason)

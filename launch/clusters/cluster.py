@@ -90,8 +90,7 @@ def cluster(name: str, **settings: Any) -> Cluster:
     """A cluster by its name; imports its module."""
     place = CLUSTERS[name]
     module = importlib.import_module(f"isobatch.launch.clusters.{place.module}")
-    found: Cluster = getattr(module, place.kind)(**settings)
-    return found
+    return getattr(module, place.kind)(**settings)
 
 
 def job_states(runs: Sequence[RunFolder]) -> dict[Path, JobState]:

@@ -21,6 +21,7 @@ from isobatch.engine.runs.run_folder import RunFolder, refuse_links
 from isobatch.engine.runs.run_options import RunOptions
 from isobatch.engine.trainer.decay import decayed
 from isobatch.launch.clusters.cluster import refuse_if_in_a_job
+from isobatch.launch.local import run_setup
 from isobatch.launch.local.arguments import parse_sweep, request_text, sort_flags, split_words, task_name
 from isobatch.launch.local.launch_run import (
     AutoOptions,
@@ -28,13 +29,6 @@ from isobatch.launch.local.launch_run import (
     find_or_train,
     launch_run,
     steps_to_skip,
-)
-from isobatch.launch.local.run_setup import (
-    locate_data,
-    one_run,
-    plan_for_training,
-    print_unless_quiet,
-    store_plan,
 )
 from isobatch.launch.report.tables import table_beside, text_table
 
@@ -74,7 +68,7 @@ def resume(words: Sequence[str]) -> int:
     The recipe stays, on any machine. RUN may be the URL of a copy: resume s3://bucket/prefix/RUN
     """
     positional, flags = split_words(words)
-    named = one_run(positional, "resume")
+    named = run_setup.one_run(positional, "resume")
     kinds = {"resume": ResumeOptions, "plan": PlanOptions, "run": RunOptions}
     groups = {name: flags_of(kind) for name, kind in kinds.items()}
     groups["recipe"] = {"data": flags_of(Recipe)["data"]}
@@ -83,7 +77,7 @@ def resume(words: Sequence[str]) -> int:
     run = _here(named, values["run"], options.trust)
     run_options = dataclasses.replace(run.options(), **values["run"])
     for note in notes:
-        print_unless_quiet(note, run_options.quiet)
+        run_setup.print_unless_quiet(note, run_options.quiet)
     if options.decay:
         consent.require(run.recipe, run.folder, options.trust, run_options)
         run = decayed(run, values["run"].get("name"))
@@ -93,7 +87,7 @@ def resume(words: Sequence[str]) -> int:
         if options.skip_step is not None:
             steps_to_skip(run, options.skip_step)
             raise UserError(f"--skip-step {options.skip_step}: {run.folder} is done: train it anew without")
-        print_unless_quiet(f"{run.folder} is done", run_options.quiet)
+        run_setup.print_unless_quiet(f"{run.folder} is done", run_options.quiet)
         return _print_result(run, DONE, options)
     refuse_if_in_a_job(run)
     consent.require(run.recipe, run.folder, options.trust, run_options)
@@ -102,9 +96,10 @@ def resume(words: Sequence[str]) -> int:
         recipe = run.recipe
         if options.skip_step is not None:
             leave_out(run, *steps_to_skip(run, options.skip_step), ASKED)
-        locate_data(run, recipe, values["recipe"].get("data"), mend=True)
+        run_setup.locate_data(run, recipe, values["recipe"].get("data"), mend=True)
         asked = workload_of(recipe).plan_options(recipe.preset, values["plan"])
-        store_plan(run, plan_for_training(recipe, run.facts, asked, run_options.quiet, run))
+        plan = run_setup.plan_for_training(recipe, run.facts, asked, run_options.quiet, run)
+        run_setup.store_plan(run, plan)
         return _print_result(run, launch_run(run, run_options).code, options)
 
 

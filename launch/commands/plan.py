@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
@@ -123,9 +124,8 @@ def _machine(name: str, flag: str) -> Hardware:
 
 
 def _prepared(request: Request) -> Facts:
-    return prepare_data(
-        request.workload.make(request.recipe)[1], lambda text: print_unless_quiet(text, request.run.quiet)
-    )
+    _, data = request.workload.make(request.recipe)
+    return prepare_data(data, partial(print_unless_quiet, quiet=request.run.quiet))
 
 
 def format_plan(found: Estimate, deadline: float | None) -> str:

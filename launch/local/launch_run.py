@@ -22,16 +22,8 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.engine.train.own_hooks import with_learning_hooks
 from isobatch.launch.clusters.cluster import Cluster, cluster, refuse_if_in_a_job
+from isobatch.launch.local import run_setup
 from isobatch.launch.local.accelerate_launcher import GRACE_SECONDS
-from isobatch.launch.local.run_setup import (
-    AnswerOptions,
-    create_run,
-    known_run,
-    plan_for_training,
-    print_unless_quiet,
-    say_notes,
-    store_plan,
-)
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_options import RunOptions
@@ -39,7 +31,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class AutoOptions(AnswerOptions):
+class AutoOptions(run_setup.AnswerOptions):
     """Flags of `auto` beside the recipe's, the plan's and the run's."""
 
     dry_run: bool = False
@@ -49,7 +41,7 @@ class AutoOptions(AnswerOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ResumeOptions(AnswerOptions):
+class ResumeOptions(run_setup.AnswerOptions):
     """Flags of `resume` beside the plan's and the run's."""
 
     skip_step: str | None = None
@@ -82,22 +74,22 @@ def find_or_train(
     With `owns_process` False, as in a notebook, the process is never ended and its signal handlers stay.
     Raises UserError, for example where the run is being trained already, here or by a Slurm job.
     """
-    say_notes(request)
-    facts, run = known_run(request)
+    run_setup.say_notes(request)
+    facts, run = run_setup.known_run(request)
     if run is not None and run.status() == "done":
         said = f"{run.folder} has this recipe and is done (--again for a new run)"
         for line in filter(None, (said, (run.summary() or {}).get("remark"))):
-            print_unless_quiet(str(line), request.run.quiet)
+            run_setup.print_unless_quiet(str(line), request.run.quiet)
         return run, Verdict(DONE, "")
     if run is not None:
         refuse_if_in_a_job(run)
-        print_unless_quiet(f"going on with {run.folder} ({run.status()})", request.run.quiet)
-    plan = plan_for_training(request.recipe, facts, request.plan, request.run.quiet, run)
-    is_new, run = run is None, run or create_run(request, facts)
+        run_setup.print_unless_quiet(f"going on with {run.folder} ({run.status()})", request.run.quiet)
+    plan = run_setup.plan_for_training(request.recipe, facts, request.plan, request.run.quiet, run)
+    is_new, run = run is None, run or run_setup.create_run(request, facts)
     consent.require(run.recipe, run.folder, trust)
     with run.lock("launch"):  # another process may have made and begun the same run meanwhile
         run.refuse_if_training()
-        store_plan(run, plan)
+        run_setup.store_plan(run, plan)
         verdict = launch_run(run, request.run, owns_process)
     if is_new and verdict.code == WRONG_INPUT and run.status() == "unfinished" and not run.metrics.exists():
         shutil.rmtree(run.folder)  # refused before a step: its name is free again

@@ -30,12 +30,12 @@ from isobatch.engine.machine.detect import check_world, detect, rank_and_world_s
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.run_folder import NONCE, RunFolder, Verdict
 from isobatch.engine.train.own_hooks import load_hooks
+from isobatch.launch.local import run_setup
+from isobatch.launch.local.arguments import Request, parse_request
 
 if TYPE_CHECKING:
     from isobatch.core.plan import PlanOptions
-    from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.run_options import RunOptions
-    from isobatch.launch.local.arguments import Request
 
 KERNEL_CACHES, MOST_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), "64"
 """oneDNN and ideep below torch keep 1,024 kernels each, one for every shape, with memory of its own: in bf16
@@ -210,11 +210,9 @@ def main(words: Sequence[str]) -> int:
             start_status(LINE_MARK)
         return redo_task_file(Path(words[1]))
     if list(words[:1]) == ["--run"] and len(words) in (2, 4):
-        from isobatch.launch.local.run_setup import open_run, plan_options_from_request
-
-        run = open_run(words[1])
+        run = run_setup.open_run(words[1])
         if words[2:3] == ["--plan"]:
-            _plan_for_this_world(run, plan_options_from_request(json.loads(words[3])))
+            _plan_for_this_world(run, run_setup.plan_options_from_request(json.loads(words[3])))
         options = run.options()
         consent.require(run.recipe, run.folder, options=options)
         return train_run(run, options)
@@ -234,12 +232,11 @@ def _agreed(choose: Callable[[], str], asked: PlanOptions, hang_timeout: int) ->
 
 def _plan_for_this_world(run: RunFolder, asked: PlanOptions) -> None:
     """Plan a run for the processes that are here, however many there were before; its recipe stays."""
-    from isobatch.launch.local.run_setup import plan_for_training, store_plan
-
     options, (_, size) = run.options(), rank_and_world_size(os.environ)
 
     def plan() -> str:
-        store_plan(run, plan_for_training(run.recipe, run.facts, asked, options.quiet, run, size))
+        plan = run_setup.plan_for_training(run.recipe, run.facts, asked, options.quiet, run, size)
+        run_setup.store_plan(run, plan)
         return ""
 
     try:
@@ -252,8 +249,6 @@ def _plan_for_this_world(run: RunFolder, asked: PlanOptions) -> None:
 
 def _train_from_flags(words: Sequence[str]) -> int:
     from isobatch.launch.clusters.cluster import refuse_if_in_a_job
-    from isobatch.launch.local import run_setup
-    from isobatch.launch.local.arguments import parse_request
 
     rank, size = rank_and_world_size(os.environ)
     request = _with_deepspeed_strategy(parse_request(words, "train.py"))
@@ -261,7 +256,7 @@ def _train_from_flags(words: Sequence[str]) -> int:
     for note in request.notes:
         run_setup.print_unless_quiet(note, quiet)
     if request.plan.processes:
-        check_world(request.plan.processes, size)
+        communicator.check_world(request.plan.processes, size)
     # One rank prepares, the others wait for its file lock: a process group could time out meanwhile.
     facts = run_setup.prepare_facts(request)
 

@@ -95,7 +95,7 @@ def test_nobody_trains_here_what_a_job_will_train(
     """`auto`, `isobatch.train` and --seeds by way of find_or_train."""
     run = make_run(tmp_path / "r")
     slurm(squeue=queued("7", "PENDING"))
-    monkeypatch.setattr(launch_run, "known_run", lambda _: (FACTS, run))
+    monkeypatch.setattr(run_setup, "known_run", lambda _: (FACTS, run))
     request = parse_request(["--task", "causal-lm"], "auto")
     monkeypatch.setattr(run_setup, "prepare_facts", lambda _: FACTS)
     monkeypatch.setattr(run_setup, "find_run", lambda *_: run)

@@ -88,17 +88,6 @@ class KubernetesOptions:
             raise UserError("--secret: give a Secret's name, which alone belongs into a manifest")
 
 
-def k8s(words: Sequence[str]) -> int:
-    """Print the manifest of the request in these words, or give it to kubectl."""
-    request, options = parse(words, "k8s", KubernetesOptions)
-    request = on_device(request, "k8s", "--gpus-per-node", options.gpus_per_node, options.cpu)
-    text = render(request, options)
-    if options.submit:
-        text = _apply(text)
-    print(text, end="")
-    return DONE
-
-
 def _apply(text: str) -> str:
     """Give a manifest to kubectl; what it says. Raises UserError where there is none, or it refuses."""
     if shutil.which("kubectl") is None:
@@ -161,10 +150,7 @@ def _files(request: Request) -> dict[str, str]:
         raise UserError(f"--hook {request.run.hook[0]}: pods do not get its file: leave it out, or use slurm")
     if is_task_file(task):
         file = task_file(task).resolve()
-        files = {
-            str(path.relative_to(file.parent)): path.read_text(encoding="utf-8")
-            for path in imported_files(file)
-        }
+        files = {str(p.relative_to(file.parent)): p.read_text(encoding="utf-8") for p in imported_files(file)}
         there = dataclasses.replace(request.recipe, task=f"{FILES}/{file.name}:{task.rpartition(':')[2]}")
         request = dataclasses.replace(request, recipe=there)
     plan = dataclasses.replace(request.plan, processes=None)  # as many as there are
@@ -203,7 +189,11 @@ class Kubernetes(Local):
         flags: --cpu --cpus N --mem 64Gi --node-selector gpu=h100 --secret NAME, and those of `auto`;
                --data is a path under /isobatch, where pods see the claim, or a name on the hub
         """
-        return k8s(words)
+        request, options = parse(words, "k8s", KubernetesOptions)
+        request = on_device(request, "k8s", "--gpus-per-node", options.gpus_per_node, options.cpu)
+        text = render(request, options)
+        print(_apply(text) if options.submit else text, end="")
+        return DONE
 
     def attempt(self, run: RunFolder) -> Verdict | None:
         before = _verdict_time(run)
