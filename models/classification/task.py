@@ -216,8 +216,7 @@ class Classifier(Task):
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """(B, C) in fp32; tokens beyond a sample's length are masked."""
-        logits: Tensor = self.forward(model, batch).logits
-        return logits.float()
+        return self.forward(model, batch).logits.float()
 
     def forward(self, model: nn.Module, batch: Batch, hidden_states: bool = False) -> Any:
         """The model's output; with `hidden_states` it has the states of all tokens after each layer."""
@@ -226,8 +225,7 @@ class Classifier(Task):
         tokens_BT = batch["tokens"].long()
         is_token_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < batch["length"][:, None]
         inputs = {"input_ids": tokens_BT, "attention_mask": is_token_BT.long()}
-        untyped_model: Any = model
-        if "types" in batch and getattr(untyped_model.config, "type_vocab_size", 0) > 1:
+        if "types" in batch and getattr(model.config, "type_vocab_size", 0) > 1:
             inputs["token_type_ids"] = batch["types"].long()
         return model(**inputs, output_hidden_states=hidden_states)
 

@@ -106,11 +106,10 @@ class Pruning(DistilledClassifier):
     def check(self) -> None:
         super().check()
         options, every = self.options, self.options.prune_every
+        no_share = isinstance(every, Interval) and (every.unit != "percent" or not every.value)
         refuse(
             {
-                f"--prune-every {every}: give steps, or a share of the ramp such as 20%": (
-                    isinstance(every, Interval) and (every.unit != "percent" or not every.value)
-                ),
+                f"--prune-every {every}: give steps, or a share of the ramp such as 20%": no_share,
                 f"--ramp {options.ramp:g}: with --recover {options.recover:g} that is more than the whole"
                 " run": options.ramp + options.recover > 1 + 1e-9,
             }
@@ -119,14 +118,11 @@ class Pruning(DistilledClassifier):
             return
         budget = self._budget_of(config)
         neurons, most = budget.sizes.neurons, budget.max_sparsity
+        pruned, rest = encoders.is_pruned(config), neurons % options.multiple
         refuse(
             {
-                f"{self._model_name} is pruned already; pruning starts from a dense classifier": (
-                    encoders.is_pruned(config)
-                ),
-                f"--multiple {options.multiple}: does not divide the {neurons} neurons of a layer": (
-                    neurons % options.multiple
-                ),
+                f"{self._model_name} is pruned already; pruning starts from a dense classifier": pruned,
+                f"--multiple {options.multiple}: does not divide the {neurons} neurons of a layer": rest,
                 f"--sparsity {options.sparsity:g}: at most {most:.3f} can go with --granularity"
                 f" {options.granularity} and --multiple {options.multiple}": options.sparsity > most,
             }

@@ -126,9 +126,8 @@ class QAT(DistilledClassifier):
         text = evaluation.example_texts(facts)
         usage = USAGE.format(file=exporting.ONNX_INT4_FILE, text=text, length=self.recipe.max_length)
         beside = "model.safetensors has the same weights, rounded, for transformers"
-        return dataclasses.replace(
-            described, title=f"{described.title}, quantized", usage=usage, remark=beside
-        )
+        title = f"{described.title}, quantized"
+        return dataclasses.replace(described, title=title, usage=usage, remark=beside)
 
     def variants(self, final: Path, exports: Path) -> list[ModelVariant]:
         """The ONNX file in final/, and the exports that were made."""

@@ -103,10 +103,7 @@ def paired_difference(one: np.ndarray, other: np.ndarray) -> tuple[float, float,
 def wilson_interval(num_correct: float, count: int) -> list[float]:
     """[low, high]: 95 % confidence interval of a proportion (Wilson 1927)."""
     proportion, z_squared = num_correct / count, Z_95**2
-    center = (proportion + z_squared / (2 * count)) / (1 + z_squared / count)
-    half_width = (
-        Z_95
-        / (1 + z_squared / count)
-        * math.sqrt(proportion * (1 - proportion) / count + z_squared / (4 * count**2))
-    )
+    scale = 1 + z_squared / count
+    center = (proportion + z_squared / (2 * count)) / scale
+    half_width = Z_95 / scale * math.sqrt(proportion * (1 - proportion) / count + z_squared / (4 * count**2))
     return [center - half_width, center + half_width]

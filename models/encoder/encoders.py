@@ -59,9 +59,8 @@ def sizes_from_config(config: Mapping[str, Any], name: str) -> EncoderSizes:
     """Sizes from a config.json. Raises UserError for a model type that cannot be pruned."""
     model_type = str(config.get("model_type"))
     if model_type not in FAMILIES:
-        raise UserError(
-            f"--model {name}: is a {model_type}; heads and neurons are known of {', '.join(FAMILIES)}"
-        )
+        known = ", ".join(FAMILIES)
+        raise UserError(f"--model {name}: is a {model_type}; heads and neurons are known of {known}")
     keys, defaults = FAMILIES[model_type][:2]
     return EncoderSizes(*(int(config.get(*pair)) for pair in zip(keys, defaults, strict=True)))
 

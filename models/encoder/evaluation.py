@@ -29,13 +29,14 @@ Runner = Callable[[dict[str, np.ndarray]], np.ndarray]
 Runtime = Literal["torch", "onnx"]
 LATENCY_TOKENS = 32
 """Tokens of the text whose latency is measured."""
-TIMING_SECONDS, MIN_TIMED_RUNS, WARM_UP_RUNS = 1.0, 20, 5
+ALONE = 1.0, 20, 5
+"""Of a model that is timed by itself: least seconds, least runs, and runs before them to warm up."""
 BATCHES = (1, 16)
 ROUNDS = 9
 """Odd. Models take turns: a round has each of them, so that what slows the machine down slows all."""
-ROUND_SECONDS = 0.12
-MIN_RUNS, WARM_UP = 3, 2
-"""Runs of a round: those that are timed, and those before them."""
+MIN_RUNS = 3
+IN_TURN = 0.12, MIN_RUNS, 2
+"""Of a round: the same as ALONE."""
 Model = dict[str, Any]
 """runtime, model_path, vocabulary."""
 
@@ -52,14 +53,12 @@ class Predictions:
     @property
     def predicted_labels(self) -> np.ndarray:
         """(n,) class with the largest logit."""
-        predicted: np.ndarray = self.logits.argmax(1)
-        return predicted
+        return self.logits.argmax(1)
 
     @property
     def is_correct(self) -> np.ndarray:
         """(n,) bool."""
-        correct: np.ndarray = self.predicted_labels == self.labels
-        return correct
+        return self.predicted_labels == self.labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +103,21 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     """(n, C) probabilities in fp64."""
     shifted = logits.astype(np.float64) - logits.max(1, keepdims=True, initial=-np.inf)
     exponentials = np.exp(shifted)
-    found: np.ndarray = exponentials / exponentials.sum(1, keepdims=True)
-    return found
+    return exponentials / exponentials.sum(1, keepdims=True)
 
 
 def torch_runner(model: nn.Module) -> Runner:
     """Run a transformers classifier where it lies."""
     import torch
 
-    eval_model = model.eval()
-    device = next(eval_model.parameters()).device
-    has_types = getattr(eval_model.config, "type_vocab_size", 0) > 1
+    device = next(model.eval().parameters()).device
+    has_types = getattr(model.config, "type_vocab_size", 0) > 1
 
     def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
         used = {k: v for k, v in inputs.items() if k != "token_type_ids" or has_types}
         tensors = {k: torch.from_numpy(v).to(device) for k, v in used.items()}
         with torch.inference_mode():
-            logits: np.ndarray = eval_model(**tensors).logits.float().cpu().numpy()
-        return logits
+            return model(**tensors).logits.float().cpu().numpy()
 
     return run
 
@@ -134,8 +130,7 @@ def onnx_runner(file: Path, threads: int = 0, names: Sequence[str] = ()) -> Runn
     given = names or [i.name for i in session.get_inputs()]
 
     def run(inputs: dict[str, np.ndarray]) -> np.ndarray:
-        found: np.ndarray = session.run(None, named_inputs(given, inputs))[0]
-        return found
+        return session.run(None, named_inputs(given, inputs))[0]
 
     return run
 
@@ -163,18 +158,14 @@ def onnx_session(file: Path, threads: int = 0) -> Any:
         raise UserError(f"{file} cannot be opened by onnxruntime: {reason}") from None
 
 
-def example_inputs(rows: int, vocabulary: int, tokens: int = LATENCY_TOKENS) -> dict[str, np.ndarray]:
-    """Inputs of `rows` texts of equal length; a forward's time does not depend on the token ids."""
-    ids = np.arange(rows * tokens, dtype=np.int64).reshape(rows, tokens) * 7919 % vocabulary
+def example_inputs(rows: int, vocabulary: int) -> dict[str, np.ndarray]:
+    """Inputs of `rows` texts of LATENCY_TOKENS; a forward's time does not depend on the token ids."""
+    ids = np.arange(rows * LATENCY_TOKENS, dtype=np.int64).reshape(rows, -1) * 7919 % vocabulary
     return {"input_ids": ids, "attention_mask": np.ones_like(ids)}
 
 
 def time_runs_ms(
-    run: Runner,
-    inputs: dict[str, np.ndarray],
-    seconds: float = TIMING_SECONDS,
-    least: int = MIN_TIMED_RUNS,
-    warm_up: int = WARM_UP_RUNS,
+    run: Runner, inputs: dict[str, np.ndarray], seconds: float, least: int, warm_up: int
 ) -> np.ndarray:
     """Time in ms of each of many runs on one thread, after some runs to warm up.
 
@@ -199,7 +190,7 @@ def latency_metrics(run: Runner, facts: Facts) -> dict[str, float]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        times = time_runs_ms(run, example_inputs(1, facts.extra["vocabulary"]))
+        times = time_runs_ms(run, example_inputs(1, facts.extra["vocabulary"]), *ALONE)
     finally:
         torch.set_num_threads(before)
     return {f"latency_ms_p{p}": round(float(np.percentile(times, p)), 4) for p in (50, 95)}
@@ -216,10 +207,7 @@ def measure_speed(models: list[Model]) -> list[dict[str, Any]]:
     for rows in BATCHES:
         inputs = [example_inputs(rows, model["vocabulary"]) for model in models]
         rounds = [
-            [
-                time_runs_ms(run, given, ROUND_SECONDS, MIN_RUNS, WARM_UP)
-                for run, given in zip(runners, inputs, strict=True)
-            ]
+            [time_runs_ms(run, given, *IN_TURN) for run, given in zip(runners, inputs, strict=True)]
             for _ in range(ROUNDS)
         ]
         for one, times in zip(found, zip(*rounds, strict=True), strict=True):

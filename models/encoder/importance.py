@@ -146,14 +146,12 @@ def _heads(scores: list[Tensor], masks: list[Tensor], budget: PruningBudget) -> 
 
 def _blocks(scores: list[Tensor], masks: list[Tensor], budget: PruningBudget) -> list[_Units]:
     """Blocks of neurons of each layer, in ascending order of importance."""
-    import torch
-
     each, found = budget.weights_per_neuron * budget.multiple, []
     for score, keep in zip(scores, masks, strict=True):
         if each:
             ranked = _round_to_significant_digits(score.double().cpu()).masked_fill(~keep, -1.0)
             blocks = len(ranked) // budget.multiple
-            order = torch.argsort(ranked, stable=True)[: blocks * budget.multiple].view(blocks, -1)
+            order = ranked.argsort(stable=True)[: blocks * budget.multiple].view(blocks, -1)
             sums = ranked[order].sum(1)
             found.append(_Units(keep, order[:-1], sums[:-1] / each, each))  # a layer's best block stays
     return found
@@ -161,7 +159,5 @@ def _blocks(scores: list[Tensor], masks: list[Tensor], budget: PruningBudget) ->
 
 def _round_to_significant_digits(values: Tensor) -> Tensor:
     """Each value rounded to SIGNIFICANT_DIGITS."""
-    import torch
-
-    scale = torch.pow(10.0, SIGNIFICANT_DIGITS - 1 - values.abs().clamp_min(1e-300).log10().floor())
+    scale = 10.0 ** (SIGNIFICANT_DIGITS - 1 - values.abs().clamp_min(1e-300).log10().floor())
     return (values * scale).round() / scale

@@ -116,8 +116,7 @@ def activation_of(config: Mapping[str, Any]) -> str:
 
 
 def _to_numpy(tensor: Any) -> np.ndarray:
-    array: np.ndarray = tensor.detach().float().cpu().numpy()
-    return array
+    return tensor.detach().float().cpu().numpy()
 
 
 def _layer_norm(graph: OnnxGraphBuilder, x: str, norm: Any) -> str:

@@ -121,17 +121,14 @@ class QuantLinear(nn.Linear, CachedWeightTransform):
         if input_quantizer.collected is not None:
             return F.linear(x, self.weight, self.bias)
         if self.training:
-            return F.linear(
-                x, self._fake_quantized_weight() if self.weight_leaf is None else self.weight_leaf, self.bias
-            )
+            weight = self._fake_quantized_weight() if self.weight_leaf is None else self.weight_leaf
+            return F.linear(x, weight, self.bias)
         with torch.autocast(x.device.type, enabled=False):  # 16-bit floats cannot hold these sums exactly
-            return (
-                F.linear(x.float(), self.levels()) * (input_quantizer.scale * self.weight_scale) + self.bias
-            )
+            product = F.linear(x.float(), self.levels())
+            return product * (input_quantizer.scale * self.weight_scale) + self.bias
 
     def _fake_quantized_weight(self) -> Tensor:
-        rounded: Tensor = FakeQuantizeWeight.apply(self.weight, self.weight_scale, max_level(self.bits))
-        return rounded
+        return FakeQuantizeWeight.apply(self.weight, self.weight_scale, max_level(self.bits))
 
     def hold(self) -> None:
         self.rounded = self._fake_quantized_weight()
@@ -190,9 +187,8 @@ class QuantEmbedding(nn.Embedding):
     """An embedding with few-bit rows, each with a scale; gradients pass straight through the rounding."""
 
     def __init__(self, embedding: nn.Embedding, bits: int) -> None:
-        super().__init__(
-            embedding.num_embeddings, embedding.embedding_dim, embedding.padding_idx, device="meta"
-        )
+        rows, width = embedding.weight.shape
+        super().__init__(rows, width, embedding.padding_idx, device="meta")
         self.weight, self.bits = embedding.weight, bits
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -9,17 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core.measures import format_bytes, format_p_value
-from isobatch.models.encoder import evaluation
-from isobatch.models.encoder.class_metrics import (
-    CALIBRATION_BINS,
-    calibration_error,
-    class_figures,
-    confusion_matrix,
-    matthews_correlation,
-    mcnemar,
-    paired_difference,
-    wilson_interval,
-)
+from isobatch.models.encoder import class_metrics, evaluation
 from isobatch.models.encoder.encoders import open_classifier
 from isobatch.models.protocols import Batches, ModelComparison, ReportRow, ReportTable
 
@@ -56,19 +46,21 @@ class ClassifierReport(ModelComparison):
             found = evaluation.predict(evaluation.open_runner(variant.runtime, variant.model_path), batches())
             right, path = found.is_correct, str(variant.model_path.resolve())
             opened = {"runtime": variant.runtime, "model_path": path, "vocabulary": facts.extra["vocabulary"]}
+            confusion = class_metrics.confusion_matrix(found.labels, found.predicted_labels, len(classes))
+            confidence = evaluation.softmax(found.logits).max(1)
             row = {
                 "form": variant.name,
                 "runtime": variant.runtime,
                 "samples": len(right),
                 "accuracy": int(right.sum()) / len(right),
-                "accuracy_ci95": wilson_interval(int(right.sum()), len(right)),
+                "accuracy_ci95": class_metrics.wilson_interval(int(right.sum()), len(right)),
                 "parameters": sum(p.numel() for p in open_classifier(str(variant.final)).parameters()),
                 "file_bytes": variant.file.stat().st_size,
                 "opened": opened,
                 "peak_memory_bytes": in_child("models.encoder.evaluation:peak_memory", model=opened),
                 "class_names": classes,
-                "confusion": confusion_matrix(found.labels, found.predicted_labels, len(classes)).tolist(),
-                "calibration_error": calibration_error(evaluation.softmax(found.logits).max(1), right),
+                "confusion": confusion.tolist(),
+                "calibration_error": class_metrics.calibration_error(confidence, right),
                 "right": right.tolist(),
                 "labels": found.labels.tolist(),
             }
@@ -87,8 +79,8 @@ class ClassifierReport(ModelComparison):
         first, baselines = rows[0], {row["runtime"]: row for row in reversed(rows)}
         for row in rows:
             is_same, both = row["labels"] == first["labels"], [np.array(r["right"]) for r in (row, first)]
-            row["mcnemar_p"] = p = mcnemar(*both) if is_same else None
-            row["accuracy_difference_ci95"] = paired_difference(*both) if is_same else None
+            row["mcnemar_p"] = p = class_metrics.mcnemar(*both) if is_same else None
+            row["accuracy_difference_ci95"] = class_metrics.paired_difference(*both) if is_same else None
             row["accuracy_verdict"] = "better" if row["accuracy"] > first["accuracy"] else "worse"
             if row is first:
                 row["accuracy_verdict"] = "baseline"
@@ -192,16 +184,17 @@ def _worth_against(row: ReportRow, first: ReportRow, alike: ReportRow) -> str:
 def _table_of_classes(name: str, row: ReportRow) -> ReportTable:
     """A line for each class and one for their mean; how often it was answered with which, of few classes."""
     names, confusion = row["class_names"], np.array(row["confusion"])
-    shares, means = class_figures(confusion)
+    shares, means = class_metrics.class_figures(confusion)
     answers = names if len(names) <= MOST_ANSWERS else []
     rows = [
         [label, f"{line.sum():,}", *(f"{share:.3f}" for share in parts), *(f"{n:,}" for n in line if answers)]
         for label, parts, line in zip(names, shares.T, confusion, strict=True)
     ]
     rows.append(["mean", f"{confusion.sum():,}", *(f"{mean:.3f}" for mean in means), *("" for _ in answers)])
+    correlation, bins = class_metrics.matthews_correlation(confusion), class_metrics.CALIBRATION_BINS
     note = (
-        f"Matthews correlation {matthews_correlation(confusion):.3f}; expected calibration error"
-        f" {row['calibration_error']:.3f} ({CALIBRATION_BINS} bins); the mean is over classes (macro)."
+        f"Matthews correlation {correlation:.3f}; expected calibration error"
+        f" {row['calibration_error']:.3f} ({bins} bins); the mean is over classes (macro)."
     )
     head = ["class", "samples", "precision", "recall", "F1", *(f"answered {answer}" for answer in answers)]
     return ReportTable(f"Classes of {name}", note, head, rows)

@@ -89,9 +89,8 @@ class Ranked(NamedTuple):
 
 def ease_weights(gram: Tensor, l2: float) -> Tensor:
     """(items, items) weights of EASE (Steck 2019): B = I - P / diag(P), P = (X'X + lambda I)^-1."""
-    inverse = torch.cholesky_inverse(
-        torch.linalg.cholesky(gram + l2 * torch.eye(len(gram), dtype=gram.dtype))
-    )
+    regular = gram + l2 * torch.eye(len(gram), dtype=gram.dtype)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(regular))
     return (inverse / -inverse.diagonal()).float().fill_diagonal_(0)
 
 

@@ -42,5 +42,4 @@ class Catalogue:
 
 def read_names(folder: str | Path) -> dict[str, list[str]]:
     """`users` and `items`: ids as in the data; `titles` of the items."""
-    found: dict[str, list[str]] = json.loads((Path(folder) / CATALOGUE_FOLDER / NAMES_FILE).read_text())
-    return found
+    return json.loads((Path(folder) / CATALOGUE_FOLDER / NAMES_FILE).read_text())

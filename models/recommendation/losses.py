@@ -19,8 +19,6 @@ from isobatch.models.recommendation.model_size import num_negatives
 if TYPE_CHECKING:
     from isobatch.models.base import StepContext
 
-NEGATIVE_INFINITY = float("-inf")
-
 
 def ranking_loss(
     model: Any, user: Tensor, item: Tensor, options: Any, step: StepContext, seed: int
@@ -64,7 +62,7 @@ def sampled_softmax(model: Any, user: Tensor, item: Tensor, shared: Tensor) -> T
     net = getattr(model, "module", model)
     positive, others = model(user, [item[:, None], shared])
     others = others + math.log(len(net.item_text) / len(shared))
-    others = others.masked_fill(shared == item[:, None], NEGATIVE_INFINITY)
+    others = others.masked_fill(shared == item[:, None], -torch.inf)
     scores = torch.cat([positive, others], 1).float()
     return (torch.logsumexp(scores, 1) - scores[:, 0]).sum()
 
@@ -84,7 +82,7 @@ def in_batch_softmax(model: Any, user: Tensor, item: Tensor, cohort: int) -> Ten
         (scores,) = model(user[rows], [cohort_items])
         scores = scores.float() - torch.log(expected[rows])
         is_own = torch.eye(len(cohort_items), dtype=torch.bool, device=user.device)
-        scores = scores.masked_fill((cohort_items[:, None] == cohort_items) & ~is_own, NEGATIVE_INFINITY)
+        scores = scores.masked_fill((cohort_items[:, None] == cohort_items) & ~is_own, -torch.inf)
         total = total + (torch.logsumexp(scores, 1) - scores.diagonal()).sum()
     return total
 

@@ -61,8 +61,7 @@ def chunks(net: Any, batch: Batch) -> Iterator[dict[str, Tensor]]:
 
 def score_all_items(net: Any, user: Tensor) -> Tensor:
     """(B, items) scores of the model."""
-    scores: Tensor = net(user, [torch.arange(len(net.item_text), device=user.device)])[0]
-    return scores
+    return net(user, [torch.arange(len(net.item_text), device=user.device)])[0]
 
 
 def ranks_of_held_out(batch: Batch, scores: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:

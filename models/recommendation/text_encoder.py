@@ -32,9 +32,11 @@ LORA_TARGETS = ("c_attn", "query", "value", "q_proj", "v_proj", "q_lin", "v_lin"
 class TextEncoder(nn.Module):
     """A transformers model that turns texts, given by number, into (n, hidden) vectors."""
 
-    def __init__(self, net: nn.Module, catalogue: Catalogue, prefix_cache: bool = True) -> None:
+    def __init__(self, net: Any, catalogue: Catalogue, prefix_cache: bool = True) -> None:
         super().__init__()
-        self.net, self.use_prefix_cache = net, prefix_cache
+        self.net, self.config, self.use_prefix_cache = net, net.config, prefix_cache
+        self.hidden = int(self.config.hidden_size)
+        """Width of a vector."""
         self.lengths = torch.from_numpy(np.diff(catalogue.offsets))
         self.starts = torch.from_numpy(np.array(catalogue.offsets[:-1]))
         self.tokens = torch.from_numpy(catalogue.tokens.astype(np.int64))
@@ -43,16 +45,6 @@ class TextEncoder(nn.Module):
         self.prefix: Tensor | None = None
         """(all tokens, hidden) states that enter block `num_prefix_blocks`, if they are cached."""
         self.chunk_tokens = CHUNK_TOKENS
-
-    @property
-    def hidden(self) -> int:
-        """Width of a vector."""
-        return int(self.config.hidden_size)
-
-    @property
-    def config(self) -> Any:
-        """That of the transformers model."""
-        return self.net.config
 
     @property
     def blocks(self) -> tuple[nn.Module, str, nn.ModuleList]:
@@ -93,10 +85,7 @@ class TextEncoder(nn.Module):
         dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
         # With autocast's cache chunks would share the cast weights, whose gradients add up in 16 bits.
         with torch.autocast(kind, dtype, enabled, cache_enabled=False):
-            vectors: Tensor = checkpoint(
-                self._encode, numbers, device, use_reentrant=False, preserve_rng_state=False
-            )
-        return vectors
+            return checkpoint(self._encode, numbers, device, use_reentrant=False, preserve_rng_state=False)
 
     def _encode(self, numbers: Tensor, device: torch.device) -> Tensor:
         """(n, hidden): the mean over each text's tokens."""
@@ -108,8 +97,7 @@ class TextEncoder(nn.Module):
             rows = self.prefix[positions.to(self.prefix.device)].to(device)
             states = self._run_upper_blocks(rows, mask)
         weights = mask.to(states.dtype)[:, :, None]
-        mean: Tensor = (states * weights).sum(1) / weights.sum(1)
-        return mean
+        return (states * weights).sum(1) / weights.sum(1)
 
     def _positions(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
         """(n, T) places in `tokens` of padded texts, and (n, T) bool: what is no padding."""
@@ -231,5 +219,4 @@ def load_text_model(config: Any, path: str | None, revision: str | None) -> nn.M
     if path is None:
         return AutoModel.from_config(config, dtype=torch.float32)
     how = {"config": config, "revision": revision or "main", "dtype": torch.float32}
-    made: nn.Module = AutoModel.from_pretrained(path, **how, **hub.remote_code_kwargs(False))
-    return made
+    return AutoModel.from_pretrained(path, **how, **hub.remote_code_kwargs(False))

@@ -70,7 +70,7 @@ class SequenceCodec:
         """`count` sequences whose latent vectors are drawn from the prior."""
         drawn = np.random.default_rng(seed).standard_normal((count, self.model.config.latent))
         z = torch.from_numpy(drawn.astype(np.float32))
-        return self._write(z, tokens, temperature, torch.Generator().manual_seed(seed))
+        return self._write(z, tokens, temperature, seed)
 
     def _mean(self, text: str) -> Tensor:
         """(L,): the mean of the posterior."""
@@ -85,14 +85,12 @@ class SequenceCodec:
         width = max(map(len, rows))
         tokens = torch.tensor([row + [self.model.config.eos] * (width - len(row)) for row in rows])
         with torch.no_grad():
-            found: Posterior = self.model.encoder(tokens, torch.tensor([len(row) for row in rows]))
-        return found
+            return self.model.encoder(tokens, torch.tensor([len(row) for row in rows]))
 
     def _ids(self, text: str) -> list[int]:
         """Token ids of a text. Raises UserError where a sequence of numbers has a wrong one."""
         if self.tokenizer is not None:
-            found: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
-            return found
+            return self.tokenizer.encode(text, add_special_tokens=False).ids
         most = self.model.config.bos  # the model's own ids follow those of the data
         words = text.replace(",", " ").split()
         if wrong := [w for w in words if not w.isdecimal() or int(w) >= most]:
@@ -101,29 +99,22 @@ class SequenceCodec:
             )
         return [int(word) for word in words]
 
-    def _write(
-        self, z: Tensor, tokens: int, temperature: float = 0.0, generator: torch.Generator | None = None
-    ) -> list[str]:
-        rows = decode(self.model, z, tokens, temperature, generator)
+    def _write(self, z: Tensor, tokens: int, temperature: float = 0.0, seed: int = 0) -> list[str]:
+        rows = decode(self.model, z, tokens, temperature, seed)
         if self.tokenizer is None:
             return [" ".join(map(str, row)) for row in rows]
-        written: list[str] = self.tokenizer.decode_batch(rows)
-        return written
+        return self.tokenizer.decode_batch(rows)
 
 
 @torch.no_grad()
 def decode(
-    model: VAENetwork,
-    z: Tensor,
-    tokens: int,
-    temperature: float = 0.0,
-    generator: torch.Generator | None = None,
+    model: VAENetwork, z: Tensor, tokens: int, temperature: float = 0.0, seed: int = 0
 ) -> list[list[int]]:
     """Ids of a row for each latent vector z (N, L), without special ones; at most `tokens` of each.
 
-    Temperature 0 takes the likeliest token. The whole row is read again for each token.
+    Temperature 0 takes the likeliest token; `seed`: of the draws. The whole row is read again for each token.
     """
-    config = model.config
+    config, generator = model.config, torch.Generator().manual_seed(seed)
     rows = torch.full((len(z), 1), config.bos)
     ended = torch.zeros(len(z), dtype=torch.bool)
     for _ in range(min(tokens, config.max_length - 1)):

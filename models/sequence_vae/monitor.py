@@ -251,11 +251,7 @@ class PosteriorMonitor(nn.Module):
 
     @torch.no_grad()
     def measure(
-        self,
-        found: Posterior,
-        kl: Tensor,
-        positions: np.ndarray,
-        to_device: Callable[[np.ndarray], Tensor] = torch.from_numpy,
+        self, found: Posterior, kl: Tensor, positions: np.ndarray, to_device: Callable[[np.ndarray], Tensor]
     ) -> Tensor:
         """(1 + rows_per_step, 4 L): what a micro-batch adds to its step. `kl` (B, L), `positions` (B,).
 

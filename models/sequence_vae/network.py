@@ -102,8 +102,7 @@ class TransformerBackbone(nn.Module):
         x = x if state is None else x + state[:, None]
         for layer in self.layers:
             x = layer(x)
-        normed: Tensor = self.norm(x)
-        return normed
+        return self.norm(x)
 
 
 BACKBONES: dict[str, type[nn.Module]] = {"gru": GRUBackbone, "transformer": TransformerBackbone}
@@ -180,13 +179,11 @@ class Decoder(nn.Module):
         embedded = self.input_dropout(self.embedding(inputs))
         repeated = z[:, None].expand(-1, inputs.shape[1], -1).to(embedded.dtype)
         states = self.backbone(torch.cat([embedded, repeated], dim=2), torch.tanh(self.state(z)))
-        dropped: Tensor = self.output_dropout(states)
-        return dropped
+        return self.output_dropout(states)
 
     def forward(self, inputs: Tensor, z: Tensor, targets: Tensor, count: int | None = None) -> Tensor:
         """Sum of -log p(target) in nats, 0-d. `inputs`, `targets` (B, T); z (B, L); `count`: see Head."""
-        total: Tensor = self.head(self.states(inputs, z).flatten(0, 1), targets.flatten(), count)
-        return total
+        return self.head(self.states(inputs, z).flatten(0, 1), targets.flatten(), count)
 
 
 class Output(NamedTuple):

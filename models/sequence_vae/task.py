@@ -230,7 +230,8 @@ class SequenceVAE(Task):
         dropped = self._dropped_words(tokens, step)
         monitor = network.monitor if step.positions is not None else None
         noise = step.noise.normal("posterior", (self.options.latent,))
-        output = model(tokens, length, noise, dropped, _token_count(step))
+        in_all = None if step.host is None else int(step.host["length"].numpy().sum())
+        output = model(tokens, length, noise, dropped, in_all)
         kl = output.posterior.kl()
         per_sample = kl.sum(1)
         count = torch.full_like(output.nll, len(tokens))
@@ -363,11 +364,6 @@ class SequenceVAE(Task):
             language="sh",
             remark="a part of the run, which isobatch opens",
         )
-
-
-def _token_count(step: StepContext) -> int | None:
-    """Tokens of the micro-batch, where the host knows them."""
-    return None if step.host is None else int(step.host["length"].numpy().sum())
 
 
 def words_per_sequence(facts: Facts, split: str) -> float | None:

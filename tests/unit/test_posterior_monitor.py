@@ -85,7 +85,7 @@ def trained(
         recorded: dict[str, Any] = {TOTALS: torch.zeros(4).double(), STEP: 0}
         for positions in np.array_split(np.random.default_rng(step).permutation(BATCH), ranks):
             part = Posterior(mean[positions], logvar[positions])
-            recorded[STEP] = recorded[STEP] + found.measure(part, part.kl(), positions)
+            recorded[STEP] = recorded[STEP] + found.measure(part, part.kl(), positions, torch.from_numpy)
             nll = 3.0 * part.mean.square().sum()
             recorded[TOTALS] += torch.stack(
                 [nll.new_tensor(len(positions)), nll.new_tensor(7.0 * len(positions)), part.kl().sum(), nll]
@@ -119,7 +119,7 @@ def test_a_mean_that_drifts_is_no_information() -> None:
     for step in range(60):
         part = Posterior(torch.full((BATCH, LATENT), 0.05 * step), torch.zeros(BATCH, LATENT))
         recorded = {TOTALS: torch.tensor([BATCH, 7.0 * BATCH, 0, 0])}
-        recorded[STEP] = found.measure(part, part.kl(), np.arange(BATCH))
+        recorded[STEP] = found.measure(part, part.kl(), np.arange(BATCH), torch.from_numpy)
         found.add(step, TOTAL, recorded)
     figures = found.report(59, TOTAL, seed=0)
     assert figures.active == []
@@ -131,7 +131,7 @@ def test_a_short_batch_leaves_the_other_posteriors() -> None:
     before = found.rows.clone()
     mean, logvar = (torch.from_numpy(a).float() for a in drawn(3, seed=99))
     part = Posterior(mean, logvar)
-    own = found.measure(part, part.kl(), np.arange(3))
+    own = found.measure(part, part.kl(), np.arange(3), torch.from_numpy)
     found.add(60, TOTAL, {STEP: own, TOTALS: torch.tensor([3.0, 21, 0, 0])})
     start = 60 % found.blocks * found.rows_per_step
     assert torch.equal(found.rows[start + 3 : start + 26], before[start + 3 : start + 26])
