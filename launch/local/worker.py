@@ -35,6 +35,7 @@ from isobatch.launch.local.arguments import Request, parse_request
 
 if TYPE_CHECKING:
     from isobatch.core.plan import PlanOptions
+    from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.runs.run_options import RunOptions
 
 KERNEL_CACHES, MOST_KERNELS = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"), "64"
@@ -256,7 +257,7 @@ def _train_from_flags(words: Sequence[str]) -> int:
     for note in request.notes:
         run_setup.print_unless_quiet(note, quiet)
     if request.plan.processes:
-        communicator.check_world(request.plan.processes, size)
+        check_world(request.plan.processes, size)
     # One rank prepares, the others wait for its file lock: a process group could time out meanwhile.
     facts = run_setup.prepare_facts(request)
 
