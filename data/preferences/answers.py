@@ -108,11 +108,9 @@ class JudgedAnswers(Preferences):
     """
 
     version: ClassVar[int] = 1
-    wanted: ClassVar[tuple[str, str]] = ("judged answers", "prompt, completion and label")
-    unit: ClassVar[str] = "answer"
+    wanted: ClassVar[tuple[str, str]] = ("judged answer", "prompt, completion and label")
     source: ClassVar[type[PairSource]] = AnswerSource
     value: ClassVar[tuple[str, Any] | None] = (LABEL, np.uint8)
-    judges: ClassVar[bool] = True
     require_columns = staticmethod(require_columns)
 
     def read_row(self, row: Mapping[str, Any], where: str) -> ReadRow:

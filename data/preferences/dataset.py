@@ -96,14 +96,11 @@ class Preferences(TokenizedData):
     Options: ClassVar[type] = PreferencesOptions
     version: ClassVar[int] = 5
     demo_vocabulary_size: ClassVar[int] = 1024
-    wanted: ClassVar[tuple[str, str]] = ("pairs", "prompt, chosen and rejected")
-    """What the rows are, and their columns."""
-    unit: ClassVar[str] = "pair"
+    wanted: ClassVar[tuple[str, str]] = ("pair", "prompt, chosen and rejected")
+    """What a sample is, and the columns of rows."""
     source: ClassVar[type[PairSource]] = PairSource
     value: ClassVar[tuple[str, Any] | None] = None
     """The column of `AnsweredPrompt.value`, if there is one, and its type."""
-    judges: ClassVar[bool] = False
-    """Whether answers are judged one by one."""
     require_columns = staticmethod(pairs.require_columns)
 
     def check(self) -> None:
@@ -111,7 +108,7 @@ class Preferences(TokenizedData):
         chat_templates.parse_values(self.options.template_kwargs or ())
         self._check_vocabulary_size()
         files = self._check_tables(
-            f"{self.wanted[0]}: give jsonl, json, csv, tsv or parquet with the columns {self.wanted[1]}"
+            f"{self.wanted[0]}s: give jsonl, json, csv, tsv or parquet with the columns {self.wanted[1]}"
         )
         for part in files.values():
             self.require_columns(readers.column_names(part), str(part.files[0]))

@@ -134,7 +134,7 @@ class AnswerEncoder:
             values.append(text.value)
             hashes.append(text_hash(b"".join(learnt)))
             counts.update(cuts, rows=1)
-            is_shown = split == "valid" and not cuts and (text.value or not self.data.judges)
+            is_shown = split == "valid" and not cuts and text.value is not False
             if is_shown and len(self.shown) < conversations.SHOWN_PROMPTS:
                 asked = "".join(segment.text for segment in text.prompt)
                 self.shown.append([asked, text.answers[0][0].text.strip()])
@@ -142,11 +142,11 @@ class AnswerEncoder:
         notes = [*counts.notes(split, self.settings.max_length)]
         self.notes += [*notes, *self.known.compare(split, np.array(hashes, np.uint64))]
         if not hashes:
+            none, reasons = self.data.wanted[0], "".join(f"; {note}" for note in notes)
             raise UserError(
-                f"--data {self.data.recipe.data}: the {split} split has no {self.data.unit} to learn from"
-                + "".join(f"; {note}" for note in notes)
+                f"--data {self.data.recipe.data}: the {split} split has no {none} to learn from{reasons}"
             )
-        if self.data.judges:
+        if isinstance(values[0], bool):
             good = values.count(True)
             self.notes.append(f"{split}: {good:,} good answers, {len(values) - good:,} bad ones")
         return self._columns(kept, values)

@@ -34,7 +34,7 @@ class AnsweredPrompt(NamedTuple, Generic[Part]):
     prompt: list[Part]
     answers: list[list[Part]]
     """The chosen one and the rejected one; or the one that is judged."""
-    value: float = 0.0
+    value: float | bool = 0.0
     """By how much the chosen one is to be preferred; whether the judged one is good."""
 
 

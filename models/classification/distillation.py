@@ -54,11 +54,7 @@ class DistilledClassifier(Classifier):
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
         """--model defaults to the model of `initial_model_option`; folders become whole paths."""
-        folders = {
-            name: Path(values[name]).expanduser()
-            for name in ("teacher", "pruned")
-            if values.get(name) is not None
-        }
+        folders = {n: Path(v).expanduser() for n in ("teacher", "pruned") if (v := values.get(n)) is not None}
         found = {name: str(path.resolve()) for name, path in folders.items() if path.is_dir()}
         asked = cls.initial_model_option
         if (given := found.get(asked, values.get(asked))) is None:

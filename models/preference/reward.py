@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from isobatch.models.preference.task import Measured
     from isobatch.models.protocols import Predictor
 
-FIGURES = ("reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward")
 HEAD = "score"
 """The name that transformers gives the layer with the score."""
 USAGE = """\
@@ -70,7 +69,7 @@ class RewardModel(PairTask):
     """
 
     Options: ClassVar = RewardOptions
-    figures: ClassVar = FIGURES
+    figures: ClassVar = ("reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward")
     data: ClassVar = "data.preferences.dataset:ScoredPairs"
     defaults: ClassVar = {**PairTask.defaults, "lr": 1e-5}
     adapter_lr: ClassVar = 1e-4
@@ -129,9 +128,7 @@ class RewardModel(PairTask):
             packs=False,
         )
 
-    def losses_and_figures(
-        self, model: nn.Module, batch: Batch, host: Batch | None, trains: bool
-    ) -> Measured:
+    def losses_and_sums(self, model: nn.Module, batch: Batch, host: Batch | None, trains: bool) -> Measured:
         """batch: tokens (B, 2, T), row_length (B, 2), margin (B,)."""
         import torch
         from torch.nn import functional as F

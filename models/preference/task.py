@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     Measured = tuple[dict[str, Loss], Tensor]
 
-FIGURES = ("reward_accuracy", "reward_margin", "chosen_log_prob", "rejected_log_prob")
 TIE = 1e-4
 """Rewards that differ by no more may differ by rounding alone: such a pair counts as half right."""
 REFERENCE_TOKENS = 16384
@@ -161,27 +160,23 @@ class PairTask(OnLanguageModel):
     """Names of the figures of each step and of held-out pairs, means over pairs."""
 
     @abstractmethod
-    def losses_and_figures(
-        self, model: nn.Module, batch: Batch, host: Batch | None, trains: bool
-    ) -> Measured:
+    def losses_and_sums(self, model: nn.Module, batch: Batch, host: Batch | None, trains: bool) -> Measured:
         """The losses; and (1 + figures,): pairs, and the sum of each figure. `trains`: in training."""
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, 2, T), each a prompt and an answer; learn, of the same shape, 1 where a token is
         an answer's; perhaps teacher.log_probs (B, 2).
         """
-        losses, figures = self.losses_and_figures(model, batch, step.host, trains=True)
+        losses, figures = self.losses_and_sums(model, batch, step.host, trains=True)
         step.record("pairs", figures.float())
         return losses
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
-        losses, figures = self.losses_and_figures(model, batch, step.host, trains=False)
+        losses, figures = self.losses_and_sums(model, batch, step.host, trains=False)
         pairs = len(batch["tokens"])
         weights = {k.removesuffix(".weight"): v.sum() for k, v in batch.items() if k.endswith(".weight")}
         parts: dict[str, Sum | Rows] = {n: Sum(v.sum, weights.get(v.unit, pairs)) for n, v in losses.items()}
-        return parts | {
-            name: Sum(value, pairs) for name, value in zip(self.figures, figures[1:], strict=True)
-        }
+        return parts | {n: Sum(v, pairs) for n, v in zip(self.figures, figures[1:], strict=True)}
 
     def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
         pairs, *sums = recorded["pairs"].tolist()
@@ -196,7 +191,7 @@ class PreferenceTask(PairTask, LanguageModelTask):
     nats, added up over the tokens of an answer, or their mean where `averages` is set.
     """
 
-    figures: ClassVar = FIGURES
+    figures: ClassVar = ("reward_accuracy", "reward_margin", "chosen_log_prob", "rejected_log_prob")
     data: ClassVar = "data.preferences.dataset:Preferences"
     averages = False
     """Whether an answer's log-probability is the mean over its tokens, and not their sum."""
@@ -207,9 +202,7 @@ class PreferenceTask(PairTask, LanguageModelTask):
         tokens. `trains`: in training.
         """
 
-    def losses_and_figures(
-        self, model: nn.Module, batch: Batch, host: Batch | None, trains: bool
-    ) -> Measured:
+    def losses_and_sums(self, model: nn.Module, batch: Batch, host: Batch | None, trains: bool) -> Measured:
         tokens_B2T = token_log_probs(model, batch, host)
         sums_B2 = added_up(tokens_B2T)
         log_probs_B2 = sums_B2 / batch["learn"].sum(-1) if self.averages else sums_B2
