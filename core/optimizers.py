@@ -109,15 +109,14 @@ OPTIMIZERS = {
 def of_recipe(
     recipe: Recipe,
     named: Mapping[str, nn.Parameter],
-    lr: float,
     device: str,
-    matrices: Collection[str] = (),
-    share: Callable[[str], float] = lambda _: 1.0,
+    matrices: Collection[str],
+    share: Callable[[str], float],
 ) -> Optimizer:
     """The optimizer that a recipe names, over parameters by name; `device` is the device type.
 
     Matrices decay; biases, norms and other vectors do not. `matrices`: names of those in the model's blocks.
-    `share`: name -> the parameter's learning rate over `lr`.
+    `share`: name -> the parameter's learning rate over the recipe's.
     """
     entry, found = OPTIMIZERS[recipe.optimizer], dict[tuple[bool, bool, float], list[str]]()
     for name, p in named.items():
@@ -128,7 +127,7 @@ def of_recipe(
     for (together, flat, times), names in sorted(found.items()):
         group = {"params": [named[name] for name in names], "names": names}
         group["weight_decay"] = 0.0 if flat else recipe.weight_decay
-        group |= {"lr": lr * times} if times != 1 else {}
+        group |= {"lr": recipe.lr * times} if times != 1 else {}
         group |= {"matrices": not together} if entry.matrix_bytes is not None else {}
         groups.append(group | (adam if entry.takes_betas else {}))
-    return entry.build(groups, lr, device)
+    return entry.build(groups, recipe.lr, device)

@@ -114,16 +114,12 @@ def layout_in(index: Mapping[str, Any]) -> Layout:
         np.insert(np.array(index["pieces"][name], np.int64).reshape(-1, 4), 0, number, axis=1)
         for number, name in enumerate(entries)
     ]
-    names = [file["name"] for file in index["files"]]
+    files, parts = index["files"], [FilePart(*part) for part in index["parts"]]
+    names, sizes = [file["name"] for file in files], [file["bytes"] for file in files]
     if any("/" in name for name in names):
         raise ValueError("index.json names a file elsewhere")
-    return Layout(
-        entries,
-        names,
-        [file["bytes"] for file in index["files"]],
-        [FilePart(*part) for part in index["parts"]],
-        np.concatenate([np.empty((0, 5), np.int64), *tables]),
-    )
+    pieces = np.concatenate([np.empty((0, 5), np.int64), *tables])
+    return Layout(entries, names, sizes, parts, pieces)
 
 
 def make_layout(entries: Mapping[str, TensorEntry], shares: Sequence[tuple[int, np.ndarray]]) -> Layout:

@@ -20,30 +20,22 @@ from isobatch.engine.model_setup.layer_blocks import checkpoint_activations
 from isobatch.engine.noise.keyed_attention import key_dropout
 from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.models.activations import fuse_gelu
-from isobatch.models.capabilities import build_model
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.core.plan import Plan
-    from isobatch.core.recipe import Recipe
     from isobatch.models.base import Task
 
 
 def prepare_model(
-    task: Task,
-    recipe: Recipe,
-    facts: Facts,
-    plan: Plan,
-    device: torch.device,
-    build: Callable[[Facts], nn.Module] | None = None,
+    task: Task, facts: Facts, plan: Plan, device: torch.device, build: Callable[[Facts], nn.Module]
 ) -> tuple[nn.Module, KeyedNoise | None]:
-    """The model with the recipe's initial weights, and the keyed noise of its dropout (None if native).
+    """The model that `build` makes, with the recipe's initial weights, and the keyed noise of its dropout.
 
-    `build` stands for the task's `build_model` on ranks that get their shards from another. Raises UserError
-    where the model computes batch statistics.
+    Native noise is None. Raises UserError where the model computes batch statistics.
     """
-    torch.manual_seed(recipe.seed)
-    model = build(facts) if build else build_model(task, facts, device)
+    torch.manual_seed(task.recipe.seed)
+    model = build(facts)
     fuse_gelu()
     if traits_of(plan.strategy).shards:  # shards are of one number format
         _hold_in_fp32(model)
@@ -53,7 +45,8 @@ def prepare_model(
     if plan.attention != "sdpa" and choose_attention is not None:
         choose_attention({"flash": "flash_attention_2"}.get(plan.attention, plan.attention))
     _refuse_batch_statistics(model)
-    noise = KeyedNoise(recipe.seed, task.rows_per_sample) if recipe.noise == "keyed" else None
+    keyed = task.recipe.noise == "keyed"
+    noise = KeyedNoise(task.recipe.seed, task.rows_per_sample) if keyed else None
     if noise is not None:
         key_dropout(model, noise)
     if plan.activation_checkpointing:

@@ -37,7 +37,7 @@ def make_optimizer(
         parts = _checked(task.make_optimizer(named, recipe.lr, device), named)
     elif named:
         share = task.rate_share if isinstance(task, ScalesRates) else lambda _: 1.0
-        parts = [of_recipe(recipe, named, recipe.lr, device, block_matrices(model), share)]
+        parts = [of_recipe(recipe, named, device, block_matrices(model), share)]
     if tables := [p for p in sparse if p.requires_grad]:
         adam = {"betas": (recipe.adam_beta1, recipe.adam_beta2), "eps": recipe.adam_eps}
         parts.append(torch.optim.SparseAdam([{"params": tables, **adam}], lr=recipe.lr))

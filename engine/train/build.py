@@ -150,14 +150,8 @@ class Builder:
         """Build the model anew with its initial weights."""
         doing("building the model")
         state = self.state
-        state.model, noise = prepare_model(
-            state.task,
-            state.recipe,
-            state.facts,
-            state.plan,
-            state.world.device,
-            self._build_on_rank_0 if self._rank_0_builds() else self._build,
-        )
+        build = self._build_on_rank_0 if self._rank_0_builds() else self._build
+        state.model, noise = prepare_model(state.task, state.facts, state.plan, state.world.device, build)
         state.binding = Binding(noise, SamplePacking(state.model, noise) if state.plan.pack else None)
         self._prepared, self._model_ended = "", False
 

@@ -141,7 +141,7 @@ def train_run(run: RunOnRank) -> Training:
                 averages = [Ema(state.recipe.ema)] if state.recipe.ema is not None else []
                 others = [*averages, *run.own_hooks]
                 evaluation = Evaluate(state, run.log, run.peak, run.say, others, run.tracker.send)
-                hooks = Hooks(_hooks(run, builder, guard, evaluation, copies, others))
+                hooks = Hooks(_hooks(run, builder, guard, evaluation, copies))
                 if saved is not None:
                     _continue(run, builder, hooks, saved)
                 elif folder.recipe.task not in TASKS and world.size == 1 and "valid" in state.splits:
@@ -165,12 +165,7 @@ def _measures_before(run: RunOnRank, state: Training) -> bool:
 
 
 def _hooks(
-    run: RunOnRank,
-    builder: Builder,
-    guard: DataGuard,
-    evaluation: Evaluate,
-    copies: RemoteCopies | None,
-    others: Sequence[Hook],
+    run: RunOnRank, builder: Builder, guard: DataGuard, evaluation: Evaluate, copies: RemoteCopies | None
 ) -> list[Hook]:
     """The hooks of a phase. In this order they see figures and act in a pause: what may end the run comes
     before what writes of it, and the checkpoint, which holds the state of all others, last.
@@ -179,7 +174,7 @@ def _hooks(
     hooks: list[Hook] = [Spikes(run.folder, state, say), NonFinite(run.folder.folder), Stop(run.stop)]
     hooks += [Remarks(builder.replan, run.mark_first_step, say), Memory(run.peak)]
     hooks += [Machine(state)] if world.is_main and world.device.type == "cuda" else []
-    hooks += [*others, Log(run.log, say)]
+    hooks += [*evaluation.others, Log(run.log, say)]
     hooks += [Plots(every, run.draw_plots)] if (every := state.task.plot_every) else []
     hooks += [run.tracker] if run.tracker.tracker else []
     hooks += [ShowSteps(state, run.console), evaluation, guard]

@@ -55,7 +55,7 @@ def test_one_kernel_computes_the_same_and_keeps_its_input_alone(kind: Any) -> No
 class Own:
     """What `prepare_model` asks of a task."""
 
-    rows_per_sample = 1
+    rows_per_sample, recipe = 1, Recipe(task="x")
 
     def build_model(self, facts: Facts) -> Any:
         return GPT2LMHeadModel(CONFIG)
@@ -71,10 +71,10 @@ def generation_folder(folder: Path) -> Path:
 DOORS = {
     "training": lambda _: prepare_model(
         Own(),  # type: ignore[arg-type]
-        Recipe(task="x"),
         Facts(fingerprint="", folder="", samples={}, lengths=()),
         plan(),
         torch.device("cpu"),
+        Own().build_model,
     ),
     "generation": lambda folder: open_for_generation(generation_folder(folder)),
     "encoders": lambda _: encoders.classifier_class(BertConfig()),
