@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from isobatch.models import protocols
+from isobatch.models.model_card import ModelDescription
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.models.base import Batch, Change, StepContext, Task, Teacher
-    from isobatch.models.model_card import ModelDescription
 
 
 @runtime_checkable
@@ -226,8 +226,6 @@ def build_model(task: Task, facts: Facts, device: torch.device) -> nn.Module:
 
 def description_of(task: Task, final: Path, facts: Facts) -> ModelDescription:
     """What the model card says of the model: as the task does, or how its weights are opened."""
-    from isobatch.models.model_card import ModelDescription
-
     if isinstance(task, Describes):
         return task.describe_model(final, facts)
     return ModelDescription(title=f"Model of {type(task).__name__}")

@@ -177,18 +177,20 @@ def reading(folder: str | Path) -> Iterator[None]:
         raise UserError(f"{folder} cannot be opened as a saved model: {first_line(error)}") from None
 
 
+def local_folder(name: str, revision: str | None) -> Path | None:
+    """The folder of a model, which `name` is or the cache holds; None where it must be downloaded."""
+    folder = Path(name).expanduser()
+    return folder if folder.is_dir() else snapshot(name, revision)
+
+
 def local_path_or_id(name: str, revision: str | None) -> str:
     """The local folder of a model if there is one, so that no network is needed; else its hub id."""
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        return str(folder)
-    return str(snapshot(name, revision) or name)
+    return str(local_folder(name, revision) or name)
 
 
 def load_config(name: str, revision: str | None) -> dict[str, Any]:
     """The model's config.json, downloaded if it is not cached. Raises UserError if it cannot be read."""
-    folder = Path(local_path_or_id(name, revision))
-    if folder.is_dir():
+    if folder := local_folder(name, revision):
         return read_json(folder / "config.json")
     from huggingface_hub import hf_hub_download
 
@@ -202,8 +204,8 @@ def fetch_weights(name: str, revision: str | None, flag: str = "--model") -> str
 
     Raises UserError if the hub refuses or cannot be reached.
     """
-    folder = Path(local_path_or_id(name, revision))
-    if folder.is_dir() and (folder != snapshot(name, revision) or has_weights(folder)):
+    folder = local_folder(name, revision)
+    if folder and (folder != snapshot(name, revision) or has_weights(folder)):
         return str(folder)
     with _asking_the_hub(name, revision, flag):
         from huggingface_hub import HfApi, snapshot_download
@@ -224,8 +226,7 @@ def has_weights(folder: Path) -> bool:
 
 def weights_hash(path: str, revision: str | None = None) -> str:
     """Hash of a model's weights and config; a hub id that is not in the cache stands for itself."""
-    folder = Path(local_path_or_id(path, revision))
-    if not folder.is_dir():
+    if (folder := local_folder(path, revision)) is None:
         return path
     digest = hashlib.sha256()
     for file in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin"), folder / "config.json"]):

@@ -35,12 +35,7 @@ if TYPE_CHECKING:
     """The ONNX file of a classifier, a language model that is no run's, or a run."""
 
 REFUSAL = "predicts nothing: give its task a method predict(model, batch) and train again"
-READS_TEXTS: tuple[type, ...] = (
-    protocols.Generates,
-    protocols.OpensItemLists,
-    protocols.Predicts,
-    protocols.ScoresAnswers,
-)
+READS_TEXTS = (protocols.Generates, protocols.OpensItemLists, protocols.Predicts, protocols.ScoresAnswers)
 LISTS = ("top", "by", "only", "without", "with_seen")
 DRAWS = ("tokens", "temperature", "top_k", "top_p", "seed", "load_bits")
 

@@ -15,7 +15,7 @@ from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.data.interactions.formats import ITEM_COLUMNS
 from isobatch.launch.commands.evaluate import require_capability
-from isobatch.launch.local.run_setup import TrustOptions, open_single_run
+from isobatch.launch.local.run_setup import AnswerOptions, TrustOptions, open_single_run
 from isobatch.launch.predicting import tables
 from isobatch.models.protocols import OpensItemLists
 
@@ -50,7 +50,7 @@ class ListOptions(TrustOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RecommendOptions(ListOptions):
+class RecommendOptions(ListOptions, AnswerOptions):
     """Flags of `recommend`."""
 
     user: str | None = None
@@ -61,8 +61,6 @@ class RecommendOptions(ListOptions):
     """Items like this one, by its id or title."""
     out: str | None = None
     """Write a row for each item here, Parquet, csv or jsonl; without another word the lists of all users."""
-    json: bool = False
-    """One JSON object on standard output."""
 
 
 def recommend(words: Sequence[str]) -> int:

@@ -101,9 +101,8 @@ class BatchingQueue:
         """Raises nothing: an error is for those whose samples they are."""
         together = [sample for samples, _ in taken for sample in samples]
         try:
-            found = iter(
-                await asyncio.get_running_loop().run_in_executor(self._thread, self._predict, together)
-            )
+            loop = asyncio.get_running_loop()
+            found = iter(await loop.run_in_executor(self._thread, self._predict, together))
         except Exception as error:
             if isinstance(error, UserError) and len(taken) > 1:  # only whose sample is wrong shall hear of it
                 for asked in taken:

@@ -34,8 +34,7 @@ def load_config(name: str, revision: str | None) -> Config:
     """A model's config from its folder or the cache, of which config.json is enough; or from this table; or
     from the hub. Raises UserError.
     """
-    folder = Path(hub.local_path_or_id(name, revision))
-    if folder.is_dir():
+    if folder := hub.local_folder(name, revision):
         hub.check_folder(folder, tokenizer="not needed")
         return hub.load_config(name, revision)
     if known := find(name):
@@ -56,7 +55,6 @@ def transformers_config(name: str, revision: str | None, remote_code: bool) -> A
     """transformers' config object of the same."""
     from transformers import AutoConfig
 
-    path = Path(hub.local_path_or_id(name, revision))
-    if path.is_dir():
+    if path := hub.local_folder(name, revision):
         return AutoConfig.from_pretrained(str(path), **hub.remote_code_kwargs(remote_code))
     return AutoConfig.for_model(**load_config(name, revision))

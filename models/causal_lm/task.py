@@ -446,7 +446,7 @@ def _context_on_disk(name: str | None, revision: str | None) -> int | None:
     if not name or name in PRESETS:
         return None
     with contextlib.suppress(UserError):  # `check` says what is wrong with it
-        if Path(name).expanduser().is_dir() or (hub.is_id(name) and hub.snapshot(name, revision)):
+        if hub.local_folder(name, revision):
             return model_sizes.context_length(hub.load_config(name, revision))
     return None
 
