@@ -115,6 +115,7 @@ def _ask_harness(run: RunFolder, options: EvaluateOptions) -> Measured:
         require_capability(run, Generates, "evaluate --lm-eval", "writes no text"),
     )
     need("lm_eval", "--lm-eval")
+    import torch
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
@@ -134,6 +135,7 @@ def _ask_harness(run: RunFolder, options: EvaluateOptions) -> Measured:
         found = simple_evaluate(
             "hf",
             model_args=model,
+            device="cuda" if torch.cuda.is_available() else "cpu",
             tasks=list(asked),
             limit=options.limit,
             task_manager=manager,
