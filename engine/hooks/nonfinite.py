@@ -22,14 +22,13 @@ class NonFinite(Hook):
         self.folder = folder
 
     def on_figures(self, figures: StepFigures) -> set[Signal]:
-        if math.isfinite(figures.loss) and math.isfinite(figures.norm):
-            return set()
-        is_loss = not math.isfinite(figures.loss)
-        what, value = ("loss", figures.loss) if is_loss else ("gradient norm", figures.norm)
-        phase = figures.row["phase"]
-        raise TrainingError(
-            f"the {what} became {value} at step {figures.step} of {phase}: lower --lr,"
-            " lengthen --warmup, or find the operation with --anomaly; checkpoints are from before;"
-            f" `isobatch replay {self.folder} --phase {phase} --step"
-            f" {figures.step}` shows the samples and the first module with a NaN"
-        )
+        phase, step = figures.row["phase"], figures.step
+        for what, value in (("loss", figures.loss), ("gradient norm", figures.norm)):
+            if not math.isfinite(value):
+                raise TrainingError(
+                    f"the {what} became {value} at step {step} of {phase}: lower --lr, lengthen --warmup, or"
+                    " find the operation with --anomaly; checkpoints are from before; `isobatch replay"
+                    f" {self.folder} --phase {phase} --step {step}` shows the samples and the first module"
+                    " with a NaN"
+                )
+        return set()

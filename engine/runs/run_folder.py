@@ -111,11 +111,9 @@ class RunFolder:
         try:
             lock = FileLock(self.folder / f".{role}.lock", timeout=0)
             with atomic_files.explain_write_errors(Path(lock.lock_file)):
-                lock.acquire()
-            try:
+                held = lock.acquire()
+            with held:
                 yield
-            finally:
-                lock.release()
         except Timeout:
             doing = {"export": "exported", "submit": "submitted"}.get(role, "trained")
             raise UserError(
