@@ -382,15 +382,19 @@ def test_reward_model(home: Path) -> None:
 
 @pytest.mark.parametrize(("direction", "heat"), [("forward", 2.0), ("reverse", 1.5)])
 def test_distillation(home: Path, direction: str, heat: float) -> None:
-    """Hinton et al. 2015, of the teacher's likeliest tokens and of all others as one more class."""
+    """Hinton et al. 2015, of the teacher's likeliest tokens and of all others as one more class.
+
+    The teacher's rows behind the last token of the tokenizer count for nothing.
+    """
+    tokens_there = len(AutoTokenizer.from_pretrained(home / "teacher"))
     samples, teacher, share, top = chat_samples(home, "chats"), load(home, "teacher"), 0.7, 9
 
     def classes(log_probabilities: Tensor, likeliest: Tensor) -> Tensor:
         kept = log_probabilities.gather(1, likeliest)
         return torch.cat([kept, (1 - kept.exp().sum(1, keepdim=True)).log()], dim=1)
 
-    def heated(model: Any, tokens: Tensor) -> Tensor:
-        return (model(input_ids=tokens[None]).logits[0, :-1].double() / heat).log_softmax(-1)
+    def heated(model: Any, tokens: Tensor, width: int | None = None) -> Tensor:
+        return (model(input_ids=tokens[None]).logits[0, :-1, :width].double() / heat).log_softmax(-1)
 
     divergences: list[float] = []
 
@@ -398,7 +402,7 @@ def test_distillation(home: Path, direction: str, heat: float) -> None:
         parts = []
         for tokens, mask in (samples[n] for n in numbers):
             with torch.no_grad():
-                known = heated(teacher, tokens)
+                known = heated(teacher, tokens, tokens_there)
             likeliest = known.topk(top).indices
             p, q = classes(known, likeliest), classes(heated(model, tokens), likeliest)
             p, q = (p, q) if direction == "forward" else (q, p)
