@@ -74,14 +74,14 @@ class DistilledClassifier(Classifier):
         if path is None or (hub.is_id(path) and not Path(path).is_dir() and hub.snapshot(path) is None):
             return
         widths = {hidden_width(config) for config in (self._initial_config(), hub.load_config(path, None))}
-        tokens, other_tokens = (hub.tokenizer_vocabulary(name) for name in (student, path))
+        differs = path != student and hub.tokenizer_vocabulary(student) != hub.tokenizer_vocabulary(path)
         headless = "has no classification head: train one with `auto --task classifier`"
         strange = f"its tokenizer is not that of {student}: both must read the same tokens"
         wider = f"{self.teacher_name} and {student} have states of different width: use --distill-hidden off"
         refuse(
             {
                 f"the teacher {path} {headless}": not is_classifier(path, None),
-                f"the teacher {path}: {strange}": tokens != other_tokens,
+                f"the teacher {path}: {strange}": differs,
                 f"--distill-hidden on: {wider}": self.options.distill_hidden and len(widths) > 1,
             }
         )
