@@ -267,13 +267,6 @@ TAGGED = (
     "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>"
     "{% endif %}{{ '\n' }}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-FORGETFUL = (
-    "{% for m in messages %}{% if m.role == 'assistant' and not loop.last %}(said something)"
-    "{% else %}{{ m.role }}: {{ m.content }}{% endif %}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
-
 DUMB = "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}"
 
 

@@ -11,12 +11,10 @@ from typing import Any
 import pyarrow
 import pyarrow.parquet
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, readers, tokenizers
 from isobatch.data.text import chat_templates
-from isobatch.data.text.conversations import token_rows
 from isobatch.launch.commands.plan import prepare
 from isobatch.tests.unit.test_row_fields import make_tokenizer
 
@@ -69,7 +67,16 @@ MARKED = (
         "<|im_end|>\n{% else %}", "<|im_end|>\n{% endgeneration %}{% else %}"
     )
 )  # fmt: skip
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+SPEAKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}"
+    "{% set later = messages[loop.index:] | rejectattr('tool_calls') | map(attribute='role') %}"
+    "{% if m.reasoning_content and 'assistant' not in later %}({{ m.reasoning_content }}){% endif %}"
+    "|{{ m.content }}"
+    + CALLS
+    + "{{ '</s>' if loop.last and m.role == 'assistant' and not m.tool_calls else '<|im_end|>' }}"
+    "{% endfor %}" + ASKS.replace("\n", "")
+)
+"""As gpt-oss has it: a call's thought leaves once the answer is there; only the last answer ends a text."""
 
 
 def template_of(folder: Path, source: str | None, name: str = "auto", **values: Any) -> tuple[Any, Any]:
@@ -158,31 +165,15 @@ def test_a_prompt_without_a_thought_is_answered_without(tmp_path: Path) -> None:
     ]
 
 
-def test_marks_give_the_mask_of_transformers(tmp_path: Path) -> None:
-    template, opened = template_of(tmp_path, MARKED)
-    values = chat_formats.template_values({"tools": [TOOL]}, "")
-    (sample,) = template.texts(THINKING, "here", values).samples()
-    (row,) = token_rows([sample], opened, template.end_id, int)
-    theirs = PreTrainedTokenizerFast(tokenizer_object=opened, chat_template=MARKED, **SPECIAL)
-    found = theirs.apply_chat_template(
-        THINKING, return_dict=True, return_assistant_tokens_mask=True, **values
-    )
-    assert row.tokens.tolist() == found["input_ids"]
-    assert row.answer_mask.tolist() == found["assistant_masks"]
-
-
-def test_a_prompt_is_the_beginning_of_what_was_learnt(tmp_path: Path) -> None:
-    for number, source in enumerate((KEEPS, DROPS, MARKED, None)):
-        (tmp_path / str(number)).mkdir()
-        template, _ = template_of(tmp_path / str(number), source)
-        values = chat_formats.template_values({"tools": [TOOL]}, "")
-        prompt = "".join(
-            part.text + template.end * part.is_answer
-            for part in template.prompt_segments(THINKING[:3], "", values)
-        )
-        samples = learnt(template, THINKING[:4], values)
-        assert samples[0].replace("[", "").startswith(prompt.rstrip("\n")[:40])
-        assert any(s.replace("[", "").replace("]", "").startswith(prompt) for s in samples)
+def test_an_answer_follows_its_prompt_where_history_has_no_thought_or_another_end(tmp_path: Path) -> None:
+    template, _ = template_of(tmp_path, SPEAKS)
+    spaced, ask = {"role": "assistant", "content": " Hi. "}, "<|im_start|>user|Zagain<|im_end|>"
+    asked, call = "<|im_start|>user|Zask<|im_end|><|im_start|>assistant", '<call>look{"at": "sky"}</call>'
+    wanted = [asked + "[| Hi. <|im_end|>]" + ask + "<|im_start|>assistant[|Zlast</s>]"]
+    assert learnt(template, [ASK, spaced, AGAIN, LAST]) == wanted
+    (sample,) = learnt(template, [ASK, CALLING | {"reasoning_content": "Wwhy"}, RESULT, TOLD])
+    result = "<|im_start|>tool|Zresult<|im_end|><|im_start|>assistant"
+    assert sample == f"{asked}[(Wwhy)|{call}<|im_end|>]{result}[|Ztold</s>]"
 
 
 FORMS: dict[str, dict[str, Any]] = {
