@@ -23,13 +23,15 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from isobatch.core.recipe import Recipe
-from isobatch.data import chat_formats, tokenizers
+from isobatch.data import chat_formats, readers, tokenizers
 from isobatch.data.text import chat_templates
 from isobatch.data.text.dataset import Text, TextOptions
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from isobatch.data.text.chat_templates import ChatTemplate
 
 DATA = ROOT.parent / "shared" / "data"
 TEMPLATES, FILES = DATA / "chat_templates", sorted((DATA / "chats").glob("*.json*"))
@@ -46,8 +48,6 @@ REASONS = {
     "close": "where a template ends answers with nothing, the tokenizer's end token follows and is learnt",
     "piece": "tokens do not reach across the ends of an answer, as a model's that is asked cannot",
     "turns": "an answer that history writes otherwise, as without its thought, ends a sample of its own",
-    "thought": "a thought for which the template has no place stands in <think> before the answer",
-    "system": "a system text for which the template has no place goes before the next question",
 }
 DAY = "{% macro strftime_now(f) %}{{ '2024-07-26' if f == '%Y-%m-%d' else '26 Jul 2024' }}{% endmacro %}"
 """What templates are told of today, so that data is the same tomorrow."""
@@ -71,14 +71,14 @@ class Row:
         return str(self.messages[i].get("reasoning_content") or inside).strip()
 
 
-def row_of(raw: dict[str, Any]) -> Row:
+def row_of(raw: dict[str, Any], template: ChatTemplate) -> Row:
     """A row of which the chosen answer, or any that is judged, is learnt."""
     given = {k: v for k, v in raw.items() if k not in ("label", "chosen", "rejected")}
     if "chosen" in raw:
         given["conversations"] = [*given["conversations"], raw["chosen"]]
     read = chat_formats.parse_messages(given, "row", chat_formats.detect_chat_format([*given]) or "")
     last = max(i for i, message in enumerate(read) if message["role"] == "assistant")
-    return Row(given, read[: last + 1], chat_formats.template_values(given, "row"))
+    return Row(given, template.placed(read[: last + 1]), chat_formats.template_values(given, "row"))
 
 
 class Judge:
@@ -88,10 +88,8 @@ class Judge:
         raw = Tokenizer(
             models.BPE.from_file(*(str(DATA / "gpt2-bpe" / n) for n in ("encoder.json", "vocab.bpe")))
         )
-        raw.pre_tokenizer, raw.decoder = (
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-            decoders.ByteLevel(),
-        )
+        raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        raw.decoder = decoders.ByteLevel()
         self.plain, end = (TEMPLATES / f"{name}.jinja").read_text("utf-8"), MARKS[name]["end"]
         special = {"extra_special_tokens": sorted({*CONTROL.findall(self.plain)} - {end})}
         self.tokenizer: Any = PreTrainedTokenizerFast(
@@ -186,7 +184,7 @@ class Judge:
                     return {*learnt}, why
                 if self.spells(pairs, parts, flags):
                     return {*learnt}, why | {"piece"}
-        raise AssertionError(self.shown(pairs), row)
+        raise AssertionError(self.tokenizer.decode([i for i, flag in pairs if flag]), row)
 
     def as_transformers(self, parts: list[str], flags: list[int]) -> list[tuple[int, int]]:
         """(id, whether it is learnt) as apply_chat_template(return_assistant_tokens_mask=True) gives them."""
@@ -209,13 +207,6 @@ class Judge:
                 return True
         return not pairs and not parts
 
-    def shown(self, pairs: list[Any]) -> str:
-        """A sample's text, what is learnt of it in «»."""
-        texts = (
-            (f, self.tokenizer.decode([i for i, _ in p])) for f, p in itertools.groupby(pairs, lambda p: p[1])
-        )
-        return "".join(f"«{text}»" if flag else text for flag, text in texts)
-
 
 @pytest.mark.parametrize("name", MARKS)
 def test_masks_are_those_of_transformers_or_differ_for_a_reason(name: str, tmp_path: Path) -> None:
@@ -225,13 +216,11 @@ def test_masks_are_those_of_transformers_or_differ_for_a_reason(name: str, tmp_p
     special = tokenizers.special_token_ids(opened, folder)
     template = chat_templates.choose_template("auto", "plain", opened, special, folder)
     for file in FILES:
-        text = file.read_text("utf-8")
-        raw = json.loads(text) if file.suffix == ".json" else [*map(json.loads, text.splitlines())]
-        given = [row_of(one) for one in raw[:: max(1, len(raw) // ROWS)]]
-        placed = [(row, replace(row, messages=template.placed(row.messages))) for row in given]
-        if not (rows := [(row, one) for row, one in placed if judge.takes(one)]):
+        raw = [dict(row) for _, row in readers.read_rows(readers.find_splits(file, None)["train"])]
+        some = (row_of(one, template) for one in raw[:: max(1, len(raw) // ROWS)])
+        if not (rows := [row for row in some if judge.takes(row)]):
             continue
-        lines = [json.dumps(row.raw) + "\n" for row, _ in rows]
+        lines = [json.dumps(row.raw) + "\n" for row in rows]
         (data := tmp_path / file.stem).mkdir()
         (data / "train.jsonl").write_text("".join(lines))
         (data / "valid.jsonl").write_text(lines[0])
@@ -239,16 +228,14 @@ def test_masks_are_those_of_transformers_or_differ_for_a_reason(name: str, tmp_p
         columns: Any = Text(recipe, TextOptions()).read()["train"]
         pairs = [*zip(columns["tokens"].values.tolist(), columns["learn"].values.tolist(), strict=True)]
         samples = deque(pairs[a:b] for a, b in itertools.pairwise(columns["tokens"].offsets))
-        for row, one in rows:
-            left, why = {*one.turns}, set[str]()
+        for row in rows:
+            left, why = {*row.turns}, set[str]()
             while left:
-                learnt, reasons = judge.taught(one, samples.popleft(), left)
+                learnt, reasons = judge.taught(row, samples.popleft(), left)
                 left, why = left - learnt, why | reasons
-            before, after = ({m["role"]: m["content"] for m in r.messages} for r in (row, one))
-            why |= {"thought"} if before["assistant"] != after["assistant"] else set()
-            found[" ".join(sorted(why | ({"system"} if before.keys() != after.keys() else set())))] += 1
+            found[" ".join(sorted(why))] += 1
         assert not samples
     assert found.total() > 5
     assert {*" ".join(found).split()} <= {*REASONS}
     if "endgeneration" in judge.plain:
-        assert {*" ".join(found).split()} <= {"piece", "turns", "thought", "system"}
+        assert {*" ".join(found).split()} <= {"piece", "turns"}

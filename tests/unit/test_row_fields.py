@@ -424,11 +424,6 @@ NOTED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }
 UNREADABLE: dict[str, tuple[str, dict[str, Any], str]] = {
-    "tool_calls": (
-        "causal-lm",
-        {"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [{"a": 1}]}]},
-        "message 2: call 1 has no name",
-    ),
     "half a weight": ("causal-lm", {"messages": [ASK, SAY | {"weight": 0.5}]}, "weight is 0.5: an answer is"),
     "no pairs": ("dpo", {"prompt": "Zask", "completion": "Zsay"}, "has no column chosen.*--task causal-lm"),
     "lists of unequal length": (

@@ -113,9 +113,7 @@ THOUGHTS = {
 def test_every_answer_is_learnt_once_and_with_its_thought(tmp_path: Path, kind: str) -> None:
     source, wanted = THOUGHTS[kind]
     template, _ = template_of(tmp_path, source)
-    samples = learnt(
-        template, THINKING, {"tools": [chat_formats.template_values({"tools": [TOOL]}, "")["tools"][0]]}
-    )
+    samples = learnt(template, THINKING, chat_formats.template_values({"tools": [TOOL]}, ""))
     found = [[a.split("W")[1].split(" ")[0] for a in answers_in(sample)] for sample in samples]
     said = ["Ztold", "Zlast", "look"]
     whole = "|".join(a for sample in samples for a in answers_in(sample))
@@ -140,10 +138,8 @@ def test_a_thought_follows_the_prompts_own_think(tmp_path: Path) -> None:
     """Where a template strips thoughts and its prompt begins one, as DeepSeek's do."""
     template, _ = template_of(tmp_path, STRIPS)
     given = [ASK, TOLD | {"reasoning_content": "Zthought"}, AGAIN, LAST]
-    first, second = (
-        "<|im_start|>user\nZask<|im_end|>\n<|im_start|>assistant\n",
-        "<|im_start|>user\nZagain<|im_end|>\n",
-    )
+    first = "<|im_start|>user\nZask<|im_end|>\n<|im_start|>assistant\n"
+    second = "<|im_start|>user\nZagain<|im_end|>\n"
     assert learnt(template, given) == [
         first
         + "\n\nZtold<|im_end|>\n"
@@ -176,27 +172,17 @@ def test_an_answer_follows_its_prompt_where_history_has_no_thought_or_another_en
     assert sample == f"{asked}[(Wwhy)|{call}<|im_end|>]{result}[|Ztold</s>]"
 
 
+AS_TEXT = {"name": "look", "arguments": '{"at": "sky"}'}
+CALL_TEXT = '{"name": "look", "arguments": {"at": "sky"}}'
 FORMS: dict[str, dict[str, Any]] = {
     "openai": {"messages": [ASK, CALLING | {"content": None}, RESULT, TOLD]},
     "arguments as text": {
-        "messages": [
-            ASK,
-            {
-                "role": "assistant",
-                "tool_calls": [{"function": {"name": "look", "arguments": '{"at": "sky"}'}}],
-            },
-            RESULT,
-            TOLD,
-        ]
+        "messages": [ASK, {"role": "assistant", "tool_calls": [{"function": AS_TEXT}]}, RESULT, TOLD]
     },
     "function_call": {
         "messages": [
             ASK,
-            {
-                "role": "assistant",
-                "content": "",
-                "function_call": {"name": "look", "arguments": '{"at": "sky"}'},
-            },
+            {"role": "assistant", "content": "", "function_call": AS_TEXT},
             {"role": "function", "name": "look", "content": "Zresult"},
             TOLD,
         ]
@@ -204,7 +190,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "sharegpt": {
         "conversations": [
             {"from": "human", "value": "Zask"},
-            {"from": "function_call", "value": '{"name": "look", "arguments": {"at": "sky"}}'},
+            {"from": "function_call", "value": CALL_TEXT},
             {"from": "observation", "value": "Zresult"},
             {"from": "gpt", "value": "Ztold"},
         ]
@@ -212,10 +198,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "parts": {
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "Zask"}]},
-            {
-                "role": "assistant",
-                "content": [{"type": "tool_call", "value": '[{"name": "look", "arguments": {"at": "sky"}}]'}],
-            },
+            {"role": "assistant", "content": [{"type": "tool_call", "value": f"[{CALL_TEXT}]"}]},
             {"role": "tool", "content": [{"type": "text", "value": "Zresult"}]},
             TOLD,
         ]
@@ -314,19 +297,11 @@ BAD: dict[str, tuple[dict[str, Any], tuple[str, ...], str]] = {
 def show(folder: Path, row: Any, *flags: str) -> str:
     """What `prepare --show 1` prints of two rows like this one."""
     (folder / "d.jsonl").write_text(f"{json.dumps(row)}\n" * 2, encoding="utf-8")
-    words = [
-        "--task",
-        "causal-lm",
-        "--data",
-        str(folder / "d.jsonl"),
-        "--model",
-        "tiny",
-        "--max-length",
-        "900",
-    ]
+    words = ["--task", "causal-lm", "--data", str(folder / "d.jsonl"), "--model", "tiny"]
+    words += ["--max-length", "900", "--valid", "0.5", "--show", "1"]
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        assert prepare([*words, "--valid", "0.5", "--show", "1", *flags]) == 0
+        assert prepare([*words, *flags]) == 0
     return said.getvalue()
 
 
@@ -369,11 +344,8 @@ def test_a_template_file_its_variables_and_what_is_shown(tmp_path: Path) -> None
     tokenizer = make_tokenizer(tmp_path / "t", None, in_file=True)
     shown = show(tmp_path, row, *flags, "--tokenizer", str(tokenizer))
     assert "loud user: Zask</s>\nassistant: [[Ztold</s>]]" in shown
-    shown = show(
-        tmp_path, row | {"chat_template_kwargs": {"loud": False}}, *flags, "--tokenizer", str(tokenizer)
-    )
-    assert "soft user: Zask" in shown
-    row = {"messages": [ASK, TOLD]}
+    softly = row | {"chat_template_kwargs": {"loud": False}}
+    assert "soft user: Zask" in show(tmp_path, softly, *flags, "--tokenizer", str(tokenizer))
     file.write_text(file.read_text().replace("soft", "calm"))  # other content is other data
     shown = show(tmp_path, row, "--template", str(file), "--tokenizer", str(tokenizer))
     assert "calm user: Zask" in shown
