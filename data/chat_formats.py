@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from isobatch.core.errors import UserError
@@ -328,9 +328,13 @@ def _from_json(value: Any, where: str) -> Any:
 
 def _calls(given: Any, where: str) -> list[dict[str, Any]]:
     """The calls in a value: one or a list of them, or the JSON of that."""
-    found = _from_json(given, f"{where}: its call")
-    calls = found if isinstance(found, list) else [found]
-    return [_call(one, f"{where}: call {number}") for number, one in enumerate(calls, 1)]
+    return _each(_call, _from_json(given, f"{where}: its call"), f"{where}: call")
+
+
+def _each(parse: Callable[[Any, str], dict[str, Any]], given: Any, where: str) -> list[dict[str, Any]]:
+    """What is parsed of one value, or of each in a list."""
+    values = given if isinstance(given, list) else [given]
+    return [parse(one, f"{where} {number}") for number, one in enumerate(values, 1)]
 
 
 ARGUMENTS = ("arguments", "parameters", "input")
@@ -364,10 +368,7 @@ def template_values(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     tools: list[Any] = []
     for name in TOOL_COLUMNS:
         found = _from_json(row.get(name) or [], f"{where}: {name}")
-        tools += [
-            _tool(one, f"{where}: {name}: tool {number}")
-            for number, one in enumerate(found if isinstance(found, list) else [found], 1)
-        ]
+        tools += _each(_tool, found, f"{where}: {name}: tool")
     return {k: v for k, v in values.items() if v is not None} | ({"tools": tools} if tools else {})
 
 

@@ -323,7 +323,11 @@ class Texts:
                     )
             if answer is None or answer.start < position:
                 if number == last:
-                    raise _cannot_split_error(self.where)
+                    raise UserError(
+                        f"{self.where}: the tokenizer's chat template writes this conversation otherwise once"
+                        " it goes on, so that answers cannot be told from prompts: choose --template"
+                        f" {CHOICES}, or give it generation marks"
+                    )
                 continue  # a part of the next prompt
             keeps = (
                 number == last or _holds_thought(answer.text, message) or not _keeps_thoughts(self.template)
@@ -585,13 +589,6 @@ def _prompt_segment(text: str, messages: Sequence[Message]) -> ChatSegment:
             position = start + len(content)
             places.append((start, position))
     return ChatSegment(text, False, tuple(places))
-
-
-def _cannot_split_error(where: str) -> UserError:
-    return UserError(
-        f"{where}: the tokenizer's chat template writes this conversation otherwise once it goes on, so that"
-        f" answers cannot be told from prompts: choose --template {CHOICES}, or give it generation marks"
-    )
 
 
 def choose_template(

@@ -84,10 +84,6 @@ class TextSetSpec:
     def path(self) -> Path | None:
         return path_of(self.location)
 
-    @property
-    def is_demo(self) -> bool:
-        return self.location == DEMO
-
     @cached_property
     def files(self) -> dict[str, SplitFiles]:
         """The files of each split, none of the demo and of a hub data set.
@@ -106,7 +102,7 @@ class TextSetSpec:
     @property
     def has_rows(self) -> bool:
         """Whether it has columns: neither the demo nor a .txt file has."""
-        return not self.files["train"].is_stream if self.files else not self.is_demo
+        return not self.files["train"].is_stream if self.files else self.location != DEMO
 
     @cached_property
     def columns(self) -> list[str]:
@@ -136,7 +132,7 @@ class TextSetSpec:
 
     def content_identity(self) -> Any:
         """What its texts depend on, as JSON: hashes of the files; the name of a hub data set."""
-        if self.is_demo:
+        if self.location == DEMO:
             return ["stories", demo_stories.VERSION]
         if self.path is None:
             return [self.location, self.options.data_config]
@@ -144,7 +140,7 @@ class TextSetSpec:
 
     def open(self, steps: Sequence[CleaningStep], folder: Path | None) -> TextSet:
         """Its texts, with a validation split; `folder` is the tokenizer's, None where it is trained."""
-        if self.is_demo:
+        if self.location == DEMO:
             return PlainText(self.name, demo_stories.demo_stories(), steps)
         share = corpora.share_of(self.options.valid)
         if not self.has_rows:
