@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import jinja2
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -90,6 +90,7 @@ class Judge:
         )
         raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         raw.decoder = decoders.ByteLevel()
+        raw.add_tokens([AddedToken(t, normalized=False) for t in ("<think>", "</think>", "<tool_call>")])
         self.plain, end = (TEMPLATES / f"{name}.jinja").read_text("utf-8"), MARKS[name]["end"]
         special = {"extra_special_tokens": sorted({*CONTROL.findall(self.plain)} - {end})}
         self.tokenizer: Any = PreTrainedTokenizerFast(
