@@ -286,11 +286,11 @@ def _parse_message(turn: Any, where: str) -> Message:
 
 
 def _found(turn: Mapping[str, Any], name: str, other: str, where: str) -> Any:
-    """What is under `name`, or under `other` as ShareGPT calls it."""
+    """What is under `name`, or under `other` as ShareGPT calls it; of null an empty text."""
     found = turn.get(name) if turn.get(name) is not None else turn.get(other)
-    if found is None:
+    if {name, other}.isdisjoint(turn):
         raise UserError(f"{where} has no {name} (or {other}); it has: {key_names(turn)}")
-    return found
+    return "" if found is None else found
 
 
 def _parts(value: Any, role: str, where: str) -> list[tuple[str, str]]:

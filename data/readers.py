@@ -189,8 +189,8 @@ def require_content(part: SplitFiles) -> None:
 
 
 def column_names(part: SplitFiles) -> list[str]:
-    """The names of the columns, from the first row; empty where there is no row."""
-    return next(([str(k) for k in row] for _, row in read_rows(part)), [])
+    """The names of the columns, from the first row that has some; empty where there is none."""
+    return next(([str(k) for k in row] for _, row in read_rows(part) if row), [])
 
 
 def require_column(part: SplitFiles, column: str, flag: str = "", otherwise: str = "") -> None:

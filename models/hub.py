@@ -188,13 +188,13 @@ def local_path_or_id(name: str, revision: str | None) -> str:
     return str(local_folder(name, revision) or name)
 
 
-def load_config(name: str, revision: str | None) -> dict[str, Any]:
+def load_config(name: str, revision: str | None, flag: str = "--model") -> dict[str, Any]:
     """The model's config.json, downloaded if it is not cached. Raises UserError if it cannot be read."""
     if folder := local_folder(name, revision):
         return read_json(folder / "config.json")
     from huggingface_hub import hf_hub_download
 
-    with _asking_the_hub(name, revision, "--model"):
+    with _asking_the_hub(name, revision, flag):
         file = hf_hub_download(name, "config.json", revision=revision)
     return read_json(Path(file))
 
@@ -271,9 +271,12 @@ def resolve_model(name_or_path: str, flag: str) -> str:
 
 def tokenizer_vocabulary(name: str) -> dict[str, int] | None:
     """The tokens of a model's tokenizer, added ones too, with their ids; None if tokenizer.json is not in the
-    cache.
+    cache. Raises UserError.
     """
     from tokenizers import Tokenizer
 
     file = Path(local_path_or_id(name, None)) / "tokenizer.json"
-    return Tokenizer.from_file(str(file)).get_vocab() if file.is_file() else None
+    try:
+        return Tokenizer.from_file(str(file)).get_vocab() if file.is_file() else None
+    except Exception as error:  # the library raises bare Exception for every fault in a file
+        raise UserError(f"{file}: cannot be read: {first_line(error)}") from None

@@ -220,8 +220,9 @@ def _add_start(model: Any, found: dict[str, Any], config: Any) -> None:
     for name, layer in began.items():
         first, second = layer.lora_A[START].weight, layer.lora_B[START].weight
         for key, part, side in (("lora_A", first, 0), ("lora_B", -second, 1)):
-            key = f"{name}.{key}.weight"
-            found[key] = torch.cat([found[key], part.to(found[key])], side)
+            whole = f"{name}.{key}.weight"
+            found[whole] = torch.cat([found[whole], part.to(found[whole])], side)
+            found.pop(f"{name}.{key}.{START}.weight", None)
     if began:
         config.r *= 2
         config.lora_alpha *= 2**0.5 if config.use_rslora else 2

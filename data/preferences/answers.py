@@ -107,7 +107,7 @@ class JudgedAnswers(Preferences):
     where a token is an answer's; `label` (n,) uint8, 1 where the answer is good.
     """
 
-    version: ClassVar[int] = 1
+    version: ClassVar[int] = 2
     wanted: ClassVar[tuple[str, str]] = ("judged answer", "prompt, completion and label")
     source: ClassVar[type[PairSource]] = AnswerSource
     value: ClassVar[tuple[str, Any] | None] = (LABEL, np.uint8)

@@ -94,7 +94,7 @@ class Preferences(TokenizedData):
     """
 
     Options: ClassVar[type] = PreferencesOptions
-    version: ClassVar[int] = 5
+    version: ClassVar[int] = 6
     demo_vocabulary_size: ClassVar[int] = 1024
     wanted: ClassVar[tuple[str, str]] = ("pair", "prompt, chosen and rejected")
     """What a sample is, and the columns of rows."""

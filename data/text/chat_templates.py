@@ -137,6 +137,10 @@ _PROBE_TURN = [{"role": "user", "content": "Why?"}, {"role": "assistant", "conte
 EVERYWHERE = 1 << 31
 NOTHING: Mapping[str, Any] = {}
 OR_CHATML = ", or choose --template chatml, which writes tools and calls"
+UNOFFERED = "an answer calls a tool that is not among the row's tools"
+WITHOUT_THOUGHT = (
+    "only the last of the answers without a thought is learnt with the empty one of the template"
+)
 MOVED = "the chat template has no place for the system text, which is put before the question"
 
 
@@ -256,7 +260,7 @@ class Texts:
         key = (count, for_answer)
         if key not in self.found and (error := _render(self.template, [self.job([key])])):
             raise UserError(
-                f"{self.where}: the tokenizer's chat template refuses this conversation ({error}): mend it,"
+                f"{self.where}: the chat template refuses this conversation ({error}): mend it,"
                 f" or choose --template {CHOICES}"
             )
         return self.found[key]
@@ -289,7 +293,15 @@ class Texts:
         kinds = {("thoughts (<think>)" if "</think>" in m["content"] else "text", m["role"]) for m in lost}
         thoughts = [m for m in self.messages if not _is_in(m.get(THOUGHT, ""), text)]
         kinds |= {("thoughts (<think>)", m["role"]) for m in thoughts}
-        return [MOVED] * self.is_moved + [
+        offered = {tool.get("function", tool).get("name") for tool in self.values.get("tools", ())}
+        called = {call["function"]["name"] for m in self.messages for call in m.get("tool_calls", ())}
+        bare = not all(_thought(self.messages[number]) for number in self.answers[:-1])
+        remarks = {
+            MOVED: self.is_moved,
+            UNOFFERED: offered and not called <= offered,
+            WITHOUT_THOUGHT: bare and _adds_thought(self.template),
+        }
+        return [remark for remark, holds in remarks.items() if holds] + [
             f"the chat template leaves out {what} of a message by the {role}" for what, role in sorted(kinds)
         ]
 
@@ -510,6 +522,14 @@ def _thought(message: Message) -> str:
 
 
 @functools.lru_cache(maxsize=64)
+def _adds_thought(template: ChatTemplate) -> bool:
+    """Whether a template writes an empty thought before a last answer, and not before an earlier one."""
+    texts = [template.render(messages) for messages in (_PROBE_TURN, [*_PROBE_TURN, _PROBE_TURN[0]])]
+    last, earlier = (text.partition(_PROBE_ANSWER)[0] for text in texts)
+    return _THINK in last and last != earlier
+
+
+@functools.lru_cache(maxsize=64)
 def _keeps_thoughts(template: ChatTemplate) -> bool:
     """Whether a template writes the thought of an answer that nothing follows."""
     answer = {**_PROBE_TURN[1], THOUGHT: "2g3h4i so 5j6k7l"}
@@ -615,7 +635,7 @@ def choose_template(
         own = text_of(name)
     if own is not None:
         called = TOKENIZER_TEMPLATE if name == "auto" else Path(name).name
-        return _with_closing(called, with_defaults(own, values), tokens, tokenizer)
+        return _with_closing(called, with_defaults(own, values), tokens, tokenizer, f"--template {name}")
     name = default if name == "auto" else name
     end, closing, bos = tokens["eos_token"], "{{ eos_token }}", special.get("bos")
     if tokenizer.token_to_id(ENDS.get(name, "")) is not None:
@@ -648,13 +668,15 @@ def _special_tokens(tokenizer: Tokenizer, special: Mapping[str, int | None]) -> 
     return {f"{role}_token": token for role, token in named.items() if token is not None}
 
 
-def _with_closing(name: str, jinja: str, tokens: Mapping[str, str], tokenizer: Tokenizer) -> ChatTemplate:
+def _with_closing(
+    name: str, jinja: str, tokens: Mapping[str, str], tokenizer: Tokenizer, where: str
+) -> ChatTemplate:
     """A template that is not ours, with what it writes after an answer: found by rendering a unique one."""
     end = tokens["eos_token"]
     special = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
     ends = [token for token in special if token in jinja or token in tokens.values()]
     template = ChatTemplate(name, jinja, end, tokenizer.token_to_id(end) or 0, "", tokens, ends)
-    _, found, tail = template.render(_PROBE_TURN, "--template auto").partition(_PROBE_ANSWER)
+    _, found, tail = template.render(_PROBE_TURN, where).partition(_PROBE_ANSWER)
     names = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
     closing = re.match(rf"\s*((?:{names})+)", tail) if found else None
     if closing is None:

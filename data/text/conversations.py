@@ -53,6 +53,10 @@ class TokenRow(NamedTuple):
     """(tokens,) 1 where a token belongs to an answer, else 0."""
 
 
+TOKENIZATION_VERSION = 7
+"""Part of the cache key: raise it when the same rows become other tokens."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ConversationEncoder(ShardEncoder):
     """Renders, tokenizes and truncates conversations, each given as the JSON of [where, messages, values].
@@ -65,6 +69,7 @@ class ConversationEncoder(ShardEncoder):
     template: ChatTemplate
     max_length: int
     response_only: bool
+    version: int = TOKENIZATION_VERSION
 
     def __call__(self, texts: list[str]) -> EncodedShard:
         counts, turns = RowCounts(), 0
@@ -239,10 +244,6 @@ def learn_mask(row: TokenRow, response_only: bool) -> np.ndarray:
     learn = row.answer_mask.copy() if response_only else np.ones_like(row.answer_mask)
     learn[:1] = 0
     return learn
-
-
-TOKENIZATION_VERSION = 6
-"""Part of the cache key: raise it when the same rows become other tokens."""
 
 
 @dataclass

@@ -45,9 +45,10 @@ def go_template(template: ChatTemplate, begin: str, place: str) -> str:
             raise _cannot_write(place, "writes some messages by more than their roles")
     written = {k: text.removeprefix(begin) if k[0] == START else text for k, text in joints.items()}
     first, question, answer, ask = (_choice(written, role) for role in (*_BETWEEN, ANSWER))
-    asked = f'{{{{ else if eq .Role "user" }}}}{question}{{{{ else }}}}{answer}{{{{ end }}}}'
-    each = f'{{{{ if eq .Role "system" }}}}{first}{asked}{{{{ .Content }}}}{{{{ $before = .Role }}}}'
-    return f'{{{{ $before := "" }}}}{{{{ range .Messages }}}}{each}{{{{ end }}}}{ask}'
+    texts = zip(_BETWEEN, (first, question, answer), strict=True)
+    each = "{{ else ".join(f'if eq .Role "{role}" }}}}{text}{{{{ .Content }}}}' for role, text in texts)
+    said = f"{{{{ {each}{{{{ end }}}}{{{{ $before = .Role }}}}"
+    return f'{{{{ $before := "" }}}}{{{{ range .Messages }}}}{said}{{{{ end }}}}{ask}'
 
 
 def join(joints: Joints, messages: Sequence[Message]) -> str:

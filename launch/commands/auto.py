@@ -80,6 +80,7 @@ def resume(words: Sequence[str]) -> int:
         run_setup.print_unless_quiet(note, run_options.quiet)
     if options.decay:
         consent.require(run.recipe, run.folder, options.trust, run_options)
+        run_setup.locate_data(run, run.recipe, values["recipe"].get("data"))
         run = decayed(run, values["run"].get("name"))
         consent.remember(run.recipe, run_options)
         run_options = dataclasses.replace(run_options, name=run.folder.name)

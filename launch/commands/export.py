@@ -108,6 +108,7 @@ def _said(kind: str, figures: dict[str, Any], name: str) -> list[str]:
     made = shlex.quote(f"{folder}/{MODELFILE}")
     run = {"gguf": f"llama-cli -m {path}", OLLAMA: f"ollama create {model} -f {made} && ollama run {model}"}
     adapter = f"llama-cli -m BASE.gguf --lora {path}"
+    said += "; Ollama gets no tools, calls or thoughts by its template" * kind.startswith(OLLAMA)
     return [said, f"next: {adapter if kind == 'gguf-adapter' else run[kind.partition('-')[0]]}"]
 
 

@@ -241,8 +241,8 @@ def _numbers(flag: Flag, part: str) -> list[str]:
     match = re.fullmatch(r"(\d+)-(\d+)", part)
     if match is None or type(_value(flag, match[1])) is not int:
         return [part]
-    numbers = range(int(match[1]), int(match[2]) + 1)
-    return list(map(str, numbers)) if 0 < len(numbers) <= MOST_COMBINATIONS + 1 else [part]
+    low, high = int(match[1]), int(match[2])
+    return list(map(str, range(low, high + 1))) if 0 <= high - low <= MOST_COMBINATIONS else [part]
 
 
 def _value(flag: Flag, text: str) -> Any:

@@ -167,6 +167,6 @@ def size_with(size: ModelSize, path: str, options: Any, facts: Facts) -> ModelSi
     disk = format_bytes(int(tokens * (ENTRY_BYTES * options.kd_top + 4)))
     said = f"the teacher's answers for {tokens:,.0f} tokens take {disk} on disk, beside the prepared data"
     remark = "; ".join(filter(None, (size.remark, said)))
-    config, opened = hub.load_config(path, None), partial(_open_config, path, options)
+    config, opened = hub.load_config(path, None, "--teacher"), partial(_open_config, path, options)
     teacher = model_sizes.shape_of(config, opened, options.remote_code).size
     return dataclasses.replace(size, logit_copies=COPIES, teacher_bytes=teacher.weight_bytes, remark=remark)

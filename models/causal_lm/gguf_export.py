@@ -294,10 +294,11 @@ def _written(writer: Any, file: Path, tensors: list[Stored]) -> dict[str, Any]:
             dtype, wanted = FORMATS.get(tensor.kind), piece.float()
             found = torch.from_numpy(stored if dtype else gguf.dequantize(stored, tensor.type))
             difference = found.view(dtype or torch.float32) - wanted
+            if not difference.isfinite().all():
+                way_out = ": take gguf-bf16" if wanted.isfinite().all() else ", and no number"
+                raise UserError(f"--to gguf: {tensor.name} is beyond what {tensor.kind} holds{way_out}")
             place, most = place + stored.size, max(most, float(difference.abs().max()))
             largest = max(largest, float(wanted.abs().max()))
-        if most == math.inf:
-            raise UserError(f"--to gguf: {tensor.name} is beyond what {tensor.kind} holds: take gguf-bf16")
         if not most <= WORST[tensor.kind] * largest:
             raise ExportError(f"{file.name}: {tensor.name} differs by {most:.1e} from the trained weights")
         worst, start = max(worst, most / largest), start + size

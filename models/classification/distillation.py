@@ -73,7 +73,8 @@ class DistilledClassifier(Classifier):
         path, student = self._teacher_path(), self._model_name
         if path is None or (hub.is_id(path) and not Path(path).is_dir() and hub.snapshot(path) is None):
             return
-        widths = {hidden_width(config) for config in (self._initial_config(), hub.load_config(path, None))}
+        teacher = hub.load_config(path, None, "--teacher")
+        widths = {hidden_width(self._initial_config()), hidden_width(teacher)}
         differs = path != student and hub.tokenizer_vocabulary(student) != hub.tokenizer_vocabulary(path)
         headless = "has no classification head: train one with `auto --task classifier`"
         strange = f"its tokenizer is not that of {student}: both must read the same tokens"
