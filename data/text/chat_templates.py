@@ -526,7 +526,8 @@ def _adds_thought(template: ChatTemplate) -> bool:
     """Whether a template writes an empty thought before a last answer, and not before an earlier one."""
     texts = [template.render(messages) for messages in (_PROBE_TURN, [*_PROBE_TURN, _PROBE_TURN[0]])]
     last, earlier = (text.partition(_PROBE_ANSWER)[0] for text in texts)
-    return _THINK in last and last != earlier
+    prompt = template.render(_PROBE_TURN[:1], for_answer=True)
+    return _THINK in last.removeprefix(prompt) and last != earlier
 
 
 @functools.lru_cache(maxsize=64)

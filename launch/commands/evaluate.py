@@ -110,10 +110,8 @@ def replay_trained(run: RunFolder, data: str | None = None) -> tuple[Replay, str
 
 def _ask_harness(run: RunFolder, options: EvaluateOptions) -> Measured:
     """What lm-evaluation-harness measures of final/, an adapter on its base, by task. Raises UserError."""
-    names, task = (
-        str(options.lm_eval),
-        require_capability(run, Generates, "evaluate --lm-eval", "writes no text"),
-    )
+    names = str(options.lm_eval)
+    task = require_capability(run, Generates, "evaluate --lm-eval", "writes no text")
     need("lm_eval", "--lm-eval")
     import torch
     from lm_eval import simple_evaluate

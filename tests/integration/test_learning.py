@@ -9,6 +9,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 import pytest
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from isobatch.tests.integration.helpers import furthest, launch, losses, run_code, succeed, summary
@@ -52,6 +53,8 @@ def test_processes_and_strategies_learn_the_same(kind: str, home: Path) -> None:
         succeed("export", f"runs/{kind}-2", "--to", "merged", cwd=home)
         apart, learnt = map(float, run_code(OPENED, str(other), "base", cwd=home).stdout.split())
         assert apart < 1e-4 < 1e-3 < learnt
+        with safe_open(other / "final" / "adapter_model.safetensors", "pt") as adapter:
+            assert {name.rpartition(".lora_")[2] for name in adapter.keys()} == {"A.weight", "B.weight"}  # noqa: SIM118
 
 
 def test_a_stable_run_decays_as_a_run_of_the_shorter_recipe_does(home: Path) -> None:

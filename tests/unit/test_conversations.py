@@ -218,12 +218,11 @@ def test_rows_without_an_answer_are_left_out_and_counted(tmp_path: Path) -> None
     assert len(columns["token.weight"]) == 1
     wanted = "train: rows left out: 2 with an empty answer, 1 with an empty instruction"
     assert wanted in extra["notes"]
-    blank = [*CHAT[:2], {"role": "assistant", "content": ""}]
-    rows = [{"messages": m} for m in (CHAT, CHAT[:2], [], blank, CHAT[2:3], CHAT[2:])]
+    blank, null = ([*CHAT[:2], {"role": "assistant", "content": nothing}] for nothing in ("", None))
+    rows = [{"messages": m} for m in (CHAT, CHAT[:2], [], blank, null, CHAT[2:3], CHAT[2:])]
     extra, columns, tokenizer = prepared(tmp_path / "b", rows, template="plain")
-    assert "2 with no answer, 1 with an empty answer, 1 with no question before the answer" in str(
-        extra["notes"]
-    )
+    said = "2 with no answer, 2 with an empty answer, 1 with no question before the answer"
+    assert said in str(extra["notes"])
     assert "2 rows: an answer before any question is left out" in extra["notes"]
     assert marked(columns, tokenizer, 1) == "Bye\n«See you.<|endoftext|>»"
 

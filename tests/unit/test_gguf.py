@@ -6,6 +6,7 @@ That needs node-llama-cpp of npm: ISOBATCH_LLAMA_CPP is the folder with its node
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 from pathlib import Path
@@ -140,6 +141,18 @@ def test_every_weight_is_read_back(family: str, kind: str, tmp_path: Path) -> No
         off = abs(found.pop(f"{names.get_name(stem)}.{part}") - wanted).max()
         assert off <= most * max(1e-9, abs(wanted).max()) * 1.01, name
     assert set(found) <= {"rope_freqs.weight"}
+
+
+CANNOT = [(1e6, "take gguf-bf16"), (math.nan, "no number"), (math.inf, "no number")]
+
+
+@pytest.mark.parametrize(("number", "says"), CANNOT)
+def test_weights_that_the_file_cannot_hold_are_refused(number: float, says: str, tmp_path: Path) -> None:
+    model = saved("qwen2", tmp_path)
+    model.model.embed_tokens.weight.data[0, 0] = number
+    model.save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=f"token_embd.weight is beyond what F16 holds.*{says}"):
+        gguf_export.write(tmp_path, tmp_path / "x.gguf", "F16", "--to gguf")
 
 
 def test_the_end_token_that_was_learnt_and_the_template_are_in_the_file(tmp_path: Path) -> None:

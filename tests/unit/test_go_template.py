@@ -109,6 +109,7 @@ def test_a_model_without_conversations_has_no_template() -> None:
     text = ollama_modelfile(template(CHATML), "model.gguf", "", "--to ollama")
     assert text.startswith('FROM ./model.gguf\nTEMPLATE """')
     assert text.endswith('"""\nPARAMETER stop "</s>"\n')
+    assert text.count("{{ .Content }}") == 3  # messages by others, as a tool, are not written
 
 
 GO = """

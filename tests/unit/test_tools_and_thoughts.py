@@ -134,6 +134,14 @@ def test_an_answer_that_says_its_thought_again_keeps_it(tmp_path: Path) -> None:
     assert said == ["<think></think>Zlast", "<think>told</think>Ztold"]
 
 
+@pytest.mark.parametrize(("source", "bare"), [(KEEPS, set()), (DROPS, {chat_templates.WITHOUT_THOUGHT})])
+def test_what_is_learnt_otherwise_than_asked_is_noted(tmp_path: Path, source: str, bare: set[str]) -> None:
+    template, _ = template_of(tmp_path, source)
+    for name, others in (("look", set()), ("hear", {chat_templates.UNOFFERED})):
+        texts = template.texts([ASK, CALLING, RESULT, LAST], "", {"tools": [TOOL | {"name": name}]})
+        assert {*texts.notes(texts.segments())} == bare | others
+
+
 def test_a_thought_follows_the_prompts_own_think(tmp_path: Path) -> None:
     """Where a template strips thoughts and its prompt begins one, as DeepSeek's do."""
     template, _ = template_of(tmp_path, STRIPS)
