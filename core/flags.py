@@ -323,9 +323,7 @@ def to_json_value(value: Any) -> Any:
     """A JSON-ready form of an options value."""
     if isinstance(value, Interval):
         return str(value)
-    if isinstance(value, tuple):
-        return [to_json_value(v) for v in value]
-    return value
+    return [to_json_value(v) for v in value] if isinstance(value, tuple) else value
 
 
 def value_text(value: Any) -> str:

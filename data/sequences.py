@@ -212,12 +212,8 @@ class Sequences(TokenizedData):
         room, folder = self.recipe.max_length - 1, self.workshop.folder
         wanted = SPLITS if self.known is None else ("valid",)
         found = {split: SequenceRows(room, folder) for split in wanted if split in corpus.splits}
-        tokenizer = None
-        if kind == TEXT:
-            tokenizer = self._collect_texts(corpus, found)
-            size = tokenizers.vocabulary_size(tokenizer)
-        else:
-            size = self._collect_ids(corpus, found)
+        tokenizer = self._collect_texts(corpus, found) if kind == TEXT else None
+        size = tokenizers.vocabulary_size(tokenizer) if tokenizer else self._collect_ids(corpus, found)
         own = {name: size + number for number, name in enumerate(MODEL_IDS)}
         vocabulary = size + len(MODEL_IDS)
         dtype = np.uint16 if vocabulary <= 1 << 16 else np.int32

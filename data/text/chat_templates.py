@@ -139,7 +139,7 @@ NOTHING: Mapping[str, Any] = {}
 OR_CHATML = ", or choose --template chatml, which writes tools and calls"
 UNOFFERED = "an answer calls a tool that is not among the row's tools"
 WITHOUT_THOUGHT = (
-    "only the last of the answers without a thought is learnt with the empty one of the template"
+    "of the answers without a thought the last one alone is learnt with the empty one of the template"
 )
 MOVED = "the chat template has no place for the system text, which is put before the question"
 
@@ -295,11 +295,12 @@ class Texts:
         kinds |= {("thoughts (<think>)", m["role"]) for m in thoughts}
         offered = {tool.get("function", tool).get("name") for tool in self.values.get("tools", ())}
         called = {call["function"]["name"] for m in self.messages for call in m.get("tool_calls", ())}
-        bare = not all(_thought(self.messages[number]) for number in self.answers[:-1])
+        answers = ((part.text, self.messages[self.answers[part.turn]]) for part in written if part.is_learnt)
+        bare = {_THINK in said for said, message in answers if not _thought(message)}
         remarks = {
             MOVED: self.is_moved,
             UNOFFERED: offered and not called <= offered,
-            WITHOUT_THOUGHT: bare and _adds_thought(self.template),
+            WITHOUT_THOUGHT: len(bare) == 2,
         }
         return [remark for remark, holds in remarks.items() if holds] + [
             f"the chat template leaves out {what} of a message by the {role}" for what, role in sorted(kinds)
@@ -519,15 +520,6 @@ def _thought(message: Message) -> str:
     """What an answer's author thought before it."""
     before, is_there, _ = message["content"].rpartition("</think>")
     return str(message.get(THOUGHT, before.rpartition("<think>")[2] if is_there else "")).strip()
-
-
-@functools.lru_cache(maxsize=64)
-def _adds_thought(template: ChatTemplate) -> bool:
-    """Whether a template writes an empty thought before a last answer, and not before an earlier one."""
-    texts = [template.render(messages) for messages in (_PROBE_TURN, [*_PROBE_TURN, _PROBE_TURN[0]])]
-    last, earlier = (text.partition(_PROBE_ANSWER)[0] for text in texts)
-    prompt = template.render(_PROBE_TURN[:1], for_answer=True)
-    return _THINK in last.removeprefix(prompt) and last != earlier
 
 
 @functools.lru_cache(maxsize=64)

@@ -50,9 +50,7 @@ class Evaluate(Hook):
         schedule = self.training.schedule
         if "valid" not in self.training.splits:
             return False
-        if step == schedule.steps:
-            return self.judge.patience > 0
-        return step % schedule.eval_every == 0
+        return self.judge.patience > 0 if step == schedule.steps else step % schedule.eval_every == 0
 
     def leads(self, step: int) -> bool:
         """Whether an evaluation that may choose the best checkpoint follows, so that `verify` can redo it."""

@@ -63,9 +63,7 @@ class Sampler:
     @property
     def used(self) -> int:
         """Samples per epoch."""
-        if self.groups is not None:
-            return self.groups.used
-        return max(1, round(self.count * self.fraction))
+        return max(1, round(self.count * self.fraction)) if self.groups is None else self.groups.used
 
     @property
     def steps_per_epoch(self) -> int:

@@ -34,9 +34,7 @@ class PeakMemory:
 
 def peak_bytes(device: torch.device) -> int:
     """Peak since `reset_peak`: what the allocator reserved on a GPU, this process's memory on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return peak_resident_bytes()
+    return torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak_resident_bytes()
 
 
 def trim_heap(device: torch.device) -> None:

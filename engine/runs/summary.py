@@ -109,6 +109,4 @@ def startup_seconds(first_step: float | None, measured: float) -> float:
 def _count(p: Any) -> int:
     """Elements of a whole parameter: ZeRO-3 may hold none of it here, and a byte holds two 4-bit weights."""
     quantised = getattr(p, "quant_state", None)
-    if quantised is not None:
-        return math.prod(quantised.shape)
-    return int(getattr(p, "ds_numel", p.numel()))
+    return int(getattr(p, "ds_numel", p.numel())) if quantised is None else math.prod(quantised.shape)

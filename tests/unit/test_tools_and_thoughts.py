@@ -138,7 +138,9 @@ def test_an_answer_that_says_its_thought_again_keeps_it(tmp_path: Path) -> None:
 def test_what_is_learnt_otherwise_than_asked_is_noted(tmp_path: Path, source: str, bare: set[str]) -> None:
     template, _ = template_of(tmp_path, source)
     for name, others in (("look", set()), ("hear", {chat_templates.UNOFFERED})):
-        texts = template.texts([ASK, CALLING, RESULT, LAST], "", {"tools": [TOOL | {"name": name}]})
+        texts = template.texts(
+            [ASK, CALLING, RESULT, TOLD, AGAIN, LAST], "", {"tools": [TOOL | {"name": name}]}
+        )
         assert {*texts.notes(texts.segments())} == bare | others
 
 
