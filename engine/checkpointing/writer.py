@@ -49,8 +49,8 @@ class CheckpointWriter:
         self.on_node = on_node
         """Called then on the first rank of each node: folder, the node's file, a name of this save."""
         self._buffer = buffer or HostBuffer(world.device)
-        self._folder: Path | None = None
-        """Of the checkpoint in progress."""
+        self.folder: Path | None = None
+        """Of the checkpoint in progress; None where there is none."""
         self._thread = threading.Thread()
         self._problem = ""
         self._sums: dict[str, int | str] = {}
@@ -68,7 +68,7 @@ class CheckpointWriter:
         self.wait()
         pieces = _in_order(state.pieces)
         layout = self._layout_of(state, pieces)
-        self._folder, self._problem = folder, ""
+        self.folder, self._problem = folder, ""
         part = layout.parts[self.world.rank]
         header = layout.header(part.file) if part.start == 0 else b""
         self._buffer.fill([p.values.detach() for p in pieces], header)
@@ -114,12 +114,12 @@ class CheckpointWriter:
 
     def rank_flags(self) -> list[float]:
         """[1 if this rank has written its part, 1 if its write failed], to be summed over ranks."""
-        ended = self._folder is not None and not self._thread.is_alive()
+        ended = self.folder is not None and not self._thread.is_alive()
         return [float(ended), float(bool(ended and self._problem))]
 
     def wait(self) -> None:
         """Wait until the checkpoint in progress, if any, is complete and visible to every rank."""
-        if self._folder is not None:
+        if self.folder is not None:
             self.complete()
             self.world.barrier()
 
@@ -128,10 +128,10 @@ class CheckpointWriter:
 
         Raises UserError on all of them where the write failed on one.
         """
-        if (folder := self._folder) is None:
+        if (folder := self.folder) is None:
             return
         self._thread.join()
-        self._folder = None
+        self.folder = None
         assert self._layout is not None
         ended = self.world.all_gather_objects((self._problem, self._sums))
         if problems := [problem for problem, _ in ended if problem]:

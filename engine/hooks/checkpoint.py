@@ -87,6 +87,8 @@ class Checkpoint(Hook):
 
     def vote(self, step: int) -> Mapping[str, float]:  # noqa: ARG002
         save = float(self.training.world.rank == 0 and now() - self._saved_at >= 60 * self.minutes)
+        if self.writer.folder is None:
+            return {"save": save}
         written, failed = self.writer.rank_flags()
         return {"save": save, "written": written, "failed": failed}
 

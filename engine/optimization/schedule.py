@@ -84,7 +84,7 @@ def learning_rate(recipe: Recipe, peak: float, step: int, total: int, steps_per_
     linear decays towards 0 and cosine towards the recipe's floor, which the step after the last one would
     have; constant stays at `peak`, and wsd until its last part.
     """
-    warmup = recipe.warmup.steps(steps_per_epoch, total)
+    warmup = recipe.warmup.steps(steps_per_epoch, total) if recipe.warmup.value else 0
     if step < warmup:
         return peak * (step + 1) / warmup
     if recipe.schedule == "constant":

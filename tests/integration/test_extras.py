@@ -21,8 +21,12 @@ TWO = ("--processes", "2")
 WITHOUT = f"import sys; sys.modules.update(dict.fromkeys({sorted(EXTRAS)}))\n{REGISTER}"
 """None in sys.modules: such a library is neither found nor imported."""
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-BEHIND = ("isobatch.launch.clusters.ray.workers", "isobatch.launch.serving.")
-"""Imported by Ray's own processes, and by `serve` once it has asked for its libraries."""
+BEHIND = (
+    "isobatch.launch.clusters.ray.workers",
+    "isobatch.launch.serving.",
+    "isobatch.models.causal_lm.gguf_export",
+)
+"""Imported by Ray's own processes, and by `serve` and `export` once they have asked for their libraries."""
 SHOP = ["user,item,timestamp", *(f"u{n % 20},i{n * 7 % 11},{n}" for n in range(200))]
 
 
