@@ -54,8 +54,8 @@ def require_hub(what: str) -> None:
     if not is_reachable():
         raise UserError(
             f"{what}: there is no such file or folder; as a hub id it is not in the cache {cache_home()}, and"
-            " the hub cannot be reached: give a folder, set HF_HOME to a cache that holds it, or run"
-            " `prepare` on a machine with internet"
+            " the hub cannot be reached: give a folder, go to where the run began if it names one from there,"
+            " set HF_HOME to a cache that holds it, or run `prepare` on a machine with internet"
         )
 
 
