@@ -23,11 +23,9 @@ now = time.perf_counter
 def wait_for(done: Callable[[], bool], seconds: float, pause: float = 0.1) -> bool:
     """Poll `done` until it is true or the time is over, in seconds; whether it became true."""
     end = time.monotonic() + seconds
-    while not done():
-        if time.monotonic() > end:
-            return False
+    while not (is_done := done()) and time.monotonic() <= end:
         time.sleep(pause)
-    return True
+    return is_done
 
 
 def peak_resident_bytes() -> int:

@@ -171,10 +171,13 @@ class Preferences(TokenizedData):
                 counts.leave_out(reason)
                 continue
             counts.add_fields(notes)
+            values = template_values(row, where)
             for one in found:
-                text = render(one, template, where, template_values(row, where))
-                said, written = sum(one.answers, one.prompt), sum(text.answers, text.prompt)
-                counts.add_fields(template.texts(said, where).notes(written))
+                text, remarks = render(one, template, where, values), dict[str, None]()
+                for answer, written in zip(one.answers, text.answers, strict=True):
+                    said = template.texts(one.prompt + answer, where, values)
+                    remarks |= dict.fromkeys(said.notes(text.prompt + written))
+                counts.add_fields(remarks)
                 yield text
 
     def read_row(self, row: Mapping[str, Any], where: str) -> ReadRow:

@@ -62,7 +62,8 @@ def render(
         stop = next(n for n, segment in enumerate(segments) if segment.turn >= turns)
         end = max(n for n, segment in enumerate(segments) if segment.is_answer)
         parts.append((segments[:stop], segments[stop : end + 1]))
-    return AnsweredPrompt(parts[0][0], [answer for _, answer in parts], messages.value)
+    prompt = [part._replace(is_context=part.is_answer) for part in parts[0][0]]  # its answers are not learnt
+    return AnsweredPrompt(prompt, [answer for _, answer in parts], messages.value)
 
 
 def tokenize(texts: Iterator[Rendered], end_id: int, settings: TokenizationSettings) -> Iterator[Tokens]:

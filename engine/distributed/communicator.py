@@ -137,9 +137,8 @@ class Communicator:
 
     def store(self) -> Any:
         """The key-value store of the process group; None where there is one process."""
-        if self.size == 1:
-            return None
-        return dist.distributed_c10d._get_default_store()  # noqa: SLF001  torch has no public way
+        # torch has no public way.
+        return None if self.size == 1 else dist.distributed_c10d._get_default_store()  # noqa: SLF001
 
     @property
     def is_main(self) -> bool:

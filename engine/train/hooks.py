@@ -178,9 +178,7 @@ class Hooks:
 
     def around(self, state: Training, step: int) -> AbstractContextManager[Any]:
         """Context of a step's computation."""
-        if not self._asked["around"]:
-            return contextlib.nullcontext()
-        return self._around(state, step)
+        return self._around(state, step) if self._asked["around"] else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def _around(self, state: Training, step: int) -> Iterator[None]:

@@ -95,12 +95,14 @@ class TeacherSource(Source):
     def fetch(self, indices: np.ndarray, pad_to: int = 0) -> dict[str, np.ndarray]:
         self.check(indices)
         found = self.source.fetch(indices, pad_to)
-        width = max(pad_to, int(found["length"].max())) if self.per_token else 1
+        if not self.per_token:
+            return found | {PREFIX + name: answers[indices] for name, answers in self.answers.items()}
+        width = max(pad_to, int(found["length"].max()))
         for name, answers in self.answers.items():
             padded = np.zeros((len(indices), width, *answers.shape[1:]), answers.dtype)
             for row, values in zip(padded, self.rows(name, indices), strict=True):
                 row[: len(values)] = values
-            found[PREFIX + name] = padded if self.per_token else padded[:, 0]
+            found[PREFIX + name] = padded
         return found
 
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -14,7 +15,10 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats, readers, tokenizers
+from isobatch.data.corpora import Corpus
+from isobatch.data.preferences.dataset import Preferences, PreferencesOptions
 from isobatch.data.text import chat_templates
+from isobatch.data.text.row_fields import RowCounts
 from isobatch.launch.commands.plan import prepare
 from isobatch.tests.unit.test_row_fields import make_tokenizer
 
@@ -142,6 +146,18 @@ def test_what_is_learnt_otherwise_than_asked_is_noted(tmp_path: Path, source: st
             [ASK, CALLING, RESULT, TOLD, AGAIN, LAST], "", {"tools": [TOOL | {"name": name}]}
         )
         assert {*texts.notes(texts.segments())} == bare | others
+
+
+@pytest.mark.parametrize("column", ["chosen", "rejected"])
+def test_notes_of_a_pair_are_of_its_own_answers(tmp_path: Path, column: str) -> None:
+    """What one answer thought is not taken for the other's, and an answer in the prompt is not learnt."""
+    template, _ = template_of(tmp_path, KEEPS)
+    row = {"prompt": [ASK, CALLING, RESULT, TOLD, AGAIN], "chosen": [LAST], "rejected": [TOLD]}
+    row |= {column: [LAST | {"reasoning_content": "Wthought"}], "tools": [TOOL | {"name": "hear"}]}
+    rows, counts = Corpus({"train": lambda: [("here", row)]}), RowCounts()
+    data = Preferences(SimpleNamespace(), PreferencesOptions())
+    assert len([*data.texts(rows, "train", template, counts)]) == 1
+    assert [*counts.of("field: ")] == [chat_templates.UNOFFERED]
 
 
 def test_a_thought_follows_the_prompts_own_think(tmp_path: Path) -> None:
