@@ -258,10 +258,12 @@ def test_what_cannot_be_cancelled_is_said(tmp_path: Path, slurm: Slurm, say: Say
 
 
 TRAINER = """
-import signal, sys, filelock, time, json
+import json, os, signal, sys, time, filelock
 with filelock.FileLock(sys.argv[1] + "/.launch.lock"):
     def save(*_):
-        open(sys.argv[1] + "/summary.json", "w").write(json.dumps({"status": "stopped", "steps": 12}))
+        with open(sys.argv[1] + "/.new", "w") as new:  # as a run does: whole, or not there
+            json.dump({"status": "stopped", "steps": 12}, new)
+        os.replace(new.name, sys.argv[1] + "/summary.json")
         signal.signal(signal.SIGINT, signal.default_int_handler)
         (time.sleep(30) if sys.argv[2] == "slow" else sys.exit(75))
     signal.signal(signal.SIGINT, save)
