@@ -15,6 +15,7 @@ EXTRAS = {
     "matplotlib": "plots",
     "datasets": "data",
     "gguf": "gguf",
+    "sklearn": "baselines",
     "tensorboard": "trackers",
     "ray": "ray",
     "starlette": "serve",
