@@ -17,7 +17,7 @@ from isobatch.core.number_ranges import Share, Temperature
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, StepContext, Teacher
 from isobatch.models.classification.task import Classifier, ClassifierOptions
-from isobatch.models.encoder import encoders, evaluation
+from isobatch.models.encoder import encoders, evaluation, problems
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -125,7 +125,8 @@ class DistilledClassifier(Classifier):
             return {}
         mine = evaluation.predict(run, batches())
         teacher = evaluation.predict(evaluation.open_runner("torch", path), batches())
-        return evaluation.compare_with_baseline(mine, teacher)
+        config = hub.load_config(path, None)
+        return problems.of_config(config).compare(mine, teacher)
 
     def logits_and_states(self, model: nn.Module, batch: Batch, states: bool) -> tuple[Tensor, Tensor | None]:
         """Logits (B, C) and, if `states`, the first token's state after each layer (B, L, H)."""
@@ -141,20 +142,14 @@ class DistilledClassifier(Classifier):
             return super().loss(model, batch, step)
         weight, hidden = self.options.kd_weight, "teacher.states" in batch
         logits_BC, states = self.logits_and_states(model, batch, hidden)
-        nll = self.cross_entropy(model, logits_BC, batch)
-        logits = soft_label_loss(logits_BC, batch["teacher.logits"], self.options.temperature) * weight
-        found = {"labels": Loss(nll.sum * (1 - weight), nll.unit), "distillation": Loss(logits, "sample")}
+        nll = self.label_loss(model, logits_BC, batch)
+        temperature, teacher = self.options.temperature, batch["teacher.logits"]
+        soft = problems.of_model(model).soft_loss(logits_BC, teacher, batch, temperature)
+        found = {"labels": Loss(nll.sum * (1 - weight), nll.unit)}
+        found["distillation"] = Loss(soft.sum * weight, soft.unit)
         if states is not None:
             found["hidden"] = Loss(hidden_state_loss(states, batch["teacher.states"]), "sample")
         return found
-
-
-def soft_label_loss(student_BC: Tensor, teacher_BC: Tensor, temperature: float) -> Tensor:
-    """Sum over samples of T^2 KL(teacher || student), both at temperature T (Hinton et al. 2015)."""
-    from torch.nn import functional as F
-
-    student, teacher = (F.log_softmax(x / temperature, -1) for x in (student_BC, teacher_BC.float()))
-    return F.kl_div(student, teacher, reduction="sum", log_target=True) * temperature**2
 
 
 def hidden_state_loss(student_BLH: Tensor, teacher_BMH: Tensor) -> Tensor:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from isobatch.core.errors import UserError
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
-from isobatch.models.encoder import class_metrics, encoders, evaluation, prediction
+from isobatch.models.encoder import encoders, evaluation, prediction, problems
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import ModelVariant
 from isobatch.models.encoder.prediction import TextClassifier
+from isobatch.models.encoder.problems import CLASS_WEIGHT, CLASS_WEIGHTS
 from isobatch.models.encoder.report import ClassifierReport
 from isobatch.models.model_card import ModelDescription
 
@@ -32,8 +33,6 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "bert-6l": {"num_hidden_layers": 6},
 }
 """BERTs to train from scratch; `bert-6l` has the layer widths of BERT-base."""
-CLASS_WEIGHT, CLASS_WEIGHTS = "class.weight", "class_weights"
-"""The column of a sample's weight by its class; the field of the facts, and the buffer, with all weights."""
 USAGE = """\
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -195,24 +194,12 @@ class Classifier(Task):
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,), label (B,), and for pairs types (B, T)."""
-        return {"loss": self.cross_entropy(model, self.logits(model, batch), batch)}
+        return {"loss": self.label_loss(model, self.logits(model, batch), batch)}
 
-    def cross_entropy(self, model: Any, logits_BC: Tensor, batch: Batch) -> Loss:
-        """As torch.nn.CrossEntropyLoss with the recipe's weights and smoothing: the sum, and what it is over.
-
-        With --class-weights its unit is their sum over the global batch, by which PyTorch's mean divides too.
-        """
-        from torch.nn import functional as F
-
-        weighted = CLASS_WEIGHT in batch
-        total = F.cross_entropy(
-            logits_BC,
-            batch["label"],
-            model.class_weights if weighted else None,
-            reduction="sum",
-            label_smoothing=self.recipe.label_smoothing,
-        )
-        return Loss(total, "class" if weighted else "sample")
+    def label_loss(self, model: Any, logits: Tensor, batch: Batch) -> Loss:
+        """The problem's loss, with the recipe's weights and smoothing."""
+        weights = model.class_weights if CLASS_WEIGHT in batch else None
+        return problems.of_model(model).loss(logits, batch, weights, self.recipe.label_smoothing)
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """(B, C) in fp32; tokens beyond a sample's length are masked."""
@@ -230,29 +217,10 @@ class Classifier(Task):
         return model(**inputs, output_hidden_states=hidden_states)
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
-        """`answers` (B, 3): label, class with the largest logit, and its probability."""
-        import torch
-        from torch.nn import functional as F
-
-        logits_BC = self.logits(model, batch)
-        confidence, answer = logits_BC.softmax(1).max(1)
-        return {
-            "nll": Sum(F.cross_entropy(logits_BC, batch["label"], reduction="sum"), len(logits_BC)),
-            "answers": Rows(torch.stack([batch["label"].float(), answer.float(), confidence], dim=1)),
-        }
+        return problems.of_model(model).parts(self.logits(model, batch), batch)
 
     def metrics(self, parts: Mapping[str, Any], split: str, facts: Facts) -> dict[str, Any]:
-        label, answer, confidence = parts["answers"].T
-        count, correct = len(label), int((label == answer).sum())
-        names = facts.extra["labels"]
-        confusion = class_metrics.confusion_matrix(label, answer, len(names))
-        return {
-            "loss": float(parts["nll"].value) / float(parts["nll"].weight),
-            "accuracy": correct / count,
-            "accuracy_ci95": class_metrics.wilson_interval(correct, count),
-            "calibration_error": class_metrics.calibration_error(confidence, label == answer),
-            **class_metrics.class_metrics(confusion, names),
-        }
+        return problems.of_facts(facts).metrics(parts)
 
     def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
         """A folder for AutoModelForSequenceClassification and AutoTokenizer, with the classes' names."""

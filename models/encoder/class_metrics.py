@@ -7,7 +7,7 @@ Letters: C classes, n samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,8 @@ Z_95 = 1.959963984540054
 """The 97.5 % quantile of the normal distribution: two-sided 95 %."""
 CALIBRATION_BINS = 15
 """As in Guo et al. 2017."""
+DRAWS = 1000
+"""Of a bootstrap."""
 LARGEST_CONFUSION = 100
 """Most classes whose confusion matrix is among the metrics: it is logged at every evaluation."""
 
@@ -98,6 +100,29 @@ def paired_difference(one: np.ndarray, other: np.ndarray) -> tuple[float, float,
     middle = (only_one - only_other) / count
     half_width = Z_95 * math.sqrt(only_one + only_other - (only_one - only_other) ** 2 / count) / count
     return (only_one - only_other) / len(one), middle - half_width, middle + half_width
+
+
+def bootstrap(evidence: np.ndarray, score: Callable[[np.ndarray], Any]) -> np.ndarray:
+    """(DRAWS, ...): scores of samples drawn with replacement, the same draws for every n (Efron 1979).
+
+    evidence (n, ...): what each sample adds; `score` gets n rows of it.
+    """
+    generator, count = np.random.default_rng(0), len(evidence)
+    return np.array([score(evidence[generator.integers(0, count, count)]) for _ in range(DRAWS)])
+
+
+def bootstrap_difference(
+    one: np.ndarray, other: np.ndarray, score: Callable[[np.ndarray], float]
+) -> tuple[float, float, float, float]:
+    """(difference, low, high, p): score of `one` less that of `other`, its 95 % interval, two-sided p-value.
+
+    one, other: (n, k) evidence on the same samples, which are drawn together (paired bootstrap, Efron and
+    Tibshirani 1993). p is twice the share of the draws on the rarer side of 0, a tie on both.
+    """
+    drawn = bootstrap(np.stack([one, other], 1), lambda rows: score(rows[:, 0]) - score(rows[:, 1]))
+    fewer = min(int((drawn <= 0).sum()), int((drawn >= 0).sum()))
+    low, high = np.percentile(drawn, (2.5, 97.5)).tolist()
+    return score(one) - score(other), low, high, min(1.0, 2 * (fewer + 1) / (DRAWS + 1))
 
 
 def wilson_interval(num_correct: float, count: int) -> list[float]:

@@ -16,7 +16,6 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import peak_resident_bytes
-from isobatch.models.encoder.class_metrics import mcnemar
 
 if TYPE_CHECKING:
     from torch import nn
@@ -243,11 +242,3 @@ def has_text_pairs(facts: Facts) -> bool:
 def example_texts(facts: Facts) -> str:
     """What a line of code gives the model of this data, as Python."""
     return '"a first text", "a second text"' if has_text_pairs(facts) else '"some text"'
-
-
-def compare_with_baseline(mine: Predictions, baseline: Predictions) -> dict[str, float]:
-    """baseline_accuracy, and mcnemar_p: the p-value of the difference in accuracy."""
-    return {
-        "baseline_accuracy": float(baseline.is_correct.mean()),
-        "mcnemar_p": mcnemar(mine.is_correct, baseline.is_correct),
-    }

@@ -16,7 +16,7 @@ from isobatch.core.errors import ExportError
 from isobatch.core.extras import need
 from isobatch.models import saving
 from isobatch.models.base import Batch
-from isobatch.models.encoder import encoders, evaluation, onnx_graph
+from isobatch.models.encoder import encoders, evaluation, onnx_graph, problems
 
 if TYPE_CHECKING:
     from torch import nn
@@ -111,10 +111,10 @@ def check_int4(model: nn.Module, file: Path, batches: Batches) -> dict[str, Any]
             f"--to onnx-int4: an activation is rounded to a level {0.5 + rounding_excess:.3f} away from the"
             " trained model's: the file does not compute what was trained"
         )
-    found = check_agreement("onnx-int4", trained, exported)
+    found, problem = check_agreement("onnx-int4", trained, exported), problems.of_model(model)
     return found | {
-        "fake_quant_accuracy": float(unforced.is_correct.mean()),
-        "exported_accuracy": float(exported.is_correct.mean()),
+        f"fake_quant_{problem.headline}": problem.score(problem.evidence(unforced)),
+        f"exported_{problem.headline}": problem.score(problem.evidence(exported)),
         "rounding_doubt": rounding_excess,
         "max_logit_difference_with_ties": float(np.abs(unforced.logits - exported.logits).max()),
         "predictions_changed_by_ties": int((unforced.predicted_labels != exported.predicted_labels).sum()),

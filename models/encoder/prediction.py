@@ -15,8 +15,9 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.models import hub, saving
-from isobatch.models.encoder import evaluation
+from isobatch.models.encoder import evaluation, problems
 from isobatch.models.encoder.evaluation import Runner
+from isobatch.models.encoder.problems import Problem
 
 TextOrPair = str | tuple[str, str]
 WIDTH_MULTIPLE = 8
@@ -31,11 +32,11 @@ TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "config.json"
 
 @dataclass(frozen=True, slots=True)
 class TextClassifier:
-    """A classifier with its tokenizer and the names of its classes."""
+    """A classifier with its tokenizer and the problem it was trained on."""
 
     run: Runner
     tokenizer: Any
-    labels: list[str]
+    problem: Problem
     max_length: int
     pad: int
     columns: dict[str, str | None]
@@ -50,8 +51,7 @@ class TextClassifier:
 
         with hub.reading(folder):
             config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-            names = config["id2label"]
-            labels = [str(names[str(number)]) for number in range(len(names))]
+            problem = problems.of_config(config)
             pad = int(config.get("pad_token_id") or 0)
             read = config.get("isobatch") or {}
             most = max_length or read.get("max_length") or saving.max_input_tokens(config) or 512
@@ -62,25 +62,17 @@ class TextClassifier:
                 raise UserError(f"{folder / TOKENIZER_FILE} cannot be read: {error}") from None
         tokenizer.no_padding()
         tokenizer.enable_truncation(most, strategy="longest_first")
-        return cls(run, tokenizer, labels, most, pad, columns)
+        return cls(run, tokenizer, problem, most, pad, columns)
 
     def __call__(self, texts: Sequence[TextOrPair]) -> list[dict[str, Any]]:
-        """`prediction`, its `probability`, and the `probabilities` of all classes, for each text."""
-        found = evaluation.softmax(self.logits(texts))
-        return [
-            {
-                "prediction": self.labels[best],
-                "probability": float(row[best]),
-                "probabilities": dict(zip(self.labels, row.tolist(), strict=True)),
-            }
-            for row, best in zip(found, found.argmax(1), strict=True)
-        ]
+        """What the problem says of each text."""
+        return self.problem.answers(self.logits(texts))
 
     def logits(self, texts: Sequence[TextOrPair]) -> np.ndarray:
         """(n, C) fp32, in order."""
         encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=True)
         widths = [self._width(len(encoding.ids)) for encoding in encodings]
-        logits = np.zeros((len(encodings), len(self.labels)), np.float32)
+        logits = np.zeros((len(encodings), len(self.problem.labels)), np.float32)
         for places in batches_of_one_width(widths):
             batch = [encodings[place] for place in places]
             logits[places] = self.run(self._inputs(batch, widths[places[0]]))

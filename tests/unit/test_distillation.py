@@ -12,19 +12,21 @@ from torch.nn import functional as F
 from isobatch.core.errors import UserError
 from isobatch.models.causal_lm import distillation
 from isobatch.models.causal_lm.task import DistilledOptions
-from isobatch.models.classification.distillation import hidden_state_loss, soft_label_loss
+from isobatch.models.classification.distillation import hidden_state_loss
+from isobatch.models.encoder.problems import Classes
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 
-def test_soft_label_loss_is_kl_at_temperature_times_its_square() -> None:
+def test_soft_loss_of_classes_is_kl_at_temperature_times_its_square() -> None:
     torch.manual_seed(0)
     student, teacher = torch.randn(5, 3), torch.randn(5, 3)
     p, q = F.softmax(teacher / 2, -1), F.softmax(student / 2, -1)
     wanted = 4 * (p * (p.log() - q.log())).sum()
-    torch.testing.assert_close(soft_label_loss(student, teacher, 2.0), wanted)
-    assert float(soft_label_loss(teacher, teacher, 2.0)) == pytest.approx(0, abs=1e-6)
+    soft_loss = Classes("abc").soft_loss
+    torch.testing.assert_close(soft_loss(student, teacher, {}, 2.0).sum, wanted)
+    assert float(soft_loss(teacher, teacher, {}, 2.0).sum) == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,10 @@ def row(right: int, of: int, *ms: float, run: str = "a", runtime: str = "torch")
     return {
         "run": run,
         "runtime": runtime,
+        "problem": "classes",
+        "class_names": ["bad", "good"],
         "accuracy": right / of,
-        "right": [True] * right + [False] * (of - right),
+        "evidence": [[True]] * right + [[False]] * (of - right),
         "labels": [0] * of,
         "batch_1": {"p50": float(np.median(rounds)), "rounds": rounds},
     }
@@ -72,7 +74,7 @@ def worth(run: str, right: int, ms: float, runtime: str = "torch", file_bytes: i
         "split": "test",
         "accuracy_ci95": [0.82, 0.94],
     }
-    shown |= {"class_names": ["bad", "good"], "confusion": [[36, 4], [6, 54]]}
+    shown |= {"confusion": [[36, 4], [6, 54]]}
     return row(right, 100, ms, run=run, runtime=runtime) | shown
 
 
