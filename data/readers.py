@@ -1,4 +1,4 @@
-"""Readers of text files: .txt as one stream of text; csv, tsv, jsonl, json and parquet row by row."""
+"""Readers of text files: .txt as one stream of text; csv, tsv, jsonl, json, parquet and conll row by row."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 CHUNK_BYTES = 1 << 15
+SAMPLED_LINES = 1000
 MAX_LINE_BYTES = 1 << 20
 ARROW_BATCH_ROWS = 1000
 PARQUET_BATCH_BYTES = 1 << 22
@@ -38,6 +39,7 @@ VALIDATION_ONE_IN = 20
 FORMATS = {".txt": "txt", ".text": "txt", ".raw": "txt", ".tokens": "txt", ".csv": "csv", ".tsv": "tsv"}
 FORMATS |= {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".parquet": "parquet"}
 FORMATS |= dict.fromkeys(delimited.ATOMIC, "tsv")
+FORMATS |= dict.fromkeys((".conll", ".bio", ".iob", ".iob2"), "conll")
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 GZIP = ".gz"
 SPLITS = {"train": "train", "training": "train", "valid": "valid", "validation": "valid", "val": "valid"}
@@ -94,7 +96,7 @@ def find_splits(path: Path, file_format: str | None, options: Any = None) -> dic
 
 def numbers_in(columns: Iterable[str | None]) -> tuple[str, ...]:
     """The names of columns that are numbers."""
-    return tuple(name for name in columns if name and name.isdecimal())
+    return tuple(name for some in columns if some for name in some.split(",") if name.isdecimal())
 
 
 @functools.lru_cache
@@ -430,10 +432,59 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
+TAG = re.compile(r"O|[BIESLUM](-.+)?")
+"""A tag of a word in BIO, or with the letters of BIOES, BILOU and BMES."""
+NEW_DOCUMENT = "-DOCSTART-"
+
+
+def as_conll(part: SplitFiles) -> SplitFiles:
+    """The same files, as conll where they are called text or tsv and hold sentences of tagged words."""
+    if part.format not in ("txt", "tsv") or part.start or part.stop:
+        return part
+    for file in part.files:
+        head = [_fields(line) for line in itertools.islice(read_lines(file), SAMPLED_LINES)]
+        tags = {line[-1] for line in head if line and line[0] != NEW_DOCUMENT}
+        widths = {len(line) for line in head}
+        if not (0 in widths and max(widths) > 1 and tags > {"O"} and all(map(TAG.fullmatch, tags))):
+            return part
+    return dataclasses.replace(part, format="conll")
+
+
+def _fields(line: str) -> list[str]:
+    """The columns of a line of tagged words: between tabs where it has some, else between blanks."""
+    text = line.strip("\ufeff\r\n ")
+    return (text.split("\t") if "\t" in text else text.split(" ")) if text.strip(" \t") else []
+
+
+def _read_conll(file: Path, _: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """A row with lists of `words` and `tags`, the first and the last column, for each sentence.
+
+    Lines of comment (`# id ...`) above a sentence, and those that begin a document, are passed over.
+    """
+    words, tags, width, begin = list[str](), list[str](), 0, 0
+    for number, line in enumerate(itertools.chain(read_lines(file), [""]), 1):
+        found = [field for field in _fields(line) if field or "\t" in line]
+        is_comment = not words and line[:1] == "#" and not TAG.fullmatch(found[-1])
+        if not found or found[0] == NEW_DOCUMENT or is_comment:
+            if words:
+                yield f"{file} line {begin}", {"words": words, "tags": tags}
+                words, tags = [], []
+            continue
+        width, begin = width or len(found), begin if words else number
+        if len(found) != width or width < 2 or "" in (found[0].strip(" "), found[-1].strip(" ")):
+            raise UserError(
+                f"{file} line {number}: has {len(found)} columns{f', the first {width}' * (number > 1)}: a"
+                " line is a word and its tag, perhaps with columns between; a blank line ends a sentence"
+            )
+        words.append(found[0].strip(" "))
+        tags.append(found[-1].strip(" "))
+
+
 _READERS: dict[str, Callable[[Path, SplitFiles], Iterator[tuple[str, Mapping[str, Any]]]]] = {
     "csv": _read_delimited,
     "tsv": _read_delimited,
     "jsonl": _read_jsonl,
     "json": _read_json,
     "parquet": _read_parquet,
+    "conll": _read_conll,
 }

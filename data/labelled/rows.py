@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import ast
-import math
 import os
 import re
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from sys import intern
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import readers
-from isobatch.data.corpora import DEMO_PACKAGES, random_order
+from isobatch.data.corpora import DEMO_PACKAGES
 from isobatch.data.preparation.encoding import text_hash
 
 if TYPE_CHECKING:
+    from isobatch.data.labelled.kinds import LabelKind
     from isobatch.data.readers import LocatedRows
 
 MAX_TEXT_CHARACTERS = 1_000_000
@@ -29,7 +31,16 @@ TEXT_COLUMNS = (
 )
 """Usual names of a text column; the first that the data has is taken."""
 PAIR_COLUMNS = {"sentence1": "sentence2", "premise": "hypothesis", "question1": "question2"}
-LABEL_COLUMNS = ("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "emotion")
+LABEL_COLUMNS = (
+    *("label", "labels", "class", "category", "target", "sentiment", "intent", "topic", "emotion"),
+    *("score", "similarity", "similarity_score", "relatedness_score", "rating", "stars"),
+)
+WORD_COLUMNS, TAG_COLUMNS = ("words", "tokens"), ("tags", "ner_tags", "labels", "label")
+"""Usual names of the columns of lists, where those of texts and labels are not both there."""
+FLAGS = {"0": False, "false": False, "1": True, "true": True}
+"""What a column that says of one label whether a text has it may hold."""
+Label = str | tuple[str, ...] | None
+"""A label as read: the text of a cell, a tuple of a list, None where there is none."""
 
 
 class ColumnNames(NamedTuple):
@@ -38,18 +49,20 @@ class ColumnNames(NamedTuple):
     text: str
     pair: str | None
     label: str
+    """Or several, with commas between."""
+    flags: tuple[str, ...] = ()
+    """The columns of which each says whether a text has the label that it is called."""
 
 
 class Example(NamedTuple):
-    """One labelled text or pair of texts."""
+    """One labelled text, pair of texts, or list of words."""
 
     where: str
     """Its file and line, for error messages."""
-    text: str
+    text: str | tuple[str, ...]
     pair: str | None
     """The second text of a pair."""
-    label: str | None
-    """The class as written; None where the row has none."""
+    label: Label
 
 
 def find_columns(data: str, available: Sequence[str], options: Any) -> ColumnNames:
@@ -58,17 +71,22 @@ def find_columns(data: str, available: Sequence[str], options: Any) -> ColumnNam
     Raises UserError where one is missing.
     """
     text, pair, label = options.text_column, options.pair_column, options.label_column
-    for flag, asked in {"--text-column": text, "--pair-column": pair, "--label-column": label}.items():
-        if asked is not None:
-            readers.require_name(asked, available, data, flag)
+    flags = tuple(label.split(",")) if label and label not in available and "," in label else ()
+    asked = [("--text-column", text), ("--pair-column", pair)]
+    for flag, name in [*asked, *(("--label-column", name) for name in flags or (label,))]:
+        if name is not None:
+            readers.require_name(name, available, data, flag)
     texts, classes = text or _usual(TEXT_COLUMNS, available), label or _usual(LABEL_COLUMNS, available)
+    if options.problem == "tokens" or (options.problem == "auto" and None in (texts, classes)):
+        texts = text or _usual(WORD_COLUMNS, available) or texts
+        classes = label or _usual(TAG_COLUMNS, available) or classes
     if texts is None or classes is None:
-        flags = " and ".join(["--text-column"] * (texts is None) + ["--label-column"] * (classes is None))
+        missing = " and ".join(["--text-column"] * (texts is None) + ["--label-column"] * (classes is None))
         has = readers.name_columns(available)
-        raise UserError(f"--data {data}: which column? give {flags}; it has: {has}")
+        raise UserError(f"--data {data}: which column? give {missing}; it has: {has}")
     if pair is None and PAIR_COLUMNS.get(texts) in available:
         pair = PAIR_COLUMNS[texts]
-    return ColumnNames(texts, pair, classes)
+    return ColumnNames(texts, pair, classes, flags)
 
 
 def _usual(names: Sequence[str], available: Sequence[str]) -> str | None:
@@ -78,11 +96,33 @@ def _usual(names: Sequence[str], available: Sequence[str]) -> str | None:
 
 
 def read_examples(rows: LocatedRows, columns: ColumnNames) -> Iterator[Example]:
-    """The example in each row. Raises UserError for a text that is missing, not a string, or very long."""
+    """The example in each row. Raises UserError for a text that is missing, neither a string nor a list of
+    words, or very long; and for a label that is an object, or not one for each word.
+    """
+    kind = None
     for where, row in rows:
-        text = _text_field(row, columns.text, where, "--text-column")
+        words = row.get(columns.text)
+        is_list = isinstance(words, list)
+        text = (_words if is_list else _text_field)(row, columns.text, where, "--text-column")
         pair = None if columns.pair is None else _text_field(row, columns.pair, where, "--pair-column")
-        yield Example(where, text, pair, _parse_label(row.get(columns.label), where, columns.label))
+        label = _label_of(row, where, columns)
+        kind = is_list if kind is None else kind
+        if kind != is_list or (is_list and (pair or not isinstance(label, tuple | None))):
+            raise UserError(
+                f"{where}: {columns.text} and {columns.label} are lists of words with a list of tags each, or"
+                " texts, in all rows alike"
+            )
+        if is_list and isinstance(label, tuple) and len(text) != len(label):
+            raise UserError(f"{where}: has {len(text)} {columns.text} and {len(label)} {columns.label}")
+        yield Example(where, text, pair, label)
+
+
+def _words(row: Mapping[str, Any], column: str, where: str, flag: str) -> tuple[str, ...]:
+    words = row[column]
+    if not words or not all(isinstance(word, str) for word in words):
+        what = "holds a list of other things than words" if words else "is an empty list"
+        raise UserError(f"{where}: {column} {what}: leave the row out, or choose another {flag}")
+    return tuple(words)
 
 
 def _text_field(row: Mapping[str, Any], column: str, where: str, flag: str) -> str:
@@ -106,20 +146,47 @@ def class_name(value: Any) -> str | None:
     return str(int(whole[1])) if whole else text
 
 
-def _parse_label(value: Any, where: str, column: str) -> str | None:
-    """As `class_name`.
-
-    Raises UserError for what is no class: a list, an object, a decimal number, numbers with commas between.
-    """
-    text = class_name(value) or ""
-    listed = re.fullmatch(r"\[.*\]|\{.*\}|\d+(,\s*\d+)+", text, re.DOTALL)
-    if listed or re.fullmatch(r"(?i)[-+]?\d*\.\d+(e[-+]?\d+)?", text):
-        kind = "several values" if listed else "a decimal number"
+def _label_of(row: Mapping[str, Any], where: str, columns: ColumnNames) -> Label:
+    """The label of a row. Raises UserError for an object, a list of lists, and a flag that is neither."""
+    if columns.flags:
+        return _flagged(row, where, columns.flags)
+    value = row.get(columns.label)
+    if isinstance(value, str) and value.strip()[:1] == "[":
+        value = _written_list(value)
+    parts = value if isinstance(value, list) else [value]
+    if any(isinstance(part, dict | list) for part in parts) or re.fullmatch(r"(?s)\s*\{.*\}\s*", str(value)):
         raise UserError(
-            f"{where}: column {column} holds {text[:40]}, {kind}: a text has one class of a set, a word or a"
-            " whole number; several labels a text, and scores, are not offered; --label-column takes another"
+            f"{where}: column {columns.label} holds {str(value)[:40]}: a label is a word or a number, or a"
+            " list of them; --label-column takes another"
         )
-    return text or None
+    if not isinstance(value, list):
+        return class_name(value)
+    return tuple(intern(class_name(part) or "") for part in parts)
+
+
+def _flagged(row: Mapping[str, Any], where: str, flags: tuple[str, ...]) -> Label:
+    """The columns that are true; None where none says anything, as in a test set without its labels."""
+    cells = {name: class_name(row.get(name)) for name in flags}
+    if not any(cells.values()):
+        return None
+    for name, cell in cells.items():
+        if str(cell).lower() not in FLAGS:
+            raise UserError(
+                f"{where}: column {name} holds {cell or 'nothing'}: of several label columns each holds 1 or"
+                " 0, true or false: whether the text has that label"
+            )
+    return tuple(name for name, cell in cells.items() if FLAGS[str(cell).lower()])
+
+
+def _written_list(text: str) -> Any:
+    """The list that a cell of a table writes as Python or JSON do, if it is one; else the text."""
+    if re.search(r"""['"]\s+['"]""", text):  # of numpy, without commas: two would be read as one
+        return text
+    try:
+        found = ast.literal_eval(text.strip())
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+    return found if isinstance(found, list) else text
 
 
 def demo_files() -> dict[str, list[Path]]:
@@ -155,132 +222,99 @@ def _function_sources(source: str) -> Iterator[tuple[ast.FunctionDef, str]]:
 
 WITHHELD_LABELS = (None, "-1")
 """Labels that mean none, as in GLUE's test splits."""
-MAX_CLASSES = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class SplitClasses:
+class SplitLabels:
     """What is known of a split's rows without their texts."""
 
     codes: np.ndarray
     """(n,) int32: the place of each row's label in `labels`."""
     hashes: np.ndarray
-    """(n,) uint64, of each row's text or pair."""
-    labels: tuple[str | None, ...]
+    """(n,) uint64, of each row's text, pair or words."""
+    labels: tuple[Label, ...]
     """The labels as written, in the order of their first rows; None where a row has none."""
     first: tuple[str, ...]
     """File and line of the first row of each label."""
+    words: bool
+    """Whether its texts are lists of words."""
+    names: tuple[tuple[str, ...] | None, ...] = ()
+    """What each of `labels` names, when the problem is known."""
 
     @classmethod
-    def read(cls, examples: Iterable[Example]) -> SplitClasses:
+    def read(cls, examples: Iterable[Example]) -> SplitLabels:
         """Those of the examples, one after another."""
-        place: dict[str | None, int] = {}
+        place: dict[Label, int] = {}
         first: list[str] = []
-        codes, hashes = array("i"), array("Q")
+        codes, hashes, words = array("i"), array("Q"), False
         for where, text, pair, label in examples:
             code = place.setdefault(label, len(place))
             if code == len(first):
                 first.append(where)
             codes.append(code)
+            if words := isinstance(text, tuple):
+                text = "\n".join(text)
             hashes.append(text_hash(text if pair is None else f"{len(text)} {text}{pair}"))
         arrays = (np.frombuffer(codes, np.int32), np.frombuffer(hashes, np.uint64))
-        return cls(*arrays, tuple(place), tuple(first))
+        return cls(*arrays, tuple(place), tuple(first), words)
 
     def __len__(self) -> int:
         return len(self.codes)
 
-    def take(self, rows: np.ndarray) -> SplitClasses:
+    def take(self, rows: np.ndarray) -> SplitLabels:
         """Those of the rows where this mask is true."""
-        return SplitClasses(self.codes[rows], self.hashes[rows], self.labels, self.first)
+        return replace(self, codes=self.codes[rows], hashes=self.hashes[rows])
 
-    def counts(self) -> dict[str | None, int]:
-        """Label -> rows, of those labels that rows have."""
+    def named(self, problem: LabelKind) -> SplitLabels:
+        """The same with the names in each label. Raises UserError where one is none of this problem's."""
+        if self.names:
+            return self
+        found = (problem.names_in(*one) for one in zip(self.labels, self.first, strict=True))
+        return replace(self, names=tuple(found))
+
+    def cells(self) -> dict[Label, int]:
+        """Label as written -> rows, of those labels that rows have."""
         found = np.bincount(self.codes, minlength=len(self.labels)).tolist()
         return {label: count for label, count in zip(self.labels, found, strict=True) if count}
 
-    def where(self, label: str | None) -> str:
-        """File and line of the first row with this label."""
-        return self.first[self.labels.index(label)]
+    def counts(self) -> Counter[str | None]:
+        """Name -> how often rows have it, of those names that rows have; None of rows without a label."""
+        found: Counter[str | None] = Counter()
+        sizes = np.bincount(self.codes, minlength=len(self.labels)).tolist()
+        for names, rows in zip(self.names, sizes, strict=True):
+            if rows:
+                for name in (None,) if names is None else names:
+                    found[name] += rows
+        return found
 
-    def numbers(self, names: Sequence[str]) -> np.ndarray:
-        """(n,) int64: the place of each row's label in `names`."""
-        number = {name: n for n, name in enumerate(names)}
-        of = np.array([number.get(label or "", -1) for label in self.labels], np.int64)
-        return of[self.codes]
-
-
-def held_out_rows(classes: SplitClasses, share: float) -> np.ndarray:
-    """(n,) bool: a share of the rows of each class, drawn at random, for validation.
-
-    Each class keeps a row for training. The draw depends on the rows alone, not on the recipe's seed: runs
-    with several seeds are measured on the same rows.
-    """
-    order = random_order(len(classes))
-    by_class = order[np.argsort(classes.codes[order], kind="stable")]
-    sizes = classes.counts()
-    counts = {label: math.floor(size * share) for label, size in sizes.items()}
-    missing = max(1, round(len(classes) * share)) - sum(counts.values())
-    for label in sorted(sizes, key=lambda label: (counts[label] - sizes[label] * share, str(label))):
-        if missing > 0 and counts[label] < sizes[label] - 1:  # the largest remainders are rounded up
-            counts[label], missing = counts[label] + 1, missing - 1
-    held_out, start = np.zeros(len(classes), bool), 0
-    for label, size in sizes.items():
-        held_out[by_class[start : start + counts[label]]] = True
-        start += size
-    return held_out
+    def where(self, name: str | None) -> str:
+        """File and line of the first row with this name."""
+        has = (names is None if name is None else name in (names or ()) for names in self.names)
+        return next(where for where, there in zip(self.first, has, strict=True) if there)
 
 
-def drop_unlabelled_test(splits: dict[str, SplitClasses]) -> list[str]:
+def drop_unlabelled_test(splits: dict[str, SplitLabels]) -> list[str]:
     """Remove a test split that has no labels, in place; returns a note for the user if it did."""
-    if splits.get("test") and all(label in WITHHELD_LABELS for label in splits["test"].counts()):
+    if splits.get("test") and all(label in WITHHELD_LABELS for label in splits["test"].cells()):
         del splits["test"]
         return ["the test split has no labels and is left out"]
     return []
 
 
-def class_names(splits: Mapping[str, SplitClasses], columns: ColumnNames, data: str) -> list[str]:
-    """The classes of the training split: in numeric order where all are whole numbers, else by name.
+def learnt_names(problem: LabelKind, splits: Mapping[str, SplitLabels], data: str) -> list[str]:
+    """The names to learn, of the training split: see `LabelKind.names`.
 
-    Raises UserError for missing labels, fewer than two classes, more than MAX_CLASSES, and labels that only
-    another split has.
+    Raises UserError for missing labels, too few or too many, and for labels that only another split has.
     """
-    for split, classes in splits.items():
-        if missing := classes.counts().get(None):
+    for split, rows in splits.items():
+        if missing := rows.counts().get(None):
             raise UserError(
-                f"{classes.where(None)}: {columns.label} is empty in the {split} split, in {missing:,} of"
-                f" {len(classes):,} rows: leave such rows out"
+                f"{rows.where(None)}: {problem.column} {problem.nothing} in the {split} split, in {missing:,}"
+                f" of {len(rows):,} rows: leave such rows out"
             )
-    counts = [label for label in splits["train"].counts() if label is not None]
-    if not 2 <= len(counts) <= MAX_CLASSES:
-        few = f"is {[*counts, 'empty'][0]} in every training row: at least two classes are needed"
-        many = f"has {len(counts):,} different values: at most {MAX_CLASSES} classes"
-        raise UserError(
-            f"--data {data}: {columns.label} {few if len(counts) < 2 else many}: --label-column takes another"
-        )
-    for split, classes in splits.items():
-        if strange := next((label for label in classes.counts() if label not in counts), None):
-            where = f"{classes.where(strange)}: the {split} split has the label {strange}"
+    names = problem.names({str(name): count for name, count in splits["train"].counts().items()}, data)
+    for split, rows in splits.items():
+        if strange := next((name for name in rows.counts() if name not in names), None):
+            where = f"{rows.where(strange)}: the {split} split has the label {strange}"
             raise UserError(f"{where}, which no training row has")
-    whole = all(re.fullmatch(r"-?[0-9]+", label) for label in counts)
-    return sorted(counts, key=int) if whole else sorted(counts)
-
-
-def class_weights(
-    asked: Literal["balanced"] | tuple[float, ...] | None, labels: Sequence[str], counts: np.ndarray
-) -> np.ndarray | None:
-    """(C,) float32: what a sample of each class counts in the loss; None where all count the same.
-
-    `counts` (C,): training samples of each class. balanced is n / (C * count) (King and Zeng 2001, as in
-    scikit-learn), of which the mean over all samples is 1. Raises UserError for another number of weights.
-    """
-    if asked is None:
-        return None
-    if asked == "balanced":
-        return (counts.sum() / (len(counts) * counts)).astype(np.float32)
-    if len(asked) != len(labels):
-        raise UserError(
-            f"--class-weights {','.join(f'{weight:g}' for weight in asked)}: the data has {len(labels)}"
-            f" classes ({', '.join(labels[:8])}{', ...' if len(labels) > 8 else ''}): give a number for"
-            " each, in this order"
-        )
-    return np.array(asked, np.float32)
+    return names

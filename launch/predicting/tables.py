@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import counted, printable
 from isobatch.data import chat_formats, readers
 from isobatch.data.interactions.formats import USER_COLUMNS
-from isobatch.data.labelled.rows import MAX_TEXT_CHARACTERS, PAIR_COLUMNS, TEXT_COLUMNS
+from isobatch.data.labelled.rows import MAX_TEXT_CHARACTERS, PAIR_COLUMNS, TEXT_COLUMNS, WORD_COLUMNS
 from isobatch.data.preferences import answers
 from isobatch.data.preferences.pairs import AnsweredPrompt
 from isobatch.data.sequences import INTEGERS, TEXT, USUAL_COLUMNS
@@ -43,6 +44,9 @@ OUT_ENDINGS = (".csv", ".jsonl", ".parquet")
 ITEMS_COLUMN = "items"
 """A list of what a user took who was not in training."""
 NO_TEXT, UNKNOWN_USER = "no text", "training knew nothing of the user"
+WORD = re.compile(r"[@#]?\w+(?:[-'\u2019.&/:]\w+)*|[^\w\s]")
+"""A word of a text, much as data sets of tagged words part them: letters and digits, with signs between them
+as in don't, e-mail and 3.5, and with @ or # before; every other sign is a word."""
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -221,6 +225,20 @@ class TextReader(RowReader):
         if self.pairs:
             raise UserError(f'{where}: this model reads pairs of texts: give two, as in ["one", "other"]')
         return require_text(value, where)
+
+
+@dataclass(frozen=True, slots=True)
+class WordReader(RowReader):
+    """Lists of words, for a model that tags each. A text is parted by WORD."""
+
+    usual: ClassVar = (*WORD_COLUMNS, *TEXT_COLUMNS)
+
+    def from_text(self, value: Any, where: str) -> list[str]:
+        if not isinstance(value, list):
+            return WORD.findall(require_text(value, where))
+        if not value:
+            raise UnansweredRowError(f"{where}: is an empty list: leave it out", NO_TEXT)
+        return [require_text(word, where) for word in value]
 
 
 class SequenceReader(RowReader):

@@ -12,7 +12,8 @@ from isobatch.core.errors import UserError
 from isobatch.data import readers
 from isobatch.data.base import Ragged
 from isobatch.data.labelled.dataset import Labelled, LabelledOptions
-from isobatch.data.labelled.rows import ColumnNames, SplitClasses, find_columns, held_out_rows, read_examples
+from isobatch.data.labelled.kinds import ClassLabels
+from isobatch.data.labelled.rows import ColumnNames, SplitLabels, find_columns, read_examples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -107,8 +108,8 @@ def test_a_tenth_of_each_class_is_held_out_where_nothing_is(tmp_path: Path) -> N
 def test_the_draw_of_held_out_rows_is_frozen_and_no_seed_changes_it(tmp_path: Path) -> None:
     data = make(sorted_rows(tmp_path))
     rows = readers.read_rows(readers.find_splits(tmp_path, None)["train"])
-    classes = SplitClasses.read(read_examples(rows, ColumnNames("sentence", None, "label")))
-    assert np.flatnonzero(held_out_rows(classes, 0.1)).tolist() == FROZEN
+    split = SplitLabels.read(read_examples(rows, ColumnNames("sentence", None, "label")))
+    assert np.flatnonzero(ClassLabels("label").held_out(split, 0.1)).tolist() == FROZEN
     assert data.identity() == make(tmp_path, seed=7).identity()
     assert data.identity() != make(tmp_path, valid=0.2).identity()
 

@@ -13,7 +13,8 @@ from isobatch.core.recipe import Recipe
 from isobatch.data import readers
 from isobatch.data.interactions.dataset import InteractionOptions, Interactions
 from isobatch.data.labelled.dataset import LabelledOptions
-from isobatch.data.labelled.rows import ColumnNames, read_examples
+from isobatch.data.labelled.kinds import ClassLabels
+from isobatch.data.labelled.rows import ColumnNames, Label, read_examples
 from isobatch.launch.predicting import recommend, tables
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def test_columns_by_number_eat_no_row(tmp_path: Path, header: str, first: dict[s
     assert [row["1"] for row in rows_of(ambiguous, text_column="1")] == ["so it", "goes"]
 
 
-def labels_in(file: Path) -> list[str | None]:
+def labels_in(file: Path) -> list[Label]:
     rows = readers.read_rows(readers.find_splits(file, None)["train"])
     return [example.label for example in read_examples(rows, ColumnNames("text", None, "label"))]
 
@@ -108,10 +109,18 @@ def test_a_class_has_one_name_in_every_format(tmp_path: Path, form: str) -> None
     assert labels_in(file) == ["1", "1", "-2", None, None, None]
 
 
-@pytest.mark.parametrize("value", [4.56, "0.5", [1], {"a": 1}, "8,20"])
+@pytest.mark.parametrize("value", [4.56, "0.5", [1], "8,20"])
 def test_what_is_no_class_is_refused_with_what_is_offered(tmp_path: Path, value: Any) -> None:
     file = written(tmp_path, "a.jsonl", json.dumps({"text": "a", "label": value}) + "\n")
     with pytest.raises(UserError, match=r"line 1: column label holds .*: a text has one class of a set"):
+        ClassLabels("label").names_in(labels_in(file)[0], f"{file} line 1")
+
+
+def test_an_object_is_no_label(tmp_path: Path) -> None:
+    file = written(tmp_path, "a.jsonl", json.dumps({"text": "a", "label": {"a": 1}}) + "\n")
+    with pytest.raises(
+        UserError, match=r"line 1: column label holds .*: a label is a word or a number, or a"
+    ):
         labels_in(file)
 
 
