@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.models.base import Batch
 
-Batches = Callable[[], "Iterable[Batch]"]
-"""All samples of the held-out split, once per call, on the host."""
+Batches = Callable[..., "Iterable[Batch]"]
+"""All samples of the held-out split, once per call, on the host; `batches("train")`: those of training."""
 ReportRow = dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""`auto --task compress`: trains classifier, pruning and qat, exports each, and writes the report.
+"""`auto --task compress`: trains classifier, pruning and qat, exports each, reports, and chooses a form.
 
 Each stage is a run of its own in --out. Typed again, the command goes on where it was stopped.
 """
@@ -7,81 +7,188 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from isobatch.core.errors import DONE, STOPPED, UserError
-from isobatch.core.extras import need
-from isobatch.core.flags import BareValue, build_options, nearest_hint, spelling
+from isobatch.core.errors import DONE, STOPPED, ExportError, TrainingError, UserError
+from isobatch.core.extras import has, need
+from isobatch.core.flags import BareValue, build_options, flags_of, nearest_hint, spelling
+from isobatch.core.recipe import DEMO
 from isobatch.core.terminal.console import print_answer
+from isobatch.core.terminal.status import doing
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.local import words as flag_words
 from isobatch.launch.local.arguments import known_flags, parse_request, split_words
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
-from isobatch.launch.report.page import text_of, write_report
+from isobatch.launch.report import pareto
+from isobatch.launch.report.page import held_out, text_of, write_report
+from isobatch.models.encoder import baselines, evaluation, problems
+from isobatch.models.encoder.prediction import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
 
-EXPORTS = {"classifier": ("onnx",), "pruning": ("hf", "dense", "onnx"), "qat": ("onnx-int4",)}
-"""The stages in order -> what each exports."""
-STAGES = tuple(EXPORTS)
+STAGES = ("classifier", "pruning", "qat")
+"""The workloads in order; a chain may have several stages of the last, or none."""
 SOURCES = {"pruning": "teacher", "qat": "pruned"}
 """The flag that names the run of the stage before."""
 ONLY_FIRST = ("model", "tokenizer", "revision", "preset")
 """Flags of the first stage's initial model; each later stage starts from the model of the one before."""
-GIVEN = {*SOURCES.values(), *flag_words.SOURCES}
+GIVEN = {*SOURCES.values(), *flag_words.SOURCES, "bits"}
 """Flags that the chain gives its stages, or none has."""
-OWN = ("json",)
-"""Flags of the command."""
+UNTRAINED = ("onnx-dynamic", "onnx-static")
+"""Forms that are rounded after training: one that answers otherwise is left out, and the chain goes on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompressOptions:
+    """Flags of the chain itself."""
+
+    quantize: tuple[Literal["dynamic", "static", "int8-qat", "int4"], ...] = ("dynamic", "static", "int4")
+    """How to round: dynamic and static in seconds, after training; int8-qat and int4 by a training each.
+    By default the two that cost nothing, and the smallest file."""
+    choose: str = "within 0.5%"
+    """Which point of the table is copied to RUN/chosen, RUN the last stage: smallest, fastest, accurate, or
+    the fastest `within 0.5%` (points of the headline figure) of the most accurate."""
+    anyway: bool = False
+    """Go on where the trained base does not beat the baselines."""
+    json: bool = False
+    """One JSON object on standard output."""
+
+    def __post_init__(self) -> None:
+        pareto.check_choice(self.choose)
+
+
+OWN = tuple(flags_of(CompressOptions))
+
+
+class Stage(NamedTuple):
+    """A run of the chain, and the forms that it is exported to."""
+
+    name: str
+    """What its run's name ends with."""
+    task: str
+    flags: Mapping[str, str]
+    exports: tuple[str, ...]
+
+
+def stages_of(quantize: Collection[str]) -> list[Stage]:
+    """The stages in order. Dynamic int8 is in every report, as what costs nothing."""
+    rounded = [f"onnx-{kind}" for kind in ("dynamic", "static") if kind in (*quantize, "dynamic")]
+    found = [
+        Stage("classifier", "classifier", {}, ("onnx", "onnx-dynamic")),
+        Stage("pruning", "pruning", {}, ("hf", "dense", "onnx", *rounded)),
+    ]
+    for kind, name, bits in (("int8-qat", "qat-int8", 8), ("int4", "qat", 4)):
+        if kind in quantize:
+            found.append(Stage(name, "qat", {"bits": str(bits)}, (f"onnx-int{bits}",)))
+    return found
 
 
 def compress(words: Sequence[str]) -> int:
-    """Usage: auto --task compress --data FOLDER --model MODEL [--fast] [flags of the three stages]"""
+    """Usage: auto --task compress --data FOLDER --model MODEL [--fast] [flags of the three stages]
+    [--quantize dynamic,static,int8-qat,int4] [--choose smallest|fastest|accurate|"within 0.5%"] [--anyway]
+    """
     own, flags = parse_stages(words)
-    options = build_options(AutoOptions, own)
+    options = build_options(CompressOptions, own)
     for library in ("onnx", "onnxruntime", "matplotlib"):
         need(library, "--task compress")
-    runs: list[RunFolder] = []
-    for number, (stage, kinds) in enumerate(EXPORTS.items(), start=1):
-        print(f"compress: stage {number} of {len(STAGES)}, {stage}", file=sys.stderr)
-        source = {SOURCES[stage]: str(runs[-1].folder)} if runs else {}
-        request = parse_request(_words_of(stage, flags[stage] | source), "auto", AutoOptions)
+    stages = stages_of(options.quantize)
+    runs: dict[str, RunFolder] = {}
+    for number, stage in enumerate(stages, start=1):
+        print(f"compress: stage {number} of {len(stages)}, {stage.name}", file=sys.stderr)
+        before = {"pruning": "classifier", "qat": "pruning"}.get(stage.task)
+        source = {SOURCES[stage.task]: str(runs[before].folder)} if before else {}
+        given = flags[stage.name] | source
+        request = parse_request(_words_of(stage.task, given), "auto", AutoOptions)
         run, verdict = find_or_train(request)
         if verdict.code == STOPPED:
             print("compress: the same command again begins where this one stopped", file=sys.stderr)
         if verdict.code != DONE:
             return verdict.code
-        runs.append(run)
-        for kind in kinds:
+        runs[stage.name] = run
+        if not before:
+            check_worth(run, options.anyway)
+        for kind in stage.exports:
             if not (run.folder / "exports" / kind).is_dir():
-                export_form(run, kind)
-    folder = runs[-1].folder / "report"
-    contents = write_report(runs, folder)
-    return print_answer(contents.to_dict(), text_of(contents, folder), options.json)
+                _export(run, kind)
+    folder = run.folder / "report"
+    contents = write_report(list(runs.values()), folder)
+    points = pareto.points_of(list(runs.values()), contents.models())
+    chosen = pareto.choose(points, options.choose)
+    copied = pareto.copy(chosen, run.folder / "chosen")
+    text = "\n\n".join((text_of(contents, folder), pareto.text_of(points, chosen, options.choose, copied)))
+    answer = contents.to_dict() | {
+        "pareto": pareto.to_dict(points),
+        "choice": chosen.name,
+        "chosen": str(copied),
+    }
+    return print_answer(answer, text, options.json)
+
+
+def _export(run: RunFolder, kind: str) -> None:
+    try:
+        export_form(run, kind)
+    except ExportError as error:
+        if kind not in UNTRAINED:
+            raise
+        print(f"compress: {run.folder.name} has no {kind}: {error}", file=sys.stderr)
+
+
+def check_worth(run: RunFolder, anyway: bool) -> None:
+    """Hold the base against the baselines on held-out samples, and say how it stands.
+
+    Raises TrainingError where it is not worth what comes next, unless `anyway`; the base of a demo may be so.
+    """
+    doing("holding the base against simple models")
+    if (opened := held_out(run)) is None:
+        return
+    split, batches = opened
+    problem = problems.of_facts(run.facts)
+    mine = evaluation.predict(evaluation.open_runner("torch", run.final), batches())
+    simple = baselines.baselines_of(run.facts, run.final / TOKENIZER_FILE, batches)
+    found = baselines.standings(problem, mine, simple)
+    score = problem.score(problem.evidence(mine))
+    said = [f"compress: {problem.title} of the base on {split} {100 * score:.1f} %"]
+    said += [f"{one.name} {100 * one.score:.1f} % (the base is {one.verdict})" for one in found]
+    said += [] if has("sklearn") else [baselines.UNCOMPARED]
+    print("; ".join(said), file=sys.stderr)
+    if why := baselines.why_not_worth_it(found):
+        verdict = f"{run.folder.name} {why} on {len(mine.labels):,} {split} samples"
+        if not anyway and run.recipe.data != DEMO:
+            raise TrainingError(
+                f"{verdict}, and smaller it is no better: look at its labels, train it for more --epochs,"
+                " at another --lr or from another --model, or go on --anyway"
+            )
+        print(f"compress: {verdict}", file=sys.stderr)
 
 
 def parse_stages(words: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """(flags of the command, stage -> its flags), those of all stages checked before the first trains.
+    """(flags of the command, name of a stage -> its flags), all checked before the first stage trains.
 
     Raises UserError.
     """
     typed = split_words(words)[1]
-    known = {stage: known_flags(stage) - GIVEN for stage in STAGES}
+    known = {task: known_flags(task) - GIVEN for task in STAGES}
     every = set().union(*known.values(), OWN, flag_words.SOURCES)
     in_file = flag_words.translate(flag_words.flags_of_files(typed), every)
     found = in_file.below(flag_words.translate(typed, every))
     for note in found.notes.values():
         print(note, file=sys.stderr)
+    own = {k: v for k, v in found.flags.items() if k in OWN}
     given = {k: v for k, v in found.flags.items() if k not in ("task", *flag_words.SOURCES, *OWN)}
+    if "bits" in given:
+        raise UserError(f"--bits {given['bits']}: of this chain --quantize int8-qat,int4 says it")
     if unknown := [flag for flag in given if flag not in every]:
         word = spelling(unknown[0])
         hint = nearest_hint(word, map(spelling, flag_words.words_for(every)))
         raise UserError(f"{word}: no stage of compress has such a flag{hint}")
-    flags = {stage: _flags_of(stage, given, known[stage]) for stage in STAGES}
+    stages = stages_of(build_options(CompressOptions, own).quantize)
+    flags = {stage.name: _flags_of(stage, given, known[stage.task]) for stage in stages}
     start = {k: v for k, v in flags[STAGES[0]].items() if k in ONLY_FIRST}
-    for stage in STAGES:
-        parse_request(_words_of(stage, flags[stage] | start), "auto")
-    return {k: v for k, v in found.flags.items() if k in OWN}, flags
+    for stage in stages:
+        parse_request(_words_of(stage.task, flags[stage.name] | start), "auto")
+    return own, flags
 
 
 def _words_of(stage: str, flags: Mapping[str, str]) -> list[str]:
@@ -90,12 +197,13 @@ def _words_of(stage: str, flags: Mapping[str, str]) -> list[str]:
     return ["--task", stage, *written]
 
 
-def _flags_of(stage: str, flags: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
-    """The flags of one stage; one with a number for each stage has this one's. Raises UserError."""
-    place = STAGES.index(stage)
+def _flags_of(stage: Stage, flags: Mapping[str, str], known: Collection[str]) -> dict[str, str]:
+    """The flags of one stage; one with a number for each workload has this one's. Raises UserError."""
+    place = STAGES.index(stage.task)
     found = {k: v for k, v in flags.items() if k in known and (place == 0 or k not in ONLY_FIRST)}
+    found |= stage.flags
     if "name" in found:
-        found["name"] += f"-{stage}"
+        found["name"] += f"-{stage.name}"
     for length in {"epochs", "steps"} & found.keys():
         parts = found[length].split(",")
         if len(parts) not in (1, len(STAGES)):

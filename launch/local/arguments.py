@@ -39,7 +39,7 @@ from isobatch.models.capabilities import ChecksPlan
 
 Groups = dict[str, dict[str, Flag]]
 """Name of a group, such as `recipe` -> its flags by name."""
-SWITCHES = ("json", "png", "trust", "now", "follow", "watch", "quiet", "again", "debug", "yes")
+SWITCHES = ("json", "png", "trust", "now", "follow", "watch", "quiet", "again", "debug", "yes", "anyway")
 """Flags that are on or off in every command that has them: what stands behind one is a word of its own."""
 
 

@@ -28,7 +28,7 @@ from isobatch.launch.local.run_setup import AnswerOptions, locate_data, open_run
 from isobatch.launch.report import records
 from isobatch.launch.report.child_process import call_in_child
 from isobatch.launch.report.tables import baselines_tables, runs_table, text_table
-from isobatch.models.protocols import Drawing, ModelComparison, ReportRow
+from isobatch.models.protocols import Batches, Drawing, ModelComparison, ReportRow
 
 MOST_COLUMNS = 1000
 """Characters of a line where no terminal limits them."""
@@ -105,9 +105,13 @@ class Contents:
     groups: list[Group]
     drawings: list[Drawing]
 
+    def models(self) -> list[ReportRow]:
+        """A row for each form of each model that was measured."""
+        return [row for _, rows in self.groups for row in rows]
+
     def to_dict(self) -> dict[str, Any]:
         """The object of report.json."""
-        models = [row for _, rows in self.groups for row in rows]
+        models = self.models()
         verdicts = [verdict for report, rows in self.groups for verdict in report.verdicts(rows)]
         return {"machine": self.machine, "runs": self.runs, "verdicts": verdicts, "models": models}
 
@@ -130,19 +134,27 @@ def collect(runs: Sequence[RunFolder]) -> Contents:
     return Contents(detect().describe(), read, groups, records.drawings_of(read, reports))
 
 
-def _measure(run: RunFolder, report: ModelComparison) -> list[ReportRow]:
-    """A row for each form of the run's model; none where no split is held out."""
+def held_out(run: RunFolder) -> tuple[str, Batches] | None:
+    """(the split that models are measured on, its batches: `batches("train")` gives those of training);
+    None where nothing is held out.
+    """
     from isobatch.engine.train.evaluate import host_batches
 
-    doing(f"measuring {run.folder.name}")
     locate_data(run, run.recipe, None)
-    split = next((s for s in HELD_OUT_SPLITS if s in run.facts.samples), None)
-    if split is None:
+    found = next((s for s in HELD_OUT_SPLITS if s in run.facts.samples), None)
+    if found is None:
+        return None
+    data, folder = workload_of(run.recipe).make(run.recipe)[1], Path(run.facts.folder)
+    return found, lambda split=found: host_batches(data.open(folder, split))
+
+
+def _measure(run: RunFolder, report: ModelComparison) -> list[ReportRow]:
+    """A row for each form of the run's model; none where no split is held out."""
+    doing(f"measuring {run.folder.name}")
+    if (opened := held_out(run)) is None:
         return []
-    samples = workload_of(run.recipe).make(run.recipe)[1].open(Path(run.facts.folder), split)
-    rows = report.measure(
-        run.final, run.folder / "exports", run.facts, lambda: host_batches(samples), call_in_child
-    )
+    split, batches = opened
+    rows = report.measure(run.final, run.folder / "exports", run.facts, batches, call_in_child)
     where = {"run": printable(run.folder.name), "task": printable(run.recipe.task)}
     seconds = (run.summary() or {}).get("train_seconds")
     return [{**where, **row, "split": split, "train_seconds": seconds} for row in rows]

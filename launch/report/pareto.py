@@ -1,0 +1,138 @@
+"""Which form of a compressed model to ship: the points that nothing beats in accuracy, size and speed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from isobatch.core.errors import UserError
+from isobatch.core.measures import aligned, format_bytes, printable
+from isobatch.models.encoder import problems
+from isobatch.models.encoder.export import SIDE_FILES
+
+if TYPE_CHECKING:
+    from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.models.protocols import ReportRow
+
+TIMED = {"batch_1": "1 text", "batch_16": "16 texts"}
+"""Field of a row with times -> of what."""
+BESIDE = (*SIDE_FILES, "parity.json")
+"""What a model's file needs beside it, and what it was checked against."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One form of one run's model, as it was measured."""
+
+    name: str
+    score: float
+    """The headline figure; more is better."""
+    file_bytes: int
+    milliseconds: tuple[float, ...]
+    """Medians of a batch, in the order of the table; the first is one text on one thread."""
+    file: Path
+    """The model's file; what it needs beside it lies there."""
+
+    @property
+    def costs(self) -> tuple[float, ...]:
+        """All that is compared: less is better."""
+        return (-self.score, float(self.file_bytes), *self.milliseconds)
+
+    def beats(self, other: Point) -> bool:
+        """Whether it is nowhere worse, and somewhere better."""
+        pairs = list(zip(self.costs, other.costs, strict=True))
+        return all(mine <= theirs for mine, theirs in pairs) and any(mine < theirs for mine, theirs in pairs)
+
+
+def front(points: Sequence[Point]) -> list[Point]:
+    """Those that no other beats, in order; never none of some."""
+    return [one for one in points if not any(other.beats(one) for other in points)]
+
+
+def check_choice(choice: str) -> float | None:
+    """How far below the best a point may be, of `within X%`; None for another choice. Raises UserError."""
+    if choice in BY_COST:
+        return None
+    match = re.fullmatch(r"within\s*(\d+(?:\.\d+)?)\s*%", choice.strip())
+    if match is None or float(match[1]) > 100:
+        valid = ", ".join(BY_COST)
+        raise UserError(f'--choose {choice}: give {valid}, or "within 0.5%" (of the most accurate)')
+    return float(match[1]) / 100
+
+
+def choose(points: Sequence[Point], choice: str) -> Point:
+    """The point of the front that is chosen. `within X%`: the fastest of those whose score is at most X
+    hundredths below the best. Raises UserError for an unknown choice.
+    """
+    found, slack = front(points), check_choice(choice)
+    if slack is None:
+        return min(found, key=BY_COST[choice])
+    best = max(one.score for one in found)
+    return min((one for one in found if one.score >= best - slack - 1e-12), key=BY_COST["fastest"])
+
+
+BY_COST: Mapping[str, Any] = {
+    "smallest": lambda one: (one.file_bytes, -one.score, one.milliseconds),
+    "fastest": lambda one: (one.milliseconds, -one.score, one.file_bytes),
+    "accurate": lambda one: (-one.score, one.milliseconds, one.file_bytes),
+}
+"""Choice -> what is least of the point that is chosen, and what decides between equals."""
+
+
+def points_of(runs: Sequence[RunFolder], rows: Sequence[ReportRow]) -> list[Point]:
+    """A point for each form that was measured of these runs."""
+    folders = {printable(run.folder.name): run.folder for run in runs}
+    return [
+        Point(
+            f"{row['run']}, {row['form']}",
+            row[problems.named(row["problem"], row["class_names"]).headline],
+            row["file_bytes"],
+            tuple(row[batch]["p50"] for batch in TIMED),
+            folders[row["run"]] / row["file"],
+        )
+        for row in rows
+    ]
+
+
+def copy(point: Point, folder: Path) -> Path:
+    """What the point needs to run, alone in a folder, in place of an earlier choice; the model's file."""
+    source, new = point.file.parent, folder.with_name(f".{folder.name}.new")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    for file in source.iterdir():
+        if file.name.startswith(point.file.name) or file.name in BESIDE or file.suffix == ".py":
+            shutil.copy(file, new)
+    shutil.rmtree(folder, ignore_errors=True)
+    new.rename(folder)
+    return folder / point.file.name
+
+
+def text_of(points: Sequence[Point], chosen: Point, choice: str, file: Path) -> str:
+    """The table, with a mark at each point that no other beats, and where the chosen one lies."""
+    best = front(points)
+    rows = [["", "model", "score, %", "file", *(f"ms, {TIMED[name]}" for name in TIMED)]]
+    for one in sorted(points, key=lambda one: -one.score):
+        mark = ">" if one is chosen else "*" if one in best else ""
+        times = (f"{ms:.2f}" for ms in one.milliseconds)
+        rows.append([mark, one.name, f"{100 * one.score:.2f}", format_bytes(one.file_bytes), *times])
+    said = f"* nothing beats it; > --choose {choice}: {file}"
+    return "\n".join([*aligned(rows), said])
+
+
+def to_dict(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """The table as JSON, `beaten` where another point is nowhere worse and somewhere better."""
+    best = front(points)
+    return [
+        {
+            "model": one.name,
+            "score": one.score,
+            "file_bytes": one.file_bytes,
+            **{f"ms_{name}": ms for name, ms in zip(TIMED, one.milliseconds, strict=True)},
+            "beaten": one not in best,
+        }
+        for one in points
+    ]
