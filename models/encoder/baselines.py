@@ -71,6 +71,11 @@ class Standing(NamedTuple):
             return NOISE
         return "better" if self.difference.value > 0 else "worse"
 
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON, for a report."""
+        more = {"name": self.name, "score": self.score, "verdict": self.verdict}
+        return more | self.difference._asdict()
+
 
 _kept: dict[str, list[Baseline]] = {}
 """By the fingerprint of the data: the gate and the report of a chain ask for the same ones."""

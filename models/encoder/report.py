@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core.measures import format_bytes, format_p_value
+from isobatch.models.encoder import baselines as simple
 from isobatch.models.encoder import evaluation, problems
+from isobatch.models.encoder.baselines import NOISE, SIGNIFICANT
 from isobatch.models.encoder.encoders import open_classifier
+from isobatch.models.encoder.prediction import TOKENIZER_FILE
 from isobatch.models.protocols import Batches, ModelComparison, ReportRow, ReportTable
 
 if TYPE_CHECKING:
@@ -18,9 +21,6 @@ if TYPE_CHECKING:
     from isobatch.models.encoder.problems import Problem
 
 RUNTIMES = {"torch": "torch", "onnx": "onnxruntime"}
-NOISE = "within the noise"
-SIGNIFICANT = 0.05
-"""McNemar's p from which a difference is within the noise."""
 
 
 class ClassifierReport(ModelComparison):
@@ -41,6 +41,7 @@ class ClassifierReport(ModelComparison):
         self, final: Path, exports: Path, facts: Facts, batches: Batches, in_child: Callable[..., Any]
     ) -> list[ReportRow]:
         problem, rows = problems.of_facts(facts), []
+        others = simple.baselines_of(facts, final / TOKENIZER_FILE, batches)
         for variant in self.variants(final, exports):
             found = evaluation.predict(evaluation.open_runner(variant.runtime, variant.model_path), batches())
             evidence, path = problem.evidence(found), str(variant.model_path.resolve())
@@ -53,7 +54,9 @@ class ClassifierReport(ModelComparison):
                 problem.headline: problem.score(evidence),
                 f"{problem.headline}_ci95": problem.interval(evidence),
                 "parameters": sum(p.numel() for p in open_classifier(str(variant.final)).parameters()),
+                "file": str(variant.file.relative_to(final.parent)),
                 "file_bytes": variant.file.stat().st_size,
+                "baselines": [one.to_dict() for one in simple.standings(problem, found, others)],
                 "opened": opened,
                 "peak_memory_bytes": in_child("models.encoder.evaluation:peak_memory", model=opened),
                 "class_names": problem.labels,
@@ -131,21 +134,56 @@ class ClassifierReport(ModelComparison):
         )
 
     def verdicts(self, rows: list[ReportRow]) -> list[str]:
-        """Of each run the last form, which is the one to ship."""
+        """Who is ahead; and of each run the last form, which is the one to ship."""
         first = rows[0]
         baselines = {row["runtime"]: row for row in reversed(rows)}
         last = {row["run"]: row for row in rows if row["run"] != first["run"]}
         alone = [said for row in (first, *last.values()) if (said := _worth_alone(row, of_chance=bool(last)))]
-        return alone + [_worth_against(row, first, baselines[row["runtime"]]) for row in last.values()]
+        return [_who_is_ahead(rows), *alone] + [
+            _worth_against(row, first, baselines[row["runtime"]]) for row in last.values()
+        ]
 
     def tables(self, row: ReportRow) -> list[ReportTable]:
-        """A line for each of its labels."""
+        """A line for each of its labels, and how it stands to simple models."""
         name = row["run"] if row["form"].endswith("fp32") else f"{row['run']}, {row['form']}"
-        return [_problem(row).table(name, row)]
+        return [_problem(row).table(name, row), _table_of_baselines(name, row)]
 
 
 def _problem(row: ReportRow) -> Problem:
     return problems.named(row["problem"], row["class_names"])
+
+
+def _who_is_ahead(rows: list[ReportRow]) -> str:
+    """The best model of the first one's data beside the simple ones, and whether the better is so clearly."""
+    name, title = _problem(rows[0]).headline, _problem(rows[0]).title
+    scores = [[one["score"] for one in row["baselines"]] for row in rows]
+    alike = (row for row, found in zip(rows, scores, strict=True) if found == scores[0])
+    best = max(alike, key=lambda row: row[name])
+    rival = max(best["baselines"], key=lambda one: one["score"])
+    mine = f"{best['run']}, {best['form']}"
+    first, second = (rival["name"], mine) if rival["verdict"] == "worse" else (mine, rival["name"])
+    said = f"{first} is ahead of {second}"
+    if rival["verdict"] == NOISE:
+        said = f"{mine} is {NOISE} of {rival['name']}"
+    others = [f"{one['name']} {100 * one['score']:.1f} % {_points(one)}" for one in best["baselines"]]
+    where = f"on {best['samples']:,} {best['split']} samples"
+    whole = f"{said} {where}: {title} {100 * best[name]:.1f} %; {'; '.join(reversed(others))}."
+    return whole if others[1:] else f"{whole} {simple.UNCOMPARED}"
+
+
+def _points(one: dict[str, Any]) -> str:
+    """How far the model is above a baseline."""
+    value, low, high = (100 * one[part] for part in ("value", "low", "high"))
+    return f"({value:+.1f} points, {low:+.1f} to {high:+.1f}, p {format_p_value(one['p'])})"
+
+
+def _table_of_baselines(name: str, row: ReportRow) -> ReportTable:
+    head = ["simple model", f"{_problem(row).title}, %", "the model above it (95 %, p)", "it is"]
+    rows = [
+        [one["name"], f"{100 * one['score']:.2f}", _points(one), one["verdict"]] for one in row["baselines"]
+    ]
+    note = f"Learnt from the same training rows and measured on the same {row['samples']:,} samples."
+    return ReportTable(f"{name} beside simple models", note, head, rows)
 
 
 def _worth_alone(row: ReportRow, of_chance: bool) -> str:

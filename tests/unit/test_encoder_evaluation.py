@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -66,6 +68,15 @@ def test_models_of_other_samples_are_not_compared() -> None:
     assert "not comparable" in other["accuracy_verdict"]
 
 
+def beside(name: str, score: float, verdict: str, value: float, p: float) -> dict[str, Any]:
+    limits = {"low": value - 0.05, "high": value + 0.05}
+    return {"name": name, "score": score, "verdict": verdict, "value": value, **limits, "p": p}
+
+
+LARGEST = beside("the largest class", 0.6, "better", 0.3, 1e-9)
+TF_IDF = beside("TF-IDF", 0.85, "better", 0.06, 0.01)
+
+
 def worth(run: str, right: int, ms: float, runtime: str = "torch", file_bytes: int = 90_000_000) -> dict:
     shown = {
         "form": f"{runtime} fp32",
@@ -74,24 +85,42 @@ def worth(run: str, right: int, ms: float, runtime: str = "torch", file_bytes: i
         "split": "test",
         "accuracy_ci95": [0.82, 0.94],
     }
-    shown |= {"confusion": [[36, 4], [6, 54]]}
+    shown |= {"confusion": [[36, 4], [6, 54]], "baselines": [LARGEST, TF_IDF]}
     return row(right, 100, ms, run=run, runtime=runtime) | shown
 
 
 def test_a_model_alone_is_held_against_its_commonest_class() -> None:
-    assert REPORT.verdicts(compared([worth("a", 90, 5)])) == [
+    assert REPORT.verdicts(compared([worth("a", 90, 5)]))[1:] == [
         "a: accuracy 90.0 % (82.0 to 94.0) on 100 test texts; always answering `good` would be right in"
         " 60.0 %."
     ]
 
 
+@pytest.mark.parametrize(
+    ("rival", "said"),
+    [
+        (TF_IDF, "a, torch fp32 is ahead of TF-IDF on 100"),
+        (TF_IDF | {"verdict": "within the noise"}, "a, torch fp32 is within the noise of TF-IDF on 100"),
+        (TF_IDF | {"verdict": "worse", "score": 0.97}, "TF-IDF is ahead of a, torch fp32 on 100"),
+    ],
+)
+def test_the_first_line_says_who_wins(rival: dict[str, Any], said: str) -> None:
+    models = [worth("a", 90, 5) | {"baselines": [LARGEST, rival]}]
+    first = REPORT.verdicts(compared(models))[0]
+    assert first.startswith(said)
+    assert "TF-IDF 85.0 % (+6.0 points, +1.0 to +11.0, p 0.010)" in first or rival["score"] == 0.97
+    alone = REPORT.verdicts(compared([worth("a", 90, 5) | {"baselines": [LARGEST]}]))[0]
+    assert "without scikit-learn nothing else was compared" in alone
+
+
 def test_a_sentence_says_what_the_small_model_costs_and_gains() -> None:
     small = worth("small", 89, 1, "onnx", 10_000_000)
-    alone = REPORT.verdicts(compared([worth("big", 90, 8), small]))
+    ahead, *alone = REPORT.verdicts(compared([worth("big", 90, 8), small]))
+    assert ahead.startswith("big, torch fp32 is ahead of TF-IDF on 100 test samples: accuracy 90.0 %")
     assert alone == [
         "small, onnx fp32, against big: test accuracy 89.0 % against 90.0 % (within the noise: at most 3.7"
         " points worse, with 97.5 % confidence); a file of 10 MB, 9.0 times smaller; 1.00 ms a text in"
         " onnxruntime, 8.00 in torch."
     ]
-    (alike,) = REPORT.verdicts(compared([worth("big", 90, 8), worth("big", 90, 4, "onnx"), small]))
+    _, alike = REPORT.verdicts(compared([worth("big", 90, 8), worth("big", 90, 4, "onnx"), small]))
     assert alike.endswith("9.0 times smaller; 4.0 times the speed in onnxruntime (4.0 to 4.0).")
