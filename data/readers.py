@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 CHUNK_BYTES = 1 << 15
-SAMPLED_LINES = 1000
 MAX_LINE_BYTES = 1 << 20
 ARROW_BATCH_ROWS = 1000
 PARQUET_BATCH_BYTES = 1 << 22
@@ -432,52 +431,50 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
-TAG = re.compile(r"O|[BIESLUM](-.+)?")
+TAG = re.compile(r"[OBI]|[BIESLUM]-.+")
 """A tag of a word in BIO, or with the letters of BIOES, BILOU and BMES."""
 NEW_DOCUMENT = "-DOCSTART-"
 
 
+def first_tag(tag: str) -> str:
+    """The tag; where those of several annotators are joined by commas, the first."""
+    parts = tag.split(",")
+    return parts[0] if all(map(TAG.fullmatch, parts)) else tag
+
+
 def as_conll(part: SplitFiles) -> SplitFiles:
-    """The same files, as conll where they are called text or tsv and hold sentences of tagged words."""
-    if part.format not in ("txt", "tsv") or part.start or part.stop:
-        return part
-    for file in part.files:
-        head = [_fields(line) for line in itertools.islice(read_lines(file), SAMPLED_LINES)]
-        tags = {line[-1] for line in head if line and line[0] != NEW_DOCUMENT}
-        widths = {len(line) for line in head}
-        if not (0 in widths and max(widths) > 1 and tags > {"O"} and all(map(TAG.fullmatch, tags))):
-            return part
-    return dataclasses.replace(part, format="conll")
-
-
-def _fields(line: str) -> list[str]:
-    """The columns of a line of tagged words: between tabs where it has some, else between blanks."""
-    text = line.strip("\ufeff\r\n ")
-    return (text.split("\t") if "\t" in text else text.split(" ")) if text.strip(" \t") else []
+    """The same files, as conll where they are called text or tsv and begin with sentences of tagged words."""
+    if part.format in ("txt", "tsv"):
+        with contextlib.suppress(UserError):
+            if all(len([*itertools.islice(_read_conll(file, part), 2)]) == 2 for file in part.files):
+                return dataclasses.replace(part, format="conll")
+    return part
 
 
 def _read_conll(file: Path, _: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """A row with lists of `words` and `tags`, the first and the last column, for each sentence.
 
-    Lines of comment (`# id ...`) above a sentence, and those that begin a document, are passed over.
+    Between columns are tabs where a line has some, else blanks. Lines of comment (`# id ...`) above a
+    sentence, and those that begin a document, are passed over.
     """
     words, tags, width, begin = list[str](), list[str](), 0, 0
     for number, line in enumerate(itertools.chain(read_lines(file), [""]), 1):
-        found = [field for field in _fields(line) if field or "\t" in line]
-        is_comment = not words and line[:1] == "#" and not TAG.fullmatch(found[-1])
-        if not found or found[0] == NEW_DOCUMENT or is_comment:
+        text = line.strip("\r\n ")
+        found = [field.strip(" ") for field in re.split("\t" if "\t" in text else " +", text)]
+        is_tagged = bool(found) and TAG.fullmatch(first_tag(found[-1]))
+        if not any(found) or found[0] == NEW_DOCUMENT or (line[0] == "#" and not words and not is_tagged):
             if words:
                 yield f"{file} line {begin}", {"words": words, "tags": tags}
                 words, tags = [], []
             continue
         width, begin = width or len(found), begin if words else number
-        if len(found) != width or width < 2 or "" in (found[0].strip(" "), found[-1].strip(" ")):
+        if len(found) != width or width < 2 or not found[0] or not is_tagged:
             raise UserError(
-                f"{file} line {number}: has {len(found)} columns{f', the first {width}' * (number > 1)}: a"
-                " line is a word and its tag, perhaps with columns between; a blank line ends a sentence"
+                f"{file} line {number}: {text[:40]!r} is no word with a tag (O, B-type, I-type), in"
+                f" {max(2, width)} columns; a blank line ends a sentence"
             )
-        words.append(found[0].strip(" "))
-        tags.append(found[-1].strip(" "))
+        words.append(found[0])
+        tags.append(found[-1])
 
 
 _READERS: dict[str, Callable[[Path, SplitFiles], Iterator[tuple[str, Mapping[str, Any]]]]] = {

@@ -268,23 +268,16 @@ def ensure_special_tokens(tokenizer: Tokenizer) -> None:
             return
 
 
-def with_space_before(tokenizer: Tokenizer) -> Tokenizer:
-    """The tokenizer, which takes a text or a word as if a space stood before it, where spaces are in tokens.
+def prepend_space(tokenizer: Tokenizer) -> None:
+    """Let it take a text or a word as if a space stood before it, where spaces are in tokens.
 
     A byte-level one, such as RoBERTa's, else takes words that are given one by one as if they were glued.
     """
-    from tokenizers import Tokenizer, normalizers
+    from tokenizers import normalizers
 
-    found = json.loads(tokenizer.to_str())
-    first = found["pre_tokenizer"] or {}
-    parts = first.get("pretokenizers", [first])
-    if any(p.get("type") == "ByteLevel" and not p["add_prefix_space"] for p in parts):
-        if first is parts[0]:
-            first["add_prefix_space"] = True  # transformers' own flag
-            return Tokenizer.from_str(json.dumps(found))
+    if '"type":"ByteLevel","add_prefix_space":false' in tokenizer.to_str():
         own = [tokenizer.normalizer] if tokenizer.normalizer else []
         tokenizer.normalizer = normalizers.Sequence([*own, normalizers.Prepend(" ")])
-    return tokenizer
 
 
 def _first_characters(texts: Iterable[str], characters: int) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from isobatch.data.labelled.rows import (
     ColumnNames,
     Example,
     SplitLabels,
+    class_weights,
     demo_files,
     demo_rows,
     drop_unlabelled_test,
@@ -79,61 +81,41 @@ class LabelledOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledEncoder(ShardEncoder):
-    """Tokenizes texts, or pairs of texts, each given as JSON, cut to `max_length` tokens.
+    """Tokenizes texts; or, as JSON, pairs of texts or words with a number each; cut to `max_length` tokens.
 
-    A shard has `tokens` (all,), for pairs `types` of the same shape, and `lengths` (rows,). Its facts: the
-    number of rows that are `cut`.
+    A shard has `tokens` (all,), for pairs `types` and for words `label` of the same shape, a word's number at
+    its first piece and NO_LABEL elsewhere; and `lengths` (rows,). Its facts: the number of rows that are
+    `cut`, and of words without a label, `unlabelled`.
     """
 
     dtype: type
     pairs: bool
+    words: bool
     max_length: int
 
     def __call__(self, texts: list[str]) -> EncodedShard:
-        rows: list[Any] = [tuple(json.loads(text)) for text in texts] if self.pairs else texts
+        rows: list[Any] = [tuple(json.loads(text)) for text in texts] if self.pairs or self.words else texts
+        given = [words for words, _ in rows] if self.words else rows
         self.tokenizer.enable_truncation(self.max_length, strategy="longest_first")
-        found = self.tokenizer.encode_batch(rows, add_special_tokens=True)
+        found = self.tokenizer.encode_batch(given, is_pretokenized=self.words, add_special_tokens=True)
         self.tokenizer.no_truncation()
         arrays = {"tokens": np.concatenate([np.array(one.ids, self.dtype) for one in found])}
         if self.pairs:
             arrays["types"] = np.concatenate([np.array(one.type_ids, np.uint8) for one in found])
+        facts = {"cut": sum(bool(one.overflowing) for one in found)}
+        if self.words:
+            labels = [_at_first_pieces(one.word_ids, row[1]) for one, row in zip(found, rows, strict=True)]
+            arrays["label"] = np.concatenate(labels)
+            facts["unlabelled"] = sum(map(len, given)) - int((arrays["label"] != NO_LABEL).sum())
         arrays["lengths"] = np.array([len(one) for one in found], np.uint32)
-        return EncodedShard(arrays, {"cut": sum(bool(one.overflowing) for one in found)})
+        return EncodedShard(arrays, facts)
 
 
-@dataclass(frozen=True, kw_only=True)
-class WordEncoder(ShardEncoder):
-    """Tokenizes lists of words with a number for each, as JSON, cut to `max_length` tokens.
-
-    A shard has `tokens` and `label` (all,), a word's number at its first piece and NO_LABEL elsewhere, and
-    `lengths` (rows,). Its facts: rows that are `cut`, words that are `lost` by it, words `without_pieces`.
-    """
-
-    dtype: type
-    max_length: int
-
-    def __call__(self, texts: list[str]) -> EncodedShard:
-        rows = [json.loads(text) for text in texts]
-        self.tokenizer.enable_truncation(self.max_length)
-        found = self.tokenizer.encode_batch([words for words, _ in rows], is_pretokenized=True)
-        self.tokenizer.no_truncation()
-        labels, lost, without = [], 0, 0
-        for one, (words, numbers) in zip(found, rows, strict=True):
-            ids = enumerate(reversed(one.word_ids), 1)
-            place = {
-                word: -i for i, word in ids if word is not None
-            }  # the first of a word's pieces, from the end
-            labels.append(label := np.full(len(one), NO_LABEL, np.int64))
-            label[[*place.values()]] = [numbers[word] for word in place]
-            reached = max(place, default=-1) + 1 if one.overflowing else len(words)
-            lost, without = lost + len(words) - reached, without + reached - len(place)
-        arrays = {"tokens": np.concatenate([np.array(one.ids, self.dtype) for one in found])}
-        arrays |= {
-            "label": np.concatenate(labels),
-            "lengths": np.array([len(one) for one in found], np.uint32),
-        }
-        cut = sum(bool(one.overflowing) for one in found)
-        return EncodedShard(arrays, {"cut": cut, "lost": lost, "without_pieces": without})
+def _at_first_pieces(words: list[int | None], numbers: list[int]) -> np.ndarray:
+    """(tokens,) int64: the number of each token's word if it is the word's first, else NO_LABEL."""
+    first = (word is not None and word != before for word, before in zip(words, [None, *words], strict=False))
+    pairs = zip(words, first, strict=True)
+    return np.array([numbers[w] if is_first else NO_LABEL for w, is_first in pairs], np.int64)  # type: ignore[index]
 
 
 class Labelled(TokenizedData):
@@ -148,7 +130,7 @@ class Labelled(TokenizedData):
     """
 
     Options: ClassVar[type] = LabelledOptions
-    version: ClassVar[int] = 2
+    version: ClassVar[int] = 3
     cache_name: ClassVar[str] = "data.labelled.Labelled"
     demo_vocabulary_size: ClassVar[int] = 2048
     assumed: ClassVar[Mapping[str, Any]] = {"labels": ["0", "1"], "pad": 0}
@@ -168,11 +150,11 @@ class Labelled(TokenizedData):
         return [file for files in demo_files().values() for file in files]
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
-        problem, names = KINDS[facts.extra.get("problem", "classes")](""), facts.extra["labels"]
+        kind, names = KINDS[facts.extra.get("problem", "classes")](""), facts.extra["labels"]
         tokenizer = self.prepared_tokenizer(facts)
         pieces = ([tokenizer.id_to_token(i) or "" for i in row.tolist()] for row in batch["tokens"])
         rows = zip(batch["label"], pieces, super().describe_rows(facts, batch), strict=True)
-        return [f"{problem.describe(names, label, tokens)}: {text}" for label, tokens, text in rows]
+        return [f"{kind.describe(names, label, tokens)}: {text}" for label, tokens, text in rows]
 
     def encode_splits(self) -> Encoded:
         """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
@@ -181,99 +163,72 @@ class Labelled(TokenizedData):
         if first is None:
             raise UserError(f"--data {self.recipe.data}: the train split is empty")
         columns = find_columns(self.recipe.data, [str(k) for k in first[1]], self.options)
-        usual = (
-            {"text", "sentence", "label"}
-            if isinstance(first[1].get(columns.text), str)
-            else {"words", "tags"}
-        )
-        if {columns.text, columns.label} - usual:
-            notes.append(f"texts are those of the column {columns.text}, classes those of {columns.label}")
+        if {columns.text, columns.label} - {"text", "sentence", "label", "words", "tags"}:
+            notes.append(f"texts are those of the column {columns.text}, labels those of {columns.label}")
         if unread := [str(name) for name in first[1] if name not in (*columns, *columns.flags)]:
             notes.append(f"not read: {', '.join(name or 'a column without a name' for name in unread[:8])}")
-        problem, splits, found_notes = self._read_labels(rows, columns)
+        kind, splits, found_notes = self._read_labels(rows, columns)
         notes += found_notes
+        counts, rows_of_train = splits["train"].counts(), len(splits["train"])
         if fixed := self.known is not None:
             del splits["train"]
-        labels = self._known_labels(splits) if fixed else learnt_names(problem, splits, self.recipe.data)
-        if not fixed and (rare := [str(name) for name, n in splits["train"].counts().items() if n == 1]):
-            notes.append(
-                f"labels that a single training row has: {', '.join(rare[:8])}{', ...' * (len(rare) > 8)}"
-            )
+        labels = learnt_names(kind, splits, self.recipe.data, self.known)
+        if rare := [str(name) for name in labels if counts[name] == 1 and not fixed]:
+            notes.append(f"of one training row each: {', '.join(rare[:8])}{', ...' * (len(rare) > 8)}")
         tokenizer, special = self._open_tokenizer(read_examples(rows["train"](), columns))
-        if isinstance(problem, WordTags):
-            tokenizer = tokenizers.with_space_before(tokenizer)
-        encoder: ShardEncoder = self._encoder(tokenizer, problem, columns)
+        if words := isinstance(kind, WordTags):
+            tokenizers.prepend_space(tokenizer)
+        pairs, longest = columns.pair is not None, self.recipe.max_length
+        dtype = tokenizers.token_dtype(tokenizer)
+        encoder = LabelledEncoder(
+            tokenizer=tokenizer, dtype=dtype, pairs=pairs, words=words, max_length=longest
+        )
         found: dict[str, Any] = {}
         for split, known in splits.items():
-            examples = _as_json(read_examples(rows[split](), columns), problem, known, labels)
-            found[split], said = self._encode_split(split, examples, encoder, special["pad"] or 0)
-            if not isinstance(problem, WordTags):
-                found[split]["label"] = problem.values(known, labels)
-            notes += [f"{split}: {what}" for what in said]
-        extra = {**self._tokenizer_facts(tokenizer, special), "labels": labels}
-        if problem.name != "classes":
-            extra |= {"problem": problem.name, "label_form": problem.form}
-        extra |= self._count(found, problem, labels, None if fixed else "train")
-        return found, tokenizer, {**extra, "notes": notes}
-
-    def _count(
-        self, found: dict[str, Any], problem: LabelKind, labels: list[str], train: str | None
-    ) -> dict[str, Any]:
-        """The facts of the labels' counts and weights; adds the columns of weights to the splits."""
-        label = next(iter(found.values()))["label"]
-        values = label.values if isinstance(label, Ragged) else label
-        counts = problem.count(values, len(labels))
-        facts = {"label_counts": counts.tolist()}
-        if isinstance(label, Ragged):
-            for columns in found.values():
-                columns[LABELLED_WORDS] = _sums(columns["label"], np.ones(len(labels), np.float32))
-        if (asked := self.options.class_weights) is None:
-            return facts
-        if isinstance(asked, tuple) and len(asked) != len(labels) and problem.name != "regression":
-            raise UserError(
-                f"--class-weights {','.join(f'{weight:g}' for weight in asked)}: the data has {len(labels)}"
-                f" classes ({', '.join(labels[:8])}{', ...' if len(labels) > 8 else ''}): give a number for"
-                " each, in this order"
-            )
-        weights = np.array(problem.weights(asked, counts, len(label)), np.float32)
-        if train and values.dtype == np.int64:
-            found[train][CLASS_WEIGHT] = (
-                _sums(label, weights) if isinstance(label, Ragged) else weights[values]
-            )
-        return {**facts, "class_weights": weights.tolist()}
-
-    def _known_labels(self, splits: Mapping[str, SplitLabels]) -> list[str]:
-        """The labels of the run. Raises UserError for another one in the data."""
-        assert self.known is not None
-        labels: list[str] = self.known.extra["labels"]
-        for found in splits.values():
-            if strange := [label for label in found.counts() if label not in labels]:
-                known = ", ".join(labels[:8]) + ", ..." * (len(labels) > 8)
-                where = f"{found.where(strange[0])}: the label {strange[0] or 'is empty, and'}"
-                raise UserError(f"{where} is none of the run's: {known}")
-        return labels
+            texts = _texts(read_examples(rows[split](), columns), known, labels)
+            encoded, facts = self._encode_split(split, texts, encoder, special["pad"] or 0)
+            found[split] = encoded if words else {**encoded, "label": kind.values(known, labels)}
+            if words:
+                encoded[LABELLED_WORDS] = _sums(encoded["label"], np.ones(len(labels), np.float32))
+            if facts["cut"]:
+                notes.append(f"{split}: {facts['cut']} of {len(known)} texts are cut to {longest} tokens")
+            if facts["unlabelled"]:
+                why = "cut off, or without pieces in the tokenizer"
+                notes.append(f"{split}: {facts['unlabelled']:,} words have no label: {why}")
+        of_train = np.array([counts[name] for name in labels] if counts else [rows_of_train])
+        weights = None
+        if (asked := self.options.class_weights) is not None and not fixed:
+            weights = class_weights(asked, kind, labels, of_train, rows_of_train)
+            if kind.name != "multi-label":
+                label = found["train"]["label"]
+                found["train"][CLASS_WEIGHT] = _sums(label, weights) if words else weights[label]
+        extra = {
+            **self._tokenizer_facts(tokenizer, special),
+            **({} if kind.name == "classes" else {"problem": kind.name, "label_form": kind.form}),
+            "labels": labels,
+            "label_counts": of_train.tolist(),
+            **({} if weights is None else {"class_weights": weights.tolist()}),
+            "notes": notes,
+        }
+        return found, tokenizer, extra
 
     def _read_labels(
         self, rows: dict[str, Callable[[], LocatedRows]], columns: ColumnNames
     ) -> tuple[LabelKind, dict[str, SplitLabels], list[str]]:
-        """(what is learnt; labels of each split; notes). A validation split is taken from training, in `rows`
-        too.
-        """
+        """(what they are; those of each split; notes). `rows` gets a validation split if it has none."""
         splits = {s: SplitLabels.read(read_examples(read(), columns)) for s, read in rows.items()}
         if self._data_path() is None:  # of a hub data set the splits are known now
             corpora.check_valid(self.options.valid, splits, self.recipe.data)
-        known = None if self.known is None else self.known.extra
-        asked = self.options.problem if known is None else known.get("problem", "classes")
-        problem, notes = find_kind(asked, columns, splits["train"])
-        if known is not None:
-            problem = replace(problem, form=known.get("label_form", problem.form))
+        known = {"problem": self.options.problem} if self.known is None else self.known.extra
+        kind, notes = find_kind(known.get("problem", "classes"), columns, splits["train"])
+        kind = replace(kind, form=known.get("label_form", kind.form))
         share = corpora.share_of(self.options.valid) or HELD_OUT_SHARE
         if "valid" not in splits:
-            whole, read = splits["train"].named(problem), rows["train"]
-            drawn = problem.held_out(whole, share)
+            whole, read = splits["train"].named(kind), rows["train"]
+            drawn = kind.held_out(whole, share)
             for split, mask in (("train", ~drawn), ("valid", drawn)):
                 splits[split], rows[split] = whole.take(mask), partial(corpora.taken, read, mask)
-            each = " of each class" * (problem.name == "classes")
+            each = " of each class" * (kind.name == "classes")
             notes.append(
                 f"there is no validation split: {100 * share:g} % of the training rows{each} are it,"
                 " drawn at random (--valid)"
@@ -284,12 +239,11 @@ class Labelled(TokenizedData):
                 " its own validation is a share of the training rows)"
             )
         notes += drop_unlabelled_test(splits)
-        splits = {split: found.named(problem) for split, found in splits.items()}
-        notes += problem.notes(splits)
+        splits = {split: found.named(kind) for split, found in splits.items()}
         training = TrainingRows()
         for split in sorted(splits, key=lambda split: split != "train"):
-            notes += training.compare(split, splits[split].hashes)
-        return problem, splits, notes
+            notes += kind.notes(split, splits[split]) + training.compare(split, splits[split].hashes)
+        return kind, splits, notes
 
     def _rows_per_split(self) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
         data = self.recipe.data
@@ -303,54 +257,38 @@ class Labelled(TokenizedData):
 
     def _open_tokenizer(self, examples: Iterable[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
         """The tokenizer, which may be trained on the examples, and the ids of its special tokens."""
-        texts = (text for e in examples for text in (*_texts(e), e.pair) if text)
+        texts = (
+            text
+            for e in examples
+            for text in (*([e.text] if isinstance(e.text, str) else e.text), e.pair)
+            if text
+        )
         tokenizer, special = self._open_or_train_tokenizer(lambda: texts, lowercase=True)
         tokenizers.ensure_special_tokens(tokenizer)
         found = [i for role in ("pad", "eos", "unk") if (i := special[role]) is not None]
         return tokenizer, {**special, "pad": [*found, 0][0]}
 
-    def _encoder(self, tokenizer: Tokenizer, problem: LabelKind, columns: ColumnNames) -> ShardEncoder:
-        shared: Any = {"dtype": tokenizers.token_dtype(tokenizer), "max_length": self.recipe.max_length}
-        if isinstance(problem, WordTags):
-            return WordEncoder(tokenizer=tokenizer, **shared)
-        return LabelledEncoder(tokenizer=tokenizer, pairs=columns.pair is not None, **shared)
-
     def _encode_split(
-        self, split: str, texts: Iterable[str], encoder: ShardEncoder, pad: int
-    ) -> tuple[dict[str, Any], list[str]]:
-        """(`tokens`, `types` of pairs, `label` of words; what is cut off or without a label)."""
+        self, split: str, texts: Iterable[str], encoder: LabelledEncoder, pad: int
+    ) -> tuple[dict[str, Any], Counter[str]]:
+        """(`tokens`, and `types` of pairs or `label` of words; the facts of all shards)."""
         found, facts = encode_whole(encoder, split, texts, self.workshop)
-        lengths = found.pop("lengths")
-        pads = {"tokens": pad, "label": NO_LABEL}
-        columns = {n: Ragged.of_lengths(v, lengths, pads.get(n, 0)) for n, v in found.items()}
-        cut, lost, without = (sum(one.get(n, 0) for one in facts) for n in ("cut", "lost", "without_pieces"))
-        of, words = (
-            f"{cut} of {len(lengths)} texts are cut to {self.recipe.max_length} tokens",
-            f"{lost:,} words",
-        )
-        notes = [of + f": {words} of them are not learnt" * (lost > 0)] * bool(cut)
-        notes += [f"{without:,} words have no pieces in the tokenizer, and no label"] * bool(without)
-        return columns, notes
+        lengths, pads = found.pop("lengths"), {"tokens": pad, "types": 0, "label": NO_LABEL}
+        columns = {n: Ragged.of_lengths(v, lengths, pads[n]) for n, v in found.items()}
+        return columns, sum(map(Counter, facts), Counter())
 
 
-def _texts(example: Example) -> tuple[str, ...]:
-    return (example.text,) if isinstance(example.text, str) else example.text
-
-
-def _as_json(
-    examples: Iterable[Example], problem: LabelKind, known: SplitLabels, labels: list[str]
-) -> Iterator[str]:
-    """What an encoder gets of each row."""
-    number = {name: n for n, name in enumerate(labels)}
+def _texts(examples: Iterable[Example], known: SplitLabels, labels: list[str]) -> Iterator[str]:
+    """What the encoder gets of each row."""
     for example, code in zip(examples, known.codes, strict=True):
-        if isinstance(problem, WordTags):
-            yield json.dumps([example.text, [number[tag] for tag in known.names[code] or ()]])
+        if isinstance(example.text, str):
+            yield example.text if example.pair is None else json.dumps([example.text, example.pair])
         else:
-            yield str(example.text) if example.pair is None else json.dumps([example.text, example.pair])
+            yield json.dumps([example.text, [labels.index(tag) for tag in known.names[code] or ()]])
 
 
 def _sums(label: Ragged, weights: np.ndarray) -> np.ndarray:
-    """(n,) float32: the sum over a row's labels, those that are none left out, of their weights (C,)."""
-    each = np.where(label.values >= 0, weights[np.maximum(label.values, 0)], 0)
+    """(n,) float32: the sum of the weights (C,) of a row's labels."""
+    each = np.where(label.values >= 0, weights[label.values.clip(0)], 0)
     total = np.concatenate([[0.0], np.cumsum(each, dtype=np.float64)])
-    return (total[label.offsets[1:]] - total[label.offsets[:-1]]).astype(np.float32)
+    return np.asarray(np.diff(total[label.offsets]), np.float32)

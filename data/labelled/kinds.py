@@ -1,4 +1,4 @@
-"""What the labels of texts stand for: a class, a set of classes, a number, or a tag for each word.
+"""What the labels of texts stand for: a class, a set of classes, a score, or a tag for each word.
 
 A label as read (`Label`) is the text of a cell, a tuple where the cell is a list, None where there is none.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data.corpora import random_order
-from isobatch.data.readers import TAG
+from isobatch.data.readers import TAG, first_tag
 from isobatch.data.tables.delimited import is_number
 
 if TYPE_CHECKING:
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 MAX_CLASSES = 1000
 MARKS = ("|", ";")
 """What is between the labels of a cell where they are found to be several; a comma only between numbers."""
-VECTOR = "vector"
-"""The form of sets that are lists of 0 and 1, one for each class."""
-COLUMNS = "columns"
-"""The form of sets that are columns of 0 and 1, called by the classes."""
+LIST, VECTOR, COLUMNS = "list", "vector", "columns"
+"""Forms of sets without a mark: lists of labels, or of 0 and 1 for each class; columns with their names."""
 SETS_OF_NUMBERS = re.compile(r"\d+(,\s*\d+)*")
 DECIMAL = re.compile(r"(?i)[-+]?\d*\.\d+(e[-+]?\d+)?")
 FEWEST_DECIMALS, FEWEST_BESIDE_FLAGS = 0.1, 0.5
@@ -40,9 +38,9 @@ class LabelKind(ABC):
     """What is learnt from a label column."""
 
     column: str
-    """The column, or columns with commas between, for messages."""
+    """The column, or several with commas between, for messages."""
     form: str = ""
-    """How a set is written: what is between its labels, VECTOR, COLUMNS, or nothing where it is a list."""
+    """How a set is written: what is between its labels, or LIST, VECTOR, COLUMNS."""
     name: ClassVar[str]
     nothing: ClassVar[str] = "is empty"
     """What is said of a cell without a label."""
@@ -51,51 +49,49 @@ class LabelKind(ABC):
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
         """The names in a label; None where there is none. Raises UserError for what is none of this kind."""
 
-    def names(self, found: Mapping[str, int], data: str) -> list[str]:
-        """The names to learn, of those found in training with their counts. Raises UserError."""
+    def values(self, split: SplitLabels, names: Sequence[str]) -> np.ndarray:
+        """The column `label` of a split's rows; of tags the encoder of words makes it."""
+        found = [[name in (has or ()) for name in names] for has in split.names]
+        return np.array(found, np.float32)[split.codes]
+
+    def refuse(self, where: str, label: Label, why: str) -> NoReturn:
+        """Raise UserError for a label."""
+        shown = ", ".join(label) if isinstance(label, tuple) else str(label)
+        raise UserError(f"{where}: column {self.column} holds {shown[:40]}, {why}")
+
+    def names(self, found: Sequence[str], data: str) -> list[str]:
+        """The names to learn, of those found in training. Raises UserError for too few or too many."""
         if not 2 <= len(found) <= MAX_CLASSES:
             few = f"is {[*found, 'empty'][0]} in every training row: at least two classes are needed"
             many = f"has {len(found):,} different values: at most {MAX_CLASSES} classes"
             said = few if len(found) < 2 else many
             raise UserError(f"--data {data}: {self.column} {said}: --label-column takes another")
-        whole = all(re.fullmatch(r"-?[0-9]+", name) for name in found)
-        return sorted(found, key=int) if whole else sorted(found)
+        return sorted(found, key=int if all(re.fullmatch(r"-?[0-9]+", name) for name in found) else None)
 
     def held_out(self, split: SplitLabels, share: float) -> np.ndarray:
-        """(n,) bool: a share of the rows, drawn at random, for validation: at least one, and never all.
+        """(n,) bool: a share of the rows, drawn at random, for validation.
 
         Each label keeps a row for training. The draw depends on the rows alone, not on the recipe's seed:
         runs with several seeds are measured on the same rows.
         """
-        rows = [set(split.names[code] or ()) for code in split.codes.tolist()]
-        left, held_out = Counter(name for names in rows for name in names), np.zeros(len(rows), bool)
-        wanted = min(max(1, round(share * len(rows))), len(rows) - 1)
+        rows = [{*(split.names[code] or ())} for code in split.codes.tolist()]
+        left, wanted = Counter(name for names in rows for name in names), max(1, round(share * len(rows)))
+        held_out, wanted = np.zeros(len(rows), bool), min(wanted, len(rows) - 1)
         for row in random_order(len(rows)).tolist():
             if wanted > 0 and all(left[name] > 1 for name in rows[row]):
                 held_out[row], wanted = True, wanted - 1
                 left.subtract(rows[row])
         return held_out
 
-    def count(self, values: np.ndarray, size: int) -> np.ndarray:
-        """(C,) int64: how often each of `size` labels is in a column's values."""
-        found: np.ndarray = np.bincount(values[values >= 0], minlength=size)
-        return found
+    def balanced(self, counts: np.ndarray, rows: int) -> np.ndarray:  # noqa: ARG002  for those that need it
+        """(C,) weights by how often a label is in the training split of so many rows. Raises UserError.
 
-    @abstractmethod
-    def values(self, split: SplitLabels, names: Sequence[str]) -> np.ndarray:
-        """The column `label` of a split's rows."""
-
-    def weights(self, asked: Literal["balanced"] | tuple[float, ...], counts: np.ndarray, rows: int) -> Any:  # noqa: ARG002
-        """(C,) what a label counts in the loss; `counts` (C,): of each in training, which has `rows`.
-
-        balanced is n / (C * count) (King and Zeng 2001, as in scikit-learn), of which the mean over all is 1.
-        Raises UserError where it means nothing.
+        n / (C * count) (King and Zeng 2001, as in scikit-learn), of which the mean over all labels is 1.
         """
-        there = np.maximum(counts, 1)
-        return counts.sum() / (np.count_nonzero(counts) * there) if asked == "balanced" else asked
+        return np.asarray(counts.sum() / (np.count_nonzero(counts) * np.maximum(counts, 1)))
 
-    def notes(self, splits: Mapping[str, SplitLabels]) -> list[str]:  # noqa: ARG002  of kinds that say something
-        """What the user should know of the labels, one line each."""
+    def notes(self, split: str, rows: SplitLabels) -> list[str]:  # noqa: ARG002  of kinds that say something
+        """What the user should know of a split's labels."""
         return []
 
     def describe(self, names: Sequence[str], label: np.ndarray, tokens: Sequence[str]) -> str:  # noqa: ARG002
@@ -110,22 +106,19 @@ class ClassLabels(LabelKind):
     __slots__ = ()
 
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
-        listed = isinstance(label, tuple) or re.fullmatch(r"\[.*\]|\d+(,\s*\d+)+", label or "", re.DOTALL)
-        if listed or DECIMAL.fullmatch(str(label)):
-            kind = "several values" if listed else "a decimal number"
-            instead = "multi-label learns sets of labels" if listed else "regression learns scores"
-            shown = ", ".join(label) if isinstance(label, tuple) else label
-            raise UserError(
-                f"{where}: column {self.column} holds {str(shown)[:40]}, {kind}: a text has one class of"
-                f" a set, a word or a whole number; --problem {instead}; --label-column takes another"
+        if isinstance(label, tuple) or re.fullmatch(r"(?s)\[.*\]|\d+(,\s*\d+)+", label or ""):
+            self.refuse(
+                where, label, "several values: a text has one class; --problem multi-label learns sets"
             )
-        assert not isinstance(label, tuple)
+        if DECIMAL.fullmatch(label or ""):
+            self.refuse(
+                where, label, "a decimal number: a class is a word; --problem regression learns scores"
+            )
         return None if label is None else (label,)
 
     def values(self, split: SplitLabels, names: Sequence[str]) -> np.ndarray:
-        number = {name: n for n, name in enumerate(names)}
-        of = np.array([number.get(found[0] if found else "", -1) for found in split.names], np.int64)
-        return of[split.codes]
+        of = [names.index(found[0]) if found and found[0] in names else -1 for found in split.names]
+        return np.array(of, np.int64)[split.codes]
 
     def held_out(self, split: SplitLabels, share: float) -> np.ndarray:
         """As of a LabelKind, and a share of the rows of each class."""
@@ -153,32 +146,21 @@ class LabelSets(LabelKind):
     __slots__ = ()
 
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
-        if self.form == VECTOR and isinstance(label, tuple):
-            return tuple(str(n) for n, flag in enumerate(label) if flag == "1")
         if label is None and self.form == COLUMNS:
             return None
         if isinstance(label, str):
-            label = tuple(part.strip() for part in label.split(self.form)) if self.form else (label,)
+            label = (
+                tuple(part.strip() for part in label.split(self.form)) if len(self.form) == 1 else (label,)
+            )
+        elif self.form == VECTOR:
+            label = tuple(str(n) for n, flag in enumerate(label or ()) if flag == "1")
         if "" in (label or ()):
-            raise UserError(f"{where}: column {self.column} holds an empty label among others")
+            self.refuse(where, label, "with an empty label among others")
         return tuple(dict.fromkeys(label or ()))
 
-    def values(self, split: SplitLabels, names: Sequence[str]) -> np.ndarray:
-        number = {name: n for n, name in enumerate(names)}
-        of = np.zeros((len(split.names), len(names)), np.float32)
-        for row, found in zip(of, split.names, strict=True):
-            row[[number[name] for name in found or ()]] = 1
-        return of[split.codes]
-
-    def count(self, values: np.ndarray, size: int) -> np.ndarray:  # noqa: ARG002
-        return values.sum(0, dtype=np.float64).astype(np.int64)
-
-    def weights(self, asked: Literal["balanced"] | tuple[float, ...], counts: np.ndarray, rows: int) -> Any:
-        """(C,) what a text that has the label counts beside one that has not: BCEWithLogitsLoss's pos_weight.
-
-        balanced is the texts without it over those with it.
-        """
-        return np.maximum(rows - counts, 1) / np.maximum(counts, 1) if asked == "balanced" else asked
+    def balanced(self, counts: np.ndarray, rows: int) -> np.ndarray:
+        """(C,) texts without a label over those with it: BCEWithLogitsLoss's pos_weight."""
+        return np.asarray(np.maximum(rows - counts, 1) / counts)
 
     def describe(self, names: Sequence[str], label: np.ndarray, tokens: Sequence[str]) -> str:  # noqa: ARG002
         return ", ".join(names[n] for n in np.flatnonzero(label).tolist()) or "(none)"
@@ -191,26 +173,17 @@ class Scores(LabelKind):
     __slots__ = ()
 
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
-        if label is None:
-            return None
-        if isinstance(label, tuple) or not is_number(label) or not np.isfinite(np.float32(label)):
-            shown = ", ".join(label) if isinstance(label, tuple) else label
-            raise UserError(
-                f"{where}: column {self.column} holds {shown[:40]}, which is no finite number (with a point"
-                " before its decimals): mend it or leave the row out; --problem classes learns names"
-            )
-        return ()
+        if isinstance(label, tuple) or not np.isfinite(np.float32(label if is_number(label or 0) else "nan")):
+            self.refuse(where, label, "no finite number (with a point before decimals): leave the row out")
+        return None if label is None else ()
 
-    def names(self, found: Mapping[str, int], data: str) -> list[str]:  # noqa: ARG002
+    def names(self, found: Sequence[str], data: str) -> list[str]:  # noqa: ARG002  there are none
         return [self.column]
 
     def values(self, split: SplitLabels, names: Sequence[str]) -> np.ndarray:  # noqa: ARG002
-        return np.array([float(str(label)) for label in split.labels], np.float32)[split.codes]
+        return np.array([str(label) for label in split.labels], np.float32)[split.codes]
 
-    def count(self, values: np.ndarray, size: int) -> np.ndarray:  # noqa: ARG002
-        return np.array([len(values)])
-
-    def weights(self, asked: Any, counts: np.ndarray, rows: int) -> Any:  # noqa: ARG002
+    def balanced(self, counts: np.ndarray, rows: int) -> np.ndarray:  # noqa: ARG002
         raise UserError("--class-weights: there are no classes in regression: leave it out")
 
     def describe(self, names: Sequence[str], label: np.ndarray, tokens: Sequence[str]) -> str:  # noqa: ARG002
@@ -224,64 +197,42 @@ class WordTags(LabelKind):
     __slots__ = ()
 
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
-        if label is None:
-            return None
-        tags = [first_tag(tag) for tag in label]
-        if (bad := next((n for n, tag in enumerate(tags) if not TAG.fullmatch(tag)), None)) is not None:
-            holds = f"the tag {tags[bad]}" if tags[bad] else "an empty tag"
-            raise UserError(
-                f"{where}: word {bad + 1} has {holds} in {self.column}: tags are O, and B- or I- before the"
-                " name of a type (BIO; IOB1, BIOES and BILOU are read too)"
-            )
-        return as_bio(tags)
+        tags = [first_tag(tag) for tag in label or ()]
+        for number, tag in enumerate(tags, 1):
+            if not TAG.fullmatch(tag):
+                self.refuse(
+                    where, tag or "an empty tag", f"of word {number}: a tag is O, or B- or I- with a type"
+                )
+        return None if label is None else as_bio(tags)
 
-    def names(self, found: Mapping[str, int], data: str) -> list[str]:
+    def names(self, found: Sequence[str], data: str) -> list[str]:
         """O, and B and I of each type, by name."""
         types = sorted({tag[1:] for tag in found if tag != "O"})
         if not types:
             raise UserError(f"--data {data}: {self.column} is O for every training word: no entity is tagged")
         return ["O", *(mark + kind for kind in types for mark in "BI")]
 
-    def values(self, split: SplitLabels, names: Sequence[str]) -> np.ndarray:  # noqa: ARG002
-        raise AssertionError("tags are of tokens")
-
-    def notes(self, splits: Mapping[str, SplitLabels]) -> list[str]:
-        found, written = list[str](), "first tags of entities are written I-: they count as B-, as in IOB1"
-        for split, rows in splits.items():
-            several = sum(first_tag(tag) != tag for label in rows.labels for tag in label or ())
-            found += [f"{split}: of {several:,} words with several tags the first is taken"] * bool(several)
-            both = zip(rows.labels, rows.names, strict=True)
-            tags = (pair for label, names in both for pair in zip(label or (), names or (), strict=True))
-            begun = sum(tag[0] == "I" and name[0] == "B" for tag, name in tags)
-            found += [f"{split}: {begun:,} {written}"] * bool(begun)
-        return found
+    def notes(self, split: str, rows: SplitLabels) -> list[str]:
+        several = sum(first_tag(tag) != tag for label in rows.labels for tag in label or ())
+        return [f"{split}: of {several:,} words with several tags the first is taken"] * bool(several)
 
     def describe(self, names: Sequence[str], label: np.ndarray, tokens: Sequence[str]) -> str:
-        tagged = ((names[n], token) for n, token in zip(label.tolist(), tokens, strict=False) if n >= 0)
-        return ", ".join(f"{tag} {token}" for tag, token in tagged if tag != "O") or "(none)"
+        tagged = [f"{names[n]} {tokens[place]}" for place, n in enumerate(label.tolist()) if n > 0]  # 0 is O
+        return ", ".join(tagged) or "(none)"
 
 
 KINDS = {kind.name: kind for kind in (ClassLabels, LabelSets, Scores, WordTags)}
 
 
-def first_tag(tag: str) -> str:
-    """The tag; where several annotators' are joined by commas, the first."""
-    parts = tag.split(",")
-    return parts[0] if all(TAG.fullmatch(part) for part in parts) else tag
-
-
-def as_bio(tags: Sequence[str]) -> tuple[str, ...]:
+def as_bio(tags: Iterable[str]) -> tuple[str, ...]:
     """The same entities in BIO (IOB2): B where one begins, I inside.
 
     Read as by CoNLL's conlleval: an I behind O or behind another type begins one, so IOB1 is read as well.
     """
-    found, inside = [], None
+    found, inside = list[str](), None
     for tag in tags:
         mark, kind = tag[:1], tag[1:]
-        if mark == "O":
-            found.append("O")
-        else:
-            found.append(("B" if mark in "BSU" or kind != inside else "I") + kind)
+        found.append("O" if mark == "O" else ("B" if mark in "BSU" or kind != inside else "I") + kind)
         inside = None if mark in "OESLU" else kind
     return tuple(found)
 
@@ -292,66 +243,55 @@ def find_kind(asked: str, columns: ColumnNames, train: SplitLabels) -> tuple[Lab
     Raises UserError where the labels are not of the kind that is asked for.
     """
     column, cells = columns.label, train.cells()
-    if train.words != (asked == "tokens") and (asked != "auto" or (columns.flags and train.words)):
-        has = "lists of words, which take a tag each" if train.words else "texts, not lists of words"
-        raise UserError(f"--problem {asked}: the column {columns.text} holds {has}")
-    if columns.flags and asked not in ("auto", "multi-label"):
-        raise UserError(f"--problem {asked}: has one label column, not {column}")
     form = COLUMNS if columns.flags else form_of_sets(cells, asked == "multi-label")
+    fits = {"tokens": train.words, "multi-label": not train.words}
+    if asked != "auto" and not fits.get(asked, not (train.words or columns.flags)):
+        has = f"{'lists of words' if train.words else 'texts'} in {columns.text}"
+        raise UserError(f"--problem {asked}: the data has {has}, and its labels in {column}")
     if asked != "auto":
         return KINDS[asked](column, form), []
-    example = next((c for c in cells if isinstance(c, tuple) or (form and form in str(c))), None)
     if train.words:
         return WordTags(column), ["problem: tokens, as there is a tag for each word"]
-    if columns.flags or isinstance(example, tuple):
-        return LabelSets(column, form), ["problem: multi-label, as a text has a list of labels"]
     if form:
-        said = f"problem: multi-label, as column {column} holds {example}"
-        way = "; --problem classes takes each as one class" * (form in MARKS)
-        return LabelSets(column, form), [said + way]
-    if _are_scores(column, cells, train):
-        return Scores(column), [f"problem: regression, as column {column} holds decimal numbers"]
-    bars = next((mark for mark in MARKS if any(mark in str(c) for c in cells)), "")
-    way = f"classes are taken as they stand, with {bars} inside: --problem multi-label reads them as sets"
-    return ClassLabels(column), [way] * bool(bars)
+        way = "; --problem classes takes each cell as one" * (form in MARKS)
+        return LabelSets(column, form), [f"problem: multi-label, as a text has several labels{way}"]
+    if _are_scores(column, train):
+        return Scores(column), [f"problem: regression, as there are decimals in {column}"]
+    return ClassLabels(column), []
 
 
-def _are_scores(column: str, cells: Mapping[Label, int], train: SplitLabels) -> bool:
+def _are_scores(column: str, train: SplitLabels) -> bool:
     """Whether all are numbers with decimals among them. Raises UserError where these are few."""
+    cells = train.cells()
     decimals = {c: n for c, n in cells.items() if isinstance(c, str) and DECIMAL.fullmatch(c)}
     if not decimals or not all(c is None or is_number(c) for c in cells):
         return False
-    others = {*cells} - {*decimals}
-    least = FEWEST_BESIDE_FLAGS if others <= {"0", "1"} else FEWEST_DECIMALS
+    least = FEWEST_BESIDE_FLAGS if {*cells} - {*decimals} <= {"0", "1"} else FEWEST_DECIMALS
     if sum(decimals.values()) < least * len(train):
-        first = next(iter(decimals))
-        raise UserError(
-            f"{train.where(first)}: column {column} holds {first}, and most rows whole numbers: mend it, or"
-            " --problem regression takes all as scores"
-        )
+        where = train.first[train.labels.index(few := next(iter(decimals)))]
+        LabelKind.refuse(Scores(column), where, few, "beside whole numbers: mend it, or --problem regression")
     return True
 
 
 def form_of_sets(cells: Mapping[Label, int], asked: bool) -> str:
-    """What is between the labels of a cell, VECTOR, or nothing where a cell has one or is a list.
+    """What is between the labels of a cell, LIST or VECTOR; nothing where a cell is no set.
 
     `asked`: whether they are known to be sets. Otherwise numbers with commas are sets unless every cell has
     one comma, as decimals have in many countries; texts with MARKS where most names that stand behind a mark
     also stand first, unlike those of a path (`sport|tennis`), and are fewer than the cells that they form.
     """
-    lists = [cell for cell in cells if isinstance(cell, tuple)]
-    if lists:
-        flags = len({len(cell) for cell in lists}) == 1 and all({*cell} <= {"0", "1"} for cell in lists)
-        return VECTOR if flags and any(len({*cell}) < len(cell) for cell in lists) else ""
+    if lists := [cell for cell in cells if isinstance(cell, tuple)]:
+        flags = {len(cell) for cell in lists}, {flag for cell in lists for flag in cell}
+        repeats = len(flags[0]) == 1 and any(len({*cell}) < len(cell) for cell in lists)
+        return VECTOR if repeats and flags[1] <= {"0", "1"} else LIST
     texts = [cell for cell in cells if isinstance(cell, str)]
     commas = {text.count(",") for text in texts}
     if all(map(SETS_OF_NUMBERS.fullmatch, texts)) and commas - {0} and (asked or commas != {1}):
         return ","
     for mark in (*MARKS, *([","] * asked)):
         parts = [[part.strip() for part in text.split(mark)] for text in texts]
-        later = {name for part in parts for name in part[1:]}
-        firsts, names = {part[0] for part in parts}, {name for part in parts for name in part}
-        often = len(names) < len(parts) and 2 * len(later & firsts) >= len(later) and "" not in names
-        if later and (asked or often):
+        firsts, later = {part[0] for part in parts}, {name for part in parts for name in part[1:]}
+        often = len(firsts | later) < len(parts) and 2 * len(later & firsts) >= len(later)
+        if later and (asked or (often and "" not in firsts | later)):
             return mark
-    return ""
+    return LIST if asked else ""

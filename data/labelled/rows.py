@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from sys import intern
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from isobatch.data.corpora import DEMO_PACKAGES
 from isobatch.data.preparation.encoding import text_hash
 
 if TYPE_CHECKING:
+    from isobatch.core.facts import Facts
     from isobatch.data.labelled.kinds import LabelKind
     from isobatch.data.readers import LocatedRows
 
@@ -99,20 +100,18 @@ def read_examples(rows: LocatedRows, columns: ColumnNames) -> Iterator[Example]:
     """The example in each row. Raises UserError for a text that is missing, neither a string nor a list of
     words, or very long; and for a label that is an object, or not one for each word.
     """
-    kind = None
+    first = None
     for where, row in rows:
-        words = row.get(columns.text)
-        is_list = isinstance(words, list)
-        text = (_words if is_list else _text_field)(row, columns.text, where, "--text-column")
+        listed = isinstance(row.get(columns.text), list)
+        text = (_words if listed else _text_field)(row, columns.text, where, "--text-column")
         pair = None if columns.pair is None else _text_field(row, columns.pair, where, "--pair-column")
-        label = _label_of(row, where, columns)
-        kind = is_list if kind is None else kind
-        if kind != is_list or (is_list and (pair or not isinstance(label, tuple | None))):
+        label, first = _label_of(row, where, columns), listed if first is None else first
+        if listed != first or (listed and (pair or columns.flags or isinstance(label, str))):
+            both = f"{columns.text} and {columns.label}"
             raise UserError(
-                f"{where}: {columns.text} and {columns.label} are lists of words with a list of tags each, or"
-                " texts, in all rows alike"
+                f"{where}: {both} are lists of words and of a tag for each, in all rows or in none"
             )
-        if is_list and isinstance(label, tuple) and len(text) != len(label):
+        if listed and label is not None and len(text) != len(label):
             raise UserError(f"{where}: has {len(text)} {columns.text} and {len(label)} {columns.label}")
         yield Example(where, text, pair, label)
 
@@ -120,8 +119,7 @@ def read_examples(rows: LocatedRows, columns: ColumnNames) -> Iterator[Example]:
 def _words(row: Mapping[str, Any], column: str, where: str, flag: str) -> tuple[str, ...]:
     words = row[column]
     if not words or not all(isinstance(word, str) for word in words):
-        what = "holds a list of other things than words" if words else "is an empty list"
-        raise UserError(f"{where}: {column} {what}: leave the row out, or choose another {flag}")
+        raise UserError(f"{where}: {column} is no list of words: leave the row out, or choose another {flag}")
     return tuple(words)
 
 
@@ -148,39 +146,32 @@ def class_name(value: Any) -> str | None:
 
 def _label_of(row: Mapping[str, Any], where: str, columns: ColumnNames) -> Label:
     """The label of a row. Raises UserError for an object, a list of lists, and a flag that is neither."""
-    if columns.flags:
-        return _flagged(row, where, columns.flags)
-    value = row.get(columns.label)
-    if isinstance(value, str) and value.strip()[:1] == "[":
-        value = _written_list(value)
-    parts = value if isinstance(value, list) else [value]
-    if any(isinstance(part, dict | list) for part in parts) or re.fullmatch(r"(?s)\s*\{.*\}\s*", str(value)):
-        raise UserError(
-            f"{where}: column {columns.label} holds {str(value)[:40]}: a label is a word or a number, or a"
-            " list of them; --label-column takes another"
-        )
-    if not isinstance(value, list):
-        return class_name(value)
-    return tuple(intern(class_name(part) or "") for part in parts)
-
-
-def _flagged(row: Mapping[str, Any], where: str, flags: tuple[str, ...]) -> Label:
-    """The columns that are true; None where none says anything, as in a test set without its labels."""
-    cells = {name: class_name(row.get(name)) for name in flags}
-    if not any(cells.values()):
-        return None
+    cells = {name: class_name(row.get(name)) for name in columns.flags}
     for name, cell in cells.items():
-        if str(cell).lower() not in FLAGS:
+        if any(cells.values()) and str(cell).lower() not in FLAGS:
             raise UserError(
-                f"{where}: column {name} holds {cell or 'nothing'}: of several label columns each holds 1 or"
-                " 0, true or false: whether the text has that label"
+                f"{where}: column {name} holds {cell}, not 1 or 0: whether the text has that label"
             )
-    return tuple(name for name, cell in cells.items() if FLAGS[str(cell).lower()])
+    if columns.flags:
+        return (
+            tuple(n for n, cell in cells.items() if FLAGS[str(cell).lower()]) if any(cells.values()) else None
+        )
+    value = row.get(columns.label)
+    value = _written_list(value) if isinstance(value, str) else value
+    parts = value if isinstance(value, list) else [value]
+    if any(isinstance(part, dict | list) for part in parts) or re.fullmatch(
+        r"(?s)\{.*\}", str(value).strip()
+    ):
+        shown = f"column {columns.label} holds {str(value)[:40]}"
+        raise UserError(
+            f"{where}: {shown}: a label is a word, a number or a list; --label-column takes another"
+        )
+    return tuple(intern(class_name(part) or "") for part in parts) if value is parts else class_name(value)
 
 
 def _written_list(text: str) -> Any:
     """The list that a cell of a table writes as Python or JSON do, if it is one; else the text."""
-    if re.search(r"""['"]\s+['"]""", text):  # of numpy, without commas: two would be read as one
+    if text.strip()[:1] != "[" or re.search(r"""['"]\s+['"]""", text):  # numpy's, in which two would be one
         return text
     try:
         found = ast.literal_eval(text.strip())
@@ -265,11 +256,11 @@ class SplitLabels:
         """Those of the rows where this mask is true."""
         return replace(self, codes=self.codes[rows], hashes=self.hashes[rows])
 
-    def named(self, problem: LabelKind) -> SplitLabels:
-        """The same with the names in each label. Raises UserError where one is none of this problem's."""
+    def named(self, kind: LabelKind) -> SplitLabels:
+        """The same with the names in each label. Raises UserError where one is none of this kind."""
         if self.names:
             return self
-        found = (problem.names_in(*one) for one in zip(self.labels, self.first, strict=True))
+        found = (kind.names_in(*one) for one in zip(self.labels, self.first, strict=True))
         return replace(self, names=tuple(found))
 
     def cells(self) -> dict[Label, int]:
@@ -301,20 +292,44 @@ def drop_unlabelled_test(splits: dict[str, SplitLabels]) -> list[str]:
     return []
 
 
-def learnt_names(problem: LabelKind, splits: Mapping[str, SplitLabels], data: str) -> list[str]:
-    """The names to learn, of the training split: see `LabelKind.names`.
+def learnt_names(
+    kind: LabelKind, splits: Mapping[str, SplitLabels], data: str, known: Facts | None = None
+) -> list[str]:
+    """The names to learn, of the training split: see `LabelKind.names`; or those that a run has learnt.
 
-    Raises UserError for missing labels, too few or too many, and for labels that only another split has.
+    Raises UserError for missing labels, too few or too many, and for labels that are none of them.
     """
     for split, rows in splits.items():
         if missing := rows.counts().get(None):
-            raise UserError(
-                f"{rows.where(None)}: {problem.column} {problem.nothing} in the {split} split, in {missing:,}"
-                f" of {len(rows):,} rows: leave such rows out"
-            )
-    names = problem.names({str(name): count for name, count in splits["train"].counts().items()}, data)
+            what = f"{kind.column} {kind.nothing} in the {split} split, in {missing:,} of {len(rows):,} rows"
+            raise UserError(f"{rows.where(None)}: {what}: leave such rows out")
+    names: list[str] = (
+        known.extra["labels"] if known else kind.names([*map(str, splits["train"].counts())], data)
+    )
+    way = f"is none of the run's: {', '.join(names[:8])}{', ...' * (len(names) > 8)}"
     for split, rows in splits.items():
         if strange := next((name for name in rows.counts() if name not in names), None):
-            where = f"{rows.where(strange)}: the {split} split has the label {strange}"
-            raise UserError(f"{where}, which no training row has")
+            which = f"the label {strange}, which {way if known else 'no training row has'}"
+            raise UserError(f"{rows.where(strange)}: the {split} split has {which}")
     return names
+
+
+def class_weights(
+    asked: Literal["balanced"] | tuple[float, ...],
+    kind: LabelKind,
+    labels: list[str],
+    counts: np.ndarray,
+    rows: int,
+) -> np.ndarray:
+    """(C,) float32: what a sample of each class counts in the loss.
+
+    `counts` (C,): how often each is in the `rows` of training. Raises UserError for another number of them.
+    """
+    balanced = kind.balanced(counts, rows)
+    if asked != "balanced" and len(asked) != len(labels):
+        raise UserError(
+            f"--class-weights {','.join(f'{weight:g}' for weight in asked)}: the data has {len(labels)}"
+            f" classes ({', '.join(labels[:8])}{', ...' if len(labels) > 8 else ''}): give a number for"
+            " each, in this order"
+        )
+    return np.array(balanced if asked == "balanced" else asked, np.float32)
