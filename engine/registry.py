@@ -151,7 +151,8 @@ class LoadedWorkload:
             raise UserError(f"{typed}: {unread[name]}; leave it out")
         if asked.get("mode") == "fast":
             chosen = _merge([self.task.fast, asked])  # in which --steps leaves out the mode's --epochs
-            named = [f"{k} {v}" for k, v in chosen.items() if k not in asked and k not in unread]
+            others = {*asked, *unread, *found}
+            named = [f"{k} {v}" for k, v in chosen.items() if k not in others]
             notes.append(f"fast mode changes the recipe: {', '.join(named) or 'nothing for this task'}")
         return dataclasses.replace(recipe, **{name: DEFAULTS[name] for name in unread}), notes
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.machine.ceilings import ceilings_of
 from isobatch.engine.machine.gpu_table import named_model
 from isobatch.engine.machine.hardware import Hardware
-from isobatch.engine.optimization.schedule import phase_schedules
+from isobatch.engine.optimization.schedule import PhaseSchedule, phase_schedules
 from isobatch.engine.planning.calibration import gpu_constants
 from isobatch.engine.planning.choices import compile_seconds
 from isobatch.engine.planning.cost_model import steps_per_epoch
@@ -162,19 +162,26 @@ def run_time(target: Target, plan: Plan, size: ModelSize) -> tuple[int, dict[str
     start = START_SECONDS + (CHILDREN_SECONDS if plan.processes > 1 else 0.0)
     constants = gpu_constants(target.hardware.gpu.card if target.hardware.gpus else None)
     lengths = {math.ceil(n / plan.pad_multiple) for n in facts.lengths}
-    # The evaluation at a phase's end belongs to the run's end.
-    often = sum((s.steps - 1) // max(1, s.eval_every) for s in schedules)
-    valid = math.ceil(facts.samples.get("valid", 0) * recipe.eval_fraction)
-    held_out = sum(facts.samples.get(split, 0) for split in HELD_OUT_SPLITS)
-    evaluated = often * valid + (ROUNDED_EVALUATIONS if size.rounds else 1) * held_out
     return steps, {
         "start": start + size.weight_bytes / LOAD_BANDWIDTH + first * step,
         "compile": compile_seconds(size, constants, lengths) if plan.compile != "off" else 0.0,
         "train": steps * step,
-        "evaluate": evaluated * (FORWARD_SHARE * step / recipe.batch_size),
+        "evaluate": evaluation_seconds(recipe, facts, schedules, size.rounds, step),
         "save": (size.weight_bytes + 8.0 * size.trainable) / DISK_BANDWIDTH,
         "export": EXPORT_SECONDS + size.weight_bytes / DISK_BANDWIDTH,
     }
+
+
+def evaluation_seconds(
+    recipe: Recipe, facts: Facts, schedules: Sequence[PhaseSchedule], rounds: bool, step: float
+) -> float:
+    """Predicted seconds of all evaluations of a run whose optimizer step takes `step` seconds."""
+    # The evaluation at a phase's end belongs to the run's end.
+    often = sum((s.steps - 1) // max(1, s.eval_every) for s in schedules)
+    valid = math.ceil(facts.samples.get("valid", 0) * recipe.eval_fraction)
+    held_out = sum(facts.samples.get(split, 0) for split in HELD_OUT_SPLITS)
+    evaluated = often * valid + (ROUNDED_EVALUATIONS if rounds else 1) * held_out
+    return evaluated * (FORWARD_SHARE * step / recipe.batch_size)
 
 
 def parse_prices(text: str | None) -> dict[str, float]:

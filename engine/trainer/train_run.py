@@ -37,6 +37,7 @@ from isobatch.engine.hooks.spikes import Spikes
 from isobatch.engine.hooks.stop import Stop
 from isobatch.engine.hooks.tracker import Tracker
 from isobatch.engine.optimization.left_out import left_out_steps
+from isobatch.engine.planning.estimate import evaluation_seconds
 from isobatch.engine.registry import TASKS
 from isobatch.engine.runs.metrics_log import MetricsLog
 from isobatch.engine.runs.peak_memory import PeakMemory
@@ -258,11 +259,13 @@ def _probe_memory(run: RunOnRank, builder: Builder) -> None:
 def _headline(state: Training, builder: Builder) -> str:
     """The first line for the user: task, data, steps, devices, predicted duration."""
     plan, recipe, world = state.plan, state.recipe, state.world
-    steps = sum(s.steps for s in builder.schedules)
-    remark = state.task.model_size(state.facts).remark
+    steps, step = sum(s.steps for s in builder.schedules), plan.predicted_step_seconds
+    size = state.task.model_size(state.facts)
+    seconds = steps * step + evaluation_seconds(recipe, state.facts, builder.schedules, size.rounds, step)
     return (
         f"{recipe.task}: {state.facts.samples['train']:,} samples, global batch"
         f" {recipe.batch_size}, {steps:,} steps on {world.size} x"
         f" {world.device.type} in {plan.precision} ({plan.invariance});"
-        f" about {format_duration(steps * plan.predicted_step_seconds)}" + (f"\n{remark}" if remark else "")
+        f" about {format_duration(seconds)}, evaluations included"
+        + (f"\n{size.remark}" if size.remark else "")
     )

@@ -58,7 +58,7 @@ class DistilledClassifier(Classifier):
         found = {name: str(path.resolve()) for name, path in folders.items() if path.is_dir()}
         asked = cls.initial_model_option
         if (given := found.get(asked, values.get(asked))) is None:
-            return found
+            return {**super().complete(values), **found}
         return {**found, "model": hub.resolve_model(str(given), f"--{asked}")}
 
     @property

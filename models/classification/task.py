@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
+from isobatch.core.recipe import DEMO
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.encoder import encoders, evaluation, prediction, problems
@@ -41,9 +42,15 @@ model = AutoModelForSequenceClassification.from_pretrained("."{code})
 inputs = tokenizer({text}, truncation=True, max_length={length}, return_tensors="pt")
 print(model.config.id2label[int(model(**inputs).logits.argmax())])
 """
-FAST = {"max_length": 64, "batch_size": 64, "eval_fraction": 0.5, "least_steps": 100, "min_delta": 0.005}
-"""Fast mode of all that train a classifier. --min-delta is 2 sentences of half of SST-2's dev split; two
-passes over a third of 4,000 rows are 34 steps, which learn little."""
+LEAST_STEPS = 1000
+"""Fewest steps of a classifier. A small set needs a number of steps, not of epochs: Mosbach et al. 2021, "On
+the Stability of Fine-tuning BERT", train for 20 epochs where there are 2,500 rows; Zhang et al. 2021,
+"Revisiting Few-sample BERT Fine-tuning", find the 96 steps of three epochs of 1,000 rows too few."""
+FROM_SCRATCH = 0.128
+"""The learning rate of a model with random weights, times its width: Adam's is to fall with the width (Yang
+et al. 2021, "Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer"); 1e-3 for the demo's."""
+FAST = {"max_length": 64, "eval_fraction": 0.5, "least_steps": LEAST_STEPS // 2, "min_delta": 0.005}
+"""Fast mode of all that train a classifier. --min-delta is 2 sentences of half of SST-2's dev split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,11 +77,12 @@ class Classifier(Task):
         "batch_size": 32,
         "lr": 5e-5,
         "epochs": [3],
+        "least_steps": LEAST_STEPS,
         "warmup": "5%",
         "schedule": "linear",
     }
-    fast: ClassVar[Mapping[str, Any]] = {**FAST, "epochs": [0.6], "eval_every": "50%"}
-    """Of all rows, so that none comes twice where a small set makes it longer."""
+    fast: ClassVar[Mapping[str, Any]] = {**FAST, "epochs": [0.6], "eval_every": "50%", "lr": 1e-4}
+    """Half of the steps at twice the rate: their product is how far weights can go."""
     demo: ClassVar[Mapping[str, Any]] = {"model": "tiny", "max_length": 64, "epochs": [8], "lr": 1e-3}
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx")
     forms: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnx-int4")
@@ -82,6 +90,13 @@ class Classifier(Task):
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
         self.monitor = options.best_metric, "min" if options.best_metric == "loss" else "max"
+
+    @classmethod
+    def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A model from scratch has a learning rate of its own."""
+        layer = cls.demo if values.get("data", DEMO) == DEMO else cls.defaults
+        sizes = PRESETS.get(str(values.get("model", layer["model"])))
+        return {} if sizes is None else {"lr": FROM_SCRATCH / sizes.get("hidden_size", 768)}
 
     @property
     def _model_name(self) -> str:

@@ -12,17 +12,33 @@ from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.auto import auto
 from isobatch.launch.commands.compress import compress
 from isobatch.launch.commands.plan import plan
-from isobatch.models.compression.pruning import FREE_FAST_SPARSITY, Pruning
+from isobatch.models.compression.pruning import FAST_SPARSITY, Pruning
 
 
 def test_fast_mode_trains_long_enough_on_small_data_unless_a_length_is_given() -> None:
-    recipe, notes = workload("classifier").complete({"mode": "fast"})
-    assert recipe.least_steps == 100
-    assert "least_steps 100" in notes[-1]
+    recipe, notes = workload("classifier").complete({"data": "rows", "mode": "fast"})
+    assert (recipe.least_steps, recipe.lr, recipe.batch_size) == (500, 1e-4, 32)
+    assert "least_steps 500" in notes[-1]
+    full, _ = workload("classifier").complete({"data": "rows"})
+    assert (full.least_steps, full.lr) == (1000, 5e-5)
     for length in ({"epochs": 1}, {"steps": 9}):
         recipe, notes = workload("classifier").complete({"mode": "fast", **length})
         assert recipe.least_steps == 0
         assert "least_steps" not in notes[-1]
+
+
+def test_a_model_from_scratch_learns_at_a_rate_of_its_width() -> None:
+    for asked, rate in (
+        ({}, 1e-3),
+        ({"mode": "fast"}, 1e-3),
+        ({"data": "rows", "model": "tiny", "mode": "fast"}, 1e-3),
+        ({"data": "rows", "model": "bert-6l"}, 0.128 / 768),
+        ({"data": "rows", "model": "tiny", "lr": 2e-5}, 2e-5),
+        ({"data": "rows", "mode": "fast"}, 1e-4),
+    ):
+        recipe, notes = workload("classifier").complete(asked)
+        assert recipe.lr == pytest.approx(rate)
+        assert ("lr 0.0001" in notes[-1] if notes else False) is (rate == 1e-4)
 
 
 @pytest.mark.parametrize(("every", "ramp", "steps"), [(40, 17, 40), ("20%", 17, 3), ("20%", 630, 126)])
@@ -44,10 +60,10 @@ def test_a_stopped_stage_leads_back_to_compress(
 
 
 def test_fast_mode_removes_what_was_measured_to_cost_nothing() -> None:
-    """benchmarks/LOG.md, accuracy: a fifth of the heads; more was not measured in fast mode."""
+    """benchmarks/LOG.md, accuracy: half of the heads and neurons."""
     recipe, notes = workload("pruning").complete({"mode": "fast"})
-    assert recipe.options["sparsity"] == FREE_FAST_SPARSITY == 0.2
-    assert "sparsity 0.2" in notes[-1]
+    assert recipe.options["sparsity"] == FAST_SPARSITY == 0.5
+    assert "sparsity 0.5" in notes[-1]
 
 
 def test_a_chain_has_no_plan_of_its_own() -> None:
