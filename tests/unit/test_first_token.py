@@ -13,6 +13,7 @@ from isobatch.models.encoder.first_token import keep_first_token
 from isobatch.tests.unit import encoders
 
 onnx = pytest.importorskip("onnx")
+onnx_ir = pytest.importorskip("onnx_ir")
 pytest.importorskip("onnxscript")
 SMALL = {"local_attention": 8, "classifier_pooling": "cls", "bos_token_id": 1, "eos_token_id": 2}
 POOLS_ALL = {**SMALL, "classifier_pooling": "mean"}
@@ -33,9 +34,9 @@ def test_the_last_layer_for_the_first_token_answers_the_same(
 ) -> None:
     whole, first = tmp_path / "whole.onnx", tmp_path / "first.onnx"
     export.trace_onnx(encoders.classifier(family, **more), whole)
-    moved = keep_first_token(model := onnx.load(whole))
-    onnx.checker.check_model(model)
-    onnx.save(model, first)
+    moved = keep_first_token((model := onnx_ir.load(whole)).graph)
+    onnx_ir.save(model, first)
+    onnx.checker.check_model(first)
     assert moved >= least
     assert (moved > 0) == (least > 0)
     for rows, width in ((6, 19), (1, 7), (2, 33)):
