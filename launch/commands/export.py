@@ -87,7 +87,8 @@ def _wanted(task: Exports, name: str, options: ExportOptions) -> list[str]:
     forms = {kind.replace("_", "-"): kind for kind in (*task.exports, *whole, HUB)}
     wanted = [kind.replace("_", "-") for kind in options.to] or usual
     if unknown := [kind for kind in wanted if kind not in forms]:
-        needs = ": `auto --task qat --pruned RUN` makes such a model" if unknown[0] == "onnx-int4" else ""
+        bits = unknown[0].removeprefix("onnx-int")
+        needs = f": `auto --task qat --pruned RUN --bits {bits}` makes such a model" * bits.isdecimal()
         raise UserError(f"--to {unknown[0]}: {name} exports {', '.join(forms.values())}{needs}")
     for flag, given in (("--repo", options.repo), ("--private", options.private)):
         if given and HUB not in wanted:

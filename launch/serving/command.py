@@ -26,7 +26,7 @@ from isobatch.launch.predicting.tables import PromptReader
 class ServeOptions(ListOptions):
     """Flags of `serve`."""
 
-    form: Literal["torch", "onnx", "onnx-int4"] = "torch"
+    form: Literal["torch", "onnx", "onnx-int8", "onnx-int4"] = "torch"
     """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
     load_bits: Literal[16, 8, 4] | None = None
     """Bits of a language model's matrices; by default those of training. 8 and 4 need bitsandbytes."""

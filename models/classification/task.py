@@ -85,7 +85,7 @@ class Classifier(Task):
     """Half of the steps at twice the rate: their product is how far weights can go."""
     demo: ClassVar[Mapping[str, Any]] = {"model": "tiny", "max_length": 64, "epochs": [8], "lr": 1e-3}
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx")
-    forms: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnx-int4")
+    forms: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnx-int8", "onnx-int4")
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
@@ -285,7 +285,7 @@ class Classifier(Task):
 
     def _onnx_file(self, final: Path, exports: Path, form: str) -> Path:
         """Raises UserError where this form was not written."""
-        name = exporting.ONNX_FILE if form == "onnx" else exporting.ONNX_INT4_FILE
+        name = exporting.ONNX_FILES[form]
         found = next((f for f in (final / name, exports / form / name) if f.is_file()), None)
         if found is None:
             way_out = f"`export {final.parent} --to {form}` writes it"
@@ -325,8 +325,6 @@ def _has_other_classes(folder: str, config: Any) -> bool:
 
 def onnx_variants(final: Path, exports: Path) -> list[ModelVariant]:
     """The ONNX exports that exist in `exports`."""
-    files = {
-        "onnxruntime fp32": exports / "onnx" / exporting.ONNX_FILE,
-        "onnxruntime 4-bit": exports / "onnx-int4" / exporting.ONNX_INT4_FILE,
-    }
+    forms = {"fp32": "onnx", "8-bit": "onnx-int8", "4-bit": "onnx-int4"}
+    files = {f"onnxruntime {k}": exports / form / exporting.ONNX_FILES[form] for k, form in forms.items()}
     return [ModelVariant(name, "onnx", file, file, final) for name, file in files.items() if file.is_file()]

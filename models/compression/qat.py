@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.models import saving
 from isobatch.models.base import CHANGES_SHAPE, Batch, ModelSize, Phase
 from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
 from isobatch.models.classification.task import FAST, onnx_variants
-from isobatch.models.encoder import encoders, evaluation, onnx_graph
+from isobatch.models.encoder import encoders, evaluation
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import ModelVariant
 
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from isobatch.core.facts import Facts
+    from isobatch.core.recipe import Recipe
     from isobatch.models.model_card import ModelDescription
 
 CALIBRATION_SAMPLES = 256
@@ -67,7 +67,7 @@ class QAT(DistilledClassifier):
 
     Options: ClassVar[type] = QATOptions
     initial_model_option: ClassVar[str] = "pruned"
-    exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx", "onnx-int4")
+    exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx", "onnx-int8", "onnx-int4")
     defaults: ClassVar[Mapping[str, Any]] = {**DistilledClassifier.defaults, "epochs": [2], "batch_size": 16}
     fast: ClassVar[Mapping[str, Any]] = {
         **FAST,
@@ -78,6 +78,12 @@ class QAT(DistilledClassifier):
     }
     demo: ClassVar[Mapping[str, Any]] = {**DistilledClassifier.demo, "epochs": [4], "batch_size": 32}
 
+    def __init__(self, recipe: Recipe, options: Any) -> None:
+        super().__init__(recipe, options)
+        own = f"onnx-int{options.bits}"
+        kept = tuple(kind for kind in self.exports if kind == own or not kind.startswith("onnx-int"))
+        self.exports = kept  # type: ignore[misc]  a run has one of the two
+
     def phases(self) -> list[Phase]:
         if self.teacher_name:
             return [Phase(name="qat", rounds=True)]
@@ -85,13 +91,10 @@ class QAT(DistilledClassifier):
 
     def check(self) -> None:
         super().check()
-        for library in ("onnx", "onnxruntime"):  # said before it trains: its last act is to write such a file
+        for library in ("onnx", "onnxruntime", "onnxscript"):  # said before it trains: its last act is to write such a file
             need(library, f"--task {self.recipe.task}")
         if (config := self._initial_config()) is not None:
             encoders.sizes_from_config(config, self._model_name)
-            if (activation := onnx_graph.activation_of(config)) not in onnx_graph.ACTIVATIONS:
-                known = ", ".join(onnx_graph.ACTIVATIONS)
-                raise UserError(f"the onnx exports know {known}, and this model has {activation}")
 
     def model_size(self, facts: Facts) -> ModelSize:
         """A run of two phases has two shapes, so its model cannot be sharded. A teacher stays in memory."""
@@ -113,14 +116,19 @@ class QAT(DistilledClassifier):
         """The ONNX file, the rounded weights as a folder for AutoModel, and the scales beside them."""
         from safetensors.torch import save_file
 
-        from isobatch.models.encoder import quantization
+        from isobatch.models.encoder import onnx_graph, quantization
 
         self.note_inputs(model)
         saving.save(model, facts, folder, quantization.dequantized_state(model))
         encoders.write_layer_sizes(model, folder)
         metadata = {"bits": str(self.options.bits), "embedding_bits": str(self.options.embedding_bits)}
         save_file(quantization.quantizer_state(model), folder / QUANTIZERS_FILE, metadata=metadata)
-        onnx_graph.write_onnx(open_quantized(folder), folder / exporting.ONNX_INT4_FILE)
+        onnx_graph.write_onnx(open_quantized(folder), folder / self._file_name)
+
+    @property
+    def _file_name(self) -> str:
+        """Of the ONNX file in final/."""
+        return exporting.ONNX_FILES[f"onnx-int{self.options.bits}"]
 
     def _open_trained(self, final: Path) -> Any:
         """With its activations rounded as in training."""
@@ -130,38 +138,38 @@ class QAT(DistilledClassifier):
         """The lines for onnxruntime: they need no torch."""
         described = super().describe_model(final, facts)
         text = evaluation.example_texts(facts)
-        usage = USAGE.format(file=exporting.ONNX_INT4_FILE, text=text, length=self.recipe.max_length)
+        usage = USAGE.format(file=self._file_name, text=text, length=self.recipe.max_length)
         beside = "model.safetensors has the same weights, rounded, for transformers"
         title = f"{described.title}, quantized"
         return dataclasses.replace(described, title=title, usage=usage, remark=beside)
 
     def variants(self, final: Path, exports: Path) -> list[ModelVariant]:
         """The ONNX file in final/, and the exports that were made."""
-        file = final / exporting.ONNX_INT4_FILE
+        file = final / self._file_name
         other_variants = [v for v in onnx_variants(final, exports) if v.file.name != file.name]
-        return [ModelVariant("onnxruntime 4-bit", "onnx", file, file, final), *other_variants]
+        name = f"onnxruntime {self.options.bits}-bit"
+        return [ModelVariant(name, "onnx", file, file, final), *other_variants]
 
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
-        """onnx-int4: the file in final/. The others have the rounded weights, and fp32 activations."""
-        if kind != "onnx-int4":
+        """onnx-int8, onnx-int4: the file in final/. The others have the rounded weights, and fp32 activations."""
+        if not kind.startswith("onnx-int"):
             return super().export_as(kind, final, folder, facts, batches)
-        file, model = folder / exporting.ONNX_INT4_FILE, open_quantized(final)
-        onnx_graph.write_onnx(model, file)
-        for name in exporting.SIDE_FILES:
-            shutil.copy(final / name, folder)
-        return exporting.check_int4(model, file, batches)
+        name = self._file_name
+        for side in (name, *exporting.SIDE_FILES):
+            shutil.copy(final / side, folder)
+        return exporting.check_quantized(open_quantized(final), folder / name, batches)
 
     def final_metrics(
         self, model: nn.Module, final: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """The exported file compared with the trained model, and with the teacher."""
-        file = final / exporting.ONNX_INT4_FILE
+        file = final / self._file_name
         run = evaluation.onnx_runner(file, threads=1)
         found: dict[str, Any] = {
             "bits": self.options.bits,
-            **exporting.check_int4(open_quantized(final), file, batches),
+            **exporting.check_quantized(open_quantized(final), file, batches),
             "file_bytes": file.stat().st_size,
             **evaluation.latency_metrics(run, facts),
         }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
@@ -13,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from isobatch.core.errors import ExportError
-from isobatch.core.extras import need
-from isobatch.models import saving
 from isobatch.models.base import Batch
-from isobatch.models.encoder import encoders, evaluation, onnx_graph, problems
+from isobatch.models.encoder import evaluation, problems
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,9 +24,14 @@ LOGIT_TOLERANCE = 1e-3
 """Largest allowed difference of a logit."""
 TIE_TOLERANCE = 1e-2
 """How far from the middle between two levels a value may be, in levels, and still round either way."""
-ONNX_FILE, ONNX_INT4_FILE = "model.onnx", "model-int4.onnx"
-MOST_WEIGHTS_OF_A_FILE = 500_000_000
-"""An ONNX file holds 2 GB; what is traced has its weights beside it where they are more."""
+ONNX_FILES = {
+    "onnx": "model.onnx",
+    "onnx-dynamic": "model-dynamic.onnx",
+    "onnx-static": "model-static.onnx",
+    "onnx-int8": "model-int8.onnx",
+    "onnx-int4": "model-int4.onnx",
+}
+"""Form of a model -> the file in its folder. Both of the last come from qat."""
 SIDE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 """Files that an ONNX file needs beside it: the classes' names and the tokenizer."""
 CUSTOM_CODE = ("per_layer_config", "auto_map")
@@ -56,8 +58,10 @@ def check_agreement(kind: str, trained: Predictions, exported: Predictions) -> d
     return {"max_logit_difference": float(differences.max()), "samples": len(differences)}
 
 
-def predict_with_onnx_levels(model: nn.Module, batches: Iterable[Batch]) -> tuple[Predictions, float]:
-    """The trained model's predictions with its activations rounded as onnxruntime rounded them.
+def predict_with_onnx_levels(
+    model: nn.Module, file: Path, batches: Iterable[Batch]
+) -> tuple[Predictions, float]:
+    """The trained model's predictions with its activations rounded as onnxruntime rounds them in its file.
 
     A value halfway between two levels is rounded up or down by float noise of 1e-7, and that one level then
     moves many others. So each of the file's roundings is compared with the model's own value, in levels, and
@@ -65,9 +69,12 @@ def predict_with_onnx_levels(model: nn.Module, batches: Iterable[Batch]) -> tupl
     """
     import torch
 
+    from isobatch.models.encoder import onnx_graph
+
     with tempfile.TemporaryDirectory() as folder:  # not beside the file: a killed export leaves nothing there
-        quantizers = onnx_graph.write_onnx(model, file := Path(folder) / "levels.onnx", expose_levels=True)
-        session = evaluation.onnx_session(file, threads=1)
+        rounding = onnx_graph.write_with_levels(file, shown := Path(folder) / "levels.onnx")
+        session = evaluation.onnx_session(shown, threads=1)
+    quantizers = [model.get_submodule(name) for name in rounding]
     names, run = [i.name for i in session.get_inputs()], evaluation.torch_runner(model)
 
     def run_with_levels(inputs: dict[str, np.ndarray]) -> np.ndarray:
@@ -98,20 +105,21 @@ def tokenizer_runner(file: Path) -> Runner:
     return run
 
 
-def check_int4(model: nn.Module, file: Path, batches: Batches) -> dict[str, Any]:
+def check_quantized(model: nn.Module, file: Path, batches: Batches) -> dict[str, Any]:
     """Raise ExportError unless the file computes what the trained model does, ties rounded alike.
 
     Returns the figures of the comparison.
     """
     unforced = evaluation.predict(evaluation.torch_runner(model), batches())
     exported = evaluation.predict(tokenizer_runner(file), batches())
-    trained, rounding_excess = predict_with_onnx_levels(model, batches())
+    trained, rounding_excess = predict_with_onnx_levels(model, file, batches())
+    kind = next(kind for kind, name in ONNX_FILES.items() if name == file.name)
     if not rounding_excess <= TIE_TOLERANCE:
         raise ExportError(
-            f"--to onnx-int4: an activation is rounded to a level {0.5 + rounding_excess:.3f} away from the"
+            f"--to {kind}: an activation is rounded to a level {0.5 + rounding_excess:.3f} away from the"
             " trained model's: the file does not compute what was trained"
         )
-    found, problem = check_agreement("onnx-int4", trained, exported), problems.of_model(model)
+    found, problem = check_agreement(kind, trained, exported), problems.of_model(model)
     return found | {
         f"fake_quant_{problem.headline}": problem.score(problem.evidence(unforced)),
         f"exported_{problem.headline}": problem.score(problem.evidence(exported)),
@@ -157,45 +165,9 @@ def export_dense(model: Any, final: Path, folder: Path) -> None:
 
 def export_onnx(model: Any, final: Path, folder: Path) -> Path:
     """The fp32 graph, and beside it the tokenizer and the classes' names. Returns the ONNX file."""
-    config = model.config.to_dict()
-    small = sum(p.numel() for p in model.parameters()) < MOST_WEIGHTS_OF_A_FILE
-    known = config["model_type"] in encoders.FAMILIES
-    if known and small and onnx_graph.activation_of(config) in onnx_graph.ACTIVATIONS:
-        onnx_graph.write_onnx(model, folder / ONNX_FILE)
-    else:
-        trace_onnx(model, folder / ONNX_FILE)
+    from isobatch.models.encoder import onnx_graph
+
+    onnx_graph.write_onnx(model, file := folder / ONNX_FILES["onnx"])
     for name in SIDE_FILES:
         shutil.copy(final / name, folder)
-    return folder / ONNX_FILE
-
-
-def trace_onnx(model: Any, file: Path) -> None:
-    """Write a classifier of any family in fp32, as PyTorch traces its forward.
-
-    Raises UserError without onnxscript, and ExportError for a model that cannot be traced.
-    """
-    import torch
-
-    need("onnxscript", "--to onnx of this model")
-    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision
-    names = saving.model_input_names(model.config.to_dict())
-    example = torch.ones(2, 8, dtype=torch.int64)
-    example[1, 5:] = 0  # a mask without padding would be left out
-
-    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
-    model.config.use_cache = False  # logits alone
-    try:
-        program = torch.onnx.export(
-            model.eval(),
-            kwargs={name: example.clone() for name in names},  # one tensor twice would be one input
-            dynamo=True,
-            verbose=False,
-            input_names=names,
-            output_names=["logits"],
-            dynamic_shapes=dict.fromkeys(names, sizes),
-        )
-    except Exception as error:  # of PyTorch's compiler and of the model's own code
-        kind, reason = model.config.model_type, str(error).strip().partition("\n")[0]
-        raise ExportError(f"--to onnx: PyTorch cannot trace a {kind} ({reason}): use --to hf") from None
-    assert program is not None, "dynamo gives a program"
-    program.save(file)
+    return file

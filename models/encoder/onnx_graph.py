@@ -1,244 +1,301 @@
-"""ONNX export of a classifier: an fp32 graph, or 4-bit weights on disk that run as 8-bit integers.
+"""ONNX files of classifiers, traced by PyTorch: fp32, or few-bit weights that run as 8-bit integers.
 
-Few-bit weights are INT4 initializers with a Cast to INT8: onnxruntime folds the Cast when it loads the file
-and fuses each DequantizeLinear, MatMul, QuantizeLinear group to an integer GEMM. So the file has the size of
-4 bits; memory after loading and speed are those of 8 bits.
+Rounding is written as QuantizeLinear and DequantizeLinear, and onnxruntime fuses each group of
+DequantizeLinear, MatMul to an integer GEMM when it loads the file. 4-bit weights are INT4 initializers with a
+Cast to INT8, which it folds: the file has the size of 4 bits; memory after loading and speed are those of 8.
 
-Letters: B samples, T tokens, H hidden width, A heads of a layer, D width of a head.
+Letters: B samples, T tokens, K inputs and O outputs of a linear layer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+import logging
+import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from isobatch.core.errors import ExportError
+from isobatch.core.extras import need
 from isobatch.models import saving
+from isobatch.models.attention_functions import register_attention
 from isobatch.models.encoder import encoders
+from isobatch.models.encoder.quantization import ActivationQuantizer, QuantEmbedding, QuantLinear, quantize_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 OPSET = 21
 """The first opset with INT4."""
-IR_VERSION = 10
+ATTENTION = "isobatch-onnx"
+"""The name of the attention below in transformers' tables."""
 MASKED = -1e4
 """Added to the attention scores of padding: their softmax is 0 in fp32."""
-ACTIVATIONS = {"gelu": "Gelu", "relu": "Relu"}
-"""Activation in config.json -> ONNX operator."""
+QUANTIZER = "quantizer"
+"""Metadata of a QuantizeLinear: the name of the model's ActivationQuantizer."""
+INT4_LEVELS = "int4_levels"
+"""Ends the names of buffers that are stored with 4 bits."""
 
 
-class OnnxGraphBuilder:
-    """Collects nodes and constants of a graph in the order in which they are computed.
+def write_onnx(model: Any, file: Path) -> None:
+    """Write a classifier of any family, quantized or not, as an ONNX file.
 
-    Its methods return the name of the tensor that they add.
+    Inputs: those that this model's tokenizer makes, all (batch, tokens) int64. Output: logits. Raises
+    UserError without onnxscript, and ExportError for a model that cannot be traced.
     """
-
-    def __init__(self) -> None:
-        self.nodes: list[Any] = []
-        self.constants: list[Any] = []
-        self.quantized_activations: list[tuple[str, int, Any]] = []
-        """(name, number of dimensions, quantizer) of each activation that is rounded to 8 bits."""
-        self._count = 0
-
-    def new_name(self) -> str:
-        self._count += 1
-        return f"t{self._count}"
-
-    def constant(self, value: Any) -> str:
-        """A number, an array or a tensor."""
-        from onnx import numpy_helper
-
-        array = np.array(value if isinstance(value, np.generic | np.ndarray) else _to_numpy(value), order="C")
-        self.constants.append(numpy_helper.from_array(array, name := self.new_name()))
-        return name
-
-    def int4_constant(self, levels: np.ndarray) -> str:
-        """Levels in -8..7, stored two to a byte; other nodes see an INT8 tensor."""
-        from onnx import TensorProto, helper
-
-        int4 = helper.tensor_dtype_to_np_dtype(TensorProto.INT4)
-        return self.cast(self.constant(levels.astype(int4)), "INT8")
-
-    def cast(self, x: str, kind: str) -> str:
-        """`kind`: a name of onnx's TensorProto."""
-        from onnx import TensorProto
-
-        return self.node("Cast", x, to=getattr(TensorProto, kind))
-
-    def node(self, operator: str, *inputs: str, **attributes: Any) -> str:
-        return self.multi_output_node(operator, 1, *inputs, **attributes)[0]
-
-    def multi_output_node(self, operator: str, outputs: int, *inputs: str, **attributes: Any) -> list[str]:
-        from onnx import helper
-
-        names = [self.new_name() for _ in range(outputs)]
-        self.nodes.append(helper.make_node(operator, list(inputs), names, **attributes))
-        return names
+    need("onnxscript", "an ONNX file")
+    logging.getLogger("torch.onnx").setLevel(logging.ERROR)  # it misses torchvision
+    names = saving.model_input_names(model.config.to_dict())
+    example = torch.ones(2, 8, dtype=torch.int64)
+    example[1, 5:] = 0  # a mask without padding would be left out
+    sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch's, of its own code
+            program = torch.onnx.export(
+                _written_form(model),
+                kwargs={name: example.clone() for name in names},  # one tensor twice would be one input
+                dynamo=True,
+                verbose=False,
+                opset_version=OPSET,
+                input_names=names,
+                output_names=["logits"],
+                dynamic_shapes=dict.fromkeys(names, sizes),
+            )
+        assert program is not None, "dynamo gives a program"
+    except Exception as error:  # of PyTorch's compiler and of the model's own code
+        kind, reason = model.config.model_type, str(error).strip().partition("\n")[0]
+        raise ExportError(f"--to onnx: PyTorch cannot trace a {kind} ({reason}): use --to hf") from None
+    _finish(program.model)
+    program.save(file)
 
 
-def write_onnx(model: Any, file: Path, expose_levels: bool = False) -> list[Any]:
-    """Write a classifier, quantized or not, as an ONNX file.
+def write_with_levels(file: Path, to: Path) -> list[str]:
+    """Write an ONNX file again with all rounded activations as outputs too, after the logits.
 
-    Inputs: those that this model's tokenizer makes, all (batch, tokens) int64. Output: logits (batch,
-    classes). With `expose_levels` all rounded activations are outputs too. Returns the quantizers, in their
-    order.
+    Returns the names of the model's modules that round, in their order.
     """
     import onnx
     from onnx import TensorProto, helper
 
-    model = model.eval()
-    graph = OnnxGraphBuilder()
-    names = saving.model_input_names(model.config.to_dict())
-    x = _embeddings(graph, model, "token_type_ids" in names)
-    mask = _attention_mask(graph)
-    for layer in encoders.layers(model):
-        x = _encoder_layer(graph, model, layer, x, mask)
-    logits = _classification_head(graph, model, x)
-    graph.nodes.append(helper.make_node("Identity", [logits], ["logits"]))
-    rounded = graph.quantized_activations if expose_levels else []
-    inputs = [helper.make_tensor_value_info(n, TensorProto.INT64, ["batch", "tokens"]) for n in names]
-    outputs = [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", model.config.num_labels])]
-    outputs += [helper.make_tensor_value_info(n, TensorProto.UINT8, [None] * rank) for n, rank, _ in rounded]
-    onnx_model = helper.make_model(
-        helper.make_graph(graph.nodes, "classifier", inputs, outputs, graph.constants),
-        opset_imports=[helper.make_opsetid("", OPSET)],
-        ir_version=IR_VERSION,
-        producer_name="isobatch",
+    model, names = onnx.load(file), []
+    for node in model.graph.node:
+        if found := [entry.value for entry in node.metadata_props if entry.key == QUANTIZER]:
+            names += found
+            model.graph.output.append(helper.make_tensor_value_info(node.output[0], TensorProto.UINT8, None))
+    onnx.save(model, to)
+    return names
+
+
+def _written_form(model: Any) -> Any:
+    """A copy of a classifier that computes the same in the operations of the file.
+
+    The weights are shared.
+    """
+    tensors = (*model.parameters(), *model.buffers())
+    found = copy.deepcopy(model.eval(), {id(tensor): tensor for tensor in tensors})
+    found.config.use_cache = False  # logits alone
+    if found.config.model_type in encoders.FAMILIES:
+        register_attention(ATTENTION, _attention, _mask)
+        found.set_attn_implementation(ATTENTION)
+        for layer in encoders.layers(found):
+            _write_attention(layer)
+    for name, module in list(found.named_modules()):
+        if isinstance(module, ActivationQuantizer):
+            found.set_submodule(name, _Rounding(module, name))
+        elif isinstance(module, QuantLinear):
+            found.set_submodule(name, _Linear([module]))
+        elif isinstance(module, QuantEmbedding):
+            found.set_submodule(name, _Embedding(module))
+    return found
+
+
+def _attention(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    scores = query @ key.transpose(2, 3) * scaling
+    scores = scores if mask is None else scores + mask
+    return (scores.softmax(-1) @ value).transpose(1, 2), None
+
+
+def _mask(*arguments: Any, **named: Any) -> Tensor:
+    """0 for tokens and MASKED for padding, (B, 1, 1, T), where that is all; else what transformers makes."""
+    from transformers.masking_utils import bidirectional_mask_function, eager_mask
+
+    inside = named["attention_mask"]
+    if named["mask_function"] is bidirectional_mask_function and inside is not None:
+        return torch.where(inside[:, None, None, :], 0.0, MASKED)
+    return eager_mask(*arguments, **named)
+
+
+def _write_attention(layer: encoders.EncoderLayer) -> None:
+    """Query, key and value as one product; a layer without heads as its output's bias."""
+    if not layer.query.out_features:
+        bias = layer.output.bias
+        layer.replace("output", nn.Identity())
+        layer.replace("attention", _NoHeads(bias))
+        return
+    parts = [getattr(layer, part) for part in ("query", "key", "value")]
+    joined = _Joined(parts)
+    for number, part in enumerate(("query", "key", "value")):
+        layer.replace(part, _Part(joined, number))
+
+
+class _NoHeads(nn.Module):
+    def __init__(self, bias: nn.Parameter) -> None:
+        super().__init__()
+        self.bias = bias
+
+    def forward(self, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return self.bias, None
+
+
+class _Part(nn.Module):
+    """One of several linear layers with the same input: all are computed when the first of them is asked."""
+
+    def __init__(self, joined: _Joined, number: int) -> None:
+        super().__init__()
+        self.linear, self.joined, self.number = joined.linear, joined, number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.joined(x)[self.number]
+
+
+class _Joined:
+    """What they share; no module, since tracing allows none to keep a tensor."""
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        self.linear, self.count = _Linear(linears), len(linears)
+        self.computed: tuple[Any, Any] = None, None
+
+    def __call__(self, x: Tensor) -> Sequence[Tensor]:
+        if self.computed[0] is not x:
+            self.computed = x, self.linear(x).chunk(self.count, -1)
+        found: Sequence[Tensor] = self.computed[1]
+        return found
+
+
+class _Linear(nn.Module):
+    """Linear layers with the same input, their outputs concatenated."""
+
+    weight: _Levels | Tensor
+    bias: Tensor | None
+
+    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        first, biases = linears[0], [one.bias for one in linears if one.bias is not None]
+        self.register_buffer("bias", torch.cat(biases).detach() if biases else None)
+        if isinstance(first, QuantLinear):
+            self.own = first.own
+            levels, scales = torch.cat([m.levels() for m in linears]), torch.cat([m.weight_scale for m in linears])
+            self.weight = _Levels(levels.t(), first.bits, scales)
+        else:
+            self.own = None
+            self.register_buffer("weight", torch.cat([m.weight for m in linears]).detach().t().contiguous())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.own is None else self.own(x)
+        if isinstance(self.weight, Tensor):
+            product = x @ self.weight
+        elif x.dim() > 2:
+            product = x @ self.weight()
+        else:  # onnxruntime has an integer product of three dimensions alone where a bias follows
+            product = (x[None] @ self.weight())[0]
+        return product if self.bias is None else product + self.bias
+
+
+class _Levels(nn.Module):
+    """A weight of whole numbers, (K, O), each column with a scale."""
+
+    scale: Tensor
+    zero: Tensor
+
+    def __init__(self, levels: Tensor, bits: int, scale: Tensor) -> None:
+        super().__init__()
+        self.name = INT4_LEVELS if bits == 4 else "levels"
+        self.register_buffer(self.name, levels.detach().to(torch.int8).contiguous())
+        self.register_buffer("scale", scale.detach())
+        self.register_buffer("zero", torch.zeros_like(scale, dtype=torch.int8))
+
+    def forward(self) -> Tensor:
+        return _dequantize(getattr(self, self.name), self.scale, self.zero, axis=1)
+
+
+class _Rounding(nn.Module):
+    """An ActivationQuantizer as two operations."""
+
+    scale: Tensor
+    zero_point: Tensor
+
+    def __init__(self, quantizer: ActivationQuantizer, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.register_buffer("scale", quantizer.scale.detach()[0].clone())
+        self.register_buffer("zero_point", quantizer.zero_point[0].round().to(torch.uint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        levels = torch.onnx.ops.symbolic(
+            "QuantizeLinear",
+            (x, self.scale, self.zero_point),
+            dtype=torch.uint8,
+            shape=x.shape,
+            metadata_props={QUANTIZER: self.name},
+        )
+        return _dequantize(levels, self.scale, self.zero_point)
+
+
+def _dequantize(levels: Tensor, scale: Tensor, zero: Tensor, **attributes: int) -> Tensor:
+    inputs = levels, scale, zero
+    return torch.onnx.ops.symbolic(
+        "DequantizeLinear", inputs, attributes, dtype=torch.float32, shape=levels.shape
     )
-    onnx.checker.check_model(onnx_model)
-    onnx.save(onnx_model, str(file))
-    return [quantizer for *_, quantizer in graph.quantized_activations]
 
 
-def activation_of(config: Mapping[str, Any]) -> str:
-    """The name of a model's activation function."""
-    return str(config.get("hidden_act") or config.get("activation") or "gelu")
+class _Embedding(nn.Module):
+    """A QuantEmbedding: rows of whole numbers, times their scales."""
+
+    scales: Tensor
+
+    def __init__(self, embedding: QuantEmbedding) -> None:
+        super().__init__()
+        levels, scales = quantize_rows(embedding.weight.detach(), embedding.bits)
+        self.name = INT4_LEVELS if embedding.bits == 4 else "levels"
+        self.register_buffer(self.name, levels.to(torch.int8))
+        self.register_buffer("scales", scales)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, getattr(self, self.name)).float() * F.embedding(ids, self.scales)
 
 
-def _to_numpy(tensor: Any) -> np.ndarray:
-    return tensor.detach().float().cpu().numpy()
+def _finish(model: Any) -> None:
+    """Store 4-bit levels as INT4, and leave out the names of sizes and the notes of the tracing.
 
+    Where onnxruntime knows that two tensors have the same sizes, it fuses their sum with the LayerNormalization
+    that follows, whose kernel for CPUs is 8 times slower (onnxruntime 1.31).
+    """
+    import ml_dtypes
+    import onnx_ir as ir
 
-def _layer_norm(graph: OnnxGraphBuilder, x: str, norm: Any) -> str:
-    affine = [graph.constant(part) for part in (norm.weight, norm.bias)]
-    return graph.node("LayerNormalization", x, *affine, axis=-1, epsilon=norm.eps)
-
-
-def _embeddings(graph: OnnxGraphBuilder, model: Any, has_types: bool) -> str:
-    embeddings = getattr(model, model.base_model_prefix).embeddings
-    x = graph.node(
-        "Add",
-        _embedding_lookup(graph, embeddings.word_embeddings, "input_ids"),
-        _embedding_lookup(graph, embeddings.position_embeddings, _position_ids(graph, model.config)),
-    )
-    types = getattr(embeddings, "token_type_embeddings", None)
-    if types is not None:
-        type_ids = "token_type_ids" if has_types else graph.constant(np.zeros((1, 1), np.int64))
-        x = graph.node("Add", x, _embedding_lookup(graph, types, type_ids))
-    return _layer_norm(graph, x, embeddings.LayerNorm)
-
-
-def _position_ids(graph: OnnxGraphBuilder, config: Any) -> str:
-    """RoBERTa counts the tokens that are no padding, starting after its padding id; others count from 0."""
-    if config.model_type == "roberta":
-        pad = graph.constant(np.int64(config.pad_token_id))
-        token = graph.cast(graph.node("Not", graph.node("Equal", "input_ids", pad)), "INT64")
-        counted = graph.node("CumSum", token, graph.constant(np.int64(1)))
-        return graph.node("Add", graph.node("Mul", counted, token), pad)
-    one = graph.constant(np.int64(1))
-    width = graph.node("Gather", graph.node("Shape", "input_ids"), one)
-    return graph.node("Range", graph.constant(np.int64(0)), width, one)
-
-
-def _embedding_lookup(graph: OnnxGraphBuilder, embedding: Any, ids: str) -> str:
-    from isobatch.models.encoder.quantization import QuantEmbedding, quantize_rows
-
-    if not isinstance(embedding, QuantEmbedding):
-        return graph.node("Gather", graph.constant(embedding.weight), ids)
-    levels, scales = quantize_rows(embedding.weight.detach(), embedding.bits)
-    table = _to_numpy(levels).astype(np.int8)
-    stored = graph.int4_constant(table) if embedding.bits == 4 else graph.constant(table)
-    rows = graph.cast(graph.node("Gather", stored, ids), "FLOAT")
-    return graph.node("Mul", rows, graph.node("Gather", graph.constant(scales), ids))
-
-
-def _attention_mask(graph: OnnxGraphBuilder) -> str:
-    """(B, 1, 1, T): 0 for tokens and MASKED for padding, to be added to attention scores."""
-    wide = graph.node("Unsqueeze", "attention_mask", graph.constant(np.array([1, 2])))
-    inside = graph.cast(wide, "FLOAT")
-    outside = graph.node("Sub", graph.constant(np.float32(1)), inside)
-    return graph.node("Mul", outside, graph.constant(np.float32(MASKED)))
-
-
-def _encoder_layer(
-    graph: OnnxGraphBuilder, model: Any, layer: encoders.EncoderLayer, x: str, mask: str
-) -> str:
-    block = model.get_submodule(layer.prefix)
-    if model.config.model_type == "distilbert":
-        first, second = block.sa_layer_norm, block.output_layer_norm
-    else:
-        first, second = block.attention.output.LayerNorm, block.output.LayerNorm
-    activation = ACTIVATIONS[activation_of(model.config.to_dict())]
-    attended = _attention(graph, layer, x, mask)
-    x = _layer_norm(graph, graph.node("Add", attended, x), first)
-    up = graph.node(activation, _linear_layers(graph, x, layer.up))
-    return _layer_norm(graph, graph.node("Add", _linear_layers(graph, up, layer.down), x), second)
-
-
-def _attention(graph: OnnxGraphBuilder, layer: encoders.EncoderLayer, x: str, mask: str) -> str:
-    size = layer.head_size
-    heads = layer.query.out_features // size
-    if heads == 0:  # without heads only the output's bias is left
-        return graph.constant(layer.output.bias)
-    qkv = _linear_layers(graph, x, layer.query, layer.key, layer.value)
-    query, key, value = graph.multi_output_node("Split", 3, qkv, axis=-1, num_outputs=3)
-    split = graph.constant(np.array([0, 0, heads, size]))
-
-    def split_heads(y: str, order: list[int]) -> str:
-        return graph.node("Transpose", graph.node("Reshape", y, split), perm=order)
-
-    scores = graph.node("MatMul", split_heads(query, [0, 2, 1, 3]), split_heads(key, [0, 2, 3, 1]))
-    scaled = graph.node("Mul", scores, graph.constant(np.float32(size**-0.5)))
-    probabilities = graph.node("Softmax", graph.node("Add", scaled, mask), axis=-1)
-    context = graph.node("MatMul", probabilities, split_heads(value, [0, 2, 1, 3]))
-    joined = graph.node("Transpose", context, perm=[0, 2, 1, 3])
-    flat = graph.node("Reshape", joined, graph.constant(np.array([0, 0, heads * size])))
-    return _linear_layers(graph, flat, layer.output)
-
-
-def _linear_layers(graph: OnnxGraphBuilder, x: str, *modules: Any, rank: int = 3) -> str:
-    """Linear layers with the same input, their outputs concatenated. `rank`: number of dimensions of x."""
-    from isobatch.models.encoder.quantization import QuantLinear
-
-    bias = graph.constant(np.concatenate([_to_numpy(m.bias) for m in modules]))
-    if isinstance(modules[0], QuantLinear):
-        product = _quantized_matmul(graph, x, modules, rank)
-    else:
-        weight = np.concatenate([_to_numpy(m.weight) for m in modules]).T
-        product = graph.node("MatMul", x, graph.constant(weight))
-    return graph.node("Add", product, bias)
-
-
-def _quantized_matmul(graph: OnnxGraphBuilder, x: str, modules: tuple[Any, ...], rank: int) -> str:
-    quantizer = modules[0].input_quantizer
-    scale = graph.constant(np.float32(_to_numpy(quantizer.scale)[0]))
-    zero = graph.constant(np.uint8(round(float(quantizer.zero_point[0]))))
-    x_levels = graph.node("QuantizeLinear", x, scale, zero)
-    graph.quantized_activations.append((x_levels, rank, quantizer))
-    rounded = graph.node("DequantizeLinear", x_levels, scale, zero)
-    levels = np.concatenate([_to_numpy(m.levels()) for m in modules]).T.astype(np.int8)
-    scales = np.concatenate([_to_numpy(m.weight_scale) for m in modules])
-    stored = graph.int4_constant(levels) if modules[0].bits == 4 else graph.constant(levels)
-    zeros = graph.constant(np.zeros(len(scales), np.int8))
-    weight = graph.node("DequantizeLinear", stored, graph.constant(scales), zeros, axis=1)
-    return graph.node("MatMul", rounded, weight)
-
-
-def _classification_head(graph: OnnxGraphBuilder, model: Any, x: str) -> str:
-    """Logits: the first token's state through the dense layer, its activation and the output layer."""
-    model_type = model.config.model_type
-    dense, output = (model.get_submodule(name) for name in encoders.FAMILIES[model_type][2:])
-    first = graph.node("Gather", x, graph.constant(np.int64(0)), axis=1)
-    hidden = _linear_layers(graph, first, dense, rank=2)
-    activated = graph.node("Relu" if model_type == "distilbert" else "Tanh", hidden)
-    return _linear_layers(graph, activated, output, rank=2)
+    ends = (*model.graph.inputs, *model.graph.outputs)
+    for value in ends:
+        value.shape = ir.Shape([size if isinstance(size, int) else None for size in value.shape])
+    for node in model.graph:
+        name = node.metadata_props.get(QUANTIZER)
+        node.metadata_props.clear()
+        node.metadata_props.update({QUANTIZER: name} if name else {})
+        for value in node.outputs:
+            value.metadata_props.clear()
+            value.shape = value.shape if value in ends else None
+    for name, value in list(model.graph.initializers.items()):
+        if name.endswith(INT4_LEVELS):
+            levels = value.const_value.numpy().astype(ml_dtypes.int4)
+            del model.graph.initializers[name]
+            stored = ir.Value(name=name, const_value=ir.tensor(levels, name=name))
+            model.graph.register_initializer(stored)
+            cast = ir.node("Cast", [stored], {"to": ir.DataType.INT8})
+            value.replace_all_uses_with(cast.outputs[0])
+            model.graph.insert_before(model.graph[0], cast)

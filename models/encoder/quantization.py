@@ -125,7 +125,8 @@ class QuantLinear(nn.Linear, CachedWeightTransform):
             return F.linear(x, weight, self.bias)
         with torch.autocast(x.device.type, enabled=False):  # 16-bit floats cannot hold these sums exactly
             product = F.linear(x.float(), self.levels())
-            return product * (input_quantizer.scale * self.weight_scale) + self.bias
+            product = product * (input_quantizer.scale * self.weight_scale)
+            return product if self.bias is None else product + self.bias
 
     def _fake_quantized_weight(self) -> Tensor:
         return FakeQuantizeWeight.apply(self.weight, self.weight_scale, max_level(self.bits))
