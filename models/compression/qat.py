@@ -80,9 +80,9 @@ class QAT(DistilledClassifier):
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
-        own = f"onnx-int{options.bits}"
+        own = f"onnx-int{options.bits}"  # a run has one of the two
         kept = tuple(kind for kind in self.exports if kind == own or not kind.startswith("onnx-int"))
-        self.exports = kept  # type: ignore[misc]  a run has one of the two
+        self.exports = kept  # type: ignore[misc]
 
     def phases(self) -> list[Phase]:
         if self.teacher_name:
@@ -91,7 +91,11 @@ class QAT(DistilledClassifier):
 
     def check(self) -> None:
         super().check()
-        for library in ("onnx", "onnxruntime", "onnxscript"):  # said before it trains: its last act is to write such a file
+        for library in (
+            "onnx",
+            "onnxruntime",
+            "onnxscript",
+        ):  # said before it trains: its last act is to write such a file
             need(library, f"--task {self.recipe.task}")
         if (config := self._initial_config()) is not None:
             encoders.sizes_from_config(config, self._model_name)
@@ -153,7 +157,7 @@ class QAT(DistilledClassifier):
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
-        """onnx-int8, onnx-int4: the file in final/. The others have the rounded weights, and fp32 activations."""
+        """onnx-int8 and onnx-int4: the file in final/. Others round weights alone."""
         if not kind.startswith("onnx-int"):
             return super().export_as(kind, final, folder, facts, batches)
         name = self._file_name

@@ -74,7 +74,7 @@ def predict_with_onnx_levels(
     with tempfile.TemporaryDirectory() as folder:  # not beside the file: a killed export leaves nothing there
         rounding = onnx_graph.write_with_levels(file, shown := Path(folder) / "levels.onnx")
         session = evaluation.onnx_session(shown, threads=1)
-    quantizers = [model.get_submodule(name) for name in rounding]
+    quantizers: list[Any] = [model.get_submodule(name) for name in rounding]
     names, run = [i.name for i in session.get_inputs()], evaluation.torch_runner(model)
 
     def run_with_levels(inputs: dict[str, np.ndarray]) -> np.ndarray:

@@ -24,7 +24,12 @@ from isobatch.core.extras import need
 from isobatch.models import saving
 from isobatch.models.attention_functions import register_attention
 from isobatch.models.encoder import encoders
-from isobatch.models.encoder.quantization import ActivationQuantizer, QuantEmbedding, QuantLinear, quantize_rows
+from isobatch.models.encoder.quantization import (
+    ActivationQuantizer,
+    QuantEmbedding,
+    QuantLinear,
+    quantize_rows,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,7 +59,7 @@ def write_onnx(model: Any, file: Path) -> None:
     example[1, 5:] = 0  # a mask without padding would be left out
     sizes = {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")  # PyTorch's, of its own code
             program = torch.onnx.export(
                 _written_form(model),
@@ -115,7 +120,7 @@ def _written_form(model: Any) -> Any:
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
+    _module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: Any
 ) -> tuple[Tensor, None]:
     scores = query @ key.transpose(2, 3) * scaling
     scores = scores if mask is None else scores + mask
@@ -187,15 +192,18 @@ class _Linear(nn.Module):
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         super().__init__()
-        first, biases = linears[0], [one.bias for one in linears if one.bias is not None]
+        first, biases = linears[0], tuple(one.bias for one in linears if one.bias is not None)
         self.register_buffer("bias", torch.cat(biases).detach() if biases else None)
-        if isinstance(first, QuantLinear):
-            self.own = first.own
-            levels, scales = torch.cat([m.levels() for m in linears]), torch.cat([m.weight_scale for m in linears])
-            self.weight = _Levels(levels.t(), first.bits, scales)
+        self.own = first.own if isinstance(first, QuantLinear) else None
+        rounded = [one for one in linears if isinstance(one, QuantLinear)]
+        if rounded:
+            levels = torch.cat([one.levels() for one in rounded]).t()
+            self.weight = _Levels(
+                levels, rounded[0].bits, torch.cat(tuple(one.weight_scale for one in rounded))
+            )
         else:
-            self.own = None
-            self.register_buffer("weight", torch.cat([m.weight for m in linears]).detach().t().contiguous())
+            weight = torch.cat(tuple(one.weight for one in linears)).detach().t()
+            self.register_buffer("weight", weight.contiguous())
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.own is None else self.own(x)
@@ -248,7 +256,7 @@ class _Rounding(nn.Module):
         return _dequantize(levels, self.scale, self.zero_point)
 
 
-def _dequantize(levels: Tensor, scale: Tensor, zero: Tensor, **attributes: int) -> Tensor:
+def _dequantize(levels: Tensor, scale: Tensor, zero: Tensor, **attributes: Any) -> Tensor:
     inputs = levels, scale, zero
     return torch.onnx.ops.symbolic(
         "DequantizeLinear", inputs, attributes, dtype=torch.float32, shape=levels.shape
@@ -274,8 +282,8 @@ class _Embedding(nn.Module):
 def _finish(model: Any) -> None:
     """Store 4-bit levels as INT4, and leave out the names of sizes and the notes of the tracing.
 
-    Where onnxruntime knows that two tensors have the same sizes, it fuses their sum with the LayerNormalization
-    that follows, whose kernel for CPUs is 8 times slower (onnxruntime 1.31).
+    Where onnxruntime knows that two tensors have the same sizes, it fuses their sum with the
+    LayerNormalization that follows, and its kernel for that is 8 times slower on a CPU (onnxruntime 1.31).
     """
     import ml_dtypes
     import onnx_ir as ir

@@ -135,7 +135,9 @@ def test_the_graph_that_runs_has_integer_kernels(tmp_path: Path) -> None:
     onnx_graph.write_onnx(quantized(embedding_bits=4), tmp_path / "model-int4.onnx")
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    onnxruntime.InferenceSession(str(tmp_path / "model-int4.onnx"), options, providers=["CPUExecutionProvider"])
+    onnxruntime.InferenceSession(
+        str(tmp_path / "model-int4.onnx"), options, providers=["CPUExecutionProvider"]
+    )
     stored = Counter(t.data_type for t in onnx.load(tmp_path / "model-int4.onnx").graph.initializer)
     running = Counter(n.op_type for n in onnx.load(tmp_path / "optimized.onnx").graph.node)
     layers = 3
