@@ -45,6 +45,9 @@ def describe(words: Sequence[str]) -> int:
         of_task = f"and the flags of its task: describe TASK (`{name} --task TASK`)"
         notes = [of_task] if name.split()[0] in OF_A_RECIPE else []
     elif name in CHAINS:
+        from isobatch.launch.commands.compress import CompressOptions
+
+        groups = {f"the chain {name}": [_flag(flag, {}) for flag in flags_of(CompressOptions).values()]}
         notes = [f"the flags of its stages: {', '.join(f'describe {s}' for s in CHAINS[name])}"]
     elif any(command.startswith(f"{name} ") for command in COMMANDS):
         raise UserError(no_command(name))
