@@ -60,7 +60,10 @@ def sizes_from_config(config: Mapping[str, Any], name: str) -> EncoderSizes:
     model_type = str(config.get("model_type"))
     if model_type not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise UserError(f"--model {name}: is a {model_type}; heads and neurons are known of {known}")
+        raise UserError(
+            f"--model {name}: is a {model_type}; heads and neurons are known of {known}; it gets smaller by"
+            " --task classifier and then `export RUN --to onnx-dynamic,onnx-static`"
+        )
     keys, defaults = FAMILIES[model_type][:2]
     return EncoderSizes(*(int(config.get(*pair)) for pair in zip(keys, defaults, strict=True)))
 
