@@ -176,7 +176,7 @@ class Labelled(TokenizedData):
         if rare := [str(name) for name in labels if counts[name] == 1 and not fixed]:
             notes.append(f"of one training row each: {', '.join(rare[:8])}{', ...' * (len(rare) > 8)}")
         tokenizer, special = self._open_tokenizer(read_examples(rows["train"](), columns))
-        if words := isinstance(kind, WordTags):
+        if (words := isinstance(kind, WordTags)) and not fixed:  # the run's own does so already
             tokenizers.prepend_space(tokenizer)
         pairs, longest = columns.pair is not None, self.recipe.max_length
         dtype = tokenizers.token_dtype(tokenizer)

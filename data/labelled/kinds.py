@@ -27,6 +27,7 @@ MARKS = ("|", ";")
 """What is between the labels of a cell where they are found to be several; a comma only between numbers."""
 LIST, VECTOR, COLUMNS = "list", "vector", "columns"
 """Forms of sets without a mark: lists of labels, or of 0 and 1 for each class; columns with their names."""
+LARGEST = float(np.finfo(np.float32).max)
 SETS_OF_NUMBERS = re.compile(r"\d+(,\s*\d+)*")
 DECIMAL = re.compile(r"(?i)[-+]?\d*\.\d+(e[-+]?\d+)?")
 FEWEST_DECIMALS, FEWEST_BESIDE_FLAGS = 0.1, 0.5
@@ -148,6 +149,7 @@ class LabelSets(LabelKind):
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
         if label is None and self.form == COLUMNS:
             return None
+        written = label
         if isinstance(label, str):
             label = (
                 tuple(part.strip() for part in label.split(self.form)) if len(self.form) == 1 else (label,)
@@ -155,7 +157,7 @@ class LabelSets(LabelKind):
         elif self.form == VECTOR:
             label = tuple(str(n) for n, flag in enumerate(label or ()) if flag == "1")
         if "" in (label or ()):
-            self.refuse(where, label, "with an empty label among others")
+            self.refuse(where, written, "with an empty label among others")
         return tuple(dict.fromkeys(label or ()))
 
     def balanced(self, counts: np.ndarray, rows: int) -> np.ndarray:
@@ -173,9 +175,11 @@ class Scores(LabelKind):
     __slots__ = ()
 
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
-        if isinstance(label, tuple) or not np.isfinite(np.float32(label if is_number(label or 0) else "nan")):
+        if label is None:
+            return None
+        if not is_number(label) or not abs(float(str(label))) <= LARGEST:
             self.refuse(where, label, "no finite number (with a point before decimals): leave the row out")
-        return None if label is None else ()
+        return ()
 
     def names(self, found: Sequence[str], data: str) -> list[str]:  # noqa: ARG002  there are none
         return [self.column]
