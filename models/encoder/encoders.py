@@ -17,27 +17,36 @@ if TYPE_CHECKING:
 
 
 class Family(NamedTuple):
-    """What sets a model type apart whose heads and neurons can be pruned."""
+    """What sets a model type apart whose heads and neurons can be pruned (see modeling_pruned.py)."""
 
-    size_keys: tuple[str, str, str, str]
-    """Config keys of EncoderSizes' fields."""
     sizes: tuple[int, int, int, int]
     """What a config leaves out."""
     dense: str
-    """The linear layer between the encoder and the output layer of the classification head."""
-    output: str
+    """The linear layer between the encoder and the output layer of the classification head, if it has one."""
+    keys: tuple[str, str, str, str] = (
+        "num_hidden_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "intermediate_size",
+    )
+    """Config keys of the first of EncoderSizes' fields."""
+    ups: int = 1
 
 
-_BERT_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
 _BASE = (12, 768, 12, 3072)
+_ROBERTA = Family(_BASE, "classifier.dense")
 FAMILIES = {
-    "bert": Family(_BERT_KEYS, _BASE, "bert.pooler.dense", "classifier"),
-    "roberta": Family(_BERT_KEYS, _BASE, "classifier.dense", "classifier.out_proj"),
-    "distilbert": Family(
-        ("n_layers", "dim", "n_heads", "hidden_dim"), (6, *_BASE[1:]), "pre_classifier", "classifier"
-    ),
+    "bert": Family(_BASE, "bert.pooler.dense"),
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "camembert": _ROBERTA,
+    "distilbert": Family((6, *_BASE[1:]), "pre_classifier", ("n_layers", "dim", "n_heads", "hidden_dim")),
+    "electra": Family((12, 256, 4, 1024), "classifier.dense"),
+    "modernbert": Family((22, 768, 12, 1152), "head.dense", ups=2),
 }
-"""By model type (see models/encoder/modeling_pruned.py)."""
+"""By model type."""
+SEQUENCE, TOKENS = "SequenceClassification", "TokenClassification"
+"""What transformers' classes end with that answer a text, and each of its tokens."""
 UNTRACEABLE = (
     *("canine", "doge", "funnel", "gpt_oss", "hunyuan_v1_moe", "longformer", "minimax", "mixtral", "xlnet"),
     *("bart", "bigbird_pegasus", "mbart", "mt5", "mvp", "plbart", "t5", "t5gemma", "t5gemma2", "umt5"),
@@ -53,6 +62,8 @@ class EncoderSizes(NamedTuple):
     hidden: int
     heads: int
     neurons: int
+    ups: int = 1
+    """Rows of the up projection for each neuron: 2 of a gated linear unit."""
 
 
 def sizes_from_config(config: Mapping[str, Any], name: str) -> EncoderSizes:
@@ -64,8 +75,9 @@ def sizes_from_config(config: Mapping[str, Any], name: str) -> EncoderSizes:
             f"--model {name}: is a {model_type}; heads and neurons are known of {known}; it gets smaller by"
             " --task classifier and then `export RUN --to onnx-dynamic,onnx-static`"
         )
-    keys, defaults = FAMILIES[model_type][:2]
-    return EncoderSizes(*(int(config.get(*pair)) for pair in zip(keys, defaults, strict=True)))
+    family = FAMILIES[model_type]
+    found = (int(config.get(*pair)) for pair in zip(family.keys, family.sizes, strict=True))
+    return EncoderSizes(*found, family.ups)
 
 
 def check_type(name: str, config: Mapping[str, Any]) -> None:
@@ -91,7 +103,7 @@ def is_pruned(config: Mapping[str, Any]) -> bool:
 
 
 class EncoderLayer:
-    """One layer of a model: `query`, `key`, `value`, `output`, `up` and `down` give its modules."""
+    """One layer of a model: `attention`, `output`, `up` and `down` give its modules."""
 
     def __init__(self, model: nn.Module, prefix: str, names: Any, head_size: int) -> None:
         self.model, self.prefix, self.names, self.head_size = model, prefix, names, head_size
@@ -100,10 +112,15 @@ class EncoderLayer:
         return self.model.get_submodule(self.name(part))
 
     def name(self, part: str) -> str:
-        """Full name of one of these modules, or of `attention`. Raises AttributeError for another `part`."""
+        """Full name of one of these modules. Raises AttributeError for another `part`."""
         if part not in self.names._fields:
             raise AttributeError(part)
         return f"{self.prefix}.{getattr(self.names, part)}"
+
+    def producers(self, consumer: str) -> list[tuple[str, Any, int]]:
+        """(full name, module, groups of rows) of what produces the inputs of `output` or `down`."""
+        found = [(f"{self.prefix}.{name}", groups) for name, groups in self.names.producers(consumer)]
+        return [(name, self.model.get_submodule(name), groups) for name, groups in found]
 
     def replace(self, part: str, module: nn.Module) -> None:
         """Put another module in the place of this one."""
@@ -127,9 +144,16 @@ def pruned_inputs(model: Any) -> list[tuple[Any, int]]:
     return [pair for one in layers(model) for pair in ((one.output, one.head_size), (one.down, 1))]
 
 
+def row_groups(model: Any) -> dict[str, int]:
+    """Groups of rows of parameters, by name, whose rows are pruned in each group alike."""
+    found = layers(model) if model.config.model_type in FAMILIES else []
+    producers = (one for layer in found for part in ("output", "down") for one in layer.producers(part))
+    return {f"{name}.{kind}": groups for name, _, groups in producers for kind in ("weight", "bias")}
+
+
 def heads_and_neurons(model: Any) -> list[tuple[int, int]]:
     """(heads, neurons) of each layer, as they are now."""
-    return [(one.query.out_features // one.head_size, one.up.out_features) for one in layers(model)]
+    return [(one.output.in_features // one.head_size, one.down.in_features) for one in layers(model)]
 
 
 def write_layer_sizes(model: Any, folder: Path) -> None:
@@ -153,32 +177,45 @@ def write_layer_sizes(model: Any, folder: Path) -> None:
     }
     if not changed_layers:
         return
-    architecture = modeling_pruned.CLASSES[model_type].__name__
+    architecture = modeling_pruned.PREFIX + type(model).__name__.removeprefix(modeling_pruned.PREFIX)
     class_path = f"{Path(modeling_pruned.__file__).stem}.{architecture}"
     config.pop("allow_global_per_layer_attribute_access", None)  # what ran before it may have set it
     config |= {
         "per_layer_config": changed_layers,
         "architectures": [architecture],
-        "auto_map": {"AutoModelForSequenceClassification": class_path},
+        "auto_map": {f"AutoModelFor{head_of(config)}": class_path},
     }
     file.write_text(json.dumps(config, indent=2) + "\n")
     shutil.copy(modeling_pruned.__file__, folder)
 
 
-def new_classifier(config: Any) -> Any:
+def head_of(config: Mapping[str, Any]) -> str:
+    """What transformers' classes for the labels of a saved classifier end with, after `For`."""
+    architecture = (config.get("architectures") or [""])[0]
+    return TOKENS if architecture.endswith(TOKENS) else SEQUENCE
+
+
+def new_classifier(config: Any, head: str | None = None) -> Any:
     """A classifier of this config with random weights."""
-    kind = classifier_class(config)
+    kind = classifier_class(config, head)
     return kind(config) if is_pruned(config.to_dict()) else kind.from_config(config)
 
 
-def classifier_class(config: Any) -> Any:
-    """The class that builds a classifier of this config."""
-    from transformers import AutoModelForSequenceClassification
+def classifier_class(config: Any, head: str | None = None) -> Any:
+    """The class that builds a classifier of this config.
 
-    from isobatch.models.encoder.modeling_pruned import CLASSES
+    `head`: SEQUENCE for an answer to a text, TOKENS for one to each token; by default that of a saved one.
+    """
+    import transformers
+
+    from isobatch.models.encoder import modeling_pruned
 
     fuse_gelu()
-    return CLASSES[config.model_type] if is_pruned(config.to_dict()) else AutoModelForSequenceClassification
+    values = config.to_dict()
+    head = head or head_of(values)
+    if not is_pruned(values):
+        return getattr(transformers, f"AutoModelFor{head}")
+    return getattr(modeling_pruned, values["auto_map"][f"AutoModelFor{head}"].rpartition(".")[2])
 
 
 def open_classifier(path: str) -> Any:

@@ -142,18 +142,23 @@ def export_dense(model: Any, final: Path, folder: Path) -> None:
     """
     import torch
     from safetensors.torch import save_model
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+    from transformers import AutoConfig
+
+    from isobatch.models.encoder import encoders
 
     values = model.config.to_dict()
     for name in (*CUSTOM_CODE, "architectures"):
         values.pop(name, None)
-    kind = values.pop("model_type")
-    dense_model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(kind, **values)).eval()
-    pruned_weights = model.state_dict()
+    kind, head = values.pop("model_type"), encoders.head_of({"architectures": [type(model).__name__]})
+    dense_model = encoders.new_classifier(AutoConfig.for_model(kind, **values), head).eval()
+    groups = encoders.row_groups(model)
     with torch.no_grad():
-        for name, target in dense_model.state_dict().items():
-            target.zero_()
-            target[tuple(slice(n) for n in pruned_weights[name].shape)].copy_(pruned_weights[name])
+        target = dense_model.state_dict()
+        for name, value in model.state_dict().items():
+            place, part = (
+                x.unflatten(0, (n := groups.get(name, 1), len(x) // n)) for x in (target[name], value)
+            )
+            place.zero_()[tuple(slice(size) for size in part.shape)] = part
     save_model(dense_model, str(folder / "model.safetensors"), metadata={"format": "pt"})
     for name in SIDE_FILES[1:]:
         shutil.copy(final / name, folder)

@@ -27,13 +27,16 @@ class HeadsAndNeurons(NamedTuple):
 
 def l2_scores(layers: list[EncoderLayer]) -> HeadsAndNeurons:
     """Sum of squares of all weights of each head and neuron."""
-    heads, neurons = [], []
-    for layer in layers:
-        rows = sum(x.weight.detach().square().sum(1) for x in (layer.query, layer.key, layer.value))
-        rows = rows + layer.output.weight.detach().square().sum(0)
-        heads.append(rows.view(-1, layer.head_size).sum(1))
-        neurons.append(layer.up.weight.detach().square().sum(1) + layer.down.weight.detach().square().sum(0))
-    return HeadsAndNeurons(heads, neurons)
+    heads = [_l2(layer, "output").view(-1, layer.head_size).sum(1) for layer in layers]
+    return HeadsAndNeurons(heads, [_l2(layer, "down") for layer in layers])
+
+
+def _l2(layer: EncoderLayer, consumer: str) -> Tensor:
+    """(K,) sum of squares of what produces, and of what reads, each input of a linear layer."""
+    found: Tensor = getattr(layer, consumer).weight.detach().square().sum(0)
+    for _, linear, groups in layer.producers(consumer):
+        found = found + linear.weight.detach().square().sum(1).view(groups, -1).sum(0)
+    return found
 
 
 def gate_gradient(weight_HK: Tensor, gradient_HK: Tensor) -> Tensor:
@@ -76,8 +79,8 @@ class PruningBudget:
 
     @property
     def weights_per_neuron(self) -> int:
-        """Of its row of the up, and its column of the down projection; 0 where neurons stay."""
-        return 2 * self.sizes.hidden if self.granularity != "heads" else 0
+        """Of its rows of the up, and its column of the down projection; 0 where neurons stay."""
+        return (self.sizes.ups + 1) * self.sizes.hidden if self.granularity != "heads" else 0
 
     @property
     def prunable_weights(self) -> int:

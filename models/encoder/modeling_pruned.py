@@ -1,19 +1,16 @@
-"""Pruned encoders: BERT, RoBERTa and DistilBERT whose layers have different numbers of heads and neurons.
+"""Pruned encoders, whose layers have different numbers of heads and neurons.
 
-A copy of this file lies beside each pruned model, so that transformers alone can open it:
+A copy of this file lies beside each pruned model, so that transformers alone can open it, as with
 AutoModelForSequenceClassification.from_pretrained(FOLDER, trust_remote_code=True). The sizes are in
-config.json as `per_layer_config`; everything else is the family's own model.
+config.json as `per_layer_config`; everything else is the family's own model. Each of transformers' classes of
+these families has a pruned one here: that of BertForTokenClassification is PrunedBertForTokenClassification.
 """
 
 import warnings
 from typing import Any, NamedTuple
 
+import transformers
 from torch import nn
-from transformers import (
-    BertForSequenceClassification,
-    DistilBertForSequenceClassification,
-    RobertaForSequenceClassification,
-)
 
 
 class ModuleNames(NamedTuple):
@@ -21,41 +18,53 @@ class ModuleNames(NamedTuple):
 
     layers: str
     attention: str
-    query: str
-    key: str
-    value: str
+    qkv: tuple[str, ...]
+    """The linear layers of query, key and value; or one with the rows of all three."""
     output: str
     up: str
     down: str
+    ups: int = 1
+    """Groups of rows of `up`: 2 where one is multiplied by the other (a gated linear unit)."""
     neurons: str = "intermediate_size"
     """The config's name for the number of neurons of a layer."""
 
+    def producers(self, consumer: str) -> list[tuple[str, int]]:
+        """(name, groups of rows) of the linear layers that produce what `output` or `down` reads."""
+        if consumer == "down":
+            return [(self.up, self.ups)]
+        return [(name, 3 // len(self.qkv)) for name in self.qkv]
 
-_BERT_ATTENTION = ("attention.self", "attention.self.query", "attention.self.key", "attention.self.value")
-_BERT_DENSE = ("attention.output.dense", "intermediate.dense", "output.dense")
-_DISTILBERT = ("attention", "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin")
+
+_QKV = ("attention.self.query", "attention.self.key", "attention.self.value")
+_BERT = ("attention.self", _QKV, "attention.output.dense", "intermediate.dense", "output.dense")
+_ROBERTA = ModuleNames("roberta.encoder.layer", *_BERT)
+_DISTILBERT_QKV = ("attention.q_lin", "attention.k_lin", "attention.v_lin")
+_DISTILBERT = ("attention", _DISTILBERT_QKV, "attention.out_lin", "ffn.lin1", "ffn.lin2")
 MODULE_NAMES = {
-    "bert": ModuleNames("bert.encoder.layer", *_BERT_ATTENTION, *_BERT_DENSE),
-    "roberta": ModuleNames("roberta.encoder.layer", *_BERT_ATTENTION, *_BERT_DENSE),
-    "distilbert": ModuleNames(
-        "distilbert.transformer.layer", *_DISTILBERT, "ffn.lin1", "ffn.lin2", "hidden_dim"
-    ),
+    "bert": ModuleNames("bert.encoder.layer", *_BERT),
+    "electra": ModuleNames("electra.encoder.layer", *_BERT),
+    "roberta": _ROBERTA,
+    "xlm-roberta": _ROBERTA,
+    "camembert": _ROBERTA,
+    "distilbert": ModuleNames("distilbert.transformer.layer", *_DISTILBERT, neurons="hidden_dim"),
+    "modernbert": ModuleNames("model.layers", "attn", ("attn.Wqkv",), "attn.Wo", "mlp.Wi", "mlp.Wo", ups=2),
 }
+"""By model type."""
 
 
-def resize(layer: Any, names: ModuleNames, attention_width: int, neurons: int) -> None:
-    """Give a layer this width of attention (heads x head size) and this many neurons.
+def _resize(layer: Any, producers: list[tuple[str, int]], consumer: str, width: int) -> None:
+    """Give the linear layers on both sides of what `consumer` reads this width.
 
-    Modules whose size changes get new weights.
+    Those whose size changes get new weights.
     """
-    hidden = layer.get_submodule(names.output).out_features
-    if layer.get_submodule(names.query).out_features != attention_width:
-        for part in (names.query, names.key, names.value):
-            layer.set_submodule(part, nn.Linear(hidden, attention_width))
-        layer.set_submodule(names.output, nn.Linear(attention_width, hidden))
-    if layer.get_submodule(names.up).out_features != neurons:
-        layer.set_submodule(names.up, nn.Linear(hidden, neurons))
-        layer.set_submodule(names.down, nn.Linear(neurons, hidden))
+    old = layer.get_submodule(consumer)
+    if old.in_features == width:
+        return
+    for name, groups in producers:
+        linear = layer.get_submodule(name)
+        resized = nn.Linear(linear.in_features, groups * width, bias=linear.bias is not None)
+        layer.set_submodule(name, resized)
+    layer.set_submodule(consumer, nn.Linear(width, old.out_features, bias=old.bias is not None))
 
 
 def _resize_all(model: Any, config: Any, sizes: dict[Any, dict[str, int]]) -> None:
@@ -65,9 +74,11 @@ def _resize_all(model: Any, config: Any, sizes: dict[Any, dict[str, int]]) -> No
         warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # all heads may be gone
         for number, layer in enumerate(model.get_submodule(names.layers)):
             own = sizes[number] if number in sizes else sizes.get(str(number), {})
-            query, up = layer.get_submodule(names.query), layer.get_submodule(names.up)
-            heads = own.get("num_attention_heads", query.out_features // head_size)
-            resize(layer, names, heads * head_size, own.get(names.neurons, up.out_features))
+            if "num_attention_heads" in own:
+                width = own["num_attention_heads"] * head_size
+                _resize(layer, names.producers("output"), names.output, width)
+            if names.neurons in own:
+                _resize(layer, names.producers("down"), names.down, own[names.neurons])
 
 
 class _PerLayerSizes:
@@ -79,20 +90,13 @@ class _PerLayerSizes:
         _resize_all(self, config, config.to_dict().get("per_layer_config") or {})
 
 
-class PrunedBertForSequenceClassification(_PerLayerSizes, BertForSequenceClassification):
-    """BERT, MiniLM and other models of that shape."""
+PREFIX = "Pruned"
 
 
-class PrunedRobertaForSequenceClassification(_PerLayerSizes, RobertaForSequenceClassification):
-    """RoBERTa."""
-
-
-class PrunedDistilBertForSequenceClassification(_PerLayerSizes, DistilBertForSequenceClassification):
-    """DistilBERT."""
-
-
-CLASSES = {
-    "bert": PrunedBertForSequenceClassification,
-    "roberta": PrunedRobertaForSequenceClassification,
-    "distilbert": PrunedDistilBertForSequenceClassification,
-}
+def __getattr__(name: str) -> Any:
+    """The pruned class of this name."""
+    if not name.startswith(PREFIX):
+        raise AttributeError(name)
+    parents = (_PerLayerSizes, getattr(transformers, name.removeprefix(PREFIX)))
+    globals()[name] = found = type(name, parents, {"__module__": __name__})
+    return found

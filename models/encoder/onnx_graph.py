@@ -139,15 +139,16 @@ def _mask(*arguments: Any, **named: Any) -> Tensor:
 
 def _write_attention(layer: encoders.EncoderLayer) -> None:
     """Query, key and value as one product; a layer without heads as its output's bias."""
-    if not layer.query.out_features:
-        bias = layer.output.bias
+    if not (output := layer.output).in_features:
         layer.replace("output", nn.Identity())
-        layer.replace("attention", _NoHeads(bias))
+        zeros = nn.Parameter(torch.zeros(output.out_features), requires_grad=False)
+        layer.replace("attention", _NoHeads(zeros if output.bias is None else output.bias))
         return
-    parts = [getattr(layer, part) for part in ("query", "key", "value")]
-    joined = _Joined(parts)
-    for number, part in enumerate(("query", "key", "value")):
-        layer.replace(part, _Part(joined, number))
+    parts = layer.producers("output")
+    if len(parts) > 1:
+        joined = _Joined([linear for _, linear, _ in parts])
+        for number, (name, *_) in enumerate(parts):
+            layer.model.set_submodule(name, _Part(joined, number))
 
 
 class _NoHeads(nn.Module):

@@ -220,26 +220,28 @@ def quantize_model(model: Any, bits: int, embedding_bits: int) -> None:
     from isobatch.models.encoder import encoders
 
     for layer in encoders.layers(model):
-        if layer.query.out_features:  # without heads only the output's bias is left
+        if layer.output.in_features:  # without heads only the output's bias is left
             _quantize_attention(layer, bits)
         for part in ("up", "down"):
             layer.replace(part, QuantLinear(getattr(layer, part), bits, ActivationQuantizer(), own=True))
-    dense = encoders.FAMILIES[model.config.model_type].dense
-    model.set_submodule(dense, QuantLinear(model.get_submodule(dense), 8, ActivationQuantizer(), own=True))
+    names, dense = dict(model.named_modules()), encoders.FAMILIES[model.config.model_type].dense
+    if dense in names:  # a head for tokens may have none
+        model.set_submodule(dense, QuantLinear(names[dense], 8, ActivationQuantizer(), own=True))
     if embedding_bits < 32:
-        for name, module in list(model.named_modules()):
+        words = model.get_input_embeddings()
+        for name, module in names.items():
             if type(module) is nn.Embedding:
-                bits_here = embedding_bits if "word" in name else 8
-                model.set_submodule(name, QuantEmbedding(module, bits_here))
+                model.set_submodule(name, QuantEmbedding(module, embedding_bits if module is words else 8))
 
 
 def _quantize_attention(layer: Any, bits: int) -> None:
-    shared = ActivationQuantizer()
-    layer.attention.register_module("reads", shared)
-    layer.attention.register_forward_pre_hook(_quantize_input_once, with_kwargs=True)
-    for part in ("query", "key", "value"):
-        layer.replace(part, QuantLinear(getattr(layer, part), bits, shared, own=False))
     layer.replace("output", QuantLinear(layer.output, bits, ActivationQuantizer(), own=True))
+    found, shared = layer.producers("output"), ActivationQuantizer()
+    for name, linear, _ in found:
+        layer.model.set_submodule(name, QuantLinear(linear, bits, shared, own=len(found) == 1))
+    if len(found) > 1:
+        layer.attention.register_module("reads", shared)
+        layer.attention.register_forward_pre_hook(_quantize_input_once, with_kwargs=True)
 
 
 def _quantize_input_once(

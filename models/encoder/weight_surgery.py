@@ -51,23 +51,18 @@ def set_masks(layers: list[EncoderLayer], keep: HeadsAndNeurons) -> None:
                 mask_inputs(linear, stays)
 
 
-BETWEEN = ((("query", "key", "value"), "output"), (("up",), "down"))
-"""The linear layers that produce what another one reads: both shrink together."""
+CONSUMERS = ("output", "down")
+"""The linear layers whose inputs are masked; what produces them shrinks together with them."""
 
 
 def remove_masked(layers: list[EncoderLayer]) -> KeptIndices:
     """Remove everything masked from the weights, in place; returns what stays of each parameter."""
     kept_indices: KeptIndices = {}
     for layer in layers:
-        for producers, consumer in BETWEEN:
+        for consumer in CONSUMERS:
             keep = input_mask(getattr(layer, consumer))
             if not bool(keep.all()):
-                indices = keep.nonzero().flatten()
-                _keep_between(layer, producers, consumer, indices)
-                for producer in producers:
-                    kept_indices[f"{layer.name(producer)}.weight"] = [(0, indices)]
-                    kept_indices[f"{layer.name(producer)}.bias"] = [(0, indices)]
-                kept_indices[f"{layer.name(consumer)}.weight"] = [(1, indices)]
+                kept_indices |= _keep_between(layer, consumer, keep.nonzero().flatten())
     return kept_indices
 
 
@@ -77,12 +72,12 @@ def match_shapes(layers: list[EncoderLayer], shapes: Mapping[str, tuple[int, ...
 
     changed = False
     for layer in layers:
-        for producers, consumer in BETWEEN:
+        for consumer in CONSUMERS:
             linear, name = getattr(layer, consumer), layer.name(consumer)
             width = shapes[f"{name}.weight"][1]
             if width != linear.in_features:
                 changed = True
-                _keep_between(layer, producers, consumer, torch.arange(width))
+                _keep_between(layer, consumer, torch.arange(width))
             for buffer in (MASK, IMPORTANCE):
                 if f"{name}.{buffer}" not in shapes:
                     linear.register_buffer(buffer, None)
@@ -93,13 +88,20 @@ def match_shapes(layers: list[EncoderLayer], shapes: Mapping[str, tuple[int, ...
     return changed
 
 
-def _keep_between(layer: EncoderLayer, producers: tuple[str, ...], consumer: str, indices: Tensor) -> None:
+def _keep_between(layer: EncoderLayer, consumer: str, indices: Tensor) -> KeptIndices:
     """Shrink the layers on both sides to these values, in place; the mask is dropped, importance shrinks."""
-    for producer in producers:
-        linear = getattr(layer, producer)
-        linear.weight = _select(linear.weight, 0, indices)
-        linear.bias = _select(linear.bias, 0, indices)
-        linear.out_features = len(indices)
+    import torch
+
+    kept: KeptIndices = {f"{layer.name(consumer)}.weight": [(1, indices)]}
+    for name, linear, groups in layer.producers(consumer):
+        first_rows = torch.arange(0, linear.out_features, linear.out_features // groups)
+        rows = (first_rows[:, None] + indices).flatten()
+        kept[f"{name}.weight"] = [(0, rows)]
+        linear.weight = _select(linear.weight, 0, rows)
+        if linear.bias is not None:
+            kept[f"{name}.bias"] = [(0, rows)]
+            linear.bias = _select(linear.bias, 0, rows)
+        linear.out_features = len(rows)
     linear = getattr(layer, consumer)
     linear.weight = _select(linear.weight, 1, indices)
     linear.in_features = len(indices)
@@ -107,6 +109,7 @@ def _keep_between(layer: EncoderLayer, producers: tuple[str, ...], consumer: str
         linear.register_buffer(MASK, None)
     if getattr(linear, IMPORTANCE, None) is not None:
         linear.register_buffer(IMPORTANCE, linear.importance[indices.to(linear.importance.device)])
+    return kept
 
 
 def _select(parameter: Any, dimension: int, indices: Tensor) -> Any:

@@ -8,16 +8,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isobatch.models.encoder import encoders
 from isobatch.models.encoder.importance import HeadsAndNeurons
 
 HEAD, HEADS, NEURONS, LAYERS = 16, 4, 128, 3
 VOCABULARY = 1000
-FAMILIES = ("bert", "roberta", "distilbert")
+FAMILIES = tuple(encoders.FAMILIES)
 
 
-def classifier(family: str, **more: Any) -> Any:
-    """A random classifier of 3 layers, 4 heads of 16 and 128 neurons; no dropout."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification
+def classifier(family: str, head: str = encoders.SEQUENCE, **more: Any) -> Any:
+    """A random classifier of 3 layers, 4 heads of 16 and 128 neurons; no dropout.
+
+    ModernBERT's first layer sees the whole text, the others 4 tokens around each.
+    """
+    from transformers import AutoConfig
 
     width = HEAD * HEADS
     sizes: dict[str, Any] = {
@@ -32,10 +36,14 @@ def classifier(family: str, **more: Any) -> Any:
     if family == "distilbert":
         sizes = {"dim": width, "n_layers": LAYERS, "n_heads": HEADS, "hidden_dim": NEURONS, "dropout": 0.0}
         sizes |= {"attention_dropout": 0.0, "seq_classif_dropout": 0.0, "pad_token_id": 0}
+    if family == "electra":
+        sizes |= {"embedding_size": 32}
+    if family == "modernbert":
+        sizes |= {"local_attention": 8, "bos_token_id": 1, "eos_token_id": 2}
+        sizes |= {"cls_token_id": 1, "sep_token_id": 2}
     torch.manual_seed(0)
-    model = AutoModelForSequenceClassification.from_config(
-        AutoConfig.for_model(family, vocab_size=VOCABULARY, **sizes, **more)
-    )
+    config = AutoConfig.for_model(family, vocab_size=VOCABULARY, **sizes, **more)
+    model = encoders.new_classifier(config, head)
     with torch.no_grad():
         for p in model.parameters():
             p.add_(torch.randn_like(p) * 0.05)

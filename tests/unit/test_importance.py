@@ -61,7 +61,7 @@ def test_l2_is_the_sum_of_squares_of_all_weights_of_a_group() -> None:
     layer = encoders.layers(model)[1]
     found = importance.l2_scores(encoders.layers(model))
     rows = slice(2 * HEAD, 3 * HEAD)
-    parts = [x.weight[rows] for x in (layer.query, layer.key, layer.value)] + [layer.output.weight[:, rows]]
+    parts = [x.weight[rows] for _, x, _ in layer.producers("output")] + [layer.output.weight[:, rows]]
     torch.testing.assert_close(found.heads[1][2], sum(p.square().sum() for p in parts))
     column = layer.up.weight[7].square().sum() + layer.down.weight[:, 7].square().sum()
     torch.testing.assert_close(found.neurons[1][7], column)

@@ -76,23 +76,48 @@ def test_a_new_model_takes_the_saved_shapes_and_buffers() -> None:
     assert torch.equal(logits(fresh), logits(model))
 
 
-def saved(family: str, facts: Any, folder: Path) -> Any:
-    model = classifier(family)
+def saved(family: str, facts: Any, folder: Path, head: str = encoders.SEQUENCE) -> Any:
+    model = classifier(family, head)
     weight_surgery.set_masks(encoders.layers(model), some_masks())
     weight_surgery.remove_masked(encoders.layers(model))
+    folder.mkdir()
     saving.save(model, facts, folder)
     encoders.write_layer_sizes(model, folder)
     return model
 
 
+HEADS = (encoders.SEQUENCE, encoders.TOKENS)
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pruned_model_reopens_pruned_and_dense(
+    family: str, head: str, tmp_path: Path, tiny_facts: Any
+) -> None:
+    folder, padded = tmp_path / "final", tmp_path / "dense"
+    padded.mkdir()
+    wanted = logits(saved(family, tiny_facts, folder, head))
+    assert wanted.dim() == (3 if head == encoders.TOKENS else 2)
+    model = encoders.open_classifier(str(folder))
+    assert torch.equal(logits(model), wanted)
+    export.export_dense(model, folder, padded)
+    config = json.loads((padded / "config.json").read_text())
+    assert "per_layer_config" not in config
+    assert config["architectures"] == [type(classifier(family, head)).__name__]
+    dense = encoders.open_classifier(str(padded))
+    assert encoders.heads_and_neurons(dense) == [(4, NEURONS)] * 3
+    assert (logits(dense) - wanted).abs().max() < 1e-5
+
+
 OPEN = """
 import sys, numpy as np, torch
-from transformers import AutoModelForSequenceClassification
+import transformers
 assert not any(m in sys.modules for m in ("models", "engine"))
-final, dense, file = sys.argv[1:]
+final, dense, file, head = sys.argv[1:]
 given = {k: torch.from_numpy(v) for k, v in np.load(file).items()}
 def logits(folder, remote):
-    model = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=remote)
+    kind = getattr(transformers, "AutoModelFor" + head)
+    model = kind.from_pretrained(folder, trust_remote_code=remote)
     return model.eval()(**given).logits.detach().numpy()
 try:
     logits(final, False)
@@ -102,31 +127,20 @@ except Exception:
 """
 
 
-def opened_elsewhere(final: Path, dense: Path, place: Path) -> subprocess.CompletedProcess[str]:
-    """By transformers alone, in a process that does not know this project."""
-    words = [sys.executable, "-c", OPEN, str(final), str(dense), str(place / "given.npz")]
-    return subprocess.run(words, cwd=place, capture_output=True, text=True, check=False)
-
-
-# The others pass the same way, each in a process of its own.
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=pytest.mark.slow) if f != "bert" else f for f in FAMILIES]
-)
-def test_a_pruned_model_reopens_with_its_code_and_fails_without(
-    family: str, tmp_path: Path, tiny_facts: Any
+@pytest.mark.parametrize(("family", "head"), [("bert", encoders.SEQUENCE), ("modernbert", encoders.TOKENS)])
+def test_a_pruned_model_needs_its_code_and_a_dense_one_none(
+    family: str, head: str, tmp_path: Path, tiny_facts: Any
 ) -> None:
+    """By transformers alone, in a process that does not know this project."""
     import numpy as np
 
     folder, padded = tmp_path / "final", tmp_path / "dense"
-    folder.mkdir()
     padded.mkdir()
-    model = saved(family, tiny_facts, folder)
-    wanted = logits(model).detach().numpy()
-    assert np.abs(logits(encoders.open_classifier(str(folder))).detach().numpy() - wanted).max() == 0
-    np.savez(tmp_path / "given.npz", **given())  # type: ignore[arg-type]
+    wanted = logits(saved(family, tiny_facts, folder, head)).detach().numpy()
+    np.savez(given_file := tmp_path / "given.npz", **given())  # type: ignore[arg-type]
     export.export_dense(encoders.open_classifier(str(folder)), folder, padded)
-    assert "per_layer_config" not in json.loads((padded / "config.json").read_text())
-    done = opened_elsewhere(folder, padded, tmp_path)
+    words = [sys.executable, "-c", OPEN, str(folder), str(padded), str(given_file), head]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = np.load(tmp_path / "given.npz.logits.npz")  # not there if it opened without its code
     assert np.abs(found["with its code"] - wanted).max() < 1e-6
