@@ -77,7 +77,7 @@ def sizes_from_config(config: Mapping[str, Any], name: str) -> EncoderSizes:
         )
     family = FAMILIES[model_type]
     found = (int(config.get(*pair)) for pair in zip(family.keys, family.sizes, strict=True))
-    return EncoderSizes(*found, family.ups)
+    return EncoderSizes(*found)._replace(ups=family.ups)
 
 
 def check_type(name: str, config: Mapping[str, Any]) -> None:
