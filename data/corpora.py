@@ -278,8 +278,12 @@ def rows_from_hub(name: str, config: str | None, share: float | None = None) -> 
 def read_hub_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(where, row) of a split's rows; class labels are given by name, as far as the data set has names."""
     classes = {k: f.names for k, f in rows.features.items() if hasattr(f, "names")}
+    lists = {
+        k: f.feature.names for k, f in rows.features.items() if hasattr(getattr(f, "feature", 0), "names")
+    }
     cells = (cell for batch in rows.iter(batch_size=1000) for cell in zip(*batch.values(), strict=True))
     for number, row in enumerate(dict(zip(rows.column_names, cell, strict=True)) for cell in cells):
         labels = {k: row[k] for k in classes}
         named = {k: classes[k][n] if n is not None and n >= 0 else None for k, n in labels.items()}
+        named |= {k: [names[n] for n in row[k] or ()] for k, names in lists.items()}
         yield f"{name} row {number}", {**row, **named}

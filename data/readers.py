@@ -154,7 +154,8 @@ def _find_in_folder(folder: Path, file_format: str | None) -> dict[str, SplitFil
     if not found["train"]:
         there = ", ".join(f.name for f in names[:5]) or "nothing"
         raise UserError(
-            f"--data {folder}: there is no train.txt (or .csv, .tsv, .jsonl, .json, .parquet); found: {there}"
+            f"--data {folder}: there is no train.txt (or .csv, .tsv, .jsonl, .json, .parquet, .conll);"
+            f" found: {there}"
         )
     return {split: SplitFiles(files, file_format or formats[0]) for split, files in found.items() if files}
 

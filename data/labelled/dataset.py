@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -139,7 +139,7 @@ class Labelled(TokenizedData):
         size = self.options.vocab_size
         if size is not None and size < 300:
             raise UserError(f"--vocab-size {size}: must be at least 300: characters and special tokens")
-        splits = self._check_tables("labels: give tsv, csv, jsonl, json or parquet")
+        splits = self._check_tables("labels: give tsv, csv, jsonl, json, parquet or conll")
         if splits:
             find_columns(self.recipe.data, readers.column_names(splits["train"]), self.options)
 
@@ -174,7 +174,7 @@ class Labelled(TokenizedData):
             del splits["train"]
         labels = learnt_names(kind, splits, self.recipe.data, self.known)
         if rare := [str(name) for name in labels if counts[name] == 1 and not fixed]:
-            notes.append(f"of one training row each: {', '.join(rare[:8])}{', ...' * (len(rare) > 8)}")
+            notes.append(f"labels of one training row each: {', '.join(rare[:8])}{', ...' * (len(rare) > 8)}")
         tokenizer, special = self._open_tokenizer(read_examples(rows["train"](), columns))
         if (words := isinstance(kind, WordTags)) and not fixed:  # the run's own does so already
             tokenizers.prepend_space(tokenizer)
@@ -204,7 +204,7 @@ class Labelled(TokenizedData):
                 found["train"][CLASS_WEIGHT] = _sums(label, weights) if words else weights[label]
         extra = {
             **self._tokenizer_facts(tokenizer, special),
-            **({} if kind.name == "classes" else {"problem": kind.name, "label_form": kind.form}),
+            **({} if kind.name == "classes" else {"problem": kind.name}),
             "labels": labels,
             "label_counts": of_train.tolist(),
             **({} if weights is None else {"class_weights": weights.tolist()}),
@@ -221,7 +221,6 @@ class Labelled(TokenizedData):
             corpora.check_valid(self.options.valid, splits, self.recipe.data)
         known = {"problem": self.options.problem} if self.known is None else self.known.extra
         kind, notes = find_kind(known.get("problem", "classes"), columns, splits["train"])
-        kind = replace(kind, form=known.get("label_form", kind.form))
         share = corpora.share_of(self.options.valid) or HELD_OUT_SHARE
         if "valid" not in splits:
             whole, read = splits["train"].named(kind), rows["train"]

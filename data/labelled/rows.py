@@ -108,9 +108,7 @@ def read_examples(rows: LocatedRows, columns: ColumnNames) -> Iterator[Example]:
         label, first = _label_of(row, where, columns), listed if first is None else first
         if listed != first or (listed and (pair or columns.flags or isinstance(label, str))):
             both = f"{columns.text} and {columns.label}"
-            raise UserError(
-                f"{where}: {both} are lists of words and of a tag for each, in all rows or in none"
-            )
+            raise UserError(f"{where}: {both} are lists of words and their tags, in all rows or in none")
         if listed and label is not None and len(text) != len(label):
             raise UserError(f"{where}: has {len(text)} {columns.text} and {len(label)} {columns.label}")
         yield Example(where, text, pair, label)
@@ -147,25 +145,19 @@ def class_name(value: Any) -> str | None:
 def _label_of(row: Mapping[str, Any], where: str, columns: ColumnNames) -> Label:
     """The label of a row. Raises UserError for an object, a list of lists, and a flag that is neither."""
     cells = {name: class_name(row.get(name)) for name in columns.flags}
-    for name, cell in cells.items():
-        if any(cells.values()) and str(cell).lower() not in FLAGS:
-            raise UserError(
-                f"{where}: column {name} holds {cell}, not 1 or 0: whether the text has that label"
-            )
+    for name, cell in cells.items() if any(cells.values()) else ():
+        if str(cell).lower() not in FLAGS:
+            raise UserError(f"{where}: column {name} holds {cell}, not 1 or 0: whether a text has that label")
     if columns.flags:
-        return (
-            tuple(n for n, cell in cells.items() if FLAGS[str(cell).lower()]) if any(cells.values()) else None
-        )
+        found = tuple(name for name, cell in cells.items() if FLAGS.get(str(cell).lower()))
+        return found if any(cells.values()) else None
     value = row.get(columns.label)
     value = _written_list(value) if isinstance(value, str) else value
     parts = value if isinstance(value, list) else [value]
-    if any(isinstance(part, dict | list) for part in parts) or re.fullmatch(
-        r"(?s)\{.*\}", str(value).strip()
-    ):
-        shown = f"column {columns.label} holds {str(value)[:40]}"
-        raise UserError(
-            f"{where}: {shown}: a label is a word, a number or a list; --label-column takes another"
-        )
+    written = str(value).strip()
+    if any(isinstance(part, dict | list) for part in parts) or written[:1] + written[-1:] == "{}":
+        why = "a label is a word, a number or a list; --label-column takes another"
+        raise UserError(f"{where}: column {columns.label} holds {written[:40]}: {why}")
     return tuple(intern(class_name(part) or "") for part in parts) if value is parts else class_name(value)
 
 

@@ -39,7 +39,7 @@ LINES = ".txt"
 """The ending of a file with a text in each line."""
 CHUNK_ROWS = 4096
 """Rows that are read, answered and written together."""
-ROW_ENDINGS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", LINES)
+ROW_ENDINGS = (".csv", ".tsv", ".jsonl", ".json", ".parquet", ".conll", LINES)
 OUT_ENDINGS = (".csv", ".jsonl", ".parquet")
 ITEMS_COLUMN = "items"
 """A list of what a user took who was not in training."""

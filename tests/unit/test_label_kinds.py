@@ -14,7 +14,7 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.core.recipe import Recipe
-from isobatch.data import tokenizers
+from isobatch.data import corpora, tokenizers
 from isobatch.data.base import Ragged
 from isobatch.data.labelled.dataset import NO_LABEL, Labelled, LabelledOptions
 from isobatch.data.labelled.kinds import KINDS, as_bio, form_of_sets
@@ -448,7 +448,7 @@ TEXT, WORDS = "text,label\n", '{"words": ["a", "b"], "tags": '
         ),
         ("a.jsonl", WORDS + "[0, 3]}\n", {}, r"line 1: column tags holds 0, of word 1: a tag is O"),
         ("a.jsonl", WORDS + '["O", "NOUN"]}\n', {}, r"line 1: column tags holds NOUN, of word 2"),
-        ("a.jsonl", WORDS + '"O"}\n', {}, r"line 1: words and tags are lists of words and of a tag for each"),
+        ("a.jsonl", WORDS + '"O"}\n', {}, r"line 1: words and tags are lists of words and their tags"),
         ("a.jsonl", (WORDS + '["O", "O"]}\n') * 2, {}, r"tags is O for every training word"),
         ("a.jsonl", '{"words": [], "tags": []}\n', {}, r"line 1: words is no list of words"),
         (
@@ -542,7 +542,7 @@ def test_the_draw_keeps_each_label_in_training_and_is_the_same_for_every_seed(
     assert min(extra["label_counts"][:1] if kind == "tokens" else extra["label_counts"]) >= 1
     if kind != "regression":
         assert any(
-            note.startswith("of one training row each: ") and "rare" in note for note in extra["notes"]
+            note.startswith("labels of one training row each: ") and "rare" in note for note in extra["notes"]
         )
         assert not any(
             n == 0 for name, n in zip(extra["labels"], extra["label_counts"], strict=True) if name[:2] != "I-"
@@ -705,3 +705,15 @@ def test_clinc150_is_read_from_its_own_file() -> None:
     assert [len(splits[s]["label"]) for s in ("train", "valid", "test")] == [15_000, 3_000, 4_500]
     assert (len(extra["labels"]), set(extra["label_counts"])) == (150, {100})
     assert "of the splits in the file, oos_val, oos_test, oos_train are not read" in extra["notes"]
+
+
+def test_lists_of_class_labels_of_a_hub_data_set_have_their_names() -> None:
+    datasets = pytest.importorskip("datasets")
+    names = datasets.ClassLabel(names=["O", "B-x", "I-x"])
+    features = datasets.Features(
+        {"tokens": datasets.List(datasets.Value("string")), "ner_tags": datasets.List(names)}
+    )
+    rows = datasets.Dataset.from_dict({"tokens": [["a", "b"]], "ner_tags": [[1, 2]]}, features=features)
+    assert list(corpora.read_hub_rows("me/data", rows)) == [
+        ("me/data row 0", {"tokens": ["a", "b"], "ner_tags": ["B-x", "I-x"]})
+    ]
