@@ -176,7 +176,7 @@ class PrepareOptions(AnswerOptions):
     """The flags of `prepare`."""
 
     show: Count = 0
-    """So many training samples as text, with what is learnt set apart."""
+    """So many training samples as text, with what is learnt set apart, or behind their labels."""
 
 
 def prepare(words: Sequence[str]) -> int:
@@ -197,6 +197,8 @@ def prepare(words: Sequence[str]) -> int:
 
         data = request.workload.make(request.recipe)[1]
         if not (shown := shown_samples(data, facts, count, sys.stdout.isatty())):
-            raise UserError("prepare: --show is for conversations and pairs of answers: leave it out")
+            raise UserError(
+                "prepare: --show is for conversations, pairs of answers, labelled texts: leave it out"
+            )
     text = "\n".join([*lines, f"in {facts.folder}", *shown])
     return print_answer(facts.to_dict(), text, bool(request.extra.get("json")))

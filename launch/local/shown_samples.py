@@ -20,15 +20,16 @@ COLOURS, BRACKETS = ("\x1b[32m", "\x1b[0m"), ("[[", "]]")
 
 
 def shown_samples(data: Any, facts: Facts, count: int, on_terminal: bool, most: int = 1 << 20) -> list[str]:
-    """The first `count` training samples, the last `most` tokens of each row, of a pair both; none where
-    samples are no text that is learnt in parts.
+    """The first `count` training samples, the last `most` tokens of each row, of a pair both; labelled texts
+    behind their labels; none where samples are no text that is learnt in parts.
     """
     if not isinstance(data, TokenizedData) or "train" not in facts.samples:
         return []
     source = data.open(Path(facts.folder), "train")
     batch = source.fetch(np.arange(min(count, len(source))))
     if "learn" not in batch:
-        return []
+        described = data.describe_rows(facts, batch) if "label" in batch else []
+        return [printable(text[: 4 * most]) for text in described]
     tokenizer, (begin, end) = data.prepared_tokenizer(facts), COLOURS if on_terminal else BRACKETS
     names = source.names[: source.rows_at_once] if isinstance(source, PairSource) else ("conversation",)
     columns = (batch["tokens"], batch["learn"], batch.get("row_length", batch["length"])[..., None])

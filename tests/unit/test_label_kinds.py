@@ -19,6 +19,7 @@ from isobatch.data.base import Ragged
 from isobatch.data.labelled.dataset import NO_LABEL, Labelled, LabelledOptions
 from isobatch.data.labelled.kinds import KINDS, as_bio, form_of_sets
 from isobatch.engine.loading.prepare import prepare
+from isobatch.launch.local.shown_samples import shown_samples
 from isobatch.launch.predicting.tables import UnansweredRowError, WordReader
 from isobatch.tests.paths import ROOT
 from isobatch.tests.unit.test_labelled import make
@@ -606,6 +607,7 @@ def test_rows_are_described_by_their_labels(
     facts = prepare(data)
     batch = data.open(tmp_path / facts.folder, "train").fetch(np.arange(2))
     found = data.describe_rows(facts, batch)
+    assert shown_samples(data, facts, 2, on_terminal=False) == found
     assert [line.partition(":")[0] for line in found] == said.get(kind, ["B-x good", "(none)"])
     assert [line.partition(": ")[2] for line in found] == ["good", "bad"]
 
