@@ -52,8 +52,13 @@ class LabelKind(ABC):
 
     def values(self, split: SplitLabels, names: Sequence[str]) -> np.ndarray:
         """The column `label` of a split's rows; of tags the encoder of words makes it."""
-        found = [[name in (has or ()) for name in names] for has in split.names]
-        return np.array(found, np.float32)[split.codes]
+        number, of = (
+            {name: n for n, name in enumerate(names)},
+            np.zeros((len(split.names), len(names)), np.float32),
+        )
+        for row, found in zip(of, split.names, strict=True):
+            row[[number[name] for name in found or ()]] = 1
+        return of[split.codes]
 
     def refuse(self, where: str, label: Label, why: str) -> NoReturn:
         """Raise UserError for a label."""
@@ -108,13 +113,9 @@ class ClassLabels(LabelKind):
 
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
         if isinstance(label, tuple) or re.fullmatch(r"(?s)\[.*\]|\d+(,\s*\d+)+", label or ""):
-            self.refuse(
-                where, label, "several values: a text has one class; --problem multi-label learns sets"
-            )
+            self.refuse(where, label, "several values: a text has one class (sets: --problem multi-label)")
         if DECIMAL.fullmatch(label or ""):
-            self.refuse(
-                where, label, "a decimal number: a class is a word; --problem regression learns scores"
-            )
+            self.refuse(where, label, "a decimal number: a class is a word (scores: --problem regression)")
         return None if label is None else (label,)
 
     def values(self, split: SplitLabels, names: Sequence[str]) -> np.ndarray:
@@ -125,12 +126,10 @@ class ClassLabels(LabelKind):
         """As of a LabelKind, and a share of the rows of each class."""
         order = random_order(len(split))
         by_class = order[np.argsort(split.codes[order], kind="stable")]
-        sizes = np.bincount(split.codes, minlength=len(split.labels)).tolist()
+        sizes, names = np.bincount(split.codes, minlength=len(split.labels)).tolist(), split.labels
         counts = [int(size * share) for size in sizes]
         missing = max(1, round(len(split) * share)) - sum(counts)
-        for n in sorted(
-            range(len(sizes)), key=lambda n: (counts[n] - sizes[n] * share, str(split.labels[n]))
-        ):
+        for n in sorted(range(len(sizes)), key=lambda n: (counts[n] - sizes[n] * share, str(names[n]))):
             if missing > 0 and counts[n] < sizes[n] - 1:  # the largest remainders are rounded up
                 counts[n], missing = counts[n] + 1, missing - 1
         held_out, start = np.zeros(len(split), bool), 0
@@ -151,9 +150,8 @@ class LabelSets(LabelKind):
             return None
         written = label
         if isinstance(label, str):
-            label = (
-                tuple(part.strip() for part in label.split(self.form)) if len(self.form) == 1 else (label,)
-            )
+            parts = label.split(self.form) if len(self.form) == 1 else [label]
+            label = tuple(map(str.strip, parts))
         elif self.form == VECTOR:
             label = tuple(str(n) for n, flag in enumerate(label or ()) if flag == "1")
         if "" in (label or ()):
@@ -185,7 +183,7 @@ class Scores(LabelKind):
         return [self.column]
 
     def values(self, split: SplitLabels, names: Sequence[str]) -> np.ndarray:  # noqa: ARG002
-        return np.array([str(label) for label in split.labels], np.float32)[split.codes]
+        return np.array([float(str(label)) for label in split.labels], np.float32)[split.codes]
 
     def balanced(self, counts: np.ndarray, rows: int) -> np.ndarray:  # noqa: ARG002
         raise UserError("--class-weights: there are no classes in regression: leave it out")
@@ -204,9 +202,7 @@ class WordTags(LabelKind):
         tags = [first_tag(tag) for tag in label or ()]
         for number, tag in enumerate(tags, 1):
             if not TAG.fullmatch(tag):
-                self.refuse(
-                    where, tag or "an empty tag", f"of word {number}: a tag is O, or B- or I- with a type"
-                )
+                self.refuse(where, tag or "an empty tag", f"of word {number}: tags are O, B-TYPE, I-TYPE")
         return None if label is None else as_bio(tags)
 
     def names(self, found: Sequence[str], data: str) -> list[str]:
@@ -260,7 +256,7 @@ def find_kind(asked: str, columns: ColumnNames, train: SplitLabels) -> tuple[Lab
         way = "; --problem classes takes each cell as one" * (form in MARKS)
         return LabelSets(column, form), [f"problem: multi-label, as a text has several labels{way}"]
     if _are_scores(column, train):
-        return Scores(column), [f"problem: regression, as there are decimals in {column}"]
+        return Scores(column), [f"problem: regression, as there are decimals in column {column}"]
     return ClassLabels(column), []
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from sys import intern
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -252,8 +252,7 @@ class SplitLabels:
         """The same with the names in each label. Raises UserError where one is none of this kind."""
         if self.names:
             return self
-        found = (kind.names_in(*one) for one in zip(self.labels, self.first, strict=True))
-        return replace(self, names=tuple(found))
+        return replace(self, names=tuple(map(kind.names_in, self.labels, self.first)))
 
     def cells(self) -> dict[Label, int]:
         """Label as written -> rows, of those labels that rows have."""
@@ -295,9 +294,8 @@ def learnt_names(
         if missing := rows.counts().get(None):
             what = f"{kind.column} {kind.nothing} in the {split} split, in {missing:,} of {len(rows):,} rows"
             raise UserError(f"{rows.where(None)}: {what}: leave such rows out")
-    names: list[str] = (
-        known.extra["labels"] if known else kind.names([*map(str, splits["train"].counts())], data)
-    )
+    found = () if known else map(str, splits["train"].counts())
+    names: list[str] = known.extra["labels"] if known else kind.names([*found], data)
     way = f"is none of the run's: {', '.join(names[:8])}{', ...' * (len(names) > 8)}"
     for split, rows in splits.items():
         if strange := next((name for name in rows.counts() if name not in names), None):
@@ -307,11 +305,7 @@ def learnt_names(
 
 
 def class_weights(
-    asked: Literal["balanced"] | tuple[float, ...],
-    kind: LabelKind,
-    labels: list[str],
-    counts: np.ndarray,
-    rows: int,
+    asked: Any, kind: LabelKind, labels: list[str], counts: np.ndarray, rows: int
 ) -> np.ndarray:
     """(C,) float32: what a sample of each class counts in the loss.
 
@@ -319,9 +313,7 @@ def class_weights(
     """
     balanced = kind.balanced(counts, rows)
     if asked != "balanced" and len(asked) != len(labels):
-        raise UserError(
-            f"--class-weights {','.join(f'{weight:g}' for weight in asked)}: the data has {len(labels)}"
-            f" classes ({', '.join(labels[:8])}{', ...' if len(labels) > 8 else ''}): give a number for"
-            " each, in this order"
-        )
+        given, few = ",".join(f"{weight:g}" for weight in asked), ", ".join(labels[:8])
+        has = f"the data has {len(labels)} classes ({few}{', ...' if len(labels) > 8 else ''})"
+        raise UserError(f"--class-weights {given}: {has}: give a number for each, in this order")
     return np.array(balanced if asked == "balanced" else asked, np.float32)

@@ -166,7 +166,7 @@ def test_scores_are_numbers_in_every_format(ending: str, tmp_path: Path) -> None
         WRITERS[ending](tmp_path / f"{split}.{ending}", rows)
     splits, _, extra = make(tmp_path).encode_splits()
     assert (extra["problem"], extra["labels"], extra["label_counts"]) == ("regression", ["score"], [30])
-    assert "problem: regression, as there are decimals in score" in extra["notes"]
+    assert "problem: regression, as there are decimals in column score" in extra["notes"]
     for split, found in (("train", scores["train"]), ("valid", scores["dev"]), ("test", scores["test"])):
         label = np.asarray(splits[split]["label"])
         assert (label.dtype, label.tolist()) == (np.float32, np.array(found, np.float32).tolist())
@@ -445,9 +445,9 @@ TEXT, WORDS = "text,label\n", '{"words": ["a", "b"], "tags": '
             "a.jsonl",
             WORDS + '["O", ""]}\n',
             {},
-            r"line 1: column tags holds an empty tag, of word 2: a tag is O",
+            r"line 1: column tags holds an empty tag, of word 2: tags are O",
         ),
-        ("a.jsonl", WORDS + "[0, 3]}\n", {}, r"line 1: column tags holds 0, of word 1: a tag is O"),
+        ("a.jsonl", WORDS + "[0, 3]}\n", {}, r"line 1: column tags holds 0, of word 1: tags are O"),
         ("a.jsonl", WORDS + '["O", "NOUN"]}\n', {}, r"line 1: column tags holds NOUN, of word 2"),
         ("a.jsonl", WORDS + '"O"}\n', {}, r"line 1: words and tags are lists of words and their tags"),
         ("a.jsonl", (WORDS + '["O", "O"]}\n') * 2, {}, r"tags is O for every training word"),
