@@ -39,6 +39,14 @@ class LeavesUnread(Protocol):
 
 
 @runtime_checkable
+class MonitorsByData(Protocol):
+    """The metric that early stopping follows depends on what the data holds."""
+
+    def monitor_of(self, facts: Facts) -> tuple[str, str]:
+        """As `Task.monitor`."""
+
+
+@runtime_checkable
 class HasTeacher(Protocol):
     """It learns from another model's answers."""
 
@@ -217,6 +225,11 @@ def all_protocols() -> Mapping[type, tuple[str, ...]]:
     asked = [one for one in known if isinstance(one, type) and getattr(one, "_is_runtime_protocol", False)]
     own = {one: {**vars(one), **vars(one).get("__annotations__", {})} for one in asked}
     return {one: tuple(n for n in names if not n.startswith("_")) for one, names in own.items()}
+
+
+def monitor_of(task: Task, facts: Facts) -> tuple[str, str]:
+    """The metric that early stopping and the best checkpoint follow; its good direction, min or max."""
+    return task.monitor_of(facts) if isinstance(task, MonitorsByData) else task.monitor
 
 
 def build_model(task: Task, facts: Facts, device: torch.device) -> nn.Module:

@@ -13,6 +13,7 @@ from isobatch.engine.optimization.schedule import CLOSING_STEPS
 from isobatch.engine.runs.peak_memory import PeakMemory, trim_heap
 from isobatch.engine.train.evaluate import evaluate_beside, monitored
 from isobatch.engine.train.hooks import Hook, Signal, name_of
+from isobatch.models.capabilities import monitor_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,7 +41,7 @@ class Evaluate(Hook):
         self.training, self.log, self.peak, self.say = state, log, peak, say
         self.others, self.send = others, send
         patience = state.recipe.patience if state.schedule.early_stopping else 0
-        self.judge = EarlyStopping(state.task.monitor[1], patience, state.recipe.min_delta)
+        self.judge = EarlyStopping(monitor_of(state.task, state.facts)[1], patience, state.recipe.min_delta)
 
     def ended(self) -> bool:
         return self.judge.should_stop
@@ -71,7 +72,7 @@ class Evaluate(Hook):
     def at_pause(self, state: Training, step: int, asked: set[Signal]) -> set[Signal]:  # noqa: ARG002
         if not self.due(step):
             return set()
-        (name, _), judge = state.task.monitor, self.judge
+        (name, _), judge = monitor_of(state.task, state.facts), self.judge
         beside = {name_of(hook): hook.tensors() for hook in self.others if hook.weights}
         metrics = self.measure("valid", state.recipe.eval_fraction, step, beside)
         wanted: set[Signal] = set()

@@ -85,7 +85,7 @@ def finish(run: RunOnRank, builder: Builder, evaluation: Evaluate, guard: DataGu
         summary |= _sample(run, state, model)
         remark = _measure_export(run, state, model, exported, held_out)
         summary |= {"remark": remark} if remark else {}
-        chosen_by = state.task.monitor[0] if judge.patience else ""
+        chosen_by = capabilities.monitor_of(state.task, state.facts)[0] if judge.patience else ""
         steps = state.progress.steps_before + exported
         measured = model_card.HeldOutFigures(held_out, steps, chosen_by, remark)
         described = capabilities.description_of(state.task, run.folder.final, state.facts)
@@ -120,7 +120,7 @@ def _summarize(
         **summarize(state.recipe, state.plan, state.progress, state.model, held_out),
         "startup_seconds": startup_seconds(run.first_step_at, run.measured_before),
         "peak_memory_bytes": run.peak.bytes,
-        "monitor": state.task.monitor[0],
+        "monitor": capabilities.monitor_of(state.task, state.facts)[0],
         "resumed_from": run.resumed_from,
     }
 

@@ -52,6 +52,7 @@ from isobatch.engine.train.loop import run_phase
 from isobatch.engine.train.memory_probe import probe_memory
 from isobatch.engine.trainer.finish import finish, stop
 from isobatch.engine.trainer.resume import newest_checkpoint
+from isobatch.models.capabilities import monitor_of
 
 if TYPE_CHECKING:
     from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
@@ -221,7 +222,7 @@ def _try_monitor(state: Training) -> None:
         raise
     except Exception:
         return
-    monitored(metrics, state.task.monitor[0])
+    monitored(metrics, monitor_of(state.task, state.facts)[0])
 
 
 def _measure_rounding(run: RunOnRank, builder: Builder, schedule: PhaseSchedule, previous: Path) -> None:

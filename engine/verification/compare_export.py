@@ -13,7 +13,13 @@ from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, phase_and_
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.checkpointing.weight_files import export_beside
 from isobatch.models import model_card
-from isobatch.models.capabilities import FinalRemark, FinishesUnmeasured, MeasuresExport, description_of
+from isobatch.models.capabilities import (
+    FinalRemark,
+    FinishesUnmeasured,
+    MeasuresExport,
+    description_of,
+    monitor_of,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -67,7 +73,7 @@ def is_own_card(run: RunFolder, task: Task, final: Path, unmeasured: str = "") -
     if not re.fullmatch(".+".join(map(re.escape, re.split(r"\bRUN\b", expected))), said, re.DOTALL):
         return False
     last = [row for row in rows_in(run.metrics) if "exported" in row][-1]
-    chosen_by = task.monitor[0] if run.recipe.patience else ""
+    chosen_by = monitor_of(task, run.facts)[0] if run.recipe.patience else ""
     before = summary["steps"] - last["step"]
     _, step = phase_and_step(last["exported"])
     figures = model_card.HeldOutFigures(measured, before + step, chosen_by, said)

@@ -15,6 +15,7 @@ from isobatch.engine.optimization.schedule import PhaseSchedule, learning_rate
 from isobatch.engine.runs.metrics_log import LEFT_OUT, LOST, SEAL, first_seal
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.train.figures import FIGURES, NEEDED, extend_chain, is_step
+from isobatch.models.capabilities import monitor_of
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
@@ -73,7 +74,7 @@ class LogRecord:
     def __init__(self, run: RunFolder, order: RunOrder) -> None:
         """Read the log. `order`: what recipe and data make of its steps. Raises WrongRecordError."""
         self.recipe, self.sampler = run.recipe, order.sampler
-        self.metric, direction = order.task.monitor
+        self.metric, direction = monitor_of(order.task, run.facts)
         self.held_out = [split for split in HELD_OUT_SPLITS if split in run.facts.samples]
         judges = (
             EarlyStopping(direction, run.recipe.patience if s.early_stopping else 0, run.recipe.min_delta)

@@ -28,6 +28,7 @@ from isobatch.engine.train.hooks import Hook, Hooks, Seen
 from isobatch.engine.train.loop import run_phase
 from isobatch.engine.verification.compare_export import compare_export
 from isobatch.engine.verification.windows import INITIAL, Job, Redone, Window, redone_step
+from isobatch.models.capabilities import monitor_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,9 +146,8 @@ class Replay:
         return self.builder.schedule_of(saved.state["progress"]["phase"])
 
     def evaluate(self, split: str) -> dict[str, float]:
-        """Metrics of a whole split."""
-        with self.builder:
-            return evaluate(self.state, split)
+        """Metrics of a whole split. Who asks leaves `builder` behind the last."""
+        return evaluate(self.state, split)
 
     def redo(self, job: Job) -> Redone:
         """Do a job. All ranks call this.
@@ -217,7 +217,7 @@ class Replay:
             judge = saved.state["hooks"]["evaluate"]
             if judge["patience"] and judge["best_step"] == step:
                 found = evaluate(state, "valid", self.run.recipe.eval_fraction)
-                redone.judged = found[state.task.monitor[0]]
+                redone.judged = found[monitor_of(state.task, state.facts)[0]]
             if self.world.is_main:
                 model = builder.gather_full_model(folder, phase)
                 first = next(iter(redone.metrics), None)

@@ -78,7 +78,7 @@ def _measure_samples(run: RunFolder, options: EvaluateOptions) -> Measured:
     if options.split and options.split not in run.facts.samples:
         raise UserError(f"--split {options.split}: the data has {', '.join(run.facts.samples)}")
     splits = [options.split] if options.split else [s for s in run.facts.samples if s != "train"]
-    with tempfile.TemporaryDirectory() as folder:
+    with replay.builder, tempfile.TemporaryDirectory() as folder:
         splits = [_hold_out(replay, options.test, Path(folder))] if options.test else splits
         task, metrics = replay.state.task, {name: replay.evaluate(name) for name in splits}
         for name, found in metrics.items():

@@ -24,6 +24,7 @@ from isobatch.engine.runs.run_folder import RunFolder, list_runs
 from isobatch.launch.clusters.cluster import JobState, job_states
 from isobatch.launch.commands.describe import ListingOptions
 from isobatch.launch.local.arguments import read_command
+from isobatch.models.capabilities import MonitorsByData
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
@@ -194,7 +195,8 @@ def main_metric(recipe: Recipe, summary: Mapping[str, Any]) -> str:
     if recipe.task in TASKS:
         with contextlib.suppress(UserError):  # code that came with the run, or values of another version
             task, _ = workload_of(recipe).make(recipe)
-            return (task.compared_by or task.monitor)[0]
+            if not (isinstance(task, MonitorsByData) and "monitor" in summary):
+                return (task.compared_by or task.monitor)[0]
     return str(summary.get("monitor", "loss"))
 
 

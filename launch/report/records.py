@@ -18,6 +18,7 @@ from isobatch.engine import consent
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.log_reader import damaged_rows, thinned_rows
 from isobatch.launch.report.tables import format_value
+from isobatch.models.capabilities import monitor_of
 from isobatch.models.protocols import Drawing, Reports, TaskReport
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
     summary = _readable(run.summary, notes) or {}
     plan = _readable(lambda: run.plan.to_dict(), notes) or {}
     report, monitor = report_of(task), summary.get("monitor")
-    judged_by = [task.monitor[0]] if task else []
+    judged_by = [monitor_of(task, run.facts)[0]] if task else []
     curves = report.curves if report else tuple([monitor] if isinstance(monitor, str) else judged_by)
     reported = report.reported if report else ()
     if damaged := damaged_rows(run.metrics):

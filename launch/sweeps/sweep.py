@@ -19,11 +19,12 @@ from isobatch.core.errors import DONE, STOPPED
 from isobatch.core.flags import to_json_value
 from isobatch.core.measures import aligned
 from isobatch.core.terminal.console import print_answer
-from isobatch.engine.runs.run_folder import run_name
+from isobatch.engine.runs.run_folder import RunFolder, run_name
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.local.arguments import distinct, labelled
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.local.run_setup import print_unless_quiet
+from isobatch.models.capabilities import monitor_of
 
 if TYPE_CHECKING:
     from isobatch.launch.local.arguments import Point
@@ -64,7 +65,8 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
         metrics = (run.summary() or {}).get("metrics_by_split", {}) if verdict.code == DONE else {}
         trained.append(Trained(values=values, folder=run.folder, code=verdict.code, metrics=metrics))
     task, _ = first.workload.make(first.recipe)
-    found = summary(trained, *(task.compared_by or task.monitor))
+    done = next((RunFolder.open(one.folder) for one in trained if one.code == DONE), None)
+    found = summary(trained, *(task.compared_by or (monitor_of(task, done.facts) if done else task.monitor)))
     path = _folder(points) / FILE_NAME
     atomic_files.write_json(path, found)
     print_answer(found, f"{format_sweep(found)}\nall figures: {path}", options.json)

@@ -37,14 +37,16 @@ class DistillationOptions(ClassifierOptions):
     kd_weight: Share = 0.5
     """Part of the loss that comes from the teacher's logits; the rest is from the labels."""
     distill_hidden: bool = True
-    """Also follow the teacher's first token through its layers (Sun et al. 2019, patient distillation)."""
+    """Also follow the teacher's first token through its layers (Sun et al. 2019, patient distillation). Where
+    words are tagged, the first token says nothing of them: then on is off."""
 
 
 class DistilledClassifier(Classifier):
     """A classifier that learns from labels and, if there is one, from a teacher.
 
-    loss = (1 - w) CE(labels) + w T^2 KL(teacher || student at temperature T) + hidden, where `hidden` is the
-    mean over layers of the squared distance between the normalised states of the first token.
+    loss = (1 - w) L(labels) + w S(teacher) + hidden. L and S are the problem's own losses, of classes CE and
+    T^2 KL(teacher || student at temperature T); `hidden` is the mean over layers of the squared distance
+    between the normalised states of the first token.
     """
 
     Options: ClassVar[type] = DistillationOptions
@@ -100,7 +102,8 @@ class DistilledClassifier(Classifier):
         if (path := self._teacher_path()) is not None:
             named, labels = hub.load_config(path, None).get("id2label") or {}, facts.extra["labels"]
             found = [named[k] for k in sorted(named, key=int)]
-            if found != list(labels):
+            here, there = problems.of_facts(facts), problems.of_config(hub.load_config(path, None))
+            if found != list(labels) or here.name != there.name:
                 raise UserError(
                     f"the teacher {path} knows the classes {', '.join(found[:8]) or 'LABEL_0, LABEL_1'},"
                     f" and the data has {', '.join(labels[:8])}: give a classifier trained on this data"
@@ -108,16 +111,18 @@ class DistilledClassifier(Classifier):
         return super()._classifier_config(facts)
 
     def teacher(self) -> Teacher | None:
-        path, hidden = self._teacher_path(), self.options.distill_hidden
+        path = self._teacher_path()
         if path is None:
             return None
+        per_token = problems.of_config(hub.load_config(path, None)).per_token
+        hidden = self.options.distill_hidden and not per_token
 
         def answers(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
             logits, states = self.logits_and_states(model, batch, hidden)
             return {"logits": logits} | ({"states": states.half()} if states is not None else {})
 
         identity = f"{hub.weights_hash(path)} {'states' if hidden else 'logits'}"
-        return Teacher(identity, lambda _: encoders.open_classifier(path), answers)
+        return Teacher(identity, lambda _: encoders.open_classifier(path), answers, per_token=per_token)
 
     def against_teacher(self, run: Runner, batches: Callable[[], Iterable[Batch]]) -> dict[str, float]:
         """Accuracy of the teacher, and how the finished model stands to it; nothing without one."""
@@ -172,7 +177,8 @@ def is_classifier(name: str, revision: str | None) -> bool:
     if not (Path(hub.local_path_or_id(name, revision)) / "config.json").is_file():
         return False
     architectures = hub.load_config(name, revision).get("architectures") or []
-    return any(str(kind).endswith("ForSequenceClassification") for kind in architectures)
+    heads = tuple(f"For{problem.head}" for problem in problems.PROBLEMS.values())
+    return any(str(kind).endswith(heads) for kind in architectures)
 
 
 def hidden_width(config: Mapping[str, Any] | None) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.recipe import DEMO
 from isobatch.models import hub, saving
@@ -19,7 +20,7 @@ from isobatch.models.encoder import encoders, evaluation, prediction, problems
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import ModelVariant
 from isobatch.models.encoder.prediction import TextClassifier
-from isobatch.models.encoder.problems import CLASS_WEIGHT, CLASS_WEIGHTS
+from isobatch.models.encoder.problems import CLASS_WEIGHTS, SETTLED_FILE, LossTerms
 from isobatch.models.encoder.report import ClassifierReport
 from isobatch.models.model_card import ModelDescription
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
+    from isobatch.models.encoder.evaluation import Runner
+    from isobatch.models.encoder.problems import Problem
+    from isobatch.models.protocols import Batches
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "intermediate_size": 512},
@@ -35,12 +39,13 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 """BERTs to train from scratch; `bert-6l` has the layer widths of BERT-base."""
 USAGE = """\
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelFor{head}, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained(".")
-model = AutoModelForSequenceClassification.from_pretrained("."{code})
+model = AutoModelFor{head}.from_pretrained("."{code})
 inputs = tokenizer({text}, truncation=True, max_length={length}, return_tensors="pt")
-print(model.config.id2label[int(model(**inputs).logits.argmax())])
+logits = model(**inputs).logits[0]
+{answer}
 """
 LEAST_STEPS = 1000
 """Fewest steps of a classifier. A small set needs a number of steps, not of epochs: Mosbach et al. 2021, "On
@@ -57,16 +62,20 @@ FAST = {"max_length": 64, "eval_fraction": 0.5, "least_steps": LEAST_STEPS // 2,
 class ClassifierOptions:
     """The flags of every workload that trains a classifier."""
 
-    best_metric: Literal["accuracy", "f1", "f1_macro", "mcc", "loss"] = "accuracy"
-    """What --patience and the best checkpoint follow. f1 is that of the second of two
-    classes, f1_macro the mean over classes, mcc Matthews' correlation."""
+    best_metric: Literal[
+        "auto", "accuracy", "f1", "f1_macro", "f1_micro", "mcc", "subset_accuracy", "spearman", "pearson",
+        "mae", "rmse", "loss",
+    ] = "auto"  # fmt: skip
+    """What --patience and the best checkpoint follow. auto: accuracy of classes, f1_micro of multi-label and
+    of entities, spearman of scores. f1 is that of the second of two classes, f1_macro the mean over classes,
+    labels or types, f1_micro that of all together, mcc Matthews' correlation."""
+    regression_loss: Literal["mse", "huber"] = "mse"
+    """Of scores: the squared error, or Huber's with delta 1, which outliers move less."""
 
 
 class Classifier(Task):
-    """A class per sample, trained by cross-entropy on the logits of the model's own head.
-
-    Metrics: `loss` in nats per sample, `accuracy`, and `accuracy_ci95`, its 95 % interval [low, high] (Wilson
-    1927: it stays inside 0 to 1); those of models/encoder/class_metrics.py.
+    """A class, any number of labels, or a score of each sample, or a tag of each word, by the logits of the
+    model's own head. Losses and metrics are those of models/encoder/problems.py.
     """
 
     Options: ClassVar[type] = ClassifierOptions
@@ -89,7 +98,14 @@ class Classifier(Task):
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
-        self.monitor = options.best_metric, "min" if options.best_metric == "loss" else "max"
+        self.monitor = self._monitor(problems.Classes)
+
+    def _monitor(self, problem: type[Problem] | Problem) -> tuple[str, str]:
+        name = problem.headline if self.options.best_metric == "auto" else self.options.best_metric
+        return name, "min" if name in ("loss", "mae", "rmse") else "max"
+
+    def monitor_of(self, facts: Facts) -> tuple[str, str]:
+        return self._monitor(problems.of_facts(facts))
 
     @classmethod
     def complete(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -110,7 +126,7 @@ class Classifier(Task):
         name, length = self._model_name, self.recipe.max_length
         if length < 3:
             raise UserError(f"--max-length {length}: a text needs at least 3 tokens, two of them special")
-        if (metric := self.options.best_metric) != "accuracy" and not self.recipe.patience:
+        if (metric := self.options.best_metric) not in ("auto", "accuracy") and not self.recipe.patience:
             raise UserError(
                 f"--best-metric {metric}: it chooses the best checkpoint with --load-best-model-at-end, or"
                 " with --patience 3, which stops early too"
@@ -135,10 +151,12 @@ class Classifier(Task):
         """The transformers config with this data's classes, and with the recipe's dropout if it has one."""
         from transformers import AutoConfig, BertConfig
 
-        labels = facts.extra["labels"]
+        labels, problem = facts.extra["labels"], problems.of_facts(facts)
+        huber = self.options.regression_loss == "huber"
+        problem.check(self.options.best_metric, self.recipe.label_smoothing, huber)
         if self.options.best_metric == "f1" and len(labels) != 2:
             raise UserError(f"--best-metric f1: the data has {len(labels)} classes: f1_macro is their mean")
-        named: dict[str, Any] = {"id2label": dict(enumerate(labels))}
+        named: dict[str, Any] = {"id2label": dict(enumerate(labels)), "problem_type": problem.problem_type}
         named["label2id"] = {label: number for number, label in named["id2label"].items()}
         name, pad = self._model_name, facts.extra["pad"] or 0
         if name in PRESETS:
@@ -150,6 +168,7 @@ class Classifier(Task):
             hub.check_vocabulary(name, config.vocab_size, facts.extra["vocabulary"])
             if config.model_type not in saving.POSITIONS_AFTER_PADDING:  # a decoder reads the token before it
                 config.pad_token_id = pad
+        config.isobatch = {"problem": problem.name}
         if self.recipe.dropout is not None:
             for field, value in config.to_dict().items():
                 if isinstance(value, float | int) and "dropout" in field:
@@ -171,15 +190,14 @@ class Classifier(Task):
 
     def _initial_model(self, facts: Facts) -> Any:
         import torch
-        from transformers import BertForSequenceClassification
         from transformers.utils import logging
 
-        config = self._classifier_config(facts)
+        config, head = self._classifier_config(facts), problems.of_facts(facts).head
         if self._model_name in PRESETS:
-            return BertForSequenceClassification(config)
+            return encoders.new_classifier(config, head)
         logging.disable_progress_bar()
         folder = hub.fetch_weights(self._model_name, self.recipe.revision)
-        return encoders.classifier_class(config).from_pretrained(
+        return encoders.classifier_class(config, head).from_pretrained(
             folder,
             config=config,
             revision=self.recipe.revision or "main",
@@ -194,7 +212,8 @@ class Classifier(Task):
 
         config = self._classifier_config(facts)
         with torch.device("meta"):
-            total = sum(p.numel() for p in encoders.new_classifier(config).parameters())
+            model = encoders.new_classifier(config, problems.of_facts(facts).head)
+        total = sum(p.numel() for p in model.parameters())
         dropouts = [value for name, value in vars(config).items() if "dropout" in name]
         return ModelSize(
             parameters=total,
@@ -213,8 +232,9 @@ class Classifier(Task):
 
     def label_loss(self, model: Any, logits: Tensor, batch: Batch) -> Loss:
         """The problem's loss, with the recipe's weights and smoothing."""
-        weights = model.class_weights if CLASS_WEIGHT in batch else None
-        return problems.of_model(model).loss(logits, batch, weights, self.recipe.label_smoothing)
+        weights = getattr(model, CLASS_WEIGHTS, None)
+        terms = LossTerms(weights, self.recipe.label_smoothing, self.options.regression_loss == "huber")
+        return problems.of_model(model).loss(logits, batch, terms)
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:
         """(B, C) in fp32; tokens beyond a sample's length are masked."""
@@ -246,7 +266,8 @@ class Classifier(Task):
     def note_inputs(self, model: Any) -> None:
         """Into config.json: which columns were read and how long texts were, for a copy away from its run."""
         columns = {name: self.recipe.options.get(name) for name in prediction.COLUMNS}
-        model.config.isobatch = {**columns, "max_length": self.recipe.max_length}
+        noted = {**columns, "max_length": self.recipe.max_length}
+        model.config.isobatch = noted | {"problem": problems.of_model(model).name}
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         """The lines for transformers; a pruned model needs the code beside it."""
@@ -255,19 +276,42 @@ class Classifier(Task):
             "its layers have different sizes, which modeling_pruned.py beside it knows: read that file before"
             " you trust it, or let `isobatch export RUN --to dense` write a folder that needs no code"
         )
-        names = facts.extra["labels"]
+        names, problem = facts.extra["labels"], problems.of_facts(facts)
         shown = ", ".join(names[:20]) + (", ..." if len(names) > 20 else "")
         return ModelDescription(
             title="Text classifier" + (", pruned" if pruned else ""),
-            summary=f"Tells {len(names)} classes apart: {shown}.",
+            summary=problem.description.format(count=len(names), labels=shown),
             usage=USAGE.format(
+                head=problem.head,
+                answer=problem.usage,
                 code=", trust_remote_code=True" if pruned else "",
                 text=evaluation.example_texts(facts),
                 length=self.recipe.max_length,
             ),
             remark=remark if pruned else "",
-            hub_fields={"library_name": "transformers", "pipeline_tag": "text-classification"},
+            hub_fields={"library_name": "transformers", "pipeline_tag": problem.pipeline},
         )
+
+    def final_metrics(
+        self, model: nn.Module, final: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
+    ) -> Mapping[str, Any]:
+        return self.settle(evaluation.torch_runner(model), final, facts, batches)
+
+    def settle(
+        self, run: Runner, final: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
+    ) -> Mapping[str, Any]:
+        """Keep in `final` what the validation split says of how to answer; metrics of the test split."""
+        kept = {}
+        if "valid" in facts.samples:
+            kept = problems.of_facts(facts).settle(lambda: evaluation.predict(run, batches("valid")))
+        if kept:
+            atomic_files.write_json(final / SETTLED_FILE, kept)
+        held_out = problems.of_folder(final) if "test" in facts.samples else problems.of_facts(facts)
+        return held_out.settled_metrics(lambda: evaluation.predict(run, batches()))
+
+    def kept_metrics(self, model: Any, final: Path, batches: Batches) -> Mapping[str, Any]:
+        run = evaluation.torch_runner(model)
+        return problems.of_folder(final).settled_metrics(lambda: evaluation.predict(run, batches()))
 
     def report(self) -> ClassifierReport:
         return ClassifierReport(self.variants)

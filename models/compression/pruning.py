@@ -220,14 +220,15 @@ class Pruning(DistilledClassifier):
         return weight_surgery.match_shapes(encoders.layers(model), shapes)
 
     def final_metrics(
-        self, model: nn.Module, final: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
+        self, model: nn.Module, final: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """Sparsity and sizes, latency, and the comparison with the teacher."""
         found: dict[str, Any] = {"sparsity": measure_sparsity(model, self._budget(model))}
         sizes = encoders.heads_and_neurons(model)
         found |= {"heads_left": [h for h, _ in sizes], "neurons_left": [n for _, n in sizes]}
         run = evaluation.open_runner("torch", final)
-        return found | evaluation.latency_metrics(run, facts) | self.against_teacher(run, batches)
+        found |= evaluation.latency_metrics(run, facts) | self.against_teacher(run, batches)
+        return {**found, **self.settle(run, final, facts, batches)}
 
 
 def measure_sparsity(model: Any, budget: PruningBudget, masks: bool = True) -> float:

@@ -166,7 +166,7 @@ class QAT(DistilledClassifier):
         return exporting.check_quantized(open_quantized(final), folder / name, batches)
 
     def final_metrics(
-        self, model: nn.Module, final: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
+        self, model: nn.Module, final: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """The exported file compared with the trained model, and with the teacher."""
         file = final / self._file_name
@@ -177,7 +177,7 @@ class QAT(DistilledClassifier):
             "file_bytes": file.stat().st_size,
             **evaluation.latency_metrics(run, facts),
         }
-        return found | self.against_teacher(run, batches)
+        return {**found, **self.against_teacher(run, batches), **self.settle(run, final, facts, batches)}
 
 
 def open_quantized(folder: Path) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 from isobatch.core.extras import has
 from isobatch.models.base import Batch
 from isobatch.models.encoder import problems
-from isobatch.models.encoder.evaluation import Predictions
+from isobatch.models.encoder.class_metrics import Predictions
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts

@@ -1,4 +1,5 @@
-"""Figures of a classifier that follow from counts: confusion matrix, F1, Matthews correlation, calibration.
+"""Figures of a classifier: confusion matrix, F1, Matthews correlation, calibration, thresholds, correlations,
+entities; paired tests and intervals.
 
 A share of nothing (the precision of a class that is never answered) is 0, as scikit-learn's is.
 Letters: C classes, n samples.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,13 +24,51 @@ LARGEST_CONFUSION = 100
 """Most classes whose confusion matrix is among the metrics: it is logged at every evaluation."""
 
 
+@dataclass(frozen=True, slots=True)
+class Predictions:
+    """A classifier's logits for all samples of a split, in order, beside their labels.
+
+    Where words are labelled, a row for each of these, m in all; else m = n.
+    """
+
+    logits: np.ndarray
+    """(m, C)"""
+    labels: np.ndarray
+    """(m,) class numbers or scores, or (m, C) of 0 and 1"""
+    words: np.ndarray | None = None
+    """(n,) rows of each sample, where these are words"""
+
+    @classmethod
+    def of(cls, logits: np.ndarray, labels: np.ndarray) -> Predictions:
+        """Of a batch: logits (B, C) or (B, T, C), labels (B, ...), below 0 where a token has none."""
+        if logits.ndim == 2:
+            return cls(logits, labels)
+        inside = labels >= 0
+        return cls(logits[inside], labels[inside], inside.sum(1))
+
+    @property
+    def predicted_labels(self) -> np.ndarray:
+        """(m,) class with the largest logit."""
+        return self.logits.argmax(1)
+
+    @property
+    def is_correct(self) -> np.ndarray:
+        """(m,) bool."""
+        return self.predicted_labels == self.labels
+
+    def differing(self, other: Predictions) -> np.ndarray:
+        """Rows that another model answers with another class; none of scores, of which the logits say all."""
+        differ: np.ndarray = self.predicted_labels != other.predicted_labels
+        return np.flatnonzero(differ & (self.labels.dtype.kind == "i"))
+
+
 class ClassFigures(NamedTuple):
     """Figures of each class."""
 
     shares: np.ndarray
     """(3, C): precision, recall and F1."""
-    macro: list[float]
-    """Their means over the classes that are any sample's label or answer."""
+    means: list[float]
+    """Over the classes that are any sample's label or answer (macro)."""
 
 
 def confusion_matrix(labels: np.ndarray, answers: np.ndarray, classes: int) -> np.ndarray:
@@ -39,10 +79,19 @@ def confusion_matrix(labels: np.ndarray, answers: np.ndarray, classes: int) -> n
 
 def class_figures(confusion: np.ndarray) -> ClassFigures:
     """Precision, recall and F1 of each class, from a confusion matrix (C, C)."""
-    right, labelled, answered = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
+    return label_figures(np.stack([confusion.diagonal(), confusion.sum(1), confusion.sum(0)]))
+
+
+def label_figures(counts: np.ndarray, absent: bool = False) -> ClassFigures:
+    """Precision, recall and F1 of each label, from (3, C): how often it is right, there, and answered.
+
+    `absent`: labels that are nowhere count in the means too, as 0.
+    """
+    right, labelled, answered = counts
     parts, wholes = np.stack([right, right, 2 * right]), np.stack([answered, labelled, labelled + answered])
     shares = np.divide(parts, wholes, out=np.zeros(parts.shape), where=wholes > 0)
-    return ClassFigures(shares, [float(share[wholes[2] > 0].mean()) for share in shares])
+    counted = shares if absent else shares[:, wholes[2] > 0]
+    return ClassFigures(shares, [float(share.sum()) / max(1, len(share)) for share in counted])
 
 
 def matthews_correlation(confusion: np.ndarray) -> float:
@@ -76,6 +125,54 @@ def class_metrics(confusion: np.ndarray, names: Sequence[str]) -> dict[str, Any]
     if len(confusion) <= LARGEST_CONFUSION:
         found |= {"classes": list(names), "confusion": confusion.tolist()}
     return found
+
+
+def best_threshold(probabilities: np.ndarray, is_label: np.ndarray) -> float:
+    """From which probability on a label is answered for the best F1, halfway to the next lower; of several
+    the one nearest to 0.5, and 0.5 where no sample has it. probabilities (n,), is_label (n,) bool.
+    """
+    order = np.argsort(-probabilities, kind="stable")
+    falling, right = probabilities[order].astype(np.float64), np.cumsum(is_label[order])
+    if not right[-1]:
+        return 0.5
+    f1 = 2 * right / (np.arange(1, len(order) + 1) + right[-1])
+    below = np.append(falling[1:], 0.0)
+    cuts = np.where(falling > below, (falling + below) / 2, np.nan)  # the equal are answered alike
+    best = cuts[(f1 == f1[~np.isnan(cuts)].max()) & ~np.isnan(cuts)]
+    return float(best[np.abs(best - 0.5).argmin()])
+
+
+def ranks(values: np.ndarray) -> np.ndarray:
+    """(n,) from 1 on; the equal have their mean rank."""
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    mean: np.ndarray = np.cumsum(counts) - (counts - 1) / 2
+    return mean[places]
+
+
+def correlation(one: np.ndarray, other: np.ndarray) -> float:
+    """Pearson's, of (n,) each; Spearman's of their ranks. 0 where one side has a single value."""
+    apart = [side.astype(np.float64) - side.mean(dtype=np.float64) for side in (one, other)]
+    spread = math.sqrt(float((apart[0] @ apart[0]) * (apart[1] @ apart[1])))
+    return float(apart[0] @ apart[1]) / spread if spread else 0.0
+
+
+def entity_spans(kinds: np.ndarray, begins: np.ndarray, samples: np.ndarray) -> np.ndarray:
+    """(3, e): first word, the word behind the last, and kind of each entity, in order.
+
+    Of each word its entity's kind, -1 outside, whether its tag begins one (B), and its sample: (m,) each. An
+    inside tag (I) behind none of its kind begins one too, as conlleval (CoNLL 2000) and seqeval have it.
+    """
+    same = (kinds[1:] == kinds[:-1]) & (samples[1:] == samples[:-1]) & ~begins[1:]
+    goes_on = np.concatenate([[False], same, [False]])
+    first = np.flatnonzero((kinds >= 0) & ~goes_on[:-1])
+    return np.stack([first, np.flatnonzero((kinds >= 0) & ~goes_on[1:]) + 1, kinds[first]])
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """(n, C) probabilities in fp64."""
+    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True, initial=-np.inf)
+    exponentials = np.exp(shifted)
+    return exponentials / exponentials.sum(1, keepdims=True)
 
 
 def mcnemar(one: np.ndarray, other: np.ndarray) -> float:

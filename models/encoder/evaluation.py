@@ -16,6 +16,7 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import peak_resident_bytes
+from isobatch.models.encoder.class_metrics import Predictions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,26 +39,6 @@ IN_TURN = 0.12, MIN_RUNS, 2
 """Of a round: the same as ALONE."""
 Model = dict[str, Any]
 """runtime, model_path, vocabulary."""
-
-
-@dataclass(frozen=True, slots=True)
-class Predictions:
-    """A classifier's logits for all samples of a split, in order, beside their labels."""
-
-    logits: np.ndarray
-    """(n, C)"""
-    labels: np.ndarray
-    """(n,) class numbers"""
-
-    @property
-    def predicted_labels(self) -> np.ndarray:
-        """(n,) class with the largest logit."""
-        return self.logits.argmax(1)
-
-    @property
-    def is_correct(self) -> np.ndarray:
-        """(n,) bool."""
-        return self.predicted_labels == self.labels
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +74,10 @@ def model_inputs(batch: Batch) -> dict[str, np.ndarray]:
 
 def predict(run: Runner, batches: Iterable[Batch]) -> Predictions:
     """Run a classifier over all batches."""
-    found = [(run(model_inputs(batch)), np.asarray(batch["label"])) for batch in batches]
-    logits, labels = zip(*found, strict=True)
-    return Predictions(np.concatenate(logits), np.concatenate(labels))
-
-
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """(n, C) probabilities in fp64."""
-    shifted = logits.astype(np.float64) - logits.max(1, keepdims=True, initial=-np.inf)
-    exponentials = np.exp(shifted)
-    return exponentials / exponentials.sum(1, keepdims=True)
+    found = [Predictions.of(run(model_inputs(batch)), np.asarray(batch["label"])) for batch in batches]
+    words = [one.words for one in found if one.words is not None]
+    logits, labels = (np.concatenate([getattr(one, name) for one in found]) for name in ("logits", "labels"))
+    return Predictions(logits, labels, np.concatenate(words) if words else None)
 
 
 def torch_runner(model: nn.Module) -> Runner:

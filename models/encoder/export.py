@@ -18,7 +18,8 @@ from isobatch.models.encoder import evaluation, problems
 if TYPE_CHECKING:
     from torch import nn
 
-    from isobatch.models.encoder.evaluation import Predictions, Runner
+    from isobatch.models.encoder.class_metrics import Predictions
+    from isobatch.models.encoder.evaluation import Runner
 
 LOGIT_TOLERANCE = 1e-3
 """Largest allowed difference of a logit."""
@@ -45,7 +46,7 @@ def check_agreement(kind: str, trained: Predictions, exported: Predictions) -> d
     Returns max_logit_difference and samples. `kind`: the format, for the message.
     """
     differences = np.abs(trained.logits - exported.logits).max(1)
-    disagreements = np.flatnonzero(trained.predicted_labels != exported.predicted_labels)
+    disagreements = trained.differing(exported)
     worst = int(disagreements[0]) if len(disagreements) else int(differences.argmax())
     # `not <=` and not `>`, so that NaN is an error too.
     if len(disagreements) or not differences[worst] <= LOGIT_TOLERANCE:
@@ -125,7 +126,7 @@ def check_quantized(model: nn.Module, file: Path, batches: Batches) -> dict[str,
         f"exported_{problem.headline}": problem.score(problem.evidence(exported)),
         "rounding_doubt": rounding_excess,
         "max_logit_difference_with_ties": float(np.abs(unforced.logits - exported.logits).max()),
-        "predictions_changed_by_ties": int((unforced.predicted_labels != exported.predicted_labels).sum()),
+        "predictions_changed_by_ties": len(unforced.differing(exported)),
     }
 
 

@@ -51,7 +51,7 @@ class TextClassifier:
 
         with hub.reading(folder):
             config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-            problem = problems.of_config(config)
+            problem = problems.of_folder(folder)
             pad = int(config.get("pad_token_id") or 0)
             read = config.get("isobatch") or {}
             most = max_length or read.get("max_length") or saving.max_input_tokens(config) or 512
@@ -66,17 +66,17 @@ class TextClassifier:
 
     def __call__(self, texts: Sequence[TextOrPair]) -> list[dict[str, Any]]:
         """What the problem says of each text."""
-        return self.problem.answers(self.logits(texts))
+        return self.problem.answers(self.logits(texts), texts)
 
-    def logits(self, texts: Sequence[TextOrPair]) -> np.ndarray:
-        """(n, C) fp32, in order."""
-        encodings = self.tokenizer.encode_batch(list(texts), add_special_tokens=True)
+    def logits(self, texts: Sequence[TextOrPair]) -> list[np.ndarray]:
+        """(C,) fp32 of each text in order, or what the problem picks of (T, C)."""
+        encodings = self.problem.encode(self.tokenizer, texts)
         widths = [self._width(len(encoding.ids)) for encoding in encodings]
-        logits = np.zeros((len(encodings), len(self.problem.labels)), np.float32)
+        found: dict[int, np.ndarray] = {}
         for places in batches_of_one_width(widths):
             batch = [encodings[place] for place in places]
-            logits[places] = self.run(self._inputs(batch, widths[places[0]]))
-        return logits
+            found |= zip(places, self.run(self._inputs(batch, widths[places[0]])), strict=True)
+        return [self.problem.pick(one, found[place]) for place, one in enumerate(encodings)]
 
     def _width(self, length: int) -> int:
         return min(-(-max(length, 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self.max_length)

@@ -6,24 +6,31 @@ which one it is. Letters: B samples of a batch, C classes, n samples of a split.
 
 from __future__ import annotations
 
+import json
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from isobatch.core.errors import refuse
 from isobatch.models.base import Batch, Loss, Rows, Sum
 from isobatch.models.encoder import class_metrics
-from isobatch.models.encoder.evaluation import softmax
+from isobatch.models.encoder.class_metrics import Predictions, softmax
 from isobatch.models.protocols import ReportRow, ReportTable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from isobatch.models.encoder.evaluation import Predictions
-
-CLASS_WEIGHT, CLASS_WEIGHTS = "class.weight", "class_weights"
-"""The column of a sample's weight by its class; the field of the facts, and the buffer, with all weights."""
+CLASS_WEIGHTS = "class_weights"
+"""The field of the facts, and the buffer, with the weights of all classes."""
+WORD = re.compile(r"[@#]?\w+(?:[-'\u2019.&/:]\w+)*|[^\w\s]")
+"""A word of a text, much as data sets of tagged words part them: letters and digits, with signs between them
+as in don't, e-mail and 3.5, and with @ or # before; every other sign is a word."""
+SETTLED_FILE = "answering.json"
+"""Beside a model: what was chosen on the validation split for its answers."""
 MOST_ANSWERS = 12
 """Classes up to which the table of classes says how often each was answered with which."""
 
@@ -39,6 +46,20 @@ class Difference(NamedTuple):
     """p-value of the paired test."""
 
 
+class LossTerms(NamedTuple):
+    """What a recipe and data say of a loss beside the logits and the labels."""
+
+    weights: Tensor | None = None
+    """(C,): what a sample, or a word, counts by its class; of multi-label what a label that is there counts
+    beside one that is not."""
+    smoothing: float = 0.0
+    huber: bool = False
+    """Of scores: Huber's loss in place of the square."""
+
+
+PLAIN = LossTerms()
+
+
 class Problem(ABC):
     """One kind of labels. Logits and labels are those of a batch, or of a whole split."""
 
@@ -46,68 +67,126 @@ class Problem(ABC):
     """In `Facts.extra["problem"]`, and in config.json."""
     head: ClassVar[str] = "SequenceClassification"
     """transformers' classes for it end with `For` and this."""
+    problem_type: ClassVar[str | None] = None
+    """transformers' name in config.json, by which it chooses its own loss."""
+    pipeline: ClassVar[str] = "text-classification"
+    """The hub's name."""
+    description: ClassVar[str]
+    """Of the model card; {labels} are their names, {count} how many."""
+    usage: ClassVar[str]
+    """Of the model card: what to do with `logits`, of one text, in Python."""
+    is_score: ClassVar[bool] = False
+    per_token: ClassVar[bool] = False
+    """Whether logits and labels are (B, T, ...)."""
     headline: ClassVar[str]
     """The metric that is led with, that chooses the best checkpoint, and by which models are compared."""
     title: ClassVar[str]
     """Its name for people."""
-    test_name: ClassVar[str]
+    choices: ClassVar[Sequence[str]]
+    """Metrics that may choose the best checkpoint, beside `headline` and `loss`."""
+    test_name: ClassVar[str] = "bootstrap_p"
     """The metric with the p-value of the paired test."""
 
     def __init__(self, labels: Sequence[str]) -> None:
         self.labels = tuple(labels)
 
     @abstractmethod
-    def loss(
-        self, logits: Tensor, batch: Batch, weights: Tensor | None = None, smoothing: float = 0.0
-    ) -> Loss:
-        """The training loss as a sum with its unit. `weights` (C,): what a sample counts by its class."""
+    def loss(self, logits: Tensor, batch: Batch, terms: LossTerms = PLAIN) -> Loss:
+        """The training loss as a sum with its unit."""
 
     @abstractmethod
     def soft_loss(self, logits: Tensor, teacher: Tensor, batch: Batch, temperature: float) -> Loss:
         """How far the logits are from a teacher's, as a sum with its unit."""
 
-    @abstractmethod
     def parts(self, logits: Tensor, batch: Batch) -> dict[str, Sum | Rows]:
         """What an evaluation adds up or gathers of a batch."""
+        import torch
 
-    @abstractmethod
+        found = Predictions.of(logits.cpu().numpy(), batch["label"].cpu().numpy())
+        loss, evidence = self.loss(logits, batch).sum, torch.from_numpy(self.evidence(found))
+        count = found.labels.size if self.per_token else len(logits)
+        return {"nll": Sum(loss, count), "evidence": Rows(evidence)}
+
     def metrics(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        """Metrics of the reduced parts: `loss`, `headline`, its interval `headline`_ci95, and others."""
+        """Metrics of the reduced parts: `loss`, `headline` and others."""
+        loss = float(parts["nll"].value) / max(1.0, float(parts["nll"].weight))
+        return {"loss": loss, **self.figures(parts["evidence"])}
 
     @abstractmethod
     def evidence(self, found: Predictions) -> np.ndarray:
-        """(n, k): what each sample adds to the headline figure."""
+        """(n, k): what of each sample the figures follow from."""
+
+    @abstractmethod
+    def figures(self, evidence: np.ndarray) -> dict[str, Any]:
+        """Metrics of samples, the headline among them."""
+
+    def brief(self, evidence: np.ndarray) -> np.ndarray:
+        """(n, few): as much of it as `score` and `difference` need, which read both."""
+        return evidence
 
     @abstractmethod
     def score(self, evidence: np.ndarray) -> float:
         """The headline figure of samples."""
 
-    @abstractmethod
     def interval(self, evidence: np.ndarray) -> list[float]:
-        """[low, high]: its 95 % interval."""
+        """[low, high]: its 95 % interval, by the bootstrap."""
+        drawn = class_metrics.bootstrap(self.brief(evidence), self.score)
+        return [float(end) for end in np.percentile(drawn, (2.5, 97.5))]
 
-    @abstractmethod
     def difference(self, one: np.ndarray, other: np.ndarray) -> Difference:
         """The paired test of two models, from their evidence on the same samples."""
+        both = self.brief(one), self.brief(other)
+        return Difference(*class_metrics.bootstrap_difference(*both, self.score))
 
-    @abstractmethod
-    def figures(self, found: Predictions) -> dict[str, Any]:
-        """More of a finished model for the report, as JSON."""
+    def detail(self, evidence: np.ndarray) -> dict[str, Any]:
+        """What `chance` and `table` read, as JSON."""
+        return self.figures(evidence)
 
     @abstractmethod
     def chance(self, row: ReportRow) -> tuple[float, str]:
-        """The headline figure of the best answer that reads no text, and which that is.
-
-        `row`: `figures` among others, as of `table`.
+        """The headline figure of the best answer that reads no text, and which that is. `row`: a report's,
+        with `detail`.
         """
 
     @abstractmethod
     def table(self, name: str, row: ReportRow) -> ReportTable:
         """A line for each label of the model of this name."""
 
+    def settle(self, found: Callable[[], Predictions]) -> dict[str, Any]:
+        """What is chosen on the validation split and kept with the model, as JSON."""
+        return {}
+
+    def settled(self, kept: Mapping[str, Any]) -> Problem:
+        """The same, answering as was chosen."""
+        return self
+
+    def settled_metrics(self, found: Callable[[], Predictions]) -> dict[str, Any]:
+        """Metrics of what answers as was chosen, where something was."""
+        return {}
+
+    def check(self, metric: str, smoothing: float, huber: bool) -> None:
+        """Raise UserError for flags that mean nothing here. `metric`: --best-metric."""
+        known = ("auto", "loss", self.headline, *self.choices)
+        mine = f"the labels are {self.name}"
+        refuse(
+            {
+                f"--best-metric {metric}: {mine}: take {', '.join(known[1:])}": metric not in known,
+                f"--label-smoothing {smoothing:g}: {mine}: leave it out": smoothing and self.is_score,
+                f"--regression-loss huber: {mine}: leave it out": huber and not self.is_score,
+            }
+        )
+
+    def encode(self, tokenizer: Any, texts: Sequence[Any]) -> list[Any]:
+        """The texts' encodings."""
+        return list(tokenizer.encode_batch(list(texts), add_special_tokens=True))
+
+    def pick(self, encoding: Any, logits: np.ndarray) -> np.ndarray:
+        """Of a text's logits those that say something."""
+        return logits
+
     @abstractmethod
-    def answers(self, logits: np.ndarray) -> list[dict[str, Any]]:
-        """What `predict` says of each row of logits."""
+    def answers(self, logits: Sequence[np.ndarray], texts: Sequence[Any]) -> list[dict[str, Any]]:
+        """What `predict` says of each text."""
 
     def compare(self, mine: Predictions, baseline: Predictions) -> dict[str, float]:
         """The headline figure of a baseline, and the p-value of the difference."""
@@ -122,71 +201,62 @@ class Classes(Problem):
     """A class per sample; logits (B, C), labels (B,) int64, the numbers of the classes."""
 
     name = "classes"
+    description = "Tells {count} classes apart: {labels}."
+    usage = "print(model.config.id2label[int(logits.argmax())])"
     headline = title = "accuracy"
+    choices = ("f1", "f1_macro", "mcc")
     test_name = "mcnemar_p"
 
-    def loss(
-        self, logits: Tensor, batch: Batch, weights: Tensor | None = None, smoothing: float = 0.0
-    ) -> Loss:
+    def loss(self, logits: Tensor, batch: Batch, terms: LossTerms = PLAIN) -> Loss:
         """As torch.nn.CrossEntropyLoss with weights and smoothing: the sum, and what it is over.
 
         With weights its unit is their sum over the global batch, by which PyTorch's mean divides too.
         """
-        from torch.nn import functional as F
-
-        total = F.cross_entropy(logits, batch["label"], weights, reduction="sum", label_smoothing=smoothing)
-        return Loss(total, "sample" if weights is None else "class")
+        total = _cross_entropy(logits, batch["label"], terms)
+        return Loss(total, "sample" if terms.weights is None else "class")
 
     def soft_loss(self, logits: Tensor, teacher: Tensor, batch: Batch, temperature: float) -> Loss:
-        """T^2 KL(teacher || student), both at temperature T (Hinton et al. 2015)."""
-        from torch.nn import functional as F
-
-        ours, theirs = (F.log_softmax(x / temperature, -1) for x in (logits, teacher.float()))
-        total = F.kl_div(ours, theirs, reduction="sum", log_target=True)
-        return Loss(total * temperature**2, "sample")
+        return Loss(_soft_cross_entropy(logits, teacher, temperature), "sample")
 
     def parts(self, logits: Tensor, batch: Batch) -> dict[str, Sum | Rows]:
-        """`answers` (B, 3): label, class with the largest logit, and its probability."""
+        """`evidence` (B, 3): label, class with the largest logit, and its probability."""
         import torch
         from torch.nn import functional as F
 
         confidence, answer = logits.softmax(1).max(1)
         return {
             "nll": Sum(F.cross_entropy(logits, batch["label"], reduction="sum"), len(logits)),
-            "answers": Rows(torch.stack([batch["label"].float(), answer.float(), confidence], dim=1)),
+            "evidence": Rows(torch.stack([batch["label"].float(), answer.float(), confidence], dim=1)),
         }
 
-    def metrics(self, parts: Mapping[str, Any]) -> dict[str, Any]:
-        label, answer, confidence = parts["answers"].T
-        count, correct = len(label), int((label == answer).sum())
-        confusion = class_metrics.confusion_matrix(label, answer, len(self.labels))
+    def figures(self, evidence: np.ndarray) -> dict[str, Any]:
+        detail = self.detail(evidence)
         return {
-            "loss": float(parts["nll"].value) / float(parts["nll"].weight),
-            "accuracy": correct / count,
-            "accuracy_ci95": class_metrics.wilson_interval(correct, count),
-            "calibration_error": class_metrics.calibration_error(confidence, label == answer),
-            **class_metrics.class_metrics(confusion, self.labels),
+            "accuracy": self.score(evidence),
+            "accuracy_ci95": self.interval(evidence),
+            "calibration_error": detail["calibration_error"],
+            **class_metrics.class_metrics(np.array(detail["confusion"]), self.labels),
         }
 
     def evidence(self, found: Predictions) -> np.ndarray:
-        """(n, 1) bool: whether each is right."""
-        return found.is_correct[:, None]
+        """(n, 3): label, class with the largest logit, and its probability."""
+        return np.stack([found.labels, found.predicted_labels, softmax(found.logits).max(1)], 1)
 
     def score(self, evidence: np.ndarray) -> float:
-        return int(evidence.sum()) / len(evidence)
+        return int(_is_right(evidence).sum()) / len(evidence)
 
     def interval(self, evidence: np.ndarray) -> list[float]:
-        return class_metrics.wilson_interval(int(evidence.sum()), len(evidence))
+        return class_metrics.wilson_interval(int(_is_right(evidence).sum()), len(evidence))
 
     def difference(self, one: np.ndarray, other: np.ndarray) -> Difference:
         """Agresti and Min's interval of the difference in accuracy, and McNemar's exact test."""
-        both = one[:, 0], other[:, 0]
+        both = _is_right(one), _is_right(other)
         return Difference(*class_metrics.paired_difference(*both), class_metrics.mcnemar(*both))
 
-    def figures(self, found: Predictions) -> dict[str, Any]:
-        answers, confidence = found.predicted_labels, softmax(found.logits).max(1)
-        confusion = class_metrics.confusion_matrix(found.labels, answers, len(self.labels))
-        error = class_metrics.calibration_error(confidence, found.is_correct)
+    def detail(self, evidence: np.ndarray) -> dict[str, Any]:
+        label, answer, confidence = evidence.T
+        confusion = class_metrics.confusion_matrix(label, answer, len(self.labels))
+        error = class_metrics.calibration_error(confidence, label == answer)
         return {"confusion": confusion.tolist(), "calibration_error": error}
 
     def chance(self, row: ReportRow) -> tuple[float, str]:
@@ -225,9 +295,9 @@ class Classes(Problem):
         ]
         return ReportTable(f"Classes of {name}", note, head, lines)
 
-    def answers(self, logits: np.ndarray) -> list[dict[str, Any]]:
+    def answers(self, logits: Sequence[np.ndarray], texts: Sequence[Any]) -> list[dict[str, Any]]:
         """`prediction`, its `probability`, and the `probabilities` of all classes."""
-        found = softmax(logits)
+        found = softmax(np.array(logits))
         return [
             {
                 "prediction": self.labels[best],
@@ -238,7 +308,330 @@ class Classes(Problem):
         ]
 
 
-PROBLEMS: Mapping[str, type[Problem]] = {kind.name: kind for kind in (Classes,)}
+class Counted(Problem):
+    """Labels that a sample has any number of; the headline is F1 over all of them together (micro)."""
+
+    headline = "f1_micro"
+    choices: ClassVar[Sequence[str]] = ("f1_macro",)
+    absent: ClassVar[bool]
+    """Whether labels that are nowhere count in means over labels."""
+    kinds: tuple[str, ...]
+    """What is counted."""
+
+    @abstractmethod
+    def evidence(self, found: Predictions) -> np.ndarray:
+        """(n, 3 K): of each kind how often it is right, there, and answered."""
+
+    def figures(self, evidence: np.ndarray) -> dict[str, Any]:
+        counts = self._counts(evidence)
+        by_label, means = class_metrics.label_figures(counts, self.absent)
+        micro = class_metrics.label_figures(counts.sum(1, keepdims=True)).means
+        found: dict[str, Any] = {}
+        for place, name in (2, "f1"), (0, "precision"), (1, "recall"):
+            found |= {f"{name}_micro": micro[place], f"{name}_macro": means[place]}
+        if len(self.kinds) <= class_metrics.LARGEST_CONFUSION:
+            found |= {"labels": list(self.kinds), "f1_by_label": by_label[2].tolist()}
+        return found
+
+    def _counts(self, evidence: np.ndarray) -> np.ndarray:
+        """(3, K): how often each is right, there, and answered."""
+        return evidence.sum(0, dtype=np.float64).reshape(-1, 3).T
+
+    def brief(self, evidence: np.ndarray) -> np.ndarray:
+        return evidence.reshape(len(evidence), -1, 3).sum(1)
+
+    def score(self, evidence: np.ndarray) -> float:
+        right, labelled, answered = self._counts(evidence).sum(1)
+        return float(2 * right / max(1.0, labelled + answered))
+
+    def detail(self, evidence: np.ndarray) -> dict[str, Any]:
+        return {"counts": self._counts(evidence).astype(int).tolist()}
+
+    def table(self, name: str, row: ReportRow) -> ReportTable:
+        """And the means over labels (macro), and all of them together (micro)."""
+        counts = np.array(row["counts"])
+        by_label, means = class_metrics.label_figures(counts, self.absent)
+        micro = class_metrics.label_figures(counts.sum(1, keepdims=True)).means
+        shares = zip((*self.kinds, "macro", "micro"), (*by_label.T, means, micro), strict=True)
+        sizes = [*(f"{n:,}" for n in counts[1]), "", f"{counts[1].sum():,}"]
+        lines = [[n, size, *(f"{x:.3f}" for x in of)] for size, (n, of) in zip(sizes, shares, strict=True)]
+        head = ["label", "there", "precision", "recall", "F1"]
+        return ReportTable(f"Labels of {name}", f"{self.title}: of all together.", head, lines)
+
+
+class MultiLabel(Counted):
+    """Any number of labels per sample; logits (B, C), labels (B, C) float32 of 0 and 1.
+
+    A label is answered whose probability, the logit's sigmoid, is at least 0.5, or what was chosen for it.
+    """
+
+    name = "multi-label"
+    problem_type = "multi_label_classification"
+    description = "Says which of {count} labels a text has: {labels}."
+    usage = "print([model.config.id2label[n] for n, p in enumerate(logits.sigmoid()) if p >= 0.5])"
+    title = "micro F1"
+    choices = ("f1_macro", "subset_accuracy")
+    absent = True
+
+    def __init__(self, labels: Sequence[str], thresholds: Any = 0.5) -> None:
+        """`thresholds`: (C,), or one for all."""
+        super().__init__(labels)
+        self.kinds, self.thresholds = self.labels, thresholds
+
+    def loss(self, logits: Tensor, batch: Batch, terms: LossTerms = PLAIN) -> Loss:
+        """Over samples the sum of the mean over classes, as the mean of torch.nn.BCEWithLogitsLoss has it;
+        `weights` are its pos_weight.
+        """
+        from torch.nn import functional as F
+
+        wanted = batch["label"].float() * (1 - terms.smoothing) + terms.smoothing / 2
+        total = F.binary_cross_entropy_with_logits(logits, wanted, reduction="sum", pos_weight=terms.weights)
+        return Loss(total / logits.shape[1], "sample")
+
+    def soft_loss(self, logits: Tensor, teacher: Tensor, batch: Batch, temperature: float) -> Loss:
+        """Over samples the sum of the mean over classes of T^2 KL(teacher || student) of there or not."""
+        from torch.nn import functional as F
+
+        theirs = teacher.float() / temperature
+        entropies = (
+            F.binary_cross_entropy_with_logits(one, theirs.sigmoid(), reduction="sum")
+            for one in (logits / temperature, theirs)
+        )
+        crossed, own = entropies
+        return Loss((crossed - own) * temperature**2 / logits.shape[1], "sample")
+
+    def evidence(self, found: Predictions) -> np.ndarray:
+        is_label, is_answer = found.labels > 0.5, _sigmoid(found.logits) >= self.thresholds
+        counts = np.stack([is_label & is_answer, is_label, is_answer], 2)
+        return counts.reshape(len(counts), -1).astype(np.float32)
+
+    def figures(self, evidence: np.ndarray) -> dict[str, Any]:
+        """And subset_accuracy, the share of samples with exactly their labels."""
+        right, labelled, answered = self.brief(evidence).T
+        exact = float(((right == labelled) & (right == answered)).mean())
+        return {**super().figures(evidence), "subset_accuracy": exact}
+
+    def chance(self, row: ReportRow) -> tuple[float, str]:
+        there = -np.sort(-np.array(row["counts"])[1])
+        f1 = 2 * np.cumsum(there) / (row["samples"] * np.arange(1, len(there) + 1) + there.sum())
+        best = int(f1.argmax())
+        names = [self.labels[n] for n in np.argsort(-np.array(row["counts"])[1], kind="stable")[: best + 1]]
+        return float(f1[best]), f"always answering {', '.join(names)} would have"
+
+    def settle(self, found: Callable[[], Predictions]) -> dict[str, Any]:
+        """The threshold of each label that is best for its F1."""
+        valid = found()
+        both = zip(_sigmoid(valid.logits).T, valid.labels.T > 0.5, strict=True)
+        return {"thresholds": [class_metrics.best_threshold(*one) for one in both]}
+
+    def settled(self, kept: Mapping[str, Any]) -> Problem:
+        return MultiLabel(self.labels, np.array(kept["thresholds"]))
+
+    def settled_metrics(self, found: Callable[[], Predictions]) -> dict[str, Any]:
+        """Their names begin with `tuned_`."""
+        if np.ndim(self.thresholds) == 0:
+            return {}
+        figures = self.figures(self.evidence(found()))
+        return {f"tuned_{name}": value for name, value in figures.items() if isinstance(value, float)}
+
+    def answers(self, logits: Sequence[np.ndarray], texts: Sequence[Any]) -> list[dict[str, Any]]:
+        """`prediction`, the labels that are answered, and the `probabilities` of all."""
+        found = _sigmoid(np.array(logits).reshape(len(logits), len(self.labels)))
+        return [
+            {
+                "prediction": [
+                    n for n, is_answer in zip(self.labels, row >= self.thresholds, strict=True) if is_answer
+                ],
+                "probabilities": dict(zip(self.labels, row.tolist(), strict=True)),
+            }
+            for row in found
+        ]
+
+
+class Regression(Problem):
+    """A score per sample, as it stands in the data; logits (B, 1), labels (B,) float32."""
+
+    name = "regression"
+    problem_type = "regression"
+    description = "Gives a text a score: {labels}."
+    usage = "print(float(logits))"
+    is_score = True
+    headline = "spearman"
+    title = "Spearman's correlation x 100:"
+    choices = ("pearson", "mae", "rmse")
+
+    def loss(self, logits: Tensor, batch: Batch, terms: LossTerms = PLAIN) -> Loss:
+        """The sum over samples of squared errors, or of Huber's loss with delta 1 (Huber 1964)."""
+        from torch.nn import functional as F
+
+        loss = F.huber_loss if terms.huber else F.mse_loss
+        return Loss(loss(logits[:, 0], batch["label"].float(), reduction="sum"), "sample")
+
+    def soft_loss(self, logits: Tensor, teacher: Tensor, batch: Batch, temperature: float) -> Loss:
+        """The sum over samples of the squared distance from the teacher's score."""
+        return Loss((logits - teacher.float()).square().sum(), "sample")
+
+    def evidence(self, found: Predictions) -> np.ndarray:
+        """(n, 2): the score in the data, and the model's."""
+        return np.stack([found.labels, found.logits[:, 0]], 1)
+
+    def figures(self, evidence: np.ndarray) -> dict[str, Any]:
+        wanted, given = evidence.astype(np.float64).T
+        return {
+            "spearman": self.score(evidence),
+            "pearson": class_metrics.correlation(wanted, given),
+            "mae": float(np.abs(given - wanted).mean()),
+            "rmse": float(np.sqrt(np.square(given - wanted).mean())),
+        }
+
+    def score(self, evidence: np.ndarray) -> float:
+        return class_metrics.correlation(*map(class_metrics.ranks, evidence.T))
+
+    def chance(self, row: ReportRow) -> tuple[float, str]:
+        return 0.0, "one score for all would have"
+
+    def table(self, name: str, row: ReportRow) -> ReportTable:
+        names = {"spearman": "Spearman", "pearson": "Pearson", "mae": "mean absolute error", "rmse": "RMSE"}
+        lines = [[said, f"{row[metric]:.4f}"] for metric, said in names.items()]
+        return ReportTable(
+            f"Scores of {name}", f"{self.labels[0]}, as in the data.", ["figure", "value"], lines
+        )
+
+    def answers(self, logits: Sequence[np.ndarray], texts: Sequence[Any]) -> list[dict[str, Any]]:
+        """`prediction`: the score."""
+        return [{"prediction": float(row[0])} for row in logits]
+
+
+class Entities(Counted):
+    """A BIO tag for each word; logits (B, T, C), labels (B, T) int64, NO_LABEL where no word begins.
+
+    Entities count as right with their first word, last word and type (seqeval's default definition).
+    """
+
+    name = "tokens"
+    head, pipeline = "TokenClassification", "token-classification"
+    description = "Finds entities of {count} tags: {labels}."
+    usage = "print([model.config.id2label[int(n)] for n in logits.argmax(-1)])"
+    per_token = True
+    title = "entity F1"
+    absent = False
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        super().__init__(labels)
+        of = [label[2:] or "_" if label != "O" else "" for label in labels]
+        self.kinds = tuple(sorted({*of} - {""}))
+        self._kind = np.array([self.kinds.index(name) if name else -1 for name in of])
+        self._begins = np.array([label.startswith("B") for label in labels])
+
+    def loss(self, logits: Tensor, batch: Batch, terms: LossTerms = PLAIN) -> Loss:
+        """Of words as of samples with a class; a word's tokens behind the first have none."""
+        total = _cross_entropy(logits.flatten(0, 1), batch["label"].flatten(), terms)
+        return Loss(total, "word" if terms.weights is None else "class")
+
+    def soft_loss(self, logits: Tensor, teacher: Tensor, batch: Batch, temperature: float) -> Loss:
+        is_word = batch["label"] >= 0
+        return Loss(_soft_cross_entropy(logits[is_word], teacher[is_word], temperature), "word")
+
+    def entities(self, tags: np.ndarray, samples: np.ndarray) -> np.ndarray:
+        """(3, e) first word, the word behind the last, and kind, of the tags (m,) of words of samples."""
+        return class_metrics.entity_spans(self._kind[tags], self._begins[tags], samples)
+
+    def evidence(self, found: Predictions) -> np.ndarray:
+        assert found.words is not None, "words are tagged"
+        samples = np.repeat(np.arange(len(found.words)), found.words)
+        labelled, answered = (self.entities(tags, samples) for tags in (found.labels, found.predicted_labels))
+        keys = [
+            (len(samples) + 1) * len(self.kinds) * a + len(self.kinds) * b + kind
+            for a, b, kind in (labelled, answered)
+        ]
+        right = labelled[:, np.isin(keys[0], keys[1])]
+        counts = np.zeros((len(found.words), len(self.kinds), 3), np.float32)
+        for place, (first, _, kind) in enumerate((right, labelled, answered)):
+            np.add.at(counts[..., place], (samples[first], kind), 1)
+        return counts.reshape(len(counts), -1)
+
+    def parts(self, logits: Tensor, batch: Batch) -> dict[str, Sum | Rows]:
+        is_right = logits.argmax(-1) == batch["label"]
+        return {**super().parts(logits, batch), "right": Sum(is_right.sum(), (batch["label"] >= 0).sum())}
+
+    def metrics(self, parts: Mapping[str, Any]) -> dict[str, Any]:
+        right, words = parts["right"]
+        return {**super().metrics(parts), "token_accuracy": float(right) / max(1.0, float(words))}
+
+    def chance(self, row: ReportRow) -> tuple[float, str]:
+        return 0.0, "finding none would have"
+
+    def encode(self, tokenizer: Any, texts: Sequence[Any]) -> list[Any]:
+        words = [[word for word, _, _ in words_of(text)] for text in texts]
+        return list(tokenizer.encode_batch(words, is_pretokenized=True, add_special_tokens=True))
+
+    def pick(self, encoding: Any, logits: np.ndarray) -> np.ndarray:
+        """(words, C): those of each word's first token; NaN of words without one, as of those cut off."""
+        words = [-1 if word is None else word for word in encoding.word_ids]
+        found = np.full((max(words) + 1, logits.shape[1]), np.nan, np.float32)
+        for word, row in [*zip(words, logits, strict=True)][::-1]:
+            if word >= 0:
+                found[word] = row
+        return found
+
+    def answers(self, logits: Sequence[np.ndarray], texts: Sequence[Any]) -> list[dict[str, Any]]:
+        """`prediction`, the entities, each with type, text, start and end in characters, and the mean
+        probability of its words' tags; the `words`, and their `tags`, None where a word was not read.
+        """
+        return [self._answer(*one) for one in zip(logits, texts, strict=True)]
+
+    def _answer(self, logits: np.ndarray, text: Any) -> dict[str, Any]:
+        words, whole = words_of(text), text if isinstance(text, str) else " ".join(text)
+        read = np.flatnonzero(~np.isnan(logits[:, 0]))
+        probabilities = softmax(logits[read])
+        numbers, entities = probabilities.argmax(1), list[dict[str, Any]]()
+        for first, behind, kind in self.entities(numbers, np.zeros_like(numbers)).T.tolist():
+            start, end = words[read[first]][1], words[read[behind - 1]][2]
+            place = {"type": self.kinds[kind], "text": whole[start:end], "start": start, "end": end}
+            entities.append(place | {"probability": float(probabilities[first:behind].max(1).mean())})
+        tags = dict(zip(read.tolist(), (self.labels[n] for n in numbers), strict=True))
+        named = {"words": [word for word, _, _ in words], "tags": [tags.get(n) for n in range(len(words))]}
+        return {"prediction": entities, **named}
+
+
+def words_of(text: str | Sequence[str]) -> list[tuple[str, int, int]]:
+    """(word, start, end) in characters; of a list of words in their text with a space between."""
+    if isinstance(text, str):
+        return [(found.group(), *found.span()) for found in WORD.finditer(text)]
+    ends = np.cumsum([len(word) + 1 for word in text]) - 1
+    return [(word, int(end) - len(word), int(end)) for word, end in zip(text, ends, strict=True)]
+
+
+def _cross_entropy(logits: Tensor, labels: Tensor, terms: LossTerms) -> Tensor:
+    """Summed over all that have a label. logits (n, C), labels (n,)."""
+    from torch.nn import functional as F
+
+    smoothing = terms.smoothing
+    return F.cross_entropy(logits, labels, terms.weights, reduction="sum", label_smoothing=smoothing)
+
+
+def _soft_cross_entropy(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """T^2 KL(teacher || student), both at temperature T (Hinton et al. 2015), summed. logits (n, C) each."""
+    from torch.nn import functional as F
+
+    ours, theirs = (F.log_softmax(x / temperature, -1) for x in (logits, teacher.float()))
+    return F.kl_div(ours, theirs, reduction="sum", log_target=True) * temperature**2
+
+
+def _is_right(evidence: np.ndarray) -> np.ndarray:
+    is_right: np.ndarray = evidence[:, 0] == evidence[:, 1]
+    return is_right
+
+
+def _sigmoid(logits: np.ndarray) -> np.ndarray:
+    """In fp64; at either end without an overflow."""
+    sigmoid: np.ndarray = 0.5 * (1 + np.tanh(0.5 * logits.astype(np.float64)))
+    return sigmoid
+
+
+PROBLEMS: Mapping[str, type[Problem]] = {
+    kind.name: kind for kind in (Classes, MultiLabel, Regression, Entities)
+}
 
 
 def named(name: str, labels: Sequence[str]) -> Problem:
@@ -251,11 +644,24 @@ def of_facts(facts: Any) -> Problem:
     return named(facts.extra.get("problem", Classes.name), facts.extra["labels"])
 
 
+def of_folder(folder: Path) -> Problem:
+    """The problem of a saved model, answering as was chosen on validation. Errors as of `of_config`."""
+    problem = of_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    file = folder / SETTLED_FILE
+    return problem.settled(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else problem
+
+
 def of_config(config: Mapping[str, Any]) -> Problem:
     """The problem that a model of this config.json was trained on. Raises KeyError without labels."""
     names = {int(number): str(name) for number, name in config["id2label"].items()}
+    labels, architecture = (
+        [names[number] for number in range(len(names))],
+        (config.get("architectures") or [""]),
+    )
     noted = (config.get("isobatch") or {}).get("problem")
-    return named(noted or Classes.name, [names[number] for number in range(len(names))])
+    kinds = (kind for kind in PROBLEMS.values() if kind.problem_type == config.get("problem_type"))
+    tags = [Entities.name] * str(architecture[0]).endswith(Entities.head)
+    return named(noted or [*tags, *(kind.name for kind in kinds), Classes.name][0], labels)
 
 
 def of_model(model: Any) -> Problem:

@@ -40,7 +40,7 @@ class ClassifierReport(ModelComparison):
     def measure(
         self, final: Path, exports: Path, facts: Facts, batches: Batches, in_child: Callable[..., Any]
     ) -> list[ReportRow]:
-        problem, rows = problems.of_facts(facts), []
+        problem, rows = problems.of_folder(final), []
         others = simple.baselines_of(facts, final / TOKENIZER_FILE, batches)
         for variant in self.variants(final, exports):
             found = evaluation.predict(evaluation.open_runner(variant.runtime, variant.model_path), batches())
@@ -51,8 +51,6 @@ class ClassifierReport(ModelComparison):
                 "runtime": variant.runtime,
                 "samples": len(evidence),
                 "problem": problem.name,
-                problem.headline: problem.score(evidence),
-                f"{problem.headline}_ci95": problem.interval(evidence),
                 "parameters": sum(p.numel() for p in open_classifier(str(variant.final)).parameters()),
                 "file": str(variant.file.relative_to(final.parent)),
                 "file_bytes": variant.file.stat().st_size,
@@ -60,8 +58,10 @@ class ClassifierReport(ModelComparison):
                 "opened": opened,
                 "peak_memory_bytes": in_child("models.encoder.evaluation:peak_memory", model=opened),
                 "class_names": problem.labels,
-                **problem.figures(found),
-                "evidence": evidence.tolist(),
+                **problem.detail(evidence),
+                problem.headline: problem.score(evidence),
+                f"{problem.headline}_ci95": problem.interval(evidence),
+                "evidence": problem.brief(evidence).tolist(),
                 "labels": found.labels.tolist(),
             }
             rows.append(row)

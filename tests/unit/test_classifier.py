@@ -83,7 +83,7 @@ def test_logits_do_not_depend_on_the_batch_or_padding(model: Any) -> None:
 
 def test_accuracy_counts_correct_predictions() -> None:
     answers = [[0.0, 0.0, 0.9], [1.0, 0.0, 0.6], [1.0, 1.0, 0.8], [1.0, 1.0, 0.7]]
-    parts = {"nll": Sum(6.0, 4), "answers": torch.tensor(answers).numpy()}
+    parts = {"nll": Sum(6.0, 4), "evidence": torch.tensor(answers).numpy()}
     found = make().metrics(parts, "valid", facts())
     assert (found["loss"], found["accuracy"]) == (1.5, 0.75)
     low, high = found["accuracy_ci95"]

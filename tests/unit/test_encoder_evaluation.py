@@ -31,7 +31,7 @@ def row(right: int, of: int, *ms: float, run: str = "a", runtime: str = "torch")
         "problem": "classes",
         "class_names": ["bad", "good"],
         "accuracy": right / of,
-        "evidence": [[True]] * right + [[False]] * (of - right),
+        "evidence": [[0, 0, 1]] * right + [[0, 1, 1]] * (of - right),
         "labels": [0] * of,
         "batch_1": {"p50": float(np.median(rounds)), "rounds": rounds},
     }

@@ -12,7 +12,15 @@ import torch
 
 from isobatch.core.errors import ExportError
 from isobatch.models import saving
-from isobatch.models.encoder import encoders, evaluation, export, onnx_graph, quantization, weight_surgery
+from isobatch.models.encoder import (
+    class_metrics,
+    encoders,
+    evaluation,
+    export,
+    onnx_graph,
+    quantization,
+    weight_surgery,
+)
 from isobatch.tests.unit.encoders import FAMILIES, classifier, given, logits, some_masks
 
 if TYPE_CHECKING:
@@ -222,7 +230,7 @@ def test_a_file_that_computes_something_else_is_refused(tmp_path: Path, tiny_fac
 def test_nan_and_a_changed_prediction_are_no_agreement(found: Any, said: str) -> None:
     labels, trained = np.zeros(2, np.int64), np.array([[1.0, 0.0], [0.6, 0.5]])
     mine, other = (
-        evaluation.Predictions(one, labels) for one in (trained, trained if found is None else found)
+        class_metrics.Predictions(one, labels) for one in (trained, trained if found is None else found)
     )
     with pytest.raises(ExportError, match=said) if said else contextlib.nullcontext():
         export.check_agreement("onnx", mine, other)

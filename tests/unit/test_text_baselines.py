@@ -12,7 +12,7 @@ import pytest
 from isobatch.core.facts import Facts
 from isobatch.models.encoder import baselines, problems
 from isobatch.models.encoder.baselines import Standing, why_not_worth_it
-from isobatch.models.encoder.evaluation import Predictions
+from isobatch.models.encoder.class_metrics import Predictions
 from isobatch.models.encoder.problems import Difference
 
 TOPICS = {"food": ["soup", "bread", "salt", "rice", "bean"], "sky": ["star", "moon", "cloud", "wind", "rain"]}
