@@ -13,14 +13,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from isobatch.core.errors import UserError
-from isobatch.engine.noise.keyed_noise import KeyedDropout, KeyedNoise, apply_mask, hash_bits
+from isobatch.engine.noise.keyed_noise import KeyedDropout, KeyedNoise, apply_mask, hash_bits, kept
 from isobatch.models.attention_functions import known_attention, register_attention, without_waiting
 
 NAME = "keyed"
 MAX_KEYED_LENGTH = 512
 """Longer samples need too large a (T, T) matrix per head; recipes' default attention dropout is 0."""
+SOFTMAX_WIDTH = 16
+"""Rows below this, a vector of AVX-512, take torch 2.13 five times as long on a CPU as longer ones."""
 
 
 def key_dropout(model: nn.Module, noise: KeyedNoise) -> int:
@@ -60,8 +63,8 @@ def keyed_attention(
         return plain(module, query, key, value, mask, **{**named, "dropout": 0.0})
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     probabilities = _probabilities(query, key, mask, named.get("scaling"), causal and query.shape[2] > 1)
-    kept = dropout_mask(module.noise_site.draw(), probabilities.shape, dropout)
-    dropped = apply_mask(probabilities, kept, dropout).to(value.dtype)
+    mask = dropout_mask(module.noise_site.draw(), probabilities.shape, dropout)
+    dropped = apply_mask(probabilities, mask, dropout).to(value.dtype)
     return torch.matmul(dropped, repeat_kv_heads(value, query)).transpose(1, 2).contiguous(), None
 
 
@@ -77,16 +80,23 @@ def _probabilities(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.matmul(query, repeat_kv_heads(key, query).transpose(2, 3)).float() * scale
     if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        scores = scores + (_additive(mask) if mask.dtype == torch.bool else mask)
     elif causal:
         length, span = scores.shape[-2:]
         visible = torch.ones(length, span, dtype=torch.bool, device=scores.device).tril(span - length)
         scores = scores.masked_fill(~visible, -torch.inf)
+    if scores.is_cpu and (missing := SOFTMAX_WIDTH - scores.shape[-1]) > 0:
+        return F.pad(scores, (0, missing), value=-torch.inf).softmax(-1)[..., :-missing]
     return scores.softmax(-1)
 
 
+def _additive(visible: Tensor) -> Tensor:
+    """fp32: 0 where the mask is True, else -inf."""
+    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)
+
+
 def dropout_mask(keys: Tensor, shape: torch.Size, probability: float) -> Tensor:
-    """A (B, H, T, S) bool mask that does not depend on padding of T and S.
+    """A (B, H, T, S) mask of 0 and 1 that does not depend on padding of T and S.
 
     The position of a pair is counted in a square of MAX_KEYED_LENGTH by MAX_KEYED_LENGTH. Raises UserError
     where a batch is longer.
@@ -97,10 +107,9 @@ def dropout_mask(keys: Tensor, shape: torch.Size, probability: float) -> Tensor:
             f"dropout inside attention is keyed up to {MAX_KEYED_LENGTH} tokens, and this batch has"
             f" {max(length, span)}: set the model's attention dropout to 0, or use --noise native"
         )
-    threshold = round(probability * 65536) - 32768
     pairs = (span + 1) // 2
     row = torch.arange(heads * length, device=keys.device)
     start = ((row // length) * MAX_KEYED_LENGTH + row % length) * (MAX_KEYED_LENGTH // 2)
     keyed = torch.stack([keys[:, :1] + start.to(torch.int32), keys[:, 1:].expand(-1, len(start))], -1)
-    bits = hash_bits(keyed.reshape(-1, 2), pairs).view(torch.int16)
-    return (bits.view(batch, heads, length, 2 * pairs)[..., :span] >= threshold).contiguous()
+    draws = hash_bits(keyed.reshape(-1, 2), pairs).view(torch.int16)
+    return kept(draws.view(batch, heads, length, 2 * pairs), probability)[..., :span].contiguous()

@@ -197,13 +197,20 @@ _hash_on_device = fused_on_gpu(_hash_formula)
 
 
 def keep_mask(keys: Tensor, count: int, probability: float) -> Tensor:
-    """(B, count) bool, True with probability `1 - probability`; each 32-bit hash gives two draws."""
+    """(B, count) of 1 with probability `1 - probability`, else 0; each 32-bit hash gives two draws."""
+    return kept(hash_bits(keys, (count + 1) // 2).view(torch.int16), probability)[:, :count]
+
+
+def kept(draws: Tensor, probability: float) -> Tensor:
+    """Which int16 draws stay: bool, or on a CPU int8, which torch multiplies 4 times as fast."""
     threshold = round(probability * 65536) - 32768
-    return hash_bits(keys, (count + 1) // 2).view(torch.int16)[:, :count] >= threshold
+    if draws.device.type != "cpu" or torch.compiler.is_compiling():
+        return draws >= threshold
+    return torch.from_numpy(np.greater_equal(draws.numpy(), threshold).view(np.int8))
 
 
 class _ApplyMask(torch.autograd.Function):
-    """x * mask * scale; keeps only the bool mask for the backward pass."""
+    """x * mask * scale; keeps only the mask for the backward pass, a byte an element."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:

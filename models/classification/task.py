@@ -19,6 +19,7 @@ from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum,
 from isobatch.models.encoder import encoders, evaluation, prediction, problems
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.evaluation import ModelVariant
+from isobatch.models.encoder.last_layer import compute_first_alone
 from isobatch.models.encoder.prediction import TextClassifier
 from isobatch.models.encoder.problems import CLASS_WEIGHTS, SETTLED_FILE, LossTerms
 from isobatch.models.encoder.report import ClassifierReport
@@ -184,6 +185,7 @@ class Classifier(Task):
         import torch
 
         model = self._initial_model(facts)
+        compute_first_alone(model)
         if (weights := facts.extra.get(CLASS_WEIGHTS)) is not None:
             model.register_buffer(CLASS_WEIGHTS, torch.tensor(weights), persistent=False)
         return model

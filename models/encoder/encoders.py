@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from isobatch.core.errors import UserError
 from isobatch.models import hub
 from isobatch.models.activations import fuse_gelu
+from isobatch.models.encoder.last_layer import compute_first_alone
 
 if TYPE_CHECKING:
     from torch import nn
@@ -230,4 +231,5 @@ def open_classifier(path: str) -> Any:
         config = AutoConfig.from_pretrained(folder, **no_code)
         kind = classifier_class(config)
         model = kind.from_pretrained(folder, config=config, dtype=torch.float32, **no_code)
+        compute_first_alone(model)
         return model.eval()

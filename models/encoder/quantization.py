@@ -66,7 +66,7 @@ class ActivationQuantizer(nn.Module):
         ratio = (x / self.scale).clamp(-self.zero_point, MAX_ACTIVATION_LEVEL - self.zero_point)
         if self.given_levels is None:
             return torch.round(ratio)
-        levels = self.given_levels - self.zero_point
+        levels = self.given_levels[:, : x.shape[1]] - self.zero_point  # a first token's, of a graph with all
         excess = float((levels - ratio).abs().max()) - 0.5
         # max() would drop a NaN.
         self.max_rounding_excess = excess if excess != excess else max(self.max_rounding_excess, excess)
