@@ -15,7 +15,7 @@ import pytest
 from isobatch.core.errors import UserError
 from isobatch.core.recipe import Recipe
 from isobatch.data import corpora, tokenizers
-from isobatch.data.base import Ragged
+from isobatch.data.base import Ragged, load
 from isobatch.data.labelled.dataset import NO_LABEL, Labelled, LabelledOptions
 from isobatch.data.labelled.kinds import KINDS, as_bio, form_of_sets
 from isobatch.engine.loading.prepare import prepare
@@ -719,3 +719,45 @@ def test_lists_of_class_labels_of_a_hub_data_set_have_their_names() -> None:
     assert list(corpora.read_hub_rows("me/data", rows)) == [
         ("me/data row 0", {"tokens": ["a", "b"], "ner_tags": ["B-x", "I-x"]})
     ]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_for_a_finished_run_are_read_as_its_own(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its tokenizer, which a byte-level one of words changed once, and its labels."""
+    monkeypatch.setenv("ISOBATCH_CACHE", str(tmp_path / "cache"))
+    made: dict[str, list[dict[str, Any]]] = {
+        "classes": [{"text": f"text {n}", "label": "xyz"[n % 3]} for n in range(9)],
+        "multi-label": [{"text": f"text {n}", "label": ["x|y", "z|y", "x", "z"][n % 3]} for n in range(9)],
+        "regression": [{"text": f"text {n}", "label": n / 4} for n in range(9)],
+        "tokens": [{"words": ["New", "York", f"{n}"], "tags": ["B-x", "I-x", "O"]} for n in range(9)],
+    }
+    new = {
+        "classes": {"text": "text 3", "label": "z"},
+        "multi-label": {"text": "text 3", "label": "z"},
+        "regression": {"text": "text 3", "label": 7},
+        "tokens": {"words": ["New", "York", "3"], "tags": ["I-x", "I-x", "O"]},
+    }
+    as_jsonl(tmp_path / "train.jsonl", made[kind])
+    as_jsonl(tmp_path / "dev.jsonl", made[kind])
+    trained = tokenizers.train_byte_level_bpe(["New York text"] * 3, 300)
+    trained.save(str(tmp_path / "tokenizer.json"))
+    options = LabelledOptions(problem=kind)  # type: ignore[arg-type]
+    recipe = Recipe(task="classifier", data=str(tmp_path), max_length=16, tokenizer=str(tmp_path))
+    facts = prepare(Labelled(recipe, options))
+    as_jsonl(tmp_path / "new.jsonl", [new[kind]] * 3)
+    other = Recipe(task="classifier", data=str(tmp_path / "new.jsonl"), max_length=16)
+    Labelled(other, LabelledOptions()).prepare_test(tmp_path / "prepared", facts)
+    found, was = load(tmp_path / "prepared" / "test"), load(tmp_path / facts.folder / "train")
+    tokens, before, label = found["tokens"], was["tokens"], found["label"]
+    assert isinstance(tokens, Ragged)
+    assert isinstance(before, Ragged)
+    assert tokens.rows(np.array([2])).tolist() == before.rows(np.array([3])).tolist()
+    values = label.rows(np.array([0]))[0] if isinstance(label, Ragged) else label[0]
+    wanted = {"classes": 2, "multi-label": [0, 0, 1], "regression": 7, "tokens": [1, 2, 0]}
+    assert values.tolist() == wanted[kind] or [n for n in values.tolist() if n != NO_LABEL] == wanted[kind]
+    as_jsonl(tmp_path / "strange.jsonl", [{**new[kind], "label": "other", "tags": ["B-other", "O", "O"]}])
+    strange = Labelled(Recipe(task="classifier", data=str(tmp_path / "strange.jsonl")), LabelledOptions())
+    with pytest.raises(UserError, match=r"is none of the run's: |holds other, no finite number"):
+        strange.prepare_test(tmp_path / "other", facts)
