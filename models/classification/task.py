@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
+from isobatch.core.number_ranges import AboveZero
 from isobatch.core.recipe import DEMO
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
@@ -72,6 +73,9 @@ class ClassifierOptions:
     labels or types, f1_micro that of all together, mcc Matthews' correlation."""
     regression_loss: Literal["mse", "huber"] = "mse"
     """Of scores: the squared error, or Huber's with delta 1, which outliers move less."""
+    head_rate: AboveZero = 10.0
+    """What --lr is multiplied by for the new parameters of a head on a model that was trained without one, or
+    for other classes: those must go far where the others are to stay near."""
 
 
 class Classifier(Task):
@@ -100,6 +104,8 @@ class Classifier(Task):
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
         self.monitor = self._monitor(problems.Classes)
+        self._trained_prefix = ""
+        """What the names of parameters with trained weights begin with, where the others are new."""
 
     def _monitor(self, problem: type[Problem] | Problem) -> tuple[str, str]:
         name = problem.headline if self.options.best_metric == "auto" else self.options.best_metric
@@ -190,8 +196,14 @@ class Classifier(Task):
             model.register_buffer(CLASS_WEIGHTS, torch.tensor(weights), persistent=False)
         return model
 
+    def rate_share(self, name: str) -> float:
+        """Parameters of a new head learn at --head-rate times the rate of the others."""
+        is_new = self._trained_prefix and not name.startswith(self._trained_prefix)
+        return float(self.options.head_rate) if is_new else 1.0
+
     def _initial_model(self, facts: Facts) -> Any:
         import torch
+        from transformers import AutoConfig
         from transformers.utils import logging
 
         config, head = self._classifier_config(facts), problems.of_facts(facts).head
@@ -199,14 +211,20 @@ class Classifier(Task):
             return encoders.new_classifier(config, head)
         logging.disable_progress_bar()
         folder = hub.fetch_weights(self._model_name, self.recipe.revision)
-        return encoders.classifier_class(config, head).from_pretrained(
+        saved = AutoConfig.from_pretrained(folder, **hub.remote_code_kwargs(False))
+        has_other_classes = saved.num_labels != config.num_labels
+        model = encoders.classifier_class(config, head).from_pretrained(
             folder,
             config=config,
             revision=self.recipe.revision or "main",
             dtype=torch.float32,
             **hub.remote_code_kwargs(False),
-            ignore_mismatched_sizes=_has_other_classes(folder, config),
+            ignore_mismatched_sizes=has_other_classes,
         )
+        had_head = any(str(kind).endswith(f"For{head}") for kind in saved.architectures or [])
+        if has_other_classes or not had_head:
+            self._trained_prefix = f"{model.base_model_prefix}."
+        return model
 
     def model_size(self, facts: Facts) -> ModelSize:
         """Counted on a model without storage (device meta)."""
@@ -360,13 +378,6 @@ class Classifier(Task):
             run = evaluation.open_runner("torch", folder)
         trained = evaluation.predict(evaluation.torch_runner(model), batches())
         return exporting.check_agreement(kind, trained, evaluation.predict(run, batches()))
-
-
-def _has_other_classes(folder: str, config: Any) -> bool:
-    """Whether a fine-tuned model's head has another number of classes, so that it gets new weights."""
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(folder, **hub.remote_code_kwargs(False)).num_labels != config.num_labels
 
 
 def onnx_variants(final: Path, exports: Path) -> list[ModelVariant]:

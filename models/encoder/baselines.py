@@ -1,12 +1,14 @@
-"""What a trained model is held against: the constant answer, and TF-IDF with a linear model of scikit-learn.
+"""What a trained model is held against: the constant answer, and TF-IDF with a linear model of scikit-learn,
+or for tags the usual one of each word.
 
-Both learn from the training split as it is prepared and answer the held-out one. The texts are its tokens put
+They learn from the training split as it is prepared and answer the held-out one. The texts are its tokens put
 together again, so that they are cut where the model's are.
-Letters: n samples of a split, C classes.
+Letters: n samples of a split, m what is labelled in them (samples or words), C classes.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,11 +17,11 @@ import numpy as np
 
 from isobatch.core.extras import has
 from isobatch.models.base import Batch
-from isobatch.models.encoder import problems
-from isobatch.models.encoder.class_metrics import Predictions
+from isobatch.models.encoder import evaluation, problems
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
+    from isobatch.models.encoder.class_metrics import Predictions
     from isobatch.models.encoder.problems import Difference, Problem
 
 Batches = Callable[..., Iterable[Batch]]
@@ -43,9 +45,11 @@ class Kind(NamedTuple):
     constant_name: str
     constant: Callable[[np.ndarray, int], np.ndarray]
     """Labels of training and C -> the one row of logits, (C,), that answers everything."""
-    linear_name: str
-    fit: Callable[[Any, np.ndarray, Any, int], np.ndarray]
-    """Features and labels of training, features of n samples, C -> logits (n, C)."""
+    name: str
+    """Of what reads the texts."""
+    fit: Callable[[Any, np.ndarray, Any, int], np.ndarray] | None = None
+    """Features and labels of training, features of n samples, C -> logits (n, C); None where words are
+    labelled."""
 
 
 class Baseline(NamedTuple):
@@ -90,16 +94,25 @@ def baselines_of(facts: Facts, tokenizer: Path, batches: Batches) -> list[Baseli
 
 def _measured(facts: Facts, tokenizer: Path, batches: Batches) -> Iterator[Baseline]:
     kind, count = KINDS[problems.of_facts(facts).name], len(facts.extra["labels"])
-    learnt, asked = labels_of(batches("train")), labels_of(batches())
-    constant = np.tile(kind.constant(learnt, count), (len(asked), 1))
-    yield Baseline(kind.constant_name, Predictions(constant, asked))
-    if has("sklearn") and len(np.unique(learnt, axis=0)) > 1:
+    axes = 2 if kind.fit is None else 1
+
+    def unanswered(inputs: dict[str, np.ndarray]) -> np.ndarray:
+        return np.zeros((*inputs["input_ids"].shape[:axes], count), np.float32)
+
+    learnt = evaluation.predict(unanswered, batches("train")).labels
+    asked = evaluation.predict(unanswered, batches())
+    constant = np.tile(kind.constant(learnt, count), (len(asked.labels), 1))
+    yield Baseline(kind.constant_name, dataclasses.replace(asked, logits=constant))
+    if kind.fit is None:
+        logits = usual_tags(batches, count)
+        yield Baseline(kind.name, dataclasses.replace(asked, logits=logits))
+    elif has("sklearn") and len(np.unique(learnt, axis=0)) > 1:
         from sklearn.feature_extraction.text import TfidfVectorizer
 
         vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=TOKEN)
         train = vectorizer.fit_transform(texts_of(tokenizer, batches("train")))
         logits = kind.fit(train, learnt, vectorizer.transform(texts_of(tokenizer, batches())), count)
-        yield Baseline(f"TF-IDF with {kind.linear_name}", Predictions(logits, asked))
+        yield Baseline(f"TF-IDF with {kind.name}", dataclasses.replace(asked, logits=logits))
 
 
 def standings(problem: Problem, mine: Predictions, others: Iterable[Baseline]) -> list[Standing]:
@@ -126,9 +139,23 @@ def why_not_worth_it(found: list[Standing]) -> str:
     return ""
 
 
-def labels_of(batches: Iterable[Batch]) -> np.ndarray:
-    """The labels of all samples, in order."""
-    return np.concatenate([np.asarray(batch["label"]) for batch in batches])
+def usual_tags(batches: Batches, count: int) -> np.ndarray:
+    """(m, C): how often each held-out word had each tag in training; of a new word, how often any had."""
+    known, every = dict[tuple[int, ...], np.ndarray](), np.zeros(count)
+    for word, tag in _words(batches("train")):
+        known.setdefault(word, np.zeros(count))[tag] += 1
+        every[tag] += 1
+    return np.array([known.get(word, every) for word, _ in _words(batches())])
+
+
+def _words(batches: Iterable[Batch]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The tokens of each word with its tag: from a token with a label to the next one with one."""
+    for batch in batches:
+        arrays = (np.asarray(batch[name]) for name in ("tokens", "length", "label"))
+        for tokens, length, labels in zip(*arrays, strict=True):
+            places = np.flatnonzero(labels >= 0)
+            for begin, end in zip(places, [*places[1:], length - 1], strict=False):
+                yield tuple(tokens[begin:end].tolist()), int(labels[begin])
 
 
 def texts_of(tokenizer: Path, batches: Iterable[Batch]) -> Iterator[str]:
@@ -175,10 +202,14 @@ def _log_odds(shares: np.ndarray) -> np.ndarray:
     return np.log(clipped / (1 - clipped))
 
 
+def _counts(labels: np.ndarray, count: int) -> np.ndarray:
+    return np.bincount(labels, minlength=count).astype(float)
+
+
 KINDS: Mapping[str, Kind] = {
     "classes": Kind(
         "the largest class",
-        lambda labels, count: np.bincount(labels, minlength=count).astype(float),
+        _counts,
         "logistic regression",
         _fit_classes,
     ),
@@ -194,5 +225,6 @@ KINDS: Mapping[str, Kind] = {
         "ridge regression",
         _fit_scores,
     ),
+    "tokens": Kind("the most frequent tag", _counts, "the usual tag of each word"),
 }
 """By the name of the problem."""

@@ -184,6 +184,22 @@ def test_compress_is_the_chain_and_goes_on_where_it_stood(home: Path) -> None:
     assert sorted(p.name for p in (home / "chained").iterdir()) == [*stages, "other-qat"]
 
 
+def test_a_base_that_learnt_nothing_stops_the_chain(tmp_path: Path) -> None:
+    """Labels in random order: exit 3 before the second stage, and --anyway is the way out."""
+    draw = random.Random(0)
+    lines = [f"{' '.join(draw.choices('abcdefgh', k=6))}\t{draw.choice('xy')}" for _ in range(200)]
+    (tmp_path / "rows").mkdir()
+    for name, part in (("train", lines[:100]), ("dev", lines[100:])):
+        (tmp_path / "rows" / f"{name}.tsv").write_text("\n".join(["text\tlabel", *part]) + "\n")
+    words = ["auto", "--task", "compress", "--data", "rows", "--model", "tiny", "--steps", "6", "--quiet"]
+    done = launch(*words, "--vocab-size", "300", "--max-length", "16", "--name", "noise", cwd=tmp_path)
+    assert done.returncode == 3, done.stderr
+    assert "noise-classifier is not clearly better than the largest class on 100 valid samples" in done.stderr
+    assert "--anyway" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [run.name for run in (tmp_path / "runs").iterdir()] == ["noise-classifier"]
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

@@ -14,6 +14,7 @@ from isobatch.models.base import Sum
 from isobatch.models.classification.task import Classifier, ClassifierOptions
 from isobatch.models.encoder import encoders
 from isobatch.models.encoder.class_metrics import wilson_interval
+from isobatch.tests.unit.encoders import classifier
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -165,3 +166,25 @@ def test_the_best_metric_may_be_another() -> None:
 def test_a_family_that_cannot_be_exported_is_refused_before_it_trains(kind: str, why: str) -> None:
     with pytest.raises(UserError, match=f"{why}.* of type {kind}") if why else contextlib.nullcontext():
         encoders.check_type("m", {"model_type": kind})
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
+def test_a_new_head_learns_faster_than_what_is_trained(family: str, tmp_path: Path) -> None:
+    """New is what a model without a head, or with one for other classes, lacks."""
+    whole = classifier(family)
+    whole.save_pretrained(tmp_path / "whole")
+    whole.base_model.save_pretrained(tmp_path / "base")
+    classes = tuple(whole.config.id2label.values())
+    for folder, labels, has_new in (
+        ("base", classes, True),
+        ("whole", classes, False),
+        ("whole", (*classes, "more"), True),
+    ):
+        task = make(str(tmp_path / folder))
+        names = [name for name, _ in task.build_model(facts(labels)).named_parameters()]
+        rates = {name: task.rate_share(name) for name in names}
+        fast = {name for name, rate in rates.items() if rate != 1.0}
+        assert fast == ({n for n in names if not n.startswith(f"{family}.")} if has_new else set())
+        assert {rates[name] for name in fast} <= {10.0}
+    scratch = make()
+    assert {scratch.rate_share(n) for n, _ in scratch.build_model(facts()).named_parameters()} == {1.0}

@@ -10,7 +10,7 @@ from isobatch.core.errors import STOPPED, UserError
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.auto import auto
-from isobatch.launch.commands.compress import compress
+from isobatch.launch.commands.compress import CompressOptions, compress, stages_of
 from isobatch.launch.commands.plan import plan
 from isobatch.models.compression.pruning import FAST_SPARSITY, Pruning
 
@@ -64,6 +64,34 @@ def test_fast_mode_removes_what_was_measured_to_cost_nothing() -> None:
     recipe, notes = workload("pruning").complete({"mode": "fast"})
     assert recipe.options["sparsity"] == FAST_SPARSITY == 0.5
     assert "sparsity 0.5" in notes[-1]
+
+
+def test_each_way_to_round_is_a_form_or_a_stage() -> None:
+    def stages(*quantize: str) -> dict[str, tuple[str, ...]]:
+        return {stage.name: stage.exports for stage in stages_of(quantize)}
+
+    default = stages(*CompressOptions().quantize)
+    assert list(default) == ["classifier", "pruning", "qat"]
+    assert default["classifier"] == ("onnx", "onnx-dynamic")
+    assert default["pruning"] == ("hf", "dense", "onnx", "onnx-dynamic", "onnx-static")
+    assert default["qat"] == ("onnx-int4",)
+    assert list(stages("dynamic")) == ["classifier", "pruning"]
+    assert stages("int8-qat", "int4")["qat-int8"] == ("onnx-int8",)
+    assert list(stages("int8-qat", "int4")) == ["classifier", "pruning", "qat-int8", "qat"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--quantize", "int3"], "--quantize int3"),
+        (["--choose", "best"], "--choose best"),
+        (["--bits", "8"], "--bits 8: of this chain --quantize int8-qat,int4 says it"),
+        (["--steps", "1,2"], "one for each of classifier, pruning, qat"),
+    ],
+)
+def test_flags_of_the_chain_are_checked_before_it_trains(words: list[str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        compress(["--task", "compress", *words])
 
 
 def test_a_chain_has_no_plan_of_its_own() -> None:

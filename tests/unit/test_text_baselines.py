@@ -107,8 +107,8 @@ def test_a_base_must_beat_what_is_simple(
     pytest.importorskip("sklearn", reason="the extra [baselines]")
     splits = {"train": rows(400, 0, shuffled), "test": rows(400, 1, shuffled)}
     facts, tokenizer, batches = prepared(tmp_path, splits)
-    mine = answers(baselines.labels_of(batches()), share_right)
     simple = baselines.baselines_of(facts, tokenizer, batches)
+    mine = answers(simple[0].found.labels, share_right)
     assert why_not_worth_it(baselines.standings(problems.of_facts(facts), mine, simple)) == why
 
 
@@ -127,3 +127,34 @@ def test_both_may_be_excellent(linear: float, difference: float, p: float, goes_
     constant = Standing("the largest class", 0.1, Difference(linear + difference - 0.1, 0.5, 0.9, 0.0))
     found = [constant, Standing("TF-IDF", linear, Difference(difference, -1, 1, p))]
     assert (why_not_worth_it(found) == "") is goes_on
+
+
+def test_a_word_gets_its_usual_tag() -> None:
+    """A word is all of its tokens: 7 is another than 7 with 8 behind it; a new one gets what is usual."""
+
+    def batches(split: str = "test") -> Any:
+        words = [2, 7, 8, 7, 9, 3] if split == "train" else [2, 9, 7, 8, 5, 3]
+        labels = [-100, 1, -100, 0, 0, -100] if split == "train" else [-100, 0, 1, -100, 0, -100]
+        yield {"tokens": np.array([words]), "length": np.array([6]), "label": np.array([labels])}
+
+    assert baselines.usual_tags(batches, 2).tolist() == [[1, 0], [0, 1], [2, 1]]
+
+
+def test_scores_and_sets_of_labels_have_baselines() -> None:
+    pytest.importorskip("sklearn", reason="the extra [baselines]")
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    train, test = rows(300, 0), rows(100, 1)
+    features = TfidfVectorizer().fit([text for text, _ in train])
+    learnt, asked = (features.transform([text for text, _ in some]) for some in (train, test))
+    is_sky = np.array([label for _, label in train])
+    wanted = np.array([label for _, label in test])
+    scores = baselines.KINDS["regression"].fit(learnt, is_sky * 2.0, asked, 1)
+    assert scores.shape == (100, 1)
+    assert np.corrcoef(scores[:, 0], wanted)[0, 1] > 0.6
+    both = np.stack([is_sky, 1 - is_sky, np.ones_like(is_sky)], 1).astype(np.float32)
+    logits = baselines.KINDS["multi-label"].fit(learnt, both, asked, 3)
+    assert ((logits[:, 0] > 0) == wanted).mean() > 0.8
+    assert (logits[:, 2] > 0).all()
+    assert (baselines.KINDS["multi-label"].constant(both, 3) > 0).tolist()[2]
+    assert baselines.KINDS["regression"].constant(is_sky * 2.0, 1) == pytest.approx([is_sky.mean() * 2])
