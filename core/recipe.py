@@ -71,7 +71,8 @@ class Recipe:
     phase: str | None = None
     """Train only this phase."""
     least_steps: Count = 0
-    """Fewest optimizer steps of the run: --epochs that give fewer, on small data, are lengthened to them."""
+    """Fewest optimizer steps of the run: --epochs that give fewer, on small data, are lengthened to them. Of
+    many classes each is seen 200 times at least, too; 0 for neither."""
     batch_size: Positive = 32
     """The GLOBAL batch in samples: the same on any number of processes."""
     max_length: Positive = 128

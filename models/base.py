@@ -291,6 +291,10 @@ class Task(ABC):
         """The stretches of training, in order."""
         return [Phase()]
 
+    def fewest_steps(self, facts: Facts) -> int:
+        """Fewest optimizer steps on this data, to which --epochs that give fewer are lengthened."""
+        return int(self.recipe.least_steps)
+
     def check(self) -> None:
         """Raise UserError with one line if the recipe cannot be had; called before anything heavy."""
         return

@@ -35,8 +35,11 @@ class PhaseSchedule:
     """Steps, from 1, that the run leaves out."""
 
 
-def phase_schedules(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: int) -> list[PhaseSchedule]:
-    """The phases to train, in order; lengths are the recipe's or else the task's.
+def phase_schedules(
+    recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: int, fewest: int | None = None
+) -> list[PhaseSchedule]:
+    """The phases to train, in order; lengths are the recipe's or else the task's. `fewest`: the task's own
+    least steps on its data, by default the recipe's.
 
     Raises UserError where --phase is unknown or --steps or --epochs do not match the number of phases.
     """
@@ -45,7 +48,8 @@ def phase_schedules(recipe: Recipe, phases: Sequence[Phase], steps_per_epoch: in
         raise UserError(f"--phase {recipe.phase}: this task's phases are {', '.join(names)}")
     lengths = [_steps(recipe, index, p, len(phases), steps_per_epoch) for index, p in enumerate(phases)]
     chosen = [n for p, n in zip(phases, lengths, strict=True) if recipe.phase in (None, p.name)]
-    stretch = max(1.0, recipe.least_steps / sum(chosen)) if recipe.steps is None else 1.0
+    least = recipe.least_steps if fewest is None else fewest
+    stretch = max(1.0, least / sum(chosen)) if recipe.steps is None else 1.0
     lengths = [math.ceil(round(steps * stretch, 6)) for steps in lengths]
     return [
         PhaseSchedule(

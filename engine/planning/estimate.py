@@ -155,7 +155,9 @@ def run_time(target: Target, plan: Plan, size: ModelSize) -> tuple[int, dict[str
     save (what its end waits for the last checkpoint; the others are written meanwhile) and export.
     """
     recipe, facts, step = target.recipe, target.facts, plan.predicted_step_seconds
-    schedules = phase_schedules(recipe, target.task.phases(), steps_per_epoch(recipe, facts))
+    schedules = phase_schedules(
+        recipe, target.task.phases(), steps_per_epoch(recipe, facts), target.task.fewest_steps(facts)
+    )
     steps = sum(schedule.steps for schedule in schedules)
     # Where a phase rounds, its first steps are computed twice before.
     first = FIRST_STEP + (2 * REHEARSED_STEPS if size.rounds else 0)

@@ -82,7 +82,9 @@ class Builder:
         sampler = make_sampler(recipe, splits["train"], task.cohort)
         self.schedules = [
             dataclasses.replace(schedule, left_out=left_out.get(schedule.name, frozenset()))
-            for schedule in phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
+            for schedule in phase_schedules(
+                recipe, task.phases(), sampler.steps_per_epoch, task.fewest_steps(facts)
+            )
         ]
         first = self.schedules[0]
         none_yet: Any = None

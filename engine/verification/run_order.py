@@ -44,7 +44,7 @@ class RunOrder:
         task, data = workload_of(recipe).make(recipe)
         source = data.open(Path(facts.folder), "train")
         sampler = make_sampler(recipe, source, task.cohort)
-        schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch)
+        schedules = phase_schedules(recipe, task.phases(), sampler.steps_per_epoch, task.fewest_steps(facts))
         return cls(task, data, source, sampler, schedules)
 
     def place(self, phase: str, step: int) -> dict[str, Any]:

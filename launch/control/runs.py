@@ -102,7 +102,9 @@ def _phase_lengths(run: RunFolder) -> dict[str, int]:
     recipe = run.recipe
     with contextlib.suppress(UserError):
         task, _ = workload_of(recipe).make(recipe)
-        schedules = phase_schedules(recipe, task.phases(), steps_per_epoch(recipe, run.facts))
+        schedules = phase_schedules(
+            recipe, task.phases(), steps_per_epoch(recipe, run.facts), task.fewest_steps(run.facts)
+        )
         return {schedule.name: schedule.steps for schedule in schedules}
     return {}
 

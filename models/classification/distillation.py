@@ -110,6 +110,10 @@ class DistilledClassifier(Classifier):
                 )
         return super()._classifier_config(facts)
 
+    def fewest_steps(self, facts: Facts) -> int:
+        """A student that begins with a trained head needs no more than --least-steps."""
+        return int(self.recipe.least_steps) if self.teacher_name else super().fewest_steps(facts)
+
     def teacher(self) -> Teacher | None:
         path = self._teacher_path()
         if path is None:

@@ -6,6 +6,7 @@ python -m launch auto --task classifier --data FOLDER --model distilbert/distilb
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +54,8 @@ LEAST_STEPS = 1000
 """Fewest steps of a classifier. A small set needs a number of steps, not of epochs: Mosbach et al. 2021, "On
 the Stability of Fine-tuning BERT", train for 20 epochs where there are 2,500 rows; Zhang et al. 2021,
 "Revisiting Few-sample BERT Fine-tuning", find the 96 steps of three epochs of 1,000 rows too few."""
+SEEN = 200
+"""Samples of a class in training, on the mean, that a new head needs at least."""
 FROM_SCRATCH = 0.128
 """The learning rate of a model with random weights, times its width: Adam's is to fall with the width (Yang
 et al. 2021, "Tuning Large Neural Networks via Zero-Shot Hyperparameter Transfer"); 1e-3 for the demo's."""
@@ -195,6 +198,12 @@ class Classifier(Task):
         if (weights := facts.extra.get(CLASS_WEIGHTS)) is not None:
             model.register_buffer(CLASS_WEIGHTS, torch.tensor(weights), persistent=False)
         return model
+
+    def fewest_steps(self, facts: Facts) -> int:
+        """--least-steps, and with them so many that each class of many is seen SEEN times."""
+        least = super().fewest_steps(facts)
+        seen = math.ceil(SEEN * len(facts.extra["labels"]) / self.recipe.batch_size)
+        return max(least, seen) if least else 0
 
     def rate_share(self, name: str) -> float:
         """Parameters of a new head learn at --head-rate times the rate of the others."""

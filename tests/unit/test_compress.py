@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from isobatch.core.errors import STOPPED, UserError
+from isobatch.core.facts import Facts
 from isobatch.engine.registry import workload
 from isobatch.engine.runs.run_folder import Verdict
 from isobatch.launch.commands.auto import auto
@@ -39,6 +40,17 @@ def test_a_model_from_scratch_learns_at_a_rate_of_its_width() -> None:
         recipe, notes = workload("classifier").complete(asked)
         assert recipe.lr == pytest.approx(rate)
         assert ("lr 0.0001" in notes[-1] if notes else False) is (rate == 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("classes", "asked", "steps"), [(2, {}, 500), (150, {}, 938), (150, {"epochs": 1}, 0)]
+)
+def test_many_classes_need_more_steps(classes: int, asked: dict[str, Any], steps: int) -> None:
+    """200 samples of each of 150 classes in batches of 32 are 937.5 steps; a length that is given stands."""
+    recipe, _ = workload("classifier").complete({"data": "rows", "mode": "fast", **asked})
+    task, _ = workload("classifier").make(recipe)
+    known = Facts(fingerprint="", folder="", samples={}, lengths=(9,), extra={"labels": ["a"] * classes})
+    assert task.fewest_steps(known) == steps
 
 
 @pytest.mark.parametrize(("every", "ramp", "steps"), [(40, 17, 40), ("20%", 17, 3), ("20%", 630, 126)])

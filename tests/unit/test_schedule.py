@@ -35,6 +35,8 @@ def test_small_data_gets_the_least_steps() -> None:
     small = phase_schedules(recipe(epochs=(2.0,), least_steps=100), [Phase(name="train")], 17)
     assert [p.steps for p in small] == [100]  # two passes are 34
     halves = [Phase(name="prune", share=0.5), Phase(name="recover", share=0.5)]
+    (own,) = phase_schedules(recipe(epochs=(2.0,), least_steps=100), [Phase(name="train")], 17, 150)
+    assert own.steps == 150
     both = phase_schedules(recipe(epochs=(4.0,), least_steps=100), halves, 17)
     assert [p.steps for p in both] == [50, 50]
     large = phase_schedules(recipe(epochs=(2.0,), least_steps=100), [Phase(name="train")], 60)
