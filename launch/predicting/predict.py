@@ -231,6 +231,8 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
         return Answerer(task.open_predictor(run.final, run.folder, "torch"), sequences)
     _refuse_unread(options, what, "form", *prediction.COLUMNS)
     predictor = task.open_predictor(run.final, run.folder / "exports", options.form)
+    if isinstance(predictor, prediction.TextClassifier) and predictor.problem.per_token:
+        return Answerer(predictor, tables.WordReader(text))
     known = has_text_pairs(run.facts) if is_prepared(run) else None  # a received run may name any folder
     return Answerer(predictor, tables.TextReader(text, pair, True if asked.get("pair_column") else known))
 
@@ -243,7 +245,8 @@ def _open_onnx(file: Path, options: ModelOptions) -> Answerer:
     most = None if found is None else RunFolder.open(found).recipe.max_length
     classifier = prediction.open_onnx(file, most)
     text, pair = (getattr(options, name) or classifier.columns[name] for name in prediction.COLUMNS)
-    return Answerer(classifier, tables.TextReader(text, pair))
+    tags = classifier.problem.per_token
+    return Answerer(classifier, tables.WordReader(text) if tags else tables.TextReader(text, pair))
 
 
 def _refuse_unread(options: ModelOptions, what: str, *read: str) -> None:

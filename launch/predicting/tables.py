@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 import json
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,9 +43,6 @@ OUT_ENDINGS = (".csv", ".jsonl", ".parquet")
 ITEMS_COLUMN = "items"
 """A list of what a user took who was not in training."""
 NO_TEXT, UNKNOWN_USER = "no text", "training knew nothing of the user"
-WORD = re.compile(r"[@#]?\w+(?:[-'\u2019.&/:]\w+)*|[^\w\s]")
-"""A word of a text, much as data sets of tagged words part them: letters and digits, with signs between them
-as in don't, e-mail and 3.5, and with @ or # before; every other sign is a word."""
 Rows = Sequence[Mapping[str, Any]]
 
 
@@ -229,13 +225,13 @@ class TextReader(RowReader):
 
 @dataclass(frozen=True, slots=True)
 class WordReader(RowReader):
-    """Lists of words, for a model that tags each. A text is parted by WORD."""
+    """Lists of words, or texts that the model parts into words, for one that tags each."""
 
     usual: ClassVar = (*WORD_COLUMNS, *TEXT_COLUMNS)
 
-    def from_text(self, value: Any, where: str) -> list[str]:
+    def from_text(self, value: Any, where: str) -> str | list[str]:
         if not isinstance(value, list):
-            return WORD.findall(require_text(value, where))
+            return require_text(value, where)
         if not value:
             raise UnansweredRowError(f"{where}: is an empty list: leave it out", NO_TEXT)
         return [require_text(word, where) for word in value]

@@ -629,18 +629,11 @@ def test_flags_of_a_table_without_names_are_taken_by_number(tmp_path: Path) -> N
     assert np.asarray(splits["train"]["label"]).tolist() == [[1, 0], [0, 1], [1, 1]]
 
 
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        ("Ada, don't go!", ["Ada", ",", "don't", "go", "!"]),
-        ("@ada e-mail #tag 3.5 (x)", ["@ada", "e-mail", "#tag", "3.5", "(", "x", ")"]),
-        (["New York", "?"], ["New York", "?"]),
-    ],
-)
-def test_predict_reads_words_or_parts_a_text(value: Any, words: list[str]) -> None:
-    assert WordReader().from_text(value, "text 1") == words
+@pytest.mark.parametrize("value", ["Ada, don't go!", ["New York", "?"], ["one", "two"]])
+def test_predict_reads_words_or_a_text(value: Any) -> None:
+    assert WordReader().from_text(value, "text 1") == value
     name = "words" if isinstance(value, list) else "text"
-    assert WordReader().from_row({name: value, "other": 1}, "row 1") == words
+    assert WordReader().from_row({name: value, "other": 1}, "row 1") == value
 
 
 def test_predict_answers_no_empty_list() -> None:
