@@ -16,7 +16,6 @@ from isobatch.core.flags import BareValue, build_options, flags_of, nearest_hint
 from isobatch.core.recipe import DEMO
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
-from isobatch.engine.registry import workload_of
 from isobatch.launch.commands.export import export_form
 from isobatch.launch.local import words as flag_words
 from isobatch.launch.local.arguments import known_flags, parse_request, split_words
@@ -128,11 +127,9 @@ def compress(words: Sequence[str]) -> int:
 
 
 def _export(run: RunFolder, kind: str) -> None:
-    if kind not in workload_of(run.recipe).task.exports:
-        return
     try:
         export_form(run, kind)
-    except ExportError as error:
+    except (ExportError, UserError) as error:
         if kind not in UNTRAINED:
             raise
         print(f"compress: {run.folder.name} has no {kind}: {error}", file=sys.stderr)
