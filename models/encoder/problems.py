@@ -139,14 +139,8 @@ class Problem(ABC):
         return Difference(*class_metrics.bootstrap_difference(*both, self.score))
 
     def detail(self, evidence: np.ndarray) -> dict[str, Any]:
-        """What `chance` and `table` read, as JSON."""
+        """What `table` reads, as JSON."""
         return self.figures(evidence)
-
-    @abstractmethod
-    def chance(self, row: ReportRow) -> tuple[float, str]:
-        """The headline figure of the best answer that reads no text, and which that is. `row`: a report's,
-        with `detail`.
-        """
 
     @abstractmethod
     def table(self, name: str, row: ReportRow) -> ReportTable:
@@ -258,11 +252,6 @@ class Classes(Problem):
         confusion = class_metrics.confusion_matrix(label, answer, len(self.labels))
         error = class_metrics.calibration_error(confidence, label == answer)
         return {"confusion": confusion.tolist(), "calibration_error": error}
-
-    def chance(self, row: ReportRow) -> tuple[float, str]:
-        samples = np.array(row["confusion"]).sum(1)
-        answer = f"always answering `{self.labels[samples.argmax()]}` would be right in"
-        return float(samples.max() / samples.sum()), answer
 
     def table(self, name: str, row: ReportRow) -> ReportTable:
         """And one for their mean; how often each was answered with which, of few classes."""
@@ -411,13 +400,6 @@ class MultiLabel(Counted):
         exact = float(((right == labelled) & (right == answered)).mean())
         return {**super().figures(evidence), "subset_accuracy": exact}
 
-    def chance(self, row: ReportRow) -> tuple[float, str]:
-        there = -np.sort(-np.array(row["counts"])[1])
-        f1 = 2 * np.cumsum(there) / (row["samples"] * np.arange(1, len(there) + 1) + there.sum())
-        best = int(f1.argmax())
-        names = [self.labels[n] for n in np.argsort(-np.array(row["counts"])[1], kind="stable")[: best + 1]]
-        return float(f1[best]), f"always answering {', '.join(names)} would have"
-
     def settle(self, found: Callable[[], Predictions]) -> dict[str, Any]:
         """The threshold of each label that is best for its F1."""
         valid = found()
@@ -487,9 +469,6 @@ class Regression(Problem):
     def score(self, evidence: np.ndarray) -> float:
         return class_metrics.correlation(*map(class_metrics.ranks, evidence.T))
 
-    def chance(self, row: ReportRow) -> tuple[float, str]:
-        return 0.0, "one score for all would have"
-
     def table(self, name: str, row: ReportRow) -> ReportTable:
         names = {"spearman": "Spearman", "pearson": "Pearson", "mae": "mean absolute error", "rmse": "RMSE"}
         lines = [[said, f"{row[metric]:.4f}"] for metric, said in names.items()]
@@ -557,9 +536,6 @@ class Entities(Counted):
     def metrics(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         right, words = parts["right"]
         return {**super().metrics(parts), "token_accuracy": float(right) / max(1.0, float(words))}
-
-    def chance(self, row: ReportRow) -> tuple[float, str]:
-        return 0.0, "finding none would have"
 
     def encode(self, tokenizer: Any, texts: Sequence[Any]) -> list[Any]:
         words = [[word for word, _, _ in words_of(text)] for text in texts]

@@ -138,7 +138,7 @@ class ClassifierReport(ModelComparison):
         first = rows[0]
         baselines = {row["runtime"]: row for row in reversed(rows)}
         last = {row["run"]: row for row in rows if row["run"] != first["run"]}
-        alone = [said for row in (first, *last.values()) if (said := _worth_alone(row, of_chance=bool(last)))]
+        alone = [said for row in (first, *last.values()) if (said := _learnt_nothing(row))]
         return [_who_is_ahead(rows), *alone] + [
             _worth_against(row, first, baselines[row["runtime"]]) for row in last.values()
         ]
@@ -186,18 +186,14 @@ def _table_of_baselines(name: str, row: ReportRow) -> ReportTable:
     return ReportTable(f"{name} beside simple models", note, head, rows)
 
 
-def _worth_alone(row: ReportRow, of_chance: bool) -> str:
-    """`of_chance`: nothing is said of a model that is better than the best answer that reads no text."""
-    problem = _problem(row)
-    low, high = (100 * x for x in row[f"{problem.headline}_ci95"])
-    share, answer = problem.chance(row)
-    is_chance = row[problem.headline] <= share
-    if of_chance and not is_chance:
+def _learnt_nothing(row: ReportRow) -> str:
+    """Said of a model that is not clearly better than an answer that reads no text."""
+    constant, title = row["baselines"][0], _problem(row).title
+    if constant["verdict"] == "better":
         return ""
     return (
-        f"{row['run']}: {'no better than chance: ' if is_chance else ''}{problem.title}"
-        f" {100 * row[problem.headline]:.1f} % ({low:.1f} to {high:.1f}) on {row['samples']:,} {row['split']}"
-        f" texts; {answer} {100 * share:.1f} %."
+        f"{row['run']}: no better than {constant['name']}: {title} {100 * row[_problem(row).headline]:.1f} %"
+        f" {_points(constant)} on {row['samples']:,} {row['split']} samples."
     )
 
 
