@@ -6,7 +6,6 @@ python -m launch auto --task qat --pruned runs/pruning-0123456789ab --data FOLDE
 from __future__ import annotations
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,8 +160,7 @@ class QAT(DistilledClassifier):
         if not kind.startswith("onnx-int"):
             return super().export_as(kind, final, folder, facts, batches)
         name = self._file_name
-        for side in (name, *exporting.SIDE_FILES):
-            shutil.copy(final / side, folder)
+        exporting.copy_beside(final, folder, name)
         return exporting.check_quantized(open_quantized(final), folder / name, batches)
 
     def final_metrics(

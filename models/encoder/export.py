@@ -14,6 +14,7 @@ import numpy as np
 from isobatch.core.errors import ExportError
 from isobatch.models.base import Batch
 from isobatch.models.encoder import evaluation, problems
+from isobatch.models.encoder.problems import SETTLED_FILE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -130,11 +131,16 @@ def check_quantized(model: nn.Module, file: Path, batches: Batches) -> dict[str,
     }
 
 
+def copy_beside(final: Path, folder: Path, *more: str) -> None:
+    """Copy SIDE_FILES, and what else answers like the model need, into the folder of another form."""
+    for file in final.iterdir():
+        if file.name in (*SIDE_FILES, SETTLED_FILE, *more):
+            shutil.copy(file, folder)
+
+
 def export_transformers(final: Path, folder: Path) -> None:
     """Copy the files of final/ that transformers reads."""
-    for file in final.iterdir():
-        if file.name in (*SIDE_FILES, "model.safetensors") or file.suffix == ".py":
-            shutil.copy(file, folder)
+    copy_beside(final, folder, "model.safetensors", *(file.name for file in final.glob("*.py")))
 
 
 def export_dense(model: Any, final: Path, folder: Path) -> None:
@@ -161,8 +167,7 @@ def export_dense(model: Any, final: Path, folder: Path) -> None:
             )
             place.zero_()[tuple(slice(size) for size in part.shape)] = part
     save_model(dense_model, str(folder / "model.safetensors"), metadata={"format": "pt"})
-    for name in SIDE_FILES[1:]:
-        shutil.copy(final / name, folder)
+    copy_beside(final, folder)
     config = json.loads((final / "config.json").read_text())
     config = {name: value for name, value in config.items() if name not in CUSTOM_CODE}
     config["architectures"] = [type(dense_model).__name__]
@@ -174,6 +179,5 @@ def export_onnx(model: Any, final: Path, folder: Path) -> Path:
     from isobatch.models.encoder import onnx_graph
 
     onnx_graph.write_onnx(model, file := folder / ONNX_FILES["onnx"])
-    for name in SIDE_FILES:
-        shutil.copy(final / name, folder)
+    copy_beside(final, folder)
     return file

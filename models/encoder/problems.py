@@ -84,6 +84,7 @@ class Problem(ABC):
     """Its name for people."""
     choices: ClassVar[Sequence[str]]
     """Metrics that may choose the best checkpoint, beside `headline` and `loss`."""
+    test: ClassVar[str] = "the paired bootstrap"
     test_name: ClassVar[str] = "bootstrap_p"
     """The metric with the p-value of the paired test."""
 
@@ -199,7 +200,7 @@ class Classes(Problem):
     usage = "print(model.config.id2label[int(logits.argmax())])"
     headline = title = "accuracy"
     choices = ("f1", "f1_macro", "mcc")
-    test_name = "mcnemar_p"
+    test, test_name = "McNemar's exact test", "mcnemar_p"
 
     def loss(self, logits: Tensor, batch: Batch, terms: LossTerms = PLAIN) -> Loss:
         """As torch.nn.CrossEntropyLoss with weights and smoothing: the sum, and what it is over.
@@ -439,7 +440,7 @@ class Regression(Problem):
     usage = "print(float(logits))"
     is_score = True
     headline = "spearman"
-    title = "Spearman's correlation x 100:"
+    title = "Spearman's correlation"
     choices = ("pearson", "mae", "rmse")
 
     def loss(self, logits: Tensor, batch: Batch, terms: LossTerms = PLAIN) -> Loss:

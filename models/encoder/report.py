@@ -77,6 +77,7 @@ class ClassifierReport(ModelComparison):
         is than the first model in the same runtime.
         """
         first, baselines = rows[0], {row["runtime"]: row for row in reversed(rows)}
+        self.columns = tuple(name.replace("accuracy", _problem(first).title) for name in self.columns)
         for row in rows:
             problem = _problem(row)
             name = problem.headline
@@ -125,11 +126,11 @@ class ClassifierReport(ModelComparison):
     def caption(self, row: ReportRow, machine: str) -> str:
         where = f"{machine}, {row['threads']} thread, texts of {row['tokens']} tokens"
         return (
-            f"Measured on {where}; accuracy on all {row['samples']} samples of the {row['split']} split with"
-            " its 95 % interval; ms are the median and the 95th percentile of the thread's"
+            f"Measured on {where}; {_problem(row).title} on all {row['samples']} samples of the"
+            f" {row['split']} split with its 95 % interval; ms are the median and the 95th percentile of the thread's"
             " own time; memory is a process's peak. Speed is that of one text against the first model in the"
             " same runtime, measured in turn."
-            " Accuracies whose difference McNemar's exact test does not tell from chance (p at least"
+            f" Figures whose difference {_problem(row).test} does not tell from chance (p at least"
             f" {SIGNIFICANT}) are within the noise, and so are speeds whose interval holds 1."
         )
 
