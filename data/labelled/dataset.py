@@ -17,19 +17,8 @@ from isobatch.core.number_ranges import AboveZero, HeldOutShare
 from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import WEIGHT, Ragged
 from isobatch.data.corpora import DEMO, TrainingRows
+from isobatch.data.labelled import rows as reading
 from isobatch.data.labelled.kinds import KINDS, LabelKind, WordTags, find_kind
-from isobatch.data.labelled.rows import (
-    ColumnNames,
-    Example,
-    SplitLabels,
-    class_weights,
-    demo_files,
-    demo_rows,
-    drop_unlabelled_test,
-    find_columns,
-    learnt_names,
-    read_examples,
-)
 from isobatch.data.preparation.encoding import EncodedShard, ShardEncoder, encode_whole
 from isobatch.data.tokenized import TokenizedData
 
@@ -37,6 +26,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
     from isobatch.core.facts import Facts
+    from isobatch.data.labelled.rows import Example
     from isobatch.data.readers import LocatedRows
     from isobatch.data.tokenized import Encoded
 
@@ -141,13 +131,13 @@ class Labelled(TokenizedData):
             raise UserError(f"--vocab-size {size}: must be at least 300: characters and special tokens")
         splits = self._check_tables("labels: give tsv, csv, jsonl, json, parquet or conll")
         if splits:
-            find_columns(self.recipe.data, readers.column_names(splits["train"]), self.options)
+            reading.find_columns(self.recipe.data, readers.column_names(splits["train"]), self.options)
 
     def _files(self) -> dict[str, readers.SplitFiles]:
         return {split: readers.as_conll(part) for split, part in super()._files().items()}
 
     def demo_files(self) -> list[Path]:
-        return [file for files in demo_files().values() for file in files]
+        return [file for files in reading.demo_files().values() for file in files]
 
     def describe_rows(self, facts: Facts, batch: Mapping[str, np.ndarray]) -> list[str]:
         kind, names = KINDS[facts.extra.get("problem", "classes")](""), facts.extra["labels"]
@@ -162,7 +152,7 @@ class Labelled(TokenizedData):
         first = next(iter(rows["train"]()), None)
         if first is None:
             raise UserError(f"--data {self.recipe.data}: the train split is empty")
-        columns = find_columns(self.recipe.data, [str(k) for k in first[1]], self.options)
+        columns = reading.find_columns(self.recipe.data, [str(k) for k in first[1]], self.options)
         if {columns.text, columns.label} - {"text", "sentence", "label", "words", "tags"}:
             notes.append(f"texts are those of the column {columns.text}, labels those of {columns.label}")
         if unread := [str(name) for name in first[1] if name not in (*columns, *columns.flags)]:
@@ -172,10 +162,10 @@ class Labelled(TokenizedData):
         counts, rows_of_train = splits["train"].counts(), len(splits["train"])
         if fixed := self.known is not None:
             del splits["train"]
-        labels = learnt_names(kind, splits, self.recipe.data, self.known)
+        labels = reading.learnt_names(kind, splits, self.recipe.data, self.known)
         if rare := [str(name) for name in labels if counts[name] == 1 and not fixed]:
             notes.append(f"labels of one training row each: {', '.join(rare[:8])}{', ...' * (len(rare) > 8)}")
-        tokenizer, special = self._open_tokenizer(read_examples(rows["train"](), columns))
+        tokenizer, special = self._open_tokenizer(reading.read_examples(rows["train"](), columns))
         if (words := isinstance(kind, WordTags)) and not fixed:  # the run's own does so already
             tokenizers.prepend_space(tokenizer)
         pairs, longest = columns.pair is not None, self.recipe.max_length
@@ -185,7 +175,7 @@ class Labelled(TokenizedData):
         )
         found: dict[str, Any] = {}
         for split, known in splits.items():
-            texts = _texts(read_examples(rows[split](), columns), known, labels)
+            texts = _texts(reading.read_examples(rows[split](), columns), known, labels)
             encoded, facts = self._encode_split(split, texts, encoder, special["pad"] or 0)
             found[split] = encoded if words else {**encoded, "label": kind.values(known, labels)}
             if words:
@@ -198,7 +188,7 @@ class Labelled(TokenizedData):
         of_train = np.array([counts[name] for name in labels] if counts else [rows_of_train])
         weights = None
         if (asked := self.options.class_weights) is not None and not fixed:
-            weights = class_weights(asked, kind, labels, of_train, rows_of_train)
+            weights = reading.class_weights(asked, kind, labels, of_train, rows_of_train)
             if kind.name != "multi-label":
                 label = found["train"]["label"]
                 found["train"][CLASS_WEIGHT] = _sums(label, weights) if words else weights[label]
@@ -213,10 +203,12 @@ class Labelled(TokenizedData):
         return found, tokenizer, extra
 
     def _read_labels(
-        self, rows: dict[str, Callable[[], LocatedRows]], columns: ColumnNames
-    ) -> tuple[LabelKind, dict[str, SplitLabels], list[str]]:
+        self, rows: dict[str, Callable[[], LocatedRows]], columns: reading.ColumnNames
+    ) -> tuple[LabelKind, dict[str, reading.SplitLabels], list[str]]:
         """(what they are; those of each split; notes). `rows` gets a validation split if it has none."""
-        splits = {s: SplitLabels.read(read_examples(read(), columns)) for s, read in rows.items()}
+        splits = {
+            s: reading.SplitLabels.read(reading.read_examples(read(), columns)) for s, read in rows.items()
+        }
         if self._data_path() is None:  # of a hub data set the splits are known now
             corpora.check_valid(self.options.valid, splits, self.recipe.data)
         known = {"problem": self.options.problem} if self.known is None else self.known.extra
@@ -237,7 +229,7 @@ class Labelled(TokenizedData):
                 f"--data {self.recipe.data}: the {empty} split holds no rows: give it some (without a file of"
                 " its own validation is a share of the training rows)"
             )
-        notes += drop_unlabelled_test(splits)
+        notes += reading.drop_unlabelled_test(splits)
         splits = {split: found.named(kind) for split, found in splits.items()}
         training = TrainingRows()
         for split in sorted(splits, key=lambda split: split != "train"):
@@ -247,7 +239,7 @@ class Labelled(TokenizedData):
     def _rows_per_split(self) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
         data = self.recipe.data
         if data == DEMO:
-            return demo_rows(), []
+            return reading.demo_rows(), []
         if parts := self._files():
             notes = readers.table_notes(parts)
             return {split: partial(readers.read_rows, part) for split, part in parts.items()}, notes
@@ -277,7 +269,7 @@ class Labelled(TokenizedData):
         return columns, sum(map(Counter, facts), Counter())
 
 
-def _texts(examples: Iterable[Example], known: SplitLabels, labels: list[str]) -> Iterator[str]:
+def _texts(examples: Iterable[Example], known: reading.SplitLabels, labels: list[str]) -> Iterator[str]:
     """What the encoder gets of each row."""
     for example, code in zip(examples, known.codes, strict=True):
         if isinstance(example.text, str):

@@ -108,8 +108,9 @@ def test_a_tenth_of_each_class_is_held_out_where_nothing_is(tmp_path: Path) -> N
 def test_the_draw_of_held_out_rows_is_frozen_and_no_seed_changes_it(tmp_path: Path) -> None:
     data = make(sorted_rows(tmp_path))
     rows = readers.read_rows(readers.find_splits(tmp_path, None)["train"])
+    kind = ClassLabels("label")
     split = SplitLabels.read(read_examples(rows, ColumnNames("sentence", None, "label")))
-    assert np.flatnonzero(ClassLabels("label").held_out(split, 0.1)).tolist() == FROZEN
+    assert np.flatnonzero(kind.held_out(split.named(kind), 0.1)).tolist() == FROZEN
     assert data.identity() == make(tmp_path, seed=7).identity()
     assert data.identity() != make(tmp_path, valid=0.2).identity()
 
