@@ -81,8 +81,14 @@ def predict_with_onnx_levels(
 
     def run_with_levels(inputs: dict[str, np.ndarray]) -> np.ndarray:
         _, *levels = session.run(None, evaluation.named_inputs(names, inputs))
+        inside = torch.from_numpy(inputs["attention_mask"]).bool()
         for quantizer, onnx_levels in zip(quantizers, levels, strict=True):
-            quantizer.given_levels = torch.from_numpy(onnx_levels).float()
+            found = torch.from_numpy(onnx_levels).float()
+            if found.dim() > 2:  # of what is read: no padding, and of the last layer the first token alone
+                unread = inside.shape[1] - found.shape[1]
+                found = torch.nn.functional.pad(found, (0, 0, 0, unread), value=-1.0)
+                found = found.masked_fill(~inside[..., None], -1.0)
+            quantizer.given_levels = found
         return run(inputs)
 
     found = evaluation.predict(run_with_levels, batches)

@@ -23,7 +23,7 @@ from isobatch.core.errors import ExportError
 from isobatch.core.extras import need
 from isobatch.models import saving
 from isobatch.models.attention_functions import register_attention
-from isobatch.models.encoder import encoders
+from isobatch.models.encoder import encoders, first_token
 from isobatch.models.encoder.quantization import (
     ActivationQuantizer,
     QuantEmbedding,
@@ -75,6 +75,7 @@ def write_onnx(model: Any, file: Path) -> None:
     except Exception as error:  # of PyTorch's compiler and of the model's own code
         kind, reason = model.config.model_type, str(error).strip().partition("\n")[0]
         raise ExportError(f"--to onnx: PyTorch cannot trace a {kind} ({reason}): use --to hf") from None
+    first_token.keep_first_token(program.model.graph)
     _finish(program.model)
     program.save(file)
 
@@ -138,13 +139,14 @@ def _mask(*arguments: Any, **named: Any) -> Tensor:
 
 
 def _write_attention(layer: encoders.EncoderLayer) -> None:
-    """Query, key and value as one product; a layer without heads as its output's bias."""
+    """Query, key and value as one product, where they are three; a layer without heads as its output's bias."""
     if not (output := layer.output).in_features:
         layer.replace("output", nn.Identity())
-        zeros = nn.Parameter(torch.zeros(output.out_features), requires_grad=False)
+        zeros = torch.zeros(output.out_features)
         layer.replace("attention", _NoHeads(zeros if output.bias is None else output.bias))
         return
-    parts = layer.producers("output")
+    first_alone = "forward" in vars(layer.attention)  # its query has another input than key and value
+    parts = layer.producers("output")[first_alone:]
     if len(parts) > 1:
         joined = _Joined([linear for _, linear, _ in parts])
         for number, (name, *_) in enumerate(parts):
@@ -152,9 +154,9 @@ def _write_attention(layer: encoders.EncoderLayer) -> None:
 
 
 class _NoHeads(nn.Module):
-    def __init__(self, bias: nn.Parameter) -> None:
+    def __init__(self, bias: Tensor) -> None:
         super().__init__()
-        self.bias = bias
+        self.bias = nn.Parameter(bias.detach()[None, None], requires_grad=False)
 
     def forward(self, *_: Any, **__: Any) -> tuple[Tensor, None]:
         return self.bias, None

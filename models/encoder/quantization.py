@@ -48,7 +48,9 @@ class ActivationQuantizer(nn.Module):
         self.collected: list[Tensor] | None = None
         """Values seen since the calibration began; None when there is none."""
         self.given_levels: Tensor | None = None
-        """Levels 0..255 that onnxruntime computed for the next forward's input, taken in place of its own."""
+        """Levels 0..255 that onnxruntime computed for the next forward's input, taken in place of its own;
+        -1 where it is to keep its own.
+        """
         self.max_rounding_excess = 0.0
         """Most that such a level was off the value here, in levels, beyond the half of any rounding."""
 
@@ -66,11 +68,11 @@ class ActivationQuantizer(nn.Module):
         ratio = (x / self.scale).clamp(-self.zero_point, MAX_ACTIVATION_LEVEL - self.zero_point)
         if self.given_levels is None:
             return torch.round(ratio)
-        levels = self.given_levels[:, : x.shape[1]] - self.zero_point  # a first token's, of a graph with all
-        excess = float((levels - ratio).abs().max()) - 0.5
+        given = self.given_levels[:, : x.shape[1]]  # a first token's, of a graph with all
+        excess = float(torch.where(given < 0, 0.0, given - self.zero_point - ratio).abs().max()) - 0.5
         # max() would drop a NaN.
         self.max_rounding_excess = excess if excess != excess else max(self.max_rounding_excess, excess)
-        return levels
+        return torch.where(given < 0, torch.round(ratio), given - self.zero_point)
 
     def choose_range(self) -> None:
         """End the calibration: take the scale and zero point of least squared error over its values."""
