@@ -139,7 +139,7 @@ def _mask(*arguments: Any, **named: Any) -> Tensor:
 
 
 def _write_attention(layer: encoders.EncoderLayer) -> None:
-    """Query, key and value as one product, where they are three; a layer without heads as its output's bias."""
+    """Query, key and value as one product; a layer without heads as its output's bias."""
     if not (output := layer.output).in_features:
         layer.replace("output", nn.Identity())
         zeros = torch.zeros(output.out_features)

@@ -42,7 +42,7 @@ def classifier(family: str, head: str = encoders.SEQUENCE, **more: Any) -> Any:
         sizes |= {"local_attention": 8, "bos_token_id": 1, "eos_token_id": 2}
         sizes |= {"cls_token_id": 1, "sep_token_id": 2}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, vocab_size=VOCABULARY, **sizes, **more)
+    config = AutoConfig.for_model(family, vocab_size=VOCABULARY, **(sizes | more))
     model = encoders.new_classifier(config, head)
     with torch.no_grad():
         for p in model.parameters():
