@@ -146,6 +146,14 @@ class Labelled(TokenizedData):
         rows = zip(batch["label"], pieces, super().describe_rows(facts, batch), strict=True)
         return [f"{kind.describe(names, label, tokens)}: {text}" for label, tokens, text in rows]
 
+    def written(self) -> list[tuple[Any, str | None]]:
+        """(text, second text of a pair) of each training sample, as the data has them."""
+        rows, _ = self._rows_per_split()
+        _, first = next(iter(rows["train"]()))
+        columns = reading.find_columns(self.recipe.data, list(map(str, first)), self.options)
+        self._read_labels(rows, columns)  # takes a validation split out of them
+        return [(one.text, one.pair) for one in reading.read_examples(rows["train"](), columns)]
+
     def encode_splits(self) -> Encoded:
         """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
         rows, notes = self._rows_per_split()

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
 from isobatch.core.measures import counted, printable
@@ -50,6 +51,11 @@ class ModelOptions(ListOptions, chat.SamplingOptions):
     """The column of --file that is read; by default the run's own, or a usual name."""
     pair_column: str | None = None
     """The column of the second text of pairs."""
+    precision: number_ranges.Precision | None = None
+    """Of a classifier: answer only texts of whose answers so many are right, as validation shows with 95 %
+    confidence; others are marked as abstained."""
+    neighbours: number_ranges.Positive | None = None
+    """Of a classifier, in its trained form: the so many most alike training texts, with label and cosine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +74,10 @@ class PredictOptions(ModelOptions):
 
 def predict(words: Sequence[str]) -> int:
     """Usage: predict RUN ["text" ...] [--file rows.csv] [--out predictions.csv] [--form onnx-int4]
-    [--text-column NAME] [--pair-column NAME] [--json]; of language models also [--tokens 60]
-    [--temperature 0] [--top-k 50] [--top-p 0.9] [--seed 0]; of recommenders [--top 10]
-    [--by ease] [--only FILE|ID,ID] [--without FILE|ID,ID] [--with-seen]; of reward models no more
+    [--text-column NAME] [--pair-column NAME] [--json] [--precision 0.95] [--neighbours 5];
+    of language models also [--tokens 60] [--temperature 0] [--top-k 50] [--top-p 0.9] [--seed 0];
+    of recommenders [--top 10] [--by ease] [--only FILE|ID,ID] [--without FILE|ID,ID] [--with-seen];
+    of reward models no more
 
     RUN may be an ONNX file of a classifier, the folder of one, or that of a language model. Texts of pairs,
     and a prompt with its answer, are given in twos.
@@ -161,6 +168,8 @@ class Answerer:
         ]
         if left_out:
             said.insert(0, f"{counted(len(left_out), 'unknown item')} left out: {left_out[0]}")
+        if isinstance(self.predict, prediction.TextClassifier) and (drifted := self.predict.drift()):
+            said.append(f"the texts differ from those of validation (in brackets): {'; '.join(drifted)}")
         print_lines(said)
 
 
@@ -229,8 +238,19 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
         _refuse_unread(options, what, "text_column")
         sequences = tables.SequenceReader(text or asked.get("sequence_column"))
         return Answerer(task.open_predictor(run.final, run.folder, "torch"), sequences)
-    _refuse_unread(options, what, "form", *prediction.COLUMNS)
-    predictor = task.open_predictor(run.final, run.folder / "exports", options.form)
+    _refuse_unread(options, what, "form", "precision", "neighbours", *prediction.COLUMNS)
+    predictor: Any = task.open_predictor(run.final, run.folder / "exports", options.form)
+    if options.precision is not None:
+        predictor = predictor.abstaining(options.precision)
+    if options.neighbours is not None:
+        from isobatch.launch.predicting.neighbours import training_neighbours
+
+        if predictor.encode is None:
+            raise UserError("--neighbours: only the trained model tells which texts are alike: --form torch")
+        if predictor.problem.per_token:
+            raise UserError("--neighbours: is for labels of whole texts, and this model labels words")
+        found_near = training_neighbours(run, predictor.encode, options.neighbours)
+        predictor = dataclasses.replace(predictor, neighbours=found_near)
     if isinstance(predictor, prediction.TextClassifier) and predictor.problem.per_token:
         return Answerer(predictor, tables.WordReader(text))
     known = has_text_pairs(run.facts) if is_prepared(run) else None  # a received run may name any folder
@@ -239,11 +259,13 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
 
 def _open_onnx(file: Path, options: ModelOptions) -> Answerer:
     """The classifier in an ONNX file, without torch. Texts are cut as in training where it lies in a run."""
-    _refuse_unread(options, "an ONNX file", *prediction.COLUMNS)
+    _refuse_unread(options, "an ONNX file", "precision", *prediction.COLUMNS)
     folders = list(file.absolute().parents)[1:3]  # of final/, or of exports/onnx
     found = next((f for f in folders if (f / "recipe.json").is_file()), None)
     most = None if found is None else RunFolder.open(found).recipe.max_length
     classifier = prediction.open_onnx(file, most)
+    if options.precision is not None:
+        classifier = classifier.abstaining(options.precision)
     text, pair = (getattr(options, name) or classifier.columns[name] for name in prediction.COLUMNS)
     tags = classifier.problem.per_token
     return Answerer(classifier, tables.WordReader(text) if tags else tables.TextReader(text, pair))

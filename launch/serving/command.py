@@ -28,6 +28,11 @@ class ServeOptions(ListOptions):
 
     form: Literal["torch", "onnx", "onnx-int8", "onnx-int4"] = "torch"
     """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
+    precision: number_ranges.Precision | None = None
+    """Of a classifier: answer only texts of whose answers so many are right, as validation shows with 95 %
+    confidence; others are marked as abstained."""
+    neighbours: number_ranges.Positive | None = None
+    """Of a classifier, in its trained form: the so many most alike training texts, with label and cosine."""
     load_bits: Literal[16, 8, 4] | None = None
     """Bits of a language model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
     host: str = "127.0.0.1"
@@ -42,7 +47,8 @@ class ServeOptions(ListOptions):
 
 def serve(words: Sequence[str]) -> int:
     """Usage: serve RUN [--port 8000] [--host 127.0.0.1] [--allow-host NAME,NAME] [--api-key FILE]
-    [--form onnx-int4] [--top 10] [--by ease] [--only FILE|ID,ID] [--without FILE|ID,ID] [--load-bits 8]
+    [--form onnx-int4] [--precision 0.95] [--neighbours 5] [--top 10] [--by ease]
+    [--only FILE|ID,ID] [--without FILE|ID,ID] [--load-bits 8]
 
     A language model answers as OpenAI's API (/v1/completions, /v1/chat/completions), another model
     POST /predict with {"texts": [...]}. RUN may be an ONNX file of a classifier, or the folder of one: then

@@ -18,8 +18,9 @@ from isobatch.core.number_ranges import AboveZero
 from isobatch.core.recipe import DEMO
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
-from isobatch.models.encoder import encoders, evaluation, prediction, problems
+from isobatch.models.encoder import calibration, drift, encoders, evaluation, prediction, problems
 from isobatch.models.encoder import export as exporting
+from isobatch.models.encoder.calibration import Calibration
 from isobatch.models.encoder.evaluation import ModelVariant
 from isobatch.models.encoder.last_layer import compute_first_alone
 from isobatch.models.encoder.prediction import TextClassifier
@@ -101,6 +102,7 @@ class Classifier(Task):
     fast: ClassVar[Mapping[str, Any]] = {**FAST, "epochs": [0.6], "eval_every": "50%", "lr": 1e-4}
     """Half of the steps at twice the rate: their product is how far weights can go."""
     demo: ClassVar[Mapping[str, Any]] = {"model": "tiny", "max_length": 64, "epochs": [8], "lr": 1e-3}
+    measured_files: ClassVar[tuple[str, ...]] = (calibration.FILE,)
     exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx")
     forms: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnx-int8", "onnx-int4")
 
@@ -336,7 +338,11 @@ class Classifier(Task):
         if kept:
             atomic_files.write_json(final / SETTLED_FILE, kept)
         held_out = problems.of_folder(final) if "test" in facts.samples else problems.of_facts(facts)
-        return held_out.settled_metrics(lambda: evaluation.predict(run, batches()))
+        settled = held_out.settled_metrics(lambda: evaluation.predict(run, batches()))
+        seen = drift.training_pieces(Path(facts.folder), facts.extra["vocabulary"], facts.extra.get("unk"))
+        profile, has_test = drift.Profile(seen, self.recipe.max_length), "test" in facts.samples
+        calibrated = Calibration.keep(final, run, held_out.has_confidence, profile, batches, has_test)
+        return {**settled, **calibrated}
 
     def kept_metrics(self, model: Any, final: Path, batches: Batches) -> Mapping[str, Any]:
         run = evaluation.torch_runner(model)
@@ -348,10 +354,11 @@ class Classifier(Task):
     def open_predictor(self, final: Path, exports: Path, form: str) -> TextClassifier:
         """Samples are texts, or (text, text) for pairs. onnx and onnx-int4 import no torch."""
         if form == "torch":
-            run = evaluation.torch_runner(self._open_trained(final))
+            model = self._open_trained(final)
+            run, encode = (evaluation.torch_runner(model, states) for states in (False, True))
         else:
-            run = evaluation.onnx_runner(self._onnx_file(final, exports, form))
-        return TextClassifier.open(final, run, self.recipe.max_length)
+            run, encode = evaluation.onnx_runner(self._onnx_file(final, exports, form)), None
+        return TextClassifier.open(final, run, self.recipe.max_length, encode)
 
     def _open_trained(self, final: Path) -> Any:
         return encoders.open_classifier(str(final))

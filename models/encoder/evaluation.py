@@ -80,8 +80,10 @@ def predict(run: Runner, batches: Iterable[Batch]) -> Predictions:
     return Predictions(logits, labels, np.concatenate(words) if words else None)
 
 
-def torch_runner(model: nn.Module) -> Runner:
-    """Run a transformers classifier where it lies."""
+def torch_runner(model: nn.Module, states: bool = False) -> Runner:
+    """Run a transformers classifier where it lies; with `states` (B, H) in place of the logits: the mean over
+    a text's tokens of the last layer's states, made as long as 1.
+    """
     import torch
 
     device = next(model.eval().parameters()).device
@@ -91,7 +93,12 @@ def torch_runner(model: nn.Module) -> Runner:
         used = {k: v for k, v in inputs.items() if k != "token_type_ids" or has_types}
         tensors = {k: torch.from_numpy(v).to(device) for k, v in used.items()}
         with torch.inference_mode():
-            return model(**tensors).logits.float().cpu().numpy()
+            found = model(**tensors, output_hidden_states=states)
+            if not states:
+                return found.logits.float().cpu().numpy()
+            inside = tensors["attention_mask"][..., None]
+            mean = (found.hidden_states[-1].float() * inside).sum(1)
+            return torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
 
     return run
 

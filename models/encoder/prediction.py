@@ -6,8 +6,8 @@ Letters: B samples of a batch, T tokens, C classes, n texts.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,10 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.models import hub, saving
-from isobatch.models.encoder import evaluation, problems
+from isobatch.models.encoder import drift, evaluation, problems
+from isobatch.models.encoder.calibration import DOUBT, Calibration
+from isobatch.models.encoder.class_metrics import softmax
+from isobatch.models.encoder.drift import Profile
 from isobatch.models.encoder.evaluation import Runner
 from isobatch.models.encoder.problems import Problem
 
@@ -41,11 +44,22 @@ class TextClassifier:
     pad: int
     columns: dict[str, str | None]
     """The columns that it read in training, by the names in COLUMNS."""
+    calibration: Calibration
+    profile: Profile | None
+    """Of the texts that were answered; None where nothing is known of those of validation."""
+    encode: Runner | None = None
+    """The same inputs -> (B, H), what the texts are like; of a model in torch."""
+    threshold: float | None = None
+    """The least probability of an answer that is given."""
+    neighbours: Callable[[np.ndarray], list[list[dict[str, Any]]]] | None = None
+    """What `encode` gives of texts -> the training texts nearest to each."""
 
     @classmethod
-    def open(cls, folder: Path, run: Runner, max_length: int | None) -> TextClassifier:
-        """With the tokenizer and the classes in a folder. Texts are cut to `max_length` tokens, by default
-        to what the model reads. Raises UserError where they are damaged.
+    def open(
+        cls, folder: Path, run: Runner, max_length: int | None, encode: Runner | None = None
+    ) -> TextClassifier:
+        """With the tokenizer, the classes and the calibration in a folder. Texts are cut to `max_length`
+        tokens, by default to what the model reads. Raises UserError where they are damaged.
         """
         from tokenizers import Tokenizer
 
@@ -56,27 +70,73 @@ class TextClassifier:
             read = config.get("isobatch") or {}
             most = max_length or read.get("max_length") or saving.max_input_tokens(config) or 512
             columns = {name: read.get(name) for name in COLUMNS}
+            kept = Calibration.open(folder)
             try:
                 tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
             except Exception as error:  # the library raises bare Exception for every fault in a file
                 raise UserError(f"{folder / TOKENIZER_FILE} cannot be read: {error}") from None
         tokenizer.no_padding()
         tokenizer.enable_truncation(most, strategy="longest_first")
-        return cls(run, tokenizer, problem, most, pad, columns)
+        profile = kept.profile and Profile(kept.profile.seen, kept.profile.longest)
+        return cls(run, tokenizer, problem, most, pad, columns, kept, profile, encode)
+
+    def abstaining(self, precision: float) -> TextClassifier:
+        """It gives only answers of which validation shows that so many are right. Raises UserError."""
+        known = self.calibration.confidences
+        if known is None:
+            why = "it was trained before that was kept: train it again"
+            if not self.problem.has_confidence:
+                why = "a threshold needs answers of one class a text"
+            raise UserError(f"--precision {precision:g}: the model has no confidences of validation: {why}")
+        if (threshold := known.threshold(precision)) is None:
+            rows, wrong = int(known.answered[-1]), int(known.wrong[-1])
+            raise UserError(
+                f"--precision {precision:g}: {rows:,} validation rows, {wrong:,} of them answered wrong,"
+                f" show it of no answers with {100 * (1 - DOUBT):g} % confidence: ask for less, or take more"
+            )
+        return replace(self, threshold=threshold)
 
     def __call__(self, texts: Sequence[TextOrPair]) -> list[dict[str, Any]]:
-        """What the problem says of each text."""
-        return self.problem.answers(self.logits(texts), texts)
+        """What the problem says of each text; whether it is `abstained` where that is asked, then without a
+        `prediction`; and its `neighbours`.
+        """
+        encodings = self.problem.encode(self.tokenizer, texts)
+        if self.profile:
+            self.profile.add_texts([encoding.ids for encoding in encodings])
+        logits = [one / self.calibration.temperature for one in self._logits(encodings)]
+        if self.profile and self.problem.has_confidence and logits:
+            self.profile.add_answers(softmax(np.array(logits)))
+        answers = self.problem.answers(logits, texts)
+        for answer in answers if self.threshold is not None else ():
+            answer["abstained"] = answer["probability"] < self.threshold
+            answer["prediction"] = None if answer["abstained"] else answer["prediction"]
+        if self.encode and self.neighbours and texts:
+            near = self.neighbours(np.array(self._rows(self.encode, encodings)))
+            answers = [{**a, "neighbours": found} for a, found in zip(answers, near, strict=True)]
+        return answers
+
+    def drift(self) -> list[str]:
+        """In what all texts so far differ from those of validation."""
+        if not (self.profile and self.profile.counts and self.calibration.profile):
+            return []
+        return drift.differences(self.profile.counts, self.calibration.profile.counts, self.problem.labels)
 
     def logits(self, texts: Sequence[TextOrPair]) -> list[np.ndarray]:
         """(C,) fp32 of each text in order, or what the problem picks of (T, C)."""
-        encodings = self.problem.encode(self.tokenizer, texts)
+        return self._logits(self.problem.encode(self.tokenizer, texts))
+
+    def _logits(self, encodings: Sequence[Any]) -> list[np.ndarray]:
+        found = zip(encodings, self._rows(self.run, encodings), strict=True)
+        return [self.problem.pick(encoding, logits) for encoding, logits in found]
+
+    def _rows(self, run: Runner, encodings: Sequence[Any]) -> list[np.ndarray]:
+        """What `run` gives of each, in order; the encodings are padded."""
         widths = [self._width(len(encoding.ids)) for encoding in encodings]
         found: dict[int, np.ndarray] = {}
         for places in batches_of_one_width(widths):
             batch = [encodings[place] for place in places]
-            found |= zip(places, self.run(self._inputs(batch, widths[places[0]])), strict=True)
-        return [self.problem.pick(one, found[place]) for place, one in enumerate(encodings)]
+            found |= zip(places, run(self._inputs(batch, widths[places[0]])), strict=True)
+        return [found[place] for place in range(len(encodings))]
 
     def _width(self, length: int) -> int:
         return min(-(-max(length, 1) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE, self.max_length)

@@ -88,6 +88,9 @@ class Problem(ABC):
     test_name: ClassVar[str] = "bootstrap_p"
     """The metric with the p-value of the paired test."""
 
+    has_confidence: ClassVar[bool] = False
+    """Whether an answer is one class with a `probability`, which can be calibrated."""
+
     def __init__(self, labels: Sequence[str]) -> None:
         self.labels = tuple(labels)
 
@@ -201,6 +204,7 @@ class Classes(Problem):
     headline = title = "accuracy"
     choices = ("f1", "f1_macro", "mcc")
     test, test_name = "McNemar's exact test", "mcnemar_p"
+    has_confidence = True
 
     def loss(self, logits: Tensor, batch: Batch, terms: LossTerms = PLAIN) -> Loss:
         """As torch.nn.CrossEntropyLoss with weights and smoothing: the sum, and what it is over.

@@ -19,6 +19,7 @@ import isobatch
 from isobatch.core.errors import UserError
 from isobatch.launch.predicting.predict import predict
 from isobatch.launch.serving.command import ServeOptions, make_app
+from isobatch.models.encoder.calibration import Calibration, Confidences
 from isobatch.tests.integration.helpers import launch, port_of, post, predicted, predictions, succeed
 from isobatch.tests.integration.test_bad_input import complaint
 from isobatch.tests.paths import REGISTER
@@ -77,10 +78,12 @@ def test_probabilities_are_those_of_transformers(home: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(final)
     model = AutoModelForSequenceClassification.from_pretrained(final).eval()
     found = predictions(home, "runs/one", *TEXTS)
+    temperature = json.loads((home / "runs" / "one" / "summary.json").read_text())["metrics"]["temperature"]
+    assert temperature != 1
     for text, row in zip(TEXTS, found, strict=True):
         tokens = tokenizer(text, truncation=True, max_length=64, return_tensors="pt")
         with torch.no_grad():
-            expected = model(**tokens).logits[0].double().softmax(0)
+            expected = (model(**tokens).logits[0].double() / temperature).softmax(0)
         named = {model.config.id2label[n]: float(p) for n, p in enumerate(expected)}
         assert row["probabilities"] == pytest.approx(named, abs=1e-6)
         assert row["prediction"] == max(named, key=lambda n: named[n])
@@ -139,6 +142,12 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "unread flag": (["runs/one", "a", "--tokens", "5"], "--tokens: changes nothing of a classifier run"),
     "no such form": (["runs/one", "a", "--form", "onnx"], "`export runs/one --to onnx` writes it"),
     "no int4": (["runs/one", "a", "--form", "onnx-int4"], "`auto --task qat --pruned runs/one`"),
+    "no ONNX neighbours": (["runs/small", "a", "--form", "onnx-int4", "--neighbours", "2"], "--form torch"),
+    "neighbours of a file": (
+        ["runs/small/final", "a", "--neighbours", "2"],
+        "changes nothing of an ONNX file",
+    ),
+    "too few to show it": (["runs/one", "a", "--precision", "0.99"], "show it of no answers with 95 %"),
     "unfinished": (["runs/begun", "a"], "`resume runs/begun` goes on with it"),
 }
 
@@ -158,6 +167,54 @@ def test_what_is_wrong_is_one_line(case: str, home: Path, monkeypatch: pytest.Mo
     with pytest.raises(UserError, match=re.escape(expected)) as caught:
         predict(words)
     assert "\n" not in str(caught.value)
+
+
+def test_the_nearest_training_texts_are_told_as_written(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = [json.loads(line) for line in (home / "texts.jsonl").read_text().splitlines()]
+    for run in ("runs/one", "runs/small"):
+        (row,) = predictions(home, run, written[7]["text"], "--neighbours", "80")
+        near = row["neighbours"]
+        assert len(near) == 72  # a tenth is validation
+        assert all({k: one[k] for k in ("text", "label")} in written for one in near)
+        assert near == sorted(near, key=lambda one: -one["similarity"])
+        if written[7] in [{k: one[k] for k in ("text", "label")} for one in near]:
+            assert near[0]["similarity"] == pytest.approx(1, abs=2e-3)
+            assert near[0]["text"] == written[7]["text"]
+    (pair,) = predictions(home, "runs/pair", "the cow sleeps", "a dog sleeps", "--neighbours", "1")
+    assert pair["neighbours"][0].keys() == {"text", "pair", "label", "similarity"}
+    before = predictions(home, "runs/one", TEXTS[0], "--neighbours", "3")[0]["neighbours"]
+    assert len(list((home / "runs" / "one").glob("neighbours-*.npy"))) == 1
+    monkeypatch.setattr(
+        "isobatch.launch.predicting.neighbours.folder_of", lambda _: home
+    )  # the data has changed
+    after = predictions(home, "runs/one", TEXTS[0], "--neighbours", "3")[0]["neighbours"]
+    assert [one["label"] for one in after] == [one["label"] for one in before]
+    assert [one["text"].replace(" ", "") for one in after] == [one["text"].replace(" ", "") for one in before]
+
+
+def test_an_answer_that_is_not_sure_enough_is_withheld(home: Path, tmp_path: Path) -> None:
+    final = tmp_path / "final"
+    shutil.copytree(home / "runs" / "small" / "final", final)
+    every = predictions(tmp_path, "final", *TEXTS)
+    sure = sorted(row["probability"] for row in every)
+    right = Confidences.of(np.linspace(sure[3], 1, 300), np.ones(300, bool))
+    Calibration(Calibration.open(final).temperature, right, None).save(final)
+    found = predictions(tmp_path, "final", *TEXTS, "--precision", "0.9")
+    assert [row["abstained"] for row in found] == [row["probability"] < sure[3] for row in every]
+    assert {row["abstained"] for row in found} == {True, False}
+    for row, before in zip(found, every, strict=True):
+        assert row["prediction"] == (None if row["abstained"] else before["prediction"])
+        assert row["probabilities"] == before["probabilities"]
+
+
+def test_a_file_of_other_texts_is_told_from_those_of_validation(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alike = [f"def {a}{n}(self): self.{a}" for n in range(20, 40) for a in SOUNDS]
+    for name, texts, differ in (("same", alike, False), ("other", ["zebra \u00fc " * 9] * 80, True)):
+        (tmp_path / f"{name}.txt").write_text("\n".join(texts))
+        predictions(home, "runs/small/final", "--file", str(tmp_path / f"{name}.txt"))
+        assert ("differ from those of validation" in capsys.readouterr().err) == differ
 
 
 def test_concurrent_requests_get_their_own_answers(home: Path) -> None:

@@ -1,0 +1,191 @@
+"""What validation says of a finished classifier, kept beside it for those who use it: a temperature for its
+probabilities, the confidence from which its answers have a wanted precision, and what its texts are like.
+
+Letters: C classes, n samples, K thresholds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isobatch.models.encoder import class_metrics, evaluation
+from isobatch.models.encoder.drift import Profile
+
+if TYPE_CHECKING:
+    from isobatch.models.base import Batch
+    from isobatch.models.encoder.class_metrics import Predictions
+    from isobatch.models.encoder.evaluation import Runner
+
+FILE = "calibration.safetensors"
+TEXTS = "texts."
+"""What the names of counts of texts begin with."""
+SHOWN_PRECISIONS = (0.9, 0.95, 0.98, 0.99)
+"""Of which the metrics say what is answered."""
+
+LARGEST_TEMPERATURE = 100.0
+BISECTIONS = 40
+MAX_THRESHOLDS = 512
+"""Confidences of held-out answers, evenly spaced in their order, among which a threshold is looked for."""
+STARTS = (0.1, 0.25, 0.5, 0.75, 0.9)
+"""Shares of all answers."""
+DOUBT = 0.05
+"""Chance at most that answers above a threshold have less than the wanted precision."""
+
+
+def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
+    """The T for which softmax(logits / T) has the least cross-entropy (Guo et al. 2017); 1 where nothing is
+    answered wrong, which says nothing of it. logits (n, C), labels (n,).
+    """
+    if (logits.argmax(1) == labels).all():
+        return 1.0
+    logits = logits.astype(np.float64) - logits.max(1, keepdims=True)
+    wanted = logits[np.arange(len(labels)), labels]
+    low, high = -math.log(LARGEST_TEMPERATURE), math.log(LARGEST_TEMPERATURE)
+    for _ in range(BISECTIONS):  # cross-entropy is convex in 1 / T: its slope changes sign once
+        middle = (low + high) / 2
+        weights = np.exp(logits * math.exp(middle))
+        slope = ((weights * logits).sum(1) / weights.sum(1) - wanted).sum()
+        low, high = (middle, high) if slope < 0 else (low, middle)
+    return math.exp(-(low + high) / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class Confidences:
+    """How many held-out samples were answered with at least such a confidence, and how many of them wrong."""
+
+    confidence: np.ndarray
+    """(K,) from the surest on."""
+    answered: np.ndarray
+    """(K,)"""
+    wrong: np.ndarray
+    """(K,)"""
+
+    @classmethod
+    def of(cls, confidence: np.ndarray, is_right: np.ndarray) -> Confidences:
+        """Of held-out answers: (n,) each."""
+        order = np.argsort(-confidence, kind="stable")
+        ordered, wrong = confidence[order], np.cumsum(~is_right[order])
+        places = np.unique(
+            np.linspace(0, len(order) - 1, min(len(order), MAX_THRESHOLDS)).round().astype(int)
+        )
+        answered = np.searchsorted(-ordered, -ordered[places], side="right")  # those of the same confidence
+        return cls(ordered[places], answered, wrong[answered - 1])
+
+    def threshold(self, precision: float) -> float | None:
+        """The least confidence found whose answers have this precision, unless with a chance of DOUBT, on
+        texts like those held out; None where they cannot show it.
+
+        Angelopoulos et al. 2021, Learn then Test: exact binomial tests in an order that is fixed beforehand,
+        from each of STARTS towards more answers until one fails, each sequence at its share of DOUBT.
+        """
+        last = -1
+        for start in STARTS:
+            for place in range(int(start * len(self.answered)), len(self.answered)):
+                wrong, answered = int(self.wrong[place]), int(self.answered[place])
+                if binomial_tail(wrong, answered, 1 - precision) > DOUBT / len(STARTS):
+                    break
+                last = max(last, place)
+        return None if last < 0 else float(self.confidence[last])
+
+
+def binomial_tail(successes: int, trials: int, chance: float) -> float:
+    """The probability of at most so many successes; `chance` is above 0 and below 1."""
+    counts = np.arange(1, successes + 1)
+    ways = np.cumsum([0.0, *np.log((trials - counts + 1) / counts)])
+    counts = np.arange(successes + 1)
+    return float(np.exp(ways + counts * math.log(chance) + (trials - counts) * math.log1p(-chance)).sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What is kept in FILE. A model without that file has a temperature of 1 and nothing else."""
+
+    temperature: float = 1.0
+    confidences: Confidences | None = None
+    profile: Profile | None = None
+    """Of the validation texts."""
+
+    @classmethod
+    def fit(cls, found: Predictions, profile: Profile) -> Calibration:
+        """From the logits of validation, of one class a sample, whose texts `profile` has counted."""
+        temperature = fit_temperature(found.logits, found.labels)
+        probabilities = class_metrics.softmax(found.logits / temperature)
+        profile.add_answers(probabilities)
+        return cls(temperature, Confidences.of(probabilities.max(1), found.is_correct), profile)
+
+    @classmethod
+    def keep(
+        cls,
+        folder: Path,
+        run: Runner,
+        has_confidence: bool,
+        profile: Profile,
+        batches: Callable[..., Iterable[Batch]],
+        has_test: bool,
+    ) -> dict[str, Any]:
+        """Fit on the validation split what the folder then keeps; metrics of the split that is measured."""
+
+        def counted() -> Iterator[Batch]:
+            for batch in batches("valid"):
+                rows = zip(batch["tokens"].tolist(), batch["length"].tolist(), strict=True)
+                profile.add_texts([tokens[:length] for tokens, length in rows])
+                yield batch
+
+        if not has_confidence:
+            for _ in counted():
+                pass
+            cls(profile=profile).save(folder)
+            return {}
+        found = evaluation.predict(run, counted())
+        (kept := cls.fit(found, profile)).save(folder)
+        return kept.metrics(evaluation.predict(run, batches()) if has_test else found)
+
+    def metrics(self, found: Predictions) -> dict[str, Any]:
+        """Of held-out answers: what the temperature does, and how many are given how well from where on."""
+        confidence = class_metrics.softmax(found.logits / self.temperature).max(1)
+        error = class_metrics.calibration_error(confidence, found.is_correct)
+        assert self.confidences is not None, "it was fitted"
+        abstaining = {}
+        for precision in SHOWN_PRECISIONS:
+            if (threshold := self.confidences.threshold(precision)) is not None:
+                right = found.is_correct[confidence >= threshold]
+                figures = {"threshold": threshold, "coverage": len(right) / len(confidence)}
+                abstaining[f"{precision:g}"] = figures | {
+                    "precision": float(right.mean()) if len(right) else 1.0
+                }
+        return {"temperature": self.temperature, "calibration_error_after": error, "abstaining": abstaining}
+
+    def save(self, folder: Path) -> None:
+        """Write FILE."""
+        from safetensors.numpy import save_file
+
+        kept = {"temperature": np.array([self.temperature])}
+        if self.confidences is not None:
+            kept |= dataclasses.asdict(self.confidences)
+        if self.profile is not None:
+            kept |= {"seen": np.packbits(self.profile.seen)}
+            kept |= {f"{TEXTS}{name}": counts for name, counts in self.profile.counts.items()}
+        save_file({k: v if k == "seen" else v.astype(np.float32) for k, v in kept.items()}, folder / FILE)
+
+    @classmethod
+    def open(cls, folder: Path) -> Calibration:
+        """What was kept beside a model, which may be nothing."""
+        from safetensors.numpy import load_file
+
+        if not (folder / FILE).is_file():
+            return cls()
+        kept = load_file(folder / FILE)
+        profile = None
+        if "seen" in kept:
+            counts = {k.removeprefix(TEXTS): v for k, v in kept.items() if k.startswith(TEXTS)}
+            profile = Profile(np.unpackbits(kept["seen"]).astype(bool), len(counts["length"]) - 1)
+            profile.counts = counts
+        known = [kept[name] for name in ("confidence", "answered", "wrong") if name in kept]
+        return cls(float(kept["temperature"][0]), Confidences(*known) if known else None, profile)

@@ -1,0 +1,167 @@
+"""What a finished classifier offers to those who use it: calibration, abstaining, drift, neighbours."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+
+from isobatch.launch.predicting import neighbours
+from isobatch.models.encoder import calibration, drift
+from isobatch.models.encoder.calibration import Calibration, Confidences
+from isobatch.models.encoder.class_metrics import Predictions, calibration_error, softmax
+from isobatch.models.encoder.drift import Profile
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+LABELS = ["a", "b", "c", "d"]
+VOCABULARY = 400
+
+
+def answers(rows: int, times: float, seed: int) -> Predictions:
+    """Labels that follow softmax(logits / `times`): a model is too sure by that factor."""
+    draw = np.random.default_rng(seed)
+    true = draw.normal(size=(rows, len(LABELS))) * 1.5
+    labels = (softmax(true).cumsum(1) > draw.uniform(size=(rows, 1))).argmax(1)
+    return Predictions((true * times).astype(np.float32), labels)
+
+
+def texts(rows: int, seed: int, mean: float = 12, highest: int = VOCABULARY // 2) -> list[list[int]]:
+    draw = np.random.default_rng(seed)
+    return [draw.integers(1, highest, max(1, int(n))).tolist() for n in draw.poisson(mean, rows)]
+
+
+def profile(found: list[list[int]], logits: np.ndarray | None = None) -> Profile:
+    """Of a model that learnt the lower half of the pieces."""
+    made = Profile(np.arange(VOCABULARY) < VOCABULARY // 2, 64)
+    made.add_texts(found)
+    if logits is not None:
+        made.add_answers(softmax(logits))
+    return made
+
+
+@pytest.mark.parametrize("times", [0.5, 1.0, 3.0])
+def test_the_temperature_is_found_and_calibrates(times: float) -> None:
+    fitted = answers(4000, times, seed=0)
+    temperature = calibration.fit_temperature(fitted.logits, fitted.labels)
+    assert temperature == pytest.approx(times, rel=0.06)
+    fresh = answers(20_000, times, seed=1)
+
+    def error(divided_by: float) -> float:
+        return calibration_error(softmax(fresh.logits / divided_by).max(1), fresh.is_correct)
+
+    assert error(temperature) < 0.02
+    if times != 1:
+        assert error(temperature) < error(1) / 4
+        assert error(1) > 0.08
+
+
+def test_the_temperature_is_where_cross_entropy_is_least() -> None:
+    found = answers(500, 2.0, seed=2)
+    best = calibration.fit_temperature(found.logits, found.labels)
+
+    def loss(temperature: float) -> float:
+        chosen = softmax(found.logits / temperature)[np.arange(500), found.labels]
+        return float(-np.log(chosen).mean())
+
+    assert loss(best) <= min(loss(best * 0.99), loss(best * 1.01))
+
+
+def test_nothing_wrong_says_nothing_of_the_temperature() -> None:
+    found = answers(50, 1.0, seed=0)
+    assert calibration.fit_temperature(found.logits, found.predicted_labels) == 1.0
+
+
+@pytest.mark.parametrize(("successes", "trials", "chance"), [(0, 7, 0.2), (3, 20, 0.2), (50, 900, 0.07)])
+def test_the_binomial_tail_is_the_sum_of_its_terms(successes: int, trials: int, chance: float) -> None:
+    terms = (math.comb(trials, k) * chance**k * (1 - chance) ** (trials - k) for k in range(successes + 1))
+    assert calibration.binomial_tail(successes, trials, chance) == pytest.approx(sum(terms), rel=1e-9)
+
+
+@pytest.mark.parametrize("precision", [0.8, 0.9])
+def test_a_threshold_keeps_its_precision_on_fresh_samples(precision: float) -> None:
+    """An answer of confidence c is right with chance c, which is uniform from .3 on: above t it is right in
+    (1 + t) / 2.
+    """
+    draw, kept, trials = np.random.default_rng(0), 0, 200
+    for _ in range(trials):
+        confidence = draw.uniform(0.3, 1, 6000)
+        found = Confidences.of(confidence, draw.uniform(size=6000) < confidence).threshold(precision)
+        assert found is not None
+        assert found <= 2 * precision - 1 + 0.15  # not so careful that nothing is answered
+        kept += (1 + found) / 2 >= precision
+    assert kept / trials >= 1 - calibration.DOUBT
+
+
+def test_a_precision_that_cannot_be_shown_has_no_threshold() -> None:
+    right = np.random.default_rng(0).uniform(size=400) < 0.7  # whatever the confidence
+    found = Confidences.of(np.linspace(0, 1, 400), right)
+    assert found.threshold(0.95) is None
+    assert found.threshold(0.5) == pytest.approx(0, abs=0.01)
+
+
+def test_answers_of_one_confidence_are_given_or_not_together() -> None:
+    found = Confidences.of(np.repeat([0.9, 0.5], 100), np.repeat([True, False], 100))
+    assert sorted({*found.answered.tolist()}) == [100, 200]
+    assert found.threshold(0.9) == 0.9
+
+
+def test_what_is_kept_is_read_back(tmp_path: Path) -> None:
+    found, counted = answers(800, 2.0, seed=3), profile(texts(800, 0))
+    made = Calibration.fit(found, counted)
+    made.save(tmp_path)
+    read = Calibration.open(tmp_path)
+    assert read.temperature == pytest.approx(made.temperature, rel=1e-6)
+    assert read.confidences is not None
+    assert made.confidences is not None
+    assert read.confidences.threshold(0.7) == pytest.approx(made.confidences.threshold(0.7), rel=1e-6)
+    assert read.profile is not None
+    assert read.profile.seen.tolist() == counted.seen.tolist()
+    for name, counts in counted.counts.items():
+        assert read.profile.counts[name].tolist() == counts.tolist()
+    assert Calibration.open(tmp_path / "nowhere") == Calibration()
+
+
+@pytest.mark.parametrize("rows", [10, 100, 3000])
+def test_texts_of_the_same_kind_raise_no_alarm(rows: int) -> None:
+    said = 0
+    for seed in range(100):
+        then = profile(texts(1000, 2 * seed), answers(1000, 1.0, 2 * seed).logits)
+        now = profile(texts(rows, 2 * seed + 1), answers(rows, 1.0, 2 * seed + 1).logits)
+        said += bool(drift.differences(now.counts, then.counts, LABELS))
+    assert said <= 1
+
+
+def test_what_differs_is_said() -> None:
+    logits = answers(1000, 1.0, 0).logits
+    then = profile(texts(1000, 0), logits)
+    shifted = logits[:200] * 0.2 + [0.0, 0.0, 0.0, 0.6]
+    for found, given, words in (
+        (texts(200, 1, mean=20), logits[:200], ["tokens a text (12.1)"]),
+        (texts(200, 1, highest=VOCABULARY), logits[:200], ["% of pieces that training never saw (0 %)"]),
+        (texts(200, 1), shifted, ["% sure on average", "d is"]),
+    ):
+        now = profile(found, given)
+        said = drift.differences(now.counts, then.counts, LABELS)
+        assert len(said) == len(words)
+        assert all(word in line for word, line in zip(words, said, strict=True))
+
+
+def test_a_small_difference_is_none_however_many_texts_there_are() -> None:
+    then, now = profile(texts(20_000, 0)), profile(texts(20_000, 1, mean=12.3))
+    assert drift.differences(now.counts, then.counts, LABELS) == []
+
+
+@pytest.mark.parametrize("pairs", [40 * 77, 1 << 24])
+def test_the_nearest_are_those_of_all_products(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(neighbours, "PRODUCTS", pairs)
+    draw = np.random.default_rng(0)
+    vectors, asked = (draw.normal(size=(n, 16)).astype(np.float32) for n in (1000, 40))
+    numbers, products = neighbours.nearest(vectors.astype(np.float16), asked, 5)
+    every = asked @ vectors.astype(np.float16).astype(np.float32).T
+    assert numbers.tolist() == np.argsort(-every, 1)[:, :5].tolist()
+    assert np.array_equal(products, -np.sort(-every, 1)[:, :5])
+    assert neighbours.nearest(vectors[:3], asked, 5)[0].shape == (40, 3)
