@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from isobatch.core import atomic_files
+from isobatch.core import atomic_files, number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import AboveZero
 from isobatch.core.recipe import DEMO
@@ -75,6 +75,9 @@ class ClassifierOptions:
     """What --patience and the best checkpoint follow. auto: accuracy of classes, f1_micro of multi-label and
     of entities, spearman of scores. f1 is that of the second of two classes, f1_macro the mean over classes,
     labels or types, f1_micro that of all together, mcc Matthews' correlation."""
+    focal: number_ranges.Rate = 0.0
+    """gamma of the focal loss: samples that are answered well count less, by (1 - p)^gamma; 2 is usual, 0 is
+    cross-entropy."""
     regression_loss: Literal["mse", "huber"] = "mse"
     """Of scores: the squared error, or Huber's with delta 1, which outliers move less."""
     head_rate: AboveZero = 10.0
@@ -138,6 +141,8 @@ class Classifier(Task):
         name, length = self._model_name, self.recipe.max_length
         if length < 3:
             raise UserError(f"--max-length {length}: a text needs at least 3 tokens, two of them special")
+        if self.options.focal and self.recipe.label_smoothing:
+            raise UserError("--focal: is of labels as they are: leave out --label-smoothing, or --focal")
         if (metric := self.options.best_metric) not in ("auto", "accuracy") and not self.recipe.patience:
             raise UserError(
                 f"--best-metric {metric}: it chooses the best checkpoint with --load-best-model-at-end, or"
@@ -165,7 +170,7 @@ class Classifier(Task):
 
         labels, problem = facts.extra["labels"], problems.of_facts(facts)
         huber = self.options.regression_loss == "huber"
-        problem.check(self.options.best_metric, self.recipe.label_smoothing, huber)
+        problem.check(self.options.best_metric, self.recipe.label_smoothing, huber, self.options.focal)
         if self.options.best_metric == "f1" and len(labels) != 2:
             raise UserError(f"--best-metric f1: the data has {len(labels)} classes: f1_macro is their mean")
         named: dict[str, Any] = {"id2label": dict(enumerate(labels)), "problem_type": problem.problem_type}
@@ -264,7 +269,8 @@ class Classifier(Task):
     def label_loss(self, model: Any, logits: Tensor, batch: Batch) -> Loss:
         """The problem's loss, with the recipe's weights and smoothing."""
         weights = getattr(model, CLASS_WEIGHTS, None)
-        terms = LossTerms(weights, self.recipe.label_smoothing, self.options.regression_loss == "huber")
+        huber, focal = self.options.regression_loss == "huber", self.options.focal
+        terms = LossTerms(weights, self.recipe.label_smoothing, huber, focal)
         return problems.of_model(model).loss(logits, batch, terms)
 
     def logits(self, model: nn.Module, batch: Batch) -> Tensor:

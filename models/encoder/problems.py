@@ -55,6 +55,8 @@ class LossTerms(NamedTuple):
     smoothing: float = 0.0
     huber: bool = False
     """Of scores: Huber's loss in place of the square."""
+    focal: float = 0.0
+    """gamma of the focal loss (Lin et al. 2017), of labels that are not smoothed; 0 is cross-entropy."""
 
 
 PLAIN = LossTerms()
@@ -162,7 +164,7 @@ class Problem(ABC):
         """Metrics of what answers as was chosen, where something was."""
         return {}
 
-    def check(self, metric: str, smoothing: float, huber: bool) -> None:
+    def check(self, metric: str, smoothing: float, huber: bool, focal: float) -> None:
         """Raise UserError for flags that mean nothing here. `metric`: --best-metric."""
         known = ("auto", "loss", self.headline, *self.choices)
         mine = f"the labels are {self.name}"
@@ -170,6 +172,7 @@ class Problem(ABC):
             {
                 f"--best-metric {metric}: {mine}: take {', '.join(known[1:])}": metric not in known,
                 f"--label-smoothing {smoothing:g}: {mine}: leave it out": smoothing and self.is_score,
+                f"--focal {focal:g}: {mine}: leave it out": focal and self.is_score,
                 f"--regression-loss huber: {mine}: leave it out": huber and not self.is_score,
             }
         )
@@ -379,6 +382,10 @@ class MultiLabel(Counted):
         from torch.nn import functional as F
 
         wanted = batch["label"].float() * (1 - terms.smoothing) + terms.smoothing / 2
+        if terms.focal:
+            each = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+            counts = 1.0 if terms.weights is None else 1 + (terms.weights - 1) * wanted
+            return Loss((_focal(each, terms.focal) * counts).sum() / logits.shape[1], "sample")
         total = F.binary_cross_entropy_with_logits(logits, wanted, reduction="sum", pos_weight=terms.weights)
         return Loss(total / logits.shape[1], "sample")
 
@@ -583,10 +590,20 @@ def words_of(text: str | Sequence[str]) -> list[tuple[str, int, int]]:
     return [(word, int(end) - len(word), int(end)) for word, end in zip(text, ends, strict=True)]
 
 
+def _focal(each: Tensor, gamma: float) -> Tensor:
+    """Cross-entropies, -log p, each times (1 - p)^gamma (Lin et al. 2017, eq. 4)."""
+    import torch
+
+    return each * (-torch.expm1(-each)).clamp(min=1e-12) ** gamma  # 0 has no slope where gamma < 1
+
+
 def _cross_entropy(logits: Tensor, labels: Tensor, terms: LossTerms) -> Tensor:
     """Summed over all that have a label. logits (n, C), labels (n,)."""
     from torch.nn import functional as F
 
+    if terms.focal:
+        each = _focal(F.cross_entropy(logits, labels, reduction="none"), terms.focal)
+        return (each if terms.weights is None else each * terms.weights[labels.clamp(min=0)]).sum()
     smoothing = terms.smoothing
     return F.cross_entropy(logits, labels, terms.weights, reduction="sum", label_smoothing=smoothing)
 

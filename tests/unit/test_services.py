@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
+import torch
 
+from isobatch.core.errors import UserError
 from isobatch.launch.predicting import neighbours
-from isobatch.models.encoder import calibration, drift
+from isobatch.models.encoder import calibration, drift, problems
 from isobatch.models.encoder.calibration import Calibration, Confidences
 from isobatch.models.encoder.class_metrics import Predictions, calibration_error, softmax
 from isobatch.models.encoder.drift import Profile
+from isobatch.models.encoder.problems import LossTerms
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -165,3 +168,60 @@ def test_the_nearest_are_those_of_all_products(pairs: int, monkeypatch: pytest.M
     assert numbers.tolist() == np.argsort(-every, 1)[:, :5].tolist()
     assert np.array_equal(products, -np.sort(-every, 1)[:, :5])
     assert neighbours.nearest(vectors[:3], asked, 5)[0].shape == (40, 3)
+
+
+def focal_loss(
+    kind: str, logits: torch.Tensor, label: torch.Tensor, gamma: float, weights: torch.Tensor
+) -> torch.Tensor:
+    """Lin et al. 2017, equation 4, written out in fp64; alpha are the weights."""
+    logits = logits.double()
+    if kind == "multi-label":
+        p = logits.sigmoid()
+        there = weights * label * (1 - p) ** gamma * p.log()
+        return -(there + (1 - label) * p**gamma * (1 - p).log()).sum() / logits.shape[1]
+    p = logits.softmax(-1).flatten(0, -2)[torch.arange(label.numel()), label.flatten().clamp(min=0)]
+    counted = (label.flatten() >= 0) * weights[label.flatten().clamp(min=0)]
+    return -(counted * (1 - p) ** gamma * p.log()).sum()
+
+
+@pytest.mark.parametrize("gamma", [0.5, 1.0, 2.0, 5.0])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("kind", ["classes", "multi-label", "tokens"])
+def test_the_focal_loss_is_its_formula_and_so_is_its_gradient(
+    kind: str, weighted: bool, gamma: float
+) -> None:
+    torch.manual_seed(0)
+    names = ["O", "B-a", "I-a", "B-b"]
+    shape = (6, 5, 4) if kind == "tokens" else (6, 4)
+    logits = (torch.randn(shape) * 3).requires_grad_()
+    label = torch.randint(0, 4, shape[:-1])
+    if kind == "multi-label":
+        label = (torch.rand(shape) < 0.3).float()
+    if kind == "tokens":
+        label[:, 2] = -100
+    weights = torch.tensor([0.5, 1.0, 2.0, 3.0]) if weighted else torch.ones(4)
+    terms = LossTerms(weights if weighted else None, focal=gamma)
+    found = problems.named(kind, names).loss(logits, {"label": label}, terms)
+    expected = focal_loss(kind, logits, label, gamma, weights.double())
+    assert found.sum.item() == pytest.approx(expected.item(), rel=1e-5)
+    (mine,), (theirs,) = (torch.autograd.grad(loss, logits) for loss in (found.sum, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    assert (
+        found.unit
+        == problems.named(kind, names).loss(logits, {"label": label}, LossTerms(terms.weights)).unit
+    )
+
+
+def test_a_sample_that_is_certain_has_a_focal_loss_without_a_slope() -> None:
+    logits = torch.tensor([[80.0, -80.0]]).requires_grad_()
+    loss = problems.named("classes", ["a", "b"]).loss(
+        logits, {"label": torch.tensor([0])}, LossTerms(focal=0.5)
+    )
+    (slope,) = torch.autograd.grad(loss.sum, logits)
+    assert (loss.sum.item(), slope.tolist()) == (0.0, [[0.0, 0.0]])
+
+
+def test_scores_have_no_focal_loss() -> None:
+    with pytest.raises(UserError, match="--focal 2: the labels are regression"):
+        problems.named("regression", ["score"]).check("auto", 0.0, False, 2.0)
+    problems.named("multi-label", ["a", "b"]).check("auto", 0.0, False, 2.0)
