@@ -1,7 +1,9 @@
 """`predict --neighbours`: the training texts that a finished classifier takes for the most alike.
 
-A text is the mean over its tokens of the last layer's states, made as long as 1 (Reimers and Gurevych 2019);
-two are as near as their product, the cosine. Letters: H hidden width, n training texts, q texts asked for.
+A text is the mean over its tokens of the states that the last layer reads, made as long as 1 (Reimers and
+Gurevych 2019); two are as near as their product, the cosine.
+
+Letters: H hidden width, n training texts, q texts asked for.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def predict(run: Runner, batches: Iterable[Batch]) -> Predictions:
 
 def torch_runner(model: nn.Module, states: bool = False) -> Runner:
     """Run a transformers classifier where it lies; with `states` (B, H) in place of the logits: the mean over
-    a text's tokens of the last layer's states, made as long as 1.
+    a text's tokens of the states that the last layer reads, made as long as 1.
     """
     import torch
 
@@ -97,7 +97,7 @@ def torch_runner(model: nn.Module, states: bool = False) -> Runner:
             if not states:
                 return found.logits.float().cpu().numpy()
             inside = tensors["attention_mask"][..., None]
-            mean = (found.hidden_states[-1].float() * inside).sum(1)
+            mean = (found.hidden_states[-2].float() * inside).sum(1)  # it may write the first token's alone
             return torch.nn.functional.normalize(mean, dim=-1).cpu().numpy()
 
     return run
