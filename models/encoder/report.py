@@ -128,8 +128,8 @@ class ClassifierReport(ModelComparison):
         return (
             f"Measured on {where}; {_problem(row).title} on all {row['samples']} samples of the"
             f" {row['split']} split with its 95 % interval; ms are the median and the 95th percentile of the"
-            " thread's own time; memory is a process's peak. Speed is that of one text against the first model"
-            " in the same runtime, measured in turn."
+            " thread's own time; memory is a process's peak. Speed is that of one text against the first"
+            " model in the same runtime, measured in turn."
             f" Figures whose difference {_problem(row).test} does not tell from chance (p at least"
             f" {SIGNIFICANT}) are within the noise, and so are speeds whose interval holds 1."
         )
