@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.core.measures import aligned, format_bytes, printable
 from isobatch.models.encoder import problems
+from isobatch.models.encoder.calibration import FILE as CALIBRATION_FILE
 from isobatch.models.encoder.export import SIDE_FILES
+from isobatch.models.encoder.problems import SETTLED_FILE
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 TIMED = {"batch_1": "1 text", "batch_16": "16 texts"}
 """Field of a row with times -> of what."""
-BESIDE = (*SIDE_FILES, "parity.json")
+BESIDE = (*SIDE_FILES, SETTLED_FILE, CALIBRATION_FILE, "parity.json")
 """What a model's file needs beside it, and what it was checked against."""
 
 
