@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,11 +34,14 @@ from isobatch.models.protocols import Exports
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
+    from isobatch.models.base import Batch
 
 PARITY = "parity.json"
 
 
 HUB, OLLAMA = "hub", "ollama"
+ONLY_ASKED = ("gguf", "onnx-dynamic", "onnx-static")
+"""What the names of forms begin with that are not written unless they are named."""
 MODELFILE, WEIGHTS = "Modelfile", "WEIGHTS"
 
 
@@ -47,9 +50,10 @@ class ExportOptions(DataOptions):
     """Flags of `export`."""
 
     to: tuple[str, ...] = ()
-    """Forms to write (several: a,b): hf, dense, onnx, onnx-int4 of classifiers; of language models merged,
-    adapter (by default all of these that the task has), gguf, ollama, each also -f32, -bf16 or -q8_0 in place
-    of f16, gguf-adapter; hub pushes the forms beside it, alone final/."""
+    """Forms to write (several: a,b): hf, dense, onnx, onnx-int8, onnx-int4 of classifiers; of language models
+    merged, adapter (by default all of these that the task has); onnx-dynamic, onnx-static (8 bits without
+    training), gguf, ollama, each also -f32, -bf16 or -q8_0 in place of f16, gguf-adapter; hub pushes the
+    forms beside it, alone final/."""
     repo: str | None = None
     """With --to hub: the repository, as in owner/name; by default the run's name."""
     private: bool = False
@@ -57,7 +61,7 @@ class ExportOptions(DataOptions):
 
 
 def export(words: Sequence[str]) -> int:
-    """Usage: export RUN [--to merged,gguf,ollama,hub | --to hf,dense,onnx,onnx-int4] [--json]: into
+    """Usage: export RUN [--to merged,gguf,ollama,hub | --to hf,dense,onnx,onnx-dynamic] [--json]: into
     RUN/exports/, checked against the trained model, with the line to type next; exit 3 where an exported
     model answers otherwise than the trained one.
     """
@@ -82,7 +86,7 @@ def export(words: Sequence[str]) -> int:
 
 def _wanted(task: Exports, name: str, options: ExportOptions) -> list[str]:
     """The forms that were asked for, as the task calls them. Raises UserError."""
-    usual = [kind for kind in task.exports if not kind.startswith("gguf")]
+    usual = [kind for kind in task.exports if not kind.startswith(ONLY_ASKED)]
     whole = [kind.replace("gguf", OLLAMA) for kind in task.exports if kind not in (*usual, "gguf-adapter")]
     forms = {kind.replace("_", "-"): kind for kind in (*task.exports, *whole, HUB)}
     wanted = [kind.replace("_", "-") for kind in options.to] or usual
@@ -124,7 +128,10 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
     facts, (task, data) = run.facts, workload_of(run.recipe).make(run.recipe)
     assert isinstance(task, Exports), "the caller has asked"
     held_out = next((s for s in HELD_OUT_SPLITS if s in facts.samples), "train")
-    samples = data.open(Path(facts.folder), held_out)
+
+    def batches(split: str = held_out) -> Iterable[Batch]:
+        return host_batches(data.open(Path(facts.folder), split))
+
     folder = run.folder / "exports" / kind
     unchecked = folder.with_name(f".{kind}.new")
     modelfile = _modelfile(run, kind) if kind.startswith(OLLAMA) else None
@@ -134,7 +141,7 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
         shutil.rmtree(unchecked, ignore_errors=True)
         unchecked.mkdir(parents=True)
         try:
-            figures = dict(task.export_as(form, run.final, unchecked, facts, lambda: host_batches(samples)))
+            figures = dict(task.export_as(form, run.final, unchecked, facts, batches))
             if modelfile:
                 (unchecked / MODELFILE).write_text(
                     modelfile.replace(WEIGHTS, figures["file"]), encoding="utf-8"

@@ -45,7 +45,7 @@ DRAWS = ("tokens", "temperature", "top_k", "top_p", "seed", "load_bits")
 class ModelOptions(ListOptions, chat.SamplingOptions):
     """Flags that say which model answers, and how. Each kind of model reads some of them."""
 
-    form: Literal["torch", "onnx", "onnx-int8", "onnx-int4"] = "torch"
+    form: Literal["torch", "onnx", "onnx-dynamic", "onnx-static", "onnx-int8", "onnx-int4"] = "torch"
     """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
     text_column: str | None = None
     """The column of --file that is read; by default the run's own, or a usual name."""

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.models.protocols import ReportRow
 
-TIMED = {"batch_1": "1 text", "batch_16": "16 texts"}
+TIMED = {
+    "batch_1": "1 text",
+    "batch_32": "32 texts",
+    "batch_1_all_threads": "1 text, all threads",
+    "batch_32_all_threads": "32 texts, all threads",
+}
 """Field of a row with times -> of what."""
 BESIDE = (*SIDE_FILES, SETTLED_FILE, CALIBRATION_FILE, "parity.json")
 """What a model's file needs beside it, and what it was checked against."""

@@ -26,7 +26,7 @@ from isobatch.launch.predicting.tables import PromptReader
 class ServeOptions(ListOptions):
     """Flags of `serve`."""
 
-    form: Literal["torch", "onnx", "onnx-int8", "onnx-int4"] = "torch"
+    form: Literal["torch", "onnx", "onnx-dynamic", "onnx-static", "onnx-int8", "onnx-int4"] = "torch"
     """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
     precision: number_ranges.Precision | None = None
     """Of a classifier: answer only texts of whose answers so many are right, as validation shows with 95 %

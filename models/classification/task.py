@@ -18,7 +18,7 @@ from isobatch.core.number_ranges import AboveZero
 from isobatch.core.recipe import DEMO
 from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
-from isobatch.models.encoder import calibration, drift, encoders, evaluation, prediction, problems
+from isobatch.models.encoder import calibration, drift, encoders, evaluation, int8, prediction, problems
 from isobatch.models.encoder import export as exporting
 from isobatch.models.encoder.calibration import Calibration
 from isobatch.models.encoder.evaluation import ModelVariant
@@ -106,8 +106,8 @@ class Classifier(Task):
     """Half of the steps at twice the rate: their product is how far weights can go."""
     demo: ClassVar[Mapping[str, Any]] = {"model": "tiny", "max_length": 64, "epochs": [8], "lr": 1e-3}
     measured_files: ClassVar[tuple[str, ...]] = (calibration.FILE,)
-    exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx")
-    forms: ClassVar[tuple[str, ...]] = ("torch", "onnx", "onnx-int8", "onnx-int4")
+    exports: ClassVar[tuple[str, ...]] = ("hf", "dense", "onnx", int8.DYNAMIC, int8.STATIC)
+    forms: ClassVar[tuple[str, ...]] = ("torch", *exporting.ONNX_FILES)
 
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
@@ -388,8 +388,13 @@ class Classifier(Task):
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
-        """hf: as final/. dense: unpruned sizes, for any transformers. onnx: fp32, for onnxruntime."""
+        """hf: as final/. dense: unpruned sizes, for any transformers. onnx: fp32, for onnxruntime; the others
+        have 8 bits.
+        """
+        int8.check_calibration(kind, facts)
         model = encoders.open_classifier(str(final))
+        if kind in (int8.DYNAMIC, int8.STATIC):
+            return int8.export_int8(kind, model, final, folder, batches)
         if kind == "onnx":
             run = exporting.tokenizer_runner(exporting.export_onnx(model, final, folder))
         elif kind == "dense":
@@ -404,6 +409,7 @@ class Classifier(Task):
 
 def onnx_variants(final: Path, exports: Path) -> list[ModelVariant]:
     """The ONNX exports that exist in `exports`."""
-    forms = {"fp32": "onnx", "8-bit": "onnx-int8", "4-bit": "onnx-int4"}
+    forms = {"fp32": "onnx", "dynamic 8-bit": int8.DYNAMIC, "static 8-bit": int8.STATIC}
+    forms |= {"8-bit": "onnx-int8", "4-bit": "onnx-int4"}
     files = {f"onnxruntime {k}": exports / form / exporting.ONNX_FILES[form] for k, form in forms.items()}
     return [ModelVariant(name, "onnx", file, file, final) for name, file in files.items() if file.is_file()]

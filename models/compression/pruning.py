@@ -18,7 +18,7 @@ from isobatch.core.number_ranges import Fraction, Positive, Share
 from isobatch.models.base import CHANGES_SHAPE, Batch, Change, ModelSize, Phase, StepContext
 from isobatch.models.classification.distillation import DistillationOptions, DistilledClassifier
 from isobatch.models.classification.task import FAST
-from isobatch.models.encoder import encoders, evaluation, importance, weight_surgery
+from isobatch.models.encoder import encoders, evaluation, importance, latency, weight_surgery
 from isobatch.models.encoder.importance import Granularity, HeadsAndNeurons, PruningBudget
 
 if TYPE_CHECKING:
@@ -227,7 +227,7 @@ class Pruning(DistilledClassifier):
         sizes = encoders.heads_and_neurons(model)
         found |= {"heads_left": [h for h, _ in sizes], "neurons_left": [n for _, n in sizes]}
         run = evaluation.open_runner("torch", final)
-        found |= evaluation.latency_metrics(run, facts) | self.against_teacher(run, batches)
+        found |= latency.latency_metrics(run, facts, batches()) | self.against_teacher(run, batches)
         return {**found, **self.settle(run, final, facts, batches)}
 
 

@@ -29,7 +29,7 @@ TOKENS_AT_A_TIME = 8192
 """Most tokens of a batch, padding included."""
 COLUMNS = ("text_column", "pair_column")
 """Names in config.json's `isobatch` of what was read in training; null for the usual names."""
-ONNX_FILES = ("model-int4.onnx", "model-int8.onnx", "model.onnx")
+ONNX_FILES = ("model-int4.onnx", "model-int8.onnx", "model-static.onnx", "model-dynamic.onnx", "model.onnx")
 TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "config.json"
 
 

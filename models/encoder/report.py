@@ -10,7 +10,7 @@ import numpy as np
 
 from isobatch.core.measures import format_bytes, format_p_value
 from isobatch.models.encoder import baselines as simple
-from isobatch.models.encoder import evaluation, problems
+from isobatch.models.encoder import evaluation, latency, problems
 from isobatch.models.encoder.baselines import NOISE, SIGNIFICANT
 from isobatch.models.encoder.encoders import open_classifier
 from isobatch.models.encoder.prediction import TOKENIZER_FILE
@@ -41,11 +41,17 @@ class ClassifierReport(ModelComparison):
         self, final: Path, exports: Path, facts: Facts, batches: Batches, in_child: Callable[..., Any]
     ) -> list[ReportRow]:
         problem, rows = problems.of_folder(final), []
+        lengths = latency.drawn_lengths(batches())
         others = simple.baselines_of(facts, final / TOKENIZER_FILE, batches)
         for variant in self.variants(final, exports):
             found = evaluation.predict(evaluation.open_runner(variant.runtime, variant.model_path), batches())
             evidence, path = problem.evidence(found), str(variant.model_path.resolve())
-            opened = {"runtime": variant.runtime, "model_path": path, "vocabulary": facts.extra["vocabulary"]}
+            opened = {
+                "runtime": variant.runtime,
+                "model_path": path,
+                "vocabulary": facts.extra["vocabulary"],
+                "lengths": lengths,
+            }
             row = {
                 "form": variant.name,
                 "runtime": variant.runtime,
@@ -56,7 +62,7 @@ class ClassifierReport(ModelComparison):
                 "file_bytes": variant.file.stat().st_size,
                 "baselines": [one.to_dict() for one in simple.standings(problem, found, others)],
                 "opened": opened,
-                "peak_memory_bytes": in_child("models.encoder.evaluation:peak_memory", model=opened),
+                "peak_memory_bytes": in_child("models.encoder.latency:peak_memory", model=opened),
                 "class_names": problem.labels,
                 **problem.detail(evidence),
                 problem.headline: problem.score(evidence),
@@ -69,7 +75,7 @@ class ClassifierReport(ModelComparison):
 
     def measure_in_turn(self, rows: list[ReportRow], in_child: Callable[..., Any]) -> list[ReportRow]:
         opened = [row.pop("opened") for row in rows]
-        measured = in_child("models.encoder.evaluation:measure_speed", models=opened)
+        measured = in_child("models.encoder.latency:measure_speed", models=opened)
         return [row | speed for row, speed in zip(rows, measured, strict=True)]
 
     def compare(self, rows: list[ReportRow]) -> list[ReportRow]:
@@ -94,8 +100,10 @@ class ClassifierReport(ModelComparison):
             elif found.p >= SIGNIFICANT:
                 row[f"{name}_verdict"] = NOISE
             alike = baselines[row["runtime"]]
-            row["speedup"], low, high = _speedup(row, alike)
-            row["speedup_ci95"] = [low, high]  # where it holds 1, a difference says nothing
+            for ending in (latency.ALL_THREADS, ""):
+                one = f"batch_1{ending}"
+                row[f"speedup{ending}"], low, high = latency.speedup(row[one], alike[one])
+                row[f"speedup{ending}_ci95"] = [low, high]  # where it holds 1, a difference says nothing
             verdict = "faster" if low > 1 else "slower" if high < 1 else NOISE
             row["speed_verdict"] = "baseline" if alike is row else verdict
         return [{k: v for k, v in row.items() if k not in ("evidence", "labels")} for row in rows]
@@ -124,7 +132,9 @@ class ClassifierReport(ModelComparison):
         ]
 
     def caption(self, row: ReportRow, machine: str) -> str:
-        where = f"{machine}, {row['threads']} thread, texts of {row['tokens']} tokens"
+        where = (
+            f"{machine}, {row['threads']} thread, texts of {row['tokens']} tokens in the mean, as held out"
+        )
         return (
             f"Measured on {where}; {_problem(row).title} on all {row['samples']} samples of the"
             f" {row['split']} split with its 95 % interval; ms are the median and the 95th percentile of the"
@@ -221,13 +231,3 @@ def _worth_against(row: ReportRow, first: ReportRow, alike: ReportRow) -> str:
         f"{row['run']}, {row['form']}, against {first['run']}: {row['split']} {title} {figure}"
         f" ({verdict}); a file of {format_bytes(row['file_bytes'])}, {size}; {speed}."
     )
-
-
-def _speedup(row: ReportRow, first: ReportRow) -> list[float]:
-    """[median, low, high] of the ratio within each round; the second and the last but one of the rounds.
-
-    Of 9 rounds these hold the median with 96 %, whatever the distribution (order statistics).
-    """
-    rounds = np.array(first["batch_1"]["rounds"]) / np.array(row["batch_1"]["rounds"])
-    _, low, *_, high, _ = np.sort(rounds).tolist()
-    return [round(float(one), 3) for one in (np.median(rounds), low, high)]

@@ -1,0 +1,162 @@
+"""Classifiers rounded to 8 bits after training, by onnxruntime's own quantizer; embeddings too.
+
+dynamic: activations get their scale at each run. static: from training texts, once; a little faster, since no
+run looks for its largest values. Both take any family whose fp32 graph onnxruntime runs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isobatch.core.errors import ExportError, UserError
+from isobatch.models.encoder import evaluation, export, problems
+
+if TYPE_CHECKING:
+    from isobatch.core.facts import Facts
+    from isobatch.models.base import Batch
+    from isobatch.models.encoder.evaluation import Predictions
+    from isobatch.models.encoder.problems import Problem
+
+DYNAMIC, STATIC = "onnx-dynamic", "onnx-static"
+CALIBRATION_TEXTS, LEAST_TEXTS = 256, 32
+"""Training texts that the ranges of activations are taken from, and the fewest that are enough."""
+MOST_LOST = 0.01
+"""Of the headline figure. What loses more, and clearly so, is no export."""
+SIGNIFICANT = 0.05
+Batches = Callable[..., Iterable["Batch"]]
+"""`batches()`: all held-out samples; `batches("train")`: those of training."""
+
+
+def check_calibration(kind: str, facts: Facts) -> None:
+    """Raise UserError where there are too few training texts for a static export."""
+    count = facts.samples["train"]
+    if kind == STATIC and count < LEAST_TEXTS:
+        raise UserError(
+            f"--to {kind}: {count} training texts are too few to choose ranges from, {LEAST_TEXTS} are the"
+            f" least: --to {DYNAMIC} needs none"
+        )
+
+
+def export_int8(kind: str, model: Any, final: Path, folder: Path, batches: Batches) -> dict[str, Any]:
+    """Write the file, and what it needs beside it, into a folder; returns how it stands to the trained model.
+
+    Raises ExportError where it is clearly worse.
+    """
+    fp32, file = export.export_onnx(model, final, folder), folder / export.ONNX_FILES[kind]
+    with _without_warnings():
+        quantize(kind, fp32, file, batches)
+    for part in folder.glob(f"{fp32.name}*"):  # large weights lie beside it
+        part.unlink()
+    trained = evaluation.predict(evaluation.torch_runner(model), batches())
+    exported = evaluation.predict(export.tokenizer_runner(file), batches())
+    return check_rounded(kind, problems.of_model(model), trained, exported)
+
+
+def check_rounded(kind: str, problem: Problem, trained: Predictions, exported: Predictions) -> dict[str, Any]:
+    """Raise ExportError where rounding loses more than MOST_LOST and the paired test says that it does.
+
+    Returns the headline figure of both, its test, the share of equal answers and the largest difference of a
+    logit.
+    """
+    difference = float(np.abs(trained.logits - exported.logits).max())
+    before, after = (problem.evidence(found) for found in (trained, exported))
+    test = problem.difference(after, before)
+    figures = [problem.score(one) for one in (before, after)]
+    if not np.isfinite(difference) or (figures[0] - figures[1] > MOST_LOST and test.p < SIGNIFICANT):
+        raise ExportError(
+            f"--to {kind}: {problem.title} on held-out samples falls from {100 * figures[0]:.1f} to"
+            f" {100 * figures[1]:.1f} % ({problem.test_name} {test.p:.2g}), and at most"
+            f" {100 * MOST_LOST:g} points may go: `auto --task qat` trains a model to be rounded"
+        )
+    return {
+        f"trained_{problem.headline}": figures[0],
+        f"exported_{problem.headline}": figures[1],
+        problem.test_name: test.p,
+        "agreement": 1 - len(trained.differing(exported)) / len(trained.labels),
+        "max_logit_difference": difference,
+        "samples": len(exported.labels),
+    }
+
+
+def quantize(kind: str, fp32: Path, file: Path, batches: Batches) -> None:
+    """Write an fp32 ONNX file again with 8 bits. Raises ExportError where a family's cannot be."""
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic, quantize_static
+
+    model = onnx.load(fp32)
+    del model.graph.value_info[:]  # of weights that are transposed on the way
+    if kind == DYNAMIC:
+        quantize_dynamic(model, file, weight_type=QuantType.QInt8)
+    else:
+        quantize_static(
+            model,
+            file,
+            _Calibration(model, batches),
+            activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+            per_channel=True,
+            nodes_to_quantize=_fusible_nodes(model),
+            extra_options={"OpTypesToExcludeOutputQuantization": ["MatMul"]},
+        )
+    written = onnx.load(file)
+    del written.graph.value_info[:]  # with it onnxruntime fuses sums and norms to a slower kernel
+    onnx.save(written, file)
+
+
+def _fusible_nodes(model: Any) -> list[str]:
+    """Products with weights that onnxruntime runs as integers, and embeddings.
+
+    It would unpack the weights of a Gemm at each run. Raises ExportError where there is no such product.
+    """
+    weights = {tensor.name for tensor in model.graph.initializer}
+    place = {"MatMul": 1, "Gather": 0}
+    found = [n for n in model.graph.node if n.op_type in place and n.input[place[n.op_type]] in weights]
+    if not any(node.op_type == "MatMul" for node in found):
+        raise ExportError(f"--to {STATIC}: this family has no products that run so: use --to {DYNAMIC}")
+    return [node.name for node in found]
+
+
+class _Calibration:
+    """Training texts, one at a time, as onnxruntime's CalibrationDataReader."""
+
+    def __init__(self, model: Any, batches: Batches) -> None:
+        self.inputs = training_texts([value.name for value in model.graph.input], batches)
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        return next(self.inputs, None)
+
+    def __iter__(self) -> _Calibration:
+        return self
+
+    def __next__(self) -> dict[str, np.ndarray]:
+        return next(self.inputs)
+
+
+def training_texts(names: list[str], batches: Batches) -> Iterator[dict[str, np.ndarray]]:
+    """(1, T) inputs of CALIBRATION_TEXTS training texts, evenly from all."""
+    count = sum(len(batch["length"]) for batch in batches("train"))
+    wanted = set(np.linspace(0, count - 1, min(count, CALIBRATION_TEXTS)).astype(int).tolist())
+    place = 0
+    for batch in batches("train"):
+        inputs = evaluation.named_inputs(names, evaluation.model_inputs(batch))
+        for row, length in enumerate(np.asarray(batch["length"]).tolist()):
+            if place in wanted:
+                yield {name: values[row : row + 1, :length] for name, values in inputs.items()}
+            place += 1
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """onnxruntime advises its users through the root logger."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,121 @@
+"""Tests of models/encoder/int8.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from isobatch.core.errors import ExportError, UserError
+from isobatch.models.encoder import evaluation, export, int8, onnx_graph, problems
+from isobatch.models.encoder.class_metrics import Predictions
+from isobatch.tests.unit import encoders
+
+onnx = pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+FAMILIES: list[tuple[str, dict[str, Any]]] = [
+    *((family, {}) for family in ("bert", "roberta", "distilbert", "electra", "xlm-roberta")),
+    ("modernbert", {"local_attention": 8, "bos_token_id": 1, "eos_token_id": 2}),
+    ("deberta-v2", {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}),
+    ("gpt2", {"n_layer": 2, "n_embd": 64, "n_head": 4}),
+]
+PAIR = problems.Classes(["bad", "good"])
+
+
+def batches(_split: str = "valid") -> list[dict[str, np.ndarray]]:
+    """12 texts of 3 to 19 tokens, twice."""
+    given = encoders.given(rows=12, width=19)
+    lengths = given["attention_mask"].sum(1).clip(3)
+    inside = np.arange(19) < lengths[:, None]
+    tokens = np.where(inside, np.maximum(given["input_ids"], 5), 0)
+    return [{"tokens": tokens, "length": lengths, "label": np.zeros(12, np.int64)}] * 2
+
+
+@pytest.mark.parametrize("kind", [int8.DYNAMIC, int8.STATIC])
+@pytest.mark.parametrize(("family", "more"), FAMILIES)
+def test_eight_bits_answer_nearly_as_the_model(
+    kind: str, family: str, more: dict[str, Any], tmp_path: Path
+) -> None:
+    model, fp32, file = encoders.classifier(family, **more), tmp_path / "a.onnx", tmp_path / "b.onnx"
+    onnx_graph.write_onnx(model, fp32)
+    if (family, kind) == ("gpt2", int8.STATIC):
+        with pytest.raises(ExportError, match="onnx-dynamic"):
+            int8.quantize(kind, fp32, file, batches)
+        return
+    int8.quantize(kind, fp32, file, batches)
+    weights = {t.name: t for t in onnx.load(file).graph.initializer}
+    large = [t for t in weights.values() if list(t.dims) == [encoders.VOCABULARY, 64]]
+    assert large  # the embedding
+    assert {t.data_type for t in large} <= {onnx.TensorProto.INT8, onnx.TensorProto.UINT8}
+    assert file.stat().st_size < 0.5 * fp32.stat().st_size
+    expected = evaluation.predict(evaluation.torch_runner(model), batches()).logits
+    found = evaluation.predict(evaluation.onnx_runner(file, 1), batches()).logits
+    spread = np.ptp(expected[:, 0] - expected[:, 1])
+    assert np.abs(found - expected).max() < 0.35 * spread
+    assert np.abs(found - expected).max() > 1e-6  # it is rounded
+
+
+def predictions(right: int, of: int = 1000) -> Predictions:
+    logits = np.zeros((of, 2), np.float32)
+    logits[:right, 0], logits[right:, 1] = 1, 1
+    return Predictions(logits, np.zeros(of, np.int64))
+
+
+def test_a_form_that_clearly_loses_more_than_a_point_is_no_export() -> None:
+    found = int8.check_rounded(int8.DYNAMIC, PAIR, predictions(900), predictions(895))
+    assert found["agreement"] == pytest.approx(0.995)
+    assert (found["trained_accuracy"], found["exported_accuracy"]) == (0.9, 0.895)
+    assert found["max_logit_difference"] == 1
+    assert found["mcnemar_p"] == pytest.approx(2 / 2**5)  # 5 of 5 disagreements one way
+    with pytest.raises(ExportError, match=r"from 90.0 to 88.0 %"):
+        int8.check_rounded(int8.DYNAMIC, PAIR, predictions(900), predictions(880))
+    # 2 of 100 are 2 points, and chance
+    assert int8.check_rounded(int8.STATIC, PAIR, predictions(90, 100), predictions(88, 100))["samples"] == 100
+    broken = predictions(900)
+    broken.logits[3] = np.nan
+    with pytest.raises(ExportError):
+        int8.check_rounded(int8.STATIC, PAIR, predictions(900), broken)
+
+
+def test_a_calibration_set_that_is_too_small_is_refused() -> None:
+    few: Any = SimpleNamespace(samples={"train": 31})
+    with pytest.raises(UserError, match="31 training texts are too few"):
+        int8.check_calibration(int8.STATIC, few)
+    int8.check_calibration(int8.DYNAMIC, few)
+    few.samples["train"] = 32
+    int8.check_calibration(int8.STATIC, few)
+
+
+def test_calibration_reads_training_texts_evenly_and_without_padding() -> None:
+    asked: list[str] = []
+
+    def counted(split: str) -> list[dict[str, np.ndarray]]:
+        asked.append(split)
+        return batches() * 100
+
+    found = list(int8.training_texts(["input_ids", "attention_mask"], counted))
+    assert set(asked) == {"train"}
+    assert len(found) == int8.CALIBRATION_TEXTS
+    assert all(text["attention_mask"].all() and len(text["input_ids"]) == 1 for text in found)
+    assert len({text["input_ids"].shape[1] for text in found}) > 3
+
+
+def test_an_export_has_its_file_and_what_it_needs_alone(tmp_path: Path, monkeypatch: Any) -> None:
+    model, folder = encoders.classifier("bert"), tmp_path / "out"
+    folder.mkdir()
+
+    def write(given: Any, _: Path, to: Path) -> Path:
+        onnx_graph.write_onnx(given, file := to / "model.onnx")
+        return file
+
+    monkeypatch.setattr(export, "export_onnx", write)
+    monkeypatch.setattr(export, "tokenizer_runner", lambda file: evaluation.onnx_runner(file, 1))
+    with torch.no_grad():
+        found = int8.export_int8(int8.STATIC, model, tmp_path, folder, batches)
+    assert [file.name for file in folder.iterdir()] == ["model-static.onnx"]
+    assert found["samples"] == 24
+    assert 0 <= found["agreement"] <= 1
