@@ -165,7 +165,7 @@ class TaskReport:
 class ModelComparison(TaskReport, ABC):
     """Finished models of one family side by side, measured on this machine. Rows are JSON."""
 
-    columns: ClassVar[tuple[str, ...]]
+    columns: tuple[str, ...]
     """Heads of the table."""
 
     @abstractmethod

@@ -26,7 +26,7 @@ RUNTIMES = {"torch": "torch", "onnx": "onnxruntime"}
 class ClassifierReport(ModelComparison):
     """Classifiers in every form in which they run."""
 
-    columns = (
+    columns: tuple[str, ...] = (
         "model", "accuracy, % (95 %)", "file", "ms, 1 text", "speed (95 %)",
         "points against the first (95 %, p)", "parameters", "texts/s", "memory",
         "training",

@@ -20,7 +20,7 @@ ANSWERS: dict[str, Any] = {
     "regression": None,
     "tokens": ["green", "red", "dog"],
 }
-SHORT = ["--max-length", "16", "--lr", "2e-3", "--quiet", "--batch-size", "16", "--micro-batch", "8"]
+SHORT = ["--max-length", "16", "--lr", "2e-3", "--quiet", "--batch-size", "32", "--micro-batch", "16"]
 CHAIN = {
     "pruning": ["--teacher", "runs/base", "--sparsity", "0.25", "--prune-every", "2", "--steps", "8"],
     "qat": ["--pruned", "runs/pruning", "--steps", "8"],
@@ -42,12 +42,12 @@ def row(problem: str, draw: random.Random) -> dict[str, Any]:
 def test_labels_of_every_kind_go_from_training_to_answers(problem: str, tmp_path: Path) -> None:
     draw = random.Random(0)
     (tmp_path / "data").mkdir()
-    for split, count in {"train": 160, "valid": 40, "test": 40}.items():
+    for split, count in {"train": 240, "valid": 40, "test": 40}.items():
         lines = (json.dumps(row(problem, draw)) + "\n" for _ in range(count))
         (tmp_path / "data" / f"{split}.jsonl").write_text("".join(lines))
     train = ["auto", "--data", "data", "--eval-every", "20", *SHORT]
     for name, processes in {"base": "2", "alone": "1"}.items():
-        where = ["--model", "tiny", "--steps", "50", "--processes", processes, "--name", name]
+        where = ["--model", "tiny", "--steps", "80", "--processes", processes, "--name", name]
         succeed(*train, "--task", "classifier", *where, cwd=tmp_path)
     one, two = (tmp_path / "runs" / name for name in ("alone", "base"))
     losses = [[r["loss"] for r in rows(run) if "lr" in r] for run in (one, two)]

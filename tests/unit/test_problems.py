@@ -253,11 +253,12 @@ def test_a_saved_model_says_what_it_was_trained_on(config: dict[str, Any], name:
     [
         (
             Regression(["s"]),
-            ("accuracy", 0.0, False),
+            ("accuracy", 0.0, False, 0.0),
             "--best-metric accuracy: .* take loss, spearman, pearson",
         ),
-        (Regression(["s"]), ("auto", 0.1, False), "--label-smoothing 0.1: the labels are regression"),
-        (MultiLabel("ab"), ("auto", 0.1, True), "--regression-loss huber: the labels are multi-label"),
+        (Regression(["s"]), ("auto", 0.1, False, 0.0), "--label-smoothing 0.1: the labels are regression"),
+        (Regression(["s"]), ("auto", 0.0, False, 2.0), "--focal 2: the labels are regression"),
+        (MultiLabel("ab"), ("auto", 0.1, True, 0.0), "--regression-loss huber: the labels are multi-label"),
     ],
 )
 def test_flags_that_mean_nothing_are_refused(problem: Any, flags: tuple[Any, ...], said: str) -> None:
