@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+_KEYS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+
+
 class Family(NamedTuple):
     """What sets a model type apart whose heads and neurons can be pruned (see modeling_pruned.py)."""
 
@@ -24,12 +27,7 @@ class Family(NamedTuple):
     """What a config leaves out."""
     dense: str
     """The linear layer between the encoder and the output layer of the classification head, if it has one."""
-    keys: tuple[str, str, str, str] = (
-        "num_hidden_layers",
-        "hidden_size",
-        "num_attention_heads",
-        "intermediate_size",
-    )
+    keys: tuple[str, str, str, str] = _KEYS
     """Config keys of the first of EncoderSizes' fields."""
     ups: int = 1
 

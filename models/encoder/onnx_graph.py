@@ -114,7 +114,7 @@ def _written_form(model: Any) -> Any:
         if isinstance(module, ActivationQuantizer):
             found.set_submodule(name, _Rounding(module, name))
         elif isinstance(module, QuantLinear):
-            found.set_submodule(name, _Linear([module]))
+            found.set_submodule(name, _Linear(module))
         elif isinstance(module, QuantEmbedding):
             found.set_submodule(name, _Embedding(module))
     return found
@@ -177,7 +177,7 @@ class _Joined:
     """What they share; no module, since tracing allows none to keep a tensor."""
 
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self.linear, self.count = _Linear(linears), len(linears)
+        self.linear, self.count = _join(linears), len(linears)
         self.computed: tuple[Any, Any] = None, None
 
     def __call__(self, x: Tensor) -> Sequence[Tensor]:
@@ -187,66 +187,47 @@ class _Joined:
         return found
 
 
+def _join(linears: Sequence[nn.Linear]) -> nn.Module:
+    """Linear layers with the same input as one, their outputs concatenated."""
+    first, biases = linears[0], tuple(one.bias for one in linears if one.bias is not None)
+    joined = nn.Linear(first.in_features, 0, device="meta")
+    joined.weight = nn.Parameter(torch.cat(tuple(one.weight for one in linears)))
+    joined.bias = nn.Parameter(torch.cat(biases)) if biases else None
+    rounded = tuple(one for one in linears if isinstance(one, QuantLinear))
+    if not rounded:
+        return joined
+    found = QuantLinear(joined, rounded[0].bits, rounded[0].input_quantizer, own=False)
+    found.weight_scale = nn.Parameter(torch.cat(tuple(one.weight_scale for one in rounded)))
+    return _Linear(found)
+
+
 class _Linear(nn.Module):
-    """Linear layers with the same input, their outputs concatenated."""
+    """A QuantLinear: what it reads, times the whole numbers of its weight (K, O) with a scale per column."""
 
-    weight: _Levels | Tensor
-    bias: Tensor | None
-
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
+    def __init__(self, linear: QuantLinear) -> None:
         super().__init__()
-        first, biases = linears[0], tuple(one.bias for one in linears if one.bias is not None)
-        self.register_buffer("bias", torch.cat(biases).detach() if biases else None)
-        self.own = first.own if isinstance(first, QuantLinear) else None
-        rounded = [one for one in linears if isinstance(one, QuantLinear)]
-        if rounded:
-            levels = torch.cat([one.levels() for one in rounded]).t()
-            self.weight = _Levels(
-                levels, rounded[0].bits, torch.cat(tuple(one.weight_scale for one in rounded))
-            )
-        else:
-            weight = torch.cat(tuple(one.weight for one in linears)).detach().t()
-            self.register_buffer("weight", weight.contiguous())
+        self.bias, self.own = linear.bias, linear.own
+        self.name = INT4_LEVELS if linear.bits == 4 else "levels"
+        self.register_buffer(self.name, linear.levels().detach().t().to(torch.int8).contiguous())
+        self.scale = nn.Buffer(linear.weight_scale.detach())
+        self.zero = nn.Buffer(torch.zeros_like(self.scale, dtype=torch.int8))
 
     def forward(self, x: Tensor) -> Tensor:
         x = x if self.own is None else self.own(x)
-        if isinstance(self.weight, Tensor):
-            product = x @ self.weight
-        elif x.dim() > 2:
-            product = x @ self.weight()
-        else:  # onnxruntime has an integer product of three dimensions alone where a bias follows
-            product = (x[None] @ self.weight())[0]
+        weight = _dequantize(getattr(self, self.name), self.scale, self.zero, axis=1)
+        # Of two dimensions with a bias, onnxruntime would make a product of floats.
+        product = x @ weight if x.dim() > 2 else (x[None] @ weight)[0]
         return product if self.bias is None else product + self.bias
-
-
-class _Levels(nn.Module):
-    """A weight of whole numbers, (K, O), each column with a scale."""
-
-    scale: Tensor
-    zero: Tensor
-
-    def __init__(self, levels: Tensor, bits: int, scale: Tensor) -> None:
-        super().__init__()
-        self.name = INT4_LEVELS if bits == 4 else "levels"
-        self.register_buffer(self.name, levels.detach().to(torch.int8).contiguous())
-        self.register_buffer("scale", scale.detach())
-        self.register_buffer("zero", torch.zeros_like(scale, dtype=torch.int8))
-
-    def forward(self) -> Tensor:
-        return _dequantize(getattr(self, self.name), self.scale, self.zero, axis=1)
 
 
 class _Rounding(nn.Module):
     """An ActivationQuantizer as two operations."""
 
-    scale: Tensor
-    zero_point: Tensor
-
     def __init__(self, quantizer: ActivationQuantizer, name: str) -> None:
         super().__init__()
         self.name = name
-        self.register_buffer("scale", quantizer.scale.detach()[0].clone())
-        self.register_buffer("zero_point", quantizer.zero_point[0].round().to(torch.uint8))
+        self.scale = nn.Buffer(quantizer.scale.detach()[0].clone())
+        self.zero_point = nn.Buffer(quantizer.zero_point[0].round().to(torch.uint8))
 
     def forward(self, x: Tensor) -> Tensor:
         levels = torch.onnx.ops.symbolic(
@@ -269,14 +250,12 @@ def _dequantize(levels: Tensor, scale: Tensor, zero: Tensor, **attributes: Any) 
 class _Embedding(nn.Module):
     """A QuantEmbedding: rows of whole numbers, times their scales."""
 
-    scales: Tensor
-
     def __init__(self, embedding: QuantEmbedding) -> None:
         super().__init__()
         levels, scales = quantize_rows(embedding.weight.detach(), embedding.bits)
         self.name = INT4_LEVELS if embedding.bits == 4 else "levels"
         self.register_buffer(self.name, levels.to(torch.int8))
-        self.register_buffer("scales", scales)
+        self.scales = nn.Buffer(scales)
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, getattr(self, self.name)).float() * F.embedding(ids, self.scales)
