@@ -351,8 +351,10 @@ class Classifier(Task):
         return {**settled, **calibrated}
 
     def kept_metrics(self, model: Any, final: Path, batches: Batches) -> Mapping[str, Any]:
-        run = evaluation.torch_runner(model)
-        return problems.of_folder(final).settled_metrics(lambda: evaluation.predict(run, batches()))
+        run, kept = evaluation.torch_runner(model), Calibration.open(final)
+        settled = problems.of_folder(final).settled_metrics(lambda: evaluation.predict(run, batches()))
+        calibrated = kept.metrics(evaluation.predict(run, batches())) if kept.confidences else {}
+        return {**settled, **calibrated}
 
     def report(self) -> ClassifierReport:
         return ClassifierReport(self.variants)
