@@ -25,6 +25,8 @@ BATCH, LENGTH, LR = 32, 128, 5e-5
 WARM = 4
 WINDOW = 64
 """Batches that our sampler sorts together by length; so many have the mean length of an epoch."""
+MEGABATCH = 50
+"""Batches that Trainer sorts together, the longest first: only a whole one has the mean length."""
 OURS = "isobatch, grouped by length"
 OTHERS: dict[str, dict[str, Any]] = {
     "Trainer, its defaults": {"padding": False, "grouped": False, "share": 1.0},
@@ -44,8 +46,11 @@ def measure(quick: bool, data: str, model: str) -> list[Row]:
             "isobatch, order as drawn": lambda: _ours(spec, steps, False),
         }
         for name, settings in OTHERS.items():
-            count = WARM + max(4, round(steps * settings["share"]))
-            contenders[name] = lambda s=settings, n=count: _trainer({**spec, **s, "steps": n})
+            count, warm = max(4, round(steps * settings["share"])), WARM
+            if settings["grouped"] and not quick:
+                count = warm = MEGABATCH
+            more = {**settings, "steps": warm + count, "warm": warm}
+            contenders[name] = lambda s=more: _trainer({**spec, **s})
         found = interleaved(contenders, 1 if quick else 2)
     return [_row(name, found) for name in contenders]
 
@@ -107,5 +112,5 @@ def trainer(file: str) -> Row:
     classes, clock = rows.features["label"].num_classes, StepClock()
     model = AutoModelForSequenceClassification.from_pretrained(spec["model"], num_labels=classes)
     trainer_loop(model, rows, clock, settings, processing_class=tokenizer)
-    counted = clock.seconds()[WARM:]
+    counted = clock.seconds()[spec["warm"] :]
     return {"rate": len(counted) * BATCH / sum(counted), "steps": len(counted)}
