@@ -192,7 +192,7 @@ def _join(linears: Sequence[nn.Linear]) -> nn.Module:
     first, biases = linears[0], tuple(one.bias for one in linears if one.bias is not None)
     joined = nn.Linear(first.in_features, 0, device="meta")
     joined.weight = nn.Parameter(torch.cat(tuple(one.weight for one in linears)))
-    joined.bias = nn.Parameter(torch.cat(biases)) if biases else None
+    joined.register_parameter("bias", nn.Parameter(torch.cat(biases)) if biases else None)
     rounded = tuple(one for one in linears if isinstance(one, QuantLinear))
     if not rounded:
         return joined
