@@ -234,16 +234,16 @@ def test_a_model_that_does_not_fit_is_refused(home: Path, tmp_path: Path) -> Non
     for name in ("train.tsv", "dev.tsv"):
         (tmp_path / "rows" / name).write_text("\n".join(["sentence\tlabel", *lines]) + "\n")
     tokens = changed(home, tmp_path / "tokens", "tokenizer.json", "model", "vocab", zzzzzz=99_999)
-    electra = changed(home, tmp_path / "electra", "config.json", model_type="electra")
+    deberta = changed(home, tmp_path / "deberta", "config.json", model_type="deberta-v2")
     for words, said in (
         (["pruning", "--teacher", "runs/teacher", "--data", str(tmp_path / "rows")], "the data has x, y, z"),
         (["pruning", "--teacher", tokens, "--model", "runs/teacher/final"], "its tokenizer is not that of"),
-        (["pruning", "--model", electra], "known of bert, roberta, distilbert"),
-        (["qat", "--model", electra], "known of bert, roberta, distilbert"),
+        (["pruning", "--model", deberta], "known of bert, roberta, xlm-roberta"),
+        (["qat", "--model", deberta], "known of bert, roberta, xlm-roberta"),
     ):
         assert said in complaint(launch("auto", "--task", *words, cwd=home))
 
 
 def test_four_bits_need_qat(home: Path) -> None:
     done = launch("export", "runs/pruned", "--to", "onnx-int4", cwd=home)
-    assert "`auto --task qat --pruned RUN`" in complaint(done)
+    assert "`auto --task qat --pruned RUN --bits 4`" in complaint(done)
