@@ -15,6 +15,7 @@ runpy.run_path(str(Path(__file__).resolve().parents[1] / "launch" / "_root.py"))
 BENCHMARKS = {
     "engine": ("speed.engine", "this engine, a bare PyTorch loop and transformers' Trainer"),
     "classifier": ("speed.classifier", "fine-tuning on real text against Trainer: samples a second"),
+    "latency": ("speed.latency", "forms of a half-pruned classifier in onnxruntime, and a plain clock"),
     "recommender": ("speed.recommender", "training on texts, naive and as here; on ids against a DataLoader"),
     "sequence-vae": ("speed.sequence_vae", "what the monitor of a sequence VAE costs"),
     "tune": ("speed.tune", "what each commonly named speed-up is worth here, on all tasks, by `tune`"),
