@@ -146,25 +146,47 @@ class Labelled(TokenizedData):
         rows = zip(batch["label"], pieces, super().describe_rows(facts, batch), strict=True)
         return [f"{kind.describe(names, label, tokens)}: {text}" for label, tokens, text in rows]
 
-    def written(self) -> list[tuple[Any, str | None]]:
-        """(text, second text of a pair) of each training sample, as the data has them."""
-        rows, _ = self._rows_per_split()
-        _, first = next(iter(rows["train"]()))
-        columns = reading.find_columns(self.recipe.data, list(map(str, first)), self.options)
-        self._read_labels(rows, columns)  # takes a validation split out of them
-        return [(one.text, one.pair) for one in reading.read_examples(rows["train"](), columns)]
+    def written(self) -> list[dict[str, str]]:
+        """`text`, `pair` where there is one, and `label` of each training sample, as the data has them."""
+        rows, columns, _ = self._open_rows()
+        kind, splits, _ = self._read_labels(rows, columns)  # takes a validation split out of the rows
+        names = reading.learnt_names(kind, splits, self.recipe.data)
+        examples = zip(
+            reading.read_examples(rows["train"](), columns), kind.values(splits["train"], names), strict=True
+        )
+        return [
+            {
+                "text": str(one.text),
+                **({} if one.pair is None else {"pair": one.pair}),
+                "label": kind.describe(names, label, ()),
+            }
+            for one, label in examples
+        ]
 
-    def encode_splits(self) -> Encoded:
-        """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
-        rows, notes = self._rows_per_split()
+    def _open_rows(self) -> tuple[dict[str, Callable[[], LocatedRows]], reading.ColumnNames, list[str]]:
+        """(the rows of each split; the columns to read; notes). Raises UserError."""
+        data, notes = self.recipe.data, list[str]()
+        if data == DEMO:
+            rows: dict[str, Callable[[], LocatedRows]] = {**reading.demo_rows()}
+        elif parts := self._files():
+            notes += readers.table_notes(parts)
+            rows = {split: partial(readers.read_rows, part) for split, part in parts.items()}
+        else:
+            splits = corpora.hub_splits(data, self.options.data_config)
+            rows = {s: partial(corpora.read_hub_rows, data, found) for s, found in splits.items()}
         first = next(iter(rows["train"]()), None)
         if first is None:
-            raise UserError(f"--data {self.recipe.data}: the train split is empty")
-        columns = reading.find_columns(self.recipe.data, [str(k) for k in first[1]], self.options)
+            raise UserError(f"--data {data}: the train split is empty")
+        columns = reading.find_columns(data, [str(k) for k in first[1]], self.options)
         if {columns.text, columns.label} - {"text", "sentence", "label", "words", "tags"}:
             notes.append(f"texts are those of the column {columns.text}, labels those of {columns.label}")
         if unread := [str(name) for name in first[1] if name not in (*columns, *columns.flags)]:
             notes.append(f"not read: {', '.join(name or 'a column without a name' for name in unread[:8])}")
+        return rows, columns, notes
+
+    def encode_splits(self) -> Encoded:
+        """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""
+        rows, columns, notes = self._open_rows()
         kind, splits, found_notes = self._read_labels(rows, columns)
         notes += found_notes
         counts, rows_of_train = splits["train"].counts(), len(splits["train"])
@@ -194,20 +216,17 @@ class Labelled(TokenizedData):
                 why = "cut off, or without pieces in the tokenizer"
                 notes.append(f"{split}: {facts['unlabelled']:,} words have no label: {why}")
         of_train = np.array([counts[name] for name in labels] if counts else [rows_of_train])
-        weights = None
-        if (asked := self.options.class_weights) is not None and not fixed:
-            weights = reading.class_weights(asked, kind, labels, of_train, rows_of_train)
-            if kind.name != "multi-label":
-                label = found["train"]["label"]
-                found["train"][CLASS_WEIGHT] = _sums(label, weights) if words else weights[label]
         extra = {
             **self._tokenizer_facts(tokenizer, special),
             **({} if kind.name == "classes" else {"problem": kind.name}),
-            "labels": labels,
-            "label_counts": of_train.tolist(),
-            **({} if weights is None else {"class_weights": weights.tolist()}),
-            "notes": notes,
+            **{"labels": labels, "label_counts": of_train.tolist(), "notes": notes},
         }
+        if (asked := self.options.class_weights) is not None and not fixed:
+            weights = reading.class_weights(asked, kind, labels, of_train, rows_of_train)
+            extra["class_weights"] = weights.tolist()
+            if kind.name != "multi-label":
+                label = found["train"]["label"]
+                found["train"][CLASS_WEIGHT] = _sums(label, weights) if words else weights[label]
         return found, tokenizer, extra
 
     def _read_labels(
@@ -243,16 +262,6 @@ class Labelled(TokenizedData):
         for split in sorted(splits, key=lambda split: split != "train"):
             notes += kind.notes(split, splits[split]) + training.compare(split, splits[split].hashes)
         return kind, splits, notes
-
-    def _rows_per_split(self) -> tuple[dict[str, Callable[[], LocatedRows]], list[str]]:
-        data = self.recipe.data
-        if data == DEMO:
-            return reading.demo_rows(), []
-        if parts := self._files():
-            notes = readers.table_notes(parts)
-            return {split: partial(readers.read_rows, part) for split, part in parts.items()}, notes
-        splits = corpora.hub_splits(data, self.options.data_config)
-        return {s: partial(corpora.read_hub_rows, data, rows) for s, rows in splits.items()}, []
 
     def _open_tokenizer(self, examples: Iterable[Example]) -> tuple[Tokenizer, dict[str, int | None]]:
         """The tokenizer, which may be trained on the examples, and the ids of its special tokens."""

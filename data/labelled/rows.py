@@ -77,23 +77,29 @@ def find_columns(data: str, available: Sequence[str], options: Any) -> ColumnNam
     for flag, name in [*asked, *(("--label-column", name) for name in flags or (label,))]:
         if name is not None:
             readers.require_name(name, available, data, flag)
-    texts, classes = text or _usual(TEXT_COLUMNS, available), label or _usual(LABEL_COLUMNS, available)
+    texts, classes = (
+        text or usual_name(TEXT_COLUMNS, available),
+        label or usual_name(LABEL_COLUMNS, available),
+    )
     if options.problem == "tokens" or (options.problem == "auto" and None in (texts, classes)):
-        texts = text or _usual(WORD_COLUMNS, available) or texts
-        classes = label or _usual(TAG_COLUMNS, available) or classes
+        texts = text or usual_name(WORD_COLUMNS, available) or texts
+        classes = label or usual_name(TAG_COLUMNS, available) or classes
     if texts is None or classes is None:
         missing = " and ".join(["--text-column"] * (texts is None) + ["--label-column"] * (classes is None))
         has = readers.name_columns(available)
         raise UserError(f"--data {data}: which column? give {missing}; it has: {has}")
-    if pair is None and PAIR_COLUMNS.get(texts) in available:
-        pair = PAIR_COLUMNS[texts]
-    return ColumnNames(texts, pair, classes, flags)
+    return ColumnNames(texts, pair or usual_name(usual_pair(texts), available), classes, flags)
 
 
-def _usual(names: Sequence[str], available: Sequence[str]) -> str | None:
+def usual_name(names: Sequence[str], available: Sequence[str]) -> str | None:
     """The first of the usual names that is there, in letters of any size."""
     found = {name.lower(): name for name in reversed(available)}
     return next((found[name] for name in names if name in found), None)
+
+
+def usual_pair(text: str) -> tuple[str, ...]:
+    """The usual names of the column of second texts beside that of the first."""
+    return tuple(pair for first, pair in PAIR_COLUMNS.items() if first == text.lower())
 
 
 def read_examples(rows: LocatedRows, columns: ColumnNames) -> Iterator[Example]:

@@ -8,109 +8,65 @@ Letters: H hidden width, n training texts, q texts asked for.
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
 from isobatch.core.terminal.status import doing
-from isobatch.data.tokenized import TokenizedData
 from isobatch.engine.loading.prepare import folder_of
 from isobatch.engine.registry import workload_of
 from isobatch.launch.local.run_setup import locate_data
+from isobatch.launch.predicting.tables import CHUNK_ROWS
 from isobatch.models import hub
-from isobatch.models.encoder import evaluation, prediction
 
 if TYPE_CHECKING:
-    from isobatch.data.base import Source
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.models.encoder.evaluation import Runner
+    from isobatch.models.encoder.prediction import TextClassifier
 
 PRODUCTS = 1 << 24
 """Pairs of texts that are compared at a time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Neighbours:
-    """The training texts' vectors, and how the nearest are told."""
-
-    vectors: np.ndarray
-    """(n, H) of length 1, perhaps mapped from a file."""
-    count: int
-    describe: Callable[[Sequence[int]], list[dict[str, Any]]]
-    """Numbers of training texts -> text and label of each."""
-
-    def __call__(self, asked: np.ndarray) -> list[list[dict[str, Any]]]:
-        """For each row of (q, H) its nearest texts, the nearest first, each with its `similarity`."""
-        numbers, similarities = nearest(self.vectors, asked, self.count)
-        return [
-            [{**one, "similarity": value} for one, value in zip(self.describe(row), values, strict=True)]
-            for row, values in zip(numbers.tolist(), similarities.tolist(), strict=True)
-        ]
+def nearest(vectors: Tensor, asked: Tensor, count: int) -> Iterator[tuple[list[float], list[int]]]:
+    """For each row of (q, H) its `count` largest products with rows of (n, H), falling, and these rows."""
+    for some in asked.split(max(1, PRODUCTS // len(vectors))):
+        products, numbers = (some @ vectors.T).topk(min(count, len(vectors)))
+        yield from zip(products.tolist(), numbers.tolist(), strict=True)
 
 
-def nearest(vectors: np.ndarray, asked: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(numbers, products): the `count` rows of (n, H) with the largest products with each of (q, H), both
-    (q, count), the largest first.
-    """
-    numbers: np.ndarray = np.empty((len(asked), 0), np.int64)
-    products: np.ndarray = np.empty((len(asked), 0), np.float32)
-    rows = max(1, PRODUCTS // max(1, len(asked)))
-    for start in range(0, len(vectors), rows):
-        block = asked @ vectors[start : start + rows].astype(np.float32).T
-        numbers = np.hstack([numbers, np.broadcast_to(np.arange(start, start + block.shape[1]), block.shape)])
-        products = np.hstack([products, block])
-        if products.shape[1] > count:
-            best = np.argpartition(-products, count - 1, 1)[:, :count]
-            numbers, products = (np.take_along_axis(one, best, 1) for one in (numbers, products))
-    order = np.argsort(-products, 1, kind="stable")
-    return np.take_along_axis(numbers, order, 1), np.take_along_axis(products, order, 1)
+def training_neighbours(
+    run: RunFolder, classifier: TextClassifier, count: int
+) -> Callable[[np.ndarray], list[list[dict[str, Any]]]]:
+    """(q, H) -> the nearest training texts of each, the nearest first, with label and `similarity`.
 
-
-def encode_samples(encode: Runner, source: Source) -> np.ndarray:
-    """(n, H) of all samples."""
-    found, done = dict[int, np.ndarray](), 0
-    for places in prediction.batches_of_one_width(source.lengths(np.arange(len(source))).tolist()):
-        doing("representing the training texts", done, len(source))
-        batch: Any = source.fetch(np.array(places))
-        found |= zip(places, encode(evaluation.model_inputs(batch)), strict=True)
-        done += len(places)
-    return np.stack([found[place] for place in range(len(source))])
-
-
-def training_neighbours(run: RunFolder, encode: Runner, count: int) -> Neighbours:
-    """Of the run's prepared data; its vectors are kept in the run's folder, (n, H) float16.
-
-    `encode`: a model's inputs -> (B, H). Raises UserError where the data is not there any more.
+    The training texts' vectors are kept in the run's folder, (n, H) float16. Raises UserError where the data
+    is not there any more, or is another.
     """
     locate_data(run, run.recipe, None)
     data: Any = workload_of(run.recipe).make(run.recipe)[1]
-    facts, written = run.facts, None
-    source = data.open(Path(facts.folder), "train")
-    file = run.folder / f"neighbours-{hub.weights_hash(str(run.final))}.npy"
+    if folder_of(data) != Path(run.facts.folder):
+        raise UserError(f"--neighbours: {run.recipe.data} is not what {run.folder} learnt: put that back")
+    written, file = data.written(), run.folder / f"neighbours-{hub.weights_hash(str(run.final))}.npy"
     if not file.is_file():
+        found = []
+        for start in range(0, len(written), CHUNK_ROWS):
+            doing("representing the training texts", start, len(written))
+            found.append(classifier.represent([_text(one) for one in written[start : start + CHUNK_ROWS]]))
         with atomic_files.explain_write_errors(file), file.with_suffix(".tmp").open("wb") as stream:
-            np.save(stream, encode_samples(encode, source).astype(np.float16))
+            np.save(stream, np.concatenate(found).astype(np.float16))
         file.with_suffix(".tmp").replace(file)
-    if folder_of(data) == Path(facts.folder):  # the data is what it was
-        with contextlib.suppress(UserError):
-            written = data.written()
+    vectors = torch.from_numpy(np.load(file).astype(np.float32))
+    return lambda asked: [
+        [{**written[n], "similarity": one} for one, n in zip(*found, strict=True)]
+        for found in nearest(vectors, torch.from_numpy(asked), count)
+    ]
 
-    def describe(numbers: Sequence[int]) -> list[dict[str, Any]]:
-        batch = source.fetch(np.array(numbers))
-        texts = TokenizedData.describe_rows(data, facts, batch)
-        lines = zip(data.describe_rows(facts, batch), texts, strict=True)
-        labels = [line.removesuffix(f": {text}") for line, text in lines]
-        rows = zip(texts, itertools.repeat(None)) if written is None else (written[n] for n in numbers)
-        return [
-            {"text": text, **({} if pair is None else {"pair": pair}), "label": label}
-            for (text, pair), label in zip(rows, labels, strict=True)
-        ]
 
-    return Neighbours(np.load(file, mmap_mode="r"), count, describe)
+def _text(row: dict[str, str]) -> str | tuple[str, str]:
+    return (row["text"], row["pair"]) if "pair" in row else row["text"]

@@ -41,21 +41,27 @@ LISTS = ("top", "by", "only", "without", "with_seen")
 DRAWS = ("tokens", "temperature", "top_k", "top_p", "seed", "load_bits")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelOptions(ListOptions, chat.SamplingOptions):
-    """Flags that say which model answers, and how. Each kind of model reads some of them."""
+@dataclass(frozen=True, kw_only=True)  # without slots it goes together with SamplingOptions
+class ClassifierOptions(ListOptions):
+    """Flags of what a classifier says, beside those of lists."""
 
     form: Literal["torch", "onnx", "onnx-dynamic", "onnx-static", "onnx-int8", "onnx-int4"] = "torch"
     """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
-    text_column: str | None = None
-    """The column of --file that is read; by default the run's own, or a usual name."""
-    pair_column: str | None = None
-    """The column of the second text of pairs."""
     precision: number_ranges.Precision | None = None
     """Of a classifier: answer only texts of whose answers so many are right, as validation shows with 95 %
     confidence; others are marked as abstained."""
     neighbours: number_ranges.Positive | None = None
     """Of a classifier, in its trained form: the so many most alike training texts, with label and cosine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelOptions(ClassifierOptions, chat.SamplingOptions):
+    """Flags that say which model answers, and how. Each kind of model reads some of them."""
+
+    text_column: str | None = None
+    """The column of --file that is read; by default the run's own, or a usual name."""
+    pair_column: str | None = None
+    """The column of the second text of pairs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +221,7 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
     if isinstance(found, chat.LanguageModel):
         return _writer(found, options.text_column, options)
     run, task, asked = found, task_of(found), found.recipe.options
-    text, pair = (getattr(options, name) or asked.get(name) for name in prediction.COLUMNS)
+    text = options.text_column or asked.get("text_column")
     what = f"a {run.recipe.task} run"
     if isinstance(task, protocols.Generates):
         return _writer(chat.language_model_of(run, task), text, options)
@@ -240,8 +246,6 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
         return Answerer(task.open_predictor(run.final, run.folder, "torch"), sequences)
     _refuse_unread(options, what, "form", "precision", "neighbours", *prediction.COLUMNS)
     predictor: Any = task.open_predictor(run.final, run.folder / "exports", options.form)
-    if options.precision is not None:
-        predictor = predictor.abstaining(options.precision)
     if options.neighbours is not None:
         from isobatch.launch.predicting.neighbours import training_neighbours
 
@@ -249,12 +253,10 @@ def open_answerer(found: Found, options: ModelOptions) -> Answerer:
             raise UserError("--neighbours: only the trained model tells which texts are alike: --form torch")
         if predictor.problem.per_token:
             raise UserError("--neighbours: is for labels of whole texts, and this model labels words")
-        found_near = training_neighbours(run, predictor.encode, options.neighbours)
+        found_near = training_neighbours(run, predictor, options.neighbours)
         predictor = dataclasses.replace(predictor, neighbours=found_near)
-    if isinstance(predictor, prediction.TextClassifier) and predictor.problem.per_token:
-        return Answerer(predictor, tables.WordReader(text))
     known = has_text_pairs(run.facts) if is_prepared(run) else None  # a received run may name any folder
-    return Answerer(predictor, tables.TextReader(text, pair, True if asked.get("pair_column") else known))
+    return _classifier(predictor, options, asked, True if asked.get("pair_column") else known)
 
 
 def _open_onnx(file: Path, options: ModelOptions) -> Answerer:
@@ -264,11 +266,20 @@ def _open_onnx(file: Path, options: ModelOptions) -> Answerer:
     found = next((f for f in folders if (f / "recipe.json").is_file()), None)
     most = None if found is None else RunFolder.open(found).recipe.max_length
     classifier = prediction.open_onnx(file, most)
+    return _classifier(classifier, options, classifier.columns, None)
+
+
+def _classifier(
+    found: prediction.TextClassifier, options: ModelOptions, columns: Mapping[str, Any], pairs: bool | None
+) -> Answerer:
+    """A classifier that answers as the flags say. `columns`: those that it learnt from; `pairs`: whether it
+    reads pairs, None where the columns decide.
+    """
     if options.precision is not None:
-        classifier = classifier.abstaining(options.precision)
-    text, pair = (getattr(options, name) or classifier.columns[name] for name in prediction.COLUMNS)
-    tags = classifier.problem.per_token
-    return Answerer(classifier, tables.WordReader(text) if tags else tables.TextReader(text, pair))
+        found = found.abstaining(options.precision)
+    text, pair = (getattr(options, name) or columns.get(name) for name in prediction.COLUMNS)
+    words = found.problem.per_token
+    return Answerer(found, tables.WordReader(text) if words else tables.TextReader(text, pair, pairs))
 
 
 def _refuse_unread(options: ModelOptions, what: str, *read: str) -> None:

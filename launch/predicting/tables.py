@@ -21,11 +21,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
-from isobatch.core.flags import nearest_hint
 from isobatch.core.measures import counted, printable
 from isobatch.data import chat_formats, readers
 from isobatch.data.interactions.formats import USER_COLUMNS
-from isobatch.data.labelled.rows import MAX_TEXT_CHARACTERS, PAIR_COLUMNS, TEXT_COLUMNS, WORD_COLUMNS
+from isobatch.data.labelled.rows import (
+    MAX_TEXT_CHARACTERS,
+    TEXT_COLUMNS,
+    WORD_COLUMNS,
+    usual_name,
+    usual_pair,
+)
 from isobatch.data.preferences import answers
 from isobatch.data.preferences.pairs import AnsweredPrompt
 from isobatch.data.sequences import INTEGERS, TEXT, USUAL_COLUMNS
@@ -209,10 +214,10 @@ class TextReader(RowReader):
 
     def from_row(self, row: Mapping[str, Any], where: str) -> str | tuple[str, str]:
         text = find_column(row, self.column, TEXT_COLUMNS, where)
-        first, pair = require_text(row[text], f"{where}: {text}"), self.pair or PAIR_COLUMNS.get(text)
-        if self.pairs is False or not (self.pairs or self.pair or pair in row):
+        first, usual = require_text(row[text], f"{where}: {text}"), usual_pair(text)
+        if self.pairs is False or not (self.pairs or self.pair or usual_name(usual, [*row])):
             return first
-        pair = find_column(row, self.pair, (pair,) if pair else (), where, "--pair-column")
+        pair = find_column(row, self.pair, usual, where, "--pair-column")
         return first, require_text(row[pair], f"{where}: {pair}")
 
     def from_text(self, value: Any, where: str) -> str | tuple[str, str]:
@@ -339,13 +344,10 @@ def find_column(
     row: Mapping[str, Any], asked: str | None, usual: Sequence[str], where: str, flag: str = "--text-column"
 ) -> str:
     """The column asked for, else the first of the usual names. Raises UserError where the row has none."""
-    found = next((name for name in ((asked,) if asked else usual) if name in row), None)
-    if found is not None:
-        return found
-    wanted = asked or " or ".join(usual)
-    hint = nearest_hint(asked, list(row)) if asked else ""
-    has = chat_formats.key_names(row)
-    raise UserError(f"{where}: has no column {wanted}{hint}; it has: {has}; {flag} names another")
+    names = [*row]
+    found = asked or usual_name(usual, names) or " or ".join(usual)
+    readers.require_name(found, names, where, otherwise=f"{flag} names another")
+    return found
 
 
 def require_text(value: Any, where: str) -> str:

@@ -17,22 +17,14 @@ from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import one_run
-from isobatch.launch.predicting.predict import ModelOptions, find_model, open_answerer
-from isobatch.launch.predicting.recommend import ListOptions
+from isobatch.launch.predicting.predict import ClassifierOptions, ModelOptions, find_model, open_answerer
 from isobatch.launch.predicting.tables import PromptReader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServeOptions(ListOptions):
+class ServeOptions(ClassifierOptions):
     """Flags of `serve`."""
 
-    form: Literal["torch", "onnx", "onnx-dynamic", "onnx-static", "onnx-int8", "onnx-int4"] = "torch"
-    """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
-    precision: number_ranges.Precision | None = None
-    """Of a classifier: answer only texts of whose answers so many are right, as validation shows with 95 %
-    confidence; others are marked as abstained."""
-    neighbours: number_ranges.Positive | None = None
-    """Of a classifier, in its trained form: the so many most alike training texts, with label and cosine."""
     load_bits: Literal[16, 8, 4] | None = None
     """Bits of a language model's matrices; by default those of training. 8 and 4 need bitsandbytes."""
     host: str = "127.0.0.1"

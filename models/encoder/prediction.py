@@ -125,6 +125,11 @@ class TextClassifier:
         """(C,) fp32 of each text in order, or what the problem picks of (T, C)."""
         return self._logits(self.problem.encode(self.tokenizer, texts))
 
+    def represent(self, texts: Sequence[TextOrPair]) -> np.ndarray:
+        """(n, H): what each is like, of a model in torch."""
+        assert self.encode is not None, "the caller has asked"
+        return np.array(self._rows(self.encode, self.problem.encode(self.tokenizer, texts)))
+
     def _logits(self, encodings: Sequence[Any]) -> list[np.ndarray]:
         found = zip(encodings, self._rows(self.run, encodings), strict=True)
         return [self.problem.pick(encoding, logits) for encoding, logits in found]

@@ -162,12 +162,12 @@ def test_a_small_difference_is_none_however_many_texts_there_are() -> None:
 def test_the_nearest_are_those_of_all_products(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(neighbours, "PRODUCTS", pairs)
     draw = np.random.default_rng(0)
-    vectors, asked = (draw.normal(size=(n, 16)).astype(np.float32) for n in (1000, 40))
-    numbers, products = neighbours.nearest(vectors.astype(np.float16), asked, 5)
-    every = asked @ vectors.astype(np.float16).astype(np.float32).T
-    assert numbers.tolist() == np.argsort(-every, 1)[:, :5].tolist()
-    assert np.array_equal(products, -np.sort(-every, 1)[:, :5])
-    assert neighbours.nearest(vectors[:3], asked, 5)[0].shape == (40, 3)
+    vectors, asked = (torch.tensor(draw.normal(size=(n, 16))) for n in (1000, 40))
+    products, numbers = zip(*neighbours.nearest(vectors, asked, 5), strict=True)
+    every = (asked @ vectors.T).numpy()
+    assert [*numbers] == np.argsort(-every, 1)[:, :5].tolist()
+    assert np.allclose(products, -np.sort(-every, 1)[:, :5])
+    assert [len(found) for _, found in neighbours.nearest(vectors[:3], asked, 5)] == [3] * 40
 
 
 def focal_loss(
