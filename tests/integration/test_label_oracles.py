@@ -1,9 +1,10 @@
 """Classifiers of every kind of label take the steps of loops in plain transformers, and say what these find.
 
-Loops and figures were written from docs/, docstrings and papers; what an answer of tags looks like, and which
-parameters, counts and roundings a run takes where docs are silent, from the code. Losses are transformers' own,
-of the whole global batch at once; figures are those of scikit-learn, SciPy and seqeval over answers that plain
-transformers compute from final/, and ONNX files are run by plain onnxruntime.
+Loops and figures were written from docs/, docstrings and papers; what an answer of tags looks like, and
+which parameters, counts and roundings a run takes where docs are silent, from the code. Losses are
+transformers' own, of the whole global batch at once; figures are those of scikit-learn, SciPy and
+seqeval over answers that plain transformers compute from final/, and ONNX files are run by plain
+onnxruntime.
 """
 
 from __future__ import annotations
