@@ -167,6 +167,8 @@ class Corpus:
     """What the user should know, one line each."""
     columns: tuple[str, ...] = ()
     """Of rows the names of the columns, of training."""
+    count: int = 0
+    """How many training rows a hub data set has."""
     column: str | None = None
     """Of rows the column of the texts, where they are read as such."""
 
@@ -227,20 +229,31 @@ def with_validation(
     return {**files, "train": train, "valid": valid}, (held_out_note(share, is_stream=True),)
 
 
-def rows_from_files(files: dict[str, SplitFiles], share: float | None = None) -> Corpus:
-    """The rows of files that `readers.find_splits` found; `share` as of `corpus_from_files`."""
-    rows, train = {s: partial(readers.read_rows, part) for s, part in files.items()}, files["train"]
-    notes, columns = tuple(readers.table_notes(files)), tuple(readers.column_names(train))
-    found = Corpus(rows, notes=notes, columns=columns)
-    if "valid" in files:
-        return found
-    if not (count := readers.count_rows(train)):
-        raise UserError(f"--data {train.files[0]}: holds no rows")
-    return _with_validation(found, count, share)
+def all_rows(name: str, files: Mapping[str, SplitFiles], config: str | None) -> Corpus:
+    """The rows of these files, which `readers.find_splits` found; without some those of the hub data set
+    `name`. Raises UserError, also where there is no train split.
+    """
+    if files:
+        read = {split: partial(readers.read_rows, part) for split, part in files.items()}
+        columns, notes = readers.column_names(files["train"]), readers.table_notes(files)
+        return Corpus(read, notes=tuple(notes), columns=tuple(columns))
+    found = load_dataset(name, config)
+    splits = {readers.SPLITS[split]: rows for split, rows in found.items() if split in readers.SPLITS}
+    if "train" not in splits:
+        raise UserError(f"--data {name}: has no train split; it has: {', '.join(found)}")
+    read = {split: partial(read_hub_rows, name, rows) for split, rows in splits.items()}
+    return Corpus(read, columns=tuple(splits["train"].column_names), count=len(splits["train"]))
 
 
-def _with_validation(rows: Corpus, count: int, share: float | None) -> Corpus:
-    """The rows with some of the `count` training rows as validation, and a note of it for the user."""
+def open_rows(
+    name: str, files: Mapping[str, SplitFiles], config: str | None, share: float | None = None
+) -> Corpus:
+    """The same with a validation split, and a note of it; `share` as of `corpus_from_files`."""
+    rows = all_rows(name, files, config)
+    if "valid" in rows.splits:
+        return rows
+    if not (count := readers.count_rows(files["train"]) if files else rows.count):
+        raise UserError(f"--data {name}: holds no rows")
     drawn, read = drawn_rows(count, share), rows.splits["train"]
     splits = dict(rows.splits) | {"train": partial(taken, read, ~drawn), "valid": partial(taken, read, drawn)}
     return dataclasses.replace(rows, splits=splits, notes=(held_out_note(share), *rows.notes))
@@ -249,30 +262,6 @@ def _with_validation(rows: Corpus, count: int, share: float | None) -> Corpus:
 def taken(read: Callable[[], Iterable[T]], kept: np.ndarray) -> Iterator[T]:
     """What is read where the mask (n,) is true."""
     return itertools.compress(read(), kept.tobytes())
-
-
-def hub_splits(name: str, config: str | None) -> dict[str, Any]:
-    """Split -> `datasets.Dataset`. Raises UserError where there is no train split."""
-    found = load_dataset(name, config)
-    splits = {readers.SPLITS[split]: rows for split, rows in found.items() if split in readers.SPLITS}
-    if "train" not in splits:
-        raise UserError(f"--data {name}: has no train split; it has: {', '.join(found)}")
-    return splits
-
-
-def open_rows(
-    name: str, files: dict[str, SplitFiles], config: str | None, share: float | None = None
-) -> Corpus:
-    """The rows of these files, else those of the hub data set `name`; `share` as of `corpus_from_files`."""
-    return rows_from_files(files, share) if files else rows_from_hub(name, config, share)
-
-
-def rows_from_hub(name: str, config: str | None, share: float | None = None) -> Corpus:
-    """The rows of a hub data set, with a validation split; `share` as of `corpus_from_files`."""
-    splits = hub_splits(name, config)
-    read = {split: partial(read_hub_rows, name, rows) for split, rows in splits.items()}
-    found = Corpus(read, columns=tuple(splits["train"].column_names))
-    return found if "valid" in splits else _with_validation(found, len(splits["train"]), share)
 
 
 def read_hub_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

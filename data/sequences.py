@@ -233,7 +233,7 @@ class Sequences(TokenizedData):
             splits = corpora.demo_corpus().splits
             return Corpus({s: partial(_demo_lines, of, DEMO_LINES[s]) for s, of in splits.items()}), TEXT
         if not (parts := self._files()):
-            rows = corpora.rows_from_hub(self.recipe.data, self.options.data_config)
+            rows = corpora.open_rows(self.recipe.data, {}, self.options.data_config)
             name, kind, notes = self._find_column(rows.splits["train"]())
         elif parts["train"].is_stream:
             parts, held_out = corpora.with_validation(parts)
@@ -241,7 +241,7 @@ class Sequences(TokenizedData):
         else:
             name, kind, notes = self._find_column(readers.read_rows(parts["train"]))
             parts = {split: dataclasses.replace(part, only=name) for split, part in parts.items()}
-            rows = corpora.rows_from_files(parts)
+            rows = corpora.open_rows(self.recipe.data, parts, None)
         read = _texts if kind == TEXT else _ids
         splits = {split: partial(read, of_split, name) for split, of_split in rows.splits.items()}
         return Corpus(splits, notes=(*rows.notes, *notes)), kind

@@ -146,43 +146,28 @@ class Labelled(TokenizedData):
         rows = zip(batch["label"], pieces, super().describe_rows(facts, batch), strict=True)
         return [f"{kind.describe(names, label, tokens)}: {text}" for label, tokens, text in rows]
 
-    def written(self) -> list[dict[str, str]]:
+    def written(self) -> list[dict[str, Any]]:
         """`text`, `pair` where there is one, and `label` of each training sample, as the data has them."""
         rows, columns, _ = self._open_rows()
         kind, splits, _ = self._read_labels(rows, columns)  # takes a validation split out of the rows
         names = reading.learnt_names(kind, splits, self.recipe.data)
-        examples = zip(
-            reading.read_examples(rows["train"](), columns), kind.values(splits["train"], names), strict=True
-        )
+        labels = (kind.describe(names, one, ()) for one in kind.values(splits["train"], names))
+        examples = zip(reading.read_examples(rows["train"](), columns), labels, strict=True)
         return [
-            {
-                "text": str(one.text),
-                **({} if one.pair is None else {"pair": one.pair}),
-                "label": kind.describe(names, label, ()),
-            }
+            {k: v for k, v in (("text", one.text), ("pair", one.pair), ("label", label)) if v is not None}
             for one, label in examples
         ]
 
     def _open_rows(self) -> tuple[dict[str, Callable[[], LocatedRows]], reading.ColumnNames, list[str]]:
         """(the rows of each split; the columns to read; notes). Raises UserError."""
-        data, notes = self.recipe.data, list[str]()
-        if data == DEMO:
-            rows: dict[str, Callable[[], LocatedRows]] = {**reading.demo_rows()}
-        elif parts := self._files():
-            notes += readers.table_notes(parts)
-            rows = {split: partial(readers.read_rows, part) for split, part in parts.items()}
-        else:
-            splits = corpora.hub_splits(data, self.options.data_config)
-            rows = {s: partial(corpora.read_hub_rows, data, found) for s, found in splits.items()}
-        first = next(iter(rows["train"]()), None)
-        if first is None:
-            raise UserError(f"--data {data}: the train split is empty")
-        columns = reading.find_columns(data, [str(k) for k in first[1]], self.options)
+        data, config = self.recipe.data, self.options.data_config
+        corpus = reading.demo_rows() if data == DEMO else corpora.all_rows(data, self._files(), config)
+        columns, notes = reading.find_columns(data, corpus.columns, self.options), [*corpus.notes]
         if {columns.text, columns.label} - {"text", "sentence", "label", "words", "tags"}:
             notes.append(f"texts are those of the column {columns.text}, labels those of {columns.label}")
-        if unread := [str(name) for name in first[1] if name not in (*columns, *columns.flags)]:
+        if unread := [name for name in corpus.columns if name not in (*columns, *columns.flags)]:
             notes.append(f"not read: {', '.join(name or 'a column without a name' for name in unread[:8])}")
-        return rows, columns, notes
+        return {**corpus.splits}, columns, notes
 
     def encode_splits(self) -> Encoded:
         """(columns per split, the tokenizer, what Facts should know: labels, their counts, notes)."""

@@ -7,7 +7,7 @@ import os
 import re
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from sys import intern
@@ -17,7 +17,7 @@ import numpy as np
 
 from isobatch.core.errors import UserError
 from isobatch.data import readers
-from isobatch.data.corpora import DEMO_PACKAGES
+from isobatch.data.corpora import DEMO_PACKAGES, Corpus
 from isobatch.data.preparation.encoding import text_hash
 
 if TYPE_CHECKING:
@@ -183,7 +183,7 @@ def demo_files() -> dict[str, list[Path]]:
     return {package: sorted((library / package).glob("*.py")) for package in DEMO_PACKAGES}
 
 
-def demo_rows() -> dict[str, Callable[[], LocatedRows]]:
+def demo_rows() -> Corpus:
     """Functions of five packages, labelled by package; every fifth is validation."""
     rows = [
         (f"{file.name} line {node.lineno}", {"text": text, "label": package})
@@ -193,10 +193,9 @@ def demo_rows() -> dict[str, Callable[[], LocatedRows]]:
     ]
     if len({row["label"] for _, row in rows}) < 2:
         raise UserError(f"--data demo: {Path(os.__file__).parent} holds no source: give --data PATH")
-    return {
-        "train": lambda: [row for number, row in enumerate(rows) if number % 5],
-        "valid": lambda: [row for number, row in enumerate(rows) if number % 5 == 0],
-    }
+    valid = rows[::5]
+    train = [row for number, row in enumerate(rows) if number % 5]
+    return Corpus({"train": lambda: train, "valid": lambda: valid}, columns=("text", "label"))
 
 
 def _function_sources(source: str) -> Iterator[tuple[ast.FunctionDef, str]]:

@@ -57,7 +57,9 @@ def training_neighbours(
         found = []
         for start in range(0, len(written), CHUNK_ROWS):
             doing("representing the training texts", start, len(written))
-            found.append(classifier.represent([_text(one) for one in written[start : start + CHUNK_ROWS]]))
+            some = written[start : start + CHUNK_ROWS]
+            texts = [(one["text"], one["pair"]) if "pair" in one else one["text"] for one in some]
+            found.append(classifier.represent(texts))
         with atomic_files.explain_write_errors(file), file.with_suffix(".tmp").open("wb") as stream:
             np.save(stream, np.concatenate(found).astype(np.float16))
         file.with_suffix(".tmp").replace(file)
@@ -66,7 +68,3 @@ def training_neighbours(
         [{**written[n], "similarity": one} for one, n in zip(*found, strict=True)]
         for found in nearest(vectors, torch.from_numpy(asked), count)
     ]
-
-
-def _text(row: dict[str, str]) -> str | tuple[str, str]:
-    return (row["text"], row["pair"]) if "pair" in row else row["text"]
