@@ -28,8 +28,6 @@ TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_VOCABULARY_SIZE = 8192
 ROLES = ("set", "learn")
 """Columns that a mixture's samples have, and those of its sets need not."""
-MIN_VOCABULARY_SIZE = 257
-"""Of a byte-level tokenizer: 256 bytes and an end token."""
 
 
 def path_of(data: str) -> Path | None:
@@ -61,6 +59,8 @@ class TokenizedData(Data):
 
     demo_vocabulary_size: ClassVar[int]
     """The size of the tokenizer that is trained on the demo."""
+    fewest_tokens: ClassVar[tuple[int, str]] = (257, "256 bytes and an end token")
+    """Least size of a tokenizer that is trained, and what it must hold."""
     known: Facts | None = None
     """Of a run whose tokenizer, template and labels are taken in place of what the data would give."""
 
@@ -154,11 +154,9 @@ class TokenizedData(Data):
         return path_of(self.recipe.data)
 
     def _check_vocabulary_size(self) -> None:
-        size = self.options.vocab_size
-        if size is not None and size < MIN_VOCABULARY_SIZE:
-            raise UserError(
-                f"--vocab-size {size}: must be at least {MIN_VOCABULARY_SIZE}: 256 bytes and an end token"
-            )
+        size, (least, why) = self.options.vocab_size, self.fewest_tokens
+        if size is not None and size < least:
+            raise UserError(f"--vocab-size {size}: must be at least {least}: {why}")
 
     def _vocabulary_size(self) -> int:
         default = self.demo_vocabulary_size if self.recipe.data == DEMO else DEFAULT_VOCABULARY_SIZE

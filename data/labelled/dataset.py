@@ -123,12 +123,11 @@ class Labelled(TokenizedData):
     version: ClassVar[int] = 3
     cache_name: ClassVar[str] = "data.labelled.Labelled"
     demo_vocabulary_size: ClassVar[int] = 2048
+    fewest_tokens: ClassVar[tuple[int, str]] = (300, "characters and special tokens")
     assumed: ClassVar[Mapping[str, Any]] = {"labels": ["0", "1"], "pad": 0}
 
     def check(self) -> None:
-        size = self.options.vocab_size
-        if size is not None and size < 300:
-            raise UserError(f"--vocab-size {size}: must be at least 300: characters and special tokens")
+        self._check_vocabulary_size()
         splits = self._check_tables("labels: give tsv, csv, jsonl, json, parquet or conll")
         if splits:
             reading.find_columns(self.recipe.data, readers.column_names(splits["train"]), self.options)

@@ -52,13 +52,8 @@ class LabelKind(ABC):
 
     def values(self, split: SplitLabels, names: Sequence[str]) -> np.ndarray:
         """The column `label` of a split's rows; of tags the encoder of words makes it."""
-        number, of = (
-            {name: n for n, name in enumerate(names)},
-            np.zeros((len(split.names), len(names)), np.float32),
-        )
-        for row, found in zip(of, split.names, strict=True):
-            row[[number[name] for name in found or ()]] = 1
-        return of[split.codes]
+        of = [[name in (found or ()) for name in names] for found in split.names]
+        return np.array(of, np.float32)[split.codes]
 
     def refuse(self, where: str, label: Label, why: str) -> NoReturn:
         """Raise UserError for a label."""
@@ -269,7 +264,7 @@ def _are_scores(column: str, train: SplitLabels) -> bool:
     least = FEWEST_BESIDE_FLAGS if {*cells} - {*decimals} <= {"0", "1"} else FEWEST_DECIMALS
     if sum(decimals.values()) < least * len(train):
         where = train.first[train.labels.index(few := next(iter(decimals)))]
-        LabelKind.refuse(Scores(column), where, few, "beside whole numbers: mend it, or --problem regression")
+        Scores(column).refuse(where, few, "beside whole numbers: mend it, or --problem regression")
     return True
 
 

@@ -266,12 +266,10 @@ class SplitLabels:
 
     def counts(self) -> Counter[str | None]:
         """Name -> how often rows have it, of those names that rows have; None of rows without a label."""
-        found: Counter[str | None] = Counter()
-        sizes = np.bincount(self.codes, minlength=len(self.labels)).tolist()
-        for names, rows in zip(self.names, sizes, strict=True):
-            if rows:
-                for name in (None,) if names is None else names:
-                    found[name] += rows
+        found, named = Counter[str | None](), dict(zip(self.labels, self.names, strict=True))
+        for label, rows in self.cells().items():
+            for name in (None,) if (names := named[label]) is None else names:
+                found[name] += rows
         return found
 
     def where(self, name: str | None) -> str:

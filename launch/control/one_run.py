@@ -24,7 +24,7 @@ from isobatch.engine.consent import adapter_base, places
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import cluster
 from isobatch.launch.commands.describe import ListingOptions
-from isobatch.launch.control.runs import RunView, look
+from isobatch.launch.control.runs import RunView, look, metrics_of
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import open_single_run
 
@@ -204,7 +204,6 @@ def inspect(words: Sequence[str]) -> int:
 def describe_run(run: RunFolder) -> dict[str, Any]:
     """What the run's files say, as JSON. Raises UserError where they are damaged."""
     recipe, summary = run.recipe, run.summary() or {}
-    metrics = summary.get("metrics")
     options, base = run.options(), adapter_base(run.folder)
     code = consent.code_of(recipe, run.folder) | consent.hook_code(options)
     asked = consent.asks(recipe, run.folder, options)
@@ -214,7 +213,7 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
         **{"hash": recipe.hash(), "recorded_hash": run.recorded_hash, "recipe": recipe.to_dict()},
         **{"steps": summary.get("steps"), "reason": str(summary.get("reason") or "")},
         "split": str(summary.get("split") or "no split"),
-        "metrics": metrics if isinstance(metrics, dict) else {},
+        "metrics": metrics_of(summary),
         "code": [{"file": f, "sha256": code[f], "agreed": f not in unknown} for f in code],
         "reads": {**dict(places(recipe)), "prepared data": run.facts.folder}
         | ({"base of final/": base} if base else {}),

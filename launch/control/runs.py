@@ -167,7 +167,6 @@ def _remark(seen: RunView, reason: str) -> str:
 
 def _row(seen: RunView) -> dict[str, Any]:
     run, job, summary = seen.run, seen.job, seen.run.summary() or {}
-    metrics = summary.get("metrics")
     # Its cluster's word where a job waits or was ended, else the run's own.
     of_job, own = seen.state in ("queued", "unfinished"), seen.state in ("failed", "stopped")
     return {
@@ -184,7 +183,7 @@ def _row(seen: RunView) -> dict[str, Any]:
         "recipe": run.recipe.to_compare(),
         "metric": main_metric(run.recipe, summary),
         "split": summary.get("split"),
-        "metrics": metrics if isinstance(metrics, dict) else {},
+        "metrics": metrics_of(summary),
         "job": job.job,
         "job_state": None if job.stage == "unknown" else job.state,
         "job_reason": job.reason,
@@ -232,15 +231,20 @@ def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:
         "data": data,
         "plan": differing_plans(runs),
         "split": None if "held-out split" in data else summaries[0].get("split"),
-        "metrics": _side_by_side([_that_fit(s.get("metrics")) for s in summaries]),
+        "metrics": _side_by_side([_that_fit(metrics_of(s)) for s in summaries]),
         "figures": _side_by_side([{name: s.get(name) for name in FIGURES} for s in summaries]),
     }
 
 
-def _that_fit(metrics: Any) -> dict[str, Any]:
-    """Of a summary's metrics those that fit into a cell; none where a received run has something else."""
-    found = metrics if isinstance(metrics, dict) else {}
-    return {name: value for name, value in found.items() if isinstance(value, float | int | str)}
+def metrics_of(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a summary; none where a received run has something else there."""
+    found = summary.get("metrics")
+    return found if isinstance(found, dict) else {}
+
+
+def _that_fit(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that fit into a cell."""
+    return {name: value for name, value in metrics.items() if isinstance(value, float | int | str)}
 
 
 def _side_by_side(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
