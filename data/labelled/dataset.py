@@ -178,7 +178,7 @@ class Labelled(TokenizedData):
             del splits["train"]
         labels = reading.learnt_names(kind, splits, self.recipe.data, self.known)
         if rare := [str(name) for name in labels if counts[name] == 1 and not fixed]:
-            notes.append(f"labels of one training row each: {', '.join(rare[:8])}{', ...' * (len(rare) > 8)}")
+            notes.append(f"labels of one training row each: {reading.first_names(rare)}")
         tokenizer, special = self._open_tokenizer(reading.read_examples(rows["train"](), columns))
         if (words := isinstance(kind, WordTags)) and not fixed:  # the run's own does so already
             tokenizers.prepend_space(tokenizer)
@@ -230,11 +230,7 @@ class Labelled(TokenizedData):
             drawn = kind.held_out(whole, share)
             for split, mask in (("train", ~drawn), ("valid", drawn)):
                 splits[split], rows[split] = whole.take(mask), partial(corpora.taken, read, mask)
-            each = " of each class" * (kind.name == "classes")
-            notes.append(
-                f"there is no validation split: {100 * share:g} % of the training rows{each} are it,"
-                " drawn at random (--valid)"
-            )
+            notes.append(corpora.held_out_note(share))
         if empty := next((split for split, found in splits.items() if not len(found)), None):
             raise UserError(
                 f"--data {self.recipe.data}: the {empty} split holds no rows: give it some (without a file of"

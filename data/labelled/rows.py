@@ -299,12 +299,17 @@ def learnt_names(
             raise UserError(f"{rows.where(None)}: {what}: leave such rows out")
     found = () if known else map(str, splits["train"].counts())
     names: list[str] = known.extra["labels"] if known else kind.names([*found], data)
-    way = f"is none of the run's: {', '.join(names[:8])}{', ...' * (len(names) > 8)}"
+    way = f"is none of the run's: {first_names(names)}"
     for split, rows in splits.items():
         if strange := next((name for name in rows.counts() if name not in names), None):
             which = f"the label {strange}, which {way if known else 'no training row has'}"
             raise UserError(f"{rows.where(strange)}: the {split} split has {which}")
     return names
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first eight, for a message."""
+    return ", ".join(names[:8]) + ", ..." * (len(names) > 8)
 
 
 def class_weights(
@@ -316,7 +321,7 @@ def class_weights(
     """
     balanced = kind.balanced(counts, rows)
     if asked != "balanced" and len(asked) != len(labels):
-        given, few = ",".join(f"{weight:g}" for weight in asked), ", ".join(labels[:8])
-        has = f"the data has {len(labels)} classes ({few}{', ...' if len(labels) > 8 else ''})"
+        given = ",".join(f"{weight:g}" for weight in asked)
+        has = f"the data has {len(labels)} classes ({first_names(labels)})"
         raise UserError(f"--class-weights {given}: {has}: give a number for each, in this order")
     return np.array(balanced if asked == "balanced" else asked, np.float32)

@@ -99,7 +99,7 @@ def test_a_tenth_of_each_class_is_held_out_where_nothing_is(tmp_path: Path) -> N
         [6, 4, 0],  # 3.7 and 0.3 of b and c: the larger rest is rounded up
     ]
     assert extra["notes"][0].startswith(
-        "there is no validation split: 10 % of the training rows of each class"
+        "there is no validation split: 10 % of the rows are it, drawn at random (--valid)"
     )
     found, _, _ = make(tmp_path, valid=0.5).encode_splits()
     assert np.bincount(np.asarray(found["valid"]["label"])).tolist() == [30, 19, 1]
