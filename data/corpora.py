@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -266,13 +266,16 @@ def taken(read: Callable[[], Iterable[T]], kept: np.ndarray) -> Iterator[T]:
 
 def read_hub_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """(where, row) of a split's rows; class labels are given by name, as far as the data set has names."""
-    classes = {k: f.names for k, f in rows.features.items() if hasattr(f, "names")}
-    lists = {
-        k: f.feature.names for k, f in rows.features.items() if hasattr(getattr(f, "feature", 0), "names")
-    }
+    features = [rows.features[column] for column in rows.column_names]
+    names = [getattr(getattr(one, "feature", one), "names", None) for one in features]
     cells = (cell for batch in rows.iter(batch_size=1000) for cell in zip(*batch.values(), strict=True))
-    for number, row in enumerate(dict(zip(rows.column_names, cell, strict=True)) for cell in cells):
-        labels = {k: row[k] for k in classes}
-        named = {k: classes[k][n] if n is not None and n >= 0 else None for k, n in labels.items()}
-        named |= {k: [names[n] for n in row[k] or ()] for k, names in lists.items()}
-        yield f"{name} row {number}", {**row, **named}
+    for number, cell in enumerate(cells):
+        named = (_named(value, of) if of else value for value, of in zip(cell, names, strict=True))
+        yield f"{name} row {number}", dict(zip(rows.column_names, named, strict=True))
+
+
+def _named(label: Any, names: Sequence[str]) -> Any:
+    """The name of a class label, or those in a list; None of one that is withheld."""
+    if isinstance(label, list):
+        return [_named(one, names) for one in label]
+    return names[label] if label is not None and label >= 0 else None

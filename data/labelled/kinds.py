@@ -104,7 +104,6 @@ class ClassLabels(LabelKind):
     """One class a text. `label` (n,) int64: its number."""
 
     name = "classes"
-    __slots__ = ()
 
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
         if isinstance(label, tuple) or re.fullmatch(r"(?s)\[.*\]|\d+(,\s*\d+)+", label or ""):
@@ -138,7 +137,6 @@ class LabelSets(LabelKind):
     """Any number of classes a text. `label` (n, C) float32: 1 where the text has the class."""
 
     name = "multi-label"
-    __slots__ = ()
 
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
         if label is None and self.form == COLUMNS:
@@ -165,7 +163,6 @@ class Scores(LabelKind):
     """A number a text. `label` (n,) float32."""
 
     name, nothing = "regression", "holds no number"
-    __slots__ = ()
 
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
         if label is None:
@@ -191,7 +188,6 @@ class WordTags(LabelKind):
     """A BIO tag for each word. `label`, beside `tokens`: its number at the word's first piece, else -100."""
 
     name = "tokens"
-    __slots__ = ()
 
     def names_in(self, label: Label, where: str) -> tuple[str, ...] | None:
         tags = [first_tag(tag) for tag in label or ()]

@@ -228,11 +228,10 @@ class TextReader(RowReader):
         return require_text(value, where)
 
 
-@dataclass(frozen=True, slots=True)
 class WordReader(RowReader):
     """Lists of words, or texts that the model parts into words, for one that tags each."""
 
-    usual: ClassVar = (*WORD_COLUMNS, *TEXT_COLUMNS)
+    usual = (*WORD_COLUMNS, *TEXT_COLUMNS)
 
     def from_text(self, value: Any, where: str) -> str | list[str]:
         if not isinstance(value, list):
