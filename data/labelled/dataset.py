@@ -103,9 +103,8 @@ class LabelledEncoder(ShardEncoder):
 
 def _at_first_pieces(words: list[int | None], numbers: list[int]) -> np.ndarray:
     """(tokens,) int64: the number of each token's word if it is the word's first, else NO_LABEL."""
-    first = (word is not None and word != before for word, before in zip(words, [None, *words], strict=False))
-    pairs = zip(words, first, strict=True)
-    return np.array([numbers[w] if is_first else NO_LABEL for w, is_first in pairs], np.int64)  # type: ignore[index]
+    pairs = zip(words, [None, *words], strict=False)
+    return np.array([NO_LABEL if w is None or w == before else numbers[w] for w, before in pairs], np.int64)
 
 
 class Labelled(TokenizedData):

@@ -109,7 +109,7 @@ def _targets(request: Request, options: PlanCommandOptions, names: Sequence[str]
         length = options.assume_length * request.workload.task.rows_per_sample
         facts = assumed_facts(length, request.workload.data, request.recipe.tokenizer)
     else:
-        facts = _prepared(request)
+        facts = _prepared(request, request.workload.make(request.recipe)[1])
     return [
         Target(name, request.workload, request.recipe, facts, machine, request.plan)
         for name, machine in machines.items()
@@ -123,8 +123,7 @@ def _machine(name: str, flag: str) -> Hardware:
         raise UserError(str(error).replace("--hardware", flag, 1)) from None
 
 
-def _prepared(request: Request) -> Facts:
-    _, data = request.workload.make(request.recipe)
+def _prepared(request: Request, data: Any) -> Facts:
     return prepare_data(data, partial(print_unless_quiet, quiet=request.run.quiet))
 
 
@@ -186,8 +185,9 @@ def prepare(words: Sequence[str]) -> int:
     """
     request = parse_request(words, "prepare", PrepareOptions)
     say_notes(request)
-    facts = _prepared(request)
-    request.workload.make(request.recipe)[0].fetch()
+    task, data = request.workload.make(request.recipe)
+    facts = _prepared(request, data)
+    task.fetch()
     counts = ", ".join(f"{n:,} {split}" for split, n in facts.samples.items())
     lengths = f"up to {facts.longest} tokens (mean {facts.mean_length:.0f})"
     lines = [f"{counts} samples of {lengths}, {facts.fingerprint}", *facts.extra.get("notes", [])]
@@ -195,7 +195,6 @@ def prepare(words: Sequence[str]) -> int:
     if count := request.extra.get("show", 0):
         from isobatch.launch.local.shown_samples import shown_samples
 
-        data = request.workload.make(request.recipe)[1]
         if not (shown := shown_samples(data, facts, count, sys.stdout.isatty())):
             raise UserError(
                 "prepare: --show is for conversations, pairs of answers, labelled texts: leave it out"

@@ -77,7 +77,7 @@ def _wait_for_end(run: RunFolder) -> RunView:
     print(f"isobatch: waiting until {run.folder} has ended", file=sys.stderr)
     doing(f"waiting for {run.folder}")
     if not wait_for(lambda: look(run.folder).is_over, WAIT_SECONDS, LOOK_SECONDS):
-        raise UserError(f"{run.folder} has not ended within {WAIT_SECONDS:g} s: cancel --now ends it at once")
+        raise UserError(f"{run.folder} has not ended within {WAIT_SECONDS:g} s: --now ends it at once")
     return look(run.folder)
 
 
