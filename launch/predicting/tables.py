@@ -192,8 +192,8 @@ class RowReader:
     """The column that is read; by default the first of `usual` that a row has."""
     pair: str | None = None
     """The column of the second text of pairs."""
-    pairs: bool | None = False
-    """Whether the model reads pairs of texts; None where the columns decide."""
+    pairs: bool | None = None
+    """Whether the model reads pairs of texts; None where it reads none, or the columns decide."""
     usual: ClassVar[tuple[str, ...]] = ()
 
     def from_row(self, row: Mapping[str, Any], where: str) -> Any:
@@ -206,11 +206,8 @@ class RowReader:
         return require_text(value, where)
 
 
-@dataclass(frozen=True, slots=True)
 class TextReader(RowReader):
     """Texts, or pairs of texts."""
-
-    pairs: bool | None = None
 
     def from_row(self, row: Mapping[str, Any], where: str) -> str | tuple[str, str]:
         text = find_column(row, self.column, TEXT_COLUMNS, where)
