@@ -138,6 +138,7 @@ SMALL = {
     "engine/model_setup/prepare_model.py": "what a plan does to a model, in order",
     "engine/optimization/parameter_groups.py": "what a recipe says to an optimizer",
     "launch/commands/compress.py": "imported where --task compress is typed",
+    "launch/predicting/neighbours.py": "imported where --neighbours is typed, with torch",
     "launch/predicting/own_task.py": "rows of a user's own task",
     "models/causal_lm/known_models.py": "a table with its reader",
 }
