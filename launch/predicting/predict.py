@@ -42,8 +42,8 @@ DRAWS = ("tokens", "temperature", "top_k", "top_p", "seed", "load_bits")
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots it goes together with SamplingOptions
-class ClassifierOptions(ListOptions):
-    """Flags of what a classifier says, beside those of lists."""
+class FormOptions(ListOptions):
+    """Flags of the form in which a classifier answers, and of what it says, beside those of lists."""
 
     form: Literal["torch", "onnx", "onnx-dynamic", "onnx-static", "onnx-int8", "onnx-int4"] = "torch"
     """Of a classifier: the trained model, or an ONNX file of it, which runs without torch."""
@@ -55,7 +55,7 @@ class ClassifierOptions(ListOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ModelOptions(ClassifierOptions, chat.SamplingOptions):
+class ModelOptions(FormOptions, chat.SamplingOptions):
     """Flags that say which model answers, and how. Each kind of model reads some of them."""
 
     text_column: str | None = None

@@ -17,12 +17,12 @@ from isobatch.core.measures import printable
 from isobatch.core.terminal.status import doing
 from isobatch.launch.local.arguments import read_command
 from isobatch.launch.local.run_setup import one_run
-from isobatch.launch.predicting.predict import ClassifierOptions, ModelOptions, find_model, open_answerer
+from isobatch.launch.predicting.predict import FormOptions, ModelOptions, find_model, open_answerer
 from isobatch.launch.predicting.tables import PromptReader
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServeOptions(ClassifierOptions):
+class ServeOptions(FormOptions):
     """Flags of `serve`."""
 
     load_bits: Literal[16, 8, 4] | None = None
