@@ -64,18 +64,10 @@ class Noise(Protocol):
         """(B, *shape) int64 in [0, high)."""
 
 
-def _itself(value: Any) -> Any:
-    return value
-
-
 def _to_tensor(array: np.ndarray) -> Tensor:
     import torch
 
     return torch.from_numpy(array)
-
-
-def _forget(name: str, value: Any) -> None:
-    """Outside a training step nothing is recorded or logged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +80,9 @@ class StepContext:
     noise: Noise
     total_steps: int = 0
     """Steps in this phase."""
-    broadcast_object: Callable[[Any], Any] = _itself
+    broadcast_object: Callable[[Any], Any] = lambda value: value
     """One process's value on all of them: discrete decisions pass through it."""
-    record: Callable[[str, Tensor], None] = _forget
+    record: Callable[[str, Tensor], None] = lambda *_: None
     """`record(name, sum)` in `loss`: a tensor of a fixed shape, SUMMED over the micro-batch. The engine adds
     it up over the global batch in the losses' own reduction: it costs no collective and no wait."""
     host: Batch | None = None
@@ -104,7 +96,7 @@ class StepContext:
     batch, fp64 (fp32 on mps), on the device; see `MeasuresBatch`."""
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
     """In `after_step`: what `loss` recorded, summed over the global batch, fp64, on the device."""
-    log: Callable[[str, Any], None] = _forget
+    log: Callable[[str, Any], None] = lambda *_: None
     """`log(name, value)` in `after_step`: a figure, as JSON, for the step's row of metrics.jsonl."""
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,45 +158,4 @@ class TaskReport:
 
     def run_drawings(self, run: Mapping[str, Any]) -> list[Drawing]:
         """Figures of one run: its name, task, metrics, curves, and the rows with fields of `reported`."""
-        return []
-
-
-class ModelComparison(TaskReport, ABC):
-    """Finished models of one family side by side, measured on this machine. Rows are JSON."""
-
-    columns: tuple[str, ...]
-    """Heads of the table."""
-
-    @abstractmethod
-    def measure(
-        self, final: Path, exports: Path, facts: Facts, batches: Batches, in_child: Callable[..., Any]
-    ) -> list[ReportRow]:
-        """A row for each form in which the finished model runs.
-
-        `in_child("models.room.module:function", **values)` calls a function in a process of its own and
-        returns its JSON: memory is measured alone.
-        """
-
-    def measure_in_turn(self, rows: list[ReportRow], in_child: Callable[..., Any]) -> list[ReportRow]:
-        """The rows of all runs with what compares only where models take turns: speed."""
-        return rows
-
-    def compare(self, rows: list[ReportRow]) -> list[ReportRow]:
-        """Each row held against the first one."""
-        return rows
-
-    @abstractmethod
-    def cells(self, row: ReportRow) -> list[str]:
-        """A row as text under `columns`."""
-
-    @abstractmethod
-    def caption(self, row: ReportRow, machine: str) -> str:
-        """What the figures of the table are figures of."""
-
-    def verdicts(self, rows: list[ReportRow]) -> list[str]:
-        """A sentence per run: what its model is worth, against the first run's where there are more."""
-        return []
-
-    def tables(self, row: ReportRow) -> list[ReportTable]:
-        """More about one of the models than fits a row."""
         return []

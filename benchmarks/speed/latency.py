@@ -49,7 +49,7 @@ def measure(quick: bool, data: str, model: str) -> list[Row]:
         forms = _write(dense, Path(folder), batch)
         sizes = {name: file.stat().st_size for name, file in forms.items()}
         lengths = latency.drawn_lengths([batch])
-        shared = {"runtime": "onnx", "vocabulary": len(tokenizer), "lengths": lengths}
+        shared = {"vocabulary": len(tokenizer), "lengths": lengths}
         found = latency.measure_speed([{**shared, "model_path": str(file)} for file in forms.values()])
         rows = []
         for ending, threads in (("", 1), (latency.ALL_THREADS, found[0]["all_threads"])):

@@ -56,13 +56,15 @@ def compare_export(
         if not batches and isinstance(task, FinishesUnmeasured):
             remark = task.finish_unmeasured(model, fresh)
         found = compare_folders(run.final, fresh, task.measured_files)
-        return {**found, "metrics": metrics, "card": is_own_card(run, task, fresh, remark)}
+        return {**found, "metrics": metrics, "card": is_own_card(run, task, fresh, saved, remark)}
 
 
-def is_own_card(run: RunFolder, task: Task, final: Path, unmeasured: str = "") -> bool:
+def is_own_card(
+    run: RunFolder, task: Task, final: Path, saved: SavedCheckpoint, unmeasured: str = ""
+) -> bool:
     """Whether final/README.md is what a run with this export and its logged figures writes.
 
-    `unmeasured`: what the task remarks where nothing is held out. Paths that are not here any more, and that
+    `saved`: the exported checkpoint; `unmeasured`: what the task remarks where nothing is held out. Paths that are not here any more, and that
     of the run, may be written otherwise.
     """
     summary: Mapping[str, Any] = run.summary() or {}
@@ -73,7 +75,7 @@ def is_own_card(run: RunFolder, task: Task, final: Path, unmeasured: str = "") -
     if not re.fullmatch(".+".join(map(re.escape, re.split(r"\bRUN\b", expected))), said, re.DOTALL):
         return False
     last = [row for row in rows_in(run.metrics) if "exported" in row][-1]
-    chosen_by = monitor_of(task, run.facts)[0] if run.recipe.patience else ""
+    chosen_by = monitor_of(task, run.facts)[0] if saved.state["hooks"]["evaluate"]["patience"] else ""
     before = summary["steps"] - last["step"]
     _, step = phase_and_step(last["exported"])
     figures = model_card.HeldOutFigures(measured, before + step, chosen_by, said)

@@ -114,7 +114,7 @@ def compress(words: Sequence[str]) -> int:
                 _export(run, kind)
     folder = run.folder / "report"
     contents = write_report(list(runs.values()), folder)
-    points = pareto.points_of(list(runs.values()), contents.models())
+    points = pareto.points_of(list(runs.values()), contents.models)
     chosen = pareto.choose(points, options.choose)
     copied = pareto.copy(chosen, run.folder / "chosen")
     text = "\n\n".join((text_of(contents, folder), pareto.text_of(points, chosen, options.choose, copied)))
@@ -145,12 +145,12 @@ def check_worth(run: RunFolder, anyway: bool) -> None:
         return
     split, batches = opened
     problem = problems.of_facts(run.facts)
-    mine = evaluation.predict(evaluation.open_runner("torch", run.final), batches())
+    mine = evaluation.predict(evaluation.open_runner(run.final), batches())
     simple = baselines.baselines_of(run.facts, run.final / TOKENIZER_FILE, batches)
     found = baselines.standings(problem, mine, simple)
     score = problem.score(problem.evidence(mine))
     said = [f"compress: {problem.title} of the base on {split} {100 * score:.1f} %"]
-    said += [f"{one.name} {100 * one.score:.1f} % (the base is {one.verdict})" for one in found]
+    said += [f"{one.name} {100 * one.score:.1f} % (the base is {one.difference.verdict})" for one in found]
     said += [] if has("sklearn") else [baselines.UNCOMPARED]
     print("; ".join(said), file=sys.stderr)
     if why := baselines.why_not_worth_it(found):

@@ -28,7 +28,8 @@ from isobatch.launch.local.run_setup import AnswerOptions, locate_data, open_run
 from isobatch.launch.report import records
 from isobatch.launch.report.child_process import call_in_child
 from isobatch.launch.report.tables import baselines_tables, runs_table, text_table
-from isobatch.models.protocols import Batches, Drawing, ModelComparison, ReportRow
+from isobatch.models.encoder import report as comparison
+from isobatch.models.protocols import Batches, Drawing, ReportRow
 
 MOST_COLUMNS = 1000
 """Characters of a line where no terminal limits them."""
@@ -89,49 +90,40 @@ def text_of(contents: Contents, folder: Path) -> str:
     return "\n\n".join(filter(None, said))
 
 
-class Group(NamedTuple):
-    """Models of one kind of task, which are compared with each other."""
-
-    report: ModelComparison
-    rows: list[ReportRow]
-
-
 @dataclass(frozen=True, slots=True)
 class Contents:
     """All that a report shows of its runs."""
 
     machine: str
     runs: list[dict[str, Any]]
-    groups: list[Group]
+    models: list[ReportRow]
+    """A row for each form of each model that was measured."""
     drawings: list[Drawing]
 
-    def models(self) -> list[ReportRow]:
-        """A row for each form of each model that was measured."""
-        return [row for _, rows in self.groups for row in rows]
+    def verdicts(self) -> list[str]:
+        """What the models are worth, a sentence each."""
+        return comparison.verdicts(self.models) if self.models else []
 
     def to_dict(self) -> dict[str, Any]:
         """The object of report.json."""
-        models = self.models()
-        verdicts = [verdict for report, rows in self.groups for verdict in report.verdicts(rows)]
-        return {"machine": self.machine, "runs": self.runs, "verdicts": verdicts, "models": models}
+        found = {"machine": self.machine, "runs": self.runs, "verdicts": self.verdicts()}
+        return {**found, "models": self.models}
 
 
 def collect(runs: Sequence[RunFolder]) -> Contents:
     """Read the runs' records; compare the models of those that are done on this machine."""
     tasks = [records.task_of(run) for run in runs]
     reports = [records.report_of(task) for task in tasks]
-    measured: dict[type[ModelComparison], Group] = {}
+    models: list[ReportRow] = []
     for run, report in zip(runs, reports, strict=True):
-        if isinstance(report, ModelComparison) and run.status() == "done" and (rows := _measure(run, report)):
-            measured.setdefault(type(report), Group(report, [])).rows.extend(rows)
-    doing("measuring the models in turn")
-    groups = [
-        Group(report, report.compare(report.measure_in_turn(rows, call_in_child)))
-        for report, rows in measured.values()
-    ]
+        if isinstance(report, comparison.ClassifierReport) and run.status() == "done":
+            models += _measure(run, report)
+    if models:
+        doing("measuring the models in turn")
+        models = comparison.compare(comparison.measure_in_turn(models, call_in_child))
     doing("reading the runs")
     read = [records.read_records(run, task) for run, task in zip(runs, tasks, strict=True)]
-    return Contents(detect().describe(), read, groups, records.drawings_of(read, reports))
+    return Contents(detect().describe(), read, models, records.drawings_of(read, reports))
 
 
 def held_out(run: RunFolder) -> tuple[str, Batches] | None:
@@ -148,7 +140,7 @@ def held_out(run: RunFolder) -> tuple[str, Batches] | None:
     return found, lambda split=found: host_batches(data.open(folder, split))
 
 
-def _measure(run: RunFolder, report: ModelComparison) -> list[ReportRow]:
+def _measure(run: RunFolder, report: comparison.ClassifierReport) -> list[ReportRow]:
     """A row for each form of the run's model; none where no split is held out."""
     doing(f"measuring {run.folder.name}")
     if (opened := held_out(run)) is None:
@@ -173,16 +165,16 @@ class PagePart(NamedTuple):
 
 def summary_parts(contents: Contents) -> Iterator[PagePart]:
     """What the models are worth: all that a terminal shows, too."""
-    runs, measured = contents.runs, {row["run"] for _, rows in contents.groups for row in rows}
+    runs, models, measured = contents.runs, contents.models, {row["run"] for row in contents.models}
     unmeasured = [run for run in runs if run["run"] not in measured]
     yield from (PagePart("verdict", f"{run['run']}: {run['remark']}") for run in runs if run.get("remark"))
     for title, rows in baselines_tables(unmeasured):
         yield from (PagePart("h2", title), PagePart("table", rows=rows))
-    for report, models in contents.groups:
-        yield from (PagePart("verdict", verdict) for verdict in report.verdicts(models))
-        yield PagePart("table", rows=[report.columns, *map(report.cells, models)])
-        yield PagePart("note", report.caption(models[0], contents.machine))
-    if not contents.groups:
+    yield from (PagePart("verdict", verdict) for verdict in contents.verdicts())
+    if models:
+        yield PagePart("table", rows=[comparison.columns(models), *map(comparison.cells, models)])
+        yield PagePart("note", comparison.caption(models[0], contents.machine))
+    else:
         yield PagePart("note", f"The training ran on {contents.machine}.")
     yield PagePart("table", rows=runs_table(unmeasured))
 
@@ -194,11 +186,10 @@ def parts_of(contents: Contents) -> Iterator[PagePart]:
     for title in dict.fromkeys(drawing.title for drawing in drawings):
         yield PagePart("h2", title)
         yield from (PagePart("figure", drawing=one) for one in drawings if one.title == title)
-    for report, rows in contents.groups:
-        first_forms = {row["run"]: row for row in reversed(rows)}
-        for one in (one for row in reversed(first_forms.values()) for one in report.tables(row)):
-            yield from (PagePart("h2", one.title), PagePart("note", one.note))
-            yield PagePart("table", rows=[one.head, *one.rows])
+    first_forms = {row["run"]: row for row in reversed(contents.models)}
+    for one in (one for row in reversed(first_forms.values()) for one in comparison.tables(row)):
+        yield from (PagePart("h2", one.title), PagePart("note", one.note))
+        yield PagePart("table", rows=[one.head, *one.rows])
     for run in contents.runs:
         if run["sample"]:
             yield from (PagePart("h2", f"Sample of {run['run']}"), PagePart("sample", str(run["sample"])))

@@ -14,7 +14,6 @@ from isobatch.core.measures import aligned, format_bytes, printable
 from isobatch.models.encoder import problems
 from isobatch.models.encoder.calibration import FILE as CALIBRATION_FILE
 from isobatch.models.encoder.export import SIDE_FILES
-from isobatch.models.encoder.problems import SETTLED_FILE
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
@@ -27,7 +26,7 @@ TIMED = {
     "batch_32_all_threads": "32 texts, all threads",
 }
 """Field of a row with times -> of what."""
-BESIDE = (*SIDE_FILES, SETTLED_FILE, CALIBRATION_FILE, "parity.json")
+BESIDE = (*SIDE_FILES, CALIBRATION_FILE, "parity.json")
 """What a model's file needs beside it, and what it was checked against."""
 
 

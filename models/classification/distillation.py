@@ -101,13 +101,12 @@ class DistilledClassifier(Classifier):
     def _classifier_config(self, facts: Facts) -> Any:
         """Raises UserError unless the teacher has exactly this data's labels, in this order."""
         if (path := self._teacher_path()) is not None:
-            named, labels = hub.load_config(path, None).get("id2label") or {}, facts.extra["labels"]
-            found = [named[k] for k in sorted(named, key=int)]
-            here, there = problems.of_facts(facts), problems.of_config(hub.load_config(path, None))
-            if found != list(labels) or here.name != there.name:
+            usual = {"id2label": {0: "LABEL_0", 1: "LABEL_1"}}  # transformers leaves them out
+            here, there = problems.of_facts(facts), problems.of_config(usual | hub.load_config(path, None))
+            if (here.name, here.labels) != (there.name, there.labels):
                 raise UserError(
-                    f"the teacher {path} knows the classes {', '.join(found[:8]) or 'LABEL_0, LABEL_1'},"
-                    f" and the data has {', '.join(labels[:8])}: give a classifier trained on this data"
+                    f"the teacher {path} knows the classes {', '.join(there.labels[:8])}, and the data has"
+                    f" {', '.join(here.labels[:8])}: give a classifier trained on this data"
                 )
         return super()._classifier_config(facts)
 
@@ -134,9 +133,11 @@ class DistilledClassifier(Classifier):
         if (path := self._teacher_path()) is None:
             return {}
         mine = evaluation.predict(run, batches())
-        teacher = evaluation.predict(evaluation.open_runner("torch", path), batches())
-        config = hub.load_config(path, None)
-        return problems.of_config(config).compare(mine, teacher)
+        teacher = evaluation.predict(evaluation.open_runner(path), batches())
+        problem = problems.of_config(hub.load_config(path, None))
+        ours, theirs = problem.evidence(mine), problem.evidence(teacher)
+        found = {f"baseline_{problem.headline}": problem.score(theirs)}
+        return found | {problem.test_name: problem.difference(ours, theirs).p}
 
     def logits_and_states(self, model: nn.Module, batch: Batch, states: bool) -> tuple[Tensor, Tensor | None]:
         """Logits (B, C) and, if `states`, the first token's state after each layer (B, L, H)."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from isobatch.core import atomic_files, number_ranges
+from isobatch.core import number_ranges
 from isobatch.core.errors import UserError
 from isobatch.core.number_ranges import AboveZero
 from isobatch.core.recipe import DEMO
@@ -20,11 +20,9 @@ from isobatch.models import hub, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task
 from isobatch.models.encoder import calibration, drift, encoders, evaluation, int8, prediction, problems
 from isobatch.models.encoder import export as exporting
-from isobatch.models.encoder.calibration import Calibration
-from isobatch.models.encoder.evaluation import ModelVariant
 from isobatch.models.encoder.last_layer import compute_first_alone
 from isobatch.models.encoder.prediction import TextClassifier
-from isobatch.models.encoder.problems import CLASS_WEIGHTS, SETTLED_FILE, LossTerms
+from isobatch.models.encoder.problems import CLASS_WEIGHTS, LossTerms
 from isobatch.models.encoder.report import ClassifierReport
 from isobatch.models.model_card import ModelDescription
 
@@ -148,13 +146,10 @@ class Classifier(Task):
                 f"--best-metric {metric}: it chooses the best checkpoint with --load-best-model-at-end, or"
                 " with --patience 3, which stops early too"
             )
-        if name in PRESETS:
-            return
-        config = hub.check_model(name, self.recipe.revision, self.recipe.tokenizer, PRESETS)
-        if config is None:
-            return
-        encoders.check_type(name, config)
-        hub.check_length(name, saving.max_input_tokens(config), length)
+        read = (self.recipe.revision, self.recipe.tokenizer)
+        if name not in PRESETS and (config := hub.check_model(name, *read, PRESETS)) is not None:
+            encoders.check_type(name, config)
+            hub.check_length(name, saving.max_input_tokens(config), length)
 
     def _initial_config(self) -> dict[str, Any] | None:
         """The config.json of --model, or as much as a preset sets; None if it is not in the cache yet."""
@@ -185,7 +180,9 @@ class Classifier(Task):
             hub.check_vocabulary(name, config.vocab_size, facts.extra["vocabulary"])
             if config.model_type not in saving.POSITIONS_AFTER_PADDING:  # a decoder reads the token before it
                 config.pad_token_id = pad
-        config.isobatch = {"problem": problem.name}
+        # Columns that were read and how long texts were: for a copy away from its run.
+        columns = {name: self.recipe.options.get(name) for name in prediction.COLUMNS}
+        config.isobatch = {**columns, "max_length": self.recipe.max_length, "problem": problem.name}
         if self.recipe.dropout is not None:
             for field, value in config.to_dict().items():
                 if isinstance(value, float | int) and "dropout" in field:
@@ -296,15 +293,8 @@ class Classifier(Task):
 
     def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
         """A folder for AutoModelForSequenceClassification and AutoTokenizer, with the classes' names."""
-        self.note_inputs(model)
         saving.save(model, facts, folder)
         encoders.write_layer_sizes(model, folder)
-
-    def note_inputs(self, model: Any) -> None:
-        """Into config.json: which columns were read and how long texts were, for a copy away from its run."""
-        columns = {name: self.recipe.options.get(name) for name in prediction.COLUMNS}
-        noted = {**columns, "max_length": self.recipe.max_length}
-        model.config.isobatch = noted | {"problem": problems.of_model(model).name}
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         """The lines for transformers; a pruned model needs the code beside it."""
@@ -338,23 +328,18 @@ class Classifier(Task):
         self, run: Runner, final: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
     ) -> Mapping[str, Any]:
         """Keep in `final` what the validation split says of how to answer; metrics of the test split."""
-        kept = {}
-        if "valid" in facts.samples:
-            kept = problems.of_facts(facts).settle(lambda: evaluation.predict(run, batches("valid")))
-        if kept:
-            atomic_files.write_json(final / SETTLED_FILE, kept)
-        held_out = problems.of_folder(final) if "test" in facts.samples else problems.of_facts(facts)
-        settled = held_out.settled_metrics(lambda: evaluation.predict(run, batches()))
         seen = drift.training_pieces(Path(facts.folder), facts.extra["vocabulary"], facts.extra.get("unk"))
-        profile, has_test = drift.Profile(seen, self.recipe.max_length), "test" in facts.samples
-        calibrated = Calibration.keep(final, run, held_out.has_confidence, profile, batches, has_test)
-        return {**settled, **calibrated}
+        profile = drift.Profile(seen, self.recipe.max_length)
+        found = evaluation.predict(run, profile.counting(batches("valid")))
+        kept = problems.of_facts(facts).settle(found, profile)
+        kept.save(final)
+        if "test" not in facts.samples:  # thresholds say nothing on what chose them
+            return kept.metrics(found) if kept.confidences else {}
+        return problems.of_folder(final).settled_metrics(lambda: evaluation.predict(run, batches()))
 
     def kept_metrics(self, model: Any, final: Path, batches: Batches) -> Mapping[str, Any]:
-        run, kept = evaluation.torch_runner(model), Calibration.open(final)
-        settled = problems.of_folder(final).settled_metrics(lambda: evaluation.predict(run, batches()))
-        calibrated = kept.metrics(evaluation.predict(run, batches())) if kept.confidences else {}
-        return {**settled, **calibrated}
+        run = evaluation.torch_runner(model)
+        return problems.of_folder(final).settled_metrics(lambda: evaluation.predict(run, batches()))
 
     def report(self) -> ClassifierReport:
         return ClassifierReport(self.variants)
@@ -382,10 +367,11 @@ class Classifier(Task):
             raise UserError(f"--form {form}: {final.parent} has no {name}: {way_out}")
         return found
 
-    def variants(self, final: Path, exports: Path) -> list[ModelVariant]:
-        """torch, and onnxruntime for each ONNX export that was made."""
-        file = final / "model.safetensors"
-        return [ModelVariant("torch fp32", "torch", final, file, final), *onnx_variants(final, exports)]
+    def variants(self, final: Path, exports: Path) -> dict[str, Path]:
+        """Name of a way to run the model -> the file that a program which does must ship: torch, and
+        onnxruntime for each ONNX export that was made.
+        """
+        return {"torch fp32": final / "model.safetensors", **onnx_variants(exports)}
 
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
@@ -404,14 +390,14 @@ class Classifier(Task):
         else:
             exporting.export_transformers(final, folder)
         if kind != "onnx":
-            run = evaluation.open_runner("torch", folder)
+            run = evaluation.open_runner(folder)
         trained = evaluation.predict(evaluation.torch_runner(model), batches())
         return exporting.check_agreement(kind, trained, evaluation.predict(run, batches()))
 
 
-def onnx_variants(final: Path, exports: Path) -> list[ModelVariant]:
+def onnx_variants(exports: Path) -> dict[str, Path]:
     """The ONNX exports that exist in `exports`."""
     forms = {"fp32": "onnx", "dynamic 8-bit": int8.DYNAMIC, "static 8-bit": int8.STATIC}
     forms |= {"8-bit": "onnx-int8", "4-bit": "onnx-int4"}
     files = {f"onnxruntime {k}": exports / form / exporting.ONNX_FILES[form] for k, form in forms.items()}
-    return [ModelVariant(name, "onnx", file, file, final) for name, file in files.items() if file.is_file()]
+    return {name: file for name, file in files.items() if file.is_file()}

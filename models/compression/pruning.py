@@ -226,7 +226,7 @@ class Pruning(DistilledClassifier):
         found: dict[str, Any] = {"sparsity": measure_sparsity(model, self._budget(model))}
         sizes = encoders.heads_and_neurons(model)
         found |= {"heads_left": [h for h, _ in sizes], "neurons_left": [n for _, n in sizes]}
-        run = evaluation.open_runner("torch", final)
+        run = evaluation.open_runner(final)
         found |= latency.latency_metrics(run, facts, batches()) | self.against_teacher(run, batches)
         return {**found, **self.settle(run, final, facts, batches)}
 

@@ -18,7 +18,6 @@ from isobatch.models.classification.distillation import DistillationOptions, Dis
 from isobatch.models.classification.task import FAST, onnx_variants
 from isobatch.models.encoder import encoders, evaluation, latency
 from isobatch.models.encoder import export as exporting
-from isobatch.models.encoder.evaluation import ModelVariant
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,7 +120,6 @@ class QAT(DistilledClassifier):
 
         from isobatch.models.encoder import onnx_graph, quantization
 
-        self.note_inputs(model)
         saving.save(model, facts, folder, quantization.dequantized_state(model))
         encoders.write_layer_sizes(model, folder)
         metadata = {"bits": str(self.options.bits), "embedding_bits": str(self.options.embedding_bits)}
@@ -146,12 +144,10 @@ class QAT(DistilledClassifier):
         title = f"{described.title}, quantized"
         return dataclasses.replace(described, title=title, usage=usage, remark=beside)
 
-    def variants(self, final: Path, exports: Path) -> list[ModelVariant]:
+    def variants(self, final: Path, exports: Path) -> dict[str, Path]:
         """The ONNX file in final/, and the exports that were made."""
-        file = final / self._file_name
-        other_variants = [v for v in onnx_variants(final, exports) if v.file.name != file.name]
-        name = f"onnxruntime {self.options.bits}-bit"
-        return [ModelVariant(name, "onnx", file, file, final), *other_variants]
+        (others := onnx_variants(exports)).pop(name := f"onnxruntime {self.options.bits}-bit", None)
+        return {name: final / self._file_name, **others}
 
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]

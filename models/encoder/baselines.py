@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 
 Batches = Callable[..., Iterable[Batch]]
 """`batches()`: all held-out samples; `batches("train")`: those of training."""
-NOISE = "within the noise"
-SIGNIFICANT = 0.05
-"""The paired test's p from which a difference is within the noise."""
 EXCELLENT = 0.95
 """A headline figure of a baseline from which a model that is within the noise of it may stand: so little is
 left to gain that a held-out set of some hundred samples cannot show it."""
@@ -69,15 +66,9 @@ class Standing(NamedTuple):
     difference: Difference
     """The model's figure less the baseline's."""
 
-    @property
-    def verdict(self) -> str:
-        if self.difference.p >= SIGNIFICANT:
-            return NOISE
-        return "better" if self.difference.value > 0 else "worse"
-
     def to_dict(self) -> dict[str, Any]:
         """As JSON, for a report."""
-        more = {"name": self.name, "score": self.score, "verdict": self.verdict}
+        more = {"name": self.name, "score": self.score, "verdict": self.difference.verdict}
         return more | self.difference._asdict()
 
 
@@ -133,10 +124,10 @@ def why_not_worth_it(found: list[Standing]) -> str:
     where that is no EXCELLENT answer either. Where a model is ahead, but within the noise, it goes on.
     """
     constant, *others = found
-    if constant.verdict != "better":
+    if constant.difference.verdict != "better":
         return f"is not clearly better than {constant.name}"
     for one in others:
-        if one.verdict == "worse" or (one.difference.value < 0 and one.score < EXCELLENT):
+        if one.difference.verdict == "worse" or (one.difference.value < 0 and one.score < EXCELLENT):
             return f"does not beat {one.name}"
     return ""
 
@@ -217,23 +208,12 @@ def _counts(labels: np.ndarray, count: int) -> np.ndarray:
 
 
 KINDS: Mapping[str, Kind] = {
-    "classes": Kind(
-        "the largest class",
-        _counts,
-        "logistic regression",
-        _fit_classes,
-    ),
+    "classes": Kind("the largest class", _counts, "logistic regression", _fit_classes),
     "multi-label": Kind(
-        "the most frequent labels",
-        _best_set,
-        "logistic regression for each label",
-        _fit_multi_label,
+        "the most frequent labels", _best_set, "logistic regression for each label", _fit_multi_label
     ),
     "regression": Kind(
-        "the mean",
-        lambda labels, count: labels.mean(keepdims=True),  # noqa: ARG005
-        "ridge regression",
-        _fit_scores,
+        "the mean", lambda labels, _: labels.mean(keepdims=True), "ridge regression", _fit_scores
     ),
     "tokens": Kind("the most frequent tag", _counts, "the usual tag of each word"),
 }

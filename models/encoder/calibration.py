@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from isobatch.models.encoder import class_metrics, evaluation
+from isobatch.models.encoder import class_metrics
 from isobatch.models.encoder.drift import Profile
 
 if TYPE_CHECKING:
-    from isobatch.models.base import Batch
     from isobatch.models.encoder.class_metrics import Predictions
-    from isobatch.models.encoder.evaluation import Runner
 
 FILE = "calibration.safetensors"
 TEXTS = "texts."
@@ -111,6 +108,8 @@ class Calibration:
     confidences: Confidences | None = None
     profile: Profile | None = None
     """Of the validation texts."""
+    thresholds: Any = 0.5
+    """Of multi-label, from which probability on a label is answered: (C,), or one for all."""
 
     @classmethod
     def fit(cls, found: Predictions, profile: Profile) -> Calibration:
@@ -119,33 +118,6 @@ class Calibration:
         probabilities = class_metrics.softmax(found.logits / temperature)
         profile.add_answers(probabilities)
         return cls(temperature, Confidences.of(probabilities.max(1), found.is_correct), profile)
-
-    @classmethod
-    def keep(
-        cls,
-        folder: Path,
-        run: Runner,
-        has_confidence: bool,
-        profile: Profile,
-        batches: Callable[..., Iterable[Batch]],
-        has_test: bool,
-    ) -> dict[str, Any]:
-        """Fit on the validation split what the folder then keeps; metrics of the split that is measured."""
-
-        def counted() -> Iterator[Batch]:
-            for batch in batches("valid"):
-                rows = zip(batch["tokens"].tolist(), batch["length"].tolist(), strict=True)
-                profile.add_texts([tokens[:length] for tokens, length in rows])
-                yield batch
-
-        if not has_confidence:
-            for _ in counted():
-                pass
-            cls(profile=profile).save(folder)
-            return {}
-        found = evaluation.predict(run, counted())
-        (kept := cls.fit(found, profile)).save(folder)
-        return kept.metrics(evaluation.predict(run, batches()) if has_test else found)
 
     def metrics(self, found: Predictions) -> dict[str, Any]:
         """Of held-out answers: what the temperature does, and how many are given how well from where on."""
@@ -167,6 +139,7 @@ class Calibration:
         from safetensors.numpy import save_file
 
         kept = {"temperature": np.array([self.temperature])}
+        kept |= {"thresholds": self.thresholds} if np.ndim(self.thresholds) else {}
         if self.confidences is not None:
             kept |= dataclasses.asdict(self.confidences)
         if self.profile is not None:
@@ -188,4 +161,5 @@ class Calibration:
             profile = Profile(np.unpackbits(kept["seen"]).astype(bool), len(counts["length"]) - 1)
             profile.counts = counts
         known = [kept[name] for name in ("confidence", "answered", "wrong") if name in kept]
-        return cls(float(kept["temperature"][0]), Confidences(*known) if known else None, profile)
+        confidences = Confidences(*known) if known else None
+        return cls(float(kept["temperature"][0]), confidences, profile, kept.get("thresholds", 0.5))

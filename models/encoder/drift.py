@@ -7,11 +7,14 @@ Letters: C classes, n texts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from isobatch.models.base import Batch
 
 FALSE_ALARM = 1e-3
 """Chance at most that one of the distributions is said to differ where it does not."""
@@ -46,6 +49,13 @@ class Profile:
         self.seen, self.longest = seen, longest
         self.counts: dict[str, np.ndarray] = {}
         """Name -> texts in each bin; of ANSWERS (C,)."""
+
+    def counting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """The same batches, whose texts are added as they pass."""
+        for batch in batches:
+            rows = zip(batch["tokens"].tolist(), batch["length"].tolist(), strict=True)
+            self.add_texts([tokens[:length] for tokens, length in rows])
+            yield batch
 
     def add_texts(self, texts: Sequence[Sequence[int]]) -> None:
         """Texts as their tokens."""

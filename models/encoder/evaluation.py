@@ -6,9 +6,8 @@ Letters: B samples of a batch, T tokens, C classes, n samples of a split.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,29 +23,17 @@ if TYPE_CHECKING:
 
 Runner = Callable[[dict[str, np.ndarray]], np.ndarray]
 """input_ids, attention_mask and for pairs token_type_ids, all (B, T) int64 -> logits (B, C)."""
-Runtime = Literal["torch", "onnx"]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelVariant:
-    """One way to run a finished model: torch, or onnxruntime on one of its ONNX files."""
-
-    name: str
-    runtime: Runtime
-    model_path: Path
-    """What is opened: a folder, or an ONNX file."""
-    file: Path
-    """The file that a program which runs it must ship."""
-    final: Path
-    """The run's final/, whose number of parameters it has."""
-
-
-def open_runner(runtime: Runtime, path: Path | str, threads: int = 0) -> Runner:
-    """Load a model. `threads` of onnxruntime; 0 lets it choose."""
-    if runtime == "onnx":
+def open_runner(path: Path | str, threads: int = 0) -> Runner:
+    """Load a model: an ONNX file by onnxruntime, a folder by torch. 0 `threads` lets them choose."""
+    if Path(path).suffix == ".onnx" and Path(path).is_file():
         return onnx_runner(Path(path), threads)
+    import torch
+
     from isobatch.models.encoder import encoders
 
+    torch.set_num_threads(threads or torch.get_num_threads())
     return torch_runner(encoders.open_classifier(str(path)))
 
 

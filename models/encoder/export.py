@@ -15,7 +15,6 @@ from isobatch.core.errors import ExportError
 from isobatch.models.base import Batch
 from isobatch.models.encoder import evaluation, problems
 from isobatch.models.encoder.calibration import FILE as CALIBRATION_FILE
-from isobatch.models.encoder.problems import SETTLED_FILE
 
 if TYPE_CHECKING:
     from torch import nn
@@ -141,7 +140,7 @@ def check_quantized(model: nn.Module, file: Path, batches: Batches) -> dict[str,
 def copy_beside(final: Path, folder: Path, *more: str) -> None:
     """Copy SIDE_FILES, and what else answers like the model need, into the folder of another form."""
     for file in final.iterdir():
-        if file.name in (*SIDE_FILES, SETTLED_FILE, CALIBRATION_FILE, *more):
+        if file.name in (*SIDE_FILES, CALIBRATION_FILE, *more):
             shutil.copy(file, folder)
 
 

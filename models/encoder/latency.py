@@ -34,7 +34,7 @@ ALL_THREADS = "_all_threads"
 Inputs = list[dict[str, np.ndarray]]
 """Of each batch."""
 Model = dict[str, Any]
-"""runtime, model_path, vocabulary, lengths."""
+"""model_path, vocabulary, lengths."""
 
 
 def drawn_lengths(batches: Iterable[Batch]) -> list[int]:
@@ -114,7 +114,7 @@ def measure_speed(models: list[Model]) -> list[dict[str, Any]]:
         for model in models
     ]
     for threads, ending, clock in ((1, "", time.thread_time), (cores, ALL_THREADS, time.perf_counter)):
-        runners = [_open(model, threads) for model in models]
+        runners = [evaluation.open_runner(model["model_path"], threads) for model in models]
         for rows in BATCHES:
             inputs = [texts(model["lengths"], model["vocabulary"], rows) for model in models]
             for one, times in zip(found, time_in_turn(runners, inputs, clock), strict=True):
@@ -126,16 +126,8 @@ def measure_speed(models: list[Model]) -> list[dict[str, Any]]:
 
 def peak_memory(model: Model) -> int:
     """Bytes that a process takes which opens this model alone and runs it. Call it in a new process."""
-    run = _open(model, threads=1)
+    run = evaluation.open_runner(model["model_path"], threads=1)
     for rows in BATCHES:
         for given in texts(model["lengths"], model["vocabulary"], rows):
             run(given)
     return peak_resident_bytes()
-
-
-def _open(model: Model, threads: int) -> Runner:
-    if model["runtime"] == "torch":
-        import torch
-
-        torch.set_num_threads(threads)
-    return evaluation.open_runner(model["runtime"], model["model_path"], threads)

@@ -16,7 +16,7 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.models import hub, saving
 from isobatch.models.encoder import drift, evaluation, problems
-from isobatch.models.encoder.calibration import DOUBT, Calibration
+from isobatch.models.encoder.calibration import DOUBT
 from isobatch.models.encoder.class_metrics import softmax
 from isobatch.models.encoder.drift import Profile
 from isobatch.models.encoder.evaluation import Runner
@@ -44,7 +44,6 @@ class TextClassifier:
     pad: int
     columns: dict[str, str | None]
     """The columns that it read in training, by the names in COLUMNS."""
-    calibration: Calibration
     profile: Profile | None
     """Of the texts that were answered; None where nothing is known of those of validation."""
     encode: Runner | None = None
@@ -70,19 +69,19 @@ class TextClassifier:
             read = config.get("isobatch") or {}
             most = max_length or read.get("max_length") or saving.max_input_tokens(config) or 512
             columns = {name: read.get(name) for name in COLUMNS}
-            kept = Calibration.open(folder)
             try:
                 tokenizer = Tokenizer.from_file(str(folder / TOKENIZER_FILE))
             except Exception as error:  # the library raises bare Exception for every fault in a file
                 raise UserError(f"{folder / TOKENIZER_FILE} cannot be read: {error}") from None
         tokenizer.no_padding()
         tokenizer.enable_truncation(most, strategy="longest_first")
-        profile = kept.profile and Profile(kept.profile.seen, kept.profile.longest)
-        return cls(run, tokenizer, problem, most, pad, columns, kept, profile, encode)
+        then = problem.kept.profile
+        profile = then and Profile(then.seen, then.longest)
+        return cls(run, tokenizer, problem, most, pad, columns, profile, encode)
 
     def abstaining(self, precision: float) -> TextClassifier:
         """It gives only answers of which validation shows that so many are right. Raises UserError."""
-        known = self.calibration.confidences
+        known = self.problem.kept.confidences
         if known is None:
             why = "it was trained before that was kept: train it again"
             if not self.problem.has_confidence:
@@ -103,7 +102,7 @@ class TextClassifier:
         encodings = self.problem.encode(self.tokenizer, texts)
         if self.profile:
             self.profile.add_texts([encoding.ids for encoding in encodings])
-        logits = [one / self.calibration.temperature for one in self._logits(encodings)]
+        logits = [one / self.problem.kept.temperature for one in self._logits(encodings)]
         if self.profile and self.problem.has_confidence and logits:
             self.profile.add_answers(softmax(np.array(logits)))
         answers = self.problem.answers(logits, texts)
@@ -117,13 +116,10 @@ class TextClassifier:
 
     def drift(self) -> list[str]:
         """In what all texts so far differ from those of validation."""
-        if not (self.profile and self.profile.counts and self.calibration.profile):
+        then = self.problem.kept.profile
+        if not (self.profile and self.profile.counts and then):
             return []
-        return drift.differences(self.profile.counts, self.calibration.profile.counts, self.problem.labels)
-
-    def logits(self, texts: Sequence[TextOrPair]) -> list[np.ndarray]:
-        """(C,) fp32 of each text in order, or what the problem picks of (T, C)."""
-        return self._logits(self.problem.encode(self.tokenizer, texts))
+        return drift.differences(self.profile.counts, then.counts, self.problem.labels)
 
     def represent(self, texts: Sequence[TextOrPair]) -> np.ndarray:
         """(n, H): what each is like, of a model in torch."""
@@ -131,6 +127,7 @@ class TextClassifier:
         return np.array(self._rows(self.encode, self.problem.encode(self.tokenizer, texts)))
 
     def _logits(self, encodings: Sequence[Any]) -> list[np.ndarray]:
+        """(C,) fp32 of each text in order, or what the problem picks of (T, C)."""
         found = zip(encodings, self._rows(self.run, encodings), strict=True)
         return [self.problem.pick(encoding, logits) for encoding, logits in found]
 

@@ -18,19 +18,23 @@ import numpy as np
 from isobatch.core.errors import refuse
 from isobatch.models.base import Batch, Loss, Rows, Sum
 from isobatch.models.encoder import class_metrics
+from isobatch.models.encoder.calibration import Calibration
 from isobatch.models.encoder.class_metrics import Predictions, softmax
 from isobatch.models.protocols import ReportRow, ReportTable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from isobatch.models.encoder.drift import Profile
+
 CLASS_WEIGHTS = "class_weights"
 """The field of the facts, and the buffer, with the weights of all classes."""
 WORD = re.compile(r"[@#]?\w+(?:[-'\u2019.&/:]\w+)*|[^\w\s]")
 """A word of a text, much as data sets of tagged words part them: letters and digits, with signs between them
 as in don't, e-mail and 3.5, and with @ or # before; every other sign is a word."""
-SETTLED_FILE = "answering.json"
-"""Beside a model: what was chosen on the validation split for its answers."""
+NOISE = "within the noise"
+SIGNIFICANT = 0.05
+"""The paired test's p from which a difference is within the noise."""
 MOST_ANSWERS = 12
 """Classes up to which the table of classes says how often each was answered with which."""
 
@@ -44,6 +48,13 @@ class Difference(NamedTuple):
     """low to high: 95 % interval."""
     p: float
     """p-value of the paired test."""
+
+    @property
+    def verdict(self) -> str:
+        """What the one model is."""
+        if self.p >= SIGNIFICANT:
+            return NOISE
+        return "better" if self.value > 0 else "worse"
 
 
 class LossTerms(NamedTuple):
@@ -93,8 +104,9 @@ class Problem(ABC):
     has_confidence: ClassVar[bool] = False
     """Whether an answer is one class with a `probability`, which can be calibrated."""
 
-    def __init__(self, labels: Sequence[str]) -> None:
-        self.labels = tuple(labels)
+    def __init__(self, labels: Sequence[str], kept: Calibration | None = None) -> None:
+        """`kept`: what validation said of the model, by which it answers."""
+        self.labels, self.kept = tuple(labels), kept or Calibration()
 
     @abstractmethod
     def loss(self, logits: Tensor, batch: Batch, terms: LossTerms = PLAIN) -> Loss:
@@ -109,9 +121,8 @@ class Problem(ABC):
         import torch
 
         found = Predictions.of(logits.cpu().numpy(), batch["label"].cpu().numpy())
-        loss, evidence = self.loss(logits, batch).sum, torch.from_numpy(self.evidence(found))
-        count = found.labels.size if self.per_token else len(logits)
-        return {"nll": Sum(loss, count), "evidence": Rows(evidence)}
+        evidence = torch.from_numpy(self.evidence(found).astype(np.float32))
+        return {"nll": Sum(self.loss(logits, batch).sum, len(found.labels)), "evidence": Rows(evidence)}
 
     def metrics(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Metrics of the reduced parts: `loss`, `headline` and others."""
@@ -152,16 +163,12 @@ class Problem(ABC):
     def table(self, name: str, row: ReportRow) -> ReportTable:
         """A line for each label of the model of this name."""
 
-    def settle(self, found: Callable[[], Predictions]) -> dict[str, Any]:
-        """What is chosen on the validation split and kept with the model, as JSON."""
-        return {}
-
-    def settled(self, kept: Mapping[str, Any]) -> Problem:
-        """The same, answering as was chosen."""
-        return self
+    def settle(self, found: Predictions, profile: Profile) -> Calibration:
+        """What is kept with the model: of validation, whose texts `profile` has counted."""
+        return Calibration(profile=profile)
 
     def settled_metrics(self, found: Callable[[], Predictions]) -> dict[str, Any]:
-        """Metrics of what answers as was chosen, where something was."""
+        """Held-out metrics of what was chosen on validation, where something was."""
         return {}
 
     def check(self, metric: str, smoothing: float, huber: bool, focal: float) -> None:
@@ -189,16 +196,40 @@ class Problem(ABC):
     def answers(self, logits: Sequence[np.ndarray], texts: Sequence[Any]) -> list[dict[str, Any]]:
         """What `predict` says of each text."""
 
-    def compare(self, mine: Predictions, baseline: Predictions) -> dict[str, float]:
-        """The headline figure of a baseline, and the p-value of the difference."""
-        ours, theirs = self.evidence(mine), self.evidence(baseline)
-        return {
-            f"baseline_{self.headline}": self.score(theirs),
-            self.test_name: self.difference(ours, theirs).p,
-        }
+
+class OneOfSeveral(Problem):
+    """A class for each sample or word: cross-entropy."""
+
+    unit: ClassVar[str] = "sample"
+
+    def loss(self, logits: Tensor, batch: Batch, terms: LossTerms = PLAIN) -> Loss:
+        """As torch.nn.CrossEntropyLoss with weights and smoothing: the sum, and what it is over.
+
+        With weights its unit is their sum over the global batch, by which PyTorch's mean divides too.
+        """
+        from torch.nn import functional as F
+
+        logits, labels = logits.flatten(0, -2), batch["label"].flatten()
+        if terms.focal:
+            each = _focal(F.cross_entropy(logits, labels, reduction="none"), terms.focal)
+            total = (each if terms.weights is None else each * terms.weights[labels.clamp(min=0)]).sum()
+        else:
+            smoothing = terms.smoothing
+            total = F.cross_entropy(logits, labels, terms.weights, reduction="sum", label_smoothing=smoothing)
+        return Loss(total, self.unit if terms.weights is None else "class")
+
+    def soft_loss(self, logits: Tensor, teacher: Tensor, batch: Batch, temperature: float) -> Loss:
+        """The sum of T^2 KL(teacher || student), both at temperature T (Hinton et al. 2015)."""
+        from torch.nn import functional as F
+
+        if self.per_token:
+            logits, teacher = (x[batch["label"] >= 0] for x in (logits, teacher))
+        ours, theirs = (F.log_softmax(x / temperature, -1) for x in (logits, teacher.float()))
+        total = F.kl_div(ours, theirs, reduction="sum", log_target=True)
+        return Loss(total * temperature**2, self.unit)
 
 
-class Classes(Problem):
+class Classes(OneOfSeveral):
     """A class per sample; logits (B, C), labels (B,) int64, the numbers of the classes."""
 
     name = "classes"
@@ -208,28 +239,6 @@ class Classes(Problem):
     choices = ("f1", "f1_macro", "mcc")
     test, test_name = "McNemar's exact test", "mcnemar_p"
     has_confidence = True
-
-    def loss(self, logits: Tensor, batch: Batch, terms: LossTerms = PLAIN) -> Loss:
-        """As torch.nn.CrossEntropyLoss with weights and smoothing: the sum, and what it is over.
-
-        With weights its unit is their sum over the global batch, by which PyTorch's mean divides too.
-        """
-        total = _cross_entropy(logits, batch["label"], terms)
-        return Loss(total, "sample" if terms.weights is None else "class")
-
-    def soft_loss(self, logits: Tensor, teacher: Tensor, batch: Batch, temperature: float) -> Loss:
-        return Loss(_soft_cross_entropy(logits, teacher, temperature), "sample")
-
-    def parts(self, logits: Tensor, batch: Batch) -> dict[str, Sum | Rows]:
-        """`evidence` (B, 3): label, class with the largest logit, and its probability."""
-        import torch
-        from torch.nn import functional as F
-
-        confidence, answer = logits.softmax(1).max(1)
-        return {
-            "nll": Sum(F.cross_entropy(logits, batch["label"], reduction="sum"), len(logits)),
-            "evidence": Rows(torch.stack([batch["label"].float(), answer.float(), confidence], dim=1)),
-        }
 
     def figures(self, evidence: np.ndarray) -> dict[str, Any]:
         detail = self.detail(evidence)
@@ -255,6 +264,13 @@ class Classes(Problem):
         both = _is_right(one), _is_right(other)
         return Difference(*class_metrics.paired_difference(*both), class_metrics.mcnemar(*both))
 
+    def settle(self, found: Predictions, profile: Profile) -> Calibration:
+        """And a temperature, with what is answered how surely."""
+        return Calibration.fit(found, profile)
+
+    def settled_metrics(self, found: Callable[[], Predictions]) -> dict[str, Any]:
+        return self.kept.metrics(found()) if self.kept.confidences else {}
+
     def detail(self, evidence: np.ndarray) -> dict[str, Any]:
         label, answer, confidence = evidence.T
         confusion = class_metrics.confusion_matrix(label, answer, len(self.labels))
@@ -263,38 +279,25 @@ class Classes(Problem):
 
     def table(self, name: str, row: ReportRow) -> ReportTable:
         """And one for their mean; how often each was answered with which, of few classes."""
-        names, confusion = self.labels, np.array(row["confusion"])
+        confusion = np.array(row["confusion"])
         shares, means = class_metrics.class_figures(confusion)
-        answers = names if len(names) <= MOST_ANSWERS else []
-        lines = [
-            [
-                label,
-                f"{line.sum():,}",
-                *(f"{share:.3f}" for share in parts),
-                *(f"{n:,}" for n in line if answers),
-            ]
-            for label, parts, line in zip(names, shares.T, confusion, strict=True)
-        ]
-        mean = (f"{mean:.3f}" for mean in means)
-        lines.append(["mean", f"{confusion.sum():,}", *mean, *("" for _ in answers)])
+        sizes = [*confusion.sum(1), confusion.sum()]
+        lines = _share_lines([*self.labels, "mean"], sizes, [*shares.T, means])
+        head = ["class", "samples", "precision", "recall", "F1"]
+        if len(self.labels) <= MOST_ANSWERS:
+            head += [f"answered {answer}" for answer in self.labels]
+            for line, counts in zip(lines, [*confusion, []], strict=True):
+                line += [f"{n:,}" for n in counts] or [""] * len(confusion)
         correlation, bins = class_metrics.matthews_correlation(confusion), class_metrics.CALIBRATION_BINS
         note = (
             f"Matthews correlation {correlation:.3f}; expected calibration error"
             f" {row['calibration_error']:.3f} ({bins} bins); the mean is over classes (macro)."
         )
-        head = [
-            "class",
-            "samples",
-            "precision",
-            "recall",
-            "F1",
-            *(f"answered {answer}" for answer in answers),
-        ]
         return ReportTable(f"Classes of {name}", note, head, lines)
 
     def answers(self, logits: Sequence[np.ndarray], texts: Sequence[Any]) -> list[dict[str, Any]]:
         """`prediction`, its `probability`, and the `probabilities` of all classes."""
-        found = softmax(np.array(logits))
+        found = softmax(np.array(logits).reshape(len(logits), len(self.labels)))
         return [
             {
                 "prediction": self.labels[best],
@@ -349,9 +352,8 @@ class Counted(Problem):
         counts = np.array(row["counts"])
         by_label, means = class_metrics.label_figures(counts, self.absent)
         micro = class_metrics.label_figures(counts.sum(1, keepdims=True)).means
-        shares = zip((*self.kinds, "macro", "micro"), (*by_label.T, means, micro), strict=True)
-        sizes = [*(f"{n:,}" for n in counts[1]), "", f"{counts[1].sum():,}"]
-        lines = [[n, size, *(f"{x:.3f}" for x in of)] for size, (n, of) in zip(sizes, shares, strict=True)]
+        names, sizes = [*self.kinds, "macro", "micro"], [*counts[1], counts[1].sum(), counts[1].sum()]
+        lines = _share_lines(names, sizes, [*by_label.T, means, micro])
         head = ["label", "there", "precision", "recall", "F1"]
         return ReportTable(f"Labels of {name}", f"{self.title}: of all together.", head, lines)
 
@@ -370,10 +372,9 @@ class MultiLabel(Counted):
     choices = ("f1_macro", "subset_accuracy")
     absent = True
 
-    def __init__(self, labels: Sequence[str], thresholds: Any = 0.5) -> None:
-        """`thresholds`: (C,), or one for all."""
-        super().__init__(labels)
-        self.kinds, self.thresholds = self.labels, thresholds
+    def __init__(self, labels: Sequence[str], kept: Calibration | None = None) -> None:
+        super().__init__(labels, kept)
+        self.kinds = self.labels
 
     def loss(self, logits: Tensor, batch: Batch, terms: LossTerms = PLAIN) -> Loss:
         """Over samples the sum of the mean over classes, as the mean of torch.nn.BCEWithLogitsLoss has it;
@@ -402,7 +403,7 @@ class MultiLabel(Counted):
         return Loss((crossed - own) * temperature**2 / logits.shape[1], "sample")
 
     def evidence(self, found: Predictions) -> np.ndarray:
-        is_label, is_answer = found.labels > 0.5, _sigmoid(found.logits) >= self.thresholds
+        is_label, is_answer = found.labels > 0.5, _sigmoid(found.logits) >= self.kept.thresholds
         counts = np.stack([is_label & is_answer, is_label, is_answer], 2)
         return counts.reshape(len(counts), -1).astype(np.float32)
 
@@ -412,18 +413,15 @@ class MultiLabel(Counted):
         exact = float(((right == labelled) & (right == answered)).mean())
         return {**super().figures(evidence), "subset_accuracy": exact}
 
-    def settle(self, found: Callable[[], Predictions]) -> dict[str, Any]:
-        """The threshold of each label that is best for its F1."""
-        valid = found()
-        both = zip(_sigmoid(valid.logits).T, valid.labels.T > 0.5, strict=True)
-        return {"thresholds": [class_metrics.best_threshold(*one) for one in both]}
-
-    def settled(self, kept: Mapping[str, Any]) -> Problem:
-        return MultiLabel(self.labels, np.array(kept["thresholds"]))
+    def settle(self, found: Predictions, profile: Profile) -> Calibration:
+        """And the threshold of each label that is best for its F1."""
+        both = zip(_sigmoid(found.logits).T, found.labels.T > 0.5, strict=True)
+        thresholds = np.array([class_metrics.best_threshold(*one) for one in both])
+        return Calibration(profile=profile, thresholds=thresholds)
 
     def settled_metrics(self, found: Callable[[], Predictions]) -> dict[str, Any]:
         """Their names begin with `tuned_`."""
-        if np.ndim(self.thresholds) == 0:
+        if np.ndim(self.kept.thresholds) == 0:
             return {}
         figures = self.figures(self.evidence(found()))
         return {f"tuned_{name}": value for name, value in figures.items() if isinstance(value, float)}
@@ -433,9 +431,7 @@ class MultiLabel(Counted):
         found = _sigmoid(np.array(logits).reshape(len(logits), len(self.labels)))
         return [
             {
-                "prediction": [
-                    n for n, is_answer in zip(self.labels, row >= self.thresholds, strict=True) if is_answer
-                ],
+                "prediction": [self.labels[n] for n in np.flatnonzero(row >= self.kept.thresholds)],
                 "probabilities": dict(zip(self.labels, row.tolist(), strict=True)),
             }
             for row in found
@@ -493,7 +489,7 @@ class Regression(Problem):
         return [{"prediction": float(row[0])} for row in logits]
 
 
-class Entities(Counted):
+class Entities(OneOfSeveral, Counted):
     """A BIO tag for each word; logits (B, T, C), labels (B, T) int64, NO_LABEL where no word begins.
 
     Entities count as right with their first word, last word and type (seqeval's default definition).
@@ -504,24 +500,16 @@ class Entities(Counted):
     description = "Finds entities of {count} tags: {labels}."
     usage = "print([model.config.id2label[int(n)] for n in logits.argmax(-1)])"
     per_token = True
+    unit = "word"
     title = "entity F1"
     absent = False
 
-    def __init__(self, labels: Sequence[str]) -> None:
-        super().__init__(labels)
+    def __init__(self, labels: Sequence[str], kept: Calibration | None = None) -> None:
+        super().__init__(labels, kept)
         of = [label[2:] or "_" if label != "O" else "" for label in labels]
         self.kinds = tuple(sorted({*of} - {""}))
         self._kind = np.array([self.kinds.index(name) if name else -1 for name in of])
         self._begins = np.array([label.startswith("B") for label in labels])
-
-    def loss(self, logits: Tensor, batch: Batch, terms: LossTerms = PLAIN) -> Loss:
-        """Of words as of samples with a class; a word's tokens behind the first have none."""
-        total = _cross_entropy(logits.flatten(0, 1), batch["label"].flatten(), terms)
-        return Loss(total, "word" if terms.weights is None else "class")
-
-    def soft_loss(self, logits: Tensor, teacher: Tensor, batch: Batch, temperature: float) -> Loss:
-        is_word = batch["label"] >= 0
-        return Loss(_soft_cross_entropy(logits[is_word], teacher[is_word], temperature), "word")
 
     def entities(self, tags: np.ndarray, samples: np.ndarray) -> np.ndarray:
         """(3, e) first word, the word behind the last, and kind, of the tags (m,) of words of samples."""
@@ -597,23 +585,10 @@ def _focal(each: Tensor, gamma: float) -> Tensor:
     return each * (-torch.expm1(-each)).clamp(min=1e-12) ** gamma  # 0 has no slope where gamma < 1
 
 
-def _cross_entropy(logits: Tensor, labels: Tensor, terms: LossTerms) -> Tensor:
-    """Summed over all that have a label. logits (n, C), labels (n,)."""
-    from torch.nn import functional as F
-
-    if terms.focal:
-        each = _focal(F.cross_entropy(logits, labels, reduction="none"), terms.focal)
-        return (each if terms.weights is None else each * terms.weights[labels.clamp(min=0)]).sum()
-    smoothing = terms.smoothing
-    return F.cross_entropy(logits, labels, terms.weights, reduction="sum", label_smoothing=smoothing)
-
-
-def _soft_cross_entropy(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
-    """T^2 KL(teacher || student), both at temperature T (Hinton et al. 2015), summed. logits (n, C) each."""
-    from torch.nn import functional as F
-
-    ours, theirs = (F.log_softmax(x / temperature, -1) for x in (logits, teacher.float()))
-    return F.kl_div(ours, theirs, reduction="sum", log_target=True) * temperature**2
+def _share_lines(names: Sequence[str], sizes: Sequence[int], shares: Sequence[Any]) -> list[list[str]]:
+    """A line of a table for each: name, samples, precision, recall and F1."""
+    rows = zip(names, sizes, shares, strict=True)
+    return [[name, f"{size:,}", *(f"{share:.3f}" for share in of)] for name, size, of in rows]
 
 
 def _is_right(evidence: np.ndarray) -> np.ndarray:
@@ -632,9 +607,9 @@ PROBLEMS: Mapping[str, type[Problem]] = {
 }
 
 
-def named(name: str, labels: Sequence[str]) -> Problem:
-    """The problem of this name."""
-    return PROBLEMS[name](labels)
+def named(name: str, labels: Sequence[str], kept: Calibration | None = None) -> Problem:
+    """The problem of this name, of a model of which that is known."""
+    return PROBLEMS[name](labels, kept)
 
 
 def of_facts(facts: Any) -> Problem:
@@ -644,22 +619,18 @@ def of_facts(facts: Any) -> Problem:
 
 def of_folder(folder: Path) -> Problem:
     """The problem of a saved model, answering as was chosen on validation. Errors as of `of_config`."""
-    problem = of_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    file = folder / SETTLED_FILE
-    return problem.settled(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else problem
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return of_config(config, Calibration.open(folder))
 
 
-def of_config(config: Mapping[str, Any]) -> Problem:
+def of_config(config: Mapping[str, Any], kept: Calibration | None = None) -> Problem:
     """The problem that a model of this config.json was trained on. Raises KeyError without labels."""
     names = {int(number): str(name) for number, name in config["id2label"].items()}
-    labels, architecture = (
-        [names[number] for number in range(len(names))],
-        (config.get("architectures") or [""]),
-    )
+    labels, architecture = [names[n] for n in range(len(names))], (config.get("architectures") or [""])[0]
     noted = (config.get("isobatch") or {}).get("problem")
     kinds = (kind for kind in PROBLEMS.values() if kind.problem_type == config.get("problem_type"))
-    tags = [Entities.name] * str(architecture[0]).endswith(Entities.head)
-    return named(noted or [*tags, *(kind.name for kind in kinds), Classes.name][0], labels)
+    tags = [Entities.name] * str(architecture).endswith(Entities.head)
+    return named(noted or [*tags, *(kind.name for kind in kinds), Classes.name][0], labels, kept)
 
 
 def of_model(model: Any) -> Problem:

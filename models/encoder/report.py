@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,55 +11,58 @@ import numpy as np
 from isobatch.core.measures import format_bytes, format_p_value
 from isobatch.models.encoder import baselines as simple
 from isobatch.models.encoder import evaluation, latency, problems
-from isobatch.models.encoder.baselines import NOISE, SIGNIFICANT
 from isobatch.models.encoder.encoders import open_classifier
 from isobatch.models.encoder.prediction import TOKENIZER_FILE
-from isobatch.models.protocols import Batches, ModelComparison, ReportRow, ReportTable
+from isobatch.models.encoder.problems import NOISE, SIGNIFICANT
+from isobatch.models.protocols import Batches, ReportRow, ReportTable, TaskReport
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.models.encoder.problems import Problem
 
 RUNTIMES = {"torch": "torch", "onnx": "onnxruntime"}
+COLUMNS = (
+    "model", "accuracy, % (95 %)", "file", "ms, 1 text", "speed (95 %)",
+    "points against the first (95 %, p)", "parameters", "texts/s", "memory",
+    "training",
+)  # fmt: skip
 
 
-class ClassifierReport(ModelComparison):
+class ClassifierReport(TaskReport):
     """Classifiers in every form in which they run."""
 
-    columns: tuple[str, ...] = (
-        "model", "accuracy, % (95 %)", "file", "ms, 1 text", "speed (95 %)",
-        "points against the first (95 %, p)", "parameters", "texts/s", "memory",
-        "training",
-    )  # fmt: skip
     curves = ("accuracy", "sparsity")
 
-    def __init__(self, variants: Callable[[Path, Path], Sequence[evaluation.ModelVariant]]) -> None:
-        """`variants`: (final, exports) -> the ways in which the task's model runs."""
+    def __init__(self, variants: Callable[[Path, Path], Mapping[str, Path]]) -> None:
+        """`variants`: (final, exports) -> the ways in which the task's model runs, and their files."""
         self.variants = variants
 
     def measure(
         self, final: Path, exports: Path, facts: Facts, batches: Batches, in_child: Callable[..., Any]
     ) -> list[ReportRow]:
+        """A row, as JSON, for each form in which the finished model runs.
+
+        `in_child("models.room.module:function", **values)` calls a function in a process of its own and
+        returns its JSON: memory is measured alone.
+        """
         problem, rows = problems.of_folder(final), []
-        lengths = latency.drawn_lengths(batches())
+        parameters = sum(p.numel() for p in open_classifier(str(final)).parameters())
+        asked = {"vocabulary": facts.extra["vocabulary"], "lengths": latency.drawn_lengths(batches())}
         others = simple.baselines_of(facts, final / TOKENIZER_FILE, batches)
-        for variant in self.variants(final, exports):
-            found = evaluation.predict(evaluation.open_runner(variant.runtime, variant.model_path), batches())
-            evidence, path = problem.evidence(found), str(variant.model_path.resolve())
-            opened = {
-                "runtime": variant.runtime,
-                "model_path": path,
-                "vocabulary": facts.extra["vocabulary"],
-                "lengths": lengths,
-            }
+        for form, file in self.variants(final, exports).items():
+            runtime = "onnx" if file.suffix == ".onnx" else "torch"
+            path = file if runtime == "onnx" else final
+            opened = {**asked, "model_path": str(path.resolve())}
+            found = evaluation.predict(evaluation.open_runner(path), batches())
+            evidence = problem.evidence(found)
             row = {
-                "form": variant.name,
-                "runtime": variant.runtime,
+                "form": form,
+                "runtime": runtime,
                 "samples": len(evidence),
                 "problem": problem.name,
-                "parameters": sum(p.numel() for p in open_classifier(str(variant.final)).parameters()),
-                "file": str(variant.file.relative_to(final.parent)),
-                "file_bytes": variant.file.stat().st_size,
+                "parameters": parameters,
+                "file": str(file.relative_to(final.parent)),
+                "file_bytes": file.stat().st_size,
                 "baselines": [one.to_dict() for one in simple.standings(problem, found, others)],
                 "opened": opened,
                 "peak_memory_bytes": in_child("models.encoder.latency:peak_memory", model=opened),
@@ -73,91 +76,97 @@ class ClassifierReport(ModelComparison):
             rows.append(row)
         return rows
 
-    def measure_in_turn(self, rows: list[ReportRow], in_child: Callable[..., Any]) -> list[ReportRow]:
-        opened = [row.pop("opened") for row in rows]
-        measured = in_child("models.encoder.latency:measure_speed", models=opened)
-        return [row | speed for row, speed in zip(rows, measured, strict=True)]
 
-    def compare(self, rows: list[ReportRow]) -> list[ReportRow]:
-        """The paired test of the headline figure, the interval of its difference, and how much faster each
-        is than the first model in the same runtime.
-        """
-        first, baselines = rows[0], {row["runtime"]: row for row in reversed(rows)}
-        self.columns = tuple(name.replace("accuracy", _problem(first).title) for name in self.columns)
-        for row in rows:
-            problem = _problem(row)
-            name = problem.headline
-            is_same = name in first and row["labels"] == first["labels"]
-            both = [np.array(r["evidence"]) for r in (row, first)]
-            found = problem.difference(*both) if is_same else None
-            row[problem.test_name] = found and found.p
-            row[f"{name}_difference_ci95"] = found and found[:3]
-            row[f"{name}_verdict"] = "better" if found and row[name] > first[name] else "worse"
-            if row is first:
-                row[f"{name}_verdict"] = "baseline"
-            elif found is None:
-                row[f"{name}_verdict"] = "another evaluation set: not comparable"
-            elif found.p >= SIGNIFICANT:
-                row[f"{name}_verdict"] = NOISE
-            alike = baselines[row["runtime"]]
-            for ending in (latency.ALL_THREADS, ""):
-                one = f"batch_1{ending}"
-                row[f"speedup{ending}"], low, high = latency.speedup(row[one], alike[one])
-                row[f"speedup{ending}_ci95"] = [low, high]  # where it holds 1, a difference says nothing
-            verdict = "faster" if low > 1 else "slower" if high < 1 else NOISE
-            row["speed_verdict"] = "baseline" if alike is row else verdict
-        return [{k: v for k, v in row.items() if k not in ("evidence", "labels")} for row in rows]
+def measure_in_turn(rows: list[ReportRow], in_child: Callable[..., Any]) -> list[ReportRow]:
+    """The rows of all models with their speed, which compares only where models take turns."""
+    opened = [row.pop("opened") for row in rows]
+    measured = in_child("models.encoder.latency:measure_speed", models=opened)
+    return [row | speed for row, speed in zip(rows, measured, strict=True)]
 
-    def cells(self, row: ReportRow) -> list[str]:
-        problem, name = _problem(row), _problem(row).headline
-        low, high = (100 * x for x in row[f"{name}_ci95"])
-        one, (least, most) = row["batch_1"], row["speedup_ci95"]
-        speed, points = f"{row['speedup']:.2f}x ({least:.2f} to {most:.2f})", row[f"{name}_verdict"]
-        if row["speed_verdict"] == "baseline":
-            speed = f"baseline of {RUNTIMES[row['runtime']]}"
-        if points != "baseline" and (p := row[problem.test_name]) is not None:
-            apart = (100 * x for x in row[f"{name}_difference_ci95"])
-            points = "{:+.1f} ({:+.1f} to {:+.1f})".format(*apart) + f", p {format_p_value(p)}"
-        return [
-            f"{row['run']}, {row['form']}",
-            f"{100 * row[name]:.2f} ({low:.1f} to {high:.1f})",
-            format_bytes(row["file_bytes"]),
-            f"{one['p50']:.2f} / {one['p95']:.2f}",
-            speed,
-            points,
-            f"{row['parameters']:,}",
-            f"{row['samples_per_second']:,.0f}",
-            format_bytes(row["peak_memory_bytes"]),
-            f"{row['train_seconds']:,.0f} s",
-        ]
 
-    def caption(self, row: ReportRow, machine: str) -> str:
-        where = (
-            f"{machine}, {row['threads']} thread, texts of {row['tokens']} tokens in the mean, as held out"
-        )
-        return (
-            f"Measured on {where}; {_problem(row).title} on all {row['samples']} samples of the"
-            f" {row['split']} split with its 95 % interval; ms are the median and the 95th percentile of the"
-            " thread's own time; memory is a process's peak. Speed is that of one text against the first"
-            " model in the same runtime, measured in turn."
-            f" Figures whose difference {_problem(row).test} does not tell from chance (p at least"
-            f" {SIGNIFICANT}) are within the noise, and so are speeds whose interval holds 1."
-        )
+def compare(rows: list[ReportRow]) -> list[ReportRow]:
+    """The paired test of the headline figure, the interval of its difference, and how much faster each
+    is than the first model in the same runtime.
+    """
+    first, baselines = rows[0], {row["runtime"]: row for row in reversed(rows)}
+    for row in rows:
+        problem = _problem(row)
+        name = problem.headline
+        is_same = name in first and row["labels"] == first["labels"]
+        both = [np.array(r["evidence"]) for r in (row, first)]
+        found = problem.difference(*both) if is_same else None
+        row[problem.test_name] = found and found.p
+        row[f"{name}_difference_ci95"] = found and found[:3]
+        verdict = found.verdict if found else "another evaluation set: not comparable"
+        row[f"{name}_verdict"] = "baseline" if row is first else verdict
+        alike = baselines[row["runtime"]]
+        for ending in (latency.ALL_THREADS, ""):
+            one = f"batch_1{ending}"
+            row[f"speedup{ending}"], low, high = latency.speedup(row[one], alike[one])
+            row[f"speedup{ending}_ci95"] = [low, high]  # where it holds 1, a difference says nothing
+        verdict = "faster" if low > 1 else "slower" if high < 1 else NOISE
+        row["speed_verdict"] = "baseline" if alike is row else verdict
+    return [{k: v for k, v in row.items() if k not in ("evidence", "labels")} for row in rows]
 
-    def verdicts(self, rows: list[ReportRow]) -> list[str]:
-        """Who is ahead; and of each run the last form, which is the one to ship."""
-        first = rows[0]
-        baselines = {row["runtime"]: row for row in reversed(rows)}
-        last = {row["run"]: row for row in rows if row["run"] != first["run"]}
-        alone = [said for row in (first, *last.values()) if (said := _learnt_nothing(row))]
-        return [_who_is_ahead(rows), *alone] + [
-            _worth_against(row, first, baselines[row["runtime"]]) for row in last.values()
-        ]
 
-    def tables(self, row: ReportRow) -> list[ReportTable]:
-        """A line for each of its labels, and how it stands to simple models."""
-        name = row["run"] if row["form"].endswith("fp32") else f"{row['run']}, {row['form']}"
-        return [_problem(row).table(name, row), _table_of_baselines(name, row)]
+def columns(rows: list[ReportRow]) -> list[str]:
+    """Heads of the table of all models."""
+    return [name.replace("accuracy", _problem(rows[0]).title) for name in COLUMNS]
+
+
+def cells(row: ReportRow) -> list[str]:
+    """A model as text under `columns`."""
+    problem, name = _problem(row), _problem(row).headline
+    low, high = (100 * x for x in row[f"{name}_ci95"])
+    one, (least, most) = row["batch_1"], row["speedup_ci95"]
+    speed, points = f"{row['speedup']:.2f}x ({least:.2f} to {most:.2f})", row[f"{name}_verdict"]
+    if row["speed_verdict"] == "baseline":
+        speed = f"baseline of {RUNTIMES[row['runtime']]}"
+    if points != "baseline" and (p := row[problem.test_name]) is not None:
+        apart = (100 * x for x in row[f"{name}_difference_ci95"])
+        points = "{:+.1f} ({:+.1f} to {:+.1f})".format(*apart) + f", p {format_p_value(p)}"
+    return [
+        f"{row['run']}, {row['form']}",
+        f"{100 * row[name]:.2f} ({low:.1f} to {high:.1f})",
+        format_bytes(row["file_bytes"]),
+        f"{one['p50']:.2f} / {one['p95']:.2f}",
+        speed,
+        points,
+        f"{row['parameters']:,}",
+        f"{row['samples_per_second']:,.0f}",
+        format_bytes(row["peak_memory_bytes"]),
+        f"{row['train_seconds']:,.0f} s",
+    ]
+
+
+def caption(row: ReportRow, machine: str) -> str:
+    """What the figures of the table are figures of."""
+    return (
+        f"Measured on {machine}, {row['threads']} thread, texts of {row['tokens']} tokens in the mean, as"
+        f" held out; {_problem(row).title} on all {row['samples']} samples of the"
+        f" {row['split']} split with its 95 % interval; ms are the median and the 95th percentile of the"
+        " thread's own time; memory is a process's peak. Speed is that of one text against the first"
+        " model in the same runtime, measured in turn."
+        f" Figures whose difference {_problem(row).test} does not tell from chance (p at least"
+        f" {SIGNIFICANT}) are within the noise, and so are speeds whose interval holds 1."
+    )
+
+
+def verdicts(rows: list[ReportRow]) -> list[str]:
+    """Who is ahead; and of each run the last form, which is the one to ship."""
+    first = rows[0]
+    baselines = {row["runtime"]: row for row in reversed(rows)}
+    last = {row["run"]: row for row in rows if row["run"] != first["run"]}
+    alone = [said for row in (first, *last.values()) if (said := _learnt_nothing(row))]
+    return [_who_is_ahead(rows), *alone] + [
+        _worth_against(row, first, baselines[row["runtime"]]) for row in last.values()
+    ]
+
+
+def tables(row: ReportRow) -> list[ReportTable]:
+    """A line for each of its labels, and how it stands to simple models."""
+    name = row["run"] if row["form"].endswith("fp32") else f"{row['run']}, {row['form']}"
+    return [_problem(row).table(name, row), _table_of_baselines(name, row)]
 
 
 def _problem(row: ReportRow) -> Problem:

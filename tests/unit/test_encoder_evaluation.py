@@ -8,10 +8,8 @@ import numpy as np
 import pytest
 
 from isobatch.models.encoder import class_metrics
-from isobatch.models.encoder.report import ClassifierReport
-
-REPORT = ClassifierReport(lambda final, exports: [])
-compared = REPORT.compare
+from isobatch.models.encoder.report import compare as compared
+from isobatch.models.encoder.report import verdicts
 
 
 def test_mcnemar_is_the_exact_binomial_of_the_samples_they_disagree_on() -> None:
@@ -92,9 +90,9 @@ def worth(run: str, right: int, ms: float, runtime: str = "torch", file_bytes: i
 
 def test_a_model_that_learnt_nothing_is_called_that() -> None:
     constant = beside("the largest class", 0.88, "within the noise", 0.02, 0.4)
-    (_, said) = REPORT.verdicts(compared([worth("a", 90, 5) | {"baselines": [constant, TF_IDF]}]))
+    (_, said) = verdicts(compared([worth("a", 90, 5) | {"baselines": [constant, TF_IDF]}]))
     assert said.startswith("a: no better than the largest class: accuracy 90.0 % (+2.0 points, ")
-    assert len(REPORT.verdicts(compared([worth("a", 90, 5)]))) == 1
+    assert len(verdicts(compared([worth("a", 90, 5)]))) == 1
 
 
 @pytest.mark.parametrize(
@@ -107,21 +105,21 @@ def test_a_model_that_learnt_nothing_is_called_that() -> None:
 )
 def test_the_first_line_says_who_wins(rival: dict[str, Any], said: str) -> None:
     models = [worth("a", 90, 5) | {"baselines": [LARGEST, rival]}]
-    first = REPORT.verdicts(compared(models))[0]
+    first = verdicts(compared(models))[0]
     assert first.startswith(said)
     assert "TF-IDF 85.0 % (+6.0 points, +1.0 to +11.0, p 0.010)" in first or rival["score"] == 0.97
-    alone = REPORT.verdicts(compared([worth("a", 90, 5) | {"baselines": [LARGEST]}]))[0]
+    alone = verdicts(compared([worth("a", 90, 5) | {"baselines": [LARGEST]}]))[0]
     assert "without scikit-learn nothing else was compared" in alone
 
 
 def test_a_sentence_says_what_the_small_model_costs_and_gains() -> None:
     small = worth("small", 89, 1, "onnx", 10_000_000)
-    ahead, *alone = REPORT.verdicts(compared([worth("big", 90, 8), small]))
+    ahead, *alone = verdicts(compared([worth("big", 90, 8), small]))
     assert ahead.startswith("big, torch fp32 is ahead of TF-IDF on 100 test samples: accuracy 90.0 %")
     assert alone == [
         "small, onnx fp32, against big: test accuracy 89.0 % against 90.0 % (within the noise: at most 3.7"
         " points worse, with 97.5 % confidence); a file of 10 MB, 9.0 times smaller; 1.00 ms a text in"
         " onnxruntime, 8.00 in torch."
     ]
-    _, alike = REPORT.verdicts(compared([worth("big", 90, 8), worth("big", 90, 4, "onnx"), small]))
+    _, alike = verdicts(compared([worth("big", 90, 8), worth("big", 90, 4, "onnx"), small]))
     assert alike.endswith("9.0 times smaller; 4.0 times the speed in onnxruntime (4.0 to 4.0).")

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from isobatch.core.errors import UserError
 from isobatch.models.encoder import class_metrics, problems
 from isobatch.models.encoder.class_metrics import Predictions
+from isobatch.models.encoder.drift import Profile
 from isobatch.models.encoder.problems import Entities, LossTerms, MultiLabel, Regression
 
 if TYPE_CHECKING:
@@ -184,13 +185,15 @@ def test_what_is_chosen_on_validation_is_kept_with_the_model(tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(json.dumps(config))
     plain = problems.of_folder(tmp_path)
     assert plain.settled_metrics(lambda: found) == {}
-    kept = plain.settle(lambda: found)
-    (tmp_path / problems.SETTLED_FILE).write_text(json.dumps(kept))
+    profile = Profile(np.ones(1, bool), 1)
+    profile.add_texts([[0]])
+    kept = plain.settle(found, profile)
+    kept.save(tmp_path)
     tuned = problems.of_folder(tmp_path)
     better = tuned.settled_metrics(lambda: found)["tuned_f1_macro"]
     assert better > plain.figures(plain.evidence(found))["f1_macro"]
     row = np.full(4, -0.1, np.float32)
-    row[0] = np.log(kept["thresholds"][0] / (1 - kept["thresholds"][0])) + 1e-3
+    row[0] = np.log(kept.thresholds[0] / (1 - kept.thresholds[0])) + 1e-3
     (answer,) = tuned.answers([row], ["a text"])
     assert "red" in answer["prediction"]
     assert list(answer["probabilities"]) == list(NAMES)
