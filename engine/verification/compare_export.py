@@ -56,15 +56,13 @@ def compare_export(
         if not batches and isinstance(task, FinishesUnmeasured):
             remark = task.finish_unmeasured(model, fresh)
         found = compare_folders(run.final, fresh, task.measured_files)
-        return {**found, "metrics": metrics, "card": is_own_card(run, task, fresh, saved, remark)}
+        return {**found, "metrics": metrics, "card": is_own_card(run, task, fresh, remark)}
 
 
-def is_own_card(
-    run: RunFolder, task: Task, final: Path, saved: SavedCheckpoint, unmeasured: str = ""
-) -> bool:
+def is_own_card(run: RunFolder, task: Task, final: Path, unmeasured: str = "") -> bool:
     """Whether final/README.md is what a run with this export and its logged figures writes.
 
-    `saved`: the exported checkpoint; `unmeasured`: what the task remarks where nothing is held out. Paths that are not here any more, and that
+    `unmeasured`: what the task remarks where nothing is held out. Paths that are not here any more, and that
     of the run, may be written otherwise.
     """
     summary: Mapping[str, Any] = run.summary() or {}
@@ -75,7 +73,8 @@ def is_own_card(
     if not re.fullmatch(".+".join(map(re.escape, re.split(r"\bRUN\b", expected))), said, re.DOTALL):
         return False
     last = [row for row in rows_in(run.metrics) if "exported" in row][-1]
-    chosen_by = monitor_of(task, run.facts)[0] if saved.state["hooks"]["evaluate"]["patience"] else ""
+    is_chosen = run.recipe.patience and task.phases()[-1].early_stopping
+    chosen_by = monitor_of(task, run.facts)[0] if is_chosen else ""
     before = summary["steps"] - last["step"]
     _, step = phase_and_step(last["exported"])
     figures = model_card.HeldOutFigures(measured, before + step, chosen_by, said)
