@@ -19,6 +19,7 @@ import onnxruntime
 import pytest
 import seqeval.metrics
 import torch
+from safetensors.numpy import load_file
 from scipy import optimize, stats
 from seqeval.metrics.sequence_labeling import get_entities
 from sklearn import metrics
@@ -365,7 +366,7 @@ def of_words(kind: Kind, held: Held, _: Any) -> dict[str, Any]:
 
 def kept_thresholds(run: Path, valid: Held) -> np.ndarray:
     """Of each label that which no other threshold beats by F1 on the validation split."""
-    kept = np.array(json.loads((run / "final" / "answering.json").read_text())["thresholds"])
+    kept = load_file(run / "final" / "calibration.safetensors")["thresholds"]
     p, truth = sigmoid(np.stack(valid.logits)), np.stack(valid.labels)
     for n, least in enumerate(kept):
         best = max(metrics.f1_score(truth[:, n], p[:, n] >= x, zero_division=0) for x in p[:, n])
