@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.core.measures import aligned, format_bytes, printable
 from isobatch.models.encoder import problems
-from isobatch.models.encoder.calibration import FILE as CALIBRATION_FILE
 from isobatch.models.encoder.export import SIDE_FILES
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ TIMED = {
     "batch_32_all_threads": "32 texts, all threads",
 }
 """Field of a row with times -> of what."""
-BESIDE = (*SIDE_FILES, CALIBRATION_FILE, "parity.json")
+BESIDE = (*SIDE_FILES, "parity.json")
 """What a model's file needs beside it, and what it was checked against."""
 
 

@@ -7,7 +7,7 @@ Letters: B samples, C classes, L layers of the student, M layers of the teacher,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.models.encoder.evaluation import Runner
+    from isobatch.models.protocols import Batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,7 +129,7 @@ class DistilledClassifier(Classifier):
         identity = f"{hub.weights_hash(path)} {'states' if hidden else 'logits'}"
         return Teacher(identity, lambda _: encoders.open_classifier(path), answers, per_token=per_token)
 
-    def against_teacher(self, run: Runner, batches: Callable[[], Iterable[Batch]]) -> dict[str, float]:
+    def against_teacher(self, run: Runner, batches: Batches) -> dict[str, float]:
         """Accuracy of the teacher, and how the finished model stands to it; nothing without one."""
         if (path := self._teacher_path()) is None:
             return {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -319,14 +319,10 @@ class Classifier(Task):
             hub_fields={"library_name": "transformers", "pipeline_tag": problem.pipeline},
         )
 
-    def final_metrics(
-        self, model: nn.Module, final: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
-    ) -> Mapping[str, Any]:
+    def final_metrics(self, model: nn.Module, final: Path, facts: Facts, batches: Batches) -> dict[str, Any]:
         return self.settle(evaluation.torch_runner(model), final, facts, batches)
 
-    def settle(
-        self, run: Runner, final: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
-    ) -> Mapping[str, Any]:
+    def settle(self, run: Runner, final: Path, facts: Facts, batches: Batches) -> dict[str, Any]:
         """Keep in `final` what the validation split says of how to answer; metrics of the test split."""
         seen = drift.training_pieces(Path(facts.folder), facts.extra["vocabulary"], facts.extra.get("unk"))
         profile = drift.Profile(seen, self.recipe.max_length)
@@ -374,7 +370,7 @@ class Classifier(Task):
         return {"torch fp32": final / "model.safetensors", **onnx_variants(exports)}
 
     def export_as(
-        self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
+        self, kind: str, final: Path, folder: Path, facts: Facts, batches: Batches
     ) -> Mapping[str, Any]:
         """hf: as final/. dense: unpruned sizes, for any transformers. onnx: fp32, for onnxruntime; the others
         have 8 bits.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
+    from isobatch.models.protocols import Batches
 
 NUM_REMOVALS = 5
 """How often, over the ramp, masked weights are removed: each time makes the steps after it faster."""
@@ -219,9 +220,7 @@ class Pruning(DistilledClassifier):
         self._sparsity = None
         return weight_surgery.match_shapes(encoders.layers(model), shapes)
 
-    def final_metrics(
-        self, model: nn.Module, final: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
-    ) -> Mapping[str, Any]:
+    def final_metrics(self, model: nn.Module, final: Path, facts: Facts, batches: Batches) -> dict[str, Any]:
         """Sparsity and sizes, latency, and the comparison with the teacher."""
         found: dict[str, Any] = {"sparsity": measure_sparsity(model, self._budget(model))}
         sizes = encoders.heads_and_neurons(model)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.core.recipe import Recipe
     from isobatch.models.model_card import ModelDescription
+    from isobatch.models.protocols import Batches
 
 CALIBRATION_SAMPLES = 256
 """Training samples from which the ranges of the activations are chosen."""
@@ -150,7 +151,7 @@ class QAT(DistilledClassifier):
         return {name: final / self._file_name, **others}
 
     def export_as(
-        self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
+        self, kind: str, final: Path, folder: Path, facts: Facts, batches: Batches
     ) -> Mapping[str, Any]:
         """onnx-int8 and onnx-int4: the file in final/. Others round weights alone."""
         if not kind.startswith("onnx-int"):
@@ -159,9 +160,7 @@ class QAT(DistilledClassifier):
         exporting.copy_beside(final, folder, name)
         return exporting.check_quantized(open_quantized(final), folder / name, batches)
 
-    def final_metrics(
-        self, model: nn.Module, final: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
-    ) -> Mapping[str, Any]:
+    def final_metrics(self, model: nn.Module, final: Path, facts: Facts, batches: Batches) -> dict[str, Any]:
         """The exported file compared with the trained model, and with the teacher."""
         file = final / self._file_name
         run = evaluation.onnx_runner(file, threads=1)

@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from isobatch.core.extras import has
-from isobatch.models.base import Batch
 from isobatch.models.encoder import evaluation, problems
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
+    from isobatch.models.base import Batch
     from isobatch.models.encoder.class_metrics import Predictions
     from isobatch.models.encoder.problems import Difference, Problem
+    from isobatch.models.protocols import Batches
 
-Batches = Callable[..., Iterable[Batch]]
-"""`batches()`: all held-out samples; `batches("train")`: those of training."""
 EXCELLENT = 0.95
 """A headline figure of a baseline from which a model that is within the noise of it may stand: so little is
 left to gain that a held-out set of some hundred samples cannot show it."""

@@ -34,8 +34,8 @@ ONNX_FILES = {
     "onnx-int4": "model-int4.onnx",
 }
 """Form of a model -> the file in its folder. Both of the last come from qat."""
-SIDE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
-"""Files that an ONNX file needs beside it: the classes' names and the tokenizer."""
+SIDE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", CALIBRATION_FILE)
+"""Files that an ONNX file needs beside it: the classes' names, the tokenizer, and how to answer."""
 CUSTOM_CODE = ("per_layer_config", "auto_map")
 """Fields of config.json that need modeling_pruned.py."""
 Batches = Callable[[], Iterable[Batch]]
@@ -138,9 +138,9 @@ def check_quantized(model: nn.Module, file: Path, batches: Batches) -> dict[str,
 
 
 def copy_beside(final: Path, folder: Path, *more: str) -> None:
-    """Copy SIDE_FILES, and what else answers like the model need, into the folder of another form."""
+    """Copy SIDE_FILES, and `more`, into the folder of another form."""
     for file in final.iterdir():
-        if file.name in (*SIDE_FILES, CALIBRATION_FILE, *more):
+        if file.name in (*SIDE_FILES, *more):
             shutil.copy(file, folder)
 
 

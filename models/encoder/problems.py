@@ -121,7 +121,7 @@ class Problem(ABC):
         import torch
 
         found = Predictions.of(logits.cpu().numpy(), batch["label"].cpu().numpy())
-        evidence = torch.from_numpy(self.evidence(found).astype(np.float32))
+        evidence = torch.from_numpy(self.evidence(found))
         return {"nll": Sum(self.loss(logits, batch).sum, len(found.labels)), "evidence": Rows(evidence)}
 
     def metrics(self, parts: Mapping[str, Any]) -> dict[str, Any]:
