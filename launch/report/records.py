@@ -84,8 +84,9 @@ def read_records(run: RunFolder, task: Task | None) -> dict[str, Any]:
     summary = _readable(run.summary, notes) or {}
     plan = _readable(lambda: run.plan.to_dict(), notes) or {}
     report, monitor = report_of(task), summary.get("monitor")
-    judged_by = [monitor_of(task, run.facts)[0]] if task else []
-    curves = report.curves if report else tuple([monitor] if isinstance(monitor, str) else judged_by)
+    if task and not isinstance(monitor, str):  # nothing else here misses the facts
+        monitor = _readable(lambda: monitor_of(task, run.facts)[0], [])
+    curves = report.curves if report else (monitor,) if isinstance(monitor, str) else ()
     reported = report.reported if report else ()
     if damaged := damaged_rows(run.metrics):
         notes.append(f"damaged rows of metrics.jsonl that are left out: {damaged}")
