@@ -77,10 +77,8 @@ def find_columns(data: str, available: Sequence[str], options: Any) -> ColumnNam
     for flag, name in [*asked, *(("--label-column", name) for name in flags or (label,))]:
         if name is not None:
             readers.require_name(name, available, data, flag)
-    texts, classes = (
-        text or usual_name(TEXT_COLUMNS, available),
-        label or usual_name(LABEL_COLUMNS, available),
-    )
+    texts = text or usual_name(TEXT_COLUMNS, available)
+    classes = label or usual_name(LABEL_COLUMNS, available)
     if options.problem == "tokens" or (options.problem == "auto" and None in (texts, classes)):
         texts = text or usual_name(WORD_COLUMNS, available) or texts
         classes = label or usual_name(TAG_COLUMNS, available) or classes

@@ -24,13 +24,7 @@ from isobatch.core.errors import UserError
 from isobatch.core.measures import counted, printable
 from isobatch.data import chat_formats, readers
 from isobatch.data.interactions.formats import USER_COLUMNS
-from isobatch.data.labelled.rows import (
-    MAX_TEXT_CHARACTERS,
-    TEXT_COLUMNS,
-    WORD_COLUMNS,
-    usual_name,
-    usual_pair,
-)
+from isobatch.data.labelled import rows as reading
 from isobatch.data.preferences import answers
 from isobatch.data.preferences.pairs import AnsweredPrompt
 from isobatch.data.sequences import INTEGERS, TEXT, USUAL_COLUMNS
@@ -210,11 +204,11 @@ class TextReader(RowReader):
     """Texts, or pairs of texts."""
 
     def from_row(self, row: Mapping[str, Any], where: str) -> str | tuple[str, str]:
-        text = find_column(row, self.column, TEXT_COLUMNS, where)
-        first, usual = require_text(row[text], f"{where}: {text}"), usual_pair(text)
-        if self.pairs is False or not (self.pairs or self.pair or usual_name(usual, [*row])):
+        text = find_column(row, self.column, reading.TEXT_COLUMNS, where)
+        first, usual = require_text(row[text], f"{where}: {text}"), reading.usual_pair(text)
+        if self.pairs is False or not (self.pairs or self.pair or reading.usual_name(usual, [*row])):
             return first
-        pair = find_column(row, self.pair, usual, where, "--pair-column")
+        pair = find_column(row, self.pair, usual or (*reading.PAIR_COLUMNS.values(),), where, "--pair-column")
         return first, require_text(row[pair], f"{where}: {pair}")
 
     def from_text(self, value: Any, where: str) -> str | tuple[str, str]:
@@ -228,7 +222,7 @@ class TextReader(RowReader):
 class WordReader(RowReader):
     """Lists of words, or texts that the model parts into words, for one that tags each."""
 
-    usual = (*WORD_COLUMNS, *TEXT_COLUMNS)
+    usual = (*reading.WORD_COLUMNS, *reading.TEXT_COLUMNS)
 
     def from_text(self, value: Any, where: str) -> str | list[str]:
         if not isinstance(value, list):
@@ -341,7 +335,7 @@ def find_column(
 ) -> str:
     """The column asked for, else the first of the usual names. Raises UserError where the row has none."""
     names = [*row]
-    found = asked or usual_name(usual, names) or " or ".join(usual)
+    found = asked or reading.usual_name(usual, names) or " or ".join(usual)
     readers.require_name(found, names, where, otherwise=f"{flag} names another")
     return found
 
@@ -352,6 +346,8 @@ def require_text(value: Any, where: str) -> str:
         raise UserError(f"{where}: holds {type(value).__name__}, not text")
     if not value or not value.strip():
         raise UnansweredRowError(f"{where}: is empty: leave it out", NO_TEXT)
-    if len(value) > MAX_TEXT_CHARACTERS:
-        raise UserError(f"{where}: has {len(value):,} characters: shorten it to {MAX_TEXT_CHARACTERS:,}")
+    if len(value) > reading.MAX_TEXT_CHARACTERS:
+        raise UserError(
+            f"{where}: has {len(value):,} characters: shorten it to {reading.MAX_TEXT_CHARACTERS:,}"
+        )
     return value
