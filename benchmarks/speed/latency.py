@@ -19,6 +19,7 @@ import torch
 
 from isobatch.models.encoder import encoders, evaluation, int8, latency, onnx_graph, quantization
 from isobatch.models.encoder.importance import HeadsAndNeurons
+from isobatch.models.encoder.last_layer import compute_first_alone
 from isobatch.models.encoder.weight_surgery import remove_masked, set_masks
 
 if TYPE_CHECKING:
@@ -91,7 +92,6 @@ def _write(dense: Any, folder: Path, batch: dict[str, np.ndarray]) -> dict[str, 
     files = {name: folder / f"{number}.onnx" for number, name in enumerate(NAMES)}
     plain_dense, ours, plain_half, half_dynamic, half_file, dynamic, static, four = files.values()
     _trace(dense, plain_dense)
-    onnx_graph.write_onnx(dense, ours)
     half = copy.deepcopy(dense)
     layers = encoders.layers(half)
     sizes = encoders.heads_and_neurons(half)
@@ -99,7 +99,9 @@ def _write(dense: Any, folder: Path, batch: dict[str, np.ndarray]) -> dict[str, 
     set_masks(layers, HeadsAndNeurons(list(heads), list(neurons)))
     remove_masked(layers)
     _trace(half, plain_half)
-    onnx_graph.write_onnx(half, half_file)
+    for model, file in ((dense, ours), (half, half_file)):
+        compute_first_alone(model)  # as a saved one is opened
+        onnx_graph.write_onnx(model, file)
     for kind, source, file in (
         (int8.DYNAMIC, half_file, dynamic),
         (int8.STATIC, half_file, static),

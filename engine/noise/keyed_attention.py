@@ -79,20 +79,14 @@ def _probabilities(
     """(B, H, T, S) float32 attention probabilities."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = torch.matmul(query, repeat_kv_heads(key, query).transpose(2, 3)).float() * scale
-    if mask is not None:
-        scores = scores + (_additive(mask) if mask.dtype == torch.bool else mask)
-    elif causal:
+    if mask is None and causal:
         length, span = scores.shape[-2:]
-        visible = torch.ones(length, span, dtype=torch.bool, device=scores.device).tril(span - length)
-        scores = scores.masked_fill(~visible, -torch.inf)
+        mask = torch.ones(length, span, dtype=torch.bool, device=scores.device).tril(span - length)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if scores.is_cpu and (missing := SOFTMAX_WIDTH - scores.shape[-1]) > 0:
         return F.pad(scores, (0, missing), value=-torch.inf).softmax(-1)[..., :-missing]
     return scores.softmax(-1)
-
-
-def _additive(visible: Tensor) -> Tensor:
-    """fp32: 0 where the mask is True, else -inf."""
-    return torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, -torch.inf)
 
 
 def dropout_mask(keys: Tensor, shape: torch.Size, probability: float) -> Tensor:

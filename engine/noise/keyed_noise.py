@@ -66,10 +66,9 @@ class KeyedNoise:
     @contextlib.contextmanager
     def preserve_state(self) -> Iterator[None]:
         """Restore binding and draw counts afterwards, so that other samples can be bound inside."""
-        before = (self.keys, self.rows, self._bound, self._row_keys, self._device)
-        calls = {name: site.calls for name, site in self.sites.items()}
+        before, calls = dict(vars(self)), {name: site.calls for name, site in self.sites.items()}
         yield
-        self.keys, self.rows, self._bound, self._row_keys, self._device = before
+        vars(self).update(before)
         for name, site in self.sites.items():
             site.calls = calls.get(name, 0)
 
@@ -254,6 +253,3 @@ class KeyedDropout(nn.Module):
                 " then says `noise`) or --dropout 0"
             )
         return apply_mask(x, keep_mask(keys, x[0].numel(), self.p), self.p)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}, site={self.site.name!r}"

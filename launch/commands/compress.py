@@ -17,12 +17,13 @@ from isobatch.core.recipe import DEMO
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.launch.commands.export import export_form
+from isobatch.launch.commands.plan import prepared_facts
 from isobatch.launch.local import words as flag_words
 from isobatch.launch.local.arguments import known_flags, parse_request, split_words
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.report import pareto
 from isobatch.launch.report.page import held_out, text_of, write_report
-from isobatch.models.encoder import baselines, evaluation, problems
+from isobatch.models.encoder import baselines, evaluation, int8, problems
 from isobatch.models.encoder.prediction import TOKENIZER_FILE
 
 if TYPE_CHECKING:
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
 
 STAGES = ("classifier", "pruning", "qat")
 """The workloads in order; a chain may have several stages of the last, or none."""
-SOURCES = {"pruning": "teacher", "qat": "pruned"}
-"""The flag that names the run of the stage before."""
+SOURCES = {"pruning": ("teacher", "classifier"), "qat": ("pruned", "pruning")}
+"""The flag that names the run of an earlier stage, and that stage."""
 ONLY_FIRST = ("model", "tokenizer", "revision", "preset")
 """Flags of the first stage's initial model; each later stage starts from the model of the one before."""
-GIVEN = {*SOURCES.values(), *flag_words.SOURCES, "bits"}
+GIVEN = {"teacher", "pruned", *flag_words.SOURCES, "bits"}
 """Flags that the chain gives its stages, or none has."""
 UNTRAINED = ("onnx-dynamic", "onnx-static")
 """Forms that are rounded after training: one that answers otherwise is left out, and the chain goes on."""
@@ -89,17 +90,17 @@ def compress(words: Sequence[str]) -> int:
     """Usage: auto --task compress --data FOLDER --model MODEL [--fast] [flags of the three stages]
     [--quantize dynamic,static,int8-qat,int4] [--choose smallest|fastest|accurate|"within 0.5%"] [--anyway]
     """
-    own, flags = parse_stages(words)
-    options = build_options(CompressOptions, own)
+    options, flags = parse_stages(words)
     for library in ("onnx", "onnxruntime", "matplotlib"):
         need(library, "--task compress")
-    stages = stages_of(options.quantize)
+    stages = stages_of(_possible(options.quantize, flags[STAGES[0]]))
     runs: dict[str, RunFolder] = {}
     for number, stage in enumerate(stages, start=1):
         print(f"compress: stage {number} of {len(stages)}, {stage.name}", file=sys.stderr)
-        before = {"pruning": "classifier", "qat": "pruning"}.get(stage.task)
-        source = {SOURCES[stage.task]: str(runs[before].folder)} if before else {}
-        given = flags[stage.name] | source
+        given = dict(flags[stage.name])
+        if stage.task in SOURCES:
+            flag, before = SOURCES[stage.task]
+            given[flag] = str(runs[before].folder)
         request = parse_request(_words_of(stage.task, given), "auto", AutoOptions)
         run, verdict = find_or_train(request)
         if verdict.code == STOPPED:
@@ -107,7 +108,7 @@ def compress(words: Sequence[str]) -> int:
         if verdict.code != DONE:
             return verdict.code
         runs[stage.name] = run
-        if not before:
+        if stage.task not in SOURCES:
             check_worth(run, options.anyway)
         for kind in stage.exports:
             if not (run.folder / "exports" / kind).is_dir():
@@ -124,6 +125,20 @@ def compress(words: Sequence[str]) -> int:
         "chosen": str(copied),
     }
     return print_answer(answer, text, options.json)
+
+
+def _possible(quantize: tuple[str, ...], flags: Mapping[str, str]) -> tuple[str, ...]:
+    """The ways to round that the data is enough for; others are left out with a line. `flags`: the base's."""
+    if "static" not in quantize:
+        return quantize
+    request = parse_request(_words_of(STAGES[0], flags), "auto", AutoOptions)
+    facts = prepared_facts(request, request.workload.make(request.recipe)[1])
+    try:
+        int8.check_calibration(int8.STATIC, facts)
+    except UserError as error:
+        print(f"compress: goes on without static: {error}", file=sys.stderr)
+        return tuple(kind for kind in quantize if kind != "static")
+    return quantize
 
 
 def _export(run: RunFolder, kind: str) -> None:
@@ -163,8 +178,8 @@ def check_worth(run: RunFolder, anyway: bool) -> None:
         print(f"compress: {verdict}", file=sys.stderr)
 
 
-def parse_stages(words: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[str, str]]]:
-    """(flags of the command, name of a stage -> its flags), all checked before the first stage trains.
+def parse_stages(words: Sequence[str]) -> tuple[CompressOptions, dict[str, dict[str, str]]]:
+    """(options of the chain, name of a stage -> its flags), all checked before the first stage trains.
 
     Raises UserError.
     """
@@ -175,7 +190,7 @@ def parse_stages(words: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[s
     found = in_file.below(flag_words.translate(typed, every))
     for note in found.notes.values():
         print(note, file=sys.stderr)
-    own = {k: v for k, v in found.flags.items() if k in OWN}
+    options = build_options(CompressOptions, {k: v for k, v in found.flags.items() if k in OWN})
     given = {k: v for k, v in found.flags.items() if k not in ("task", *flag_words.SOURCES, *OWN)}
     if "bits" in given:
         raise UserError(f"--bits {given['bits']}: of this chain --quantize int8-qat,int4 says it")
@@ -183,12 +198,12 @@ def parse_stages(words: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[s
         word = spelling(unknown[0])
         hint = nearest_hint(word, map(spelling, flag_words.words_for(every)))
         raise UserError(f"{word}: no stage of compress has such a flag{hint}")
-    stages = stages_of(build_options(CompressOptions, own).quantize)
+    stages = stages_of(options.quantize)
     flags = {stage.name: _flags_of(stage, given, known[stage.task]) for stage in stages}
     start = {k: v for k, v in flags[STAGES[0]].items() if k in ONLY_FIRST}
     for stage in stages:
         parse_request(_words_of(stage.task, flags[stage.name] | start), "auto")
-    return own, flags
+    return options, flags
 
 
 def _words_of(stage: str, flags: Mapping[str, str]) -> list[str]:

@@ -109,7 +109,7 @@ def _targets(request: Request, options: PlanCommandOptions, names: Sequence[str]
         length = options.assume_length * request.workload.task.rows_per_sample
         facts = assumed_facts(length, request.workload.data, request.recipe.tokenizer)
     else:
-        facts = _prepared(request, request.workload.make(request.recipe)[1])
+        facts = prepared_facts(request, request.workload.make(request.recipe)[1])
     return [
         Target(name, request.workload, request.recipe, facts, machine, request.plan)
         for name, machine in machines.items()
@@ -123,7 +123,8 @@ def _machine(name: str, flag: str) -> Hardware:
         raise UserError(str(error).replace("--hardware", flag, 1)) from None
 
 
-def _prepared(request: Request, data: Any) -> Facts:
+def prepared_facts(request: Request, data: Any) -> Facts:
+    """Prepare the data of a request where it is not in the cache."""
     return prepare_data(data, partial(print_unless_quiet, quiet=request.run.quiet))
 
 
@@ -186,7 +187,7 @@ def prepare(words: Sequence[str]) -> int:
     request = parse_request(words, "prepare", PrepareOptions)
     say_notes(request)
     task, data = request.workload.make(request.recipe)
-    facts = _prepared(request, data)
+    facts = prepared_facts(request, data)
     task.fetch()
     counts = ", ".join(f"{n:,} {split}" for split, n in facts.samples.items())
     lengths = f"up to {facts.longest} tokens (mean {facts.mean_length:.0f})"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from isobatch.core.errors import UserError
 from isobatch.core.measures import aligned, format_bytes, printable
 from isobatch.models.encoder import problems
-from isobatch.models.encoder.export import SIDE_FILES
+from isobatch.models.encoder.export import copy_beside
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
@@ -25,8 +25,6 @@ TIMED = {
     "batch_32_all_threads": "32 texts, all threads",
 }
 """Field of a row with times -> of what."""
-BESIDE = (*SIDE_FILES, "parity.json")
-"""What a model's file needs beside it, and what it was checked against."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +47,8 @@ class Point:
 
     def beats(self, other: Point) -> bool:
         """Whether it is nowhere worse, and somewhere better."""
-        pairs = list(zip(self.costs, other.costs, strict=True))
-        return all(mine <= theirs for mine, theirs in pairs) and any(mine < theirs for mine, theirs in pairs)
+        pairs = zip(self.costs, other.costs, strict=True)
+        return self.costs != other.costs and all(mine <= theirs for mine, theirs in pairs)
 
 
 def front(points: Sequence[Point]) -> list[Point]:
@@ -108,9 +106,8 @@ def copy(point: Point, folder: Path) -> Path:
     source, new = point.file.parent, folder.with_name(f".{folder.name}.new")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir()
-    for file in source.iterdir():
-        if file.name.startswith(point.file.name) or file.name in BESIDE or file.suffix == ".py":
-            shutil.copy(file, new)
+    own = [f.name for f in source.iterdir() if f.name.startswith(point.file.name) or f.suffix == ".py"]
+    copy_beside(source, new, "parity.json", *own)
     shutil.rmtree(folder, ignore_errors=True)
     new.rename(folder)
     return folder / point.file.name

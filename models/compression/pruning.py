@@ -84,9 +84,7 @@ class Pruning(DistilledClassifier):
         "distill_hidden": False,
     }
     demo: ClassVar[Mapping[str, Any]] = {
-        "model": "tiny",
-        "max_length": 64,
-        "lr": 1e-3,
+        **DistilledClassifier.demo,
         "epochs": [3],
         "prune_every": 10,
         "patience": 0,
@@ -116,7 +114,7 @@ class Pruning(DistilledClassifier):
         )
         if (config := self._initial_config()) is None:
             return
-        budget = self._budget_of(config)
+        budget = self._budget(config)
         neurons, most = budget.sizes.neurons, budget.max_sparsity
         pruned, rest = encoders.is_pruned(config), neurons % options.multiple
         refuse(
@@ -155,7 +153,7 @@ class Pruning(DistilledClassifier):
                 group_importance = gates.view(-1, group).sum(1).abs_().repeat_interleave(group)
                 linear.importance.lerp_(group_importance, 1 / self.options.importance_window)
         if self._sparsity is None:
-            self._sparsity = measure_sparsity(model, self._budget(model))
+            self._sparsity = self._measure_sparsity(model)
         return {"sparsity": self._sparsity}
 
     def _ramp_steps(self, step: StepContext) -> int:
@@ -168,12 +166,15 @@ class Pruning(DistilledClassifier):
         every = self.options.prune_every
         return every if isinstance(every, int) else every.steps(ramp, ramp)
 
-    def _budget(self, model: Any) -> PruningBudget:
-        return self._budget_of(model.config.to_dict())
-
-    def _budget_of(self, config: Mapping[str, Any]) -> PruningBudget:
+    def _budget(self, config: Mapping[str, Any]) -> PruningBudget:
         sizes = encoders.sizes_from_config(config, self._model_name)
         return PruningBudget(sizes, self.options.multiple, self.options.granularity)
+
+    def _measure_sparsity(self, model: Any, masks: bool = True) -> float:
+        """Removed weights (masked ones too if `masks`) over all that may be removed."""
+        current = weight_surgery.current_masks(encoders.layers(model))
+        left = (sum(int(k.sum()) if masks else len(k) for k in part) for part in current)
+        return self._budget(model.config.to_dict()).sparsity(*left)
 
     def after_step(self, model: Any, step: StepContext) -> Change | None:
         """At a pruning event: mask to the target of the cubic schedule; at some, remove what is masked."""
@@ -193,7 +194,7 @@ class Pruning(DistilledClassifier):
         if done == ramp:
             for linear, _ in encoders.pruned_inputs(model):
                 linear.register_buffer(weight_surgery.IMPORTANCE, None)
-        self._sparsity = measure_sparsity(model, self._budget(model))
+        self._sparsity = self._measure_sparsity(model)
         left = weight_surgery.current_masks(layers)
         record = {"sparsity": round(self._sparsity, 6), "target": round(target, 6)}
         record |= {f"{name}_left": [int(k.sum()) for k in getattr(left, name)] for name in left._fields}
@@ -203,14 +204,14 @@ class Pruning(DistilledClassifier):
         """New masks at the target sparsity, the same on every process."""
         import torch
 
-        layers, budget = encoders.layers(model), self._budget(model)
+        layers, budget = encoders.layers(model), self._budget(model.config.to_dict())
         parts = [importance.l2_scores(layers)] if "l2" in self.options.importance else []
         if "gradient" in self.options.importance:
             heads = [layer.output.importance.view(-1, layer.head_size)[:, 0] for layer in layers]
             parts.append(HeadsAndNeurons(heads, [layer.down.importance for layer in layers]))
         scores, kept = importance.sum_of_shares(*parts), weight_surgery.current_masks(layers)
         # Masks cover only what is still in the model: what was removed before is subtracted from the target.
-        left = target - measure_sparsity(model, budget, masks=False)
+        left = target - self._measure_sparsity(model, masks=False)
         found = importance.choose_kept(scores, kept, budget, left)
         chosen = step.broadcast_object([[k.tolist() for k in part] for part in found])
         return HeadsAndNeurons(*([torch.tensor(k, dtype=torch.bool) for k in part] for part in chosen))
@@ -222,15 +223,9 @@ class Pruning(DistilledClassifier):
 
     def final_metrics(self, model: nn.Module, final: Path, facts: Facts, batches: Batches) -> dict[str, Any]:
         """Sparsity and sizes, latency, and the comparison with the teacher."""
-        found: dict[str, Any] = {"sparsity": measure_sparsity(model, self._budget(model))}
+        found: dict[str, Any] = {"sparsity": self._measure_sparsity(model)}
         sizes = encoders.heads_and_neurons(model)
         found |= {"heads_left": [h for h, _ in sizes], "neurons_left": [n for _, n in sizes]}
         run = evaluation.open_runner(final)
         found |= latency.latency_metrics(run, facts, batches()) | self.against_teacher(run, batches)
         return {**found, **self.settle(run, final, facts, batches)}
-
-
-def measure_sparsity(model: Any, budget: PruningBudget, masks: bool = True) -> float:
-    """Removed weights (masked ones too if `masks`) over all that may be removed."""
-    current = weight_surgery.current_masks(encoders.layers(model))
-    return budget.sparsity(*(sum(int(k.sum()) if masks else len(k) for k in part) for part in current))

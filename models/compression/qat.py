@@ -90,11 +90,8 @@ class QAT(DistilledClassifier):
 
     def check(self) -> None:
         super().check()
-        for library in (
-            "onnx",
-            "onnxruntime",
-            "onnxscript",
-        ):  # said before it trains: its last act is to write such a file
+        # Said before it trains: its last act is to write such a file.
+        for library in ("onnx", "onnxruntime", "onnxscript"):
             need(library, f"--task {self.recipe.task}")
         if (config := self._initial_config()) is not None:
             encoders.sizes_from_config(config, self._model_name)
@@ -121,10 +118,11 @@ class QAT(DistilledClassifier):
 
         from isobatch.models.encoder import onnx_graph, quantization
 
-        saving.save(model, facts, folder, quantization.dequantized_state(model))
+        weights, quantized = quantization.split_state(model)
+        saving.save(model, facts, folder, weights)
         encoders.write_layer_sizes(model, folder)
         metadata = {"bits": str(self.options.bits), "embedding_bits": str(self.options.embedding_bits)}
-        save_file(quantization.quantizer_state(model), folder / QUANTIZERS_FILE, metadata=metadata)
+        save_file(quantized, folder / QUANTIZERS_FILE, metadata=metadata)
         onnx_graph.write_onnx(open_quantized(folder), folder / self._file_name)
 
     @property

@@ -117,9 +117,13 @@ class EncoderLayer:
         return f"{self.prefix}.{getattr(self.names, part)}"
 
     def producers(self, consumer: str) -> list[tuple[str, Any, int]]:
-        """(full name, module, groups of rows) of what produces the inputs of `output` or `down`."""
-        found = [(f"{self.prefix}.{name}", groups) for name, groups in self.names.producers(consumer)]
-        return [(name, self.model.get_submodule(name), groups) for name, groups in found]
+        """(full name, module, groups of rows) of what produces the inputs of `output` or `down`.
+
+        A module with the rows of query, key and value has 3 groups, of a gated linear unit 2.
+        """
+        width, names = getattr(self, consumer).in_features, self.names.producers(consumer)
+        found = [(name := f"{self.prefix}.{part}", self.model.get_submodule(name)) for part in names]
+        return [(name, one, one.out_features // width if width else 1) for name, one in found]
 
     def replace(self, part: str, module: nn.Module) -> None:
         """Put another module in the place of this one."""

@@ -84,10 +84,8 @@ def predict_with_onnx_levels(
         inside = torch.from_numpy(inputs["attention_mask"]).bool()
         for quantizer, onnx_levels in zip(quantizers, levels, strict=True):
             found = torch.from_numpy(onnx_levels).float()
-            if found.dim() > 2:  # of what is read: no padding, and of the last layer the first token alone
-                unread = inside.shape[1] - found.shape[1]
-                found = torch.nn.functional.pad(found, (0, 0, 0, unread), value=-1.0)
-                found = found.masked_fill(~inside[..., None], -1.0)
+            if found.dim() > 2:  # padding is not read; the last layer may have the first token alone
+                found = found.masked_fill(~inside[:, : found.shape[1], None], -1.0)
             quantizer.given_levels = found
         return run(inputs)
 
@@ -159,11 +157,8 @@ def export_dense(model: Any, final: Path, folder: Path) -> None:
 
     from isobatch.models.encoder import encoders
 
-    values = model.config.to_dict()
-    for name in (*CUSTOM_CODE, "architectures"):
-        values.pop(name, None)
-    kind, head = values.pop("model_type"), encoders.head_of({"architectures": [type(model).__name__]})
-    dense_model = encoders.new_classifier(AutoConfig.for_model(kind, **values), head).eval()
+    values = {name: value for name, value in model.config.to_dict().items() if name not in CUSTOM_CODE}
+    dense_model = encoders.new_classifier(AutoConfig.for_model(**values)).eval()
     groups = encoders.row_groups(model)
     with torch.no_grad():
         target = dense_model.state_dict()

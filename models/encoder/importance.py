@@ -108,7 +108,7 @@ class _Units(NamedTuple):
     members: Tensor
     """(units, size of one) places in the mask."""
     density: Tensor
-    """(units,) score per weight; -1 for units that are removed already, so that they are chosen first."""
+    """(units,) score per weight; below 0 of those that are removed already, so that they are chosen first."""
     weights_each: int
     """Weights of one unit."""
 
@@ -124,7 +124,13 @@ def choose_kept(
     import torch
 
     chosen = HeadsAndNeurons(*([k.clone() for k in part] for part in kept))
-    units = _heads(scores.heads, chosen.heads, budget) + _blocks(scores.neurons, chosen.neurons, budget)
+    each = (budget.weights_per_head, 1, 0), (budget.weights_per_neuron, budget.multiple, 1)
+    units = [
+        _units(score, keep, *kind)
+        for kind, *layers in zip(each, scores, chosen, strict=True)
+        for score, keep in zip(*layers, strict=True)
+        if kind[0]
+    ]
     density = _round_to_significant_digits(torch.cat([u.density for u in units]))
     weights = torch.cat([torch.full_like(u.density, u.weights_each) for u in units])
     order = torch.argsort(density, stable=True)
@@ -136,28 +142,14 @@ def choose_kept(
     return chosen
 
 
-def _heads(scores: list[Tensor], masks: list[Tensor], budget: PruningBudget) -> list[_Units]:
-    import torch
-
-    each = budget.weights_per_head
-    return [
-        _Units(keep, torch.arange(len(keep))[:, None], (score / each).masked_fill(~keep, -1.0), each)
-        for score, keep in zip((s.double().cpu() for s in scores), masks, strict=True)
-        if each
-    ]
-
-
-def _blocks(scores: list[Tensor], masks: list[Tensor], budget: PruningBudget) -> list[_Units]:
-    """Blocks of neurons of each layer, in ascending order of importance."""
-    each, found = budget.weights_per_neuron * budget.multiple, []
-    for score, keep in zip(scores, masks, strict=True):
-        if each:
-            ranked = _round_to_significant_digits(score.double().cpu()).masked_fill(~keep, -1.0)
-            blocks = len(ranked) // budget.multiple
-            order = ranked.argsort(stable=True)[: blocks * budget.multiple].view(blocks, -1)
-            sums = ranked[order].sum(1)
-            found.append(_Units(keep, order[:-1], sums[:-1] / each, each))  # a layer's best block stays
-    return found
+def _units(score: Tensor, keep: Tensor, weights: int, multiple: int, stay: int) -> _Units:
+    """A layer's blocks of `multiple` heads or neurons in ascending order of importance, without the last
+    `stay` ones. `weights`: of a head or neuron.
+    """
+    ranked = _round_to_significant_digits(score.double().cpu()).masked_fill(~keep, -1.0)
+    blocks = len(ranked) // multiple
+    order = ranked.argsort(stable=True)[: blocks * multiple].view(blocks, multiple)[: blocks - stay]
+    return _Units(keep, order, ranked[order].sum(1) / (weights * multiple), weights * multiple)
 
 
 def _round_to_significant_digits(values: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -49,8 +49,12 @@ def export_int8(kind: str, model: Any, final: Path, folder: Path, batches: Batch
     Raises ExportError where it is clearly worse.
     """
     fp32, file = export.export_onnx(model, final, folder), folder / export.ONNX_FILES[kind]
-    with _without_warnings():
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # onnxruntime advises its users through the root logger
+    try:
         quantize(kind, fp32, file, batches)
+    finally:
+        logging.disable(before)
     for part in folder.glob(f"{fp32.name}*"):  # large weights lie beside it
         part.unlink()
     trained = evaluation.predict(evaluation.torch_runner(model), batches())
@@ -94,10 +98,11 @@ def quantize(kind: str, fp32: Path, file: Path, batches: Batches) -> None:
     if kind == DYNAMIC:
         quantize_dynamic(model, file, weight_type=QuantType.QInt8)
     else:
+        inputs = training_texts([value.name for value in model.graph.input], batches)
         quantize_static(
             model,
             file,
-            _Calibration(model, batches),
+            SimpleNamespace(get_next=lambda: next(inputs, None)),  # all that is asked of a data reader
             activation_type=QuantType.QUInt8,
             weight_type=QuantType.QInt8,
             per_channel=True,
@@ -122,22 +127,6 @@ def _fusible_nodes(model: Any) -> list[str]:
     return [node.name for node in found]
 
 
-class _Calibration:
-    """Training texts, one at a time, as onnxruntime's CalibrationDataReader."""
-
-    def __init__(self, model: Any, batches: Batches) -> None:
-        self.inputs = training_texts([value.name for value in model.graph.input], batches)
-
-    def get_next(self) -> dict[str, np.ndarray] | None:
-        return next(self.inputs, None)
-
-    def __iter__(self) -> _Calibration:
-        return self
-
-    def __next__(self) -> dict[str, np.ndarray]:
-        return next(self.inputs)
-
-
 def training_texts(names: list[str], batches: Batches) -> Iterator[dict[str, np.ndarray]]:
     """(1, T) inputs of CALIBRATION_TEXTS training texts, evenly from all."""
     count = sum(len(batch["length"]) for batch in batches("train"))
@@ -149,14 +138,3 @@ def training_texts(names: list[str], batches: Batches) -> Iterator[dict[str, np.
             if place in wanted:
                 yield {name: values[row : row + 1, :length] for name, values in inputs.items()}
             place += 1
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """onnxruntime advises its users through the root logger."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(before)

@@ -8,7 +8,7 @@ same for a token wherever its row ends. The layer's states are (B, 1, H) in plac
 from __future__ import annotations
 
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from isobatch.models.attention_functions import known_attention
 
@@ -16,26 +16,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class _Places(NamedTuple):
-    """Where a family has its list of layers, in a layer the attention, and in that its linear layers."""
-
-    layers: str
-    attention: str
-    projections: tuple[str, str, str]
-    after: str
-    """The module of a layer that gets the attention's output with the states that the layer got."""
-    output: str = ""
-    """The attention's own output layer, where it has one."""
-
-
-_BERT = _Places("encoder.layer", "attention.self", ("query", "key", "value"), "attention.output")
-PLACES = {
-    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), _BERT),
-    "distilbert": _Places(
-        "transformer.layer", "attention", ("q_lin", "k_lin", "v_lin"), "sa_layer_norm", "out_lin"
-    ),
+AFTER = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), "attention.output"),
+    "distilbert": "sa_layer_norm",
 }
-"""By model type: those of whose last layer transformers' sequence classifiers read the first token alone."""
+"""Model type -> the module of a layer that gets the attention's output with the states that the layer got. Of
+these types transformers' sequence classifiers read the first token alone."""
 
 
 def compute_first_alone(model: Any) -> bool:
@@ -43,15 +29,18 @@ def compute_first_alone(model: Any) -> bool:
 
     Other models are left alone. Once for a model: weights and modules in the layer may change afterwards.
     """
-    config, places = model.config, PLACES.get(model.config.model_type)
+    config, kind = model.config, model.config.model_type
     reads_first = type(model).__name__.endswith("ForSequenceClassification")
-    if places is None or not reads_first or getattr(config, "is_decoder", False):
+    if kind not in AFTER or not reads_first or getattr(config, "is_decoder", False):
         return False
-    layer = model.base_model.get_submodule(places.layers)[-1]
-    attention = layer.get_submodule(places.attention)
-    attention.first_token_places = places
+    from isobatch.models.encoder.modeling_pruned import MODULE_NAMES
+
+    names = MODULE_NAMES[kind]
+    layer = model.get_submodule(names.layers)[-1]
+    attention = layer.get_submodule(names.attention)
+    attention.projections = [name.rpartition(".")[2] for name in names.qkv]
     attention.forward = MethodType(_attend, attention)
-    layer.get_submodule(places.after).register_forward_pre_hook(_take_first)
+    layer.get_submodule(AFTER[kind]).register_forward_pre_hook(_take_first)
     return True
 
 
@@ -67,9 +56,8 @@ def _attend(
     **named: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """As the family's own attention, from states (B, T, H) to the first token's (B, 1, H)."""
-    places = self.first_token_places
     read = hidden_states[:, :1], hidden_states, hidden_states
-    projected = [getattr(self, name)(x) for name, x in zip(places.projections, read, strict=True)]
+    projected = [getattr(self, name)(x) for name, x in zip(self.projections, read, strict=True)]
     heads = (x.view(*x.shape[:2], -1, self.attention_head_size).transpose(1, 2) for x in projected)
     if attention_mask is not None and attention_mask.ndim == 4:
         attention_mask = attention_mask[:, :, :1]
@@ -77,4 +65,4 @@ def _attend(
     attention, _ = known_attention(self.config._attn_implementation)  # noqa: SLF001  no public name
     found, weights = attention(self, *heads, attention_mask, dropout=dropout, scaling=self.scaling, **named)
     output = found.flatten(2)
-    return (getattr(self, places.output)(output) if places.output else output), weights
+    return (self.out_lin(output) if hasattr(self, "out_lin") else output), weights  # DistilBERT's

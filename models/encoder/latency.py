@@ -39,8 +39,8 @@ Model = dict[str, Any]
 
 def drawn_lengths(batches: Iterable[Batch]) -> list[int]:
     """Tokens of as many samples as are timed, drawn from all; the same whenever it is called."""
-    lengths = np.concatenate([np.asarray(batch["length"]) for batch in batches])
-    found: list[int] = np.random.default_rng(0).choice(lengths, max(TEXTS.values())).tolist()
+    lengths, draw = np.concatenate([batch["length"] for batch in batches]), np.random.default_rng(0)
+    found: list[int] = draw.choice(lengths, max(TEXTS.values())).tolist()
     return found
 
 
@@ -61,7 +61,8 @@ def time_in_turn(
     """(models, ROUNDS, batches) ms. `inputs`: of each model; `clock`: seconds."""
     found = np.zeros((len(runners), ROUNDS, len(inputs[0])))
     for number in range(ROUNDS):
-        for place in np.roll(np.arange(len(runners)), number):
+        for turn in range(len(runners)):
+            place = (number + turn) % len(runners)
             run = runners[place]
             for given in inputs[place][:WARM_UP]:
                 run(given)

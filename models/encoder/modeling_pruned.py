@@ -23,16 +23,12 @@ class ModuleNames(NamedTuple):
     output: str
     up: str
     down: str
-    ups: int = 1
-    """Groups of rows of `up`: 2 where one is multiplied by the other (a gated linear unit)."""
     neurons: str = "intermediate_size"
     """The config's name for the number of neurons of a layer."""
 
-    def producers(self, consumer: str) -> list[tuple[str, int]]:
-        """(name, groups of rows) of the linear layers that produce what `output` or `down` reads."""
-        if consumer == "down":
-            return [(self.up, self.ups)]
-        return [(name, 3 // len(self.qkv)) for name in self.qkv]
+    def producers(self, consumer: str) -> tuple[str, ...]:
+        """The linear layers that produce what `output` or `down` reads."""
+        return (self.up,) if consumer == "down" else self.qkv
 
 
 _QKV = ("attention.self.query", "attention.self.key", "attention.self.value")
@@ -47,24 +43,25 @@ MODULE_NAMES = {
     "xlm-roberta": _ROBERTA,
     "camembert": _ROBERTA,
     "distilbert": ModuleNames("distilbert.transformer.layer", *_DISTILBERT, neurons="hidden_dim"),
-    "modernbert": ModuleNames("model.layers", "attn", ("attn.Wqkv",), "attn.Wo", "mlp.Wi", "mlp.Wo", ups=2),
+    "modernbert": ModuleNames("model.layers", "attn", ("attn.Wqkv",), "attn.Wo", "mlp.Wi", "mlp.Wo"),
 }
 """By model type."""
 
 
-def _resize(layer: Any, producers: list[tuple[str, int]], consumer: str, width: int) -> None:
+def _resize(layer: Any, names: ModuleNames, consumer: str, width: int) -> None:
     """Give the linear layers on both sides of what `consumer` reads this width.
 
     Those whose size changes get new weights.
     """
-    old = layer.get_submodule(consumer)
+    old = layer.get_submodule(getattr(names, consumer))
     if old.in_features == width:
         return
-    for name, groups in producers:
+    for name in names.producers(consumer):
         linear = layer.get_submodule(name)
-        resized = nn.Linear(linear.in_features, groups * width, bias=linear.bias is not None)
-        layer.set_submodule(name, resized)
-    layer.set_submodule(consumer, nn.Linear(width, old.out_features, bias=old.bias is not None))
+        rows = linear.out_features // old.in_features * width  # several for each where it makes several
+        layer.set_submodule(name, nn.Linear(linear.in_features, rows, bias=linear.bias is not None))
+    smaller = nn.Linear(width, old.out_features, bias=old.bias is not None)
+    layer.set_submodule(getattr(names, consumer), smaller)
 
 
 def _resize_all(model: Any, config: Any, sizes: dict[Any, dict[str, int]]) -> None:
@@ -75,10 +72,9 @@ def _resize_all(model: Any, config: Any, sizes: dict[Any, dict[str, int]]) -> No
         for number, layer in enumerate(model.get_submodule(names.layers)):
             own = sizes[number] if number in sizes else sizes.get(str(number), {})
             if "num_attention_heads" in own:
-                width = own["num_attention_heads"] * head_size
-                _resize(layer, names.producers("output"), names.output, width)
+                _resize(layer, names, "output", own["num_attention_heads"] * head_size)
             if names.neurons in own:
-                _resize(layer, names.producers("down"), names.down, own[names.neurons])
+                _resize(layer, names, "down", own[names.neurons])
 
 
 class _PerLayerSizes:

@@ -23,7 +23,7 @@ from isobatch.core.errors import ExportError
 from isobatch.core.extras import need
 from isobatch.models import saving
 from isobatch.models.attention_functions import register_attention
-from isobatch.models.encoder import encoders, first_token
+from isobatch.models.encoder import encoders
 from isobatch.models.encoder.quantization import (
     ActivationQuantizer,
     QuantEmbedding,
@@ -75,7 +75,6 @@ def write_onnx(model: Any, file: Path) -> None:
     except Exception as error:  # of PyTorch's compiler and of the model's own code
         kind, reason = model.config.model_type, str(error).strip().partition("\n")[0]
         raise ExportError(f"--to onnx: PyTorch cannot trace a {kind} ({reason}): use --to hf") from None
-    first_token.keep_first_token(program.model.graph)
     _finish(program.model)
     program.save(file)
 
@@ -189,16 +188,10 @@ class _Joined:
 
 def _join(linears: Sequence[nn.Linear]) -> nn.Module:
     """Linear layers with the same input as one, their outputs concatenated."""
-    first, biases = linears[0], tuple(one.bias for one in linears if one.bias is not None)
-    joined = nn.Linear(first.in_features, 0, device="meta")
-    joined.weight = nn.Parameter(torch.cat(tuple(one.weight for one in linears)))
-    joined.register_parameter("bias", nn.Parameter(torch.cat(biases)) if biases else None)
-    rounded = tuple(one for one in linears if isinstance(one, QuantLinear))
-    if not rounded:
-        return joined
-    found = QuantLinear(joined, rounded[0].bits, rounded[0].input_quantizer, own=False)
-    found.weight_scale = nn.Parameter(torch.cat(tuple(one.weight_scale for one in rounded)))
-    return _Linear(found)
+    joined = copy.deepcopy(linears[0])
+    for name, _ in linears[0].named_parameters():
+        setattr(joined, name, nn.Parameter(torch.cat([getattr(one, name) for one in linears])))
+    return _Linear(joined) if isinstance(joined, QuantLinear) else joined
 
 
 class _Linear(nn.Module):

@@ -68,7 +68,7 @@ class ActivationQuantizer(nn.Module):
         ratio = (x / self.scale).clamp(-self.zero_point, MAX_ACTIVATION_LEVEL - self.zero_point)
         if self.given_levels is None:
             return torch.round(ratio)
-        given = self.given_levels[:, : x.shape[1]]  # a first token's, of a graph with all
+        given = self.given_levels
         excess = float(torch.where(given < 0, 0.0, given - self.zero_point - ratio).abs().max()) - 0.5
         # max() would drop a NaN.
         self.max_rounding_excess = excess if excess != excess else max(self.max_rounding_excess, excess)
@@ -97,6 +97,8 @@ class QuantLinear(nn.Linear, CachedWeightTransform):
     The names `own` and (in the attention) `reads` are part of checkpoints.
     """
 
+    input_quantizer: ActivationQuantizer
+    """What rounds the input: the layer's own quantizer, or the one that it shares with its attention."""
     rounded: Tensor
     """While held: the fake-quantized weight, with the graph from weight and scale."""
     weight_leaf: Tensor | None = None
@@ -108,13 +110,8 @@ class QuantLinear(nn.Linear, CachedWeightTransform):
         self.bits = bits
         self.weight_scale = nn.Parameter(channel_scales(self.weight.detach(), bits))
         self.own = input_quantizer if own else None
-        # In a list, so that it is no submodule: the attention registers the one that query, key, value share.
-        self._input_quantizer = [input_quantizer]
-
-    @property
-    def input_quantizer(self) -> ActivationQuantizer:
-        """What rounds the input: the layer's own quantizer, or the one that it shares with its attention."""
-        return self._input_quantizer[0]
+        # Past nn.Module, as no submodule: the attention registers the one that query, key, value share.
+        self.__dict__["input_quantizer"] = input_quantizer
 
     def forward(self, x: Tensor) -> Tensor:
         input_quantizer = self.input_quantizer
@@ -271,24 +268,20 @@ QUANTIZER_STATE = ("weight_scale", "scale", "zero_point")
 """Last names of what a state dict has of quantizers."""
 
 
-def dequantized_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of an unquantized model of this shape, with the rounded weights in fp32."""
-    found: dict[str, Tensor] = {}
+def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The state dict of an unquantized model of this shape, with the rounded weights in fp32; and scales and
+    zero points by name.
+    """
+    weights: dict[str, Tensor] = {}
+    quantized: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         module_name, _, kind = name.rpartition(".")
         module = model.get_submodule(module_name)
-        if kind in QUANTIZER_STATE:
-            continue
         if kind == "weight" and isinstance(module, QuantLinear):
             value = module.levels() * module.weight_scale[:, None]
         elif kind == "weight" and isinstance(module, QuantEmbedding):
             levels, scales = quantize_rows(module.weight, module.bits)
             value = levels * scales
-        found[name] = value.detach().contiguous()
-    return found
-
-
-def quantizer_state(model: nn.Module) -> dict[str, Tensor]:
-    """Scales and zero points by name."""
-    state = model.state_dict()
-    return {k: v.contiguous() for k, v in state.items() if k.rpartition(".")[2] in QUANTIZER_STATE}
+        part = quantized if kind in QUANTIZER_STATE else weights
+        part[name] = value.detach().contiguous()
+    return weights, quantized

@@ -16,7 +16,7 @@ from isobatch.engine.noise.keyed_noise import KeyedNoise
 from isobatch.models.attention_functions import unregister_attention
 from isobatch.models.encoder import encoders as real
 from isobatch.models.encoder import quantization, weight_surgery
-from isobatch.models.encoder.last_layer import PLACES, compute_first_alone
+from isobatch.models.encoder.last_layer import AFTER, compute_first_alone
 from isobatch.tests.unit import encoders
 
 ROWS = 6
@@ -63,7 +63,7 @@ def assert_same(first: Any, whole: Any) -> None:
 
 @pytest.mark.parametrize("recomputed", [False, True])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize("family", PLACES)
+@pytest.mark.parametrize("family", AFTER)
 def test_logits_and_gradients_are_those_of_the_whole_layer(
     family: str, dropout: float, recomputed: bool
 ) -> None:
@@ -78,7 +78,7 @@ def test_logits_and_gradients_are_those_of_the_whole_layer(
 
 
 @pytest.mark.parametrize("kernel", ["eager", "sdpa"])
-@pytest.mark.parametrize("family", PLACES)
+@pytest.mark.parametrize("family", AFTER)
 def test_every_kernel_answers_the_same(family: str, kernel: str) -> None:
     model = encoders.classifier(family)
     whole = encoders.logits(model)
