@@ -91,7 +91,7 @@ def compress(words: Sequence[str]) -> int:
     [--quantize dynamic,static,int8-qat,int4] [--choose smallest|fastest|accurate|"within 0.5%"] [--anyway]
     """
     options, flags = parse_stages(words)
-    for library in ("onnx", "onnxruntime", "matplotlib"):
+    for library in ("onnx", "onnxruntime", "onnxscript", "matplotlib"):
         need(library, "--task compress")
     stages = stages_of(_possible(options.quantize, flags[STAGES[0]]))
     runs: dict[str, RunFolder] = {}

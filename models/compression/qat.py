@@ -80,8 +80,9 @@ class QAT(DistilledClassifier):
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
         own = f"onnx-int{options.bits}"  # a run has one of the two
-        kept = tuple(kind for kind in self.exports if kind == own or not kind.startswith("onnx-int"))
-        self.exports = kept  # type: ignore[misc]
+        self.exports = (*self.exports[:-2], own)  # type: ignore[misc]
+        self._file_name = exporting.ONNX_FILES[own]
+        """Of the ONNX file in final/."""
 
     def phases(self) -> list[Phase]:
         if self.teacher_name:
@@ -124,11 +125,6 @@ class QAT(DistilledClassifier):
         metadata = {"bits": str(self.options.bits), "embedding_bits": str(self.options.embedding_bits)}
         save_file(quantized, folder / QUANTIZERS_FILE, metadata=metadata)
         onnx_graph.write_onnx(open_quantized(folder), folder / self._file_name)
-
-    @property
-    def _file_name(self) -> str:
-        """Of the ONNX file in final/."""
-        return exporting.ONNX_FILES[f"onnx-int{self.options.bits}"]
 
     def _open_trained(self, final: Path) -> Any:
         """With its activations rounded as in training."""

@@ -85,13 +85,12 @@ def write_with_levels(file: Path, to: Path) -> list[str]:
     Returns the names of the model's modules that round, in their order.
     """
     import onnx
-    from onnx import TensorProto, helper
 
     model, names = onnx.load(file), []
     for node in model.graph.node:
         if found := [entry.value for entry in node.metadata_props if entry.key == QUANTIZER]:
             names += found
-            model.graph.output.append(helper.make_tensor_value_info(node.output[0], TensorProto.UINT8, None))
+            model.graph.output.add(name=node.output[0])
     onnx.save(model, to)
     return names
 

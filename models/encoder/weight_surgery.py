@@ -105,8 +105,7 @@ def _keep_between(layer: EncoderLayer, consumer: str, indices: Tensor) -> KeptIn
     linear = getattr(layer, consumer)
     linear.weight = _select(linear.weight, 1, indices)
     linear.in_features = len(indices)
-    if getattr(linear, MASK, None) is not None:
-        linear.register_buffer(MASK, None)
+    linear.register_buffer(MASK, None)
     if getattr(linear, IMPORTANCE, None) is not None:
         linear.register_buffer(IMPORTANCE, linear.importance[indices.to(linear.importance.device)])
     return kept
