@@ -35,7 +35,7 @@ SOURCES = {"pruning": ("teacher", "classifier"), "qat": ("pruned", "pruning")}
 """The flag that names the run of an earlier stage, and that stage."""
 ONLY_FIRST = ("model", "tokenizer", "revision", "preset")
 """Flags of the first stage's initial model; each later stage starts from the model of the one before."""
-GIVEN = {"teacher", "pruned", *flag_words.SOURCES, "bits"}
+GIVEN = {*(flag for flag, _ in SOURCES.values()), *flag_words.SOURCES, "bits"}
 """Flags that the chain gives its stages, or none has."""
 UNTRAINED = ("onnx-dynamic", "onnx-static")
 """Forms that are rounded after training: one that answers otherwise is left out, and the chain goes on."""

@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from isobatch.core.errors import ExportError
-from isobatch.models.base import Batch
 from isobatch.models.encoder import evaluation, problems
 from isobatch.models.encoder.calibration import FILE as CALIBRATION_FILE
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from isobatch.models.base import Batch
     from isobatch.models.encoder.class_metrics import Predictions
     from isobatch.models.encoder.evaluation import Runner
+    from isobatch.models.protocols import Batches
 
 LOGIT_TOLERANCE = 1e-3
 """Largest allowed difference of a logit."""
@@ -38,7 +39,6 @@ SIDE_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", CALIBRAT
 """Files that an ONNX file needs beside it: the classes' names, the tokenizer, and how to answer."""
 CUSTOM_CODE = ("per_layer_config", "auto_map")
 """Fields of config.json that need modeling_pruned.py."""
-Batches = Callable[[], Iterable[Batch]]
 
 
 def check_agreement(kind: str, trained: Predictions, exported: Predictions) -> dict[str, Any]:

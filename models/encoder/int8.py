@@ -7,7 +7,7 @@ run looks for its largest values. Both take any family whose fp32 graph onnxrunt
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,21 +16,19 @@ import numpy as np
 
 from isobatch.core.errors import ExportError, UserError
 from isobatch.models.encoder import evaluation, export, problems
+from isobatch.models.encoder.baselines import SIGNIFICANT
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
-    from isobatch.models.base import Batch
     from isobatch.models.encoder.evaluation import Predictions
     from isobatch.models.encoder.problems import Problem
+    from isobatch.models.protocols import Batches
 
 DYNAMIC, STATIC = "onnx-dynamic", "onnx-static"
 CALIBRATION_TEXTS, LEAST_TEXTS = 256, 32
 """Training texts that the ranges of activations are taken from, and the fewest that are enough."""
 MOST_LOST = 0.01
 """Of the headline figure. What loses more, and clearly so, is no export."""
-SIGNIFICANT = 0.05
-Batches = Callable[..., Iterable["Batch"]]
-"""`batches()`: all held-out samples; `batches("train")`: those of training."""
 
 
 def check_calibration(kind: str, facts: Facts) -> None:

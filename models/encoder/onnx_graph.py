@@ -10,6 +10,7 @@ Letters: B samples, T tokens, K inputs and O outputs of a linear layer.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import warnings
 from pathlib import Path
@@ -32,7 +33,7 @@ from isobatch.models.encoder.quantization import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 OPSET = 21
 """The first opset with INT4."""
@@ -146,9 +147,11 @@ def _write_attention(layer: encoders.EncoderLayer) -> None:
     first_alone = "forward" in vars(layer.attention)  # its query has another input than key and value
     parts = layer.producers("output")[first_alone:]
     if len(parts) > 1:
-        joined = _Joined([linear for _, linear, _ in parts])
+        joined = _join([linear for _, linear, _ in parts])
+        # No attribute of a module: tracing allows none to keep a tensor.
+        compute = functools.lru_cache(maxsize=1)(lambda x: joined(x).chunk(len(parts), -1))
         for number, (name, *_) in enumerate(parts):
-            layer.model.set_submodule(name, _Part(joined, number))
+            layer.model.set_submodule(name, _Part(joined, compute, number))
 
 
 class _NoHeads(nn.Module):
@@ -163,26 +166,12 @@ class _NoHeads(nn.Module):
 class _Part(nn.Module):
     """One of several linear layers with the same input: all are computed when the first of them is asked."""
 
-    def __init__(self, joined: _Joined, number: int) -> None:
+    def __init__(self, joined: nn.Module, compute: Callable[[Tensor], Sequence[Tensor]], number: int) -> None:
         super().__init__()
-        self.linear, self.joined, self.number = joined.linear, joined, number
+        self.joined, self.compute, self.number = joined, compute, number
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.joined(x)[self.number]
-
-
-class _Joined:
-    """What they share; no module, since tracing allows none to keep a tensor."""
-
-    def __init__(self, linears: Sequence[nn.Linear]) -> None:
-        self.linear, self.count = _join(linears), len(linears)
-        self.computed: tuple[Any, Any] = None, None
-
-    def __call__(self, x: Tensor) -> Sequence[Tensor]:
-        if self.computed[0] is not x:
-            self.computed = x, self.linear(x).chunk(self.count, -1)
-        found: Sequence[Tensor] = self.computed[1]
-        return found
+        return self.compute(x)[self.number]
 
 
 def _join(linears: Sequence[nn.Linear]) -> nn.Module:
