@@ -80,14 +80,14 @@ def measure(quick: bool, data: str, model: str) -> list[Row]:
         return rows
 
 
-def _tokens(tokenizer: Any, data: Path, count: int) -> dict[str, np.ndarray]:
+def _tokens(tokenizer: Any, data: Path, count: int) -> Any:
     """The first texts of train.tsv, padded, as a batch of prepared data."""
     lines = (data / "train.tsv").read_text(encoding="utf-8").splitlines()[1 : 1 + count]
     found = tokenizer([line.split("\t")[0] for line in lines], padding=True, return_tensors="np")
     return {"tokens": found["input_ids"], "length": found["attention_mask"].sum(1), "label": np.zeros(count)}
 
 
-def _write(dense: Any, folder: Path, batch: dict[str, np.ndarray]) -> dict[str, Path]:
+def _write(dense: Any, folder: Path, batch: Any) -> dict[str, Path]:
     """Name of a form -> its file; the first is what the others are compared with."""
     files = {name: folder / f"{number}.onnx" for number, name in enumerate(NAMES)}
     plain_dense, ours, plain_half, half_dynamic, half_file, dynamic, static, four = files.values()

@@ -64,26 +64,22 @@ def _resize(layer: Any, names: ModuleNames, consumer: str, width: int) -> None:
     layer.set_submodule(getattr(names, consumer), smaller)
 
 
-def _resize_all(model: Any, config: Any, sizes: dict[Any, dict[str, int]]) -> None:
-    names = MODULE_NAMES[config.model_type]
-    head_size = config.hidden_size // config.num_attention_heads
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # all heads may be gone
-        for number, layer in enumerate(model.get_submodule(names.layers)):
-            own = sizes[number] if number in sizes else sizes.get(str(number), {})
-            if "num_attention_heads" in own:
-                _resize(layer, names, "output", own["num_attention_heads"] * head_size)
-            if names.neurons in own:
-                _resize(layer, names, "down", own[names.neurons])
-
-
 class _PerLayerSizes:
     """Mixin that builds the family's model and then gives each layer the size in `per_layer_config`."""
 
     def __init__(self, config: Any) -> None:
         config.allow_global_per_layer_attribute_access = True
         super().__init__(config)  # type: ignore[call-arg]
-        _resize_all(self, config, config.to_dict().get("per_layer_config") or {})
+        sizes = {int(number): own for number, own in (config.to_dict().get("per_layer_config") or {}).items()}
+        names, head_size = MODULE_NAMES[config.model_type], config.hidden_size // config.num_attention_heads
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Initializing zero-element tensors")  # all heads may be gone
+            for number, own in sizes.items():
+                layer = self.get_submodule(names.layers)[number]  # type: ignore[attr-defined]
+                if "num_attention_heads" in own:
+                    _resize(layer, names, "output", own["num_attention_heads"] * head_size)
+                if names.neurons in own:
+                    _resize(layer, names, "down", own[names.neurons])
 
 
 PREFIX = "Pruned"
