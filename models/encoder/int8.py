@@ -16,7 +16,6 @@ import numpy as np
 
 from isobatch.core.errors import ExportError, UserError
 from isobatch.models.encoder import evaluation, export, problems
-from isobatch.models.encoder.baselines import SIGNIFICANT
 
 if TYPE_CHECKING:
     from isobatch.core.facts import Facts
@@ -70,7 +69,7 @@ def check_rounded(kind: str, problem: Problem, trained: Predictions, exported: P
     before, after = (problem.evidence(found) for found in (trained, exported))
     test = problem.difference(after, before)
     figures = [problem.score(one) for one in (before, after)]
-    if not np.isfinite(difference) or (figures[0] - figures[1] > MOST_LOST and test.p < SIGNIFICANT):
+    if not np.isfinite(difference) or (figures[0] - figures[1] > MOST_LOST and test.p < problems.SIGNIFICANT):
         raise ExportError(
             f"--to {kind}: {problem.title} on held-out samples falls from {100 * figures[0]:.1f} to"
             f" {100 * figures[1]:.1f} % ({problem.test_name} {test.p:.2g}), and at most"
