@@ -297,11 +297,11 @@ def learnt_names(
             raise UserError(f"{rows.where(None)}: {what}: leave such rows out")
     found = () if known else map(str, splits["train"].counts())
     names: list[str] = known.extra["labels"] if known else kind.names([*found], data)
-    way = f"is none of the run's: {first_names(names)}"
     for split, rows in splits.items():
         if strange := next((name for name in rows.counts() if name not in names), None):
-            which = f"the label {strange}, which {way if known else 'no training row has'}"
-            raise UserError(f"{rows.where(strange)}: the {split} split has {which}")
+            what = f"the {split} split has the label {strange}, which no training row has"
+            what = f"the label {strange} is none of the run's: {first_names(names)}" if known else what
+            raise UserError(f"{rows.where(strange)}: {what}")
     return names
 
 
