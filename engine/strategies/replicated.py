@@ -107,8 +107,7 @@ class ReplicatedStrategy(Strategy):
         if observe is not None:
             observe()
         set_rate(self.optimizer, rate)
-        # A CPU's norm is read without a wait: a pass that would multiply by 1 is left out.
-        if self.clip and (norm.device.type != "cpu" or not norm + 1e-6 <= self.clip):
+        if self.clip:
             nn.utils.clip_grads_with_norm_(self.dense, self.clip, norm)
             for values in self._sparse_values() if self.sparse else ():
                 values.mul_((self.clip / (norm + 1e-6)).clamp_max(1.0))

@@ -26,7 +26,8 @@ Say = pytest.CaptureFixture[str]
 def made(folder: Path, accuracy: float | None, data: str = "f", **changes: Any) -> RunFolder:
     """A classifier's run; finished where it has an accuracy."""
     recipe, _ = workload("classifier").complete({"steps": [10], **changes})
-    facts = Facts(fingerprint=data, folder="", samples={"train": 100}, lengths=(8, 16))
+    extra = {"labels": ["a", "b"]}
+    facts = Facts(fingerprint=data, folder="", samples={"train": 100}, lengths=(8, 16), extra=extra)
     run = RunFolder.create(folder, recipe, facts, RunOptions())
     run.write_plan(plan(processes=1 if accuracy else 2))
     if accuracy is not None:

@@ -48,7 +48,7 @@ def test_eight_bits_answer_nearly_as_the_model(
         return
     int8.quantize(kind, fp32, file, batches)
     weights = {t.name: t for t in onnx.load(file).graph.initializer}
-    large = [t for t in weights.values() if list(t.dims) == [encoders.VOCABULARY, 64]]
+    large = [t for t in weights.values() if list(t.dims)[:1] == [encoders.VOCABULARY]]
     assert large  # the embedding
     assert {t.data_type for t in large} <= {onnx.TensorProto.INT8, onnx.TensorProto.UINT8}
     assert file.stat().st_size < 0.5 * fp32.stat().st_size
