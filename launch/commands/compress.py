@@ -168,7 +168,7 @@ def check_worth(run: RunFolder, anyway: bool) -> None:
     said += [f"{one.name} {100 * one.score:.1f} % (the base is {one.difference.verdict})" for one in found]
     said += [] if has("sklearn") else [baselines.UNCOMPARED]
     print("; ".join(said), file=sys.stderr)
-    if why := baselines.why_not_worth_it(found):
+    if why := baselines.why_not_worth_it(found, len(mine.labels)):
         verdict = f"{run.folder.name} {why} on {len(mine.labels):,} {split} samples"
         if not anyway and run.recipe.data != DEMO:
             raise TrainingError(

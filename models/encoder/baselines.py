@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from isobatch.models.encoder.problems import Difference, Problem
     from isobatch.models.protocols import Batches
 
+FEWEST = 30
+"""Held-out samples from which a paired test can tell a good model from a constant answer."""
 EXCELLENT = 0.95
 """A headline figure of a baseline from which a model that is within the noise of it may stand: so little is
 left to gain that a held-out set of some hundred samples cannot show it."""
@@ -116,13 +118,16 @@ def standings(problem: Problem, mine: Predictions, others: Iterable[Baseline]) -
     ]
 
 
-def why_not_worth_it(found: list[Standing]) -> str:
+def why_not_worth_it(found: list[Standing], count: int) -> str:
     """Why a model is no base to make smaller, in words; empty where it is one.
 
     It must be clearly better than the constant answer. TF-IDF must not be ahead of it: clearly, or at all
     where that is no EXCELLENT answer either. Where a model is ahead, but within the noise, it goes on.
+    `count`: held-out samples; of fewer than FEWEST no test can say much, and being ahead is enough.
     """
     constant, *others = found
+    if count < FEWEST and constant.difference.value > 0:
+        return ""
     if constant.difference.verdict != "better":
         return f"is not clearly better than {constant.name}"
     for one in others:

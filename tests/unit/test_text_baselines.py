@@ -109,7 +109,7 @@ def test_a_base_must_beat_what_is_simple(
     facts, tokenizer, batches = prepared(tmp_path, splits)
     simple = baselines.baselines_of(facts, tokenizer, batches)
     mine = answers(simple[0].found.labels, share_right)
-    assert why_not_worth_it(baselines.standings(problems.of_facts(facts), mine, simple)) == why
+    assert why_not_worth_it(baselines.standings(problems.of_facts(facts), mine, simple), 400) == why
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,14 @@ def test_a_base_must_beat_what_is_simple(
 def test_both_may_be_excellent(linear: float, difference: float, p: float, goes_on: bool) -> None:
     constant = Standing("the largest class", 0.1, Difference(linear + difference - 0.1, 0.5, 0.9, 0.0))
     found = [constant, Standing("TF-IDF", linear, Difference(difference, -1, 1, p))]
-    assert (why_not_worth_it(found) == "") is goes_on
+    assert (why_not_worth_it(found, 400) == "") is goes_on
+
+
+@pytest.mark.parametrize(("difference", "goes_on"), [(0.3, True), (0.0, False), (-0.2, False)])
+def test_of_few_samples_being_ahead_is_enough(difference: float, goes_on: bool) -> None:
+    found = [Standing("the largest class", 0.6, Difference(difference, -0.1, 0.6, 0.5))]
+    assert (why_not_worth_it(found, 6) == "") is goes_on
+    assert why_not_worth_it(found, 400)
 
 
 def test_a_word_gets_its_usual_tag() -> None:
