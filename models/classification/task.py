@@ -205,9 +205,9 @@ class Classifier(Task):
 
     def fewest_steps(self, facts: Facts) -> int:
         """--least-steps, and with them so many that each class of many is seen SEEN times."""
-        least = super().fewest_steps(facts)
-        seen = math.ceil(SEEN * len(facts.extra["labels"]) / self.recipe.batch_size)
-        return max(least, seen) if least else 0
+        if not (least := super().fewest_steps(facts)):
+            return 0
+        return max(least, math.ceil(SEEN * len(facts.extra["labels"]) / self.recipe.batch_size))
 
     def rate_share(self, name: str) -> float:
         """Parameters of a new head learn at --head-rate times the rate of the others."""
