@@ -51,7 +51,7 @@ LIBRARIES = (
     *("fire", "matplotlib.figure", "peft"),
     *(f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2")),
 )
-FRESH = (":peak_memory", '"runtime": "onnx"')
+FRESH = (":peak_memory", ".onnx")
 """What the command that measures the memory of a process without torch holds: a fork has torch."""
 NOT_IMPORTED = [
     f"isobatch.launch.{name}"
