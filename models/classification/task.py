@@ -207,7 +207,8 @@ class Classifier(Task):
         """--least-steps, and with them so many that each class of many is seen SEEN times."""
         if not (least := super().fewest_steps(facts)):
             return 0
-        return max(least, math.ceil(SEEN * len(facts.extra["labels"]) / self.recipe.batch_size))
+        labels = facts.extra.get("labels") or ()  # a received run's facts may lack them
+        return max(least, math.ceil(SEEN * len(labels) / self.recipe.batch_size))
 
     def rate_share(self, name: str) -> float:
         """Parameters of a new head learn at --head-rate times the rate of the others."""

@@ -18,7 +18,7 @@ import numpy as np
 from isobatch.core.errors import refuse
 from isobatch.models.base import Batch, Loss, Rows, Sum
 from isobatch.models.encoder import class_metrics
-from isobatch.models.encoder.calibration import Calibration
+from isobatch.models.encoder.calibration import FILE, Calibration
 from isobatch.models.encoder.class_metrics import Predictions, softmax
 from isobatch.models.protocols import ReportRow, ReportTable
 
@@ -367,7 +367,11 @@ class MultiLabel(Counted):
     name = "multi-label"
     problem_type = "multi_label_classification"
     description = "Says which of {count} labels a text has: {labels}."
-    usage = "print([model.config.id2label[n] for n, p in enumerate(logits.sigmoid()) if p >= 0.5])"
+    usage = f"""\
+from safetensors.torch import load_file
+
+is_answer = logits.sigmoid() >= load_file("{FILE}").get("thresholds", 0.5)
+print([model.config.id2label[n] for n in is_answer.nonzero().flatten().tolist()])"""
     title = "micro F1"
     choices = ("f1_macro", "subset_accuracy")
     absent = True

@@ -26,8 +26,7 @@ Say = pytest.CaptureFixture[str]
 def made(folder: Path, accuracy: float | None, data: str = "f", **changes: Any) -> RunFolder:
     """A classifier's run; finished where it has an accuracy."""
     recipe, _ = workload("classifier").complete({"steps": [10], **changes})
-    extra = {"labels": ["a", "b"]}
-    facts = Facts(fingerprint=data, folder="", samples={"train": 100}, lengths=(8, 16), extra=extra)
+    facts = Facts(fingerprint=data, folder="", samples={"train": 100}, lengths=(8, 16))
     run = RunFolder.create(folder, recipe, facts, RunOptions())
     run.write_plan(plan(processes=1 if accuracy else 2))
     if accuracy is not None:
