@@ -14,74 +14,44 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from isobatch.core.errors import (
-        IsobatchError,
-        OutOfMemoryError,
-        StopRequestedError,
-        TrainingError,
-        UserError,
-        WorkerLostError,
-    )
-    from isobatch.core.facts import Facts
-    from isobatch.core.plan import Plan, PlanOptions
-    from isobatch.data.base import ArraySource, Columns, Data, Ragged, Source
-    from isobatch.engine.runs.run_options import RunOptions
-    from isobatch.engine.train.hooks import Hook
-    from isobatch.launch.api.functions import Recipe, Run, Verification, load, plan, replay, train, verify
-    from isobatch.models.base import (
-        Batch,
-        CachedWeightTransform,
-        Change,
-        Loss,
-        ModelSize,
-        Noise,
-        Phase,
-        Rows,
-        StepContext,
-        Sum,
-        Task,
-        Teacher,
-    )
+if TYPE_CHECKING:  # a name that is imported as itself is public for checkers of types
+    from isobatch.core.errors import IsobatchError as IsobatchError
+    from isobatch.core.errors import OutOfMemoryError as OutOfMemoryError
+    from isobatch.core.errors import StopRequestedError as StopRequestedError
+    from isobatch.core.errors import TrainingError as TrainingError
+    from isobatch.core.errors import UserError as UserError
+    from isobatch.core.errors import WorkerLostError as WorkerLostError
+    from isobatch.core.facts import Facts as Facts
+    from isobatch.core.plan import Plan as Plan
+    from isobatch.core.plan import PlanOptions as PlanOptions
+    from isobatch.data.base import ArraySource as ArraySource
+    from isobatch.data.base import Columns as Columns
+    from isobatch.data.base import Data as Data
+    from isobatch.data.base import Ragged as Ragged
+    from isobatch.data.base import Source as Source
+    from isobatch.engine.runs.run_options import RunOptions as RunOptions
+    from isobatch.engine.train.hooks import Hook as Hook
+    from isobatch.launch.api.functions import Recipe as Recipe
+    from isobatch.launch.api.functions import Run as Run
+    from isobatch.launch.api.functions import Verification as Verification
+    from isobatch.launch.api.functions import load as load
+    from isobatch.launch.api.functions import plan as plan
+    from isobatch.launch.api.functions import replay as replay
+    from isobatch.launch.api.functions import train as train
+    from isobatch.launch.api.functions import verify as verify
+    from isobatch.models.base import Batch as Batch
+    from isobatch.models.base import CachedWeightTransform as CachedWeightTransform
+    from isobatch.models.base import Change as Change
+    from isobatch.models.base import Loss as Loss
+    from isobatch.models.base import ModelSize as ModelSize
+    from isobatch.models.base import Noise as Noise
+    from isobatch.models.base import Phase as Phase
+    from isobatch.models.base import Rows as Rows
+    from isobatch.models.base import StepContext as StepContext
+    from isobatch.models.base import Sum as Sum
+    from isobatch.models.base import Task as Task
+    from isobatch.models.base import Teacher as Teacher
 
-__all__ = [
-    "ArraySource",
-    "Batch",
-    "CachedWeightTransform",
-    "Change",
-    "Columns",
-    "Data",
-    "Facts",
-    "Hook",
-    "IsobatchError",
-    "Loss",
-    "ModelSize",
-    "Noise",
-    "OutOfMemoryError",
-    "Phase",
-    "Plan",
-    "PlanOptions",
-    "Ragged",
-    "Recipe",
-    "Rows",
-    "Run",
-    "RunOptions",
-    "Source",
-    "StepContext",
-    "StopRequestedError",
-    "Sum",
-    "Task",
-    "Teacher",
-    "TrainingError",
-    "UserError",
-    "Verification",
-    "WorkerLostError",
-    "load",
-    "plan",
-    "replay",
-    "train",
-    "verify",
-]
 _PLACES = {
     "core.errors": (
         *("IsobatchError", "OutOfMemoryError", "StopRequestedError", "TrainingError", "UserError"),
@@ -99,6 +69,7 @@ _PLACES = {
     ),
 }
 _MODULE_OF = {name: module for module, names in _PLACES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
