@@ -31,15 +31,17 @@ GRACE_SECONDS = 120
 def launch_workers(
     plan: Plan, words: Sequence[str], folder: Path, own: Mapping[str, str] = {}, forward_signals: bool = True
 ) -> tuple[int, bool]:
-    """Run a script and its arguments in the plan's processes; writes accelerate.yaml and launcher.log to
-    `folder`. Returns (the launcher's exit code, whether a signal that asks for a stop was forwarded to it).
+    """Run a script and its arguments in the plan's processes; writes launcher.log to `folder`.
+
+    Returns (the launcher's exit code, whether a signal that asks for a stop was forwarded to it).
 
     `own`: variables of the processes.
     With `forward_signals` the first stop signal of each kind goes to the workers, and a second SIGINT ends
     them. Without, handlers stay as they are, and a KeyboardInterrupt asks the workers to save and stop.
     """
-    config = write_config(folder, plan)
+    config = ROOT / "configs" / "accelerate" / ("cpu.yaml" if plan.device == "cpu" else "multi_gpu.yaml")
     launcher = [sys.executable, "-P", str(LOOPBACK_SCRIPT), "accelerate.commands.launch"]
+    launcher += ["--config_file", str(config), f"--num_processes={plan.processes}"]
     environment = {
         **os.environ,
         # Without these accelerate launch dies on SIGUSR1 and kills its workers 30 s after a signal.
@@ -68,7 +70,7 @@ def launch_workers(
     log_path = folder / "launcher.log"
     with atomic_files.explain_write_errors(log_path), log_path.open("ab", buffering=0) as log:
         child = subprocess.Popen(
-            [*launcher, "--config_file", str(config), *words],
+            [*launcher, *words],
             env=environment,
             start_new_session=True,
             stderr=subprocess.PIPE,
@@ -128,15 +130,3 @@ def relay_output(child: subprocess.Popen[bytes], log: Any) -> None:
         else:
             with contextlib.suppress(OSError):  # a full disk must not end the run because of its log
                 log.write(line)
-
-
-def write_config(folder: Path, plan: Plan) -> Path:
-    """Write the accelerate config of a plan, made from a template of configs/accelerate; returns its path."""
-    import yaml
-
-    template = ROOT / "configs" / "accelerate" / ("cpu.yaml" if plan.device == "cpu" else "multi_gpu.yaml")
-    config = yaml.safe_load(template.read_text())
-    config.update(num_processes=plan.processes, num_machines=plan.nodes)
-    path = folder / "accelerate.yaml"
-    atomic_files.write_text(path, yaml.safe_dump(config))
-    return path
