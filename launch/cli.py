@@ -25,7 +25,6 @@ from isobatch.core.terminal.status import doing, start_status, stopped_status
 from isobatch.engine.distributed.device_memory import allocator_settings
 from isobatch.engine.distributed.stop_signals import TerminatedError, end_early_on_signals
 from isobatch.engine.runs.classify_errors import classify
-from isobatch.launch.clusters.cluster import CLUSTERS
 
 
 class Command(NamedTuple):
@@ -39,15 +38,13 @@ class Command(NamedTuple):
 
     def load(self) -> Callable[[Sequence[str]], int]:
         """Its function of the words behind its name, which returns an exit code; imports the module."""
-        found: Callable[[Sequence[str]], int] = _load(self.module, self.function)
-        return found
+        return _load(self.module, self.function)
 
     @property
     def options(self) -> type:
         """The dataclass of its own flags."""
         module, _, name = self.options_name.rpartition(":")
-        kind: type = _load(module or self.module, f"{name}Options")
-        return kind
+        return _load(module or self.module, f"{name}Options")
 
 
 def _load(module: str, name: str) -> Any:
@@ -56,12 +53,7 @@ def _load(module: str, name: str) -> Any:
 
 _ROWS = csv.reader(Path(__file__).with_name("commands.csv").read_text(encoding="utf-8").splitlines()[1:])
 _LISTED = {name: Command(*values) for name, *values in _ROWS}
-COMMANDS = {name: command for name, command in _LISTED.items() if command.help} | {
-    f"submit --to {name}": Command(
-        f"clusters.{p.module}", f"{p.kind}.submit", f"clusters.{p.options}:{p.kind}", p.help
-    )
-    for name, p in CLUSTERS.items()
-}
+COMMANDS = {name: command for name, command in _LISTED.items() if command.help}
 """Name -> command; `--help` lists them in this order."""
 INTERNAL = {name: command for name, command in _LISTED.items() if not command.help}
 """Commands that the sbatch script, its steps, pods and `report` start."""
@@ -72,14 +64,13 @@ ALIASES = {
     "audit": "receipt check",
     "receipt": "receipt make",
     "tasks": "describe",
-    **{name: f"submit --to {name}" for name in CLUSTERS if name != "local"},
+    **{name: f"submit --to {name}" for name in ("slurm", "k8s", "ray")},
     **{name: f"runs {name}" for name in ("logs", "cancel", "rm", "compare")},
     **{name: f"vae {name}" for name in ("reconstruct", "interpolate", "sample")},
 }
 """Another word for a command -> the command."""
 LEFT = {"forget": "train anew on data without the rows; `seen` says which step saw one first"}
 """Commands that were taken out -> what to use instead."""
-TRAINS = ("auto", "resume")
 BEFORE_TORCH = {
     **{"GOMP_SPINCOUNT": "1000", "THP_MEM_ALLOC_ENABLE": "1", "KINETO_LOG_LEVEL": "6"},
     **allocator_settings(os.environ),
@@ -124,7 +115,8 @@ def _run(words: Sequence[str]) -> int:
     if words[0] in INTERNAL:
         return INTERNAL[words[0]].load()(words[1:])
     if words[0] in ("-h", "--help", "help"):
-        print(usage())
+        listed = "\n".join(f"  {name:<19}{found.help}" for name, found in COMMANDS.items())
+        print(USAGE.format(commands=listed))
         return DONE
     if words[0] in ("-V", "--version", "version"):
         libraries = " ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate"))
@@ -138,7 +130,7 @@ def _run(words: Sequence[str]) -> int:
         print(f"isobatch {name}: {command.help}\n\n{inspect.getdoc(command.load())}")
         task = next((b for a, b in itertools.pairwise(rest) if a == "--task"), None)
         return COMMANDS["describe"].load()([task or name])
-    if name in TRAINS:
+    if name in ("auto", "resume"):
         end_early_on_signals()
     if "--quiet" not in words:
         start_status()
@@ -174,11 +166,6 @@ def no_command(word: str) -> str:
     if parts := [name for name in COMMANDS if name.startswith(f"{word} ")]:
         return f"{word}: give one of {', '.join(parts)}"
     return f"there is no command {word!r}{nearest_hint(word, [*COMMANDS, *ALIASES])}; see --help"
-
-
-def usage() -> str:
-    """The text of --help."""
-    return USAGE.format(commands="\n".join(f"  {name:<19}{found.help}" for name, found in COMMANDS.items()))
 
 
 def guarded(action: Callable[[], int], debug: bool = False) -> int:

@@ -1,19 +1,19 @@
 """What is asked of a cluster, whichever it is, and which there are.
 
-A new one is a folder beside this file with a `Cluster` in it, named in the `PLACE` of its `__init__.py`. Its
-flags are a dataclass named after the class, as SlurmOptions; what runs inside its jobs may be a row without
-help in launch/commands.csv.
+A new one is a folder beside this file with a `Cluster` in it, a line in CLUSTERS, and the row of its `submit`
+in launch/commands.csv. Its flags are a dataclass named after the class, as SlurmOptions; what runs inside its
+jobs may be a row without help.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from isobatch.core.errors import UserError
+from isobatch.core.package import load
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder, Verdict
@@ -35,11 +35,6 @@ class JobState:
     """Why it waits, failed, or is not known; empty where the cluster names none."""
     restarts: int = 0
     """How often it was requeued."""
-
-    @property
-    def in_job(self) -> bool:
-        """Whether it waits or runs in a queue of jobs."""
-        return self.stage in ("queued", "running") and bool(self.job)
 
     def __str__(self) -> str:
         reason = f" ({self.reason})" if self.reason else ""
@@ -63,34 +58,18 @@ class Cluster(Protocol):
         """Ask a job to save and end, or to end `now`; one that waits leaves the queue. Raises UserError."""
 
 
-class Place(NamedTuple):
-    """A cluster's name, its module in launch/clusters, its class, the module of its flags, what it is for."""
-
-    name: str
-    module: str
-    kind: str
-    options: str
-    help: str
-    order: int = 100
-    """Where it stands in lists: the lowest first."""
-
-
-def _found() -> dict[str, Place]:
-    """By name, the `PLACE` of each folder beside this file."""
-    folders = (file.parent.name for file in Path(__file__).parent.glob("*/__init__.py"))
-    modules = (importlib.import_module(f"isobatch.launch.clusters.{name}") for name in folders)
-    places = sorted((Place(*module.PLACE) for module in modules), key=lambda place: place.order)
-    return {place.name: place for place in places}
-
-
-CLUSTERS = _found()
+CLUSTERS = {
+    "slurm": "slurm.job:Slurm",
+    "k8s": "kubernetes.job:Kubernetes",
+    "ray": "ray.driver:Ray",
+    "local": "local.here:Local",
+}
+"""Name -> its class in launch/clusters; of two that know a run, the first counts."""
 
 
 def cluster(name: str, **settings: Any) -> Cluster:
     """A cluster by its name; imports its module."""
-    place = CLUSTERS[name]
-    module = importlib.import_module(f"isobatch.launch.clusters.{place.module}")
-    return getattr(module, place.kind)(**settings)
+    return load(f"launch.clusters.{CLUSTERS[name]}")(**settings)
 
 
 def job_states(runs: Sequence[RunFolder]) -> dict[Path, JobState]:
@@ -117,7 +96,8 @@ def whose_job(run: RunFolder, own: str = "") -> str:
             f"{run.folder} was in job {job.job}, which may still train it: {job.reason}; try again later, or"
             f" remove {run.folder}/{job.cluster}/job.json if you know that the job is over"
         )
-    return f"{run.folder} is in job {job.job} already ({job})" if job.in_job else ""
+    is_in_job = job.job and job.stage in ("queued", "running")
+    return f"{run.folder} is in job {job.job} already ({job})" if is_in_job else ""
 
 
 def refuse_if_in_a_job(run: RunFolder, own: str = "") -> None:

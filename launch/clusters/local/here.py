@@ -60,9 +60,7 @@ class Local(Cluster):
         run.forget_plan()  # the workers may have reduced the budget
         verdict = run.read_exit(nonce)
         if stopped and (verdict is None or verdict.cause == WorkerLostError.cause):
-            saved = any(run.checkpoints.glob("[!.]*-*"))
-            kept = "what was saved before stands" if saved else "nothing was saved"
-            print(f"isobatch: stopped at once; {kept}", file=sys.stderr)
+            print("isobatch: stopped at once; what was saved before stands", file=sys.stderr)
             return Verdict(STOPPED, "stopped at once")
         return verdict
 

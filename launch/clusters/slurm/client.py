@@ -24,6 +24,8 @@ SQUEUE_SECONDS = 5
 """Slurm's own commands try for 18 s where the controller is away."""
 NO_ANSWER = "Unable to contact slurm controller"
 """What Slurm's commands say while slurmctld is away."""
+LATE = "no answer within"
+"""What is said of one that exceeds its time limit."""
 FINISHED_STATES = (
     "COMPLETED FAILED CANCELLED TIMEOUT NODE_FAIL OUT_OF_MEMORY BOOT_FAIL DEADLINE PREEMPTED REVOKED"
 )
@@ -47,19 +49,13 @@ class CommandResult:
         lines = [re.sub(prefixes, "", line.strip()) for line in self.err.splitlines()]
         return "; ".join(dict.fromkeys(line for line in lines if line)) if self.code else ""
 
-    @property
-    def silent(self) -> bool:
-        """Whether the controller did not answer."""
-        late = self.code == 127 and "no answer within" in self.err
-        return late or (self.code != 0 and NO_ANSWER in self.err)
-
 
 def run_slurm(*words: str, seconds: float = TIMEOUT_SECONDS) -> CommandResult:
     """Run one Slurm command, for `seconds` at most; never raises."""
     try:
         done = subprocess.run(words, input="", capture_output=True, text=True, timeout=seconds, check=False)
     except subprocess.TimeoutExpired:
-        return CommandResult(127, "", f"no answer within {seconds:g} s")
+        return CommandResult(127, "", f"{LATE} {seconds:g} s")
     except OSError as error:
         return CommandResult(127, "", str(error))
     return CommandResult(done.returncode, done.stdout, done.stderr)
@@ -203,7 +199,7 @@ def submit(script: Path) -> str:
     if shutil.which("sbatch") is None:
         raise UserError(f"--submit: there is no sbatch here; on a machine that has one: sbatch {script}")
     done = run_slurm("sbatch", "--parsable", str(script.resolve()))
-    if done.silent:
+    if done.code and (NO_ANSWER in done.err or LATE in done.err):
         raise UserError(
             f"Slurm does not answer ({done.error}) and may have taken the job or not: where squeue does not"
             f" list it, sbatch {script}"

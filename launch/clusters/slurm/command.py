@@ -21,9 +21,8 @@ from isobatch.launch.clusters.cluster import refuse_if_in_a_job, whose_job
 from isobatch.launch.clusters.slurm import client, containers
 from isobatch.launch.clusters.slurm import options as slurm_options
 from isobatch.launch.clusters.slurm.legs import JobRequest, seconds_to_stop
-from isobatch.launch.clusters.slurm.options import SlurmOptions
 from isobatch.launch.clusters.slurm.sbatch_script import JobScript, default_lead, render
-from isobatch.launch.local.arguments import Request, distinct, labelled, parse_sweep
+from isobatch.launch.local.arguments import Request, labelled, parse_sweep
 from isobatch.launch.local.placement import find_or_create, processes_each
 from isobatch.launch.local.run_setup import environment_elsewhere
 
@@ -36,13 +35,13 @@ TAKEN_OVER = ("partition", "account", "qos", "constraint", "mem")
 def slurm(words: Sequence[str]) -> int:
     """Print the script of the request in these words, or submit it; its runs are made."""
     words = slurm_options.join_sbatch_value(words)
-    points = parse_sweep(words, "slurm", SlurmOptions)
-    options = SlurmOptions(**points[0][0].extra)
+    points = parse_sweep(words, "slurm", slurm_options.SlurmOptions)
+    options = slurm_options.SlurmOptions(**points[0][0].extra)
     if options.array:
         if points[0][0].recipe.seed or "seed" in points[0][1]:
             raise UserError("--seed: each task of --array is a seed of its own; leave one out")
-        points = parse_sweep([*words, f"--seed={options.array}"], "slurm", SlurmOptions)
-    points = distinct([(slurm_options.validated(request, options), swept) for request, swept in points])
+        points = parse_sweep([*words, f"--seed={options.array}"], "slurm", slurm_options.SlurmOptions)
+    points = [(slurm_options.validated(request, options), swept) for request, swept in points]
     in_array = bool(options.array) or len(points) > 1
     if options.parallel and not in_array:
         raise UserError(f"--parallel {options.parallel}: limits the runs of an array: give several values")
@@ -86,7 +85,10 @@ def _runs_to_submit(
 
 
 def _hand_in(
-    runs: Mapping[int, RunFolder], requests: Mapping[int, Request], script: JobScript, options: SlurmOptions
+    runs: Mapping[int, RunFolder],
+    requests: Mapping[int, Request],
+    script: JobScript,
+    options: slurm_options.SlurmOptions,
 ) -> None:
     """Write the script of these runs, submit it where that is asked for, and say so."""
     text, path, number = render(script), script.folder / "job.sh", None
@@ -118,7 +120,7 @@ def _hand_in(
 
 
 def _script(
-    runs: Mapping[int, RunFolder], asked_name: str | None, options: SlurmOptions, in_array: bool
+    runs: Mapping[int, RunFolder], asked_name: str | None, options: slurm_options.SlurmOptions, in_array: bool
 ) -> JobScript:
     first = next(iter(runs.values())).folder
     time, name = (options.time or "").strip(), asked_name or first.name
@@ -147,7 +149,7 @@ def _script(
     )
 
 
-def _fair_cpus(options: SlurmOptions) -> int:
+def _fair_cpus(options: slurm_options.SlurmOptions) -> int:
     """Cores of the smallest node in proportion to the GPUs asked for; all where it has no GPU."""
     gpus = options.gpus_per_node
     default = (DEFAULT_CPUS_PER_GPU * gpus or DEFAULT_CPUS, 0)
@@ -155,7 +157,7 @@ def _fair_cpus(options: SlurmOptions) -> int:
     return max(1, cpus * gpus // has) if has and gpus else cpus
 
 
-def _container(request: Request, folder: Path, options: SlurmOptions) -> dict[str, Any] | None:
+def _container(request: Request, folder: Path, options: slurm_options.SlurmOptions) -> dict[str, Any] | None:
     """The container of a run in `folder`, for request.json. Raises UserError."""
     if options.container is None:
         return None

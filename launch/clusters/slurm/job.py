@@ -32,7 +32,6 @@ from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder, Verdict
 from isobatch.launch.clusters.cluster import Cluster, JobState, refuse_if_in_a_job
 from isobatch.launch.clusters.slurm import client, legs
-from isobatch.launch.clusters.slurm.client import NO_ANSWER, update_job_record
 from isobatch.launch.clusters.slurm.node import meeting_folder
 from isobatch.launch.clusters.slurm.step import Step, explain_end, srun_command, unreachable_nodes
 from isobatch.launch.local import launch_run
@@ -66,7 +65,7 @@ def job(words: Sequence[str]) -> int:
         refuse_if_in_a_job(run, allocation.job)
         with run.lock("launch"):
             launch_run.wait_for_orphans(run)
-            update_job_record(run, job=allocation.job, cancel=None)
+            client.update_job_record(run, job=allocation.job, cancel=None)
             slurm.begin(run, allocation, request)
             verdict = launch_run.train_with_restarts(run, slurm)
         if verdict.code == STOPPED:
@@ -127,7 +126,7 @@ class Slurm(Cluster):
             raise UserError(f"job {job.job} is suspended: scontrol resume {job.job} first, or cancel --now")
         words = () if now or job.stage == "queued" else ("--batch", "--signal=INT")
         if words:
-            update_job_record(run, cancel="save")  # first: the job reads it when the signal comes
+            client.update_job_record(run, cancel="save")  # first: the job reads it when the signal comes
         done = client.run_slurm("scancel", *words, job.job)
         if done.code or done.err.strip():
             raise UserError(f"scancel {job.job}: {done.error or done.err.strip()}")
@@ -159,7 +158,7 @@ class Slurm(Cluster):
         if why_not := legs.why_not_requeue(reason, leg, self.request.max_legs, before, now, shown):
             print(f"stopped at step {step} and not requeued: {why_not}", flush=True)
             return
-        update_job_record(run, requeued_at=now)
+        client.update_job_record(run, requeued_at=now)
         print(f"{'preempted: ' * legs.was_preempted(shown)}requeueing at step {step} (leg {leg})", flush=True)
         if problem := legs.requeue(job, self.clock.left):
             print(f"Slurm does not requeue the job: {problem}", flush=True)
@@ -172,7 +171,7 @@ class Slurm(Cluster):
         while not self.stop.requested:
             self._plan_for_available_nodes(run)
             verdict, said = self._run_step(run)
-            if verdict is not None or NO_ANSWER not in said:
+            if verdict is not None or client.NO_ANSWER not in said:
                 return verdict
             time.sleep(NO_ANSWER_PAUSE_SECONDS)
             self._stop_where_it_is_time(run)
