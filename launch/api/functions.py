@@ -30,7 +30,7 @@ from isobatch.engine.train.figures import is_step
 from isobatch.engine.train.own_hooks import hooks_given, with_learning_hooks
 from isobatch.launch.local.arguments import Request, check_request
 from isobatch.launch.local.process_state import preserve_process_state
-from isobatch.launch.local.run_setup import locate_data, open_run, plan_for_this_machine
+from isobatch.launch.local.run_setup import open_run
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,19 +100,13 @@ class Run:
 
         Raises UserError where the run has no checkpoint, or would execute code that nobody here agreed to.
         """
-        from isobatch.engine.verification.replay import Replay
+        from isobatch.launch.commands.evaluate import replay_trained
 
         consent.require(self.recipe, self.folder)
-        locate_data(self._files, self.recipe, None)
-        here = plan_for_this_machine(self.recipe, self.facts, PlanOptions(processes=1, compile="off"))
-        with preserve_process_state():
-            # Under native noise the model's own dropout modules stay: it is the user's to train further.
-            recipe = dataclasses.replace(self.recipe, noise="native")
-            replay = Replay(self._files, here, recipe)
-            with replay.builder as builder:
-                if not replay.load_trained():
-                    raise UserError(f"{self.folder} has no checkpoint: train it first")
-                return builder.state.model.eval()
+        # Under native noise the model's own dropout modules stay: it is the user's to train further.
+        recipe = dataclasses.replace(self.recipe, noise="native")
+        with preserve_process_state(), replay_trained(self._files, recipe=recipe)[0].builder as builder:
+            return builder.state.model.eval()
 
     def predictor(self, **options: Any) -> Callable[[Sequence[str | list[str]]], list[dict[str, Any]]]:
         """A function of texts that returns a dict for each, as `isobatch predict` gives. It is read once.

@@ -21,8 +21,9 @@ from isobatch.launch.commands.plan import prepared_facts
 from isobatch.launch.local import words as flag_words
 from isobatch.launch.local.arguments import known_flags, parse_request, split_words
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
+from isobatch.launch.local.run_setup import held_out
 from isobatch.launch.report import pareto
-from isobatch.launch.report.page import held_out, text_of, write_report
+from isobatch.launch.report.page import text_of, write_report
 from isobatch.models.encoder import baselines, evaluation, int8, problems
 from isobatch.models.encoder.prediction import TOKENIZER_FILE
 
@@ -156,9 +157,9 @@ def check_worth(run: RunFolder, anyway: bool) -> None:
     Raises TrainingError where it is not worth what comes next, unless `anyway`; the base of a demo may be so.
     """
     doing("holding the base against simple models")
-    if (opened := held_out(run)) is None:
+    split, batches = held_out(run)
+    if split == "train":
         return
-    split, batches = opened
     problem = problems.of_facts(run.facts)
     mine = evaluation.predict(evaluation.open_runner(run.final), batches())
     simple = baselines.baselines_of(run.facts, run.final / TOKENIZER_FILE, batches)

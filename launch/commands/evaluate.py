@@ -25,6 +25,7 @@ from isobatch.models import hub, lora
 from isobatch.models.protocols import Generates, KeepsBaselines
 
 if TYPE_CHECKING:
+    from isobatch.core.recipe import Recipe
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.replay import Replay
 
@@ -93,16 +94,18 @@ def _measure_samples(run: RunFolder, options: EvaluateOptions) -> Measured:
     return metrics, {**row, "checkpoint": checkpoint, "metrics": metrics[splits[0]]}
 
 
-def replay_trained(run: RunFolder, data: str | None = None) -> tuple[Replay, str]:
+def replay_trained(
+    run: RunFolder, data: str | None = None, recipe: Recipe | None = None
+) -> tuple[Replay, str]:
     """A run's model, that of final/ or the newest checkpoint, on one process; and the checkpoint's name.
 
-    `data`: where the data lies now, if it has moved. Raises UserError.
+    `data`: where the data lies now, if it has moved; `recipe`: another than the run's. Raises UserError.
     """
     from isobatch.engine.verification.replay import Replay
 
     locate_data(run, run.recipe, data)
     plan = plan_for_this_machine(run.recipe, run.facts, PlanOptions(processes=1, compile="off"))
-    replay = Replay(run, plan)
+    replay = Replay(run, plan, recipe)
     if (checkpoint := replay.load_trained()) is None:
         raise UserError(f"{run.folder} has no checkpoint: train it first")
     return replay, checkpoint.name
@@ -171,11 +174,6 @@ def require_capability(run: RunFolder, capability: type[T], command: str, refusa
     task, _ = workload_of(run.recipe).make(run.recipe)
     if not isinstance(task, capability):
         raise UserError(f"{command}: {run.folder} trained {run.recipe.task}, which {refusal}")
-    require_final(run)
-    return task
-
-
-def require_final(run: RunFolder) -> None:
-    """Raises UserError for a run that is not finished."""
     if not run.final.is_dir():
         raise UserError(f"{run.folder} has no final/ yet: {run.why_unfinished()}")
+    return task

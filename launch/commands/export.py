@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,11 +22,8 @@ from isobatch.core.terminal.status import doing
 from isobatch.data.text.chat_templates import template_in
 from isobatch.data.text.go_template import ollama_modelfile
 from isobatch.data.tokenizers import open_tokenizer
-from isobatch.engine.registry import workload_of
-from isobatch.engine.runs.summary import HELD_OUT_SPLITS
-from isobatch.engine.train.evaluate import host_batches
-from isobatch.launch.commands.evaluate import require_capability, require_final
-from isobatch.launch.local.run_setup import DataOptions, locate_data, open_single_run
+from isobatch.launch.commands.evaluate import require_capability
+from isobatch.launch.local.run_setup import DataOptions, held_out, open_single_run
 from isobatch.models import hub, model_card
 from isobatch.models.capabilities import description_of
 from isobatch.models.causal_lm import gguf_vocabulary
@@ -34,7 +31,6 @@ from isobatch.models.protocols import Exports
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.models.base import Batch
 
 PARITY = "parity.json"
 
@@ -123,15 +119,8 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
     `data_path`: where the data lies now, if it has moved. Raises UserError, and ExportError where the
     exported model differs from the trained one.
     """
-    require_final(run)
-    locate_data(run, run.recipe, data_path)
-    facts, (task, data) = run.facts, workload_of(run.recipe).make(run.recipe)
-    assert isinstance(task, Exports), "the caller has asked"
-    held_out = next((s for s in HELD_OUT_SPLITS if s in facts.samples), "train")
-
-    def batches(split: str = held_out) -> Iterable[Batch]:
-        return host_batches(data.open(Path(facts.folder), split))
-
+    task = require_capability(run, Exports, "export", f"has no other form than {run.final}")
+    split, batches = held_out(run, data_path)
     folder = run.folder / "exports" / kind
     unchecked = folder.with_name(f".{kind}.new")
     modelfile = _modelfile(run, kind) if kind.startswith(OLLAMA) else None
@@ -141,7 +130,7 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
         shutil.rmtree(unchecked, ignore_errors=True)
         unchecked.mkdir(parents=True)
         try:
-            figures = dict(task.export_as(form, run.final, unchecked, facts, batches))
+            figures = dict(task.export_as(form, run.final, unchecked, run.facts, batches))
             if modelfile:
                 (unchecked / MODELFILE).write_text(
                     modelfile.replace(WEIGHTS, figures["file"]), encoding="utf-8"
@@ -149,7 +138,7 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
             card, has_card = run.final / model_card.FILE, kind == "merged" or "file" in figures
             if has_card and card.is_file() and (text := _card(run, task, card, unchecked, figures)):
                 (unchecked / model_card.FILE).write_text(text, encoding="utf-8")
-            figures |= {"split": held_out, "folder": str(folder)}
+            figures |= {"split": split, "folder": str(folder)}
             (unchecked / PARITY).write_text(atomic_files.json_text(figures, indent=2) + "\n")
             atomic_files.share_as_umask_allows(unchecked)
             shutil.rmtree(folder, ignore_errors=True)

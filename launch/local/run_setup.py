@@ -32,11 +32,13 @@ from isobatch.engine.planning.choices import unmet_wishes
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name
+from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.task_files import task_file_problem
 from isobatch.launch.local.arguments import Request, read_command
 
 if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
+    from isobatch.models.protocols import Batches
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,6 +268,18 @@ def locate_data(run: RunFolder, recipe: Recipe, data: str | None, mend: bool = F
     new_facts = prepare(data_source, partial(print_unless_quiet, quiet=run.options().quiet))
     refuse_other_data(run, new_facts)
     keep(new_facts)
+
+
+def held_out(run: RunFolder, data: str | None = None) -> tuple[str, Batches]:
+    """(the split that a finished model is measured on, `train` where nothing is held out; its batches:
+    `batches("train")` gives those of training). `data`: where the data lies now, if it has moved.
+    """
+    from isobatch.engine.train.evaluate import host_batches
+
+    locate_data(run, run.recipe, data)
+    source, folder = workload_of(run.recipe).make(run.recipe)[1], Path(run.facts.folder)
+    found = next((s for s in HELD_OUT_SPLITS if s in run.facts.samples), "train")
+    return found, lambda split=found: host_batches(source.open(folder, split))
 
 
 def compare_source(run: RunFolder, data: str | None) -> tuple[list[str], list[str]]:

@@ -20,16 +20,14 @@ from isobatch.core.measures import printable
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine.machine.detect import detect
-from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import RunFolder
-from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.launch.local.arguments import read_command
-from isobatch.launch.local.run_setup import AnswerOptions, locate_data, open_run
+from isobatch.launch.local.run_setup import AnswerOptions, held_out, open_run
 from isobatch.launch.report import records
 from isobatch.launch.report.child_process import call_in_child
 from isobatch.launch.report.tables import baselines_tables, runs_table, text_table
 from isobatch.models.encoder import report as comparison
-from isobatch.models.protocols import Batches, Drawing, ReportRow
+from isobatch.models.protocols import Drawing, ReportRow
 
 MOST_COLUMNS = 1000
 """Characters of a line where no terminal limits them."""
@@ -126,26 +124,12 @@ def collect(runs: Sequence[RunFolder]) -> Contents:
     return Contents(detect().describe(), read, models, records.drawings_of(read, reports))
 
 
-def held_out(run: RunFolder) -> tuple[str, Batches] | None:
-    """(the split that models are measured on, its batches: `batches("train")` gives those of training);
-    None where nothing is held out.
-    """
-    from isobatch.engine.train.evaluate import host_batches
-
-    locate_data(run, run.recipe, None)
-    found = next((s for s in HELD_OUT_SPLITS if s in run.facts.samples), None)
-    if found is None:
-        return None
-    data, folder = workload_of(run.recipe).make(run.recipe)[1], Path(run.facts.folder)
-    return found, lambda split=found: host_batches(data.open(folder, split))
-
-
 def _measure(run: RunFolder, report: comparison.ClassifierReport) -> list[ReportRow]:
     """A row for each form of the run's model; none where no split is held out."""
     doing(f"measuring {run.folder.name}")
-    if (opened := held_out(run)) is None:
+    split, batches = held_out(run)
+    if split == "train":
         return []
-    split, batches = opened
     rows = report.measure(run.final, run.folder / "exports", run.facts, batches, call_in_child)
     where = {"run": printable(run.folder.name), "task": printable(run.recipe.task)}
     seconds = (run.summary() or {}).get("train_seconds")
