@@ -12,18 +12,6 @@ from isobatch.core.flags import spelling, value_text
 if TYPE_CHECKING:
     from isobatch.launch.measuring.trial import Variant
 
-QUOTED = {
-    "batch": (1.3, 2.0),
-    "accumulation": (1.1, 1.5),
-    "loading": (1.2, 1.5),
-    "mixed precision": (1.2, 2.0),
-    "length limit": (1.2, 1.4),
-    "optimizer": (1.1, 1.3),
-    "monitoring interval": (1.05, 1.15),
-    "compile": (1.1, 2.0),
-}
-"""Measure -> least and largest factor in common guides for one GPU; `tune` puts what it measures beside."""
-
 
 @dataclass(frozen=True, slots=True)
 class Setting:

@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core import atomic_files
 from isobatch.core.number_ranges import Positive
 from isobatch.engine.machine.detect import allowed_cpus
 from isobatch.engine.runs.peak_memory import peak_bytes
@@ -23,9 +22,7 @@ from isobatch.launch.measuring.trial import Stopwatch, Variant, answer_in_world,
 if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
 
-FILE, TRACE_FILE = "profile.json", "trace.json"
-OPERATORS = 10
-"""Those of the trace that are shown."""
+TRACE_FILE = "trace.json"
 DEVICE_USE, MEMORY, DATA_WAIT = 0.90, 0.80, 0.10
 """Targets: more of the device's time, less of its memory, less of a step."""
 PADDING = 0.10
@@ -51,7 +48,7 @@ def profile(words: Sequence[str]) -> int:
 
 
 def measure(base: Variant, world: Communicator, options: ProfileOptions, folder: Path) -> Findings:
-    """The findings with the advice, written on rank 0. JSON."""
+    """The findings with the advice, on rank 0, which writes the trace to `folder`. JSON."""
     recipe, plan, hardware = base.target.recipe, base.plan, base.target.hardware
     with trial(base, world) as session:
         watch = session.round(options.timed_steps, traces=True)
@@ -71,9 +68,7 @@ def measure(base: Variant, world: Communicator, options: ProfileOptions, folder:
     found["advice"] = worth_a_trial(found, found["plan"])
     for row in found["advice"]:
         row["flags"] = [one.flags for one in settings(base) if one.measure == row["measure"]]
-    folder.mkdir(parents=True, exist_ok=True)
     watch.trace.export_chrome_trace(str(folder / TRACE_FILE))
-    atomic_files.write_json(folder / FILE, found)
     return found
 
 
@@ -81,12 +76,6 @@ def step_findings(watch: Stopwatch, steps: int) -> Findings:
     """What so many steps that were timed say, and the trace of one."""
     trace, world, works = watch.trace, watch.session.world, watch.works
     on_gpu, cores = world.device.type == "cuda", max(1, allowed_cpus(Path("/"), {}) // world.size)
-    own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    operators = [
-        {"operator": row.key, "seconds": getattr(row, own) * 1e-6, "calls": row.count}
-        for row in trace.key_averages()
-        if row.key.startswith("aten::")  # and not the parts, modules and Python's functions beside them
-    ]
     micro_batches = fmean(len(work.micro_batches) for work in works)
     own_samples = fmean(sum(len(m.positions) for m in work.micro_batches) for work in works)
     return {
@@ -98,7 +87,6 @@ def step_findings(watch: Stopwatch, steps: int) -> Findings:
         "padding": fmean(work.padding for work in works),
         "micro_batches": micro_batches,
         "samples_per_micro_batch": own_samples / micro_batches,
-        "operators": sorted(operators, key=lambda row: -float(row["seconds"]))[:OPERATORS],
     }
 
 
@@ -149,12 +137,6 @@ def profile_lines(found: Findings) -> list[str]:
         "",
         f"a step takes {step * 1e3:.1f} ms (mean of {found['steps']}), of which",
         *(f"  {name:<14}{took * 1e3:>9.1f} ms {took / step:>6.1%}" for name, took in rows if took),
-        "",
-        "operators that take most, in the traced step",
-        *(
-            f"  {row['seconds'] * 1e3:>8.1f} ms  {row['operator']} ({row['calls']} times)"
-            for row in found["operators"]
-        ),
         "",
         f"{computes} {found['device_use']:.0%} of the time (target: above {DEVICE_USE:.0%})",
         f"memory is {found['memory_share']:.0%} full (target: below {MEMORY:.0%})",

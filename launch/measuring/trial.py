@@ -94,7 +94,7 @@ def answer_in_world(
     """Print what `measure(base, world, options, folder)` finds, as JSON or as `lines`, on rank 0.
 
     Measures in this process, in the world that a launcher formed, or else in the plan's processes, which run
-    the same words. `folder`: OUT/`kind`/NAME, for the answer. Raises UserError.
+    the same words. `folder`: OUT/`kind`/NAME, which keeps the answer as COMMAND.json. Raises UserError.
     """
     request = parse_request(words, command, options_class)
     rank, world_size = rank_and_world_size(os.environ)
@@ -112,7 +112,10 @@ def answer_in_world(
     folder = Path(request.run.out).expanduser() / kind / (request.run.name or run_name(request.recipe))
     world, options = Communicator(base.plan), options_class(**request.extra)
     with atomic_files.explain_write_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
         found = measure(base, world, options, folder)
+        if world.is_main:
+            atomic_files.write_json(folder / f"{command}.json", found)
     if world.is_main:
         print_answer(found, "\n".join(lines(found)), as_json=options.json)
     if world_size > 1:

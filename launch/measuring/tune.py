@@ -13,19 +13,17 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from isobatch.core import atomic_files
 from isobatch.core.measures import now, printable
 from isobatch.core.number_ranges import AboveZero
 from isobatch.core.plan import INVARIANCES
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.launch.local.run_setup import AnswerOptions
-from isobatch.launch.measuring.measures import QUOTED, Setting, settings
+from isobatch.launch.measuring.measures import Setting, settings
 from isobatch.launch.measuring.trial import TrialSession, Variant, answer_in_world, trial
 
 if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
 
-FILE = "tune.json"
 RESERVED_SECONDS = 2.0
 """For the end of the process."""
 LEAST_ROUNDS, MOST_ROUNDS = 3, 9
@@ -82,7 +80,6 @@ class PairedRounds:
         return {
             "measure": self.setting.measure,
             "flags": self.setting.flags,
-            "quoted": QUOTED.get(self.setting.measure),
             "changes": "recipe" if self.setting.recipe else "plan",
             "per": self.setting.unit.removesuffix("s"),
             **({"problem": self.problem} if self.problem else rounds),
@@ -100,7 +97,7 @@ def tune(words: Sequence[str]) -> int:
     return answer_in_world(words, "tune", "tuned", TuneOptions, measure, table_lines)
 
 
-def measure(base: Variant, world: Communicator, options: TuneOptions, folder: Path) -> dict[str, Any]:
+def measure(base: Variant, world: Communicator, options: TuneOptions, _: Path) -> dict[str, Any]:
     """The table of measures, in every process of the world. JSON."""
     limit = now() + 60 * options.minutes - _seconds_since_start() - RESERVED_SECONDS
     wanted = list(settings(base))
@@ -117,7 +114,7 @@ def measure(base: Variant, world: Communicator, options: TuneOptions, folder: Pa
             same.append(try_setting(base, session, all_of_them, 1, limit))
         keep = max(same, key=lambda one: one.ratio, default=None)
         phase = session.state.schedule.name
-    answer = {
+    return {
         "task": base.target.recipe.task,
         "recipe_hash": base.target.recipe.hash(),
         "phase": phase,
@@ -129,10 +126,6 @@ def measure(base: Variant, world: Communicator, options: TuneOptions, folder: Pa
         "minutes": options.minutes,
         "seconds": _seconds_since_start(),
     }
-    if world.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
-        atomic_files.write_json(folder / FILE, answer)
-    return answer
 
 
 def _seconds_since_start() -> float:
@@ -202,7 +195,7 @@ def table_lines(found: dict[str, Any]) -> list[str]:
         f" {found['minutes']:g} minutes",
         f"the recipe against itself: {noise.get('ratio', 0):.2f} +-{noise.get('spread', 0):.0%}",
         "",
-        f"  {'measure':<26}{'tried':<34}{'quoted':>10}{'here':>7}{'+-':>6}{'memory':>8}  {'changes':<8}",
+        f"  {'measure':<26}{'tried':<34}{'here':>7}{'+-':>6}{'memory':>8}  {'changes':<8}",
         *map(_line, found["rows"]),
         "",
         "(here: times as fast with the flags, a sample or a token; memory: the plan's peak with them)",
@@ -216,8 +209,7 @@ def table_lines(found: dict[str, Any]) -> list[str]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    quoted = "{:.2f}-{:.2f}".format(*row["quoted"]) if row["quoted"] else ""
-    line = f"  {row['measure']:<26}{row['flags']:<34}{quoted:>10}"
+    line = f"  {row['measure']:<26}{row['flags']:<34}"
     if "problem" in row:
         return f"{line}  {row['problem']}"
     line += f"{row['ratio']:>7.2f}{row['spread']:>6.0%}{row['memory']:>8.0%}  {row['changes']:<8}"

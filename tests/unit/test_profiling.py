@@ -110,8 +110,9 @@ def test_profile_on_a_task(
         flags = {row["measure"]: row["flags"] for row in found["advice"]}
         assert flags["micro-batch"] == ["no --micro-batch"]
         assert found["steps"] == 4
-        assert "aten::mm" in {row["operator"] for row in found["operators"]}
-        assert "nn.Module: " in next(tmp_path.glob("profiles/*/trace.json")).read_text()
+        trace = next(tmp_path.glob("profiles/*/trace.json")).read_text()
+        assert "nn.Module: " in trace
+        assert "aten::mm" in trace
     else:
         assert "a step takes" in out
         assert "target: above 90%" in out
