@@ -14,8 +14,7 @@ from isobatch.core.errors import DONE, UserError
 from isobatch.core.measures import printable
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
-from isobatch.data.text import chat_templates
-from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
+from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate, template_in
 from isobatch.launch.commands.evaluate import require_capability
 from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, one_run, open_run
@@ -101,7 +100,7 @@ def plain_model(where: str) -> LanguageModel | None:
     if not any(kind.endswith(("ForCausalLM", "LMHeadModel", "CAUSAL_LM")) for kind in kinds):
         raise UserError(f"{where}: is no run, and its model writes no text ({kinds[0]}): give another")
     return LanguageModel(
-        chat_templates.template_in(path),
+        template_in(path),
         lambda bits: partial(TextStream, *open_for_generation(path, bits or 16)),
     )
 

@@ -37,7 +37,6 @@ def describe(words: Sequence[str]) -> int:
     positional, options = read_command(words, ListingOptions, "describe")
     name = " ".join(positional)
     name = ALIASES.get(name, name).removesuffix(" --png")
-    groups: Groups = {}
     if not name:
         return _print_tasks(options.json)
     if name in COMMANDS:

@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from isobatch.core import atomic_files
-from isobatch.core.atomic_files import explain_write_errors
 from isobatch.core.errors import DONE, FAILED, STOPPED, UserError
 from isobatch.core.measures import format_bytes, printable, wait_for
 from isobatch.core.number_ranges import Positive
 from isobatch.core.terminal.console import format_metrics, print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.engine import consent
-from isobatch.engine.consent import adapter_base, places
 from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.launch.clusters.cluster import cluster
 from isobatch.launch.commands.describe import ListingOptions
@@ -185,7 +183,7 @@ def remove(words: Sequence[str]) -> int:
     if not options.yes:
         raise UserError(f"runs rm: would remove {', '.join(named)} and all in it: say --yes")
     for run, name in zip(runs, named, strict=True):
-        with run.lock("launch"), explain_write_errors(run.folder):
+        with run.lock("launch"), atomic_files.explain_write_errors(run.folder):
             run.refuse_if_training()
             shutil.rmtree(run.folder)
         print(f"removed {name}")
@@ -204,7 +202,7 @@ def inspect(words: Sequence[str]) -> int:
 def describe_run(run: RunFolder) -> dict[str, Any]:
     """What the run's files say, as JSON. Raises UserError where they are damaged."""
     recipe, summary = run.recipe, run.summary() or {}
-    options, base = run.options(), adapter_base(run.folder)
+    options, base = run.options(), consent.adapter_base(run.folder)
     code = consent.code_of(recipe, run.folder) | consent.hook_code(options)
     asked = consent.asks(recipe, run.folder, options)
     unknown = asked.pop(consent.CODE, ())
@@ -215,7 +213,7 @@ def describe_run(run: RunFolder) -> dict[str, Any]:
         "split": str(summary.get("split") or "no split"),
         "metrics": metrics_of(summary),
         "code": [{"file": f, "sha256": code[f], "agreed": f not in unknown} for f in code],
-        "reads": {**dict(places(recipe)), "prepared data": run.facts.folder}
+        "reads": {**dict(consent.places(recipe)), "prepared data": run.facts.folder}
         | ({"base of final/": base} if base else {}),
         "sends": options.sends(),
         "asks": [one for named in asked.values() for one in named],

@@ -135,27 +135,20 @@ def runs(words: Sequence[str]) -> int:
             lines.append((_cells(rows[-1]), _remark(seen, rows[-1]["reason"])))
         except UserError as error:
             print(printable(f"isobatch: {error}"), file=sys.stderr)
-            rows.append({**UNREADABLE, "folder": str(run.folder), "reason": str(error)})
-            lines.append((_cells(rows[-1]), ""))
     cells, remarks = zip((HEAD, ""), *lines, strict=True)
     table = map("".join, zip(aligned(cells), remarks, strict=True))
     return print_answer({"runs": rows}, "\n".join(table) if rows else f"no runs in {folder}", options.json)
 
 
 HEAD = ("run", "made", "task", "state", "steps", "result")
-UNREADABLE: dict[str, Any] = {
-    **dict.fromkeys(("task", "steps", "step", "steps_total", "seconds_left", "made", "split", "leg")),
-    **dict.fromkeys(("status", "state"), "unreadable"),
-    **{"recipe": {}, "metric": "loss", "metrics": {}, "job": "", "job_state": "", "job_reason": ""},
-}
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     steps = f"{row['step'] or 0}/{row['steps_total'] or '?'}"
-    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["made"])) if row["made"] else ""
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(row["made"]))
     name, value = row["metric"], row["metrics"].get(row["metric"])
     result = f"{row['split'] or ''} {name} {value:.4g}".lstrip() if isinstance(value, float | int) else ""
-    return row["folder"], made, row["task"] or "", row["state"], steps, result
+    return row["folder"], made, row["task"], row["state"], steps, result
 
 
 def _remark(seen: RunView, reason: str) -> str:
@@ -206,7 +199,6 @@ PLAN = (
     *("micro_batch_samples", "micro_batch_tokens", "activation_checkpointing", "reduction", "invariance"),
 )
 """Fields of a plan that may move results by rounding, or beyond."""
-TOO_FEW = "runs compare: give two runs or more, as in: runs compare runs/a runs/b (`runs` lists them)"
 FIGURES = ("steps", "train_seconds", "peak_memory_bytes")
 
 
@@ -215,7 +207,7 @@ def compare(words: Sequence[str]) -> int:
     positional, options = read_command(words, ListingOptions, "runs compare")
     runs = [RunFolder.open(place) for place in positional if not Path(place, "sweep.json").is_file()]
     if len(runs) < 2:
-        raise UserError(TOO_FEW)
+        raise UserError("runs compare: give two runs or more, as in: runs compare runs/a runs/b")
     found = compared(runs)
     return print_answer(found, as_table(found), options.json)
 
@@ -231,7 +223,9 @@ def compared(runs: Sequence[RunFolder]) -> dict[str, Any]:
         "data": data,
         "plan": differing_plans(runs),
         "split": None if "held-out split" in data else summaries[0].get("split"),
-        "metrics": _side_by_side([_that_fit(metrics_of(s)) for s in summaries]),
+        "metrics": _side_by_side(
+            [{k: v for k, v in metrics_of(s).items() if isinstance(v, float | int | str)} for s in summaries]
+        ),
         "figures": _side_by_side([{name: s.get(name) for name in FIGURES} for s in summaries]),
     }
 
@@ -240,11 +234,6 @@ def metrics_of(summary: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a summary; none where a received run has something else there."""
     found = summary.get("metrics")
     return found if isinstance(found, dict) else {}
-
-
-def _that_fit(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that fit into a cell."""
-    return {name: value for name, value in metrics.items() if isinstance(value, float | int | str)}
 
 
 def _side_by_side(columns: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

@@ -25,7 +25,7 @@ from isobatch.engine.forensics.compare_runs import (
     not_reproduced,
 )
 from isobatch.engine.optimization.left_out import left_out_steps
-from isobatch.engine.train.figures import differences, step_rows
+from isobatch.engine.train.figures import LossAndNorm, differences, step_rows
 from isobatch.engine.verification.run_order import RunOrder
 from isobatch.engine.verification.tolerance import TOLERANCE, rounding_tolerance
 from isobatch.engine.verification.windows import Window, window_to
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from isobatch.core.facts import Facts
     from isobatch.engine.forensics.observed_step import ObservedStep
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.train.figures import LossAndNorm
     from isobatch.engine.verification.replay import Replay
 
 AT_A_TIME = 1024

@@ -70,11 +70,11 @@ def answer_question(run: RunFolder, options: SeenOptions) -> dict[str, Any]:
         "steps_done": counted,
     }
     if options.step is None:
-        rows = [options.sample or 0]
-        if rows[0] >= order.sampler.count:
-            raise UserError(f"--sample {rows[0]}: the last row for training is {order.sampler.count - 1}")
-        sightings = order.sightings(run, rows)
-        return {**answer, "rows": [{**row, "seen": sightings[row["row"]]} for row in _rows(order, run, rows)]}
+        row = options.sample or 0
+        if row >= order.sampler.count:
+            raise UserError(f"--sample {row}: the last row for training is {order.sampler.count - 1}")
+        described = _rows(order, run, [row])[0]
+        return {**answer, "rows": [described | {"seen": order.sightings(run, [row])[row]}]}
     phase, step = options.phase or order.schedules[0].name, options.step
     require_step(order.schedules, phase, step)
     rows_of_step = {

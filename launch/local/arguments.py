@@ -7,7 +7,6 @@ is imported and before anything runs.
 from __future__ import annotations
 
 import dataclasses
-import keyword
 import math
 import re
 import sys
@@ -39,7 +38,7 @@ from isobatch.models.capabilities import ChecksPlan
 
 Groups = dict[str, dict[str, Flag]]
 """Name of a group, such as `recipe` -> its flags by name."""
-SWITCHES = ("json", "png", "trust", "now", "follow", "watch", "quiet", "again", "debug", "yes", "anyway")
+SWITCHES = ("json", "png", "trust", "now", "follow", "quiet", "again", "debug", "yes", "anyway")
 """Flags that are on or off in every command that has them: what stands behind one is a word of its own."""
 
 
@@ -154,7 +153,7 @@ def command_options(flags: Mapping[str, str], kind: type, command: str) -> Any:
     values, notes = sort_flags(flags, {command: flags_of(kind)}, command)
     for note in notes:
         print(note, file=sys.stderr)
-    return kind(**{f"{n}_" if keyword.iskeyword(n) else n: v for n, v in values[command].items()})
+    return kind(**values[command])
 
 
 def read_command(words: Sequence[str], kind: type, command: str) -> tuple[list[str], Any]:
@@ -185,19 +184,14 @@ def parse_request(words: Sequence[str], command: str, options_class: type | None
 
 def parse_sweep(words: Sequence[str], command: str, options_class: type | None = None) -> list[Point]:
     """As `parse_request`, where a flag of the recipe may list several values: (request, names of those flags)
-    for each combination. Raises UserError.
+    for each combination; of equal values, however spelt, the first stays. Raises UserError.
     """
     chosen, groups, found = _read(words, command, options_class)
-    return [
-        (_request(chosen, groups, Translation(flags, found.notes), options_class), swept)
-        for flags, swept in combinations(found.flags, groups["recipe"] | groups["options"])
-    ]
-
-
-def distinct(points: Sequence[Point]) -> list[Point]:
-    """The points without those of an equal recipe: of equal values, however spelt, the first stays."""
-    found = {request.recipe.hash(): (request, swept) for request, swept in reversed(points)}
-    return list(reversed(found.values()))
+    points: dict[str, Point] = {}
+    for flags, swept in combinations(found.flags, groups["recipe"] | groups["options"]):
+        request = _request(chosen, groups, Translation(flags, found.notes), options_class)
+        points.setdefault(request.recipe.hash(), (request, swept))
+    return list(points.values())
 
 
 def labelled(point: Point) -> Request:

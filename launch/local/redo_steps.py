@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import DONE, TrainingError
 from isobatch.core.facts import Facts
 from isobatch.core.flags import Interval
@@ -159,7 +158,7 @@ def _redone(run: RunFolder, again: RunFolder) -> Redone:
             raise TrainingError(f"trained again, the run has no phase {row.phase}, step {row.step}")
         redone.steps.append(redone_step(row, fresh[row.place].figures, INITIAL, sum(last.values())))
     redone.covered = [[phase, 1, step] for phase, step in last.items()]
-    decided = [row for row in rows_in(again.decisions) if "phase" in row]
+    decided = [row for row in atomic_files.rows_in(again.decisions) if "phase" in row]
     redone.changes = [row for row in decided if row["decision"] not in DERIVED_DECISIONS]
     redone.metrics = {
         row["split"]: {name: value for name, value in row.items() if name not in PLACE}
@@ -181,4 +180,4 @@ def _wrong_evaluations(run: RunFolder, again: RunFolder, allowed: float) -> list
 
 
 def _evaluations(run: RunFolder) -> list[dict[str, Any]]:
-    return [row for row in rows_in(run.metrics) if "split" in row]
+    return [row for row in atomic_files.rows_in(run.metrics) if "split" in row]

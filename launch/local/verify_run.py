@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.verification.log_audit import LogRecord
 
-Level = Literal["records", "steps", "full"]
 LEADING_SECONDS = 10.0
 """Predicted time of the steps that lead to the last checkpoints."""
 LEAST_LEADING, MOST_LEADING = 20, 150
@@ -45,7 +44,7 @@ LEAST_LEADING, MOST_LEADING = 20, 150
 class VerifyOptions(DataOptions):
     """Flags of `verify`."""
 
-    level: Level = "steps"
+    level: Literal["records", "steps", "full"] = "steps"
     """records: data, samples of every step, logs and files agree; steps: also redo steps, those of the end
     among them, and the held-out metrics; full: train all of it again and compare."""
     steps: Positive = 3
@@ -233,10 +232,9 @@ def _own_plan(run: RunFolder, options: VerifyOptions) -> Plan | None:
     return plan if plan.predicted_peak_memory_bytes <= memory else None
 
 
-def _other_plan(run: RunFolder, options: VerifyOptions, **asked: Any) -> Plan:
+def _other_plan(run: RunFolder, options: VerifyOptions) -> Plan:
     """A plan for this machine with half the run's micro-batch unless given, and the processes asked for."""
     device = detect().kind
-    asked = {"precision": run.plan.precision if run.plan.device == device else "auto", **asked}
     return plan_to_redo(
         run,
         options.micro_batch or max(1, run.plan.micro_batch_samples // 2),
@@ -245,5 +243,5 @@ def _other_plan(run: RunFolder, options: VerifyOptions, **asked: Any) -> Plan:
         strategy=options.strategy,
         attention="auto",
         activation_checkpointing="auto",
-        **asked,
+        precision=run.plan.precision if run.plan.device == device else "auto",
     )

@@ -74,8 +74,6 @@ def recommend(words: Sequence[str]) -> int:
         raise UserError("recommend: needs one of --user ID, --items ID,ID, --similar-to ITEM, or --out FILE")
     if options.with_seen and options.similar_to is not None:
         raise UserError("--with-seen: is about users, and --similar-to names an item: leave it out")
-    if options.out is not None:
-        tables.check_out(options.out, None)
     task = require_capability(run, OpensItemLists, "recommend", "recommends nothing")
     lists = task.open_lists(run.final, options.by)
     remarks = restrict(lists, options, run.recipe.options.get("item_column"))

@@ -11,13 +11,12 @@ import contextlib
 import csv
 import dataclasses
 import itertools
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import UserError
@@ -29,9 +28,6 @@ from isobatch.data.preferences import answers
 from isobatch.data.preferences.pairs import AnsweredPrompt
 from isobatch.data.sequences import INTEGERS, TEXT, USUAL_COLUMNS
 from isobatch.data.text.chat_templates import ChatTemplate
-
-if TYPE_CHECKING:
-    from isobatch.data.readers import LocatedRows
 
 LINES = ".txt"
 """The ending of a file with a text in each line."""
@@ -60,7 +56,7 @@ def check_file(name: str, flag: str = "--file") -> Path:
     return path
 
 
-def read_table(name: str, flag: str = "--file", columns: Sequence[str | None] = ()) -> LocatedRows:
+def read_table(name: str, flag: str = "--file", columns: Sequence[str | None] = ()) -> readers.LocatedRows:
     """(where, row) of each row of a file. `columns`: what flags name, perhaps by number.
 
     Raises UserError where it is none, or holds no rows.
@@ -112,7 +108,8 @@ def _open_writer(path: Path, ending: str, first: Rows, opened: contextlib.ExitSt
     writer = csv.DictWriter(stream, names, lineterminator="\n")
     writer.writeheader()
     return lambda rows: writer.writerows(
-        {name: _as_field(value) for name, value in flatten(row).items()} for row in rows
+        {name: json_line(v) if isinstance(v, list | dict) else v for name, v in flatten(row).items()}
+        for row in rows
     )
 
 
@@ -153,8 +150,8 @@ def write_rows(path: Path, chunks: Iterable[Rows], as_json: bool = False) -> int
     return 0
 
 
-def json_line(row: Mapping[str, Any]) -> str:
-    """The row as JSON; a date or another value of Parquet that JSON does not have is its text."""
+def json_line(row: Any) -> str:
+    """A row, or a field of one, as JSON; a date or another value that JSON does not have is its text."""
     return atomic_files.json_text(row, ensure_ascii=False, default=str)
 
 
@@ -164,10 +161,6 @@ def flatten(row: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in row.items():
         flat |= {f"{name}.{k}": v for k, v in value.items()} if isinstance(value, dict) else {name: value}
     return flat
-
-
-def _as_field(value: Any) -> Any:
-    return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, list | dict) else value
 
 
 class UnansweredRowError(UserError):

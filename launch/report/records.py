@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core import atomic_files
-from isobatch.core.atomic_files import rows_in
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
 from isobatch.core.measures import format_bytes, printable
@@ -119,7 +118,7 @@ def answers_table(run: RunFolder) -> list[list[str]]:
     after it. Texts that are long are cut; none where no answers were asked for.
     """
     table: dict[Any, list[str]] = {}
-    for row in rows_in(run.answers):
+    for row in atomic_files.rows_in(run.answers):
         sample = str(row.get("sample"))
         if row.get("split") == VALID and (len(table) < SHOWN_ANSWERS or sample in table):
             texts = [_shown(row.get(name)) for name in ("prompt", "reference", "answer")]
@@ -130,7 +129,7 @@ def answers_table(run: RunFolder) -> list[list[str]]:
 
 def _later_evaluations(run: RunFolder) -> Iterator[list[str]]:
     """When, on what, and the figures, of each evaluation after training."""
-    for row in rows_in(run.evaluations):
+    for row in atomic_files.rows_in(run.evaluations):
         found = row.get("metrics")
         if isinstance(found, dict):
             tasks = found if all(isinstance(v, dict) for v in found.values()) else {row.get("data"): found}

@@ -19,7 +19,8 @@ def runs_table(runs: list[dict[str, Any]]) -> list[list[str]]:
     for run in runs:
         _, metrics = table_beside(metrics_of(run), run["task"])
         cells = {"run": run["run"], "state": run["state"], "split": str(run["split"] or "")}
-        cells |= {in_words(name): format_value(v) for name, v in metrics.items() if _is_scalar(v)}
+        scalars = {n: v for n, v in metrics.items() if type(v) in (float, int, str)}
+        cells |= {in_words(name): format_value(v) for name, v in scalars.items()}
         before = found if isinstance(found := run.get("before"), dict) else {}
         cells |= {f"{in_words(n)} before training": format_value(v) for n, v in before.items() if n in BEFORE}
         cells["parameters"] = _figure(run["parameters"], "{:,}".format)
@@ -54,10 +55,6 @@ def metrics_of(run: dict[str, Any]) -> dict[str, Any]:
 def _figure(value: Any, form: Callable[[Any], str]) -> str:
     """A number as text; nothing where a received run has something else there."""
     return form(value) if isinstance(value, float | int) else ""
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, float | int | str) and not isinstance(value, bool)
 
 
 def format_value(value: Any) -> str:

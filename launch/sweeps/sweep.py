@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from isobatch.core import atomic_files
 from isobatch.core.errors import DONE, STOPPED
@@ -21,13 +21,10 @@ from isobatch.core.measures import aligned
 from isobatch.core.terminal.console import print_answer
 from isobatch.engine.runs.run_folder import RunFolder, run_name
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
-from isobatch.launch.local.arguments import distinct, labelled
+from isobatch.launch.local.arguments import Point, labelled
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.local.run_setup import print_unless_quiet
 from isobatch.models.capabilities import monitor_of
-
-if TYPE_CHECKING:
-    from isobatch.launch.local.arguments import Point
 
 FILE_NAME = "sweep.json"
 SEED = "seed"
@@ -51,8 +48,7 @@ def train_sweep(points: Sequence[Point], options: AutoOptions) -> int:
 
     A run that fails is shown as failed, and the others go on; a stop ends the sweep.
     """
-    points, trained = distinct(points), []
-    first = points[0][0]
+    first, trained = points[0][0], []
     for number, point in enumerate(points, 1):
         request = labelled(point)
         fields = {**request.recipe.options, **request.recipe.to_dict()}
