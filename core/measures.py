@@ -95,6 +95,6 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
-def format_p_value(p: float, digits: int = 3) -> str:
+def format_p_value(p: float) -> str:
     """The p-value of a test; below 0.001 that alone is said."""
-    return "< 0.001" if p < 0.001 else f"{p:.{digits}f}"
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"

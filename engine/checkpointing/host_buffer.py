@@ -4,9 +4,9 @@ From a GPU the copies are queued into page-locked memory behind the step: the ho
 the next update of the weights comes after them.
 
 Measured beside training on two busy cores, for 340 MB: the copy takes 23 ms into pages that were touched
-before and up to 1.7 s into new ones, so the buffer is kept, in huge pages (a 512th of the faults), and a
-thread may touch them before the first copy; the write takes 0.01 s of processor time, against 0.1 to 0.7 s
-through the page cache. safetensors' own save_file holds the GIL while it copies, 0.37 s for 151 MB.
+before and up to 1.7 s into new ones, so the buffer is kept, in huge pages (a 512th of the faults); the write
+takes 0.01 s of processor time, against 0.1 to 0.7 s through the page cache. safetensors' own save_file holds
+the GIL while it copies, 0.37 s for 151 MB.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import hashlib
 import itertools
 import mmap
 import os
-import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,24 +40,12 @@ class HostBuffer:
     def __init__(self, device: torch.device | None = None) -> None:
         """`device`: where the tensors are that training changes; the host where it is not given."""
         self._memory = mmap.mmap(-1, SECTOR)
-        self._reserving: threading.Thread | None = None
         self._device = device if device is not None and device.type == "cuda" else None
         self._pinned: list[int] = []
         """Address of the page-locked memory."""
         self._copied: torch.cuda.Event | None = None
         """Recorded after the last copy from the device."""
         weakref.finalize(self, _unpin, self._pinned).atexit = False  # before the memory is gone
-
-    def reserve(self, size: int) -> None:
-        """Make room for `size` bytes in a thread, so that the first copy waits for no new page.
-
-        Not for a GPU, whose memory the first copy locks: another thread would lock it for the first GPU.
-        """
-        if self._device is not None:
-            return
-        self._wait_for_room()
-        self._reserving = threading.Thread(target=self._grow, args=(size, True))
-        self._reserving.start()
 
     def fill(self, tensors: Sequence[Tensor], header: bytes = b"") -> int:
         """Start to copy 1-d tensors into the buffer, behind `header`; returns its size in bytes.
@@ -68,7 +55,6 @@ class HostBuffer:
         bytes_of = [t.numel() * t.element_size() for t in tensors]
         stops = list(itertools.accumulate(bytes_of, initial=len(header)))
         size = whole_sectors(stops[-1])
-        self._wait_for_room()
         self._grow(size)
         self._memory[: len(header)] = header
         self._memory[stops[-1] : size] = bytes(size - stops[-1])
@@ -80,12 +66,7 @@ class HostBuffer:
             self._copied.record(torch.cuda.current_stream(self._device))
         return size
 
-    def _wait_for_room(self) -> None:
-        if self._reserving is not None:
-            self._reserving.join()
-            self._reserving = None
-
-    def _grow(self, size: int, touch: bool = False) -> None:
+    def _grow(self, size: int) -> None:
         if size <= len(self._memory):
             return
         _unpin(self._pinned)
@@ -94,11 +75,9 @@ class HostBuffer:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
             self._memory.madvise(mmap.MADV_DONTFORK)  # else a save beside a forked loader copies its pages
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         if self._device is None:
-            if touch:
-                ctypes.memset(address, 0, size)  # without the GIL
             return
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         # Else copies go through the driver's own memory, and the host waits for them.
         if not int(torch.cuda.cudart().cudaHostRegister(address, size, 0)):
             self._pinned.append(address)

@@ -4,9 +4,8 @@ Each is a folder URL/RUN/CHECKPOINT-SAVE/ with the files of the run and of one c
 URL/RUN/CHECKPOINT-SAVE.json that names these files: written first, and again as `whole` when all of them are
 there. URL/RUN/owner says whose copies they are: two runs may have one name. A place that is another run's, or
 that holds anything and has no owner, is refused, and nothing but what a record names is ever removed. The
-first rank of each node sends its node's file, the main rank all others and the records. Copies are made in
-the background, one at a time; a failure is said and never ends training. The store keeps what the local
-folder keeps.
+main rank sends the files in the background, one checkpoint at a time; a failure is said and never ends
+training. The store keeps what the local folder keeps.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import queue
 import re
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -27,11 +25,8 @@ from typing import Any
 from isobatch.core.errors import StopRequestedError, UserError
 from isobatch.core.extras import need
 
-POLL_SECONDS = 1.0
 WAIT_SECONDS = 600.0
-"""That the main rank waits for the files of other nodes, and the end of a run for its last copy."""
-APPEARS_SECONDS = 90.0
-"""Until a node sees the folder of a checkpoint that another has renamed: NFS looks again within 60 s."""
+"""That the end of a run waits for its last copy."""
 WAITING = 2
 """Checkpoints that wait to be copied; the oldest is left out where there are more."""
 OWNER_FILE = "owner"
@@ -85,11 +80,6 @@ class CheckpointStore:
         except FileNotFoundError:
             return None
 
-    def has(self, name: str, size: int) -> bool:
-        """Whether an object of so many bytes is there."""
-        path = self.path(name)
-        return bool(self.files.exists(path) and self.files.size(path) == size)
-
     def names(self) -> list[str]:
         """Names of all objects in the folder, those in its folders too."""
         paths = (str(path).lstrip("/") for path in self.files.find(self.root))
@@ -125,21 +115,20 @@ class CheckpointStore:
 
 
 class RemoteCopies:
-    """Copies checkpoints in a thread of its own, on the first rank of each node; surrounds the training."""
+    """Copies checkpoints in a thread of its own, on the main rank; surrounds the training."""
 
-    def __init__(self, url: str, run: Path, identity: str, is_main: bool, say: Callable[[str], None]) -> None:
+    def __init__(self, url: str, run: Path, identity: str, say: Callable[[str], None]) -> None:
         """`url`: the value of --checkpoint-copy; `identity`: of the run, see `RunFolder.identity`.
 
         Raises UserError where the URL cannot be used, or has another run's copies. A store that does not
         answer is tried again with the first copy.
         """
-        self._url, self._run, self._identity, self._is_main = url, run, identity, is_main
+        self._url, self._run, self._identity = url, run, identity
         self._say: Callable[[str], None] = lambda text: say(f"--checkpoint-copy {url}: {text}")
-        self._queue: queue.Queue[tuple[Path, str, str] | None] = queue.Queue()
+        self._queue: queue.Queue[tuple[Path, str] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="checkpoint copies", daemon=True)
         try:
-            if is_main:
-                self._claim()
+            self._claim()
         except UserError:
             raise
         except Exception as error:  # a store's own
@@ -175,13 +164,13 @@ class RemoteCopies:
             if self._thread.is_alive():
                 self._say("the last copy is not whole yet, and is given up")
 
-    def add(self, folder: Path, file: str, save: str) -> None:
-        """Copy a checkpoint that is complete: `file` of this node, of the save of that name."""
+    def add(self, folder: Path, save: str) -> None:
+        """Copy a checkpoint that is complete, of the save of that name."""
         if self._queue.qsize() >= WAITING:
             with contextlib.suppress(queue.Empty):
                 if late := self._queue.get_nowait():
                     self._say(f"{late[0].name} is not copied: the store is slower than the saves")
-        self._queue.put((folder, file, save))
+        self._queue.put((folder, save))
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -190,40 +179,20 @@ class RemoteCopies:
             except Exception as error:  # whatever a store raises: training goes on
                 self._say(f"{job[0].name} is not copied ({_in_a_line(error)}); training goes on")
 
-    def _copy(self, folder: Path, file: str, save: str) -> None:
+    def _copy(self, folder: Path, save: str) -> None:
         store, copy = self._store, f"{folder.name}-{save}"
-        if self._is_main:
-            self._claim()
-            paths = [*_small_files(self._run), *sorted(folder.iterdir())]
-        else:  # the main rank gives the folder its name, and may have removed it since
-            self._await((folder / file).exists, file, APPEARS_SECONDS)
-            paths = [folder / file]
-        files = {path.relative_to(self._run).as_posix(): path.stat().st_size for path in paths}
+        self._claim()
         saved_at = (folder / "index.json").stat().st_mtime
+        paths = [*_small_files(self._run), *sorted(folder.iterdir())]
+        places = {str(p): store.path(f"{copy}/{p.relative_to(self._run).as_posix()}") for p in paths}
+        files = {path.relative_to(self._run).as_posix(): path.stat().st_size for path in paths}
         said = {"checkpoint": folder.name, "folder": copy, "saved_at": saved_at, "files": files}
-        if self._is_main:
-            store.record({**said, "whole": False})
-        of_others = f"checkpoints/{folder.name}/node-"
-        own = [name for name in files if not name.startswith(of_others) or name.endswith(f"/{file}")]
-        store.files.put(
-            [f"{self._run}/{name}" for name in own], [store.path(f"{copy}/{name}") for name in own]
-        )
-        if self._is_main:
-            for name, size in files.items():
-                if name in own:
-                    files[name] = store.files.size(store.path(f"{copy}/{name}"))  # a log has grown since
-                else:
-                    self._await(functools.partial(store.has, f"{copy}/{name}", size), name)
-            store.record({**said, "whole": True})
-            self._remove_old(folder.name, copy)
-
-    def _await(self, is_there: Callable[[], bool], name: str, seconds: float | None = None) -> None:
-        """Wait for what another node makes, by default WAIT_SECONDS. Raises TimeoutError."""
-        until = time.monotonic() + (seconds or WAIT_SECONDS)
-        while not is_there():
-            if time.monotonic() > until:
-                raise TimeoutError(f"{name} has not come")
-            time.sleep(POLL_SECONDS)
+        store.record({**said, "whole": False})
+        store.files.put(list(places), list(places.values()))
+        for name, place in zip(files, places.values(), strict=True):
+            files[name] = store.files.size(place)  # a log has grown since
+        store.record({**said, "whole": True})
+        self._remove_old(folder.name, copy)
 
     def _remove_old(self, checkpoint: str, copy: str) -> None:
         """Remove earlier copies of a checkpoint than `copy`, and copies of what is no longer here."""

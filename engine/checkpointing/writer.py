@@ -38,16 +38,13 @@ class CheckpointWriter:
     def __init__(
         self,
         world: Communicator,
-        on_complete: Callable[[Path], None] = lambda _: None,
-        on_node: Callable[[Path, str, str], None] = lambda _folder, _file, _save: None,
+        on_complete: Callable[[Path, str], None] = lambda _folder, _save: None,
         buffer: HostBuffer | None = None,
     ) -> None:
         """`buffer`: kept from another writer, with its memory."""
         self.world = world
         self.on_complete = on_complete
-        """Called on the main rank with the folder of a checkpoint once it is complete."""
-        self.on_node = on_node
-        """Called then on the first rank of each node: folder, the node's file, a name of this save."""
+        """Called on the main rank with the folder of a checkpoint that is complete, and its save's name."""
         self._buffer = buffer or HostBuffer(world.device)
         self.folder: Path | None = None
         """Of the checkpoint in progress; None where there is none."""
@@ -57,11 +54,6 @@ class CheckpointWriter:
         self._text_sums: dict[str, str] = {}
         self._layout: Layout | None = None
         self._rows = np.empty((0, 3), np.int64)
-
-    def reserve(self, state: PortableState) -> None:
-        """Get memory for checkpoints like `state` in the background, so that the first `start` waits less."""
-        part = self._layout_of(state, _in_order(state.pieces)).parts[self.world.rank]
-        self._buffer.reserve(part.stop - part.start)
 
     def start(self, folder: Path, state: PortableState, facts: Mapping[str, Any]) -> None:
         """Start to copy this rank's pieces to host memory, then to write them; `facts` go into state.json."""
@@ -132,7 +124,6 @@ class CheckpointWriter:
             return
         self._thread.join()
         self.folder = None
-        assert self._layout is not None
         ended = self.world.all_gather_objects((self._problem, self._sums))
         if problems := [problem for problem, _ in ended if problem]:
             if self.world.is_main:
@@ -143,11 +134,8 @@ class CheckpointWriter:
             atomic_files.write_json(temporary_of(folder) / CHECKSUMS, sums)
             read_contents(temporary_of(folder))  # before an older one is deleted
             replace(temporary_of(folder), folder)
-            self.on_complete(folder)
-        part = self._layout.parts[self.world.rank]
-        if part.start == 0:
             save = hashlib.sha256("".join(str(sums["sha256"]) for _, sums in ended).encode())
-            self.on_node(folder, self._layout.files[part.file], save.hexdigest()[:12])
+            self.on_complete(folder, save.hexdigest()[:12])
 
 
 def save(folder: Path, state: PortableState, facts: Mapping[str, Any], world: Communicator) -> None:

@@ -55,17 +55,17 @@ class Checkpoint(Hook):
         options: RunOptions,
         log: MetricsLog,
         peak: PeakMemory,
-        copy: Callable[[Path, str, str], None],
+        copy: Callable[[Path, str], None],
         buffer: HostBuffer,
         others: Sequence[Hook],
         judge: ChoosesBest,
     ) -> None:
         """`state`: of the phase that is saved. `phases`: all of the run. `others`: hooks that are saved.
-        `copy`, `buffer`: see `CheckpointWriter`.
+        `copy`: see `RemoteCopies.add`; `buffer`: see `CheckpointWriter`.
         """
         self.run, self.training, self.log, self.peak = run, state, log, peak
         self.others, self.judge, self.keep = others, judge, options.keep
-        self.phases = phases
+        self.phases, self.copy = phases, copy
         schedule, every = state.schedule, options.save_every
         self.minutes, self.every = every.value, 0
         """Between two saves, by the clock or by the count of steps."""
@@ -76,8 +76,8 @@ class Checkpoint(Hook):
         self.spared: set[str] = set()
         """Those that were needed when the newest save began."""
         self.saved_step, self._saved_at = -1, now()
-        self._is_whole = self._is_reserved = False
-        self.writer = CheckpointWriter(state.world, self._is_complete, copy, buffer)
+        self._is_whole = False
+        self.writer = CheckpointWriter(state.world, self._is_complete, buffer)
 
     @contextlib.contextmanager
     def phase(self, state: Training) -> Iterator[None]:  # noqa: ARG002
@@ -108,9 +108,6 @@ class Checkpoint(Hook):
             self.writer.complete()
         if (asked - {"pause"} or self.due(step)) and self.saved_step != step:
             self._save(state, step)
-        elif not self._is_reserved:
-            self.writer.reserve(state.strategy.collect_state(saved_of(self.others, state, step)[1]))
-        self._is_reserved = True
         return set()
 
     def _save(self, state: Training, step: int) -> None:
@@ -143,12 +140,13 @@ class Checkpoint(Hook):
         steps = self.judge.needed(state.progress.step)
         return {checkpoint.checkpoint_name(state.schedule.name, step) for step in steps}
 
-    def _is_complete(self, folder: Path) -> None:
+    def _is_complete(self, folder: Path, save: str) -> None:
         self.log.log_checkpoint(self.training.progress, folder)
         # The newest best checkpoint may not be written yet: until then keep the previous best as well.
         closing = checkpoint.checkpoint_name(self.training.schedule.name, self.closing_step)
         spare = self.spared | self._needed() | {closing}
         checkpoint.delete_old(self.run.checkpoints, self.phases, self.keep, spare)
+        self.copy(folder, save)
 
     def load(self, state: dict[str, Any], tensors: Mapping[str, Tensor]) -> None:  # noqa: ARG002
         self.saved_step = self.training.progress.step

@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 
 from isobatch.core.measures import now
 from isobatch.core.terminal.status import doing, on_terminal
-from isobatch.engine.train.hooks import Hook
+from isobatch.engine.train.hooks import Hook, Signal
 
 if TYPE_CHECKING:
     from isobatch.core.terminal.console import Console
     from isobatch.engine.train.figures import StepFigures
-    from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
 
 SECONDS_BETWEEN_LINES = 5.0

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from isobatch.engine.train.hooks import Hook
+from isobatch.engine.train.hooks import Hook, Signal
 
 if TYPE_CHECKING:
     from isobatch.data.digests import PreparedFolder
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
 
 DATA_WRITTEN = "data written to"

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import TrainingError
-from isobatch.engine.train.hooks import Hook
+from isobatch.engine.train.hooks import Hook, Signal
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.metrics_log import MetricsLog
     from isobatch.engine.train.figures import StepFigures
-    from isobatch.engine.train.hooks import Signal
 
 
 class Log(Hook):

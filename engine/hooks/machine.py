@@ -10,7 +10,7 @@ import torch
 
 from isobatch.engine.machine.gpu_table import find_gpu_model
 from isobatch.engine.runs.gpu_monitor import GpuMonitor
-from isobatch.engine.train.hooks import Hook
+from isobatch.engine.train.hooks import Hook, Signal
 from isobatch.models.base import CHANGES_SHAPE, ModelSize
 from isobatch.models.flops import flops_per_token
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from isobatch.core.plan import Plan
     from isobatch.engine.loading.loader import StepWork
     from isobatch.engine.train.figures import StepFigures
-    from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from isobatch.core.errors import TrainingError
-from isobatch.engine.train.hooks import Hook
+from isobatch.engine.train.hooks import Hook, Signal
 
 if TYPE_CHECKING:
     from isobatch.engine.train.figures import StepFigures
-    from isobatch.engine.train.hooks import Signal
 
 
 class NonFinite(Hook):

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from isobatch.engine.train.hooks import Hook
+from isobatch.engine.train.hooks import Hook, Signal
 
 if TYPE_CHECKING:
     from isobatch.engine.train.figures import StepFigures
-    from isobatch.engine.train.hooks import Signal
 
 
 class Plots(Hook):

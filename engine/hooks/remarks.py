@@ -1,16 +1,15 @@
-"""What the first step finds out about a plan: noise of the model's own, a reduction that does not overlap."""
+"""What the first step finds out about a plan: noise of the model's own, kernels that cannot be made."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from isobatch.engine.train.hooks import Hook
+from isobatch.engine.train.hooks import Hook, Signal
 from isobatch.models import fused_kernels
 
 if TYPE_CHECKING:
     from isobatch.core.plan import Plan
-    from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
 
 
@@ -28,7 +27,6 @@ class Remarks(Hook):
         if not self._is_checked and state.layout.names is not None:
             self._is_checked = True
             self._check_foreign_noise(state)
-            self._check_reduction(state)
             if problem := fused_kernels.take_failure():
                 self.say(problem)
         return set()
@@ -40,11 +38,3 @@ class Remarks(Hook):
             reason = "this model draws noise of its own, from torch's generators, which the cut changes"
             self.replan(plan.changed(reason, invariance="noise"))
             self.say(f"invariance is noise, not {plan.invariance}: {reason}")
-
-    def _check_reduction(self, state: Training) -> None:
-        """Correct the plan where gradients cannot be reduced as it says."""
-        plan, why = state.plan, state.strategy.why_not_overlapped
-        if plan.reduction == "overlapped" and why:
-            reason = f"{why}, so that they are reduced after the last backward"
-            self.replan(plan.changed(reason, reduction="explicit"))
-            self.say(f"gradients are reduced after the backward pass: {why}")

@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import SpikeError, TrainingError
 from isobatch.engine.optimization.left_out import leave_out, refuse_where_steps_matter
-from isobatch.engine.train.hooks import Hook
+from isobatch.engine.train.hooks import Hook, Signal
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from isobatch.engine.runs.run_folder import RunFolder
     from isobatch.engine.train.figures import StepFigures
-    from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
 
 WINDOW = 64
@@ -61,8 +60,8 @@ class SpikeWatch:
 
     def take_in(self, loss: float, norm: float) -> None:
         """Let later steps be compared with this one."""
-        self.losses = [*self.losses, float(f"{loss:.{DIGITS}g}")][-WINDOW:]
-        self.norms = [*self.norms, float(f"{norm:.{DIGITS}g}")][-WINDOW:]
+        self.losses = [*self.losses, _rounded(loss)][-WINDOW:]
+        self.norms = [*self.norms, _rounded(norm)][-WINDOW:]
 
     def _too_large(self, loss: float, norm: float) -> str:
         middle = statistics.median(self.losses)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from isobatch.engine.train.hooks import Hook
+from isobatch.engine.train.hooks import Hook, Signal
 
 if TYPE_CHECKING:
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.train.figures import StepFigures
-    from isobatch.engine.train.hooks import Signal
 
 
 class Tracker(Hook):

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from isobatch.core.errors import UserError
 from isobatch.core.flags import flags_of
 from isobatch.core.measures import format_duration
-from isobatch.core.plan import PRECISION_WORDS, PlanOptions, size_of
+from isobatch.core.plan import PRECISION_WORDS, Invariance, Plan, PlanOptions, Precision, size_of
 from isobatch.engine.planning.cost_model import PlanningCase, run_steps
 from isobatch.models.flops import layers_and_width
 
 if TYPE_CHECKING:
-    from isobatch.core.plan import Invariance, Plan, Precision
     from isobatch.core.recipe import Recipe
     from isobatch.engine.machine.hardware import Hardware
     from isobatch.engine.planning.calibration import GpuConstants
@@ -209,7 +208,8 @@ def choose_reduction(
         slower = "on CPUs transport would take the cores from the arithmetic"
         return "explicit", f"{slower}; once after the last is as fast"
     if choices.traits.overlaps_reduction:
-        return "overlapped", "gradients cross processes while the last backward pass still runs"
+        running = "gradients cross processes while the last backward pass still runs"
+        return "overlapped", f"{running}; after it where a parameter has none, or a sparse one"
     return "explicit", "partitioned gradients are reduced once, after the last micro-batch"
 
 

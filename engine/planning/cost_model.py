@@ -67,9 +67,7 @@ class PlanningCase:
 
     def nodes(self, processes: int) -> int:
         """Nodes that this many processes use: one process per GPU; on CPUs they are spread over all nodes."""
-        if self.world and self.hardware.source == "detected":
-            return min(self.hardware.nodes, processes)
-        if self.device == "cpu":
+        if self.device == "cpu" or (self.world and self.hardware.source == "detected"):
             return min(self.hardware.nodes, processes)
         return math.ceil(processes / max(1, len(self.hardware.gpus)))
 

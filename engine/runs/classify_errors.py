@@ -34,18 +34,16 @@ def classify(error: BaseException) -> errors.IsobatchError | None:
         )
     text = str(error).lower()
     if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _any(_MEMORY, text)):
-        return errors.OutOfMemoryError(f"out of memory: {_first_line(error)}")
+        return errors.OutOfMemoryError(f"out of memory: {errors.first_line(error)[:200]}")
     if isinstance(error, RuntimeError) and _any(_CONNECTION, text):
-        return errors.WorkerLostError(f"the connection to another process broke: {_first_line(error)}")
+        return errors.WorkerLostError(
+            f"the connection to another process broke: {errors.first_line(error)[:200]}"
+        )
     return user_code_error(error)
 
 
 def _any(phrases: tuple[str, ...], text: str) -> bool:
     return any(phrase in text for phrase in phrases)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def user_code_error(error: BaseException) -> errors.UserCodeError | None:

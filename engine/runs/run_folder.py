@@ -46,8 +46,8 @@ class Verdict:
 class FolderTakenError(UserError):
     """The folder of a new run is another run's."""
 
-    def __init__(self, folder: Path, why: str = "is another run's or not a run") -> None:
-        super().__init__(f"{folder} exists and {why}: choose --name or --out")
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"{folder} exists and is another run's or not a run: choose --name or --out")
 
 
 class RunFolder:

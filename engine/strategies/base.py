@@ -131,11 +131,6 @@ class Strategy(ABC):
         return self.equal_counts
 
     @property
-    def why_not_overlapped(self) -> str:
-        """After the first step: why gradients are reduced after the backward pass all the same."""
-        return ""
-
-    @property
     def caches_transforms(self) -> bool:
         """Gradients may gather on outputs of `CachedWeightTransform` modules until the last micro-batch."""
         return False

@@ -67,12 +67,6 @@ class ReplicatedStrategy(Strategy):
                 self._embeds_sparsely |= module.sparse
 
     @property
-    def why_not_overlapped(self) -> str:
-        if self.overlapped or self._decide_overlap or self.world.size == 1:
-            return ""
-        return "the gradients of some tables are sparse" if self.sparse else "some parameters got no gradient"
-
-    @property
     def caches_transforms(self) -> bool:
         """Not under DDP, whose backward pass needs each weight's gradient, nor in a compiled graph."""
         return not self.computes_dummies and self.plan.compile == "off"

@@ -176,12 +176,9 @@ class Hooks:
         """Whether what was resumed had already ended this phase early."""
         return any(hook.ended() for hook in self.all)
 
-    def around(self, state: Training, step: int) -> AbstractContextManager[Any]:
-        """Context of a step's computation."""
-        return self._around(state, step) if self._asked["around"] else contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _around(self, state: Training, step: int) -> Iterator[None]:
+    def around(self, state: Training, step: int) -> Iterator[None]:
+        """Context of a step's computation."""
         with contextlib.ExitStack() as stack:
             self._ask("around", state, step, state, step, enter=stack.enter_context)
             yield

@@ -200,13 +200,10 @@ def _continue(run: RunOnRank, builder: Builder, hooks: Hooks, saved: SavedCheckp
 
 
 def _remote_copies(run: RunOnRank) -> RemoteCopies | None:
-    if (url := run.options.checkpoint_copy) is None:
+    if (url := run.options.checkpoint_copy) is None or not run.world.is_main:
         return None
-    folder, world, say = run.folder, run.world, run.console.say
-    name = "" if world.is_main else f"rank {world.rank}: "
-    return RemoteCopies(
-        url, folder.folder, folder.identity, world.is_main, lambda line: say(name + line, always=True)
-    )
+    folder, say = run.folder, partial(run.console.say, always=True)
+    return RemoteCopies(url, folder.folder, folder.identity, say)
 
 
 def _try_monitor(state: Training) -> None:

@@ -23,8 +23,8 @@ from isobatch.engine.optimization.left_out import left_out_steps
 from isobatch.engine.runs.summary import HELD_OUT_SPLITS
 from isobatch.engine.train.build import Builder
 from isobatch.engine.train.evaluate import evaluate, evaluate_beside, host_batches
-from isobatch.engine.train.figures import step_rows
-from isobatch.engine.train.hooks import Hook, Hooks, Seen
+from isobatch.engine.train.figures import LossAndNorm, StepFigures, StepRow, step_rows
+from isobatch.engine.train.hooks import Hook, Hooks, Seen, Signal
 from isobatch.engine.train.loop import run_phase
 from isobatch.engine.verification.compare_export import compare_export
 from isobatch.engine.verification.windows import INITIAL, Job, Redone, Window, redone_step
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from isobatch.core.recipe import Recipe
     from isobatch.engine.optimization.schedule import PhaseSchedule
     from isobatch.engine.runs.run_folder import RunFolder
-    from isobatch.engine.train.figures import LossAndNorm, StepFigures, StepRow
-    from isobatch.engine.train.hooks import Signal
     from isobatch.engine.train.state import Training
 
 FAR = 0.1

@@ -241,7 +241,7 @@ def test_a_rank_that_cannot_write_ends_the_save_on_all(
     told: list[int] = []
 
     def part(world: Any) -> list[Any]:
-        writer = CheckpointWriter(world, lambda _: told.append(world.rank))
+        writer = CheckpointWriter(world, lambda *_: told.append(world.rank))
         writer.start(tmp_path / "train-3", share(world), {"progress": {"step": 9}})
         with pytest.raises(UserError, match=rf"cannot write .*: {reason}"):
             writer.wait()

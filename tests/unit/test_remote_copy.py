@@ -32,7 +32,6 @@ def tensors(step: int) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(autouse=True)
 def _no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_copy, "POLL_SECONDS", 0.001)
     monkeypatch.setattr(remote_copy, "WAIT_SECONDS", 10.0)
 
 
@@ -71,28 +70,29 @@ def train(run_ranks: Any, run: Path, url: str, steps: list[int], size: int = 1) 
     ended: list[str] = []
     copy = RemoteCopies._copy  # noqa: SLF001
 
-    def counted(this: RemoteCopies, folder: Path, *names: str) -> None:
+    def counted(this: RemoteCopies, folder: Path, save: str) -> None:
         try:
-            copy(this, folder, *names)
+            copy(this, folder, save)
         finally:
             ended.append(folder.name)
 
-    def delete_old(_: Path) -> None:
-        checkpoint.delete_old(run / "checkpoints", ["train"], 2, set())
+    def part(world: Any, copies: RemoteCopies) -> None:
+        def complete(folder: Path, save: str) -> None:
+            checkpoint.delete_old(run / "checkpoints", ["train"], 2, set())
+            copies.add(folder, save)
 
-    def part(world: Any) -> None:
         world.on_nodes_of(1)
-        with RemoteCopies(url, run, "a run", world.is_main, said.append) as copies:
-            copies._copy = partial(counted, copies)  # type: ignore[method-assign]  # noqa: SLF001
-            saving = writer.CheckpointWriter(world, delete_old, copies.add)
-            for step in steps:
-                share = portable_state.rank_share(tensors(step), world.rank, world.size)
-                saving.start(run / "checkpoints" / f"train-{step}", share, FACTS)
-                saving.wait()
-                while len(ended) < world.size * (steps.index(step) + 1):  # the store is not slower than saves
-                    time.sleep(0.001)
+        saving = writer.CheckpointWriter(world, complete)
+        for step in steps:
+            share = portable_state.rank_share(tensors(step), world.rank, world.size)
+            saving.start(run / "checkpoints" / f"train-{step}", share, FACTS)
+            saving.wait()
+            while len(ended) < steps.index(step) + 1:  # the store is not slower than the saves
+                time.sleep(0.001)
 
-    run_ranks(size, part)
+    with RemoteCopies(url, run, "a run", said.append) as copies:
+        copies._copy = partial(counted, copies)  # type: ignore[method-assign]  # noqa: SLF001
+        run_ranks(size, partial(part, copies=copies))
     return said
 
 
@@ -145,8 +145,8 @@ def test_of_two_copies_of_a_step_the_newer_is_fetched(
 
 def test_a_checkpoint_that_is_gone_again_keeps_no_other_waiting(run: Path, url: str) -> None:
     said: list[str] = []
-    with RemoteCopies(url, run, "a run", True, said.append) as copies:
-        copies.add(run / "checkpoints" / "train-3", "node-00000.safetensors", "x")
+    with RemoteCopies(url, run, "a run", said.append) as copies:
+        copies.add(run / "checkpoints" / "train-3", "x")
     assert "train-3 is not copied (FileNotFoundError" in said[0]
 
 
@@ -170,7 +170,7 @@ def test_a_run_of_the_same_name_does_not_replace_the_copies_of_another(
     other = tmp_path / "elsewhere" / run.name
     other.mkdir(parents=True)
     with pytest.raises(UserError, match="holds copies of another run with the name it's"):
-        RemoteCopies(url, other, "another", True, print)
+        RemoteCopies(url, other, "another", print)
     with pytest.raises(UserError, match="elsewhere/it's 日本 is another run than that of memory://"):
         fetch_run(f"{url}/{run.name}", tmp_path / "elsewhere", "another")
     assert set(whole(CheckpointStore(url, run.name))) == {"train-3"}
@@ -212,10 +212,10 @@ def test_a_store_slower_than_the_saves_gets_the_newest(
 ) -> None:
     said: list[str] = []
     copied: list[str] = []
-    copies = RemoteCopies(url, run, "a run", True, said.append)
+    copies = RemoteCopies(url, run, "a run", said.append)
     monkeypatch.setattr(copies, "_copy", lambda folder, *_: copied.append(folder.name))
     for step in (3, 6, 9, 12):
-        copies.add(run / "checkpoints" / f"train-{step}", "node-00000.safetensors", "x")
+        copies.add(run / "checkpoints" / f"train-{step}", "x")
     with copies:
         pass
     assert copied == ["train-9", "train-12"]
@@ -229,10 +229,10 @@ def test_an_error_waits_for_no_copy_and_a_request_to_stop_does(
     import threading
 
     held, ended = threading.Event(), threading.Event()
-    copies = RemoteCopies(url, run, "a run", True, print)
+    copies = RemoteCopies(url, run, "a run", print)
     monkeypatch.setattr(copies, "_copy", lambda *_: held.wait(10) and ended.set())
     threading.Timer(0.05 if waits else 0.5, held.set).start()
-    copies.add(run / "checkpoints" / "train-3", "node-00000.safetensors", "x")
+    copies.add(run / "checkpoints" / "train-3", "x")
     with pytest.raises(type(error)), copies:
         raise error
     assert ended.is_set() == waits
@@ -270,7 +270,7 @@ def test_a_place_with_anything_else_in_it_is_refused_by_name(
     store = CheckpointStore(url if kind == "memory" else f"file://{tmp_path}/store", run.name)
     put(store, "2025-thesis/w.bin")
     with pytest.raises(UserError, match=r"holds 2025-thesis/w\.bin, which no copy wrote: give another"):
-        RemoteCopies(url if kind == "memory" else f"file://{tmp_path}/store", run, "a run", True, print)
+        RemoteCopies(url if kind == "memory" else f"file://{tmp_path}/store", run, "a run", print)
     assert store.names() == ["2025-thesis/w.bin"]
 
 
@@ -326,7 +326,7 @@ def test_a_record_removes_nothing_elsewhere(
     for name in (record["folder"].partition("/")[0], record["checkpoint"]):
         put(store, f"{name}.json", json.dumps({"saved_at": 1, **record}).encode())
     with contextlib.suppress(UserError):
-        RemoteCopies(url, run, "a run", True, print)._remove_old("", "")  # noqa: SLF001
+        RemoteCopies(url, run, "a run", print)._remove_old("", "")  # noqa: SLF001
     assert (tmp_path / "precious").read_text() == "precious"
 
 
@@ -368,7 +368,7 @@ def test_what_a_store_says_is_shown_before_training_without_its_password(
 
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", refuse)
     with pytest.raises(UserError, match=said):
-        RemoteCopies(url, run, "a run", True, print)
+        RemoteCopies(url, run, "a run", print)
 
 
 @pytest.mark.parametrize("name", ["", ".", ".."])
