@@ -7,9 +7,8 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """Characters that steer a terminal, or turn the direction of text; not the tab and the line break."""
@@ -59,15 +58,6 @@ def format_bytes(count: float) -> str:
 def counted(count: int, noun: str) -> str:
     """A number with its noun: `1 row`, `1,200 rows`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def format_fields(values: Mapping[str, Any]) -> str:
-    """Names and their values in a line; whole numbers above 1,000,000 are bytes."""
-    shown = {k: format_bytes(v) if isinstance(v, int) and v > 1e6 else v for k, v in values.items()}
-    return ", ".join(
-        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
-        for name, value in shown.items()
-    )
 
 
 def printable(text: object) -> str:

@@ -210,7 +210,7 @@ def first_gradient(state: Training) -> Any:
 def _train(folder: Path, strategy: str, mode: str) -> None:
     import torch
 
-    from isobatch.engine.checkpointing import writer
+    from isobatch.engine.checkpointing.writer import CheckpointWriter
 
     steps, middle, _ = lengths()
     with _builder(strategy, "bf16" if mode == "half" else "fp32") as builder:
@@ -222,7 +222,9 @@ def _train(folder: Path, strategy: str, mode: str) -> None:
             found = _steps(state, 0, middle)
             if mode == "train":
                 facts = {"scaling": state.strategy.loss_scale(), "progress": asdict(state.progress)}
-                writer.save(folder / f"saved-{name}", state.strategy.collect_state(), facts, world)
+                writer = CheckpointWriter(world)
+                writer.start(folder / f"saved-{name}", state.strategy.collect_state(), facts)
+                writer.wait()
             found += _steps(state, middle, steps)
     if world.is_main:
         _write(folder / f"{mode}-{name}.json", found)

@@ -138,13 +138,6 @@ class CheckpointWriter:
             self.on_complete(folder, save.hexdigest()[:12])
 
 
-def save(folder: Path, state: PortableState, facts: Mapping[str, Any], world: Communicator) -> None:
-    """Write a checkpoint and wait for it. All ranks call this."""
-    writer = CheckpointWriter(world)
-    writer.start(folder, state, facts)
-    writer.wait()
-
-
 def _in_order(pieces: list[TensorPiece]) -> list[TensorPiece]:
     """The widest element types first, as safetensors does, so that all tensors are aligned."""
     return sorted(pieces, key=lambda p: (-p.values.element_size(), p.name, p.start))

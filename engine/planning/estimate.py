@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -69,10 +68,6 @@ class Target:
         return make_plan(
             self.recipe, self.facts, size, self.hardware, self.asked, world=world, measured=rates
         )
-
-    def with_recipe(self, **values: Any) -> Target:
-        """The same with other fields of the recipe."""
-        return dataclasses.replace(self, recipe=dataclasses.replace(self.recipe, **values))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import nn
-
-    from isobatch.core.plan import Plan
-    from isobatch.core.recipe import Recipe
+from typing import Any
 
 HELD_OUT_SPLITS = ("test", "valid")
 """Splits that can be held out; the first of them that exists gives the summary's metrics."""
@@ -55,34 +48,6 @@ class Progress:
         )
 
 
-def summarize(
-    recipe: Recipe, plan: Plan, progress: Progress, model: nn.Module, held_out: dict[str, dict[str, float]]
-) -> dict[str, Any]:
-    """The fields of summary.json that follow from the progress and the metrics of held-out splits."""
-    seconds = max(1e-9, progress.train_seconds)
-    parameters = list(model.parameters())
-    return {
-        "task": recipe.task,
-        "steps": progress.steps,
-        "samples_seen": progress.samples,
-        "tokens_seen": progress.tokens,
-        "global_batch": recipe.batch_size,
-        "world_size": plan.processes,
-        "strategy": plan.strategy,
-        "precision": plan.precision,
-        "invariance": plan.invariance,
-        "parameters": sum(map(_count, parameters)),
-        "trainable_parameters": sum(_count(p) for p in parameters if p.requires_grad),
-        "train_seconds": round(progress.train_seconds, 3),
-        "samples_per_second": round(progress.samples / seconds, 3),
-        "tokens_per_second": round(progress.tokens / seconds, 3),
-        "data_wait_fraction": round(progress.waited_seconds / seconds, 4),
-        "padding_fraction": round(progress.padding / max(1, progress.steps), 4),
-        "predicted_peak_memory_bytes": plan.predicted_peak_memory_bytes,
-        **metrics_fields(held_out),
-    }
-
-
 def metrics_fields(held_out: dict[str, dict[str, float]]) -> dict[str, Any]:
     """The fields of summary.json about the metrics of held-out splits."""
     split = next((s for s in HELD_OUT_SPLITS if s in held_out), None)
@@ -104,9 +69,3 @@ def startup_seconds(first_step: float | None, measured: float) -> float:
 
     begin = float(os.environ.get("ISOBATCH_STARTED") or psutil.Process().create_time())
     return round((first_step or time.time()) - begin - measured, 3)
-
-
-def _count(p: Any) -> int:
-    """Elements of a whole parameter: ZeRO-3 may hold none of it here, and a byte holds two 4-bit weights."""
-    quantised = getattr(p, "quant_state", None)
-    return int(getattr(p, "ds_numel", p.numel())) if quantised is None else math.prod(quantised.shape)

@@ -5,7 +5,6 @@ The fields of the row are spelled here alone, for those who write it and those w
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
@@ -144,18 +143,8 @@ class StepRow:
     """Seen by the run so far."""
     chain: str
     """Hash over all samples of the phase so far."""
-    epoch: float = 0.0
-    tokens: int = 0
-    """Seen by the run so far, without padding."""
-    step_seconds: float = 0.0
-    data_seconds: float = 0.0
-    """Of step_seconds, those in which it waited for data."""
-    samples_per_second: float = 0.0
-    tokens_per_second: float = 0.0
-    padding: float = 0.0
-    """Share of the tokens that were computed."""
-    more: Mapping[str, Any] = field(default_factory=dict)
-    """Parts of a loss that has several, figures of the task, readings of the machine."""
+    more: Mapping[str, Any]
+    """The others of FIELDS, parts of a loss that has several, figures of the task, of the machine."""
 
     @property
     def place(self) -> tuple[str, int]:
@@ -167,12 +156,15 @@ class StepRow:
         return self.loss, self.grad_norm
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self.more, **{name: getattr(self, name) for name in FIELDS}}
+        return {**self.more, **{name: getattr(self, name) for name in NEEDED}}
 
 
-FIELDS = tuple(field.name for field in dataclasses.fields(StepRow) if field.name != "more")
 NEEDED = ("phase", "step", "loss", "lr", "grad_norm", "samples", "chain")
 """Fields without which a row says nothing of a step; a receipt has these alone."""
+_RATES = ("step_seconds", "data_seconds", "samples_per_second", "tokens_per_second", "padding")
+FIELDS = (*NEEDED, "epoch", "tokens", *_RATES)
+"""Of every row of a step. `tokens` are those that the run has seen so far, without padding; `data_seconds` of
+`step_seconds` those in which it waited for data; `padding` is the share of the tokens that were computed."""
 FIGURES = ("loss", "grad_norm")
 """What a step computed, and is compared where it is computed again."""
 LossAndNorm = tuple[float, float]
@@ -199,11 +191,11 @@ def is_step(row: Mapping[str, Any]) -> bool:
 def read_step(row: Mapping[str, Any]) -> StepRow:
     """The row of a step from its JSON. Raises UserError where one that is needed lacks or has no form."""
     try:
-        known: dict[str, Any] = {name: row[name] for name in FIELDS if name in row}
+        known: dict[str, Any] = {name: row[name] for name in NEEDED}
         for name in FIGURES:
             known[name] = math.nan if known[name] is None else float(known[name])
         known.update(phase=str(known["phase"]), step=int(known["step"]), lr=float(known["lr"]))
-        return StepRow(**known, more={name: row[name] for name in row.keys() - set(FIELDS)})
+        return StepRow(**known, more={name: row[name] for name in row.keys() - known.keys()})
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"metrics.jsonl holds a row that no run writes: {error!r}") from None
 

@@ -15,13 +15,12 @@ import numpy as np
 import torch
 
 from isobatch.core.errors import OutOfMemoryError
-from isobatch.core.optimizers import OPTIMIZERS
 from isobatch.core.strategies import traits_of
 from isobatch.core.terminal.status import doing
 from isobatch.engine.loading.device_copies import to_device, to_tensors
 from isobatch.engine.loading.loader import micro_batch_budget
 from isobatch.engine.noise.keyed_noise import NativeNoise
-from isobatch.engine.optimization.parameter_groups import block_matrices
+from isobatch.engine.planning.memory_model import mean_state_bytes
 from isobatch.engine.planning.planner import with_smaller_budget
 from isobatch.engine.runs.classify_errors import classify
 from isobatch.engine.runs.peak_memory import reset_peak
@@ -93,14 +92,9 @@ def _run_largest(state: Training) -> None:
     samples = longest[: int(budget.rows(widths)[0])]
     batch = to_device(to_tensors(source.fetch(samples, int(widths[0])), pin=False), device)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    optimizer = OPTIMIZERS[state.recipe.optimizer]
     average = 4.0 if state.recipe.ema is not None else 0.0
-    state_bytes = (optimizer.state_bytes + average) * trained
-    if optimizer.matrix_bytes is not None:
-        apart, named = block_matrices(model), dict(model.named_parameters())
-        of_matrices = sum(named[name].numel() for name in apart if named[name].requires_grad)
-        state_bytes += (optimizer.matrix_bytes - optimizer.state_bytes) * of_matrices
-    moments = torch.empty(int(state_bytes), dtype=torch.uint8, device=device)
+    state_bytes = average + mean_state_bytes(state.recipe, state.task.model_size(state.facts))
+    moments = torch.empty(int(state_bytes * trained), dtype=torch.uint8, device=device)
     if (noise := state.binding.noise) is not None:
         noise.bind(0, samples, device)
     context = StepContext(0, state.schedule.name, noise or NativeNoise())  # of a step that is never taken

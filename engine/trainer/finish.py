@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,6 @@ from isobatch.engine.runs.summary import (
     before_training,
     metrics_fields,
     startup_seconds,
-    summarize,
 )
 from isobatch.engine.train.evaluate import host_batches, refuse_nonfinite_metrics
 from isobatch.models import capabilities, model_card
@@ -114,15 +114,40 @@ def _summarize(
 ) -> dict[str, Any]:
     """The content of summary.json. All ranks call this."""
     run.peak.bytes = max(run.world.all_gather_objects(run.peak.bytes))
+    plan, progress, parameters = state.plan, state.progress, list(state.model.parameters())
+    seconds = max(1e-9, progress.train_seconds)
     return {
         "status": status,
         "reason": reason,
-        **summarize(state.recipe, state.plan, state.progress, state.model, held_out),
+        "task": state.recipe.task,
+        "steps": progress.steps,
+        "samples_seen": progress.samples,
+        "tokens_seen": progress.tokens,
+        "global_batch": state.recipe.batch_size,
+        "world_size": plan.processes,
+        "strategy": plan.strategy,
+        "precision": plan.precision,
+        "invariance": plan.invariance,
+        "parameters": sum(map(_count, parameters)),
+        "trainable_parameters": sum(_count(p) for p in parameters if p.requires_grad),
+        "train_seconds": round(progress.train_seconds, 3),
+        "samples_per_second": round(progress.samples / seconds, 3),
+        "tokens_per_second": round(progress.tokens / seconds, 3),
+        "data_wait_fraction": round(progress.waited_seconds / seconds, 4),
+        "padding_fraction": round(progress.padding / max(1, progress.steps), 4),
+        "predicted_peak_memory_bytes": plan.predicted_peak_memory_bytes,
+        **metrics_fields(held_out),
         "startup_seconds": startup_seconds(run.first_step_at, run.measured_before),
         "peak_memory_bytes": run.peak.bytes,
         "monitor": capabilities.monitor_of(state.task, state.facts)[0],
         "resumed_from": run.resumed_from,
     }
+
+
+def _count(p: Any) -> int:
+    """Elements of a whole parameter: ZeRO-3 may hold none of it here, and a byte holds two 4-bit weights."""
+    quantised = getattr(p, "quant_state", None)
+    return int(getattr(p, "ds_numel", p.numel())) if quantised is None else math.prod(quantised.shape)
 
 
 def _write_final(run: RunOnRank, state: Training, model: nn.Module, saved: SavedCheckpoint) -> None:

@@ -148,7 +148,9 @@ def train_run(run: RunOnRank) -> Training:
                     _continue(run, builder, hooks, saved)
                 elif folder.recipe.task not in TASKS and world.size == 1 and "valid" in state.splits:
                     _try_monitor(state)
-                if saved is None and schedule is builder.schedules[0] and _measures_before(run, state):
+                before = state.task.measures_before if run.options.before is None else run.options.before
+                is_first = saved is None and schedule is builder.schedules[0]
+                if before and is_first and "valid" in state.splits:
                     began = time.time()
                     evaluation.measure("valid", state.recipe.eval_fraction, 0, {})
                     run.measured_before = time.time() - began
@@ -158,12 +160,6 @@ def train_run(run: RunOnRank) -> Training:
                     finish(run, builder, evaluation, guard)
             saved = None
     return state
-
-
-def _measures_before(run: RunOnRank, state: Training) -> bool:
-    """Whether the model is measured as training finds it."""
-    asked = run.options.before
-    return "valid" in state.splits and (state.task.measures_before if asked is None else asked)
 
 
 def _hooks(

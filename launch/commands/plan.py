@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from isobatch.core.errors import UserError
-from isobatch.core.measures import format_bytes, format_duration, format_fields, parse_duration
+from isobatch.core.measures import format_bytes, format_duration, parse_duration
 from isobatch.core.number_ranges import Count, Positive
 from isobatch.core.terminal.console import print_answer
 from isobatch.engine.loading.prepare import assumed_facts
@@ -167,7 +167,7 @@ def _format_value(name: str, value: Any) -> Any:
     if name.endswith("_bytes") and value is not None:
         return format_bytes(value)
     if isinstance(value, dict):
-        return format_fields(value)
+        return ", ".join(f"{stage} {format_bytes(peak)}" for stage, peak in value.items())
     return f"{value:.3g}" if isinstance(value, float) else value
 
 

@@ -75,7 +75,9 @@ class Variant:
         if recipe:
             common = {k: v for k, v in recipe.items() if k in flags_of(type(target.recipe))}
             own = {k: v for k, v in recipe.items() if k not in common}
-            target = target.with_recipe(**common, options={**target.recipe.options, **own})
+            options = {**target.recipe.options, **own}
+            other = dataclasses.replace(target.recipe, **common, options=options)
+            target = dataclasses.replace(target, recipe=other)
             task, data = target.workload.make(target.recipe)
             task.check()
             target = dataclasses.replace(target, facts=prepare(data))

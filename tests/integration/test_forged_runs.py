@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 import isobatch
 from isobatch.core import atomic_files
 from isobatch.core.atomic_files import rows_in
-from isobatch.engine.checkpointing import portable_state, writer
+from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
 from isobatch.engine.checkpointing.digests import bytes_digest, folder_digests
 from isobatch.engine.hooks.data_guard import DATA_WRITTEN
@@ -30,6 +30,7 @@ from isobatch.engine.runs.run_folder import RunFolder
 from isobatch.tests.forgery import one_process, reseal
 from isobatch.tests.integration.helpers import launch, succeed
 from isobatch.tests.paths import ROOT
+from isobatch.tests.unit.helpers import save_checkpoint
 
 TASK = f"{ROOT}/tests/tasks/ragged.py:RaggedLM"
 STEPS = 30
@@ -98,7 +99,7 @@ def rewrite_checkpoint(
     tensors = {key: change(key, saved.read(key)).contiguous() for key in saved.entries}
     state = json.loads(json.dumps(saved.state))
     edit(state)
-    writer.save(folder, portable_state.rank_share(tensors, 0, 1), state, one_process())
+    save_checkpoint(folder, portable_state.rank_share(tensors, 0, 1), state, one_process())
     digest = recorded_digest(folder)
     edit_log(run, lambda rows: [r.update(digest=digest) for r in rows if r.get("checkpoint") == name])
 

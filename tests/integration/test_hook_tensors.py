@@ -117,12 +117,12 @@ def strategies(world: Communicator, folder: Path) -> Iterator[tuple[str, Strateg
 def write(strategy: Strategy, name: str, folder: Path) -> None:
     import torch
 
-    from isobatch.engine.checkpointing import writer
+    from isobatch.tests.unit.helpers import save_checkpoint
 
     average = {name: values * 3 + 1 for name, values in strategy.held()}
     count = {"2.weight": torch.ones_like(average["2.weight"], dtype=torch.int64)}
     state = strategy.collect_state({"average": average, "count": count})
-    writer.save(folder / f"{name}-1", state, {}, strategy.world)
+    save_checkpoint(folder / f"{name}-1", state, {}, strategy.world)
 
 
 def read(strategy: Strategy, folder: Path) -> None:

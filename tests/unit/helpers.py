@@ -7,17 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 from isobatch.core.plan import Plan
 from isobatch.engine.checkpointing import portable_state
+from isobatch.engine.checkpointing.writer import CheckpointWriter
 from isobatch.engine.optimization.parameter_groups import make_optimizer
 from isobatch.tests.tasks.failing import Line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor, nn  # noqa: TC004  heavy, and no class here has flags
     from torch.optim import Optimizer
 
     from isobatch.core.recipe import Recipe
     from isobatch.data.base import Source
+    from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.loading.sampler import Sampler
     from isobatch.engine.noise.keyed_noise import KeyedNoise
     from isobatch.engine.strategies.base import Strategy
@@ -128,3 +131,12 @@ def train(net: nn.Module, optimizer: Optimizer, first: int, steps: int) -> None:
         net(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def save_checkpoint(
+    folder: Path, state: portable_state.PortableState, facts: Mapping[str, Any], world: Communicator
+) -> None:
+    """Write a checkpoint and wait for it. All ranks call this."""
+    writer = CheckpointWriter(world)
+    writer.start(folder, state, facts)
+    writer.wait()

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from isobatch.core import atomic_files
 from isobatch.core.atomic_files import rows_in
-from isobatch.engine.checkpointing import portable_state, writer
+from isobatch.engine.checkpointing import portable_state
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, recorded_digest
 from isobatch.engine.checkpointing.digests import folder_digests
 from isobatch.engine.loading.prepare import prepare
@@ -40,7 +40,7 @@ from isobatch.launch.local.verify_run import (
     verify_run,
 )
 from isobatch.tests.forgery import one_process, reseal
-from isobatch.tests.unit.helpers import plan
+from isobatch.tests.unit.helpers import plan, save_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,7 +86,7 @@ def run(tmp_path: Path) -> RunFolder:
 def save(run: RunFolder, state: dict[str, Any]) -> None:
     """A checkpoint of one weight."""
     share = portable_state.rank_share({"weight/a": torch.ones(3)}, 0, 1)
-    writer.save(run.checkpoints / "train-9", share, state, one_process())
+    save_checkpoint(run.checkpoints / "train-9", share, state, one_process())
 
 
 def found_in(run: RunFolder) -> list[str]:

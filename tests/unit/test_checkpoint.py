@@ -20,7 +20,7 @@ from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, temporary_
 from isobatch.engine.checkpointing.layout import Layout
 from isobatch.engine.checkpointing.portable_state import PortableState, TensorPiece
 from isobatch.engine.checkpointing.writer import CheckpointWriter
-from isobatch.tests.unit.helpers import same
+from isobatch.tests.unit.helpers import same, save_checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ def save(
 ) -> Path:
     def part(world: Any) -> None:
         world.on_nodes_of(ranks_a_node)
-        writer.save(folder, share(world), facts or FACTS, world)
+        save_checkpoint(folder, share(world), facts or FACTS, world)
 
     run_ranks(size, part)
     return folder
@@ -355,7 +355,7 @@ def test_pieces_cut_and_dealt_anyhow_are_one_tensor_again(run_ranks: Any, tmp_pa
 
         def part(world: Any) -> None:
             mine = [p for p, place in zip(pieces, dealt, strict=False) if place % 3 == world.rank]
-            writer.save(tmp_path / "train-3", PortableState(entries, mine), FACTS, world)
+            save_checkpoint(tmp_path / "train-3", PortableState(entries, mine), FACTS, world)
 
         run_ranks(3, part)
         assert same(load(tmp_path / "train-3"), {"weight/a": flat.view(5, 12)})
@@ -374,12 +374,12 @@ def test_a_tensor_with_a_gap_or_an_overlap_is_not_saved_and_is_damage(
         [TensorPiece("weight/a", a, flat[a:b]) for a, b in pieces],
     )
     with pytest.raises(ValueError, match="parts of weight/a are missing"):
-        run_ranks(1, lambda world: writer.save(tmp_path / "train-3", state, FACTS, world))
+        run_ranks(1, lambda world: save_checkpoint(tmp_path / "train-3", state, FACTS, world))
     assert not list(tmp_path.iterdir())
     with monkeypatch.context() as patch:
         patch.setattr(writer, "read_contents", lambda _: None)
         patch.setattr(Layout, "check", lambda _: None)
-        run_ranks(1, lambda world: writer.save(tmp_path / "train-3", state, FACTS, world))
+        run_ranks(1, lambda world: save_checkpoint(tmp_path / "train-3", state, FACTS, world))
     with pytest.raises(TrainingError, match=DAMAGED + "parts of weight/a are missing"):
         SavedCheckpoint(tmp_path / "train-3")
 
@@ -388,7 +388,7 @@ def test_ranks_may_list_their_tensors_in_any_order(run_ranks: Any, tmp_path: Pat
     def part(world: Any) -> None:
         state = share(world)
         turned = list(state.entries.items())[world.rank :] + list(state.entries.items())[: world.rank]
-        writer.save(tmp_path / "train-3", PortableState(dict(turned), state.pieces), FACTS, world)
+        save_checkpoint(tmp_path / "train-3", PortableState(dict(turned), state.pieces), FACTS, world)
 
     run_ranks(3, part)
     assert same(load(tmp_path / "train-3"), tensors())
@@ -398,7 +398,7 @@ def test_ranks_that_save_other_tensors_are_refused(run_ranks: Any, tmp_path: Pat
     def part(world: Any) -> None:
         state = share(world)
         more = {"moment/extra": portable_state.tensor_entry(torch.empty(0))} if world.rank else {}
-        writer.save(
+        save_checkpoint(
             tmp_path / "train-3", PortableState({**state.entries, **more}, state.pieces), FACTS, world
         )
 

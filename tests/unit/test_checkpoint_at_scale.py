@@ -14,7 +14,7 @@ from isobatch.engine.checkpointing import checkpoint, portable_state, writer
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint, SharedReader, open_on_all
 from isobatch.engine.checkpointing.portable_state import PortableState, TensorPiece
 from isobatch.tests.opens import OPENS
-from isobatch.tests.unit.helpers import same
+from isobatch.tests.unit.helpers import same, save_checkpoint
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,7 +55,7 @@ def test_many_ranks_write_one_file_a_node_and_open_few(
 
     def save(world: Any) -> None:
         world.on_nodes_of(RANKS_A_NODE)
-        writer.save(folder, deal(wanted, world.rank, world.size), FACTS, world)
+        save_checkpoint(folder, deal(wanted, world.rank, world.size), FACTS, world)
 
     def load(world: Any) -> dict[str, Tensor]:
         world.on_nodes_of(RANKS_A_NODE)
@@ -94,7 +94,7 @@ def test_files_are_read_by_safetensors(deal: Any, ranks_a_node: int, run_ranks: 
 
     def part(world: Any) -> None:
         world.on_nodes_of(ranks_a_node)
-        writer.save(tmp_path / "train-3", deal(wanted, world.rank, world.size), FACTS, world)
+        save_checkpoint(tmp_path / "train-3", deal(wanted, world.rank, world.size), FACTS, world)
 
     run_ranks(5, part)
     found: dict[str, dict[int, Tensor]] = {name: {} for name in wanted}
@@ -115,7 +115,7 @@ def test_another_world_reads_what_nodes_wrote_once_for_all(size: int, run_ranks:
 
     def save(world: Any) -> None:
         world.on_nodes_of(2)
-        writer.save(tmp_path / "train-3", rows_of(wanted, world.rank, world.size), FACTS, world)
+        save_checkpoint(tmp_path / "train-3", rows_of(wanted, world.rank, world.size), FACTS, world)
 
     def load(world: Any) -> dict[str, Tensor]:
         world.on_nodes_of(1)
@@ -130,7 +130,7 @@ def test_another_world_reads_what_nodes_wrote_once_for_all(size: int, run_ranks:
 
 def test_damage_that_the_main_rank_sees_is_raised_on_all(run_ranks: Any, tmp_path: Path) -> None:
     folder = tmp_path / "train-3"
-    run_ranks(2, lambda w: writer.save(folder, rows_of(tensors(), w.rank, w.size), FACTS, w))
+    run_ranks(2, lambda w: save_checkpoint(folder, rows_of(tensors(), w.rank, w.size), FACTS, w))
     (folder / "node-00000.safetensors").unlink()
 
     def part(world: Any) -> None:
@@ -142,7 +142,7 @@ def test_damage_that_the_main_rank_sees_is_raised_on_all(run_ranks: Any, tmp_pat
 
 def test_an_index_that_names_a_file_elsewhere_is_damage(run_ranks: Any, tmp_path: Path) -> None:
     folder = tmp_path / "train-3"
-    run_ranks(1, lambda w: writer.save(folder, rows_of(tensors(), 0, 1), FACTS, w))
+    run_ranks(1, lambda w: save_checkpoint(folder, rows_of(tensors(), 0, 1), FACTS, w))
     index = (folder / "index.json").read_text().replace("node-00000", "../node-00000")
     (folder / "index.json").write_text(index)
     sums = checkpoint.atomic_files.read_json(folder / "checksums.json")

@@ -13,7 +13,6 @@ from torch import nn
 from isobatch.core.errors import TrainingError, UserError
 from isobatch.core.recipe import Recipe
 from isobatch.data.base import ArraySource
-from isobatch.engine.checkpointing import writer
 from isobatch.engine.checkpointing.checkpoint import SavedCheckpoint
 from isobatch.engine.distributed.communicator import Communicator
 from isobatch.engine.loading.sampler import Sampler
@@ -22,7 +21,7 @@ from isobatch.engine.train.hooks import ASKED, Hook, Hooks, Seen
 from isobatch.engine.train.loop import run_phase
 from isobatch.tests.forgery import one_process
 from isobatch.tests.tasks.failing import Line, Points
-from isobatch.tests.unit.helpers import optimizer_of, plan, same, training
+from isobatch.tests.unit.helpers import optimizer_of, plan, same, save_checkpoint, training
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -280,7 +279,7 @@ def test_state_and_tensors_come_back(tmp_path: Path, run_ranks: Any) -> None:
         run_phase(state, Hooks([one]))
         collected = state.strategy.collect_state({"average": one.tensors()})
         facts = {"hooks": {"average": one.state()}, "progress": dataclasses.asdict(state.progress)}
-        writer.save(tmp_path / "train-4", collected, facts, one_process())
+        save_checkpoint(tmp_path / "train-4", collected, facts, one_process())
         saved = SavedCheckpoint(tmp_path / "train-4")
         again = state_of(world)
         again.strategy.restore(saved)
