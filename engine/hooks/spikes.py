@@ -60,8 +60,8 @@ class SpikeWatch:
 
     def take_in(self, loss: float, norm: float) -> None:
         """Let later steps be compared with this one."""
-        self.losses = [*self.losses, _rounded(loss)][-WINDOW:]
-        self.norms = [*self.norms, _rounded(norm)][-WINDOW:]
+        self.losses = [*self.losses, float(f"{loss:.{DIGITS}g}")][-WINDOW:]
+        self.norms = [*self.norms, float(f"{norm:.{DIGITS}g}")][-WINDOW:]
 
     def _too_large(self, loss: float, norm: float) -> str:
         middle = statistics.median(self.losses)

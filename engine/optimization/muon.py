@@ -42,7 +42,7 @@ class Fp32Muon(torch.optim.Muon):
                 p.add_(update, alpha=-lr * 0.2 * max(p.shape) ** 0.5)
 
 
-def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
+def orthogonal(matrix: Tensor) -> Tensor:
     """The nearest orthogonal matrix, about: singular values come to lie between 0.7 and 1.2.
 
     By the Newton-Schulz iteration of https://kellerjordan.github.io/posts/muon/, on the shorter side.
@@ -51,7 +51,7 @@ def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
     tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if tall else matrix
     x = x / x.norm().clamp_min(1e-7)
-    for _ in range(steps):
+    for _ in range(5):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x

@@ -243,12 +243,8 @@ def why_processes(case: PlanningCase, chosen: ParallelLayout, layouts: list[Para
         return "one process with all cores: its threads share one copy of the model; --processes N splits it"
     if have == 1:
         return "there is one GPU"
-    times = ", ".join(f"{format_seconds(one.seconds)} on {one.choices.processes}" for one in layouts)
+    times = ", ".join(f"{one.seconds:.3g} s on {one.choices.processes}" for one in layouts)
     return f"I use {count} of {have} GPUs: this batch of {batch} takes {times}"
-
-
-def format_seconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def why_strategy(case: PlanningCase, chosen: ParallelLayout) -> str:

@@ -61,18 +61,16 @@ class FullyShardStrategy(Strategy):
             yield
 
     def step_optimizer(self, rate: float, observe: Callable[[], None] | None = None) -> Tensor:
-        norm = self.reduced_norm()
+        """The norm is of the whole gradient, whose rows lie on all ranks."""
+        gradients = self._gradients()
+        local = gradient_norm(gradients, self.world.device)
+        norm = self.world.all_reduce_sum(local.square()).sqrt()
         set_rate(self.optimizer, rate)
-        if self.clip and (gradients := self._gradients()):
+        if self.clip and gradients:
             torch._foreach_mul_(gradients, (self.clip / (norm + 1e-6)).clamp_max(1.0))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm
-
-    def reduced_norm(self) -> Tensor:
-        """0-d: norm of the whole gradient, whose rows lie on all ranks."""
-        local = gradient_norm(self._gradients(), self.world.device)
-        return self.world.all_reduce_sum(local.square()).sqrt()
 
     def parts(self) -> Iterator[Held]:
         """This rank's rows."""

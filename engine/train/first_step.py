@@ -49,24 +49,23 @@ def check_sums(state: Training, batch: LoadedStep) -> None:
     middle = middle_row(micro.positions, state.task.cohort)
     if not middle or state.strategy.equal_counts:  # then no rank may compute more than others
         return
-    device, autocast = state.world.device, state.world.autocast
+    device = state.world.device
 
     def compute(rows: slice) -> LossValues:
         part = {name: column[rows] for name, column in host.items()}
         state.binding.bind(batch.work.step, part, device)
         context = state.context(batch.work.step, positions=micro.positions[rows], host=part)
-        with autocast():
+        with state.world.autocast():
             losses = state.task.loss(state.strategy.model, to_device(part, device), context)
         check_loss_form(losses)
-        return loss_values(losses)
+        return {name: float(part.sum.detach()) for name, part in losses.items()}
 
-    with autocast():
-        half_precision = torch.is_autocast_enabled(device.type)
     with state.binding.preserve_state(), preserve_state(state.strategy.model, device):
         before = generator_states(device)
         whole = compute(slice(None))
         if not has_drawn(before, device):  # else no two passes are the same
-            refuse_means(whole, compute, middle, len(micro.positions), half_precision)
+            half = state.world.plan.precision != "fp32"
+            refuse_means(whole, compute, middle, len(micro.positions), half)
 
 
 def agree_on_names(
@@ -116,11 +115,6 @@ def middle_row(positions: np.ndarray, cohort: int) -> int:
     """
     borders = np.flatnonzero(np.diff(positions // cohort)) + 1
     return int(borders[(len(borders) - 1) // 2]) if len(borders) else 0
-
-
-def loss_values(losses: Mapping[str, Loss]) -> LossValues:
-    """The sums as Python numbers; waits for the device."""
-    return {name: float(part.sum.detach()) for name, part in losses.items()}
 
 
 def refuse_means(

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from isobatch.core.errors import UserError
 from isobatch.core.extras import need
-from isobatch.core.number_ranges import Count, Positive, Share, Temperature
+from isobatch.core.number_ranges import AboveZero, Count, Positive, Share
 from isobatch.models import hub, lora, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task, Teacher
 from isobatch.models.causal_lm import (
@@ -90,7 +90,7 @@ class DistilledOptions(CausalLMOptions):
     kd_direction: Literal["forward", "reverse"] = "forward"
     """forward: KL(teacher || student), which covers all that the teacher might say; reverse: KL(student ||
     teacher), which keeps to what it would most likely say (Gu et al. 2024)."""
-    temperature: Temperature = 1.0
+    temperature: AboveZero = 1.0
     """Softens both models' probabilities (Hinton et al. 2015)."""
 
 

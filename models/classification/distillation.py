@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from isobatch.core.errors import UserError, refuse
-from isobatch.core.number_ranges import Share, Temperature
+from isobatch.core.number_ranges import AboveZero, Share
 from isobatch.models import hub
 from isobatch.models.base import Batch, Loss, StepContext, Teacher
 from isobatch.models.classification.task import Classifier, ClassifierOptions
@@ -33,7 +33,7 @@ class DistillationOptions(ClassifierOptions):
 
     teacher: str | None = None
     """The classifier to learn from: a run, a folder or a hub id."""
-    temperature: Temperature = 2.0
+    temperature: AboveZero = 2.0
     """Softens both models' probabilities (Hinton et al. 2015)."""
     kd_weight: Share = 0.5
     """Part of the loss that comes from the teacher's logits; the rest is from the labels."""
