@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from isobatch.core.errors import UserError
 from isobatch.data import chat_formats
 from isobatch.data.chat_formats import Message, SkippedRowError
 from isobatch.data.preferences import pairs
 from isobatch.data.preferences.dataset import PairSource, Preferences
 from isobatch.data.preferences.encoder import Tokens, render, tokenize
-from isobatch.data.preferences.pairs import AnsweredPrompt, ReadRow
+from isobatch.data.preferences.pairs import LABEL, AnsweredPrompt, ReadRow
 from isobatch.data.text.row_fields import JUDGED, JUDGEMENTS, check_fields, notes_of_unread
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from isobatch.data.text.chat_templates import ChatTemplate
     from isobatch.data.text.plain_text import TokenizationSettings
-
-LABEL = "label"
 
 
 def parse_answer(row: Mapping[str, Any], where: str) -> AnsweredPrompt[Message]:
@@ -110,7 +108,6 @@ class JudgedAnswers(Preferences):
     version: ClassVar[int] = 2
     wanted: ClassVar[tuple[str, str]] = ("judged answer", "prompt, completion and label")
     source: ClassVar[type[PairSource]] = AnswerSource
-    value: ClassVar[tuple[str, Any] | None] = (LABEL, np.uint8)
     require_columns = staticmethod(require_columns)
 
     def read_row(self, row: Mapping[str, Any], where: str) -> ReadRow:
@@ -119,7 +116,7 @@ class JudgedAnswers(Preferences):
             judged = zip(pair.answers, (True, False), strict=True)
             return [AnsweredPrompt(pair.prompt, [answer], is_good) for answer, is_good in judged], notes
         found, rest = parse_answer(row, where), _unjudged(row)
-        found = found._replace(value=_judgement(row, where))
+        found = found._replace(is_good=_judgement(row, where))
         return [found], notes_of_unread(rest, chat_formats.main_columns(rest, _chat_format(rest, where)))
 
     def completed(self, found: Iterator[Tokens], split: str) -> Iterable[Tokens]:

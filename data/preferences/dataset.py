@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from isobatch.data.tokenized import Encoded
 
 ANSWERS = (pairs.CHOSEN, pairs.REJECTED)
-MARGIN = "margin"
 DEMO_LINES = 4
 """Lines of an answer of the demo."""
 _HEADER = re.compile(r"^ *def .*:$")
@@ -99,8 +96,6 @@ class Preferences(TokenizedData):
     wanted: ClassVar[tuple[str, str]] = ("pair", "prompt, chosen and rejected")
     """What a sample is, and the columns of rows."""
     source: ClassVar[type[PairSource]] = PairSource
-    value: ClassVar[tuple[str, Any] | None] = None
-    """The column of `AnsweredPrompt.value`, if there is one, and its type."""
     require_columns = staticmethod(pairs.require_columns)
 
     def check(self) -> None:
@@ -213,24 +208,3 @@ def _pairs_of_files(files: list[Path]) -> Iterator[tuple[str, Mapping[str, Any]]
                 chosen, rejected = ("".join(f"\n{one}" for one in way) for way in (body, body[::-1]))
                 where = f"{file.name} line {number + 1}"
                 yield where, {"prompt": line, "chosen": chosen, "rejected": rejected}
-
-
-class ScoredPairs(Preferences):
-    """Pairs for a reward model: rows may have a `margin`, by how much the chosen answer is better.
-
-    Columns: those of `Preferences`, and `margin` (n,) float32, 0 where a row has none.
-    """
-
-    cache_name: ClassVar[str] = "scored pairs"
-    value: ClassVar[tuple[str, Any] | None] = (MARGIN, np.float32)
-
-    def read_row(self, row: Mapping[str, Any], where: str) -> ReadRow:
-        (pair,), notes = super().read_row({k: None if k == MARGIN else v for k, v in row.items()}, where)
-        return [pair._replace(value=_number(row.get(MARGIN) or 0, where))], notes
-
-
-def _number(value: Any, where: str) -> float:
-    with contextlib.suppress(TypeError, ValueError):
-        if math.isfinite(number := float(value)):
-            return number
-    raise UserError(f"{where}: {MARGIN} is {value!r}: give a number")

@@ -12,7 +12,7 @@ import numpy as np
 from isobatch.core.errors import UserError
 from isobatch.data.base import Column, Ragged
 from isobatch.data.corpora import Corpus, TrainingRows
-from isobatch.data.preferences.pairs import AnsweredPrompt
+from isobatch.data.preferences.pairs import LABEL, AnsweredPrompt
 from isobatch.data.preparation.encoding import text_hash
 from isobatch.data.text import conversations
 from isobatch.data.text.chat_templates import ChatSegment, ChatTemplate
@@ -63,7 +63,7 @@ def render(
         end = max(n for n, segment in enumerate(segments) if segment.is_answer)
         parts.append((segments[:stop], segments[stop : end + 1]))
     prompt = [part._replace(is_context=part.is_answer) for part in parts[0][0]]  # its answers are not learnt
-    return AnsweredPrompt(prompt, [answer for _, answer in parts], messages.value)
+    return AnsweredPrompt(prompt, [answer for _, answer in parts], messages.is_good)
 
 
 def tokenize(texts: Iterator[Rendered], end_id: int, settings: TokenizationSettings) -> Iterator[Tokens]:
@@ -122,7 +122,7 @@ class AnswerEncoder:
     def encode(self, split: str, rows: Corpus) -> dict[str, Column]:
         """The columns of a split. Raises UserError where no row is left to learn from."""
         counts, hashes = RowCounts(), list[int]()
-        kept, values = list[list[TokenRow]](), list[float]()
+        kept, labels = list[list[TokenRow]](), list[bool]()
         texts = self.data.texts(rows, split, self.template, counts)
         found = tokenize(texts, self.template.end_id, self.settings)
         for one in self.data.completed(found, split):
@@ -132,10 +132,10 @@ class AnswerEncoder:
                 counts.leave_out("answers that begin alike and are cut")
                 continue
             kept.append([*own, *(row for others, _ in more for row in others)])
-            values.append(text.value)
+            labels += [] if text.is_good is None else [text.is_good]
             hashes.append(text_hash(b"".join(learnt)))
             counts.update(cuts, rows=1)
-            is_shown = split == "valid" and not cuts and text.value is not False
+            is_shown = split == "valid" and not cuts and text.is_good is not False
             if is_shown and len(self.shown) < conversations.SHOWN_PROMPTS:
                 asked = "".join(segment.text for segment in text.prompt)
                 self.shown.append([asked, text.answers[0][0].text.strip()])
@@ -147,12 +147,14 @@ class AnswerEncoder:
             raise UserError(
                 f"--data {self.data.recipe.data}: the {split} split has no {none} to learn from{reasons}"
             )
-        if isinstance(values[0], bool):
-            good = values.count(True)
-            self.notes.append(f"{split}: {good:,} good answers, {len(values) - good:,} bad ones")
-        return self._columns(kept, values)
+        columns = self._columns(kept)
+        if labels:
+            good = labels.count(True)
+            self.notes.append(f"{split}: {good:,} good answers, {len(labels) - good:,} bad ones")
+            columns[LABEL] = np.array(labels, np.uint8)
+        return columns
 
-    def _columns(self, kept: list[list[TokenRow]], values: list[float]) -> dict[str, Column]:
+    def _columns(self, kept: list[list[TokenRow]]) -> dict[str, Column]:
         columns: dict[str, Column] = {}
         masks = [[conversations.learn_mask(row, True) for row in rows] for rows in kept]
         for number, name in enumerate(self.data.source.names):
@@ -161,7 +163,4 @@ class AnswerEncoder:
             columns[f"{name}.learn"] = Ragged.from_rows([mask[number] for mask in masks])
         columns["token.weight"] = np.array([mask.sum() for mask, *_ in masks], np.int32)
         columns["text.weight"] = np.array([len(mask) - 1 for mask, *_ in masks], np.int32)
-        if self.data.value is not None:
-            name, dtype = self.data.value
-            columns[name] = np.array(values, dtype)
         return columns

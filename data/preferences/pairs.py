@@ -17,7 +17,7 @@ from isobatch.data.chat_formats import Message, SkippedRowError, key_names, read
 from isobatch.data.text import row_fields
 from isobatch.data.text.chat_templates import VERBATIM
 
-PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
+PROMPT, CHOSEN, REJECTED, LABEL = "prompt", "chosen", "rejected", "label"
 PROMPT_COLUMNS = (PROMPT, "instruction", "question", "query", *chat_formats.CHAT_COLUMNS, "input")
 """Columns of the prompt; the first that a row has is read."""
 Turns = str | list[Message]
@@ -34,8 +34,8 @@ class AnsweredPrompt(NamedTuple, Generic[Part]):
     prompt: list[Part]
     answers: list[list[Part]]
     """The chosen one and the rejected one; or the one that is judged."""
-    value: float | bool = 0.0
-    """By how much the chosen one is to be preferred; whether the judged one is good."""
+    is_good: bool | None = None
+    """Whether the judged one is."""
 
 
 ReadRow = tuple[list[AnsweredPrompt[Message]], list[str]]

@@ -3,8 +3,8 @@
 isobatch auto --task reward --data pairs.jsonl --model FOLDER
 isobatch predict RUN "a prompt" "an answer"
 
-Bradley and Terry 1952; Ouyang et al. 2022, equation 1; margins: Touvron et al. 2023 (Llama 2), equation 2;
-the centre: Eisenstein et al. 2023. As TRL computes them (trl/trainer/reward_trainer.py).
+Bradley and Terry 1952; Ouyang et al. 2022, equation 1; the centre: Eisenstein et al. 2023. As TRL computes
+them (trl/trainer/reward_trainer.py).
 
 Letters: B pairs, 2 answers of each: the chosen one, then the rejected one; T tokens of a row.
 """
@@ -60,7 +60,7 @@ class RewardOptions(adapters.AdapterOptions):
 class RewardModel(PairTask):
     """A language model whose head is one score, read at the last token that is no padding.
 
-    loss = the mean over pairs of -log sigmoid(chosen score - rejected score - margin), and `--center` times
+    loss = the mean over pairs of -log sigmoid(chosen score - rejected score), and `--center` times
     that of (chosen + rejected)^2. The score's layer starts at zero, unless the model has one, so that no draw
     of numbers has a part in it.
 
@@ -70,7 +70,7 @@ class RewardModel(PairTask):
 
     Options: ClassVar = RewardOptions
     figures: ClassVar = ("reward_accuracy", "reward_margin", "chosen_reward", "rejected_reward")
-    data: ClassVar = "data.preferences.dataset:ScoredPairs"
+    data: ClassVar = "data.preferences.dataset:Preferences"
     defaults: ClassVar = {**PairTask.defaults, "lr": 1e-5}
     adapter_lr: ClassVar = 1e-4
 
@@ -129,7 +129,7 @@ class RewardModel(PairTask):
         )
 
     def losses_and_sums(self, model: nn.Module, batch: Batch, host: Batch | None, trains: bool) -> Measured:
-        """batch: tokens (B, 2, T), row_length (B, 2), margin (B,)."""
+        """batch: tokens (B, 2, T), row_length (B, 2)."""
         import torch
         from torch.nn import functional as F
 
@@ -142,18 +142,17 @@ class RewardModel(PairTask):
         scores = run_model(model, tokens_B2T.masked_fill(behind, pad).flatten(0, 1))
         scores_B2 = scores.float().view(length_B2.shape)
         centre_B = self.options.center * scores_B2.sum(-1).square()
-        losses_B = centre_B - F.logsigmoid(first_minus_second(scores_B2) - batch["margin"])
+        losses_B = centre_B - F.logsigmoid(first_minus_second(scores_B2))
         known_B2 = scores_B2.detach()
         return {"loss": Loss(losses_B.sum(), "sample")}, figures_of(known_B2, known_B2)
 
-    def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
+    def export(self, model: Any, folder: Path, facts: Facts) -> None:
         """A folder for AutoModelForSequenceClassification and AutoTokenizer; an adapter's for PeftModel."""
-        configured: Any = model
         if self.options.adapter == "none":
             saving.save(model, facts, folder)
         else:
             lora.save_adapter(model, folder, [HEAD])
-            saving.save_tokenizer(configured.config.to_dict(), facts, folder)
+            saving.save_tokenizer(model.config.to_dict(), facts, folder)
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         adapted = (final / lora.CONFIG_FILE).is_file()

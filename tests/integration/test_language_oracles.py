@@ -132,7 +132,6 @@ KINDS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
         "prompt": [user(draw)],
         "chosen": [assistant(draw)],
         "rejected": [assistant(draw)],
-        "margin": draw.choice([0.0, 0.5, 1.0]),
     },
 }
 
@@ -356,7 +355,7 @@ def test_kto(home: Path) -> None:
 
 
 def test_reward_model(home: Path) -> None:
-    """Bradley and Terry 1952: the chosen answer's score above the other's, by the pair's margin."""
+    """Bradley and Terry 1952: the chosen answer's score above the other's."""
     data, center = read(home, "pairs"), 0.05
     texts = [[answered(home, row, answer) for answer in ("chosen", "rejected")] for row in data]
 
@@ -367,7 +366,7 @@ def test_reward_model(home: Path) -> None:
                 model(input_ids=tokens[None, : int(mask.nonzero()[-1]) + 1]).logits[0, 0].double()
                 for tokens, mask in texts[n]
             )
-            apart = good - bad - data[n]["margin"]
+            apart = good - bad
             parts.append(-torch.nn.functional.logsigmoid(apart) + center * (good + bad) ** 2)
         return torch.stack(parts).mean()
 

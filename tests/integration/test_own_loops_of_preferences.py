@@ -37,7 +37,7 @@ def say(draw: random.Random) -> str:
 
 ANSWER = {"prompt": say, "completion": say}
 KINDS: dict[str, dict[str, Callable[[random.Random], Any]]] = {
-    "pairs": {"prompt": say, "chosen": say, "rejected": say, "margin": lambda draw: draw.random()},
+    "pairs": {"prompt": say, "chosen": say, "rejected": say},
     "judged": {**ANSWER, "label": lambda draw: draw.random() < 0.6},
     "texts": ANSWER,
 }
@@ -145,7 +145,7 @@ def test_reward(home: Path, processes: int) -> None:
         found = []
         for row in data:
             chosen, rejected = (score(model, row["prompt"] + row[name]) for name in ("chosen", "rejected"))
-            better = chosen - rejected - row["margin"]
+            better = chosen - rejected
             found.append(-F.logsigmoid(better) + 0.01 * (chosen + rejected) ** 2)
         return torch.stack(found).mean()
 
