@@ -305,7 +305,7 @@ def save_array(file: Path, array: np.ndarray) -> None:
     with file.open("wb") as stream:
         header = np.lib.format.header_data_from_array_1_0(np.empty((0, *array.shape[1:]), array.dtype))
         np.lib.format.write_array_header_1_0(stream, {**header, "shape": array.shape})
-        for (rows,) in chunks_of(array):
+        for rows in chunks_of(array):
             stream.write(np.ascontiguousarray(rows).tobytes())
 
 

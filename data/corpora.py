@@ -106,9 +106,8 @@ def _split_offset(file: Path, share: float) -> int:
             return stream.tell()
         stream.seek(max(0, size - readers.MAX_LINE_BYTES))
         tail = stream.read().rstrip()
-    cut = tail.rfind(b"\n")
-    cut = cut if cut >= 0 else tail.rfind(b" ")
-    cut = cut + 1 if cut >= 0 else len(tail) - int(len(tail) * share)
+    place = len(tail) - int(len(tail) * share)
+    cut = tail.rfind(b"\n") + 1 or tail.rfind(b" ") + 1 or place
     while cut < len(tail) and tail[cut] & 0xC0 == 0x80:  # inside a character
         cut += 1
     return max(0, size - readers.MAX_LINE_BYTES) + cut

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
@@ -32,28 +32,13 @@ class Exports(Protocol):
         """
 
 
-class WrittenText(Protocol):
-    """What a language model writes behind a prompt: to iterate over it writes it, piece by piece."""
-
-    prompt_tokens: int
-    """Tokens that were read of the prompt."""
-    tokens: int
-    """Tokens written so far."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it ended for its length, and not at an end token."""
-
-    def __iter__(self) -> Iterator[str]:
-        """The text in pieces, once."""
-
-
 @runtime_checkable
 class Generates(Protocol):
     """`isobatch generate`, `chat`, `predict` and `serve`: a language model."""
 
-    def writer(self, final: Path, bits: int | None = None) -> Callable[[Any, Any], WrittenText]:
-        """The model in `final`, read once: (prompt, generation.Sampling) -> the text behind it, in pieces.
+    def writer(self, final: Path, bits: int | None = None) -> Callable[[Any, Any], Any]:
+        """The model in `final`, read once: (prompt, Sampling) -> the `TextStream` behind it (both of
+        models/causal_lm/generation.py).
 
         A prompt is a text, or a list of (text, whether it is an answer) in order. `bits` of its matrices (16,
         8 or 4); by default those of training.

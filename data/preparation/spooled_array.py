@@ -40,12 +40,10 @@ class SpooledColumns:
         return found
 
 
-def chunks_of(*arrays: np.ndarray) -> Iterator[tuple[np.ndarray, ...]]:
-    """At most CHUNK_BYTES of each array at a time, the same rows of all; only those stay resident."""
-    widest = max(array[:1].nbytes for array in arrays)
-    rows = max(1, CHUNK_BYTES // max(1, widest))
-    for start in range(0, len(arrays[0]), rows):
-        yield tuple(array[start : start + rows] for array in arrays)
-        for mapped in (getattr(array, "_mmap", None) for array in arrays):
-            if mapped is not None:  # the pages are read again when they are used
-                mapped.madvise(mmap.MADV_DONTNEED)
+def chunks_of(array: np.ndarray) -> Iterator[np.ndarray]:
+    """At most CHUNK_BYTES at a time; of a mapped array only those stay resident."""
+    rows, mapped = max(1, CHUNK_BYTES // max(1, array[:1].nbytes)), getattr(array, "_mmap", None)
+    for start in range(0, len(array), rows):
+        yield array[start : start + rows]
+        if mapped is not None:  # the pages are read again when they are used
+            mapped.madvise(mmap.MADV_DONTNEED)

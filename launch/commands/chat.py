@@ -20,7 +20,7 @@ from isobatch.launch.local.arguments import command_options, split_words
 from isobatch.launch.local.run_setup import TrustOptions, one_run, open_run
 from isobatch.models import lora
 from isobatch.models.causal_lm.generation import Sampling, TextStream, open_for_generation
-from isobatch.models.protocols import Generates, WrittenText
+from isobatch.models.protocols import Generates
 
 if TYPE_CHECKING:
     from isobatch.data.chat_formats import Message
@@ -68,7 +68,7 @@ class LanguageModel(NamedTuple):
 
     template: ChatTemplate | None
     """How conversations are written; None where it knows none."""
-    writer: Callable[[int | None], Callable[[Any, Any], WrittenText]]
+    writer: Callable[[int | None], Callable[[Any, Any], TextStream]]
     """(bits of its matrices) -> the model, read once: (prompt, sampling) -> the text behind it, in pieces."""
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from starlette.applications import Starlette
 
     from isobatch.data.text.chat_templates import ChatTemplate
-    from isobatch.models.protocols import WrittenText
+    from isobatch.models.causal_lm.generation import TextStream
 
 COMPLETION_TOKENS, ANSWER_TOKENS = 16, 256
 """`max_tokens` where the request has none: OpenAI's, and enough for an answer."""
@@ -150,7 +150,7 @@ def _conversation(body: Mapping[str, Any], name: str, template: ChatTemplate | N
     return template.prompt_segments(messages, "messages", values)
 
 
-def until_stop(text: WrittenText, stops: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+def until_stop(text: TextStream, stops: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """(text, None) for each token, up to a stop string: what may be its beginning is held back, so that the
     text may be empty. At the end the rest, and why it ended.
     """
@@ -169,7 +169,7 @@ def until_stop(text: WrittenText, stops: Sequence[str]) -> Iterator[tuple[str, s
 
 
 def language_model_app(
-    name: str, write_text: Callable[[Any, Any], WrittenText], template: ChatTemplate | None
+    name: str, write_text: Callable[[Any, Any], TextStream], template: ChatTemplate | None
 ) -> Starlette:
     """OpenAI's endpoints. `template`: how the conversations were written that it was trained on."""
     model, rendering, began = ThreadPoolExecutor(1), ThreadPoolExecutor(1), int(time.time())

@@ -81,21 +81,17 @@ def check_options(options: Any, pretrained: bool) -> None:
     `pretrained`: whether the model is loaded, not trained from scratch.
     """
     adapter, bits = options.adapter, options.load_bits
-    tables, biases = options.also_train or (), options.lora_bias
-    trains_all = adapter == "none"
-    changed = [f.name for f in fields(options) if getattr(options, f.name) != f.default]
-    given = [spelling(name) for name in changed if name.startswith("lora_")]
+    biases, trains_all = options.lora_bias, adapter == "none"
+    changed = [f.name for f in fields(AdapterOptions) if getattr(options, f.name) != f.default]
+    given = [spelling(name) for name in changed if name not in ("adapter", "load_bits")]
     refuse(
         {
-            f"{', '.join(given)}: means nothing without an adapter: add --adapter lora": trains_all and given,
+            f"{', '.join(given)}: means nothing without an adapter, as all weights train: add --adapter"
+            " lora": trains_all and given,
             f"--adapter {adapter}: a model from scratch has nothing to adapt; give --model a folder or hub"
             " id": not (trains_all or pretrained),
-            f"--also-train {','.join(tables)}: without an adapter all weights train: leave it out, or add"
-            " --adapter lora": trains_all and tables,
             f"--load-bits {bits}: rounded weights cannot train: add --adapter lora (which is --adapter"
             " qlora with 4 bits)": trains_all and bits != 16,
-            "--frozen-dtype bf16: without an adapter nothing is frozen: add --adapter lora, or leave it"
-            " out": trains_all and options.frozen_dtype != "fp32",
             "--adapter dora: needs the weights' norms, which 8 bits do not give: use --load-bits 4": (
                 adapter == "dora" and bits == 8
             ),

@@ -78,7 +78,11 @@ def bypassable_head(model: Any) -> BypassableHead | None:
 
 
 def run_model(model: Any, tokens: Tensor) -> Tensor:
-    """(B, T) int64 tokens -> (B, T, V) logits, or (B, T, D) states while the head is bypassed."""
+    """(B, T) int64 tokens -> (B, T, V) logits, or (B, T, D) states while the head is bypassed.
+
+    There is no attention mask: padding is on the right, so causal attention never sees it from a real token,
+    and the targets of padding are ignored. Without a mask SDPA takes its faster causal path.
+    """
     config = getattr(getattr(model, "module", model), "config", None)
     # Causal attention without a mask, for the model types of which it is known to be the same.
     is_plain = getattr(config, "model_type", None) in PACKABLE_TYPES

@@ -277,31 +277,23 @@ class CausalLM(Task):
 
     def loss(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Loss]:
         """batch: tokens (B, T), length (B,). Cross-entropy in nats, summed over the predicted tokens."""
+        from isobatch.models.causal_lm import chunked_cross_entropy
+
         count = None if step.host is None else int(step.host["token.weight"].numpy().sum())
+        targets, smoothing = _targets(batch), self.recipe.label_smoothing
         if "teacher.ids" in batch:
-            targets, smoothing = _targets(batch), self.recipe.label_smoothing
             total, figures = distillation.loss(model, batch, targets, count, smoothing, self.options)
             step.record("distillation", figures)
-            return {"loss": Loss(total, "token")}
-        smoothed = self._nll_sum(model, batch, count, self.recipe.label_smoothing)
-        return {"loss": Loss(smoothed, "token")}
+        else:
+            tokens = batch["tokens"].long()
+            total = chunked_cross_entropy.next_token_loss(model, tokens, targets, count, smoothing)
+        return {"loss": Loss(total, "token")}
 
     def step_figures(self, recorded: Mapping[str, Any]) -> Mapping[str, float]:
         if "distillation" not in recorded:
             return {}
         tokens, nll, kl = recorded["distillation"].tolist()
         return {"nll": nll / tokens, "kl": kl / tokens}
-
-    def _nll_sum(
-        self, model: nn.Module, batch: Batch, count: int | None = None, smoothing: float = 0.0
-    ) -> Tensor:
-        """Sum of -log p over the predicted tokens, `count` if that is known, in nats: a 0-d tensor."""
-        from isobatch.models.causal_lm import chunked_cross_entropy
-
-        # No attention mask: padding is on the right, so causal attention never sees it from a real token, and
-        # the targets of padding are ignored. Without a mask SDPA takes its faster causal path.
-        tokens, targets = batch["tokens"].long(), _targets(batch)
-        return chunked_cross_entropy.next_token_loss(model, tokens, targets, count, smoothing)
 
     def evaluate(self, model: nn.Module, batch: Batch, step: StepContext) -> dict[str, Sum | Rows]:
         """`nll`; in a mixture `nll.N` of each dataset, even if this batch has no row of it."""
@@ -314,9 +306,11 @@ class CausalLM(Task):
         return parts
 
     def _nll_part(self, model: nn.Module, batch: Batch) -> Sum:
-        from isobatch.models.causal_lm.chunked_cross_entropy import IGNORE_INDEX
+        from isobatch.models.causal_lm import chunked_cross_entropy
 
-        return Sum(self._nll_sum(model, batch), (_targets(batch) != IGNORE_INDEX).sum())
+        targets = _targets(batch)
+        nll = chunked_cross_entropy.next_token_loss(model, batch["tokens"].long(), targets)
+        return Sum(nll, (targets != chunked_cross_entropy.IGNORE_INDEX).sum())
 
     @property
     def answers(self) -> int:
@@ -335,15 +329,14 @@ class CausalLM(Task):
         stride = self.recipe.options.get("stride") or self.recipe.max_length
         return perplexity.metrics(parts, split, facts.extra, stride)
 
-    def export(self, model: nn.Module, folder: Path, facts: Facts) -> None:
+    def export(self, model: Any, folder: Path, facts: Facts) -> None:
         """A folder for AutoModelForCausalLM and AutoTokenizer; an adapter's for PeftModel."""
-        configured: Any = model
         if self.options.adapter == "none":
             saving.save(model, facts, folder)
             generation.save_config(model, facts, folder)
         else:
             lora.save_adapter(model, folder, lora.modules_named(model, self.options.also_train or ()))
-            saving.save_tokenizer(configured.config.to_dict(), facts, folder)
+            saving.save_tokenizer(model.config.to_dict(), facts, folder)
 
     def describe_model(self, final: Path, facts: Facts) -> ModelDescription:
         """The lines for transformers, or for peft where it is an adapter."""

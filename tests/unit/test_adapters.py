@@ -165,7 +165,7 @@ def test_a_merge_that_changes_the_model_is_refused() -> None:
         ({"adapter": "qlora", "load_bits": 4, "lora_bias": "all"}, True, "4-bit layers round their biases"),
         ({"lora_r": 4}, True, "--lora-r: means nothing without an adapter"),
         ({"adapter": "lora"}, False, "a model from scratch has nothing to adapt"),
-        ({"also_train": ("head",)}, True, "without an adapter all weights train"),
+        ({"also_train": ("head",)}, True, "--also-train: means nothing"),
     ],
 )
 def test_contradicting_flags_are_refused(options: dict[str, Any], pretrained: bool, message: str) -> None:

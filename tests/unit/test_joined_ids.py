@@ -11,7 +11,7 @@ import torch
 from isobatch.models.recommendation import ranking
 from isobatch.models.recommendation.catalogue import Catalogue, read_names
 from isobatch.models.recommendation.network import RecommenderNet
-from isobatch.tests.unit.test_interactions import ids, made, ncf
+from isobatch.tests.unit.test_interactions import ids, made
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,14 +92,6 @@ def test_a_user_who_took_everything_is_not_ranked_against_nobody(tmp_path: Path)
     assert ids(facts, splits["valid"]) == [("some", "2")]
     said = "test: 1 of 2 held-out interactions are of users who took all items: left out, as none is left to"
     assert any(note.startswith(said) for note in facts.extra["notes"])
-
-
-def test_named_negatives_that_a_user_had_are_counted(tmp_path: Path) -> None:
-    (ncf(tmp_path / "x") / "x.test.negative").write_text("(0,2)\t1\t4\n(1,2)\t3\t0\n")
-    said = (
-        "test: 3 of the 4 negatives that the data names are items that their users had: they are rivals all"
-    )
-    assert any(note.startswith(said) for note in made(tmp_path / "x")[0].extra["notes"])
 
 
 def test_full_ranking_of_a_split_by_time_leaves_out_all_that_a_user_had(tmp_path: Path) -> None:
