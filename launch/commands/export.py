@@ -132,9 +132,7 @@ def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict
         try:
             figures = dict(task.export_as(form, run.final, unchecked, run.facts, batches))
             if modelfile:
-                (unchecked / MODELFILE).write_text(
-                    modelfile.replace(WEIGHTS, figures["file"]), encoding="utf-8"
-                )
+                atomic_files.write_text(unchecked / MODELFILE, modelfile.replace(WEIGHTS, figures["file"]))
             card, has_card = run.final / model_card.FILE, kind == "merged" or "file" in figures
             if has_card and card.is_file() and (text := _card(run, task, card, unchecked, figures)):
                 (unchecked / model_card.FILE).write_text(text, encoding="utf-8")
