@@ -17,15 +17,13 @@ from isobatch.core.recipe import DEMO
 from isobatch.core.terminal.console import print_answer
 from isobatch.core.terminal.status import doing
 from isobatch.launch.commands.export import export_form
-from isobatch.launch.commands.plan import prepared_facts
 from isobatch.launch.local import words as flag_words
 from isobatch.launch.local.arguments import known_flags, parse_request, split_words
 from isobatch.launch.local.launch_run import AutoOptions, find_or_train
 from isobatch.launch.local.run_setup import held_out
 from isobatch.launch.report import pareto
 from isobatch.launch.report.page import text_of, write_report
-from isobatch.models.encoder import baselines, evaluation, int8, problems
-from isobatch.models.encoder.prediction import TOKENIZER_FILE
+from isobatch.models.encoder import baselines, evaluation, problems
 
 if TYPE_CHECKING:
     from isobatch.engine.runs.run_folder import RunFolder
@@ -94,7 +92,7 @@ def compress(words: Sequence[str]) -> int:
     options, flags = parse_stages(words)
     for library in ("onnx", "onnxruntime", "onnxscript", "matplotlib"):
         need(library, "--task compress")
-    stages = stages_of(_possible(options.quantize, flags[STAGES[0]]))
+    stages = stages_of(options.quantize)
     runs: dict[str, RunFolder] = {}
     for number, stage in enumerate(stages, start=1):
         print(f"compress: stage {number} of {len(stages)}, {stage.name}", file=sys.stderr)
@@ -121,25 +119,11 @@ def compress(words: Sequence[str]) -> int:
     copied = pareto.copy(chosen, run.folder / "chosen")
     text = "\n\n".join((text_of(contents, folder), pareto.text_of(points, chosen, options.choose, copied)))
     answer = contents.to_dict() | {
-        "pareto": pareto.to_dict(points),
+        "pareto": [one.name for one in pareto.front(points)],
         "choice": chosen.name,
         "chosen": str(copied),
     }
     return print_answer(answer, text, options.json)
-
-
-def _possible(quantize: tuple[str, ...], flags: Mapping[str, str]) -> tuple[str, ...]:
-    """The ways to round that the data is enough for; others are left out with a line. `flags`: the base's."""
-    if "static" not in quantize:
-        return quantize
-    request = parse_request(_words_of(STAGES[0], flags), "auto", AutoOptions)
-    facts = prepared_facts(request, request.workload.make(request.recipe)[1])
-    try:
-        int8.check_calibration(int8.STATIC, facts)
-    except UserError as error:
-        print(f"compress: goes on without static: {error}", file=sys.stderr)
-        return tuple(kind for kind in quantize if kind != "static")
-    return quantize
 
 
 def _export(run: RunFolder, kind: str) -> None:
@@ -162,7 +146,7 @@ def check_worth(run: RunFolder, anyway: bool) -> None:
         return
     problem = problems.of_facts(run.facts)
     mine = evaluation.predict(evaluation.open_runner(run.final), batches())
-    simple = baselines.baselines_of(run.facts, run.final / TOKENIZER_FILE, batches)
+    simple = baselines.baselines_of(run.facts, batches)
     found = baselines.standings(problem, mine, simple)
     score = problem.score(problem.evidence(mine))
     said = [f"compress: {problem.title} of the base on {split} {100 * score:.1f} %"]

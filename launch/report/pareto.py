@@ -123,18 +123,3 @@ def text_of(points: Sequence[Point], chosen: Point, choice: str, file: Path) -> 
         rows.append([mark, one.name, f"{100 * one.score:.2f}", format_bytes(one.file_bytes), *times])
     said = f"* nothing beats it; > --choose {choice}: {file}"
     return "\n".join([*aligned(rows), said])
-
-
-def to_dict(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """The table as JSON, `beaten` where another point is nowhere worse and somewhere better."""
-    best = front(points)
-    return [
-        {
-            "model": one.name,
-            "score": one.score,
-            "file_bytes": one.file_bytes,
-            **{f"ms_{name}": ms for name, ms in zip(TIMED, one.milliseconds, strict=True)},
-            "beaten": one not in best,
-        }
-        for one in points
-    ]

@@ -385,7 +385,8 @@ class Classifier(Task):
         elif kind == "dense":
             exporting.export_dense(model, final, folder)
         else:
-            exporting.export_transformers(final, folder)
+            code = (file.name for file in final.glob("*.py"))
+            exporting.copy_beside(final, folder, "model.safetensors", *code)
         if kind != "onnx":
             run = evaluation.open_runner(folder)
         trained = evaluation.predict(evaluation.torch_runner(model), batches())

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from isobatch.core.extras import has
+from isobatch.models import saving
 from isobatch.models.encoder import evaluation, problems
 
 if TYPE_CHECKING:
@@ -77,14 +77,14 @@ _kept: dict[str, list[Baseline]] = {}
 """By the fingerprint of the data: the gate and the report of a chain ask for the same ones."""
 
 
-def baselines_of(facts: Facts, tokenizer: Path, batches: Batches) -> list[Baseline]:
-    """The baselines on the held-out split, the simplest first. `tokenizer`: the data's tokenizer.json."""
+def baselines_of(facts: Facts, batches: Batches) -> list[Baseline]:
+    """The baselines on the held-out split, the simplest first."""
     if facts.fingerprint not in _kept:
-        _kept[facts.fingerprint] = list(_measured(facts, tokenizer, batches))
+        _kept[facts.fingerprint] = list(_measured(facts, batches))
     return _kept[facts.fingerprint]
 
 
-def _measured(facts: Facts, tokenizer: Path, batches: Batches) -> Iterator[Baseline]:
+def _measured(facts: Facts, batches: Batches) -> Iterator[Baseline]:
     kind, count = KINDS[problems.of_facts(facts).name], len(facts.extra["labels"])
     axes = 2 if kind.fit is None else 1
 
@@ -102,8 +102,8 @@ def _measured(facts: Facts, tokenizer: Path, batches: Batches) -> Iterator[Basel
         from sklearn.feature_extraction.text import TfidfVectorizer
 
         vectorizer = TfidfVectorizer(ngram_range=(1, 2), sublinear_tf=True, token_pattern=TOKEN)
-        train = vectorizer.fit_transform(texts_of(tokenizer, batches("train")))
-        logits = kind.fit(train, learnt, vectorizer.transform(texts_of(tokenizer, batches())), count)
+        train = vectorizer.fit_transform(texts_of(facts, batches("train")))
+        logits = kind.fit(train, learnt, vectorizer.transform(texts_of(facts, batches())), count)
         yield Baseline(f"TF-IDF with {kind.name}", dataclasses.replace(asked, logits=logits))
 
 
@@ -155,15 +155,13 @@ def _words(batches: Iterable[Batch]) -> Iterator[tuple[tuple[int, ...], int]]:
                 yield tuple(tokens[begin:end].tolist()), int(labels[begin])
 
 
-def texts_of(tokenizer: Path, batches: Iterable[Batch]) -> Iterator[str]:
+def texts_of(facts: Facts, batches: Iterable[Batch]) -> Iterator[str]:
     """The samples' texts from their tokens, those of a pair one after the other."""
-    from tokenizers import Tokenizer
-
-    opened = Tokenizer.from_file(str(tokenizer))
+    tokenizer = saving.load_tokenizer(facts)
     for batch in batches:
         tokens, lengths = np.asarray(batch["tokens"]), np.asarray(batch["length"])
         rows = [row[:length].tolist() for row, length in zip(tokens, lengths, strict=True)]
-        yield from opened.decode_batch(rows, skip_special_tokens=True)
+        yield from tokenizer.decode_batch(rows, skip_special_tokens=True)
 
 
 def _logistic_regression() -> Any:

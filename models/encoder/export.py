@@ -142,11 +142,6 @@ def copy_beside(final: Path, folder: Path, *more: str) -> None:
             shutil.copy(file, folder)
 
 
-def export_transformers(final: Path, folder: Path) -> None:
-    """Copy the files of final/ that transformers reads."""
-    copy_beside(final, folder, "model.safetensors", *(file.name for file in final.glob("*.py")))
-
-
 def export_dense(model: Any, final: Path, folder: Path) -> None:
     """A folder that any transformers opens without custom code: the family's own model of the unpruned size,
     zeros where something was removed, which gives the same logits.

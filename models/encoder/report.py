@@ -12,7 +12,6 @@ from isobatch.core.measures import format_bytes, format_p_value
 from isobatch.models.encoder import baselines as simple
 from isobatch.models.encoder import evaluation, latency, problems
 from isobatch.models.encoder.encoders import open_classifier
-from isobatch.models.encoder.prediction import TOKENIZER_FILE
 from isobatch.models.encoder.problems import NOISE, SIGNIFICANT
 from isobatch.models.protocols import Batches, ReportRow, ReportTable, TaskReport
 
@@ -48,7 +47,7 @@ class ClassifierReport(TaskReport):
         problem, rows = problems.of_folder(final), []
         parameters = sum(p.numel() for p in open_classifier(str(final)).parameters())
         asked = {"vocabulary": facts.extra["vocabulary"], "lengths": latency.drawn_lengths(batches())}
-        others = simple.baselines_of(facts, final / TOKENIZER_FILE, batches)
+        others = simple.baselines_of(facts, batches)
         for form, file in self.variants(final, exports).items():
             runtime = "onnx" if file.suffix == ".onnx" else "torch"
             path = file if runtime == "onnx" else final
@@ -100,10 +99,8 @@ def compare(rows: list[ReportRow]) -> list[ReportRow]:
         verdict = found.verdict if found else "another evaluation set: not comparable"
         row[f"{name}_verdict"] = "baseline" if row is first else verdict
         alike = baselines[row["runtime"]]
-        for ending in (latency.ALL_THREADS, ""):
-            one = f"batch_1{ending}"
-            row[f"speedup{ending}"], low, high = latency.speedup(row[one], alike[one])
-            row[f"speedup{ending}_ci95"] = [low, high]  # where it holds 1, a difference says nothing
+        row["speedup"], low, high = latency.speedup(row["batch_1"], alike["batch_1"])
+        row["speedup_ci95"] = [low, high]  # where it holds 1, a difference says nothing
         verdict = "faster" if low > 1 else "slower" if high < 1 else NOISE
         row["speed_verdict"] = "baseline" if alike is row else verdict
     return [{k: v for k, v in row.items() if k not in ("evidence", "labels")} for row in rows]
@@ -157,10 +154,8 @@ def verdicts(rows: list[ReportRow]) -> list[str]:
     first = rows[0]
     baselines = {row["runtime"]: row for row in reversed(rows)}
     last = {row["run"]: row for row in rows if row["run"] != first["run"]}
-    alone = [said for row in (first, *last.values()) if (said := _learnt_nothing(row))]
-    return [_who_is_ahead(rows), *alone] + [
-        _worth_against(row, first, baselines[row["runtime"]]) for row in last.values()
-    ]
+    against = (_worth_against(row, first, baselines[row["runtime"]]) for row in last.values())
+    return [_who_is_ahead(rows), *against]
 
 
 def tables(row: ReportRow) -> list[ReportTable]:
@@ -204,17 +199,6 @@ def _table_of_baselines(name: str, row: ReportRow) -> ReportTable:
     ]
     note = f"Learnt from the same training rows and measured on the same {row['samples']:,} samples."
     return ReportTable(f"{name} beside simple models", note, head, rows)
-
-
-def _learnt_nothing(row: ReportRow) -> str:
-    """Said of a model that is not clearly better than an answer that reads no text."""
-    constant, title = row["baselines"][0], _problem(row).title
-    if constant["verdict"] == "better":
-        return ""
-    return (
-        f"{row['run']}: no better than {constant['name']}: {title} {100 * row[_problem(row).headline]:.1f} %"
-        f" {_points(constant)} on {row['samples']:,} {row['split']} samples."
-    )
 
 
 def _worth_against(row: ReportRow, first: ReportRow, alike: ReportRow) -> str:

@@ -62,13 +62,11 @@ class ItemWeights(NamedTuple):
     @classmethod
     def largest(cls, weights: Tensor, count: int) -> ItemWeights:
         """The `count` largest, by their absolute value, of each column of an (items, items) matrix."""
-        items = len(weights)
-        sources = weights.abs().topk(min(count, items), dim=0).indices
-        values, sources = weights.gather(0, sources).T.flatten().half(), sources.T.flatten()
-        order = torch.argsort(sources, stable=True)
-        order = order[values[order] != 0]
-        starts = torch.searchsorted(sources[order], torch.arange(items + 1))
-        return cls(starts, (order // min(count, items)).to(torch.uint16), values[order])
+        rows = weights.abs().topk(min(count, len(weights)), dim=0).indices
+        kept = torch.zeros_like(weights).scatter_(0, rows, weights.gather(0, rows)).half().to_sparse()
+        sources, targets = kept.indices()
+        starts = torch.searchsorted(sources, torch.arange(len(weights) + 1))
+        return cls(starts, targets.to(torch.uint16), kept.values())
 
     def dense(self) -> Tensor:
         """(items, items) fp32."""
@@ -117,7 +115,7 @@ FITS: Mapping[str, Fit] = {
 @torch.no_grad()
 def fit_unmeasured(net: Any, final: Path) -> None:
     """Keep the baselines in `final` where nothing is held out, with the model for BEST."""
-    _write(final, net, {name: tried.weights for name, (_, tried) in _fitted(net, None, 0).items()}, MODEL)
+    _write(final, net, {name: one.weights for name, one in _fitted(net, None, 0).items()}, MODEL)
 
 
 @torch.no_grad()
@@ -126,37 +124,30 @@ def final_figures(
 ) -> dict[str, Any]:
     """Keep the baselines in `final`; the metrics of each, and how sure its difference to the model's is.
 
-    Settings are those with the best NDCG in `validation`, never in `batches`: one for the figures among the
-    sampled negatives, and one for all items, by which lists are made, and which is kept.
+    Settings are those with the best NDCG among all items in `validation`, never in `batches`.
     """
     fitted, best = _fitted(net, validation, k), MODEL
-    found: dict[str, Any] = {}
-    for name, (sampled, full) in fitted.items():
-        setting = FITS[name].setting
-        found |= {f"{name}_{setting}": sampled.value, f"full_{name}_{setting}": full.value}
-        figures = _measure(net, _linear_scorer(net, sampled.weights), batches(), k).figures
-        found |= {f"{name}_{metric}@{k}": figures[f"{metric}@{k}"] for metric in METRICS}
+    found: dict[str, Any] = {f"{name}_{FITS[name].setting}": one.value for name, one in fitted.items()}
     if validation is not None:
         own = {n: _measure(net, s, validation(), k).figures for n, s in _scorers(net, {}).items()}
         ndcg = {name: figures[f"full_ndcg@{k}"] for name, figures in own.items()}
-        ndcg |= {name: full.full_ndcg for name, (_, full) in fitted.items()}
+        ndcg |= {name: one.full_ndcg for name, one in fitted.items()}
         best = found["best_on_validation"] = max(ndcg, key=lambda name: ndcg[name])
-    _write(final, net, {name: full.weights for name, (_, full) in fitted.items()}, best)
-    return found | kept_metrics(net, final, batches, k) | chance_metrics(net, batches(), k)
+    _write(final, net, {name: one.weights for name, one in fitted.items()}, best)
+    return found | kept_metrics(net, final, batches, k)
 
 
 class TriedSetting(NamedTuple):
-    """A baseline with a value of its setting, and its figures on the validation data."""
+    """A baseline with a value of its setting, and its figure on the validation data."""
 
-    ndcg: float
     full_ndcg: float
     value: float
     weights: ItemWeights
 
 
-def _fitted(net: Any, validation: Batches | None, k: int) -> dict[str, tuple[TriedSetting, TriedSetting]]:
-    """Each baseline as it ranks best among the sampled negatives, and among all items; without `validation`
-    with the first value of its setting.
+def _fitted(net: Any, validation: Batches | None, k: int) -> dict[str, TriedSetting]:
+    """Each baseline as it ranks best among all items; without `validation` with the first value of its
+    setting.
     """
     net.eval()
     if len(net.item_text) > MAX_ITEMS:
@@ -168,15 +159,14 @@ def _fitted(net: Any, validation: Batches | None, k: int) -> dict[str, tuple[Tri
             doing(f"fitting {BASELINES[name]}, {fit.setting} {value:g}")
             scorer = _linear_scorer(net, weights := fit.make(gram, value))
             figures = _measure(net, scorer, validation(), k).figures if validation else {}
-            sampled, full = (figures.get(f"{prefix}ndcg@{k}", 0.0) for prefix in ("", "full_"))
-            tried.append(TriedSetting(sampled, full, value, weights))
-        found[name] = max(tried, key=lambda t: t.ndcg), max(tried, key=lambda t: t.full_ndcg)
+            tried.append(TriedSetting(figures.get(f"full_ndcg@{k}", 0.0), value, weights))
+        found[name] = max(tried, key=lambda one: one.full_ndcg)
     return found
 
 
 @torch.no_grad()
 def kept_metrics(net: Any, final: Path, batches: Batches, k: int) -> dict[str, Any]:
-    """How the baselines in `final` rank all items, and 95 % intervals of their full_ndcg less the model's."""
+    """How the baselines in `final` rank, and 95 % intervals of their full_ndcg less the model's."""
     doing("measuring baselines beside the model")
     net.eval()
     users = torch.cat([batch["user"].long() for batch in batches()])
@@ -186,7 +176,7 @@ def kept_metrics(net: Any, final: Path, batches: Batches, k: int) -> dict[str, A
         prefix = "" if name == MODEL else f"{name}_"
         found[f"{prefix}coverage@{k}"] = figures[f"coverage@{k}"]
         if name not in (MODEL, POPULARITY):  # their other metrics are those of any evaluation
-            found |= {f"full_{prefix}{m}@{k}": figures[f"full_{m}@{k}"] for m in METRICS}
+            found |= {f"{p}{prefix}{m}@{k}": figures[f"{p}{m}@{k}"] for p in ("", "full_") for m in METRICS}
         interval = paired_interval(full_ndcg - ranked[MODEL].full_ndcg, users)
         if name != MODEL and interval is not None:
             found[f"full_{prefix}ndcg@{k}_difference_ci95"] = interval
@@ -266,23 +256,6 @@ def paired_interval(differences: Tensor, users: Tensor) -> list[float] | None:
     sums = torch.zeros(count, dtype=torch.float64).index_add(0, groups, differences - mean)
     half = 1.96 * sums.square().sum().mul(count / (count - 1)).sqrt() / len(differences)
     return [float(mean - half), float(mean + half)]
-
-
-def chance_metrics(net: Any, batches: Iterable[Batch], k: int) -> dict[str, float]:
-    """Metrics of a random order of the held-out item with its negatives, and (`full_`) with all new items."""
-    sampled, full = [], []
-    for batch in batches:
-        for chunk in ranking.chunks(net, batch):
-            sampled.append(1 + (chunk["rivals"] >= 0).sum(1))
-            full.append(1 + ranking.new_items(net, chunk).sum(1))
-    found = {}
-    of_places = ranking.gains(torch.arange(k, dtype=torch.float64), k)
-    for name, parts in (("", sampled), ("full_", full)):
-        candidates = torch.cat(parts)
-        for metric, gain in of_places.items():
-            expected = gain.cumsum(0)[candidates.clamp_max(k) - 1] / candidates
-            found[f"{name}chance_{metric}@{k}"] = float(expected.mean())
-    return found
 
 
 def training_matrix(net: Any, user: Tensor) -> Tensor:

@@ -9,8 +9,6 @@ from pathlib import Path
 import numpy as np
 
 CATALOGUE_FOLDER, NAMES_FILE = "catalogue", "names.json"
-MIN_MAPPED_BYTES = 4096
-"""Arrays in larger files are memory-mapped; an empty file cannot be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +33,8 @@ class Catalogue:
     @classmethod
     def read(cls, folder: str | Path) -> Catalogue:
         """The catalogue of a prepared folder."""
-        files = {name: Path(folder) / CATALOGUE_FOLDER / f"{name}.npy" for name in cls.__slots__}
-        large = {name for name, file in files.items() if file.stat().st_size > MIN_MAPPED_BYTES}
-        return cls(**{n: np.load(file, mmap_mode="r" if n in large else None) for n, file in files.items()})
+        place = Path(folder) / CATALOGUE_FOLDER
+        return cls(**{name: np.load(place / f"{name}.npy") for name in cls.__slots__})
 
 
 def read_names(folder: str | Path) -> dict[str, list[str]]:

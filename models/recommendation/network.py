@@ -62,7 +62,7 @@ class RecommenderNet(nn.Module):
             self.register_buffer(name, torch.from_numpy(texts.astype("int64")), persistent=False)
         held_out = np.setdiff1d(catalogue.had, catalogue.seen, assume_unique=True)
         for name, array in (("seen", catalogue.seen), ("counts", catalogue.counts), ("held_out", held_out)):
-            self.register_buffer(name, torch.from_numpy(array.copy()), persistent=False)
+            self.register_buffer(name, torch.from_numpy(array), persistent=False)
         self.user_text: Tensor
         self.item_text: Tensor
         self.seen: Tensor

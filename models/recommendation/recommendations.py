@@ -305,14 +305,13 @@ class BaselineRecommendations(Recommendations):
     """Lists by popularity, or by item-kNN or EASE (Steck 2019): sums of weights of what the user had."""
 
     def __init__(self, folder: str | Path, by: str) -> None:
-        from safetensors import safe_open
+        from safetensors.numpy import load_file
 
         super().__init__(folder)
         self.by = by
         self.described[:] = False
-        with safe_open(Path(folder) / BASELINES_FILE, "numpy") as file:
-            names = [name for name in file.keys() if name.partition(".")[0] == by]  # noqa: SIM118  no dict
-            self._kept = {name.removeprefix(f"{by}."): file.get_tensor(name) for name in names}
+        kept = load_file(Path(folder) / BASELINES_FILE).items()
+        self._kept = {k.removeprefix(f"{by}."): v for k, v in kept if k.partition(".")[0] == by}
         if not self._kept:
             raise RecommendationError(
                 f"--by {by}: {BASELINES.get(by, by)} was not fitted: the catalogue is too large"

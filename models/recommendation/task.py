@@ -87,10 +87,6 @@ class RecommenderOptions:
     """Length of the list in which a hit counts."""
 
 
-OTHERS = (*BASELINES, "chance")
-"""What the model's own figures are set beside."""
-
-
 class Recommender(Task):
     """Learns from pairs of users and items that they took, against items that they did not take.
 
@@ -102,7 +98,7 @@ class Recommender(Task):
     Options: ClassVar = RecommenderOptions
     data: ClassVar = "data.interactions.dataset:Interactions"
     measured_files: ClassVar = (BASELINES_FILE,)
-    set_beside: ClassVar = (*(f"full_{one}" for one in OTHERS), "full", *OTHERS)
+    set_beside: ClassVar = (*(f"full_{one}" for one in BASELINES), "full", *BASELINES)
     defaults: ClassVar = {
         **{"model": "small", "batch_size": 2048, "max_length": 64},
         **{"lr": 1e-3, "weight_decay": 0.0, "clip": 0.0},
@@ -281,7 +277,7 @@ class Recommender(Task):
     def final_metrics(
         self, model: Any, final: Path, facts: Facts, batches: Callable[..., Iterable[Batch]]
     ) -> Mapping[str, Any]:
-        """What chance hits, and metrics of baselines of the same interactions, which `final` keeps."""
+        """Metrics of baselines of the same interactions, which `final` keeps."""
         from isobatch.models.recommendation import baselines
 
         valid = partial(batches, "valid") if {"valid", "test"} <= facts.samples.keys() else None
@@ -331,7 +327,7 @@ class Recommender(Task):
         heads = ("mlp_layers.", "product.")
         arrays |= {name: p for name, p in model.named_parameters() if name.startswith(heads)}
         vectors = {k: np.ascontiguousarray(v.detach().cpu().numpy()) for k, v in arrays.items()}
-        vectors["had"] = np.array(catalogue.Catalogue.read(facts.folder).had)
+        vectors["had"] = catalogue.Catalogue.read(facts.folder).had
         save_file(vectors, folder / recommendations.VECTORS_FILE)
         described = (model.item_text >= 0) & (model.encoder is not None)
         known = {"counts": model.counts.tolist(), "described": described.long().tolist()}

@@ -88,13 +88,6 @@ def worth(run: str, right: int, ms: float, runtime: str = "torch", file_bytes: i
     return row(right, 100, ms, run=run, runtime=runtime) | shown
 
 
-def test_a_model_that_learnt_nothing_is_called_that() -> None:
-    constant = beside("the largest class", 0.88, "within the noise", 0.02, 0.4)
-    (_, said) = verdicts(compared([worth("a", 90, 5) | {"baselines": [constant, TF_IDF]}]))
-    assert said.startswith("a: no better than the largest class: accuracy 90.0 % (+2.0 points, ")
-    assert len(verdicts(compared([worth("a", 90, 5)]))) == 1
-
-
 @pytest.mark.parametrize(
     ("rival", "said"),
     [

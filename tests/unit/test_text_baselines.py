@@ -58,10 +58,10 @@ def prepared(folder: Path, splits: dict[str, list[tuple[str, int]]]) -> tuple[Fa
             label = np.array([label for _, label in part])
             yield {"tokens": tokens, "length": np.array([len(one) for one in ids]), "label": label}
 
-    extra = {"labels": list(TOPICS), "vocabulary": 40}
+    extra = {"labels": list(TOPICS), "vocabulary": 40, "tokenizer": "tokenizer.json"}
     samples = {split: len(found) for split, found in splits.items()}
-    facts = Facts(fingerprint=str(folder), folder="", samples=samples, lengths=(9,), extra=extra)
-    return facts, folder / "tokenizer.json", batches
+    facts = Facts(fingerprint=str(folder), folder=str(folder), samples=samples, lengths=(9,), extra=extra)
+    return facts, batches
 
 
 def answers(labels: np.ndarray, share_right: float) -> Predictions:
@@ -106,8 +106,8 @@ def test_a_base_must_beat_what_is_simple(
 ) -> None:
     pytest.importorskip("sklearn", reason="the extra [baselines]")
     splits = {"train": rows(400, 0, shuffled), "test": rows(400, 1, shuffled)}
-    facts, tokenizer, batches = prepared(tmp_path, splits)
-    simple = baselines.baselines_of(facts, tokenizer, batches)
+    facts, batches = prepared(tmp_path, splits)
+    simple = baselines.baselines_of(facts, batches)
     mine = answers(simple[0].found.labels, share_right)
     assert why_not_worth_it(baselines.standings(problems.of_facts(facts), mine, simple), 400) == why
 
