@@ -88,10 +88,13 @@ def target_modules(model: Any, wanted: str, layers: str | None = None, head: Seq
 
 
 def wanted_names(wanted: str, model_type: str) -> list[str] | None:
-    """The names that --lora-targets means in models of this type; None are all."""
-    if wanted == "auto":
-        return usual_targets(model_type)
-    return None if wanted == "all-linear" else [name.strip() for name in wanted.split(",")]
+    """The names that --lora-targets means in models of this type; None are all, as where peft knows none."""
+    if wanted != "auto":
+        return None if wanted == "all-linear" else [name.strip() for name in wanted.split(",")]
+    quiet_bitsandbytes()
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN_TARGETS
+
+    return list(KNOWN_TARGETS.get(model_type) or ()) or None
 
 
 def is_target(matrix: str, names: Sequence[str] | None) -> bool:
@@ -129,14 +132,6 @@ def adapted_experts(tensors: Iterable[str], options: Any) -> list[str]:
     if not (found := in_layers(tensors, options.lora_layers)):
         raise UserError("--lora-experts: the model is no mixture whose experts are one tensor: leave it out")
     return found
-
-
-def usual_targets(model_type: str) -> list[str] | None:
-    """The names that peft adapts in models of this type; None where it knows none."""
-    quiet_bitsandbytes()
-    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as KNOWN_TARGETS
-
-    return list(KNOWN_TARGETS.get(model_type) or ()) or None
 
 
 def save_adapter(model: Any, folder: Path, head: Sequence[str] = ()) -> None:

@@ -64,22 +64,18 @@ def _ends_run(values: np.ndarray) -> np.ndarray:
     return np.append(values[1:] != values[:-1], True) if len(values) else np.empty(0, bool)
 
 
-def split_leave_one_out(
-    log: InteractionLog, notes: list[str], by_id: bool = False
-) -> dict[str, InteractionLog]:
+def split_leave_one_out(log: InteractionLog) -> dict[str, InteractionLog]:
     """Leave-one-out: a user's last interaction is test, the last but one validation.
 
     Training keeps at least one: a user with two has no validation item, a user with one no test item.
-    Of interactions at one time the later in the file is later, or with `by_id` that of the larger item.
+    Of interactions at one time that of the larger item is later; without times the later in the file is.
     """
-    ties = (log.item,) if by_id else ()
+    ties = (log.item,) if "time" in log.columns else ()
     order = np.lexsort((*ties, log.time, log.user))
     counts, user = np.bincount(log.user), log.user[order]
     back = np.cumsum(counts)[user] - 1 - np.arange(len(user))  # 0 for a user's last
     test = (back == 0) & (counts[user] >= 2)
     valid = (back == 1) & (counts[user] >= 3)
-    if single := int((counts == 1).sum()):
-        notes.append(f"{single} users have one interaction: they are trained on and not evaluated")
     train = np.sort(order[~(test | valid)])
     return {"train": log.take(train), "valid": log.take(order[valid]), "test": log.take(order[test])}
 

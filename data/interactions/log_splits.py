@@ -152,7 +152,7 @@ class LogSplits:
             return split_by_time(parts["all"])
         if not self.has_times:
             self.notes.append("there are no times: a user's last interaction is the last in the file")
-        return split_leave_one_out(parts["all"], self.notes, self.has_times)
+        return split_leave_one_out(parts["all"])
 
     def _leave_out_users_with_all_items(self) -> None:
         """Nothing is left that their held-out items could be ranked against, unless the data names it."""
@@ -186,9 +186,6 @@ class LogSplits:
         known = {column: self.logs["train"].counts(column, most) > 0 for _, column, most in counts}
         for split, log in self.logs.items():
             if split != "train" and len(log):
-                if self.method == "time":
-                    held_out = int((log.counts("user", len(self.users)) > 0).sum())
-                    yield f"{split}: {held_out:,} of {len(self.users):,} users have held-out interactions"
                 for what, column, most in counts:
                     there = log.counts(column, most) > 0
                     if new := int((there & ~known[column]).sum()):
