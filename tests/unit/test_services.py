@@ -128,6 +128,16 @@ def test_what_is_kept_is_read_back(tmp_path: Path) -> None:
     assert Calibration.open(tmp_path / "nowhere") == Calibration()
 
 
+def test_a_text_without_tokens_is_counted_as_one() -> None:
+    """As of a tokenizer without special tokens, of a text that has only signs which it drops."""
+    found = profile([[], [1, VOCABULARY - 1], []])
+    assert found.counts["length"][:3].tolist() == [2, 0, 1]
+    assert {int(n): int(found.counts["unseen"][n]) for n in found.counts["unseen"].nonzero()[0]} == {
+        0: 2,
+        50: 1,
+    }
+
+
 @pytest.mark.parametrize("rows", [10, 100, 3000])
 def test_texts_of_the_same_kind_raise_no_alarm(rows: int) -> None:
     said = 0
