@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 HELD_OUT_SPLITS = ("test", "valid")
-"""Splits that can be held out; the first of them that exists gives the summary's metrics."""
+"""Splits that can be held out, in the order of `first_held_out`."""
 
 PLACE = ("phase", "step", "split")
 """Fields of an evaluation's row that are no metrics."""
@@ -48,9 +48,14 @@ class Progress:
         )
 
 
+def first_held_out(splits: Collection[str]) -> str | None:
+    """Of a run's splits the one on which its model is measured; None where none is held out."""
+    return next((split for split in HELD_OUT_SPLITS if split in splits), None)
+
+
 def metrics_fields(held_out: dict[str, dict[str, float]]) -> dict[str, Any]:
     """The fields of summary.json about the metrics of held-out splits."""
-    split = next((s for s in HELD_OUT_SPLITS if s in held_out), None)
+    split = first_held_out(held_out)
     return {"split": split, "metrics": held_out[split] if split else {}, "metrics_by_split": held_out}
 
 

@@ -18,6 +18,7 @@ from isobatch.engine.model_setup.compile_model import uncompiled
 from isobatch.engine.runs.summary import (
     HELD_OUT_SPLITS,
     before_training,
+    first_held_out,
     metrics_fields,
     startup_seconds,
 )
@@ -183,7 +184,7 @@ def _measure_export(
     """
     doing("measuring the exported model")
     task, splits, final, remark = state.task, state.splits, run.folder.final, ""
-    split = next((s for s in HELD_OUT_SPLITS if s in held_out), None)
+    split = first_held_out(held_out)
     if split is None:
         if isinstance(task, capabilities.FinishesUnmeasured):
             remark = task.finish_unmeasured(model, final)

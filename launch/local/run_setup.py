@@ -32,7 +32,7 @@ from isobatch.engine.planning.choices import unmet_wishes
 from isobatch.engine.planning.planner import make_plan
 from isobatch.engine.registry import workload_of
 from isobatch.engine.runs.run_folder import FolderTakenError, RunFolder, free_folder, list_runs, run_name
-from isobatch.engine.runs.summary import HELD_OUT_SPLITS
+from isobatch.engine.runs.summary import first_held_out
 from isobatch.engine.task_files import task_file_problem
 from isobatch.launch.local.arguments import Request, read_command
 
@@ -278,7 +278,7 @@ def held_out(run: RunFolder, data: str | None = None) -> tuple[str, Batches]:
 
     locate_data(run, run.recipe, data)
     source, folder = workload_of(run.recipe).make(run.recipe)[1], Path(run.facts.folder)
-    found = next((s for s in HELD_OUT_SPLITS if s in run.facts.samples), "train")
+    found = first_held_out(run.facts.samples) or "train"
     return found, lambda split=found: host_batches(source.open(folder, split))
 
 

@@ -1,4 +1,6 @@
-"""Tests of data/corpora.py: what is validation where the data has no such split."""
+"""Tests of data/corpora.py: what is validation where the data has no such split; and of which split a model is
+measured on.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.engine.registry import complete, workload
+from isobatch.engine.runs.summary import first_held_out, metrics_fields
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -88,3 +91,21 @@ def test_pairs_and_labelled_texts_take_a_file_too(tmp_path: Path) -> None:
         splits = chats(task, **files, **options).encode_splits()[0]  # type: ignore[attr-defined]
         found = {split: len(next(iter(columns.values()))) for split, columns in splits.items()}
         assert found == {"train": 6, "valid": 3}
+
+
+@pytest.mark.parametrize(
+    ("splits", "first"),
+    [
+        (("train", "valid", "test"), "test"),
+        (("train", "test"), "test"),
+        (("train", "valid"), "valid"),
+        (("train",), None),
+    ],
+)
+def test_a_model_is_measured_on_test_or_else_on_validation(
+    splits: tuple[str, ...], first: str | None
+) -> None:
+    assert first_held_out(splits) == first
+    held_out = {split: {"loss": float(n)} for n, split in enumerate(splits) if split != "train"}
+    found = metrics_fields(held_out)
+    assert (found["split"], found["metrics"]) == (first, held_out.get(first or "", {}))
