@@ -26,6 +26,14 @@ TEXTS = "texts."
 SHOWN_PRECISIONS = (0.9, 0.95, 0.98, 0.99)
 """Of which the metrics say what is answered."""
 
+ASSUMED_ANSWERS = 20
+"""Held-out answers, added to those that there are, of which the probabilities as they are would be true.
+
+Measured on simulated logits (2 to 20 classes, true T of .5 to 3, 60 draws each), in nats that the fitted T
+costs on fresh rows beside the true one: of 20 rows where T is 1 .071 on average and 5.1 at worst without such
+answers, .006 and .05 with 20 of them; from 200 rows on both cost the same to .002. Keeping T at 1 unless the
+likelihood ratio is significant costs .043 and 5.1 there: few rows that can be parted are significant, too.
+"""
 LARGEST_TEMPERATURE = 100.0
 BISECTIONS = 40
 MAX_THRESHOLDS = 512
@@ -37,13 +45,16 @@ DOUBT = 0.05
 
 
 def fit_temperature(logits: np.ndarray, labels: np.ndarray) -> float:
-    """The T for which softmax(logits / T) has the least cross-entropy (Guo et al. 2017); 1 where nothing is
-    answered wrong, which says nothing of it. logits (n, C), labels (n,).
+    """The T for which softmax(logits / T) has the least cross-entropy (Guo et al. 2017), with ASSUMED_ANSWERS
+    among the samples: near 1 where these are few. Where nothing is answered wrong, which says nothing of it,
+    1. logits (n, C), labels (n,).
     """
     if (logits.argmax(1) == labels).all():
         return 1.0
     logits = logits.astype(np.float64) - logits.max(1, keepdims=True)
+    assumed = (class_metrics.softmax(logits) * logits).sum(1)
     wanted = logits[np.arange(len(labels)), labels]
+    wanted += (assumed - wanted) * ASSUMED_ANSWERS / (len(labels) + ASSUMED_ANSWERS)
     low, high = -math.log(LARGEST_TEMPERATURE), math.log(LARGEST_TEMPERATURE)
     for _ in range(BISECTIONS):  # cross-entropy is convex in 1 / T: its slope changes sign once
         middle = (low + high) / 2

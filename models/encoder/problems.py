@@ -418,10 +418,18 @@ print([model.config.id2label[n] for n in is_answer.nonzero().flatten().tolist()]
         return {**super().figures(evidence), "subset_accuracy": exact}
 
     def settle(self, found: Predictions, profile: Profile) -> Calibration:
-        """And the threshold of each label that is best for its F1."""
-        both = zip(_sigmoid(found.logits).T, found.labels.T > 0.5, strict=True)
-        thresholds = np.array([class_metrics.best_threshold(*one) for one in both])
-        return Calibration(profile=profile, thresholds=thresholds)
+        """And the threshold of each label that is best for its F1, its log-odds times m / (m + 1) where m
+        samples have it: of one sample's it is halfway to 0.5.
+
+        Measured on simulated labels (shares of .01 to .3, log-odds as they are, 1 too high, 1 and 3 too low),
+        F1 on fresh rows, mean and worst of 20: with one such sample .52 and .42 so, .52 and .34 with the best
+        threshold, .44 with 0.5; from 8 on they differ by .005 at most, of log-odds 3 too low by .017.
+        """
+        is_label = found.labels > 0.5
+        both = zip(_sigmoid(found.logits).T, is_label.T, strict=True)
+        best = np.array([class_metrics.best_threshold(*one) for one in both])
+        odds = np.log(best / (1 - best)) * is_label.sum(0) / (is_label.sum(0) + 1)
+        return Calibration(profile=profile, thresholds=_sigmoid(odds))
 
     def settled_metrics(self, found: Callable[[], Predictions]) -> dict[str, Any]:
         """Their names begin with `tuned_`."""

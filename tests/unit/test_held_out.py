@@ -1,5 +1,5 @@
-"""Tests of data/corpora.py: what is validation where the data has no such split; and of which split a model is
-measured on.
+"""Tests of what is validation where data has no such split (data/corpora.py), and of which split a model is
+measured on (engine/runs/summary.py).
 """
 
 from __future__ import annotations

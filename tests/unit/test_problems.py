@@ -199,6 +199,17 @@ def test_what_is_chosen_on_validation_is_kept_with_the_model(tmp_path: Path) -> 
     assert list(answer["probabilities"]) == list(NAMES)
 
 
+@pytest.mark.parametrize("positives", [0, 1, 9])
+def test_a_threshold_of_few_samples_is_nearer_to_a_half(positives: int) -> None:
+    logits = np.linspace(-5, -1, 40, dtype=np.float32)[:, None]
+    label = (np.arange(40) >= 40 - positives).astype(np.float32)[:, None]
+    profile = Profile(np.ones(1, bool), 1)
+    (kept,) = MultiLabel(("rare",)).settle(Predictions(logits, label), profile).thresholds
+    best = class_metrics.best_threshold(1 / (1 + np.exp(-logits[:, 0])), label[:, 0] > 0.5)
+    share = {0: 0, 1: 1 / 2, 9: 9 / 10}[positives]
+    assert np.log(kept / (1 - kept)) == pytest.approx(np.log(best / (1 - best)) * share, abs=1e-6)
+
+
 def test_entities_of_a_text_have_their_place_in_it() -> None:
     problem, text = Entities(TAGS), "We met Ada  Lovelace, twice."
     words = [word for word, _, _ in problems.words_of(text)]
