@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -269,12 +269,5 @@ def read_hub_rows(name: str, rows: Any) -> Iterator[tuple[str, Mapping[str, Any]
     names = [getattr(getattr(one, "feature", one), "names", None) for one in features]
     cells = (cell for batch in rows.iter(batch_size=1000) for cell in zip(*batch.values(), strict=True))
     for number, cell in enumerate(cells):
-        named = (_named(value, of) if of else value for value, of in zip(cell, names, strict=True))
+        named = map(readers.class_named, cell, names)
         yield f"{name} row {number}", dict(zip(rows.column_names, named, strict=True))
-
-
-def _named(label: Any, names: Sequence[str]) -> Any:
-    """The name of a class label, or those in a list; None of one that is withheld."""
-    if isinstance(label, list):
-        return [_named(one, names) for one in label]
-    return names[label] if label is not None and label >= 0 else None

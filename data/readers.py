@@ -411,9 +411,12 @@ def explain_parquet_errors(file: Path, what: str = "is no whole parquet file") -
 
 
 def _read_parquet(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The rows, row group by row group, some at a time: fewer where rows are long."""
+    """The rows, row group by row group, some at a time: fewer where rows are long. Class labels are given by
+    name, where the file has names.
+    """
     number, only = 0, None if part.only is None else [part.only]
     with open_parquet(file) as table:
+        names = _class_names(table)
         for group in range(table.num_row_groups):
             about = table.metadata.row_group(group)
             most = about.num_rows * PARQUET_BATCH_BYTES // max(1, about.total_byte_size)
@@ -422,7 +425,31 @@ def _read_parquet(file: Path, part: SplitFiles) -> Iterator[tuple[str, Mapping[s
             with explain_parquet_errors(file, what):
                 for batch in table.iter_batches(rows, row_groups=[group], columns=only):
                     for number, record in enumerate(batch.to_pylist(), number + 1):  # noqa: B020
-                        yield f"{file} row {number}", {k: without_nulls(v) for k, v in record.items()}
+                        cells = {k: class_named(without_nulls(v), names.get(k)) for k, v in record.items()}
+                        yield f"{file} row {number}", cells
+
+
+def _class_names(table: ParquetFile) -> dict[str, list[str]]:
+    """Column -> the names of its class labels, or of those in its lists, as Hugging Face's datasets write
+    them beside the schema; nothing for what is written otherwise.
+    """
+    found = {}
+    with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        about = atomic_files.parse_json(table.schema_arrow.metadata[b"huggingface"].decode())
+        for column, feature in about["info"]["features"].items():
+            with contextlib.suppress(LookupError, TypeError, AttributeError):  # those of other kinds
+                of_cells = feature.get("feature", feature)
+                found |= {column: [*map(str, of_cells["names"])]} if of_cells["_type"] == "ClassLabel" else {}
+    return found
+
+
+def class_named(label: Any, names: Sequence[str] | None) -> Any:
+    """The name of a class label, or those in a list; None of one that is withheld. What has no name stays."""
+    if names and isinstance(label, list):
+        return [class_named(one, names) for one in label]
+    if not names or not isinstance(label, int) or label >= len(names):
+        return label
+    return names[label] if label >= 0 else None
 
 
 def without_nulls(value: Any) -> Any:

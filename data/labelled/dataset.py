@@ -119,7 +119,7 @@ class Labelled(TokenizedData):
     """
 
     Options: ClassVar[type] = LabelledOptions
-    version: ClassVar[int] = 3
+    version: ClassVar[int] = 4
     cache_name: ClassVar[str] = "data.labelled.Labelled"
     demo_vocabulary_size: ClassVar[int] = 2048
     fewest_tokens: ClassVar[tuple[int, str]] = (300, "characters and special tokens")

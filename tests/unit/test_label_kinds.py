@@ -14,7 +14,7 @@ import pytest
 
 from isobatch.core.errors import UserError
 from isobatch.core.recipe import Recipe
-from isobatch.data import corpora, tokenizers
+from isobatch.data import corpora, readers, tokenizers
 from isobatch.data.base import Ragged, load
 from isobatch.data.labelled.dataset import NO_LABEL, Labelled, LabelledOptions
 from isobatch.data.labelled.kinds import KINDS, as_bio, form_of_sets
@@ -713,6 +713,61 @@ def test_lists_of_class_labels_of_a_hub_data_set_have_their_names() -> None:
     assert list(corpora.read_hub_rows("me/data", rows)) == [
         ("me/data row 0", {"tokens": ["a", "b"], "ner_tags": ["B-x", "I-x"]})
     ]
+
+
+def write_class_labels(file: Path, about: Any, **columns: Any) -> Path:
+    """A Parquet file with features as the library `datasets` writes them beside the schema."""
+    import pyarrow
+    from pyarrow import parquet
+
+    metadata = {"huggingface": about if isinstance(about, str) else json.dumps({"info": {"features": about}})}
+    parquet.write_table(pyarrow.table(columns).replace_schema_metadata(metadata), file)
+    return file
+
+
+def class_label(*names: str) -> dict[str, Any]:
+    return {"names": names, "_type": "ClassLabel"}
+
+
+def test_class_labels_of_a_parquet_file_have_their_names(tmp_path: Path) -> None:
+    tags = {"feature": class_label("O", "B-x", "I-x"), "_type": "List"}
+    features = {
+        "tokens": {"feature": {"dtype": "string", "_type": "Value"}, "_type": "List"},
+        "ner_tags": tags,
+    }
+    columns = {"tokens": [["a", "b"]] * 6 + [["c"]] * 6, "ner_tags": [[1, 2]] * 6 + [[0]] * 6}
+    file = write_class_labels(tmp_path / "train.parquet", features, **columns)
+    _, _, extra = make(file).encode_splits()
+    assert (extra["problem"], extra["labels"]) == ("tokens", ["O", "B-x", "I-x"])
+    features = {"label": class_label("bad", "good"), "group": {"a": class_label("no")}, "more": [tags]}
+    columns = {"text": list("abcd"), "label": [0, 1, -1, None], "group": [0] * 4, "more": [[[0]]] * 4}
+    file = write_class_labels(tmp_path / "classes.parquet", features, **columns)
+    found = [row for _, row in readers.read_rows(readers.find_splits(file, None)["train"])]
+    assert [row["label"] for row in found] == ["bad", "good", None, None]
+    assert (found[0]["group"], found[0]["more"]) == (0, [[0]])
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        "",
+        "{",
+        "[]",
+        "[" * 100_000,
+        '{"info": {"features": [1]}}',
+        {},
+        {"ner_tags": {"feature": class_label()}},
+    ]
+    + [
+        {"ner_tags": one}
+        for one in (class_label("O"), class_label(), {"names": 7, "_type": "ClassLabel"}, [])
+    ],
+)
+def test_numbers_without_names_are_no_tags(about: Any, tmp_path: Path) -> None:
+    columns = {"tokens": [["a", "b"]] * 12, "ner_tags": [[0, 1]] * 12}
+    file = write_class_labels(tmp_path / "train.parquet", about, **columns)
+    with pytest.raises(UserError, match=r"ner_tags .*of word \d: tags are O, B-TYPE, I-TYPE"):
+        make(file).encode_splits()
 
 
 @pytest.mark.parametrize("kind", KINDS)
