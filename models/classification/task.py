@@ -79,8 +79,8 @@ class ClassifierOptions:
     regression_loss: Literal["mse", "huber"] = "mse"
     """Of scores: the squared error, or Huber's with delta 1, which outliers move less."""
     head_rate: AboveZero = 10.0
-    """What --lr is multiplied by for the new parameters of a head on a model that was trained without one, or
-    for other classes: those must go far where the others are to stay near."""
+    """What --lr is multiplied by for new parameters, which the checkpoint does not have: a head's where the
+    model was trained without one or for other classes; they must go far where the others are to stay near."""
 
 
 class Classifier(Task):
@@ -110,8 +110,8 @@ class Classifier(Task):
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
         self.monitor = self._monitor(problems.Classes)
-        self._trained_prefix = ""
-        """What the names of parameters with trained weights begin with, where the others are new."""
+        self._new_parameters = frozenset[str]()
+        """The names of those that the checkpoint from which training begins does not have."""
 
     def _monitor(self, problem: type[Problem] | Problem) -> tuple[str, str]:
         name = problem.headline if self.options.best_metric == "auto" else self.options.best_metric
@@ -211,9 +211,8 @@ class Classifier(Task):
         return max(least, math.ceil(SEEN * len(labels) / self.recipe.batch_size))
 
     def rate_share(self, name: str) -> float:
-        """Parameters of a new head learn at --head-rate times the rate of the others."""
-        is_new = self._trained_prefix and not name.startswith(self._trained_prefix)
-        return float(self.options.head_rate) if is_new else 1.0
+        """Parameters that the checkpoint does not have learn at --head-rate times the rate of the others."""
+        return float(self.options.head_rate) if name in self._new_parameters else 1.0
 
     def _initial_model(self, facts: Facts) -> Any:
         import torch
@@ -226,18 +225,17 @@ class Classifier(Task):
         logging.disable_progress_bar()
         folder = hub.fetch_weights(self._model_name, self.recipe.revision)
         saved = AutoConfig.from_pretrained(folder, **hub.remote_code_kwargs(False))
-        has_other_classes = saved.num_labels != config.num_labels
-        model = encoders.classifier_class(config, head).from_pretrained(
+        model, found = encoders.classifier_class(config, head).from_pretrained(
             folder,
             config=config,
             revision=self.recipe.revision or "main",
             dtype=torch.float32,
             **hub.remote_code_kwargs(False),
-            ignore_mismatched_sizes=has_other_classes,
+            ignore_mismatched_sizes=saved.num_labels != config.num_labels,
+            output_loading_info=True,
         )
-        had_head = any(str(kind).endswith(f"For{head}") for kind in saved.architectures or [])
-        if has_other_classes or not had_head:
-            self._trained_prefix = f"{model.base_model_prefix}."
+        other_sizes = {name for name, *_ in found["mismatched_keys"]}
+        self._new_parameters = frozenset(other_sizes | {*found["missing_keys"]})
         return model
 
     def model_size(self, facts: Facts) -> ModelSize:

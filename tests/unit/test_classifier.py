@@ -170,21 +170,31 @@ def test_a_family_that_cannot_be_exported_is_refused_before_it_trains(kind: str,
 
 @pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
 def test_a_new_head_learns_faster_than_what_is_trained(family: str, tmp_path: Path) -> None:
-    """New is what a model without a head, or with one for other classes, lacks."""
+    """New is what the checkpoint lacks: the head of a model without one, of one for other classes the last
+    layer, and of one that predicts masked words the pooler too.
+    """
+    from transformers import AutoModelForMaskedLM
+
     whole = classifier(family)
     whole.save_pretrained(tmp_path / "whole")
     whole.base_model.save_pretrained(tmp_path / "base")
+    AutoModelForMaskedLM.from_config(whole.config).save_pretrained(tmp_path / "masked")
     classes = tuple(whole.config.id2label.values())
-    for folder, labels, has_new in (
-        ("base", classes, True),
-        ("whole", classes, False),
-        ("whole", (*classes, "more"), True),
+    head = {n for n, _ in whole.named_parameters() if not n.startswith(f"{family}.")}
+    last = {n for n in head if n.startswith("classifier.out_proj." if family == "roberta" else "classifier.")}
+    pooler = {n for n, _ in whole.named_parameters() if ".pooler." in n}
+    assert bool(pooler) == (family == "bert")
+    for folder, labels, new in (
+        ("base", classes, head),
+        ("masked", classes, head | pooler),
+        ("whole", classes, set()),
+        ("whole", (*classes, "more"), last),
     ):
         task = make(str(tmp_path / folder))
         names = [name for name, _ in task.build_model(facts(labels)).named_parameters()]
         rates = {name: task.rate_share(name) for name in names}
         fast = {name for name, rate in rates.items() if rate != 1.0}
-        assert fast == ({n for n in names if not n.startswith(f"{family}.")} if has_new else set())
+        assert fast == new
         assert {rates[name] for name in fast} <= {10.0}
     scratch = make()
     assert {scratch.rate_share(n) for n, _ in scratch.build_model(facts()).named_parameters()} == {1.0}
