@@ -433,14 +433,11 @@ def _class_names(table: ParquetFile) -> dict[str, list[str]]:
     """Column -> the names of its class labels, or of those in its lists, as Hugging Face's datasets write
     them beside the schema; nothing for what is written otherwise.
     """
-    found = {}
     with contextlib.suppress(ValueError, RecursionError, LookupError, TypeError, AttributeError):
-        about = atomic_files.parse_json(table.schema_arrow.metadata[b"huggingface"].decode())
-        for column, feature in about["info"]["features"].items():
-            with contextlib.suppress(LookupError, TypeError, AttributeError):  # those of other kinds
-                of_cells = feature.get("feature", feature)
-                found |= {column: [*map(str, of_cells["names"])]} if of_cells["_type"] == "ClassLabel" else {}
-    return found
+        about = atomic_files.parse_json(table.schema_arrow.metadata[b"huggingface"].decode())["info"]
+        features = {k: v.get("feature", v) for k, v in about["features"].items() if isinstance(v, dict)}
+        return {k: [*map(str, v["names"])] for k, v in features.items() if "names" in v}
+    return {}
 
 
 def class_named(label: Any, names: Sequence[str] | None) -> Any:

@@ -110,7 +110,7 @@ class Classifier(Task):
     def __init__(self, recipe: Recipe, options: Any) -> None:
         super().__init__(recipe, options)
         self.monitor = self._monitor(problems.Classes)
-        self._new_parameters = frozenset[str]()
+        self._new_parameters = set[str]()
         """The names of those that the checkpoint from which training begins does not have."""
 
     def _monitor(self, problem: type[Problem] | Problem) -> tuple[str, str]:
@@ -234,8 +234,7 @@ class Classifier(Task):
             ignore_mismatched_sizes=saved.num_labels != config.num_labels,
             output_loading_info=True,
         )
-        other_sizes = {name for name, *_ in found["mismatched_keys"]}
-        self._new_parameters = frozenset(other_sizes | {*found["missing_keys"]})
+        self._new_parameters = {*found["missing_keys"], *(name for name, *_ in found["mismatched_keys"])}
         return model
 
     def model_size(self, facts: Facts) -> ModelSize:

@@ -150,9 +150,8 @@ class QAT(DistilledClassifier):
         """onnx-int8 and onnx-int4: the file in final/. Others round weights alone."""
         if not kind.startswith("onnx-int"):
             return super().export_as(kind, final, folder, facts, batches)
-        name = self._file_name
-        exporting.copy_beside(final, folder, name)
-        return exporting.check_quantized(open_quantized(final), folder / name, batches)
+        exporting.copy_beside(final, folder, self._file_name)
+        return exporting.check_quantized(open_quantized(final), folder / self._file_name, batches)
 
     def final_metrics(self, model: nn.Module, final: Path, facts: Facts, batches: Batches) -> dict[str, Any]:
         """The exported file compared with the trained model, and with the teacher."""

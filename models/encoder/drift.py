@@ -59,8 +59,7 @@ class Profile:
 
     def add_texts(self, texts: Sequence[Sequence[int]]) -> None:
         """Texts as their tokens; one without any has none that training never saw."""
-        unseen = [np.count_nonzero(~self.seen[np.asarray(text, np.int64)]) for text in texts]
-        strange = [100 * count / max(1, len(text)) for count, text in zip(unseen, texts, strict=True)]
+        strange = [100 * (~self.seen[np.asarray(text, np.int64)]).sum() / max(1, len(text)) for text in texts]
         self._count("length", [min(len(text), self.longest) for text in texts], self.longest + 1)
         self._count("unseen", strange, PERCENT)
 

@@ -130,8 +130,6 @@ def check_quantized(model: nn.Module, file: Path, batches: Batches) -> dict[str,
         f"fake_quant_{problem.headline}": problem.score(problem.evidence(unforced)),
         f"exported_{problem.headline}": problem.score(problem.evidence(exported)),
         "rounding_doubt": rounding_excess,
-        "max_logit_difference_with_ties": float(np.abs(unforced.logits - exported.logits).max()),
-        "predictions_changed_by_ties": len(unforced.differing(exported)),
     }
 
 

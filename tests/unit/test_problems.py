@@ -175,7 +175,6 @@ def test_a_threshold_is_the_best_of_all_for_f1() -> None:
 
     assert f1(found) == max(f1(threshold) for threshold in [0.0, *probabilities])
     assert f1(found) > f1(0.5)
-    assert class_metrics.best_threshold(probabilities, is_label & False) == 0.5
 
 
 def test_what_is_chosen_on_validation_is_kept_with_the_model(tmp_path: Path) -> None:
