@@ -204,12 +204,15 @@ def batch_of(inputs: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
     }
 
 
-def test_a_file_that_computes_something_else_is_refused(tmp_path: Path, tiny_facts: Any) -> None:
-    model, other = quantized(), quantized()
+@pytest.mark.parametrize("family", ["bert", "modernbert"])
+def test_a_file_that_computes_something_else_is_refused(family: str, tmp_path: Path, tiny_facts: Any) -> None:
+    model, other = quantized(family), quantized(family)
     saving.save_tokenizer(model.config.to_dict(), tiny_facts, tmp_path)
     with torch.no_grad():
         encoders.layers(other)[1].up.weight_scale.mul_(1.05)
     onnx_graph.write_onnx(other, tmp_path / "model-int4.onnx")
+    rounded = onnx_graph.write_with_levels(tmp_path / "model-int4.onnx", tmp_path / "levels.onnx")
+    assert {model.get_submodule(name) for name in rounded} == {*quantization.quantizers(model)}
     with pytest.raises(ExportError, match=r"differ|level"):
         export.check_quantized(model, tmp_path / "model-int4.onnx", lambda: [batch_of(given())])
 
