@@ -17,8 +17,9 @@ from isobatch.core.recipe import Recipe
 from isobatch.engine.machine.hardware import parse_hardware
 from isobatch.engine.planning.cost_model import PlanningCase, step_seconds
 from isobatch.engine.planning.memory_model import ExecutionChoices, kept_bytes_per_token, memory_footprint
+from isobatch.models.causal_lm.adapter_sizes import BYTES_PER_WEIGHT
 from isobatch.models.causal_lm.known_models import KNOWN_MODELS
-from isobatch.models.causal_lm.model_sizes import BYTES_PER_WEIGHT, size_from_config
+from isobatch.models.causal_lm.model_sizes import size_from_config
 from isobatch.models.flops import intermediate_width, key_width, layer_parameters, query_width
 
 if TYPE_CHECKING:

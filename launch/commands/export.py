@@ -47,9 +47,9 @@ class ExportOptions(DataOptions):
 
     to: tuple[str, ...] = ()
     """Forms to write (several: a,b): hf, dense, onnx, onnx-int8, onnx-int4 of classifiers; of language models
-    merged (by default all of these that the task has); onnx-dynamic, onnx-static (8 bits without training),
-    gguf, ollama, each also -f32, -bf16 or -q8_0 in place of f16; hub pushes the forms beside it, alone
-    final/."""
+    merged, adapter (by default all of these that the task has); onnx-dynamic, onnx-static (8 bits without
+    training), gguf, ollama, each also -f32, -bf16 or -q8_0 in place of f16, gguf-adapter; hub pushes the
+    forms beside it, alone final/."""
     repo: str | None = None
     """With --to hub: the repository, as in owner/name; by default the run's name."""
     private: bool = False
@@ -83,13 +83,12 @@ def export(words: Sequence[str]) -> int:
 def _wanted(task: Exports, name: str, options: ExportOptions) -> list[str]:
     """The forms that were asked for, as the task calls them. Raises UserError."""
     usual = [kind for kind in task.exports if not kind.startswith(ONLY_ASKED)]
-    whole = [kind.replace("gguf", OLLAMA) for kind in task.exports if kind not in usual]
+    whole = [kind.replace("gguf", OLLAMA) for kind in task.exports if kind not in (*usual, "gguf-adapter")]
     forms = {kind.replace("_", "-"): kind for kind in (*task.exports, *whole, HUB)}
     wanted = [kind.replace("_", "-") for kind in options.to] or usual
     if unknown := [kind for kind in wanted if kind not in forms]:
         bits = unknown[0].removeprefix("onnx-int")
         needs = f": `auto --task qat --pruned RUN --bits {bits}` makes such a model" * bits.isdecimal()
-        needs += ": final/ is the adapter, as peft opens it" * unknown[0].endswith("adapter")
         raise UserError(f"--to {unknown[0]}: {name} exports {', '.join(forms.values())}{needs}")
     for flag, given in (("--repo", options.repo), ("--private", options.private)):
         if given and HUB not in wanted:
@@ -102,15 +101,16 @@ def _said(kind: str, figures: dict[str, Any], name: str) -> list[str]:
     folder, file = figures["folder"], figures.get("file")
     if file is None:
         difference = f"{figures['max_logit_difference']:.1e} over {figures['samples']} samples"
-        next_line = [f"next: isobatch chat {shlex.quote(folder)}"] if kind == "merged" else []
+        next_line = [f"next: isobatch chat {shlex.quote(folder)}"] if kind in ("merged", "adapter") else []
         return [f"{folder}: largest logit difference {difference}", *next_line]
     size, off = format_bytes(figures["bytes"]), figures["max_weight_difference"]
     said = f"{folder}/{file}: {size}, weights differ by at most {off:.1e} of the largest in their tensor"
     path, model = shlex.quote(f"{folder}/{file}"), shlex.quote(name.lower())
     made = shlex.quote(f"{folder}/{MODELFILE}")
     run = {"gguf": f"llama-cli -m {path}", OLLAMA: f"ollama create {model} -f {made} && ollama run {model}"}
+    adapter = f"llama-cli -m BASE.gguf --lora {path}"
     said += "; Ollama gets no tools, calls or thoughts by its template" * kind.startswith(OLLAMA)
-    return [said, f"next: {run[kind.partition('-')[0]]}"]
+    return [said, f"next: {adapter if kind == 'gguf-adapter' else run[kind.partition('-')[0]]}"]
 
 
 def export_form(run: RunFolder, kind: str, data_path: str | None = None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from isobatch.core.errors import ExportError, UserError, refuse
+from isobatch.models import lora
 from isobatch.models.causal_lm import gguf_vocabulary
 
 WORST = {"F16": 2**-10, "F32": 0.0, "BF16": 2**-8, "Q8_0": 1 / 127}
@@ -171,6 +172,25 @@ def write(source: Path, file: Path, kind: str, place: str) -> dict[str, Any]:
     return _written(writer, file, tensors)
 
 
+def write_adapter(source: Path, file: Path, place: str) -> dict[str, Any]:
+    """Write peft's LoRA in a folder as a GGUF adapter in F32; else as `write`."""
+    from peft import LoraConfig
+
+    base, revision = lora.base_model_of(source)
+    config: Any = AutoConfig.from_pretrained(base, revision=revision)
+    family, adapter = check(config, place), LoraConfig.from_pretrained(str(source))
+    more = adapter.use_dora or adapter.modules_to_save or adapter.bias != "none" or adapter.rank_pattern
+    refuse({f"{place}: GGUF's adapters are plain LoRA: write the merged model, --to gguf": more})
+    writer = gguf.GGUFWriter(file, family.arch)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    # llama.cpp divides by the rank, rank-stabilised LoRA by its root.
+    stabilised = math.sqrt(adapter.r) if adapter.use_rslora else 1
+    writer.add_float32("adapter.lora.alpha", adapter.lora_alpha * stabilised)
+    tensors = list(_tensors([source / lora.ADAPTER_FILE], config, family, "F32", place))
+    return _written(writer, file, tensors)
+
+
 def _add_shape(writer: Any, config: Any, family: GGUFFamily) -> None:
     """The model's sizes and settings, as metadata of the file."""
     window, context = getattr(config, "sliding_window", None), config.max_position_embeddings
@@ -209,7 +229,9 @@ def _tensors(files: list[Path], config: Any, family: GGUFFamily, kind: str, plac
         with safe_open(file, "pt") as stored:
             shapes = {name: tuple(stored.get_slice(name).get_shape()) for name in stored.keys()}  # noqa: SIM118
         for key, shape in shapes.items():
-            stem, _, part = key.rpartition(".")
+            stem, _, part = key.removeprefix(lora.PEFT_PREFIX).rpartition(".")
+            if of_adapter := re.search(r"\.lora_[AB]$", stem):
+                stem, part = stem[: of_adapter.start()], f"weight{of_adapter[0].lower()}"
             # Files keep a tied table under one of its names, or under both.
             known = "token_embd" if stem == "lm_head" and config.tie_word_embeddings else names.get_name(stem)
             if known is None and not NOT_WEIGHTS.search(key):
@@ -225,7 +247,7 @@ def _stored(
 ) -> Stored:
     """The tensor `key` of a file of safetensors as llama.cpp keeps it, under its own name."""
     head, turned = _head_dim(config), family.arch == "gpt2" and TRANSPOSED.search(key)
-    changes_places = family.pairs_neighbours and re.search(r"\.(q|k)_proj\.(weight|bias)$", key)
+    changes_places = family.pairs_neighbours and re.search(r"\.(q|k)_proj\.(weight|bias|lora_B)", key)
     one = 1.0 if family.norms_from_one and key.endswith("norm.weight") else 0.0
 
     def rows(first: int, last: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Sizes of decoder models, with an adapter too, and the presets to train from scratch.
+"""Sizes of decoder models, and the presets to train from scratch.
 
 Of GPT-2 and Llama-like models all follows from the config, in no time; any other is built on torch's meta
 device and counted.
@@ -6,15 +6,14 @@ device and counted.
 
 from __future__ import annotations
 
-import dataclasses
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from isobatch.models import hub, lora
+from isobatch.models import hub
 from isobatch.models.base import ModelSize
 from isobatch.models.head_chunks import CHUNK_BYTES
+from isobatch.models.lora import block_matrices, expert_tensors, expert_weights
 
 MIN_CONTEXT = 64
 
@@ -41,12 +40,6 @@ PACKABLE_TYPES = ("gpt2", *LLAMA_LIKE, "opt", "gpt_neox")
 """Model types whose attention is causal over the whole row and can be split into samples by position ids."""
 GPT2_DEFAULTS = {"vocab_size": 50257, "n_positions": 1024, "n_embd": 768, "n_layer": 12, "n_head": 12}
 """What a config.json of GPT-2 may leave out."""
-BYTES_PER_WEIGHT = {16: 4.0, 8: 1.0 + 4 / 1024, 4: 0.5 + 4 / 64}
-"""Bits -> bytes of a frozen weight: 4 bits have a float scale per 64 weights, 8 bits about one per row."""
-WHY_UNSHARDABLE = "bitsandbytes' weights cannot be cut"
-"""Why every process must hold all of a model with weights in 8 or 4 bits (ModelSize.why_unshardable)."""
-USUAL_TARGETS = {"gpt2": ["c_attn"], **{kind: ["q_proj", "v_proj"] for kind in LLAMA_LIKE}}
-"""What peft adapts where --lora-targets is auto; for other models peft, seconds to import, is asked."""
 CONTEXT_KEYS = ("n_positions", "max_position_embeddings", "n_ctx", "max_sequence_length")
 
 
@@ -206,13 +199,13 @@ def _build_shape(config: Any, remote_code: bool) -> ModelShape:
     return ModelShape(
         size=size,
         model_type=kind,
-        matrices=[_matrix(name, module) for name, module in lora.block_matrices(model).items()],
+        matrices=[_matrix(name, module) for name, module in block_matrices(model).items()],
         tables=sum(p.numel() for p in tables.values()),
         biases=sum(p.numel() for name, p in parameters.items() if "bias" in name),
         embeddings=embeddings.weight.numel(),
         head=0 if head.weight is embeddings.weight else sum(p.numel() for p in head.parameters()),
-        experts=lora.expert_weights(model),
-        expert_tensors={name: tuple(p.shape) for name, p in lora.expert_tensors(model).items()},
+        experts=expert_weights(model),
+        expert_tensors={name: tuple(p.shape) for name, p in expert_tensors(model).items()},
     )
 
 
@@ -221,56 +214,3 @@ def _matrix(name: str, module: Any) -> Matrix:
     shape = tuple(module.weight.shape)
     inputs, outputs = shape if type(module).__name__.endswith("Conv1D") else shape[::-1]
     return Matrix(name, inputs, outputs, getattr(module, "bias", None) is not None)
-
-
-def adapted_model_size(shape: ModelShape, options: Any) -> ModelSize:
-    """The size with an adapter; its remark says what a user should know of the choice.
-
-    An adapter of rank r on a matrix (m, n) has r (m + n) weights, DoRA's n more; so has each expert. Raises
-    UserError where --lora-targets names no matrix.
-    """
-    whole, adapted, rank = shape.size, _adapted_matrices(shape, options), options.lora_r
-    experts = [shape.expert_tensors[n] for n in lora.adapted_experts(shape.expert_tensors, options)]
-    added = sum(rank * (m.inputs + m.outputs) for m in adapted)
-    added += sum(m.outputs for m in adapted) if options.adapter == "dora" else 0
-    added += sum(rank * count * (m + n) for count, m, n in experts)
-    of_adapted = sum(m.outputs for m in adapted if m.bias)
-    biases = {"none": 0, "lora_only": of_adapted, "all": shape.biases}[options.lora_bias]
-    tables = _trained_tables(shape, options.also_train or ())
-    total, trainable = whole.parameters + added, added + biases + tables
-    of_tables = 2.0 if options.frozen_dtype == "bf16" else 4.0
-    of_matrices = of_tables if options.load_bits == 16 else BYTES_PER_WEIGHT[options.load_bits]
-    frozen_bytes = 4.0 * (total - trainable) - (4.0 - of_tables) * (shape.tables - tables)
-    frozen_bytes -= (4.0 - of_matrices) * sum(m.inputs * m.outputs for m in shape.matrices)
-    targets = Counter(m.name.rpartition(".")[2] for m in adapted)
-    on = ", ".join(f"{count} {name}" for name, count in targets.items())
-    remark = (
-        f"{options.adapter} of rank {rank} on {on} trains {trainable:,} of {total:,} parameters"
-        f" ({trainable / total:.2%})"
-    )
-    if shape.experts and not options.lora_experts:
-        remark += f"; the {shape.experts:,} weights of the mixture's experts stay frozen"
-    return dataclasses.replace(
-        whole,
-        parameters=total,
-        trainable=trainable,
-        frozen_bytes=frozen_bytes / max(total - trainable, 1),
-        adapter_inputs=sum(m.inputs for m in adapted) // max(whole.layers, 1),
-        why_unshardable=whole.why_unshardable if options.load_bits == 16 else WHY_UNSHARDABLE,
-        remark=remark,
-    )
-
-
-def _adapted_matrices(shape: ModelShape, options: Any) -> list[Matrix]:
-    lora.check_targets([m.name for m in shape.matrices], options.lora_targets)
-    usual = USUAL_TARGETS.get(shape.model_type) if options.lora_targets == "auto" else None
-    names = usual or lora.wanted_names(options.lora_targets, shape.model_type)
-    chosen = set(lora.in_layers([m.name for m in shape.matrices], options.lora_layers))
-    return [m for m in shape.matrices if m.name in chosen and lora.is_target(m.name, names)]
-
-
-def _trained_tables(shape: ModelShape, also_train: Sequence[str]) -> int:
-    """Weights in the embeddings and the head that train whole."""
-    if also_train and not shape.head:  # tied
-        return shape.embeddings
-    return shape.embeddings * ("embeddings" in also_train) + shape.head * ("head" in also_train)

@@ -22,6 +22,7 @@ from isobatch.core.number_ranges import AboveZero, Count, Positive, Share
 from isobatch.models import hub, lora, saving
 from isobatch.models.base import Batch, Loss, ModelSize, Rows, StepContext, Sum, Task, Teacher
 from isobatch.models.causal_lm import (
+    adapter_sizes,
     adapters,
     answers,
     distillation,
@@ -111,7 +112,7 @@ class CausalLM(Task):
     Options: ClassVar[type] = DistilledOptions
     data: ClassVar[type | str | None] = "data.text.dataset:Text"
     streamed: ClassVar = "data.streaming.text:StreamedText"
-    exports: ClassVar = ("merged", "gguf", "gguf-f32", "gguf-bf16", "gguf-q8_0")
+    exports: ClassVar = ("merged", "adapter", "gguf", "gguf-f32", "gguf-bf16", "gguf-q8_0", "gguf-adapter")
     defaults: ClassVar = {
         "model": "small",
         "max_length": 256,
@@ -264,7 +265,7 @@ class CausalLM(Task):
         config, opened = self._raw_config(facts), partial(self.transformers_config, facts)
         shape = model_sizes.shape_of(config, opened, self.options.remote_code)
         adapts = self.model_name not in PRESETS and self.options.adapter != "none"
-        return model_sizes.adapted_model_size(shape, self.options) if adapts else shape.size
+        return adapter_sizes.adapted_model_size(shape, self.options) if adapts else shape.size
 
     def model_size(self, facts: Facts) -> ModelSize:
         size = self.network_size(facts)
@@ -355,14 +356,20 @@ class CausalLM(Task):
     def export_as(
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
-        if kind.startswith("gguf"):
+        if kind.startswith("gguf") and (kind != "gguf-adapter" or self.options.adapter != "none"):
             return self._export_gguf(kind, final, folder, facts, batches)
         if self.options.adapter == "none":
             raise UserError(
                 f"export to {kind}: the run trained no adapter: final/ is the whole model: --to gguf"
             )
-        code = self.options.remote_code
-        model = adapters.open_adapted_model(final, remote_code=code, as_stored=True).eval()
+        reopened = partial(adapters.open_adapted_model, remote_code=self.options.remote_code)
+        if kind == "adapter":
+            for file in final.iterdir():
+                if file.suffix in (".json", ".jinja", ".safetensors"):
+                    shutil.copy(file, folder)
+            trained = adapters.first_logits(reopened(final).eval(), batches())
+            return adapters.check_same_logits(trained, reopened(folder).eval())
+        model = reopened(final, as_stored=True).eval()
         trained = adapters.first_logits(model, batches())
         merged = model.merge_and_unload().to(model.config.dtype)
         saving.save(merged, facts, folder, whole=False)
@@ -372,7 +379,7 @@ class CausalLM(Task):
     def _export_gguf(
         self, kind: str, final: Path, folder: Path, facts: Facts, batches: Callable[[], Iterable[Batch]]
     ) -> Mapping[str, Any]:
-        """One file of GGUF, of the whole model, into which an adapter is merged first."""
+        """One file of GGUF: of the whole model, which is merged first, or of the adapter alone."""
         need("gguf", f"--to {kind}")
         from transformers import AutoConfig
 
@@ -380,6 +387,8 @@ class CausalLM(Task):
 
         numbers, source = kind.removeprefix("gguf").strip("-") or "f16", final
         file = folder / f"model-{numbers}.gguf"
+        if kind == "gguf-adapter":
+            return {**gguf_export.write_adapter(final, file, f"--to {kind}"), "file": file.name}
         if self.options.adapter != "none":
             base, revision = lora.base_model_of(final)
             gguf_export.check(AutoConfig.from_pretrained(base, revision=revision or "main"), f"--to {kind}")

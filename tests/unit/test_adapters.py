@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from isobatch.core.errors import ExportError, UserError
 from isobatch.models import lora, saving
-from isobatch.models.causal_lm import adapters, chunked_cross_entropy, model_sizes
+from isobatch.models.causal_lm import adapter_sizes, adapters, chunked_cross_entropy, model_sizes
 from isobatch.models.causal_lm.task import CausalLMOptions
 
 if TYPE_CHECKING:
@@ -60,10 +60,8 @@ def test_only_adapters_train_and_merging_keeps_the_logits(family: str) -> None:
     model = adapted(family)
     before = copy.deepcopy(model.state_dict())
     trained = [p for p in model.parameters() if p.requires_grad]
-    shape = model_sizes.shape_by_building(config_of(family))
-    found = model_sizes.adapted_model_size(shape, CausalLMOptions(adapter="lora"))
-    said = found.remark.partition(" on ")[2].partition(" trains")[0].split(", ")
-    assert sorted(said) == sorted(f"{count} {name}" for name, count in FAMILIES[family][1].items())
+    found = counts(family)
+    assert found.targets == FAMILIES[family][1]
     assert found.trainable == sum(p.numel() for p in trained)
     optimizer = torch.optim.AdamW(trained, lr=1e-2)
     losses = []
@@ -97,9 +95,13 @@ def test_lora_on_gpt2_has_its_known_number_of_parameters() -> None:
     """811,008, not the 524,288 that is often quoted for rank 8 on c_attn and c_proj of GPT-2."""
     options = CausalLMOptions(adapter="lora", lora_targets="c_attn,c_proj")
     shapes = model_sizes.shape_by_building(AutoConfig.for_model("gpt2"))
-    found = model_sizes.adapted_model_size(shapes, options)
-    assert found.trainable == 811_008
-    assert "on 12 c_attn, 24 c_proj trains" in found.remark
+    found = adapter_sizes.adapter_counts(shapes, options)
+    assert (found.trainable, found.targets) == (811_008, {"c_attn": 12, "c_proj": 24})
+
+
+def counts(family: str, **asked: Any) -> adapter_sizes.AdapterCounts:
+    shapes = model_sizes.shape_by_building(config_of(family))
+    return adapter_sizes.adapter_counts(shapes, CausalLMOptions(**{"adapter": "lora", **asked}))
 
 
 ASKED: list[dict[str, Any]] = [
@@ -116,16 +118,13 @@ ASKED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("asked", ASKED)
 def test_the_arithmetic_is_what_peft_builds(family: str, asked: dict[str, Any]) -> None:
     model = adapted(family, **asked)
-    shape = model_sizes.shape_by_building(config_of(family))
-    found = model_sizes.adapted_model_size(shape, CausalLMOptions(**{"adapter": "lora", **asked}))
+    found = counts(family, **asked)
     parameters = dict(model.named_parameters())
     assert found.trainable == sum(p.numel() for p in parameters.values() if p.requires_grad)
-    added = found.parameters - shape.size.parameters
-    assert added == sum(p.numel() for name, p in parameters.items() if "lora_" in name)
+    assert found.added == sum(p.numel() for name, p in parameters.items() if "lora_" in name)
     layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
-    assert found.adapter_inputs == sum(m.in_features for m in layers.values()) // found.layers
-    targets = Counter(name.rpartition(".")[2] for name in layers)
-    assert all(f"{count} {name}" in found.remark for name, count in targets.items())
+    assert found.inputs == sum(m.in_features for m in layers.values())
+    assert found.targets == Counter(name.rpartition(".")[2] for name in layers)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "qwen2", "qwen3", "biased"])
@@ -142,7 +141,7 @@ def test_the_shapes_of_a_config_are_those_of_its_model(family: str) -> None:
 def test_what_auto_adapts_is_what_peft_adapts() -> None:
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
 
-    usual = model_sizes.USUAL_TARGETS
+    usual = adapter_sizes.USUAL_TARGETS
     assert {kind: list(names) for kind, names in usual.items()} == {kind: USUAL[kind] for kind in usual}
 
 

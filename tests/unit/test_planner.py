@@ -16,7 +16,7 @@ from isobatch.engine.machine.hardware import GIB, Hardware, parse_hardware
 from isobatch.engine.planning.choices import fixed_loader_settings, unmet_wishes
 from isobatch.engine.planning.planner import make_plan, with_smaller_budget
 from isobatch.models.base import ModelSize
-from isobatch.models.causal_lm.model_sizes import BYTES_PER_WEIGHT
+from isobatch.models.causal_lm.adapter_sizes import BYTES_PER_WEIGHT
 from isobatch.models.head_chunks import CHUNK_BYTES
 
 
