@@ -24,6 +24,53 @@ PEFT_PREFIX = "base_model.model."
 """What peft's wrapper model puts before the names of a model's parameters."""
 
 
+START = "start"
+"""The name of what an adapter began with, which is taken off again: a second adapter that does not train."""
+
+
+def begin_with_principal_parts(model: Any, config: Any) -> None:
+    """Set every adapter to the largest r singular values of its matrix W, and take them off W: PiSSA (Meng et
+    al. 2024, equations 2 to 4).
+
+    W stays as it is: a second adapter takes off what the first began with. Its factors are buffers, which
+    checkpoints hold: a resumed run reads them, where another machine's SVD would differ. Of several processes
+    the first computes them; from it the others get all weights before they learn, and have zeros until then.
+    """
+    import torch
+    import torch.distributed as dist
+
+    computes = not dist.is_initialized() or dist.get_rank() == 0
+    plain = copy.copy(config)
+    plain.lora_dropout, plain.init_lora_weights = 0.0, True
+    for layer in [m for m in model.modules() if "default" in getattr(m, "lora_A", {})]:
+        layer.update_layer(START, config.r, lora_alpha=config.lora_alpha, config=plain)
+        scale = layer.scaling["default"]
+        layer.scaling[START] = -scale
+        parts = principal_parts(layer.get_base_layer(), config.r, scale) if computes else {}
+        for name in ("lora_A", "lora_B"):
+            factors = getattr(layer, name)
+            began = torch.zeros_like(factors["default"].weight, dtype=torch.float32)
+            if name in parts:
+                rows, columns = parts[name].shape  # W may be narrower than r
+                began[:rows, :columns] = parts[name]
+            factors["default"].weight.data = began.clone()
+            del factors[START].weight
+            factors[START].register_buffer("weight", began)
+        layer.set_adapter(["default", START])
+
+
+def principal_parts(layer: Any, rank: int, scale: float) -> dict[str, Any]:
+    """The factors of the largest singular values of a linear layer's matrix, held in 8 or 4 bits as well."""
+    import torch
+    from peft.utils.integrations import dequantize_module_weight
+
+    weight = dequantize_module_weight(layer).detach().float()
+    weight = weight.T if type(layer).__name__.endswith("Conv1D") else weight
+    left, values, right = torch.linalg.svd(weight, full_matrices=False)
+    roots = (values[:rank] / scale).sqrt()
+    return {"lora_A": roots[:, None] * right[:rank], "lora_B": left[:, :rank] * roots}
+
+
 def modules_named(model: Any, tables: Sequence[str]) -> list[str]:
     """Names of the modules that are these tables (`embeddings`, `head`); of one tied table both."""
     known = {"embeddings": model.get_input_embeddings(), "head": model.get_output_embeddings()}
@@ -142,6 +189,7 @@ def save_adapter(model: Any, folder: Path, head: Sequence[str] = ()) -> None:
     # The default would ask the hub for the base model's number of embeddings.
     found = get_peft_model_state_dict(model, adapter_name="default", save_embedding_layers=False)
     config = copy.copy(model.peft_config["default"])
+    _add_start(model, found, config)
     for name in head:
         found |= {f"{name}.{part}": p for part, p in model.get_submodule(name).state_dict().items()}
     # Cloned, because the file's format has no tied tables.
@@ -154,6 +202,25 @@ def save_adapter(model: Any, folder: Path, head: Sequence[str] = ()) -> None:
         if isinstance(found_names := getattr(config, named), set):
             setattr(config, named, sorted(found_names))
     config.save_pretrained(folder)
+
+
+def _add_start(model: Any, found: dict[str, Any], config: Any) -> None:
+    """Let an adapter that began with parts of its matrices take these off itself: one of rank 2 r.
+
+    `found`: its tensors, and `config`: its settings, are changed. (B A - B0 A0) = [B, -B0] [A; A0].
+    """
+    import torch
+
+    began = {name: m for name, m in model.named_modules() if START in getattr(m, "lora_A", {})}
+    for name, layer in began.items():
+        first, second = layer.lora_A[START].weight, layer.lora_B[START].weight
+        for key, part, side in (("lora_A", first, 0), ("lora_B", -second, 1)):
+            whole = f"{name}.{key}.weight"
+            found[whole] = torch.cat([found[whole], part.to(found[whole])], side)
+            found.pop(f"{name}.{key}.{START}.weight", None)
+    if began:
+        config.r *= 2
+        config.lora_alpha *= 2**0.5 if config.use_rslora else 2
 
 
 def base_model_of(folder: Path) -> tuple[str, str | None]:

@@ -81,5 +81,6 @@ def adapted_model_size(shape: ModelShape, options: Any) -> ModelSize:
         frozen_bytes=weights / max(frozen, 1),
         adapter_inputs=found.inputs // max(whole.layers, 1),
         why_unshardable=whole.why_unshardable if options.load_bits == 16 else WHY_UNSHARDABLE,
+        cached_bytes=whole.cached_bytes + (4.0 * found.added if options.lora_init == "pissa" else 0.0),
         remark=remark,
     )

@@ -48,6 +48,9 @@ class AdapterOptions:
     Kalajdzievski 2023)."""
     lora_plus: AboveZero = 1.0
     """The learning rate of an adapter's second matrix, B, over --lr (LoRA+, Hayou et al. 2024, has 16)."""
+    lora_init: Literal["kaiming", "gaussian", "pissa"] = "kaiming"
+    """How an adapter begins: A drawn, evenly or normally, and B 0; or the largest r singular values of its
+    matrix, which it then holds no more (PiSSA, Meng et al. 2024; its final/ has rank 2 r beside the base)."""
     lora_layers: str | None = None
     """Layers that get one, counted from 0, such as 8-15 or 0,4-7; by default all."""
     lora_experts: bool = False
@@ -95,7 +98,12 @@ def check_options(options: Any, pretrained: bool) -> None:
             "--adapter dora: needs the weights' norms, which 8 bits do not give: use --load-bits 4": (
                 adapter == "dora" and bits == 8
             ),
-            "--lora-experts: takes --adapter lora or qlora": options.lora_experts and adapter == "dora",
+            "--adapter dora: has lengths of its own to begin with: leave --lora-init pissa out": (
+                adapter == "dora" and options.lora_init == "pissa"
+            ),
+            "--lora-experts: takes --adapter lora or qlora with another --lora-init than pissa": (
+                options.lora_experts and (adapter == "dora" or options.lora_init == "pissa")
+            ),
             f"--lora-experts: experts have no dropout, and --lora-dropout is {options.lora_dropout:g}: say"
             " --lora-dropout 0": options.lora_experts and options.lora_dropout > 0,
             f"--lora-bias {biases}: 4-bit layers round their biases to the type they compute in: leave it"
@@ -197,6 +205,7 @@ def add_adapter(
         fan_in_fan_out=any(type(m).__name__.endswith("Conv1D") for m in model.modules()),
         use_dora=options.adapter == "dora",
         use_rslora=options.lora_scale == "rs",
+        init_lora_weights="gaussian" if options.lora_init == "gaussian" else True,
         target_modules=lora.target_modules(model, options.lora_targets, options.lora_layers, head),
         target_parameters=lora.adapted_experts(lora.expert_tensors(model), options) or None,
     )
@@ -204,6 +213,8 @@ def add_adapter(
     # The magnitudes of DoRA are the norms of the matrices, and peft gives them the matrices' number format.
     with held_in_fp32(model) if options.adapter == "dora" else contextlib.nullcontext():
         inject_adapter_in_model(config, model)
+    if options.lora_init == "pissa":
+        lora.begin_with_principal_parts(model, config)
     for name in head:
         model.get_submodule(name).requires_grad_(True)
     for p in (p for p in model.parameters() if p.requires_grad):

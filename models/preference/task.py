@@ -140,8 +140,8 @@ class HasReference(LanguageModelTask):
         import torch
 
         torch.manual_seed(self.recipe.seed)  # as the engine does for the model that trains
-        built: nn.Module = self.build_model(facts)
-        return built
+        options = dataclasses.replace(self.options, lora_init="kaiming")  # what it begins with adds nothing
+        return type(self)(self.recipe, options).build_model(facts)
 
     def _reference_answers(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         import torch

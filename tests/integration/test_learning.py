@@ -24,8 +24,8 @@ TASK = ["auto", "--task", "causal-lm", "--model", "base", "--max-length", "64", 
 ADAPTER = ["--adapter", "lora", "--lora-targets", "c_attn,c_proj", "--lr", "1e-3"]
 KINDS = {
     "muon": (["--optimizer", "muon", "--ema", "0.9"], "ddp"),
-    "rs": ([*ADAPTER, "--lora-scale", "rs", "--lora-layers", "1"], "fsdp2"),
-    "plus": ([*ADAPTER, "--lora-plus", "16", "--ema", "0.9"], "zero2"),
+    "pissa": ([*ADAPTER, "--lora-init", "pissa", "--lora-scale", "rs", "--lora-layers", "1"], "fsdp2"),
+    "plus": ([*ADAPTER, "--lora-plus", "16", "--lora-init", "gaussian", "--ema", "0.9"], "zero2"),
 }
 
 
@@ -87,7 +87,7 @@ def test_a_stable_run_decays_as_a_run_of_the_shorter_recipe_does(home: Path) -> 
         ([*ADAPTER, "--lora-layers", "1-4"], "there is no layer 2; the model has 0 to 1"),
         ([*ADAPTER, "--lora-layers", "x"], "give numbers or ascending ranges"),
         ([*ADAPTER, "--lora-experts", "--lora-dropout", "0"], "the model is no mixture"),
-        ([*ADAPTER, "--lora-init", "pissa"], "leave it out"),
+        (["--adapter", "dora", "--lora-init", "pissa"], "leave --lora-init pissa out"),
         (["--decay", "9"], "it is the end of --schedule wsd; leave it out"),
         (["--ema", "1.5"], "--ema 1.5"),
     ],

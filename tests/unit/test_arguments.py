@@ -31,7 +31,7 @@ FLAGS = {
         activation_checkpointing attention pack device memory_limit stream_cache""",
     "run": """out name resume again save_every keep checkpoint_copy before log_every tracker ledger hook
         anomaly hang_timeout max_restarts debug quiet""",
-    "causal-lm": """lora_r lora_alpha lora_dropout lora_targets lora_scale lora_plus lora_layers
+    "causal-lm": """lora_r lora_alpha lora_dropout lora_targets lora_scale lora_plus lora_init lora_layers
         lora_experts lora_bias adapter load_bits frozen_dtype also_train generate_tokens
         answers remote_code teacher kd_weight kd_top kd_direction temperature text_column
         template template_kwargs response_only mix clean stride vocab_size data_config valid""",
