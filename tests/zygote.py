@@ -45,7 +45,10 @@ MODULES = (
     "torch.distributed.run",
     *(f"isobatch {command}" for command in ("auto", "resume", "call", "chat", "plots", "serve")),
 )
-SCRIPTS = ("launch/train.py", "launch/loopback.py", "benchmarks/__main__.py", "tests/tasks/measure.py")
+SCRIPTS = (
+    *("launch/train.py", "launch/loopback.py", "launch/__main__.py"),
+    *("benchmarks/__main__.py", "tests/tasks/measure.py"),
+)
 """Modules, commands of ours and scripts that are run in a fork."""
 LIBRARIES = (
     *("fire", "matplotlib.figure", "peft"),

@@ -1,4 +1,4 @@
-"""The same training before and after a change: four workloads, one and two processes, killed and resumed.
+"""The same training before and after a change: six workloads, one and two processes, killed and resumed.
 
 `python -m benchmarks golden --before REVISION` trains with the code of a revision and with the code here, on
 this machine, and compares to the bit: every logged step, the ledger of samples, the evaluations, the tensors
@@ -34,16 +34,16 @@ NOT_COMPARED = ("seconds", "per_second", "latency", "memory", "bytes", "digest",
 STEP = ("phase", "step", "loss", "lr", "grad_norm", "chain")
 PINNED = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 PLAN = "--device cpu --precision fp32 --micro-batch 4 --quiet"
+LABELLED = "--fast --data labelled.csv --max-length 16 --steps 40 --lr 3e-3 --warmup 2"
 COMMON = "--batch-size 16 --seed 3 --ledger --save-every 4 --eval-every 8"
 
 
 @dataclass(frozen=True)
 class Demo:
-    """One `auto` command, the runs that it leaves, and in which of them it is killed."""
+    """One `auto` command, the name of its run, and where that is killed."""
 
     words: str
-    runs: tuple[str, ...]
-    killed_in: str
+    run: str
     kill_after: int
     """Logged steps after which the process is killed."""
 
@@ -51,30 +51,22 @@ class Demo:
 DEMOS = {
     "causal-lm": Demo(
         "--task causal-lm --data texts.txt --model tiny --dropout 0.1 --max-length 32 --steps 10",
-        ("lm",),
         "lm",
         5,
     ),
     "lora": Demo(
         "--task causal-lm --data texts.txt --model {runs}/lm/final --adapter lora --dropout 0.1 "
         "--max-length 32 --steps 10",
-        ("lora",),
         "lora",
         5,
     ),
-    "compress": Demo(
-        "--task compress --fast --data labelled.csv --model tiny --max-length 16 --steps 40 --lr 3e-3 "
-        "--warmup 2",
-        ("small-classifier", "small-pruning", "small-qat"),
-        "small-pruning",
-        9,
-    ),
-    "recommender": Demo("--task recommender --data shop --steps 12", ("shop",), "shop", 6),
-    "sequence-vae": Demo(
-        "--task sequence-vae --data texts.txt --max-length 32 --steps 12", ("vae",), "vae", 6
-    ),
+    "classifier": Demo(f"--task classifier --model tiny {LABELLED}", "small-classifier", 9),
+    "pruning": Demo(f"--task pruning --teacher {{runs}}/small-classifier {LABELLED}", "small-pruning", 9),
+    "qat": Demo(f"--task qat --pruned {{runs}}/small-pruning --bits 4 {LABELLED}", "small-qat", 9),
+    "recommender": Demo("--task recommender --data shop --steps 12", "shop", 6),
+    "sequence-vae": Demo("--task sequence-vae --data texts.txt --max-length 32 --steps 12", "vae", 6),
 }
-"""The adapter is trained on what the demo before it left."""
+"""Adapter, pruning and qat are trained on what the demo before each left."""
 WORLDS = (1, 2)
 
 
@@ -103,16 +95,15 @@ def train(tree: Path, folder: Path, demos: list[str], world: int, killed: bool =
         demo, runs = DEMOS[name], folder / f"runs-{world}{'-killed' if killed else ''}"
         plan = [*PLAN.split(), "--processes", str(world)]
         words = ["auto", *demo.words.format(runs=runs).split(), *COMMON.split(), "--out", str(runs)]
-        words += ["--name", demo.runs[0].partition("-")[0], *plan]
+        words += ["--name", demo.run, *plan]
         if killed:
-            _kill(_start(tree, folder, words), runs / demo.killed_in, demo.kill_after)
-            # A chain goes on by the same command, a single run by `resume`.
-            words = words if len(demo.runs) > 1 else ["resume", str(runs / demo.runs[0]), *plan]
+            _kill(_start(tree, folder, words), runs / demo.run, demo.kill_after)
+            words = ["resume", str(runs / demo.run), *plan]
         process = _start(tree, folder, words)
         said, _ = process.communicate(timeout=900)
         if process.returncode:
             raise RuntimeError(f"{' '.join(words)} ended with {process.returncode}:\n{said[-2000:]}")
-        found |= {run: read(runs / run) for run in demo.runs}
+        found[demo.run] = read(runs / demo.run)
     return found
 
 

@@ -1,15 +1,19 @@
-"""Training is what it was: every step, sample, evaluation and weight of four workloads equals a copy."""
+"""Training is what it was: every step, sample, evaluation and weight of six workloads equals a copy."""
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING
 
 from isobatch.benchmarks.quality.golden import DEMOS, STORED, differences, train, write_data
+from isobatch.tests.integration.helpers import warm_python
 from isobatch.tests.paths import ROOT
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    import pytest
 
 RELATIVE = 1e-6
 """Other processors sum in another order; `benchmarks golden --before REVISION` compares to the bit."""
@@ -20,7 +24,8 @@ instruction set of the same processor, 3e-6 of a loss after 25 steps and 1e-2 af
 MOVED = ("loss", "grad_norm", "norm", "evaluations", "result")
 
 
-def test_training_equals_the_stored_copy(tmp_path: Path) -> None:
+def test_training_equals_the_stored_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", warm_python())
     write_data(tmp_path)
     stored = json.loads(STORED.read_text())
     found = json.loads(json.dumps(train(ROOT, tmp_path, [*DEMOS], world=1)))
