@@ -157,7 +157,8 @@ def _write_config(folder: Path, strategy: str) -> None:
     os.environ["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(path)
 
 
-def _builder(strategy: Any, precision: Precision = "fp32") -> Builder:
+def builder_of(task: str, flags: dict[str, Any], options: dict[str, Any], **plan: Any) -> Builder:
+    """What trains a task in this world on a CPU, with other values of its plan."""
     from isobatch.core.plan import PlanOptions
     from isobatch.engine.distributed.communicator import Communicator
     from isobatch.engine.loading.prepare import prepare
@@ -167,17 +168,20 @@ def _builder(strategy: Any, precision: Precision = "fp32") -> Builder:
     from isobatch.engine.registry import workload
     from isobatch.engine.train.build import Builder
 
-    chosen = workload(TASK)
-    recipe, _ = chosen.complete({"steps": [lengths()[0]]})
-    task, data = chosen.make(recipe)
+    chosen = workload(task)
+    recipe, _ = chosen.complete(flags)
+    made, data = chosen.make(recipe)
     facts = prepare(data)
-    size = rank_and_world_size(os.environ)[1]
-    options = PlanOptions(device="cpu", micro_batch=3)
-    plan = make_plan(
-        recipe, facts, task.model_size(facts), hardware.parse_hardware("cpu:2x24gb"), options, world=size
-    )
-    plan = dataclasses.replace(plan, threads=1, strategy=strategy, precision=precision)
-    return Builder(recipe, facts, plan, Communicator(plan, hang_timeout=60))
+    machine, size = hardware.parse_hardware("cpu:2x24gb"), made.model_size(facts)
+    asked, world = PlanOptions(device="cpu", **options), rank_and_world_size(os.environ)[1]
+    planned = make_plan(recipe, facts, size, machine, asked, world=world)
+    planned = dataclasses.replace(planned, threads=1, **plan)
+    return Builder(recipe, facts, planned, Communicator(planned, hang_timeout=60))
+
+
+def _builder(strategy: str, precision: Precision = "fp32") -> Builder:
+    flags = {"steps": [lengths()[0]]}
+    return builder_of(TASK, flags, {"micro_batch": 3}, strategy=strategy, precision=precision)
 
 
 def _steps(state: Training, start: int, stop: int) -> list[tuple[float, float]]:

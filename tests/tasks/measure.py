@@ -6,7 +6,6 @@ SETTINGS: {"task", "flags": {...}, "plan": {...}, "steps", "out"}
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import runpy
@@ -22,29 +21,13 @@ def measure(settings: dict[str, Any]) -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     import torch
 
-    from isobatch.benchmarks.quality.strategies import first_gradient
-    from isobatch.core.plan import PlanOptions
-    from isobatch.engine.distributed.communicator import Communicator
-    from isobatch.engine.loading.prepare import prepare
-    from isobatch.engine.machine import hardware
-    from isobatch.engine.machine.detect import rank_and_world_size
-    from isobatch.engine.planning.planner import make_plan
-    from isobatch.engine.registry import workload
-    from isobatch.engine.train.build import Builder
+    from isobatch.benchmarks.quality.strategies import builder_of, first_gradient
     from isobatch.engine.train.hooks import Hooks, Seen
     from isobatch.engine.train.loop import run_phase
 
-    world_size = rank_and_world_size(os.environ)[1]
-    chosen = workload(settings["task"])
-    recipe, _ = chosen.complete(settings.get("flags", {}))
-    task, data = chosen.make(recipe)
-    facts = prepare(data)
-    machine = hardware.parse_hardware("cpu:2x24gb")
-    plan = make_plan(
-        recipe, facts, task.model_size(facts), machine, PlanOptions(device="cpu"), world=world_size
-    )
-    world = Communicator(dataclasses.replace(plan, threads=1, **settings.get("plan", {})), hang_timeout=120)
-    builder, seen = Builder(recipe, facts, world.plan, world), Seen()
+    flags, plan = (settings.get(name, {}) for name in ("flags", "plan"))
+    builder, seen = builder_of(settings["task"], flags, {}, **plan), Seen()
+    world = builder.state.world
     with builder:
         schedule = builder.schedules[0]
         with builder.phase(schedule) as state:
